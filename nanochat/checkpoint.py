@@ -1,0 +1,131 @@
+"""
+Checkpoints in upstream's layout: <stage folder>/<tag>/model_{step:06d}.pt, meta_{step:06d}.json, optim_{step:06d}_rank{r}.pt.
+
+Every file is written whole or not at all. A co-training run's set of a step (both roles' models and optimizers, and the run's state) is
+valid once its state file exists: that one is written last.
+"""
+import json
+import os
+import re
+
+import torch
+
+from nanochat.common import BadInput, path_of, write_json
+from nanochat.gpt import GPT, GPTConfig
+
+MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older upstream checkpoints, with what they stood for
+
+
+def save_atomic(obj, path: str) -> None:
+    """torch.save that leaves either the whole file or none."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path + ".tmp", "wb") as f:
+        torch.save(obj, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def load_file(path: str, device="cpu"):
+    """torch.load of tensors and plain containers only. Raises BadInput when the file is absent or holds anything else."""
+    if not os.path.exists(path):
+        raise BadInput(f"{path} is missing")
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises many types for a file that is damaged or not allowed
+        raise BadInput(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def list_tags(stage: str) -> list[str]:
+    """Tags that hold a checkpoint of the stage."""
+    folder = path_of(stage)
+    return sorted(tag for tag in os.listdir(folder) if list_steps(stage, tag)) if os.path.isdir(folder) else []
+
+
+def list_steps(stage: str, tag: str) -> list[int]:
+    """Steps at which the tag has a model and its meta, ascending."""
+    folder = path_of(stage, tag)
+    names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
+    steps = sorted(int(m[1]) for m in (re.fullmatch(r"model_(\d+)\.pt", name) for name in names) if m)
+    return [step for step in steps if f"meta_{step:06d}.json" in names]
+
+
+def default_tag(stage: str) -> str:
+    """The largest d<N>; verifiers (-ver) do not count. Raises BadInput when there is none."""
+    depths = [int(tag[1:]) for tag in list_tags(stage) if re.fullmatch(r"d\d+", tag)]
+    if not depths:
+        raise BadInput(f"no checkpoint d<N> in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}")
+    return f"d{max(depths)}"
+
+
+def find_step(stage: str, tag: str, step: int | None = None) -> int:
+    """The step to load: the given one or the latest. Raises BadInput that lists what exists."""
+    steps = list_steps(stage, tag)
+    if not steps:
+        raise BadInput(f"no checkpoint {tag} in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}")
+    if step is not None and step not in steps:
+        raise BadInput(f"checkpoint {tag} in {path_of(stage)} has no step {step}; there are: {', '.join(map(str, steps))}")
+    return steps[-1] if step is None else step
+
+
+def save_model(stage: str, tag: str, step: int, model: GPT, meta: dict) -> None:
+    """Writes a model and its meta; the meta goes last and makes the pair valid."""
+    save_atomic(model.state_dict(), path_of(stage, tag, f"model_{step:06d}.pt"))
+    write_json(path_of(stage, tag, f"meta_{step:06d}.json"), {"step": step, "model_config": model.config.asdict(), **meta})
+
+
+def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None) -> tuple[GPT, dict]:
+    """A model and its meta. Raises BadInput for what is missing, naming it."""
+    step = find_step(stage, tag, step)
+    with open(path_of(stage, tag, f"meta_{step:06d}.json")) as f:
+        meta = json.load(f)
+    config = GPTConfig(**{"window_pattern": "L", **meta["model_config"]})
+    path = path_of(stage, tag, f"model_{step:06d}.pt")
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in load_file(path, device).items()}
+    for name, value in MAY_BE_MISSING.items():
+        state.setdefault(name, torch.full((config.n_layer,), value))
+    # Stored dtype is kept for upstream's sake elsewhere; on load, master weights are fp32.
+    state = {name: tensor.float() for name, tensor in state.items()}
+    with torch.device(device):
+        model = GPT(config, dtype)
+    expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
+    for name in sorted(expected.keys() | state.keys()):
+        got = tuple(state[name].shape) if name in state else None
+        if got != expected.get(name):
+            raise BadInput(f"{path}: {name} is {got or 'missing'}, expected {expected.get(name) or 'no such tensor'}")
+    model.load_state_dict(state)
+    return model, meta
+
+
+def save_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
+    """Writes an optimizer's state; it is the same on every rank, so rank 0's file stands for all."""
+    save_atomic(optimizer.state_dict(), path_of(stage, tag, f"optim_{step:06d}_rank0.pt"))
+
+
+def load_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
+    """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters."""
+    path = path_of(stage, tag, f"optim_{step:06d}_rank0.pt")
+    try:
+        optimizer.load_state_dict(load_file(path))
+    except ValueError as error:
+        raise BadInput(f"{path} does not fit: {error}") from None
+
+
+def save_state(run_name: str, step: int, state: dict) -> None:
+    """Writes a run's state_{step}.pt, which makes the set of that step valid."""
+    save_atomic(state, path_of("runs", run_name, f"state_{step:06d}.pt"))
+
+
+def saved_steps(run_name: str) -> list[int]:
+    """Steps at which a run has a complete set, ascending."""
+    folder = path_of("runs", run_name)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return sorted(int(m[1]) for m in (re.fullmatch(r"state_(\d+)\.pt", name) for name in names) if m)
+
+
+def load_state(run_name: str, step: int) -> dict:
+    """A run's state at a step. Raises BadInput that lists the steps there are."""
+    steps = saved_steps(run_name)
+    if step not in steps:
+        raise BadInput(f"run {run_name} has no complete checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
+    return load_file(path_of("runs", run_name, f"state_{step:06d}.pt"))

@@ -1,0 +1,211 @@
+"""
+What every script needs: bad input, device and ranks, the run and its folder, collectives. Importing it does nothing.
+"""
+import datetime
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
+
+
+class BadInput(Exception):
+    """Something the user gave cannot work. Its text is one line that names what and where; scripts exit with code 2."""
+
+
+class StopRequested(Exception):
+    """SIGTERM or SIGINT arrived; raised on all ranks at the same point."""
+
+
+def script_main(main, parser, argv: list[str] | None = None) -> None:
+    """Runs main(args), turning BadInput into one line on stderr and exit code 2. A leading `--` is dropped."""
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv[1:] if argv[:1] == ["--"] else argv)
+    try:
+        main(args)
+    except BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def base_dir() -> str:
+    """Where tokenizer, checkpoints and runs live: $NANOCHAT_BASE_DIR or ~/.cache/nanochat."""
+    return os.path.expanduser(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat")
+
+
+def path_of(kind: str, *names: str) -> str:
+    """The one place that knows the layout on disk. kind: tokenizer, runs, or a stage (base, sft, rl)."""
+    return os.path.join(base_dir(), STAGE_FOLDERS.get(kind, kind), *names)
+
+
+def rank_and_world() -> tuple[int, int]:
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def print0(*args) -> None:
+    """Prints on rank 0."""
+    if rank_and_world()[0] == 0:
+        print(*args, flush=True)
+
+
+def init_device(device_type: str) -> torch.device:
+    """The device of this rank ("" picks cuda, mps or cpu), and the process group when launched by torchrun. Raises BadInput."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device_type == "":
+        device_type = next(name for name, there in available.items() if there)
+    if not available.get(device_type):
+        raise BadInput(f"--device-type {device_type}: available are {', '.join(name for name, there in available.items() if there)}")
+    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device(device_type)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    if rank_and_world()[1] > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    return device
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """dtype of activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it and float32 elsewhere. Refuses float16."""
+    name = os.environ.get("NANOCHAT_DTYPE", "")
+    if name in ("float16", "fp16", "half"):
+        raise BadInput(f"NANOCHAT_DTYPE={name}: float16 overflows in training; use bfloat16 or float32")
+    names = {"": None, "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+    if name not in names:
+        raise BadInput(f"NANOCHAT_DTYPE={name}: use bfloat16 or float32")
+    default = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    return names[name] or default
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+    """The sum or max of a tensor over ranks, in place; itself when there is one rank. Every rank must call it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()))
+    return tensor
+
+
+def all_gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Rows (n, ...) of all ranks in rank order, (world * n, ...). All ranks must hold the same shape."""
+    if not dist.is_initialized():
+        return rows
+    gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, rows.contiguous())
+    return torch.cat(gathered)
+
+
+def write_json(path: str, record: dict) -> None:
+    """Writes a json file whole or not at all."""
+    with open(path + ".tmp", "w") as f:
+        json.dump(record, f, indent=2)
+        f.write("\n")
+    os.replace(path + ".tmp", path)
+
+
+@dataclass
+class Run:
+    """One run of a script: its device and ranks, its folder, its log, and the request to stop."""
+    name: str
+    device: torch.device
+    rank: int
+    world: int
+    folder: str
+    wandb: object = None
+    stop_signal: bool = False
+    started: float = field(default_factory=time.time)
+
+    def on_signal(self, *_) -> None:
+        self.stop_signal = True
+
+    def should_stop(self) -> bool:
+        """Whether this rank was told to stop; no collective, safe anywhere."""
+        return self.stop_signal
+
+    def check_stop(self) -> None:
+        """Raises StopRequested on every rank if any was told to stop. A collective: all ranks call it at the same points."""
+        if all_reduce(torch.tensor(int(self.stop_signal), device=self.device), "max").item():
+            raise StopRequested
+
+    def log(self, record: dict) -> None:
+        """Appends one record to metrics.jsonl and shows it to wandb; rank 0."""
+        if self.rank == 0:
+            self.append("metrics.jsonl", record)
+            if self.wandb:
+                self.wandb.log(record, step=record["step"])
+
+    def append(self, name: str, record: dict) -> None:
+        with open(os.path.join(self.folder, name), "a") as f:
+            f.write(json.dumps(record) + "\n")
+
+    def trim(self, name: str, step: int) -> None:
+        """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from."""
+        path = os.path.join(self.folder, name)
+        if self.rank == 0 and os.path.exists(path):
+            with open(path) as f:
+                kept = [line for line in f if line.endswith("\n") and json.loads(line)["step"] < step]
+            with open(path + ".tmp", "w") as f:
+                f.writelines(kept)
+            os.replace(path + ".tmp", path)
+
+    def finish(self) -> None:
+        if self.wandb:
+            self.wandb.finish()
+
+
+def add_run_args(parser) -> None:
+    """The flags that all training scripts share."""
+    group = parser.add_argument_group("run")
+    group.add_argument("--run", default="dummy", help="name of the run, its folder and its checkpoints; 'dummy' = a numbered name and no wandb")
+    group.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling noise")
+    group.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+
+
+def choose_run_name(name: str) -> str:
+    """The run's name: for "dummy" the first free dummy-<n>."""
+    if name != "dummy":
+        return name
+    n = 1
+    while os.path.exists(path_of("runs", f"dummy-{n}")):
+        n += 1
+    return f"dummy-{n}"
+
+
+def check_writable(path: str) -> None:
+    """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Creates nothing."""
+    parent = os.path.abspath(path)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+        raise BadInput(f"cannot write to {path} ({parent} is not a writable folder)")
+
+
+def start_run(args, device: torch.device, config: dict, resumed: bool) -> Run:
+    """Opens the run's folder, writes config.json, catches SIGTERM and SIGINT, and starts wandb unless the run is a dummy."""
+    rank, world = rank_and_world()
+    folder = path_of("runs", args.run)
+    run = Run(args.run, device, rank, world, folder)
+    if rank == 0:
+        os.makedirs(folder, exist_ok=True)
+        if not resumed:
+            write_json(os.path.join(folder, "config.json"), config)
+        if not args.run.startswith("dummy"):
+            import wandb
+            run.wandb = wandb.init(project="nanochat-tango", name=args.run, dir=folder, config=config, resume="allow" if resumed else None)
+    signal.signal(signal.SIGTERM, run.on_signal)
+    signal.signal(signal.SIGINT, run.on_signal)
+    return run
+
+
+def describe_versions() -> dict:
+    """Versions and commit, for config.json."""
+    import subprocess
+    here = os.path.dirname(os.path.abspath(__file__))
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+    return {"python": sys.version.split()[0], "torch": torch.__version__, "commit": commit or None,
+            "started": datetime.datetime.now().isoformat(timespec="seconds")}

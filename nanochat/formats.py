@@ -1,0 +1,102 @@
+"""
+The text formats of a solution and of a verification, as data.
+
+A solution is a list of reasoning steps and an answer; a verification is one judgment per step and a final one. `PAPER`
+uses the tags of RL Tango (section 3); `COMPACT` spends one character per mark, for tiny models with short contexts.
+Marks are ordinary text, never special tokens.
+"""
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Format:
+    """The marks of one format. Text between marks is free; an empty mark is absent."""
+    name: str
+    think_open: str
+    step_open: str
+    step_close: str
+    think_close: str
+    answer_open: str
+    answer_close: str
+    verification_open: str
+    verification_close: str
+    final_open: str
+    final_close: str
+    correct: str
+    incorrect: str
+    reserved: tuple[str, ...]  # what quoted text may not contain: the marks that only a verification has
+    generator_prompt: str      # template with {problem}
+    verifier_prompt: str       # template with {problem}, {solution} and {num_steps}
+
+    def render_solution(self, steps: list[str], answer: str) -> str:
+        """The text of a solution with these step bodies and this answer."""
+        body = "".join(self.step_open + step + self.step_close for step in steps)
+        return self.think_open + body + self.think_close + self.answer_open + answer + self.answer_close
+
+    def render_verification(self, analyses: list[str], verdicts: list[bool], verdict: bool) -> str:
+        """The text of a verification: per step its analysis and verdict, then the final verdict."""
+        mark = {True: self.correct, False: self.incorrect}
+        body = "".join(self.step_open + a + mark[v] + self.step_close for a, v in zip(analyses, verdicts, strict=True))
+        return self.verification_open + body + self.verification_close + self.final_open + mark[verdict] + self.final_close
+
+    def step_spans(self, solution: str) -> list[tuple[int, int]]:
+        """Character spans [start, end) of the reasoning steps, marks included, in order. Total: any text gives a list.
+
+        Only steps that are closed and stand before the first answer mark count.
+        """
+        answer_at = solution.find(self.answer_open)
+        return self.closed_steps(solution[: answer_at if answer_at >= 0 else len(solution)], self.think_open)
+
+    def closed_steps(self, text: str, opening: str) -> list[tuple[int, int]]:
+        """Spans of the closed steps of `text` behind the mark `opening`."""
+        start = text.find(opening) + len(opening) if opening in text else 0
+        pattern = re.compile(re.escape(self.step_open) + "(.*?)" + re.escape(self.step_close), re.DOTALL)
+        return [match.span() for match in pattern.finditer(text, start)]
+
+    def step_body(self, step: str) -> str:
+        """A step's text without its marks."""
+        return step[len(self.step_open): len(step) - len(self.step_close)]
+
+    def answer(self, solution: str) -> str | None:
+        """The answer: what stands between the first answer mark and the end of the text, or None.
+
+        COMPACT: answer("3+5:8;8*2:6;=6") == "6". Text behind the closing mark makes the answer unreadable (None).
+        """
+        at = solution.find(self.answer_open)
+        tail = solution[at + len(self.answer_open):].rstrip() if at >= 0 else None
+        if tail is None or not tail.endswith(self.answer_close):
+            return None
+        return tail[: len(tail) - len(self.answer_close)].strip()
+
+    def quote(self, text: str) -> str:
+        """`text` with every reserved mark replaced by "?", so that quoted text can never forge a judgment.
+
+        No mark holds a "?", so what is left cannot join up to a new one.
+        """
+        return re.sub("|".join(map(re.escape, self.reserved)), "?", text)
+
+
+PAPER = Format(
+    name="paper",
+    think_open="<think>", step_open="<step>", step_close="</step>", think_close="</think>",
+    answer_open="<answer>\\boxed{", answer_close="}</answer>",
+    verification_open="<step_verification>", verification_close="</step_verification>",
+    final_open="<final_verification>", final_close="</final_verification>",
+    correct="\\boxed{CORRECT}", incorrect="\\boxed{INCORRECT}",
+    reserved=("<step_verification>", "</step_verification>", "<final_verification>", "</final_verification>",
+              "\\boxed{CORRECT}", "\\boxed{INCORRECT}"),
+    generator_prompt="{problem}\n\nSolve this step by step, in this form: "
+                     "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
+    verifier_prompt="Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse each, end each analysis with "
+                    "\\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, then judge the whole, in this form: <step_verification><step>...</step>..."
+                    "</step_verification><final_verification>\\boxed{{...}}</final_verification>",
+)
+
+COMPACT = Format(
+    name="compact",
+    think_open="", step_open="", step_close=";", think_close="", answer_open="=", answer_close="",
+    verification_open="", verification_close="", final_open="=", final_close="",
+    correct="T", incorrect="F", reserved=("T", "F", "|"),
+    generator_prompt="{problem}", verifier_prompt="{problem}|{solution}|{num_steps}",
+)

@@ -1,0 +1,221 @@
+"""
+The nanochat GPT: upstream's mathematics and parameter names, so that its checkpoints load.
+
+RMSNorm without parameters, rotary positions with q/k norm, grouped key/value heads, relu^2 MLP, untied embedding and head, value
+embeddings on alternating layers, smear (a little of the previous token's embedding), per-layer mixing of the first embedding,
+backout (the middle layer's output is taken off at the end), softcapped logits.
+
+`trunk` gives hidden states and `head` logits, apart, so that a fused loss can stand in for the head.
+"""
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from nanochat.attention import FAR, KVCache, attend, attention_bias
+
+SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
+VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
+ROTARY_BASE = 100000
+QK_SCALE = 1.2        # on q and on k after their norm
+
+
+@dataclass
+class GPTConfig:
+    """The model's shape; exactly upstream's `model_config`."""
+    sequence_len: int = 2048
+    vocab_size: int = 32768
+    n_layer: int = 12
+    n_head: int = 6
+    n_kv_head: int = 6
+    n_embd: int = 768
+    window_pattern: str = "SSSL"
+
+    def asdict(self) -> dict:
+        return asdict(self)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class Linear(nn.Linear):
+    """A linear layer whose master weight is cast to the activation's dtype."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def rotary(positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin of the rotary angles. positions (B, T) -> two of (B, 1, T, D/2)."""
+    channel = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    angles = positions[:, None, :, None].float() * ROTARY_BASE ** (-channel / head_dim)  # (B, 1, T, D/2)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates the halves of each head by minus the angle. x (B, H, T, D)."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1)
+
+
+def has_value_embedding(layer: int, n_layer: int) -> bool:
+    return layer % 2 == (n_layer - 1) % 2
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
+        self.head_dim = config.n_embd // config.n_head
+        self.c_q = Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
+        self.c_k = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
+        self.c_proj = Linear(config.n_embd, config.n_embd, bias=False)
+        if has_value_embedding(layer, config.n_layer):
+            self.ve_gate = Linear(VALUE_CHANNELS, self.n_kv_head, bias=False)
+
+    def forward(self, x, value_embedding, cos_sin, bias, cache, prefix):
+        B, T, C = x.shape
+        q = self.c_q(x).view(B, T, self.n_head, self.head_dim).transpose(1, 2)     # (B, H, T, D)
+        k = self.c_k(x).view(B, T, self.n_kv_head, self.head_dim).transpose(1, 2)  # (B, Hkv, T, D)
+        v = self.c_v(x).view(B, T, self.n_kv_head, self.head_dim)
+        if value_embedding is not None:
+            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))        # (B, T, Hkv)
+            v = v + gate.unsqueeze(-1) * value_embedding.view(v.shape)
+        v = v.transpose(1, 2)
+        q = QK_SCALE * norm(rotate(q, *cos_sin))
+        k = QK_SCALE * norm(rotate(k, *cos_sin))
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        shared = (prefix.k[self.layer], prefix.v[self.layer]) if prefix is not None else ()
+        y = attend(q, k, v, bias, *shared)                                         # (B, H, T, D)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=False)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x):
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(self, x, *attention_inputs):
+        x = x + self.attn(norm(x), *attention_inputs)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """The model. `compute_dtype` is the dtype of activations; parameters stay as they are."""
+
+    softcap = 15.0  # logits are softcap * tanh(z / softcap)
+
+    def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+        self.vocab_size = config.vocab_size
+        rows = -(-config.vocab_size // 64) * 64  # padded to a multiple of 64
+        kv_dim = config.n_kv_head * (config.n_embd // config.n_head)
+        self.transformer = nn.ModuleDict({
+            "wte": nn.Embedding(rows, config.n_embd),
+            "h": nn.ModuleList([Block(config, i) for i in range(config.n_layer)]),
+        })
+        self.lm_head = Linear(config.n_embd, rows, bias=False)
+        self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
+        self.smear_gate = Linear(SMEAR_CHANNELS, 1, bias=False)
+        self.smear_lambda = nn.Parameter(torch.zeros(1))
+        self.backout_lambda = nn.Parameter(torch.zeros(1))
+        layers = [i for i in range(config.n_layer) if has_value_embedding(i, config.n_layer)]
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(rows, kv_dim) for i in layers})
+        self.windows = [self._window(i) for i in range(config.n_layer)]
+
+    def _window(self, layer: int) -> int:
+        """How many tokens back layer `layer` sees: L all, S a quarter of the context (rounded up to 128); the last is L."""
+        pattern, length = self.config.window_pattern, self.config.sequence_len
+        short = pattern[layer % len(pattern)] == "S" and layer < self.config.n_layer - 1
+        return -(-(length // 4) // 128) * 128 if short else length
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Random weights for training from scratch. Output projections start at 0, so every block starts as the identity."""
+        bound = 3 ** 0.5 * self.config.n_embd ** -0.5  # uniform with std 1/sqrt(C)
+        for name, p in self.named_parameters():
+            if name.endswith(("c_proj.weight", "ve_gate.weight", "smear_gate.weight")):
+                p.zero_()
+            elif name == "transformer.wte.weight":
+                p.normal_(0.0, 0.8, generator=generator)
+            elif name == "lm_head.weight":
+                p.normal_(0.0, 0.001, generator=generator)
+            elif name.endswith((".c_q.weight", ".c_k.weight", ".c_v.weight", ".c_fc.weight")) or name.startswith("value_embeds"):
+                p.uniform_(-bound, bound, generator=generator)
+        self.resid_lambdas.fill_(1.0)
+        self.x0_lambdas.fill_(0.1)
+        self.smear_lambda.zero_()
+        self.backout_lambda.fill_(0.2)
+
+    def embed(self, ids, last_embedding):
+        """Normed token embeddings after the smear, and the last unsmeared one. ids (B, T) -> (B, T, C), (B, 1, C)."""
+        x = norm(self.transformer.wte(ids).to(self.compute_dtype))  # (B, T, C)
+        # The first token of a sequence has no predecessor: a zero vector adds nothing.
+        first = torch.zeros_like(x[:, :1]) if last_embedding is None else last_embedding
+        previous = torch.cat([first, x[:, :-1]], dim=1)
+        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
+        return x + gate * previous, x
+
+    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None):
+        """Hidden states of tokens, after the final norm.
+
+        ids (B, T) int64, right-padded rows allowed. positions (B, T) int64 counts from 0 at the start of a row; FAR marks padding, which
+        no token sees. cache: earlier tokens of the same rows, to which these are added. prefix: the cache of U prompts that
+        B/U consecutive rows each continue (see `attend`). -> (B, T, C) in compute_dtype.
+        """
+        B, T = ids.shape
+        if positions is None:
+            positions = torch.arange(T, device=ids.device).expand(B, T)
+        before = prefix if prefix is not None else cache
+        last = before.last_embedding if before is not None else None
+        key_positions = cache.append_positions(positions) if cache is not None else positions
+        if prefix is not None:
+            R = B // prefix.key_positions.shape[0]
+            key_positions = torch.cat([prefix.key_positions.repeat_interleave(R, dim=0), positions], dim=1)
+            last = last.repeat_interleave(R, dim=0)
+        x, unsmeared = self.embed(ids, last)
+        if cache is not None:
+            # The last real token of each row; padding (FAR) stands behind it.
+            ends = (positions < FAR).sum(dim=1) - 1
+            cache.last_embedding = unsmeared[torch.arange(B, device=ids.device), ends].unsqueeze(1)
+        cos_sin = rotary(positions, self.config.n_embd // self.config.n_head, x.dtype)
+        # Padding queries look at themselves only, so that their softmax is finite.
+        biases = {w: attention_bias(positions, key_positions, w, x.dtype) for w in set(self.windows)}
+        x0 = x
+        middle = self.config.n_layer // 2
+        for i, block in enumerate(self.transformer.h):
+            x = self.resid_lambdas[i].to(x.dtype) * x + self.x0_lambdas[i].to(x.dtype) * x0
+            embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
+            x = block(x, embeds, cos_sin, biases[self.windows[i]], cache, prefix)
+            if i == middle:
+                backout = x
+        if cache is not None:
+            cache.length += T
+        return norm(x - self.backout_lambda.to(x.dtype) * backout)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits over the real vocabulary, softcapped, fp32. hidden (..., C) -> (..., V)."""
+        logits = self.lm_head(hidden)[..., : self.vocab_size].float()
+        return self.softcap * torch.tanh(logits / self.softcap)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of a plain causal pass. ids (B, T) -> (B, T, V) fp32."""
+        return self.head(self.trunk(ids))

@@ -1,0 +1,90 @@
+"""
+Policy losses, KL estimators and ways of averaging, as small pure functions chosen by name.
+
+A loss gives one number per token; the averaging is one weight per token, taken over the whole batch before it is split.
+"""
+from dataclasses import dataclass
+
+import torch
+
+LOG_RATIO_LIMIT = 20.0  # exp() of more would overflow; such a token is far outside any clip range
+
+
+def importance_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+    """pi / pi_old per token."""
+    return torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def reinforce(spec, logprobs, old_logprobs, advantages):
+    """-A log pi: plain policy gradient, no ratio."""
+    return -advantages * logprobs
+
+
+def ppo_clip(spec, logprobs, old_logprobs, advantages):
+    """-min(rho A, clip(rho, 1-low, 1+high) A) (Tango eq. 1; PPO), optionally bounded by dual_clip * |A| where A < 0."""
+    ratio = importance_ratio(logprobs, old_logprobs)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantages)
+    if spec.dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -spec.dual_clip * advantages), loss)
+
+
+POLICY_LOSSES = {"ppo_clip": ppo_clip, "reinforce": reinforce}
+
+
+def k1(logprobs, ref_logprobs):
+    """log pi - log ref: unbiased, may be negative. As a loss its expected gradient is 0; for logging and rewards."""
+    return logprobs - ref_logprobs
+
+
+def k2(logprobs, ref_logprobs):
+    """(log pi - log ref)^2 / 2: its gradient is the KL's on policy."""
+    return 0.5 * (logprobs - ref_logprobs) ** 2
+
+
+def k3(logprobs, ref_logprobs):
+    """ref/pi - log(ref/pi) - 1: unbiased and never negative (GRPO)."""
+    log_ratio = (ref_logprobs - logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.exp(log_ratio) - log_ratio - 1
+
+
+KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of one token: policy term + kl_coef * KL - entropy_coef * entropy. Plain numbers, so that a kernel can read them."""
+    name: str = "ppo_clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    kl: str = "k3"
+    kl_coef: float = 0.0
+    entropy_coef: float = 0.0
+
+    def __call__(self, logprobs, entropy, old_logprobs, ref_logprobs, advantages) -> torch.Tensor:
+        """All (N,) fp32; ref_logprobs may be None when kl_coef is 0 -> loss per token (N,)."""
+        loss = POLICY_LOSSES[self.name](self, logprobs, old_logprobs, advantages)
+        if self.kl_coef:
+            loss = loss + self.kl_coef * KL_ESTIMATORS[self.kl](logprobs, ref_logprobs)
+        return loss - self.entropy_coef * entropy if self.entropy_coef else loss
+
+
+# Averaging: the weight of each token of a rollout, from its own length and the whole batch's sizes. The loss is sum(weight * token loss).
+
+def token_mean(lengths, num_tokens, num_rollouts, max_new_tokens):
+    """Every token of the batch counts the same (DAPO)."""
+    return torch.full_like(lengths, 1.0 / num_tokens)
+
+
+def sequence_mean(lengths, num_tokens, num_rollouts, max_new_tokens):
+    """Every rollout counts the same: mean over its tokens, then over rollouts (GRPO)."""
+    return 1.0 / (lengths * num_rollouts)
+
+
+def constant(lengths, num_tokens, num_rollouts, max_new_tokens):
+    """Sum over tokens divided by a constant, so that a token's weight depends on no length (Dr. GRPO)."""
+    return torch.full_like(lengths, 1.0 / (num_rollouts * max_new_tokens))
+
+
+AGGREGATIONS = {"token": token_mean, "sequence": sequence_mean, "constant": constant}

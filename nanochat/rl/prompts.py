@@ -1,0 +1,80 @@
+"""
+What each role reads and writes: prompts, reasoning steps with their token positions, verdicts.
+"""
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
+    """Token ids of the generator's prompt."""
+    return tokenizer.render_prompt(fmt.generator_prompt.format(problem=problem))
+
+
+def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
+    """Token ids of the verifier's prompt: the problem, the quoted solution and how many steps it has (Tango section 3)."""
+    quoted = fmt.quote(solution)
+    text = fmt.verifier_prompt.format(problem=fmt.quote(problem), solution=quoted, num_steps=len(fmt.step_spans(solution)))
+    return tokenizer.render_prompt(text)
+
+
+@dataclass
+class Solution:
+    """A generator's completion, read: its text, and per reasoning step the index of its last token in the completion."""
+    text: str
+    step_ends: list[int]
+
+
+def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:
+    """Reads a completion (end token included or not). Total: any ids give a solution.
+
+    A step's end token I(k) is the one that holds the last byte of its closing mark, also when a token straddles it.
+    """
+    if tokens and tokens[-1] in tokenizer.stop_tokens:
+        tokens = tokens[:-1]
+    pieces = [tokenizer.token_bytes(t) for t in tokens]
+    byte_ends = list(accumulate(map(len, pieces)))  # token i holds bytes byte_ends[i-1] .. byte_ends[i]-1
+    # Marks are ASCII: as latin-1 one character is one byte, and the spans are byte offsets.
+    spans = fmt.step_spans(b"".join(pieces).decode("latin-1"))
+    return Solution(tokenizer.decode(tokens), [bisect_right(byte_ends, end - 1) for _, end in spans])
+
+
+@dataclass
+class Verification:
+    """A verifier's completion, read. step_verdicts: one per judged step, None where a step has no verdict; verdict: the final one or None;
+    unmet: which criteria of the format it fails, from UNMET."""
+    step_verdicts: list[bool | None]
+    verdict: bool | None
+    unmet: tuple[str, ...]
+
+    @property
+    def usable_steps(self) -> list[bool] | None:
+        """The step verdicts, or None when any of them is missing or their number is wrong."""
+        return None if {"missing_tags", "step_without_verdict", "step_count_mismatch"} & set(self.unmet) else self.step_verdicts
+
+
+UNMET = ("missing_tags", "step_without_verdict", "step_count_mismatch", "no_final_verdict")
+
+
+def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> Verification:
+    """Reads a verification of a solution with `num_steps` steps. Total: any text gives verdicts or None, with the reasons.
+
+    Only this text counts: the verifier's own completion, never its prompt. COMPACT: "3+5:8T;8*2:5F;=F" -> [True, False], False.
+    """
+    final_at = text.rfind(fmt.final_open)
+    body, tail = (text[:final_at], text[final_at + len(fmt.final_open):]) if final_at >= 0 else (text, "")
+    spans = fmt.closed_steps(body, fmt.verification_open)
+    step_verdicts = [_last_verdict(fmt, body[start:end]) for start, end in spans]
+    rest = body[spans[-1][1] if spans else 0:].strip()  # what stands between the last step and the final judgment
+    expected_rest = fmt.verification_close if spans else fmt.verification_open + fmt.verification_close
+    tail = tail.strip()
+    closed = tail.endswith(fmt.final_close)
+    verdict = _last_verdict(fmt, tail) if final_at >= 0 and closed and stopped else None
+    tags_there = final_at >= 0 and closed and fmt.verification_open in body and rest == expected_rest
+    unmet = (not tags_there, None in step_verdicts, len(step_verdicts) != num_steps, verdict is None)
+    return Verification(step_verdicts, verdict, tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed))
+
+
+def _last_verdict(fmt, text: str) -> bool | None:
+    correct, incorrect = text.rfind(fmt.correct), text.rfind(fmt.incorrect)
+    return None if correct == incorrect else correct > incorrect

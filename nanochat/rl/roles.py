@@ -1,0 +1,92 @@
+"""
+A role: a policy with its reference, its optimizer and which of its weights it trains.
+"""
+import copy
+from dataclasses import dataclass
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.gpt import GPT
+
+
+@dataclass
+class Role:
+    """generator or verifier. `parameters` are the ones its updates move: all of the model, or the private part of a shared trunk.
+
+    reference: a frozen copy of the starting weights, None when no KL is asked for. A frozen role has no optimizer.
+    """
+    name: str
+    model: GPT
+    parameters: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer | None = None
+    reference: GPT | None = None
+
+
+def trainable_only(model: GPT, parameters: list[torch.nn.Parameter]) -> None:
+    """Makes exactly `parameters` require gradients among the model's: shared blocks cost no backward pass in a verifier phase."""
+    chosen = {id(p) for p in parameters}
+    for p in model.parameters():
+        p.requires_grad_(id(p) in chosen)
+
+
+def frozen_copy(model: GPT) -> GPT:
+    """A reference: its own weights, never trained."""
+    reference = copy.deepcopy(model)
+    return reference.requires_grad_(False)
+
+
+def shared_names(model: GPT, num_layers: int) -> list[str]:
+    """Names of the parameters that `num_layers` shared layers share whole: embedding, smear, and blocks and value embeddings below."""
+    names = ["transformer.wte.weight", "smear_gate.weight", "smear_lambda"] if num_layers else []
+    for name, _ in model.named_parameters():
+        part, _, rest = name.removeprefix("transformer.").partition(".")
+        if part in ("h", "value_embeds") and int(rest.split(".")[0]) < num_layers:
+            names.append(name)
+    return names
+
+
+def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.nn.Parameter]:
+    """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private parameters.
+
+    num_layers from 0 (nothing is shared) to n_layer (private: backout and LM head alone). The entries of resid_lambdas and x0_lambdas
+    below num_layers follow the generator's, see `copy_shared_lambdas`. Raises BadInput when the shapes differ or num_layers is out of range.
+    """
+    if not 0 <= num_layers <= verifier.config.n_layer:
+        raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.config.n_layer} layers")
+    if num_layers == 0:
+        return list(verifier.parameters())
+    if generator.config != verifier.config:
+        raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: {generator.config} and {verifier.config}")
+    names = shared_names(verifier, num_layers)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(verifier.get_submodule(owner), leaf, generator.get_parameter(name))
+    copy_shared_lambdas(generator, verifier, num_layers)
+    shared = {id(generator.get_parameter(name)) for name in names}
+    return [p for p in verifier.parameters() if id(p) not in shared]
+
+
+@torch.no_grad()
+def copy_shared_lambdas(generator: GPT, verifier: GPT, num_layers: int) -> None:
+    """Brings the verifier's per-layer scalars of the shared layers to the generator's values."""
+    for name in ("resid_lambdas", "x0_lambdas"):
+        verifier.get_parameter(name)[:num_layers] = generator.get_parameter(name)[:num_layers]
+
+
+def keep_shared_lambdas(verifier: GPT, num_layers: int) -> None:
+    """Gives the shared layers' scalars no gradient in the verifier, so that its updates do not move them."""
+    def zero_shared(grad):
+        grad = grad.clone()
+        grad[:num_layers] = 0
+        return grad
+    for name in ("resid_lambdas", "x0_lambdas"):
+        verifier.get_parameter(name).register_hook(zero_shared)
+
+
+def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> None:
+    """Raises BadInput unless the verifier's shared weights equal the generator's: it was trained on that trunk."""
+    for name in shared_names(verifier, num_layers):
+        if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
+            raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "
+                           f"train it with chat_sft --role verifier --verifier-shared-layers {num_layers}")

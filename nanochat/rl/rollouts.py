@@ -1,0 +1,109 @@
+"""
+Rollouts: sampling them, and packing them into micro-batches whose rows share their prompts.
+
+P prompts, G samples each, N = P*G rollouts, T tokens; a micro-batch has U units of R rows: unit u is (part of) one group, whose prompt is
+run once.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from nanochat.engine import generate, pad_prompts, row_key
+from nanochat.rl.losses import AGGREGATIONS
+
+
+@dataclass
+class Rollouts:
+    """N sampled completions of P prompts. tokens (N, T) int64, sampler_logprobs (N, T) fp32, lengths (N,), stopped (N,) bool (finish reason
+    "stop", else "length"), group_id (N,) int64: the prompt of each."""
+    prompts: list[list[int]]
+    group_id: torch.Tensor
+    tokens: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    lengths: torch.Tensor
+    stopped: torch.Tensor
+
+    def completions(self) -> list[list[int]]:
+        """Token ids of each rollout, end token included."""
+        lengths = self.lengths.tolist()
+        return [row[:n] for row, n in zip(self.tokens.tolist(), lengths, strict=True)]
+
+    def select(self, rows: list[int]) -> "Rollouts":
+        """The given rollouts, each a group of its own prompt still."""
+        at = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        return Rollouts(self.prompts, *(x[at] for x in (self.group_id, self.tokens, self.sampler_logprobs, self.lengths, self.stopped)))
+
+
+def sample(model, tokenizer, prompts: list[list[int]], num_samples: int, key_parts: list[tuple], *, max_new_tokens: int,
+           temperature: float = 1.0, top_k: int = 0, should_stop=lambda: False) -> Rollouts:
+    """Samples a group of `num_samples` completions of each prompt. key_parts: one tuple per prompt that names it for the noise."""
+    keys = [row_key(*parts, g) for parts in key_parts for g in range(num_samples)]
+    out = generate(model, prompts, num_samples, max_new_tokens=max_new_tokens, stop_tokens=tokenizer.stop_tokens, keys=keys,
+                   temperature=temperature, top_k=top_k, should_stop=should_stop)
+    group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
+    return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
+
+
+@dataclass
+class MicroBatch:
+    """U units of R rows. prompt_ids, prompt_positions (U, Tp); tokens (U*R, T) int64; mask (U*R, T) bool: sampled tokens, all trained;
+    advantages, weights, sampler_logprobs (U*R, T) fp32; old_logprobs, ref_logprobs (number of True in mask,) fp32 or None."""
+    prompt_ids: torch.Tensor
+    prompt_positions: torch.Tensor
+    tokens: torch.Tensor
+    mask: torch.Tensor
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+
+
+def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, reduce) -> torch.Tensor:
+    """The weight of each token of a rollout, from the sizes of the whole batch over all ranks. lengths (N,) int64 -> (N,) fp32."""
+    sizes = reduce(torch.stack([lengths.sum(), torch.tensor(len(lengths), device=lengths.device)]).float())
+    num_tokens, num_rollouts = sizes.clamp(min=1).tolist()
+    return AGGREGATIONS[aggregation](lengths.float(), num_tokens, num_rollouts, max_new_tokens)
+
+
+def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, max_tokens: int, keep_idle: bool) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` tokens (one unit may exceed it), sorted by length.
+
+    advantages (N, T), weights (N,). Groups whose advantages are all 0 teach nothing and are left out, unless keep_idle (a loss with KL
+    or entropy terms). The weights were taken over the whole batch before, so neither this nor the split changes the gradient.
+    """
+    lengths, widths = rollouts.lengths.tolist(), [len(p) for p in rollouts.prompts]
+    idle = (advantages == 0).all(dim=1).tolist()
+    groups: dict[int, list[int]] = {}
+    for n, g in enumerate(rollouts.group_id.tolist()):
+        groups.setdefault(g, []).append(n)
+    units = []  # (rows, tokens of a prompt, tokens of the longest completion)
+    for g, rows in groups.items():
+        if keep_idle or not all(idle[n] for n in rows):
+            longest = max(lengths[n] for n in rows)
+            per_unit = min(len(rows), max(1, (max_tokens - widths[g]) // longest))
+            units += [(rows[i: i + per_unit], widths[g], longest) for i in range(0, len(rows), per_unit)]
+    units.sort(key=lambda unit: (len(unit[0]), unit[2], unit[1]))
+    batches, current = [], []
+    for unit in units:
+        grown = current + [unit]
+        R = len(unit[0])
+        size = len(grown) * (max(u[1] for u in grown) + R * max(u[2] for u in grown))
+        if current and (len(current[0][0]) != R or size > max_tokens):
+            batches.append(current)
+            grown = [unit]
+        current = grown
+    batches += [current] if current else []
+    return [_micro_batch(rollouts, [unit[0] for unit in batch], advantages, weights) for batch in batches]
+
+
+def _micro_batch(rollouts, units, advantages, weights) -> MicroBatch:
+    device = rollouts.tokens.device
+    rows = torch.tensor([n for unit in units for n in unit], device=device)
+    lengths = rollouts.lengths[rows]
+    T = int(lengths.max())
+    prompts = [rollouts.prompts[int(rollouts.group_id[unit[0]])] for unit in units]
+    ids, positions = pad_prompts(prompts, device)
+    mask = torch.arange(T, device=device) < lengths[:, None]  # (U*R, T)
+    return MicroBatch(ids, positions, rollouts.tokens[rows, :T], mask, advantages[rows, :T], weights[rows, None].expand(-1, T),
+                      rollouts.sampler_logprobs[rows, :T])

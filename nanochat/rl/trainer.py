@@ -1,0 +1,101 @@
+"""
+One policy-gradient update. It sees tokens, mask, advantages and weights; it knows no roles, rewards or schedules.
+"""
+import math
+
+import torch
+
+from nanochat.attention import FAR, KVCache
+from nanochat.common import all_reduce
+from nanochat.kernels.linear_logprob import linear_logprob
+from nanochat.kernels.linear_policy_loss import linear_policy_loss
+from nanochat.optim import all_reduce_gradients, clip_gradients
+from nanochat.rl.losses import KL_ESTIMATORS, PolicyLoss, importance_ratio
+from nanochat.rl.roles import Role, trainable_only
+from nanochat.rl.rollouts import MicroBatch
+
+
+def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
+    """Hidden states that predict the completion tokens, each prompt run once for its rows. -> (U*R, T, C)"""
+    U, T = len(batch.prompt_ids), batch.tokens.shape[1]
+    R = len(batch.tokens) // U
+    prefix = KVCache(model.config.n_layer)
+    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix)  # (U, Tp, C)
+    prompt_lengths = (batch.prompt_positions < FAR).sum(dim=1)
+    units = torch.arange(U, device=prompt_lengths.device)
+    first = prompt_hidden[units, prompt_lengths - 1].repeat_interleave(R, dim=0)[:, None]  # (U*R, 1, C): predicts token 0
+    if T == 1:
+        return first
+    positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(T - 1, device=units.device)
+    rest = model.trunk(batch.tokens[:, :-1], positions=positions, prefix=prefix)  # (U*R, T-1, C)
+    return torch.cat([first, rest], dim=1)
+
+
+def head_options(model, temperature: float) -> dict:
+    """What a fused LM-head op must know of a model's head."""
+    return dict(vocab_size=model.vocab_size, softcap=model.softcap, temperature=temperature)
+
+
+@torch.no_grad()
+def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
+    """Logprobs of the completion tokens under a model, row by row where the mask is True. -> (number of True,) fp32"""
+    hidden = completion_hidden(model, batch)[batch.mask]
+    return linear_logprob(hidden, model.lm_head.weight, batch.tokens[batch.mask], **head_options(model, temperature))[0]
+
+
+def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float, temperature: float, device,
+           check_stop=lambda: None) -> dict:
+    """One optimizer step on all micro-batches of all ranks; returns its metrics.
+
+    Gradients are summed over micro-batches and ranks: the denominators are in the weights. When the loss or the gradient is not finite
+    on any rank, no rank steps and the metrics say skipped = 1. check_stop is called on all ranks before the step.
+    """
+    trainable_only(role.model, role.parameters)
+    role.optimizer.zero_grad(set_to_none=True)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+    gap = torch.zeros((), device=device)
+    for batch in batches:
+        if loss.kl_coef and batch.ref_logprobs is None:
+            batch.ref_logprobs = score(role.reference, batch, temperature)
+        hidden = completion_hidden(role.model, batch)[batch.mask]  # (M, C)
+        total, logprobs, entropy = linear_policy_loss(
+            hidden, role.model.lm_head.weight, batch.tokens[batch.mask], batch.advantages[batch.mask], batch.weights[batch.mask],
+            loss=loss, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, **head_options(role.model, temperature))
+        total.backward()
+        sums += token_sums(batch, loss, total.detach(), logprobs, entropy)
+        gap = torch.maximum(gap, (logprobs - batch.sampler_logprobs[batch.mask]).abs().max())
+    all_reduce_gradients(role.parameters)
+    all_reduce(sums)
+    all_reduce(gap, "max")
+    check_stop()
+    grad_norm = clip_gradients(role.parameters, max_grad_norm)
+    values = dict(zip(SUMS, sums.tolist(), strict=True))
+    num_tokens = max(values.pop("num_tokens"), 1.0)
+    metrics = {"loss": values.pop("loss"), **{name: value / num_tokens for name, value in values.items()}}
+    metrics |= {"grad_norm": grad_norm, "lr": lr, "rollout_logprobs_diff_max": float(gap), "skipped": 0}
+    if not math.isfinite(grad_norm) or not math.isfinite(metrics["loss"]):
+        metrics["skipped"] = 1
+        role.optimizer.zero_grad(set_to_none=True)
+        return metrics
+    for group in role.optimizer.param_groups:
+        group["lr"] = lr
+    role.optimizer.step()
+    role.optimizer.zero_grad(set_to_none=True)
+    return metrics
+
+
+SUMS = ("num_tokens", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high", "rollout_probs_diff_mean")
+
+
+def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
+    """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),) float64"""
+    zero = torch.zeros((), device=logprobs.device)
+    advantages, low, high = batch.advantages[batch.mask], zero, zero
+    if batch.old_logprobs is not None:
+        ratio = importance_ratio(logprobs, batch.old_logprobs)
+        low = ((ratio < 1 - loss.clip_low) & (advantages < 0)).sum()
+        high = ((ratio > 1 + loss.clip_high) & (advantages > 0)).sum()
+    kl = zero if batch.ref_logprobs is None else KL_ESTIMATORS["k3"](logprobs, batch.ref_logprobs).sum()
+    probs_diff = (logprobs.exp() - batch.sampler_logprobs[batch.mask].exp()).abs().sum()
+    num_tokens = torch.tensor(logprobs.numel(), device=logprobs.device)
+    return torch.stack([x.double() for x in (num_tokens, total, entropy.sum(), kl, low, high, probs_diff)])

@@ -1,0 +1,123 @@
+"""
+Byte-level BPE: rustbpe trains, tiktoken runs. Nine special tokens take the last ids, as upstream.
+
+Text is always encoded as ordinary text: a special string inside it stays text and can forge nothing.
+"""
+import os
+import pickle
+from collections.abc import Iterator
+
+import tiktoken
+import torch
+
+from nanochat.common import BadInput
+
+SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
+                  "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]
+SPLIT_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # bytes without merges
+
+
+class _EncodingState:
+    """Stands in for tiktoken.Encoding while unpickling: holds its state, runs nothing (a bare name would make tiktoken download)."""
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+class _EncodingUnpickler(pickle.Unpickler):
+    """Unpickles a tiktoken Encoding and refuses every other class or function."""
+
+    def find_class(self, module, name):
+        if (module, name) == ("tiktoken.core", "Encoding"):
+            return _EncodingState
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a tokenizer file")
+
+
+class Tokenizer:
+    """A tiktoken encoding with nanochat's special tokens and conversation format."""
+
+    def __init__(self, encoding: tiktoken.Encoding):
+        self.encoding = encoding
+        self.vocab_size = encoding.n_vocab
+        self.bos, self.assistant_end = self.special("<|bos|>"), self.special("<|assistant_end|>")
+        self.stop_tokens = [self.assistant_end, self.bos]  # a sampled bos ends a row too, as upstream
+        self._first_special = self.vocab_size - len(SPECIAL_TOKENS)
+
+    @classmethod
+    def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
+        """A tokenizer of `vocab_size` ids, specials included; MIN_VOCAB_SIZE is bytes without merges. Raises BadInput below that."""
+        if vocab_size < MIN_VOCAB_SIZE:
+            raise BadInput(f"--vocab-size {vocab_size}: must be at least {MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
+        ranks = {bytes([i]): i for i in range(256)}
+        if vocab_size > MIN_VOCAB_SIZE:
+            import rustbpe
+            trainer = rustbpe.Tokenizer()
+            trainer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
+            ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+        specials = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
+        return cls(tiktoken.Encoding("nanochat", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials))
+
+    @classmethod
+    def load(cls, folder: str) -> "Tokenizer":
+        """Opens `folder`/tokenizer.pkl. Raises BadInput when it is absent or holds anything but a tiktoken Encoding."""
+        path = os.path.join(folder, "tokenizer.pkl")
+        if not os.path.exists(path):
+            raise BadInput(f"no tokenizer at {path}: run scripts.tok_train first")
+        with open(path, "rb") as f:
+            try:
+                state = _EncodingUnpickler(f).load().state
+                return cls(tiktoken.Encoding(**{key: state[key] for key in ("name", "pat_str", "mergeable_ranks", "special_tokens")}))
+            except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
+                raise BadInput(f"{path} is not a tokenizer: {error}") from None
+
+    def save(self, folder: str) -> None:
+        """Writes tokenizer.pkl and token_bytes.pt (int32 (V,): bytes per token, 0 for specials) into `folder`."""
+        os.makedirs(folder, exist_ok=True)
+        num_bytes = [len(self.token_bytes(i)) if i < self._first_special else 0 for i in range(self.vocab_size)]
+        torch.save(torch.tensor(num_bytes, dtype=torch.int32), os.path.join(folder, "token_bytes.pt"))
+        temporary = os.path.join(folder, "tokenizer.pkl.tmp")
+        with open(temporary, "wb") as f:
+            pickle.dump(self.encoding, f)
+        os.replace(temporary, os.path.join(folder, "tokenizer.pkl"))
+
+    def special(self, name: str) -> int:
+        return self.encoding.encode_single_token(name)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encoding.encode_ordinary(text)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of one token. A special one is "?": inside a completion it is noise, and no mark holds a "?"."""
+        return self.encoding.decode_single_token_bytes(token) if token < self._first_special else b"?"
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids. Bytes that are not UTF-8 and special tokens become "?", so that text never grows when quoted."""
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace").replace("\ufffd", "?")
+
+    def render_prompt(self, user: str) -> list[int]:
+        """A one-turn conversation up to where the assistant begins."""
+        return [self.bos, self.special("<|user_start|>"), *self.encode(user), self.special("<|user_end|>"), self.special("<|assistant_start|>")]
+
+    def render_conversation(self, messages: list[dict], context: int) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation and the loss mask: 1 on assistant text and its end token.
+
+        messages: {"role": "system"|"user"|"assistant", "content": str}, turns alternating from the user's; a system message is joined to the
+        first user turn. Raises ValueError for a wrong order and for a conversation longer than `context`; never cuts.
+        """
+        if messages and messages[0]["role"] == "system":
+            if len(messages) < 2 or messages[1]["role"] != "user":
+                raise ValueError("a system message must be followed by a user turn")
+            messages = [{"role": "user", "content": messages[0]["content"] + "\n\n" + messages[1]["content"]}, *messages[2:]]
+        ids, mask = [self.bos], [0]
+        for i, message in enumerate(messages):
+            role = "user" if i % 2 == 0 else "assistant"
+            if message["role"] != role:
+                raise ValueError(f"message {i} is from {message['role']}, expected {role}")
+            text = self.encode(message["content"])
+            trained = int(role == "assistant")
+            ids += [self.special(f"<|{role}_start|>"), *text, self.special(f"<|{role}_end|>")]
+            mask += [0] + [trained] * (len(text) + 1)
+        if len(ids) > context:
+            raise ValueError(f"conversation has {len(ids)} tokens, the context {context}")
+        return ids, mask

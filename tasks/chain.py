@@ -1,0 +1,158 @@
+"""
+Chained modular arithmetic with misconceptions: the default task.
+
+A problem is `3+5*2`, worked from left to right modulo m, one operation per step: `3+5:8;8*2:6;=6` (m = 10). A step is right iff
+it copies its operands and its own operation is right, also after an earlier error, so gold step labels are local and free.
+
+Demonstrations carry misconceptions: a fixed random share of the facts (a, op, b) is shown with one fixed wrong result most of the
+time, and the chain is carried on from there. The generator's and the verifier's misconceptions are drawn independently. A model
+trained on them starts RL like a pretrained one: fluent, right on most facts, confidently wrong on some, with the right result alive
+among its samples.
+"""
+import random
+import re
+
+from nanochat.common import BadInput
+from nanochat.formats import COMPACT
+from tasks.common import Problem, in_split, split_stream
+
+OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+STEP = re.compile(r"(\d+)([-+*])(\d+):(\d+)")
+
+
+def misconceptions(seed: int, share: float, modulus: int) -> dict[tuple[int, str, int], int]:
+    """A random `share` of all facts (a, op, b), each with one fixed wrong result."""
+    rng = random.Random(f"misconceptions-{seed}")
+    facts = [(a, op, b) for a in range(modulus) for op in OPS for b in range(modulus)]
+    chosen = rng.sample(facts, round(share * len(facts)))
+    return {(a, op, b): (OPS[op](a, b) + rng.randrange(1, modulus)) % modulus for a, op, b in chosen}
+
+
+def add_args(parser):
+    group = parser.add_argument_group("task chain")
+    group.add_argument("--chain-modulus", type=int, default=10, help="results are taken modulo this")
+    group.add_argument("--chain-min-steps", type=int, default=2, help="operations of the shortest problem")
+    group.add_argument("--chain-max-steps", type=int, default=8, help="operations of the longest problem trained on; test_out has 1 and 2 more")
+    group.add_argument("--chain-answer", choices=["final", "all"], default="all",
+                       help="what the answer states: the final result only (a wrong chain can be right by luck) or all results")
+    group.add_argument("--chain-share", type=float, default=0.35, help="share of the facts the generator is taught wrongly")
+    group.add_argument("--chain-wrongness", type=float, default=0.75, help="how often a demonstration shows such a fact wrongly")
+    group.add_argument("--chain-verifier-share", type=float, default=0.35, help="the same for the verifier's own misconceptions")
+    group.add_argument("--chain-verifier-wrongness", type=float, default=0.65, help="the same for the verifier's own misconceptions")
+
+
+class Chain:
+    """The chain task. Its problems and misconceptions are a function of `seed` and the flags."""
+    name = "chain"
+    fmt = COMPACT
+
+    def __init__(self, args, seed: int):
+        if not 2 <= args.chain_modulus <= 10:
+            raise BadInput(f"--chain-modulus {args.chain_modulus}: must be from 2 to 10 (results are single digits)")
+        if not 1 <= args.chain_min_steps <= args.chain_max_steps:
+            raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: need 1 <= min <= max")
+        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness"):
+            if not 0 <= getattr(args, flag) <= 1:
+                raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
+        self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
+        self.lengths = (args.chain_min_steps, args.chain_max_steps)
+        self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness
+        self.misconceptions = misconceptions(2 * seed, args.chain_share, self.modulus)
+        self.verifier_misconceptions = misconceptions(2 * seed + 1, args.chain_verifier_share, self.modulus)
+
+    def problem(self, split: str, index: int) -> Problem:
+        """Problem `index` of a split; the splits are endless and share no problem text."""
+        rng = split_stream(self.seed, split, index)
+        low, high = self.lengths if split != "test_out" else (self.lengths[1] + 1, self.lengths[1] + 2)
+        num_steps = rng.randint(low, high)
+        while True:
+            prompt = str(rng.randrange(self.modulus))
+            prompt += "".join(rng.choice("+-*") + str(rng.randrange(self.modulus)) for _ in range(num_steps))
+            if in_split(prompt, split):
+                return Problem(split, index, prompt, self._answer(self._solve(prompt, {}, 0.0, rng)))
+
+    def check(self, problem: Problem, solution: str) -> bool | None:
+        """The outcome: whether the solution's answer equals the gold answer."""
+        return self.fmt.answer(solution) == problem.answer
+
+    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
+        """Gold labels of the steps that `fmt.step_spans` finds in any text."""
+        return [fact is not None and self._result(*fact[:3]) == fact[3] for fact in self._facts(problem.prompt, solution)]
+
+    def solution_demo(self, problem: Problem, rng: random.Random) -> str:
+        """A demonstration for the generator, misconceptions included."""
+        results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
+        return self._render(problem.prompt, results)
+
+    def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
+        """A right solution in which each step's result is wrong with some probability; half of all solutions stay right."""
+        operations = self._operations(problem.prompt)
+        rate = rng.choice([0.0, 1.5 / len(operations)])
+        value, results = int(problem.prompt[0]), []
+        for op, b in operations:
+            value = self._result(value, op, b)
+            if rng.random() < rate:
+                value = (value + rng.randrange(1, self.modulus)) % self.modulus
+            results.append(value)
+        return self._render(problem.prompt, results)
+
+    def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
+        """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by them."""
+        analyses, verdicts = [], []
+        for fact in self._facts(problem.prompt, solution):
+            if fact is None:
+                analyses.append("?")
+                verdicts.append(False)
+                continue
+            a, op, b, result = fact
+            believed = self._believed(a, op, b, self.verifier_misconceptions, self.verifier_wrongness, rng)
+            analyses.append(f"{a}{op}{b}:{believed}")
+            verdicts.append(believed == result)
+        results = [self._stated_result(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        complete = len(results) == len(self._operations(problem.prompt)) and None not in results
+        verdict = complete and all(verdicts) and self.fmt.answer(solution) == self._answer(results)
+        return self.fmt.render_verification(analyses, verdicts, verdict)
+
+    # How the arithmetic is done
+
+    def _operations(self, prompt: str) -> list[tuple[str, int]]:
+        return [(op, int(b)) for op, b in re.findall(r"([-+*])(\d)", prompt)]
+
+    def _result(self, a: int, op: str, b: int) -> int:
+        return OPS[op](a, b) % self.modulus
+
+    def _believed(self, a, op, b, wrong: dict, wrongness: float, rng: random.Random) -> int:
+        mistaken = (a, op, b) in wrong and rng.random() < wrongness
+        return wrong[a, op, b] if mistaken else self._result(a, op, b)
+
+    def _solve(self, prompt: str, wrong: dict, wrongness: float, rng: random.Random) -> list[int]:
+        value, results = int(prompt[0]), []
+        for op, b in self._operations(prompt):
+            value = self._believed(value, op, b, wrong, wrongness, rng)
+            results.append(value)
+        return results
+
+    def _answer(self, results: list[int]) -> str:
+        return "".join(map(str, results)) if self.answer_kind == "all" else str(results[-1])
+
+    def _render(self, prompt: str, results: list[int]) -> str:
+        steps, value = [], int(prompt[0])
+        for (op, b), result in zip(self._operations(prompt), results, strict=True):
+            steps.append(f"{value}{op}{b}:{result}")
+            value = result
+        return self.fmt.render_solution(steps, self._answer(results))
+
+    def _stated_result(self, step: str) -> int | None:
+        match = STEP.fullmatch(self.fmt.step_body(step))
+        return int(match[4]) if match else None
+
+    def _facts(self, prompt: str, solution: str) -> list[tuple[int, str, int, int] | None]:
+        """Per step (a, op, b, stated result), or None where the step does not copy its operands."""
+        operations, value, facts = self._operations(prompt), int(prompt[0]), []
+        for k, (start, end) in enumerate(self.fmt.step_spans(solution)):
+            match = STEP.fullmatch(self.fmt.step_body(solution[start:end]))
+            fact = (int(match[1]), match[2], int(match[3]), int(match[4])) if match else None
+            copied = fact is not None and k < len(operations) and value is not None and fact[:3] == (value, *operations[k])
+            facts.append(fact if copied else None)
+            value = fact[3] if fact else None
+        return facts

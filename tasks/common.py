@@ -1,0 +1,31 @@
+"""
+What every task offers, and helpers to make one.
+
+A task is any object with `name`, `fmt` (nanochat.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label text;
+they never run models.
+"""
+import random
+import zlib
+from dataclasses import dataclass
+
+# Problems are dealt to the splits by a hash of their text, so that no text is in two of them.
+SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem: the text that the generator reads and the gold answer. (split, index) names it for good."""
+    split: str
+    index: int
+    prompt: str
+    answer: str
+
+
+def split_stream(seed: int, split: str, index: int) -> random.Random:
+    """The random stream that belongs to problem `index` of a split: the same on every rank and in every run."""
+    return random.Random(f"{seed}-{split}-{index}")
+
+
+def in_split(prompt: str, split: str) -> bool:
+    """Whether a problem text belongs to the split."""
+    return zlib.crc32(prompt.encode()) % 10 in SPLIT_BUCKETS[split]
