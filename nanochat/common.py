@@ -23,6 +23,10 @@ class StopRequested(Exception):
     """SIGTERM or SIGINT arrived; raised on all ranks at the same point."""
 
 
+class Diverged(Exception):
+    """Training cannot go on; scripts print its text and exit with code 1."""
+
+
 def script_main(main, parser, argv: list[str] | None = None) -> None:
     """Runs main(args), turning BadInput into one line on stderr and exit code 2. A leading `--` is dropped."""
     argv = sys.argv[1:] if argv is None else argv
@@ -32,6 +36,9 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except Diverged as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        sys.exit(1)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -91,13 +98,30 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return tensor
 
 
-def all_gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Rows (n, ...) of all ranks in rank order, (world * n, ...). All ranks must hold the same shape."""
+def mean_over_ranks(values: dict[str, list], device) -> dict[str, float | None]:
+    """The mean of each list of numbers over all ranks, None entries left out; None where nothing is left. One collective; the ranks must
+    have the same keys."""
+    kept = {name: [float(x) for x in numbers if x is not None] for name, numbers in values.items()}
+    sums = torch.tensor([[sum(numbers), len(numbers)] for numbers in kept.values()], dtype=torch.float32 if device.type == "mps" else torch.float64,
+                        device=device)
+    totals = all_reduce(sums).tolist()
+    return {name: total / count if count else None for name, (total, count) in zip(kept, totals, strict=True)}
+
+
+def gather_lists(items: list, device) -> list:
+    """The lists of all ranks joined in rank order, on every rank. Items must be json values; nothing is pickled."""
     if not dist.is_initialized():
-        return rows
-    gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, rows.contiguous())
-    return torch.cat(gathered)
+        return items
+    mine = torch.frombuffer(bytearray(json.dumps(items).encode()), dtype=torch.uint8).to(device)
+    size = torch.tensor([len(mine)], device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(s) for s in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(mine)] = mine
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [item for part, s in zip(parts, sizes, strict=True) for item in json.loads(bytes(part[: int(s)].tolist()))]
 
 
 def write_json(path: str, record: dict) -> None:

@@ -37,7 +37,8 @@ def row_key(*parts) -> int:
 
 def uniform_noise(keys: torch.Tensor, position: int) -> torch.Tensor:
     """One uniform number in [0, 1) per row, a hash (splitmix64) of its key and the position. keys (B,) int64 -> (B,)."""
-    x = keys + (position + 1) * -7046029254386353131  # wraps modulo 2^64, as all arithmetic here
+    offset = ((position + 1) * 0x9E3779B97F4A7C15 + 2 ** 63) % 2 ** 64 - 2 ** 63  # as a signed 64-bit number
+    x = keys + offset  # wraps modulo 2^64, as all arithmetic here
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)

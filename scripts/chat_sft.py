@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from nanochat.checkpoint import list_steps, load_model, save_model
+from nanochat.checkpoint import load_model, save_model
 from nanochat.common import (BadInput, add_run_args, all_reduce, check_writable, compute_dtype, init_device, path_of, print0,
                              rank_and_world, script_main)
 from nanochat.engine import pad_prompts
@@ -21,13 +21,14 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.optim import all_reduce_gradients, clip_gradients, muon_adamw, warmup_cosine
 from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.prompts import generator_prompt, read_solution, verifier_prompt
+from nanochat.rl.prompts import generator_prompt, verifier_prompt
 from nanochat.rl.roles import copy_shared_lambdas, share_layers
-from nanochat.rl.rollouts import sample
+from nanochat.rl.rollouts import Sampler
 from nanochat.rl.trainer import head_options
 from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
 
+SAMPLED_FROM = 10_000_000  # sft problems from this index on are for sampled solutions, so that no demonstration has shown them
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -46,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     training.add_argument("--num-steps", type=int, default=600)
     training.add_argument("--examples-per-step", type=int, default=96, help="demonstrations per optimizer step, over all ranks")
+    training.add_argument("--micro-batch-tokens", type=int, default=2048, help="tokens that go through the model at once; changes no result")
     training.add_argument("--matrix-lr", type=float, default=4e-3, help="Muon, for the blocks' matrices")
     training.add_argument("--embedding-lr", type=float, default=4e-3, help="AdamW, for everything else")
     training.add_argument("--num-sampled", type=int, default=2048, help="verifier: solutions sampled from the generator; half of the demonstrations judge one")
@@ -70,10 +72,9 @@ def new_model(args, tokenizer, device, dtype) -> GPT:
 
 def sample_solutions(args, task, tokenizer, generator) -> list[tuple]:
     """(problem, solution text) pairs from the SFT generator on the sft split."""
-    problems = [task.problem("sft", 10_000_000 + i) for i in range(args.num_sampled)]
-    prompts = [generator_prompt(tokenizer, task.fmt, p.prompt) for p in problems]
-    rollouts = sample(generator, tokenizer, prompts, 1, [(args.seed, "sft", p.index) for p in problems], max_new_tokens=args.max_new_tokens)
-    return [(p, read_solution(tokenizer, task.fmt, c).text) for p, c in zip(problems, rollouts.completions(), strict=True)]
+    problems = [task.problem("sft", SAMPLED_FROM + i) for i in range(args.num_sampled)]
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0)
+    return list(zip(problems, (s.text for s in sampler.solve(generator, problems, 1, ("sft",))[1]), strict=True))
 
 
 def demonstration(args, task, tokenizer, index: int, sampled: list) -> tuple[list[int], list[int]]:
@@ -91,6 +92,16 @@ def demonstration(args, task, tokenizer, index: int, sampled: list) -> tuple[lis
     if len(prompt) + len(completion) > args.sequence_len:
         raise BadInput(f"--sequence-len {args.sequence_len}: demonstration {index} of {task.name} has {len(prompt) + len(completion)} tokens")
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
+
+
+def length_batches(examples: list, max_tokens: int) -> list[list]:
+    """The examples sorted by length and cut into micro-batches of at most max_tokens tokens, padding included."""
+    batches = []
+    for example in sorted(examples, key=lambda example: len(example[0])):
+        if not batches or (len(batches[-1]) + 1) * len(example[0]) > max_tokens:
+            batches.append([])
+        batches[-1].append(example)
+    return batches
 
 
 def sft_loss(model, examples: list[tuple[list[int], list[int]]], num_tokens: float) -> torch.Tensor:
@@ -134,8 +145,11 @@ def main(args) -> None:
         first = step * args.examples_per_step
         examples = [demonstration(args, task, tokenizer, i, sampled) for i in range(first + rank, first + args.examples_per_step, world)]
         num_tokens = all_reduce(torch.tensor(float(sum(sum(mask) for _, mask in examples)), device=device)).item()
-        loss = sft_loss(model, examples, num_tokens)
-        loss.backward()
+        loss = torch.zeros((), device=device)
+        for batch in length_batches(examples, args.micro_batch_tokens):
+            batch_loss = sft_loss(model, batch, num_tokens)
+            batch_loss.backward()
+            loss += batch_loss.detach()
         all_reduce_gradients(parameters)
         clip_gradients(parameters, 1.0)
         for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
@@ -146,7 +160,7 @@ def main(args) -> None:
         if num_shared:
             copy_shared_lambdas(generator, model, num_shared)
         if step % 50 == 0 or step == args.num_steps - 1:
-            loss = all_reduce(loss.detach()).item()
+            loss = all_reduce(loss).item()
             left = (time.time() - started) / (step + 1) * (args.num_steps - step - 1)
             print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {time.time() - started:.0f}s, {left:.0f}s left")
     if rank == 0:

@@ -17,6 +17,8 @@ from nanochat.formats import COMPACT
 from tasks.common import Problem, in_split, split_stream
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
+# Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths, which RL never trains on.
+LONGER_SHARE = 0.1
 STEP = re.compile(r"(\d+)([-+*])(\d+):(\d+)")
 
 
@@ -32,7 +34,7 @@ def add_args(parser):
     group = parser.add_argument_group("task chain")
     group.add_argument("--chain-modulus", type=int, default=10, help="results are taken modulo this")
     group.add_argument("--chain-min-steps", type=int, default=2, help="operations of the shortest problem")
-    group.add_argument("--chain-max-steps", type=int, default=8, help="operations of the longest problem trained on; test_out has 1 and 2 more")
+    group.add_argument("--chain-max-steps", type=int, default=8, help="operations of the longest problem in RL; test_out has 1 and 2 more")
     group.add_argument("--chain-answer", choices=["final", "all"], default="all",
                        help="what the answer states: the final result only (a wrong chain can be right by luck) or all results")
     group.add_argument("--chain-share", type=float, default=0.35, help="share of the facts the generator is taught wrongly")
@@ -63,7 +65,8 @@ class Chain:
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless and share no problem text."""
         rng = split_stream(self.seed, split, index)
-        low, high = self.lengths if split != "test_out" else (self.lengths[1] + 1, self.lengths[1] + 2)
+        longer = split == "test_out" or split == "sft" and rng.random() < LONGER_SHARE
+        low, high = (self.lengths[1] + 1, self.lengths[1] + 2) if longer else self.lengths
         num_steps = rng.randint(low, high)
         while True:
             prompt = str(rng.randrange(self.modulus))

@@ -4,6 +4,9 @@ Scores: pass@1, pass@k, maj@k of a generator; F1 and balanced accuracy of a veri
 from collections import Counter
 from math import comb
 
+from nanochat.common import gather_lists
+from nanochat.rl.prompts import read_solution
+
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased probability that one of k samples is right, from `num_samples` of which `num_correct` are (Chen et al. 2021)."""
@@ -50,3 +53,99 @@ def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) 
         return None
     a, b = (sum(h) / len(h) for h in hits.values())
     return 2 * a * b / (a + b) if a + b else 0.0
+
+
+def judged_row(task, problem, solution, verification) -> list:
+    """What judge_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step verdicts, unmet."""
+    return [task.check(problem, solution.text), task.step_labels(problem, solution.text), verification.verdict, verification.step_verdicts,
+            list(verification.unmet)]
+
+
+def judge_scores(rows: list[list]) -> dict:
+    """A verifier's scores over `judged_row`s. A missing verdict counts as wrong; solutions without an outcome count for steps alone."""
+    scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
+    outcomes, said = [o for o, _ in scored], [v for _, v in scored]
+    labels = [row[1] for row in rows]
+    verdicts = [(row[3] + [None] * len(row[1]))[: len(row[1])] for row in rows]
+    return {
+        "outcome_f1": macro_f1(outcomes, said),
+        "balanced_acc": balanced_accuracy(outcomes, said),
+        "step_f1": macro_f1([x for row in labels for x in row], [x for row in verdicts for x in row]),
+        "first_error_f1": first_error_f1(labels, verdicts),
+        "parse_fail": sum(bool(row[4]) for row in rows) / max(1, len(rows)),
+        "step_count_mismatch": sum("step_count_mismatch" in row[4] for row in rows) / max(1, len(rows)),
+        "pred_pos_rate": said.count(True) / max(1, len(said)),
+        "label_pos_rate": outcomes.count(True) / max(1, len(outcomes)),
+    }
+
+
+class Evaluation:
+    """The held-out evaluation of a run. Problems are sharded over ranks, what comes of them is gathered, so every rank has the scores.
+
+    fixed: completions of the starting generator on test_in, which never change; the verifier's progress is measured on them.
+    """
+
+    def __init__(self, sampler, run, num_examples: int, num_samples: int):
+        self.sampler, self.run, self.task, self.num_samples = sampler, run, sampler.task, num_samples
+        self.splits = {name: [self.task.problem(name, i) for i in range(num_examples)] for name in ("test_in", "test_out")}
+
+    def _shard(self, items: list) -> list:
+        return items[self.run.rank:: self.run.world]
+
+    def _gather(self, items: list) -> list:
+        """What each rank made of its shard, back in the order of the whole."""
+        self.run.check_stop()
+        items = [[i * self.run.world + self.run.rank, item] for i, item in enumerate(items)]
+        return [item for _, item in sorted(gather_lists(items, self.run.device), key=lambda pair: pair[0])]
+
+    def sampled_solutions(self, generator, split: str, stream: tuple) -> list[list[int]]:
+        """One sampled completion of each problem of a split, as token ids."""
+        rollouts, _ = self.sampler.solve(generator, self._shard(self.splits[split]), 1, stream)
+        return self._gather(rollouts.completions())
+
+    def generator_scores(self, generator) -> dict:
+        """Greedy pass@1 on both splits; pass@k and maj@k of sampled solutions in distribution."""
+        scores = {}
+        for split, name in (("test_in", "gen_pass1_in"), ("test_out", "gen_pass1_out")):
+            problems = self._shard(self.splits[split])
+            _, solutions = self.sampler.solve(generator, problems, 1, ("eval",), greedy=True)
+            right = self._gather([self.task.check(p, s.text) for p, s in zip(problems, solutions, strict=True)])
+            scores[name] = sum(r is True for r in right) / len(right)
+        return scores
+
+    def sampled_scores(self, generator, num_problems: int) -> dict:
+        """pass@1, pass@k, maj@k over k sampled solutions, and how many groups carry no signal; the health of RL's starting point."""
+        problems, k = self._shard(self.splits["test_in"][:num_problems]), self.num_samples
+        rollouts, solutions = self.sampler.solve(generator, problems, k, ("health",))
+        repeated = [p for p in problems for _ in range(k)]
+        right = [self.task.check(p, s.text) is True for p, s in zip(repeated, solutions, strict=True)]
+        rows = []
+        for i in range(0, len(right), k):
+            answers = [self.task.fmt.answer(s.text) for s in solutions[i: i + k]]
+            vote = majority(answers)
+            rows.append([sum(right[i: i + k]), vote is not None and right[i + answers.index(vote)], int(rollouts.stopped[i: i + k].sum())])
+        rows = self._gather(rows)
+        n = len(rows)
+        return {"pass@1": sum(c for c, _, _ in rows) / (n * k), f"pass@{k}": sum(pass_at_k(k, c, k) for c, _, _ in rows) / n,
+                f"maj@{k}": sum(m for _, m, _ in rows) / n, "frac_reward_zero_std": sum(c in (0, k) for c, _, _ in rows) / n,
+                "end_token_rate": sum(s for _, _, s in rows) / (n * k)}
+
+    def verifier_scores(self, verifier, completions: list[list[int]]) -> dict:
+        """Greedy verifications of given completions of the test_in problems."""
+        problems, completions = self._shard(self.splits["test_in"]), self._shard(completions)
+        solutions = [read_solution(self.sampler.tokenizer, self.task.fmt, tokens) for tokens in completions]
+        _, verifications = self.sampler.verify(verifier, problems, solutions, 1, ("eval",), greedy=True)
+        return judge_scores(self._gather([judged_row(self.task, *row) for row in zip(problems, solutions, verifications, strict=True)]))
+
+    def __call__(self, roles: dict, fixed: list[list[int]]) -> dict:
+        """All scores that a run reports; the verifier's are left out when there is none."""
+        generator = roles["generator"].model
+        scores = self.generator_scores(generator)
+        if "verifier" not in roles:
+            return scores
+        verifier = roles["verifier"].model
+        on_fixed = self.verifier_scores(verifier, fixed)
+        on_current = self.verifier_scores(verifier, self.sampled_solutions(generator, "test_in", ("current",)))
+        scores |= {f"ver_{name}": value for name, value in on_fixed.items() if name != "step_f1"}
+        return scores | {"ver_step_f1_fixed": on_fixed["step_f1"], "ver_step_f1_current": on_current["step_f1"],
+                         "ver_outcome_f1_current": on_current["outcome_f1"], "ver_parse_fail_current": on_current["parse_fail"]}

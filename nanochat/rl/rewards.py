@@ -12,8 +12,8 @@ FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 
 def terminal_rewards(values: list[float | None], lengths: torch.Tensor) -> SparseRewards:
     """One reward per rollout at its last token; None abstains."""
-    valid = torch.tensor([[v is not None] for v in values])
-    filled = torch.tensor([[0.0 if v is None else float(v)] for v in values])
+    valid = torch.tensor([v is not None for v in values], dtype=torch.bool)[:, None]
+    filled = torch.tensor([0.0 if v is None else float(v) for v in values])[:, None]
     return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device))
 
 

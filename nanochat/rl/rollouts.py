@@ -4,12 +4,15 @@ Rollouts: sampling them, and packing them into micro-batches whose rows share th
 P prompts, G samples each, N = P*G rollouts, T tokens; a micro-batch has U units of R rows: unit u is (part of) one group, whose prompt is
 run once.
 """
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from nanochat.engine import generate, pad_prompts, row_key
 from nanochat.rl.losses import AGGREGATIONS
+from nanochat.rl.prompts import Solution, Verification, generator_prompt, parse_verification, read_solution, verifier_prompt
 
 
 @dataclass
@@ -28,20 +31,48 @@ class Rollouts:
         lengths = self.lengths.tolist()
         return [row[:n] for row, n in zip(self.tokens.tolist(), lengths, strict=True)]
 
-    def select(self, rows: list[int]) -> "Rollouts":
-        """The given rollouts, each a group of its own prompt still."""
-        at = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
-        return Rollouts(self.prompts, *(x[at] for x in (self.group_id, self.tokens, self.sampler_logprobs, self.lengths, self.stopped)))
 
+@dataclass
+class Sampler:
+    """What all sampling of a run shares. Noise is keyed by (seed, stream, problem, copy, sample): the same on one rank and on many."""
+    task: object
+    tokenizer: object
+    seed: int
+    max_new_tokens: int
+    verifier_max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    should_stop: Callable[[], bool] = lambda: False
 
-def sample(model, tokenizer, prompts: list[list[int]], num_samples: int, key_parts: list[tuple], *, max_new_tokens: int,
-           temperature: float = 1.0, top_k: int = 0, should_stop=lambda: False) -> Rollouts:
-    """Samples a group of `num_samples` completions of each prompt. key_parts: one tuple per prompt that names it for the noise."""
-    keys = [row_key(*parts, g) for parts in key_parts for g in range(num_samples)]
-    out = generate(model, prompts, num_samples, max_new_tokens=max_new_tokens, stop_tokens=tokenizer.stop_tokens, keys=keys,
-                   temperature=temperature, top_k=top_k, should_stop=should_stop)
-    group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
-    return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
+    def solve(self, model, problems: list, num_samples: int, stream: tuple, greedy: bool = False) -> tuple[Rollouts, list[Solution]]:
+        """`num_samples` solutions of each of P problems. stream names the occasion, for example ("generator", step)."""
+        prompts = [generator_prompt(self.tokenizer, self.task.fmt, problem.prompt) for problem in problems]
+        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.max_new_tokens, greedy)
+        return rollouts, [read_solution(self.tokenizer, self.task.fmt, tokens) for tokens in rollouts.completions()]
+
+    def verify(self, model, problems: list, solutions: list[Solution], num_samples: int, stream: tuple,
+               greedy: bool = False) -> tuple[Rollouts, list[Verification]]:
+        """`num_samples` verifications of each solution; problems[i] is what solutions[i] solves."""
+        fmt = self.task.fmt
+        prompts = [verifier_prompt(self.tokenizer, fmt, p.prompt, s.text) for p, s in zip(problems, solutions, strict=True)]
+        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.verifier_max_new_tokens, greedy)
+        num_steps = [len(s.step_ends) for s in solutions for _ in range(num_samples)]
+        stopped = rollouts.stopped.tolist()
+        texts = [self.tokenizer.decode(c[:-1] if ended else c) for c, ended in zip(rollouts.completions(), stopped, strict=True)]
+        return rollouts, [parse_verification(fmt, *row) for row in zip(texts, num_steps, stopped, strict=True)]
+
+    def _sample(self, model, problems, prompts, num_samples, stream, max_new_tokens, greedy) -> Rollouts:
+        copies: Counter = Counter()  # a problem may occur several times: once per solution that is judged
+        keys = []
+        for problem in problems:
+            name = (self.seed, *stream, problem.split, problem.index, copies[problem])
+            copies[problem] += 1
+            keys += [row_key(*name, g) for g in range(num_samples)]
+        temperature, top_k = (0.0, 0) if greedy else (self.temperature, self.top_k)
+        out = generate(model, prompts, num_samples, max_new_tokens=max_new_tokens, stop_tokens=self.tokenizer.stop_tokens, keys=keys,
+                       temperature=temperature, top_k=top_k, should_stop=self.should_stop)
+        group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
+        return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
 
 
 @dataclass

@@ -1,0 +1,85 @@
+"""
+What a run shows: the health check, a line per step, rollout records and the final table.
+"""
+from nanochat.common import print0
+
+TABLE = {
+    "gen_pass1_in": "generator greedy pass@1, in distribution",
+    "gen_pass1_out": "generator greedy pass@1, out of distribution (longer)",
+    "ver_outcome_f1": "verifier outcome F1 (macro), fixed solutions",
+    "ver_balanced_acc": "verifier balanced accuracy, fixed solutions",
+    "ver_step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
+    "ver_step_f1_current": "verifier step F1, current generator's solutions",
+    "ver_parse_fail": "verifier parse failures",
+}
+
+
+def percent(value: float | None) -> str:
+    return "    -" if value is None else f"{100 * value:5.1f}"
+
+
+def print_table(before: dict, after: dict) -> None:
+    """Before RL -> after RL, in percent and points."""
+    print0(f"\n{'held-out evaluation (percent)':58s} before    after   change")
+    for name, label in TABLE.items():
+        if name in after:
+            old, new = before.get(name), after[name]
+            change = f"{100 * (new - old):+6.1f}" if None not in (old, new) else "     -"
+            print0(f"{label:58s}  {percent(old)} -> {percent(new)}   {change}")
+
+
+def print_step(record: dict, role: str, seconds_left: float) -> None:
+    """One line per optimizer step."""
+    prefix = "gen" if role == "generator" else "ver"
+    get = lambda name: record.get(f"{prefix}/{name}")
+    shown = f"reward {get('reward'):.3f} ± {get('reward_std'):.3f} | no signal {100 * get('frac_reward_zero_std'):3.0f}%"
+    shown += f" | len {get('completions/mean_length'):5.1f} | entropy {get('entropy'):.3f} | grad {get('grad_norm'):.2f}"
+    if role == "generator":
+        shown += f" | alpha {record['gen/alpha']:.3f}"
+    else:
+        shown += f" | balanced acc {percent(get('balanced_acc'))} | step F1 {percent(get('step_f1'))}"
+    print0(f"step {record['step']:4d} {role:9s} | {shown} | {record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left")
+
+
+def rollout_records(role: str, tokenizer, problems, solutions, verifications, rollouts, advantages, outcomes, labels, count: int) -> list[dict]:
+    """The first `count` rollouts of a step for rollouts.jsonl: text, verdicts, gold labels, and the advantage at each of their tokens' ends."""
+    records = []
+    for n in range(min(count, len(rollouts.lengths))):
+        verification = verifications[n] if verifications else None
+        records.append({
+            "role": role, "problem": problems[n].prompt, "gold": problems[n].answer, "solution": solutions[n].text,
+            "outcome": outcomes[n], "step_labels": labels[n],
+            "completion": tokenizer.decode(rollouts.tokens[n, : rollouts.lengths[n]].tolist()),
+            "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
+            "step_verdicts": verification.step_verdicts if verification else None,
+            "verdict": verification.verdict if verification else None,
+            "unmet": list(verification.unmet) if verification else None,
+            "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
+        })
+    return records
+
+
+def health_check(scores: dict, sampled: dict, logprob_gap: float | None) -> list[str]:
+    """Prints what RL starts from and returns the warnings: each names the likely cause."""
+    print0("health check of the starting point")
+    for name, value in sampled.items():
+        print0(f"  generator {name:22s} {percent(value)}%")
+    for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1"):
+        if f"ver_{name}" in scores:
+            print0(f"  verifier  {name:22s} {percent(scores[f'ver_{name}'])}%")
+    if logprob_gap is not None:
+        print0(f"  sampler vs trainer, largest logprob difference {logprob_gap:.2e}")
+    warnings = []
+    if sampled["pass@1"] == 0:
+        warnings.append("no sampled solution is right: RL finds nothing to reinforce; give SFT longer or easier problems")
+    if sampled["end_token_rate"] < 0.5:
+        warnings.append("under half of the completions end: SFT never taught the end token, or --max-new-tokens is too small")
+    if scores.get("ver_parse_fail", 0) > 0.5:
+        warnings.append("under half of the verifications parse: the verifier has not learned its format; train its SFT longer")
+    if scores.get("ver_pred_pos_rate") in (0.0, 1.0):
+        warnings.append("the verifier is constant: SFT it on balanced solutions, and use --verifier-balance")
+    if logprob_gap is not None and logprob_gap > 0.1:
+        warnings.append("sampler and trainer disagree on logprobs: check --top-k, --temperature and dtypes")
+    for warning in warnings:
+        print0(f"  WARNING: {warning}")
+    return warnings
