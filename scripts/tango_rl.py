@@ -35,7 +35,7 @@ from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, st
 from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, frozen_copy, keep_shared_lambdas, share_layers
 from nanochat.rl.rollouts import Rollouts, Sampler, pack, token_weights
 from nanochat.rl.schedules import LR_SCHEDULES, SCHEDULES, PhaseLengths, exponential_decay
-from nanochat.rl.state import PREFIX, RunState, choose_judged, load_set, resolve_resume, save_set
+from nanochat.rl.state import PREFIX, RunState, choose_judged, drop_sets_behind, load_set, resolve_resume, save_set
 from nanochat.rl.trainer import score, update
 from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
@@ -379,6 +379,7 @@ def main(args) -> None:
         state = state or start(args, run, roles, evaluate)
         run.trim("metrics.jsonl", state.step)
         run.trim("rollouts.jsonl", state.step)
+        drop_sets_behind(run, state.step)
         train(args, run, state, sampler, roles, evaluate)
         save_set(run, state, roles, args)
         after = evaluate(roles, state.fixed_solutions)

@@ -66,8 +66,8 @@ class RunState:
 
 
 def save_set(run, state: RunState, roles: dict, args) -> None:
-    """Writes the complete set of this step, its state last; rank 0."""
-    if run.rank == 0:
+    """Writes the complete set of this step, its state last, unless it is there already; rank 0."""
+    if run.rank == 0 and state.step not in saved_steps(run.name):
         for name, role in roles.items():
             tag = f"{run.name}-{PREFIX[name]}"
             save_model("rl", tag, state.step, role.model, {"run": run.name, "role": name, "user_config": vars(args)})
@@ -98,6 +98,14 @@ def resolve_resume(args) -> int | None:
     changed = [f"--{name.replace('_', '-')} {before[name]} -> {value}" for name, value in vars(args).items() if before[name] != value]
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
+
+
+def drop_sets_behind(run, step: int) -> None:
+    """Makes a run's sets of later steps invalid: a run that goes on from an earlier step writes another history. Rank 0."""
+    for later in saved_steps(run.name) if run.rank == 0 else []:
+        if later > step:
+            print0(f"dropping the checkpoint of step {later}: the run goes on from step {step}")
+            os.remove(path_of("runs", run.name, f"state_{later:06d}.pt"))
 
 
 def load_set(run_name: str, step: int, roles: dict, device) -> RunState:

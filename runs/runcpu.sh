@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# The main job on a laptop CPU, from nothing to a co-trained pair: tokenizer, SFT of generator and verifier, verifier warm-up, interleaved
+# RL, evaluation. About 10 minutes on 2 cores. Finished stages are reused; an interrupted RL run goes on where it was.
+#   bash runs/runcpu.sh                  SEED=1 bash runs/runcpu.sh
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+SEED=${SEED:-0}
+# A base directory of its own: a user's checkpoints and tokenizer in ~/.cache/nanochat are never touched.
+export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-cpu}
+export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
+NPROC=${NPROC:-2}  # two ranks of one thread are faster than one of two at this size
+TAG=chain-s$SEED
+RUN=chain-s$SEED
+launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
+has_model() { compgen -G "$NANOCHAT_BASE_DIR/$1/meta_*.json" > /dev/null; }
+
+[ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || python -m scripts.tok_train --seed "$SEED"
+
+# 1M parameters: 4 layers of width 128
+MODEL="--depth 4 --n-embd 128 --n-head 4 --model-tag $TAG --seed $SEED --device-type cpu"
+has_model "chatsft_checkpoints/$TAG" || launch scripts/chat_sft.py -- --role generator $MODEL --num-steps 300
+has_model "chatsft_checkpoints/$TAG-ver" || launch scripts/chat_sft.py -- --role verifier $MODEL --num-steps 300
+
+# A finished run is evaluated again and prints its table.
+launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \
+    --num-steps 80 --warmup-steps 40 --alpha-start 0.3 --alpha-end 0.03 --kl-coef 0 --verifier-balance --verifier-replay 0.5

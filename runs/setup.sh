@@ -1,0 +1,9 @@
+# Sourced by the other scripts: makes .venv once, installs the project, and goes to its root.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PYTHON=${PYTHON:-python3}
+if [ ! -f .venv/installed ] || [ pyproject.toml -nt .venv/installed ]; then
+    [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+    touch .venv/installed
+fi
+source .venv/bin/activate
