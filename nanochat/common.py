@@ -4,6 +4,7 @@ What every script needs: bad input, device and ranks, the run and its folder, co
 import datetime
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -91,6 +92,11 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     return names[name] or default
 
 
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 where the device has no float64 (MPS)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     """The sum or max of a tensor over ranks, in place; itself when there is one rank. Every rank must call it."""
     if dist.is_initialized():
@@ -102,8 +108,7 @@ def mean_over_ranks(values: dict[str, list], device) -> dict[str, float | None]:
     """The mean of each list of numbers over all ranks, None entries left out; None where nothing is left. One collective; the ranks must
     have the same keys."""
     kept = {name: [float(x) for x in numbers if x is not None] for name, numbers in values.items()}
-    sums = torch.tensor([[sum(numbers), len(numbers)] for numbers in kept.values()], dtype=torch.float32 if device.type == "mps" else torch.float64,
-                        device=device)
+    sums = torch.tensor([[sum(numbers), len(numbers)] for numbers in kept.values()], dtype=wide_dtype(device), device=device)
     totals = all_reduce(sums).tolist()
     return {name: total / count if count else None for name, (total, count) in zip(kept, totals, strict=True)}
 
@@ -191,7 +196,9 @@ def add_run_args(parser) -> None:
 
 
 def choose_run_name(name: str) -> str:
-    """The run's name: for "dummy" the first free dummy-<n>."""
+    """The run's name: for "dummy" the first free dummy-<n>. Raises BadInput for one that is no folder name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise BadInput(f"--run {name}: use letters, digits, '.', '_' and '-'")
     if name != "dummy":
         return name
     n = 1
@@ -209,18 +216,29 @@ def check_writable(path: str) -> None:
         raise BadInput(f"cannot write to {path} ({parent} is not a writable folder)")
 
 
+def uses_wandb(run_name: str) -> bool:
+    """A run goes to wandb unless it is a dummy or WANDB_MODE=disabled. Raises BadInput when it should and cannot."""
+    mode = os.environ.get("WANDB_MODE", "online")
+    if run_name.startswith("dummy") or mode == "disabled":
+        return False
+    if mode == "online":
+        import wandb
+        if not wandb.login(prompt=False, verify=False):
+            raise BadInput(f"--run {run_name}: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline or WANDB_MODE=disabled")
+    return True
+
+
 def start_run(args, device: torch.device, config: dict, resumed: bool) -> Run:
-    """Opens the run's folder, writes config.json, catches SIGTERM and SIGINT, and starts wandb unless the run is a dummy."""
+    """Opens the run's folder, writes config.json, catches SIGTERM and SIGINT, and starts wandb where it is wanted."""
     rank, world = rank_and_world()
-    folder = path_of("runs", args.run)
-    run = Run(args.run, device, rank, world, folder)
+    run = Run(args.run, device, rank, world, path_of("runs", args.run))
     if rank == 0:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(run.folder, exist_ok=True)
         if not resumed:
-            write_json(os.path.join(folder, "config.json"), config)
-        if not args.run.startswith("dummy"):
+            write_json(os.path.join(run.folder, "config.json"), config)
+        if uses_wandb(args.run):
             import wandb
-            run.wandb = wandb.init(project="nanochat-tango", name=args.run, dir=folder, config=config, resume="allow" if resumed else None)
+            run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow", dir=run.folder, config=config)
     signal.signal(signal.SIGTERM, run.on_signal)
     signal.signal(signal.SIGINT, run.on_signal)
     return run

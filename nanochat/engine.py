@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.attention import FAR, KVCache
+from nanochat.common import wide_dtype
 
 COMPACT_BELOW = 0.8  # drop finished rows once less than this share of the batch is alive
 
@@ -42,7 +43,8 @@ def uniform_noise(keys: torch.Tensor, position: int) -> torch.Tensor:
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
-    bits, dtype = (24, torch.float32) if keys.device.type == "mps" else (53, torch.float64)
+    dtype = wide_dtype(keys.device)
+    bits = 53 if dtype == torch.float64 else 24
     return ((x >> (64 - bits)) & ((1 << bits) - 1)).to(dtype) / (1 << bits)
 
 

@@ -18,8 +18,8 @@ has_model() { compgen -G "$NANOCHAT_BASE_DIR/$1/meta_*.json" > /dev/null; }
 
 # 1M parameters: 4 layers of width 128
 MODEL="--depth 4 --n-embd 128 --n-head 4 --model-tag $TAG --seed $SEED --device-type cpu"
-has_model "chatsft_checkpoints/$TAG" || launch scripts/chat_sft.py -- --role generator $MODEL --num-steps 300
-has_model "chatsft_checkpoints/$TAG-ver" || launch scripts/chat_sft.py -- --role verifier $MODEL --num-steps 300
+has_model "chatsft_checkpoints/$TAG" || launch scripts/chat_sft.py -- --role generator $MODEL
+has_model "chatsft_checkpoints/$TAG-ver" || launch scripts/chat_sft.py -- --role verifier $MODEL
 
 # A finished run is evaluated again and prints its table.
 launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \

@@ -2,5 +2,5 @@
 # Sets up .venv if need be and runs the tests. Arguments go to pytest: bash runs/test.sh -k advantages
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2} WANDB_MODE=disabled
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} WANDB_MODE=disabled
 python -m pytest -q "$@"

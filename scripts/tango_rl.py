@@ -24,7 +24,7 @@ import torch
 from nanochat.checkpoint import default_tag, load_model
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_writable, choose_run_name, compute_dtype,
                              describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0, rank_and_world, script_main,
-                             start_run, write_json)
+                             start_run, uses_wandb, write_json)
 from nanochat.optim import adamw
 from nanochat.rl.advantages import PRESETS, blend, source_advantages
 from nanochat.rl.evals import Evaluation, judge_scores, judged_row
@@ -344,6 +344,7 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
 
 def start(args, run, roles, evaluate) -> RunState:
     """The state of a fresh run: fixed solutions, the evaluation before RL, and the health check."""
+    started = time.time()
     fixed = evaluate.sampled_solutions(roles["generator"].model, "test_in", ("fixed",))
     state = RunState(fixed_solutions=fixed, before=evaluate(roles, fixed))
     problems = [evaluate.task.problem("rl", i) for i in range(4)]
@@ -351,6 +352,7 @@ def start(args, run, roles, evaluate) -> RunState:
     batch, = pack(rollouts, torch.ones_like(rollouts.sampler_logprobs), torch.ones(len(rollouts.lengths), device=run.device), 10 ** 9, True)
     gap = (score(roles["generator"].model, batch, args.temperature) - batch.sampler_logprobs[batch.mask]).abs().max().item()
     health_check(state.before, evaluate.sampled_scores(roles["generator"].model, 64), gap)
+    state.seconds = time.time() - started
     return state
 
 
@@ -361,7 +363,9 @@ def main(args) -> None:
     args.model_tag = args.model_tag or default_tag("sft")
     args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
     args.verifier_lr = args.lr if args.verifier_lr is None else args.verifier_lr
+    choose_run_name(args.run)
     resume_step = resolve_resume(args)
+    uses_wandb(args.run)
     for folder in (path_of("runs", args.run), path_of("rl", f"{args.run}-gen")):
         check_writable(folder)
     tokenizer = Tokenizer.load(path_of("tokenizer"))
@@ -382,7 +386,9 @@ def main(args) -> None:
         drop_sets_behind(run, state.step)
         train(args, run, state, sampler, roles, evaluate)
         save_set(run, state, roles, args)
+        started = time.time()
         after = evaluate(roles, state.fixed_solutions)
+        minutes = (state.seconds + time.time() - started) / 60
     except StopRequested:
         if state:
             save_set(run, state, roles, args)
@@ -392,7 +398,7 @@ def main(args) -> None:
     print_table(state.before, after)
     if rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {
-            "seed": args.seed, "recipe": args.recipe, "minutes": round(state.seconds / 60, 2), "gen_steps": state.gen_step,
+            "seed": args.seed, "recipe": args.recipe, "minutes": round(minutes, 2), "gen_steps": state.gen_step,
             "ver_steps": state.ver_step, "before": state.before, "after": after})
     run.finish()
     print0(f"\nrun folder: {run.folder}")

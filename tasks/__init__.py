@@ -1,9 +1,9 @@
 """Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
 from nanochat.common import BadInput
-from tasks import chain
+from tasks import chain, last_letter
 
-TASKS = {"chain": chain.Chain}
-MODULES = (chain,)
+TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter}
+MODULES = (chain, last_letter)
 
 
 def add_task_args(parser) -> None:

@@ -46,18 +46,21 @@ def shared_names(model: GPT, num_layers: int) -> list[str]:
     return names
 
 
+def check_shapes(generator: GPT, verifier: GPT, num_layers: int) -> None:
+    """Raises BadInput unless the verifier can share `num_layers` layers with the generator."""
+    if not 0 <= num_layers <= verifier.config.n_layer:
+        raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.config.n_layer} layers")
+    if num_layers and generator.config != verifier.config:
+        raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: {generator.config} and {verifier.config}")
+
+
 def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.nn.Parameter]:
     """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private parameters.
 
     num_layers from 0 (nothing is shared) to n_layer (private: backout and LM head alone). The entries of resid_lambdas and x0_lambdas
     below num_layers follow the generator's, see `copy_shared_lambdas`. Raises BadInput when the shapes differ or num_layers is out of range.
     """
-    if not 0 <= num_layers <= verifier.config.n_layer:
-        raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.config.n_layer} layers")
-    if num_layers == 0:
-        return list(verifier.parameters())
-    if generator.config != verifier.config:
-        raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: {generator.config} and {verifier.config}")
+    check_shapes(generator, verifier, num_layers)
     names = shared_names(verifier, num_layers)
     for name in names:
         owner, _, leaf = name.rpartition(".")
@@ -86,6 +89,7 @@ def keep_shared_lambdas(verifier: GPT, num_layers: int) -> None:
 
 def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> None:
     """Raises BadInput unless the verifier's shared weights equal the generator's: it was trained on that trunk."""
+    check_shapes(generator, verifier, num_layers)
     for name in shared_names(verifier, num_layers):
         if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
             raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "

@@ -83,6 +83,8 @@ def resolve_resume(args) -> int | None:
         if os.path.exists(os.path.join(folder, "config.json")):
             raise BadInput(f"--run {args.run}: {folder} exists; take another name or continue it with --resume-from-step auto")
         return None
+    if args.run == "dummy":
+        raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy run's is dummy-<n>)")
     if args.resume_from_step != "auto" and not args.resume_from_step.isdigit():
         raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
     if args.resume_from_step == "auto" and not steps:

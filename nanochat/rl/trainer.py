@@ -6,7 +6,7 @@ import math
 import torch
 
 from nanochat.attention import FAR, KVCache
-from nanochat.common import all_reduce
+from nanochat.common import all_reduce, wide_dtype
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.optim import all_reduce_gradients, clip_gradients
@@ -52,7 +52,7 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     """
     trainable_only(role.model, role.parameters)
     role.optimizer.zero_grad(set_to_none=True)
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
     gap = torch.zeros((), device=device)
     for batch in batches:
         if loss.kl_coef and batch.ref_logprobs is None:
@@ -88,7 +88,7 @@ SUMS = ("num_tokens", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/hig
 
 
 def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
-    """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),) float64"""
+    """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),) wide"""
     zero = torch.zeros((), device=logprobs.device)
     advantages, low, high = batch.advantages[batch.mask], zero, zero
     if batch.old_logprobs is not None:
@@ -98,4 +98,4 @@ def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
     kl = zero if batch.ref_logprobs is None else KL_ESTIMATORS["k3"](logprobs, batch.ref_logprobs).sum()
     probs_diff = (logprobs.exp() - batch.sampler_logprobs[batch.mask].exp()).abs().sum()
     num_tokens = torch.tensor(logprobs.numel(), device=logprobs.device)
-    return torch.stack([x.double() for x in (num_tokens, total, entropy.sum(), kl, low, high, probs_diff)])
+    return torch.stack([x.to(wide_dtype(x.device)) for x in (num_tokens, total, entropy.sum(), kl, low, high, probs_diff)])

@@ -1,0 +1,47 @@
+"""Fixtures: a base directory with a tokenizer and a tiny SFT pair, made once per test session."""
+import argparse
+import os
+import shutil
+
+import pytest
+import torch
+
+os.environ.setdefault("WANDB_MODE", "disabled")
+# The smallest chain that RL can work on: two operations at most, results modulo 3.
+TASK_FLAGS = ["--chain-modulus", "3", "--chain-min-steps", "1", "--chain-max-steps", "2"]
+RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28", "--verifier-max-new-tokens", "36",
+            "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3", "--warmup-steps", "2",
+            "--generator-steps", "2", "--num-steps", "4", "--verifier-balance", "--verifier-replay", "0.5", "--alpha-start", "0.5",
+            "--alpha-end", "0.05"]
+
+
+def parse(script, flags: list[str]) -> argparse.Namespace:
+    return script.make_parser().parse_args(flags)
+
+
+@pytest.fixture(scope="session")
+def sft_base(tmp_path_factory):
+    """A base directory that holds a tokenizer and the SFT checkpoints tiny and tiny-ver: fluent, half right."""
+    from scripts import chat_sft, tok_train
+    base = tmp_path_factory.mktemp("base")
+    old = os.environ.get("NANOCHAT_BASE_DIR")
+    os.environ["NANOCHAT_BASE_DIR"] = str(base)
+    torch.set_num_threads(1)  # at this size threads only wait for each other
+    tok_train.main(parse(tok_train, TASK_FLAGS))
+    model = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "48", "--n-head", "2", "--sequence-len", "128",
+             "--examples-per-step", "32", "--max-new-tokens", "28", "--num-sampled", "64"]
+    chat_sft.main(parse(chat_sft, ["--role", "generator", "--num-steps", "200", *model]))
+    chat_sft.main(parse(chat_sft, ["--role", "verifier", "--num-steps", "200", *model]))
+    if old is None:
+        del os.environ["NANOCHAT_BASE_DIR"]
+    else:
+        os.environ["NANOCHAT_BASE_DIR"] = old
+    return base
+
+
+@pytest.fixture
+def base(sft_base, tmp_path, monkeypatch):
+    """A private copy of sft_base, set as NANOCHAT_BASE_DIR."""
+    shutil.copytree(sft_base, tmp_path / "base")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"

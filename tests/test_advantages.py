@@ -1,0 +1,289 @@
+"""
+Credit assignment against arithmetic by hand: Tango eq. 4-7, the presets, abstaining rollouts, groups, ranks.
+
+    python -m pytest tests/test_advantages.py -q
+"""
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.rl.advantages import CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, source_advantages
+from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
+
+CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
+
+
+def outcome_advantages(values: list, preset: str, group_id: list | None = None, T: int = 1, lengths: list | None = None) -> torch.Tensor:
+    """Advantages (N, T) of one reward per rollout; all rollouts are one group unless group_id says otherwise."""
+    rewards = terminal_rewards(values, torch.tensor(lengths or [T] * len(values), dtype=torch.long))
+    return source_advantages(rewards, torch.tensor(group_id or [0] * len(values), dtype=torch.long), T, PRESETS[preset])
+
+
+def step_advantages(step_ends: list, verdicts: list, preset: str, T: int, group_id: list | None = None) -> torch.Tensor:
+    rewards = step_rewards(step_ends, verdicts, "cpu")
+    return source_advantages(rewards, torch.tensor(group_id or [0] * len(verdicts)), T, PRESETS[preset])
+
+
+def assert_rows(advantages, rows):
+    torch.testing.assert_close(advantages, torch.tensor(rows, dtype=torch.float32), rtol=1e-5, atol=1e-6)
+
+
+# One reward per rollout
+
+def test_grpo_golden():
+    """[1, 0, 0, 0]: mean 1/4, deviations 3/4 and -1/4, unbiased variance (9 + 1 + 1 + 1) / 16 / 3 = 1/4, std 1/2."""
+    assert_rows(outcome_advantages([1, 0, 0, 0], "grpo"), [[1.5], [-0.5], [-0.5], [-0.5]])
+
+
+@pytest.mark.parametrize("preset, expected", [
+    ("grpo", [1.5, -0.5, -0.5, -0.5]),
+    ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),        # 1 - 0; 0 - (1 + 0 + 0) / 3
+    ("reinforce++", [1.5, -0.5, -0.5, -0.5]),       # the only group is the batch
+    ("dr_grpo", [0.75, -0.25, -0.25, -0.25]),       # deviations from the mean 1/4, not divided
+    ("reinforce", [1.0, 0.0, 0.0, 0.0]),
+])
+def test_presets_of_one_group_by_hand(preset, expected):
+    assert_rows(outcome_advantages([1, 0, 0, 0], preset), [[x] for x in expected])
+
+
+def test_a_terminal_reward_reaches_every_token_of_its_rollout_and_none_behind_it():
+    """Lengths 3 and 1 of T = 4: 1 - 1/2 = 0.5 on three tokens, -0.5 on one; reinforce spreads over the whole row, which the mask cuts."""
+    assert_rows(outcome_advantages([1, 0], "dr_grpo", T=4, lengths=[3, 1]), [[0.5, 0.5, 0.5, 0.0], [-0.5, 0.0, 0.0, 0.0]])
+    assert_rows(outcome_advantages([1, 0], "reinforce", T=4, lengths=[3, 1]), [[1.0] * 4, [0.0] * 4])
+
+
+def test_reinforce_plus_plus_normalises_over_the_batch_and_not_over_groups():
+    """[1, 0 | 0, 0]: batch mean 1/4, std 1/2 as above; the second group gets -0.5 where GRPO gives 0."""
+    assert_rows(outcome_advantages([1, 0, 0, 0], "reinforce++", group_id=[0, 0, 1, 1]), [[1.5], [-0.5], [-0.5], [-0.5]])
+    # [1, 0]: deviations 1/2 and -1/2, variance (1/4 + 1/4) / 1, std sqrt(1/2).
+    assert_rows(outcome_advantages([1, 0, 0, 0], "grpo", group_id=[0, 0, 1, 1]), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0], [0.0]])
+
+
+@pytest.mark.parametrize("preset", CENTRED)
+@pytest.mark.parametrize("value", [0.0, 1.0, 1.8, 0.1, -0.7])
+@pytest.mark.parametrize("G", [2, 3, 7])
+def test_equal_rewards_give_exactly_zero(preset, value, G):
+    """Exactly: 1.8 - mean([1.8, 1.8, 1.8]) is 1.2e-7 in fp32, which an epsilon of 1e-6 would make 0.1."""
+    assert torch.equal(outcome_advantages([value] * G, preset), torch.zeros(G, 1))
+
+
+@pytest.mark.parametrize("preset", CENTRED)
+def test_a_group_of_one_gets_zero(preset):
+    assert torch.equal(outcome_advantages([1.8], preset), torch.zeros(1, 1))
+
+
+@pytest.mark.parametrize("preset", [name for name in CENTRED if PRESETS[name].scope == "group"])
+def test_a_group_of_one_among_others_gets_zero(preset):
+    advantages = outcome_advantages([1, 1, 0], preset, group_id=[1, 0, 0])
+    assert advantages[0].item() == 0 and advantages[1].item() > 0 > advantages[2].item()
+
+
+# Abstaining
+
+def test_an_abstaining_rollout_gets_zero_and_moves_no_baseline():
+    """[1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1) = 0.707107, so +-0.707107; counted as 0 the None would make the mean 1/3."""
+    assert_rows(outcome_advantages([1, 0, None], "grpo"), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0]])
+    assert_rows(outcome_advantages([1, 0, None], "rloo"), [[1.0], [-1.0], [0.0]])
+    assert_rows(outcome_advantages([1, 0, None], "dr_grpo"), [[0.5], [-0.5], [0.0]])
+    assert_rows(outcome_advantages([1, 0, None], "reinforce"), [[1.0], [0.0], [0.0]])
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_leaving_an_abstaining_rollout_out_changes_nothing_for_the_others(preset):
+    values = [1.8, None, 0.3, 0.8, None, 1.0]
+    with_it = outcome_advantages(values, preset)
+    assert torch.equal(with_it[[0, 2, 3, 5]], outcome_advantages([v for v in values if v is not None], preset))
+    assert torch.equal(with_it[[1, 4]], torch.zeros(2, 1))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_what_stands_at_an_invalid_entry_does_not_matter(preset):
+    values = torch.tensor([[1.0], [0.0], [float("nan")]])
+    rewards = SparseRewards(values, torch.zeros(3, 1, dtype=torch.long), torch.tensor([[True], [True], [False]]))
+    assert torch.equal(source_advantages(rewards, torch.zeros(3, dtype=torch.long), 1, PRESETS[preset]), outcome_advantages([1, 0, None], preset))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_group_or_batch_in_which_all_abstain_gets_zero(preset):
+    assert torch.equal(outcome_advantages([None, None], preset), torch.zeros(2, 1))
+    assert outcome_advantages([1, 0, None, None], preset, group_id=[0, 0, 1, 1])[2:].tolist() == [[0.0], [0.0]]
+    assert outcome_advantages([], preset, T=3).shape == (0, 3)
+
+
+# Step rewards, Tango eq. 5-7
+
+# Three rollouts of one group. Steps end at these tokens, and are judged so:
+STEP_ENDS = [[1, 3], [1], [0, 2]]
+VERDICTS = [[True, False], [True], [True, True]]
+LENGTHS = [5, 3, 4]
+# eq. 3: rewards 1/2, -1/2 | 1 | 1/2, 1/2.
+# eq. 5: mean of all five = 2 / 5 = 0.4; deviations 0.1, -0.9 | 0.6 | 0.1, 0.1; squares 0.01 + 0.81 + 0.36 + 0.01 + 0.01 = 1.2;
+#        unbiased variance 1.2 / 4 = 0.3; std sqrt(0.3) = 0.547723.
+S = 0.3 ** 0.5
+A_STEP = [  # eq. 6: the sum of the steps that end at or behind a token
+    [-0.8 / S, -0.8 / S, -0.9 / S, -0.9 / S, 0.0],  # 0.1 - 0.9 up to token 1, then -0.9 up to token 3
+    [0.6 / S, 0.6 / S, 0.0, 0.0, 0.0],
+    [0.2 / S, 0.1 / S, 0.1 / S, 0.0, 0.0],          # 0.1 + 0.1 at token 0, then 0.1
+]
+# eq. 4: outcomes 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3; variance (4 + 1 + 1) / 9 / 2 = 1/3; (2/3) / sqrt(1/3) = 2 / sqrt(3).
+OUTCOMES = [True, False, False]
+R = 3 ** -0.5
+A_OUT = [[2 * R] * 5, [-R, -R, -R, 0.0, 0.0], [-R, -R, -R, -R, 0.0]]
+
+
+def test_tango_step_advantages_by_hand():
+    assert_rows(step_advantages(STEP_ENDS, VERDICTS, "grpo", T=5), A_STEP)
+    assert A_STEP[0][0] == pytest.approx(-1.460593, rel=1e-6) and A_STEP[1][0] == pytest.approx(1.095445, rel=1e-6)
+
+
+def test_tango_blend_by_hand():
+    """eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.866025 - 0.365148 = 0.500877."""
+    group_id = torch.zeros(3, dtype=torch.long)
+    outcome = source_advantages(outcome_rewards(OUTCOMES, torch.tensor(LENGTHS)), group_id, 5, PRESETS["grpo"])
+    assert_rows(outcome, A_OUT)
+    step = source_advantages(step_rewards(STEP_ENDS, VERDICTS, "cpu"), group_id, 5, PRESETS["grpo"])
+    blended = blend([(0.75, outcome), (0.25, step)])
+    assert_rows(blended, [[0.75 * o + 0.25 * s for o, s in zip(*rows, strict=True)] for rows in zip(A_OUT, A_STEP, strict=True)])
+    assert blended[0, 0].item() == pytest.approx(0.500877, rel=1e-5)
+    assert blended[0, 4].item() == pytest.approx(0.75 * 2 * R, rel=1e-5)  # behind the last step the outcome alone speaks
+
+
+def test_a_rollout_without_step_verdicts_leaves_the_others_as_they_are():
+    with_it = step_advantages([*STEP_ENDS, [0, 1, 2, 3]], [*VERDICTS, None], "grpo", T=5)
+    assert_rows(with_it, [*A_STEP, [0.0] * 5])
+    no_steps = step_advantages([*STEP_ENDS, []], [*VERDICTS, []], "grpo", T=5)  # a solution without steps abstains too
+    assert_rows(no_steps, [*A_STEP, [0.0] * 5])
+
+
+def test_rloo_baseline_of_steps_is_the_mean_over_the_other_rollouts_steps():
+    """Rewards 1/2, -1/2 | 1. Baseline of the first: 1, so -1/2 and -3/2; of the second: (1/2 - 1/2) / 2 = 0, so 1."""
+    assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], "rloo", T=4), [[-2.0, -2.0, -1.5, -1.5], [1.0, 1.0, 1.0, 0.0]])
+
+
+def test_dr_grpo_steps_by_hand():
+    """Rewards 1/2, -1/2 | 1: mean 1/3, deviations 1/6, -5/6 | 2/3; return to go 1/6 - 5/6 = -2/3."""
+    assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], "dr_grpo", T=4),
+                [[-2 / 3, -2 / 3, -5 / 6, -5 / 6], [2 / 3, 2 / 3, 2 / 3, 0.0]])
+
+
+def test_rloo_gives_zero_where_no_other_rollout_of_the_group_was_judged():
+    """Leave-one-out has nothing to compare with: no baseline, no signal; above all not 0/0."""
+    assert torch.equal(step_advantages([[1, 3], [2]], [[True, False], None], "rloo", T=4), torch.zeros(2, 4))
+    assert torch.equal(step_advantages([[1, 3]], [[True, False]], "rloo", T=4), torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@settings(max_examples=60, deadline=None)
+@given(judged=st.lists(st.none() | st.lists(st.booleans(), max_size=4), min_size=1, max_size=6), num_groups=st.integers(1, 3))
+def test_step_advantages_are_finite_whatever_is_judged(preset, judged, num_groups):
+    step_ends = [[2 * k for k in range(len(verdicts or []))] for verdicts in judged]
+    advantages = step_advantages(step_ends, judged, preset, T=8, group_id=[n % num_groups for n in range(len(judged))])
+    assert torch.isfinite(advantages).all()
+    for row, verdicts in zip(advantages, judged, strict=True):
+        assert verdicts or not row.any()
+
+
+def test_two_steps_that_end_at_one_token_both_count_there():
+    """Return to go of 0.25 + 0.5 at token 1 and 1 at token 2."""
+    values, at = torch.tensor([[0.25, 0.5, 1.0]]), torch.tensor([[1, 1, 2]])
+    assert SPREAD["return_to_go"](values, at, 4).tolist() == [[1.75, 1.75, 1.0, 0.0]]
+    assert SPREAD["terminal"](values, at, 4).tolist() == [[1.75] * 4]
+
+
+@pytest.mark.parametrize("preset", CENTRED)
+def test_equal_step_rewards_give_exactly_zero(preset):
+    """Three rollouts of three right steps: nine times 1/3."""
+    assert torch.equal(step_advantages([[0, 1, 2]] * 3, [[True] * 3] * 3, preset, T=3), torch.zeros(3, 3))
+
+
+# Groups and ranks
+
+@pytest.mark.parametrize("preset", PRESETS)
+@settings(max_examples=40, deadline=None)
+@given(order=st.permutations(range(6)))
+def test_groups_are_named_by_group_id_in_any_order(preset, order):
+    group_id, values = [0, 0, 0, 2, 2, 2], [1.0, 0.0, 0.5, 0.2, 0.9, 0.4]  # nobody is in group 1
+    straight = outcome_advantages(values, preset, group_id)
+    mixed = outcome_advantages([values[n] for n in order], preset, [group_id[n] for n in order])
+    torch.testing.assert_close(mixed, straight[list(order)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("center", ["mean", "loo"])
+@pytest.mark.parametrize("scale", SCALE)
+def test_a_shift_of_all_rewards_changes_nothing(center, scale):
+    values, valid = torch.tensor([[1.0], [0.25], [0.5]], dtype=torch.float64), torch.ones(3, 1, dtype=torch.bool)
+    where = (valid, torch.zeros(3, dtype=torch.long), 1, lambda tensor, op="sum": tensor)
+    results = []
+    for shifted in (values, values + 7):
+        centred = shifted - CENTER[center](shifted, *where)
+        results.append(centred / SCALE[scale](centred, *where))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def on_two_ranks(work) -> list:
+    """work(rank, reduce) on two threads, whose reduce exchanges tensors as all_reduce would. -> [result of 0, result of 1]"""
+    barrier, slots, results, errors = threading.Barrier(2, timeout=10), [None, None], [None, None], []
+
+    def run(rank):
+        def reduce(tensor, op="sum"):
+            slots[rank] = tensor.clone()
+            barrier.wait()
+            both = torch.stack(slots)
+            barrier.wait()
+            return both.sum(0) if op == "sum" else both.amax(0)
+        try:
+            results[rank] = work(rank, reduce)
+        except Exception as error:
+            errors.append(error)
+            barrier.abort()
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return results
+
+
+@pytest.mark.parametrize("split", [0, 1, 2, 5])
+def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
+    """Also where a rank has no rollout: it makes the same collective calls."""
+    step_ends, verdicts = [[1, 3], [1], [0, 2], [0], [3]], [[True, False], [True], None, [False], [True]]
+    group_id = torch.tensor([0, 0, 1, 1, 1])
+    whole = step_rewards(step_ends, verdicts, "cpu")
+
+    def work(rank, reduce):
+        rows = slice(0, split) if rank == 0 else slice(split, 5)
+        part = SparseRewards(whole.values[rows], whole.token_index[rows], whole.valid[rows])
+        return source_advantages(part, group_id[rows], 4, PRESETS["reinforce++"], reduce)
+    # 1/2, -1/2, 1, -1, 1: mean 0.2; deviations 0.3, -0.7, 0.8, -1.2, 0.8; squares 0.09 + 0.49 + 0.64 + 1.44 + 0.64 = 3.3; std sqrt(3.3 / 4)
+    s = (3.3 / 4) ** 0.5
+    expected = [[-0.4 / s, -0.4 / s, -0.7 / s, -0.7 / s], [0.8 / s, 0.8 / s, 0, 0], [0] * 4, [-1.2 / s, 0, 0, 0], [0.8 / s] * 4]
+    assert_rows(source_advantages(whole, group_id, 4, PRESETS["reinforce++"]), expected)
+    assert_rows(torch.cat(on_two_ranks(work)), expected)
+
+
+def test_rewards_that_are_equal_on_each_rank_alone_still_carry_signal():
+    """[1, 1 | 0, 0]: mean 1/2, std sqrt(4 / 4 / 3) = sqrt(1/3), so +-0.866025. Equal on both ranks: exactly 0."""
+    def work(values):
+        return lambda rank, reduce: source_advantages(terminal_rewards([values[rank]] * 2, torch.tensor([1, 1])), torch.tensor([0, 0]), 1,
+                                                      PRESETS["reinforce++"], reduce)
+    h = 0.75 ** 0.5
+    assert_rows(torch.cat(on_two_ranks(work([1, 0]))), [[h], [h], [-h], [-h]])
+    assert torch.equal(torch.cat(on_two_ranks(work([1.8, 1.8]))), torch.zeros(4, 1))
+
+
+def test_a_group_never_asks_other_ranks():
+    def reduce(tensor, op="sum"):
+        raise AssertionError("a collective call for a group")
+    for name in ("grpo", "rloo", "dr_grpo", "reinforce"):
+        source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), torch.tensor([0, 0]), 1, PRESETS[name], reduce)
+
+
+def test_blend_is_the_weighted_sum():
+    a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[-4.0, 8.0]])
+    assert blend([(0.75, a), (0.25, b)]).tolist() == [[-0.25, 3.5]]  # 0.75 - 1, 1.5 + 2
+    assert blend([(0.5, a)]).tolist() == [[0.5, 1.0]]

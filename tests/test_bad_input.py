@@ -1,0 +1,133 @@
+"""
+Bad input: one line that names what and where, exit code 2, nothing written; and the ways to start the trainer.
+
+    python -m pytest tests/test_bad_input.py
+"""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import RL_FLAGS, TASK_FLAGS
+
+from nanochat.common import script_main
+from scripts import chat_sft, tango_rl, tok_train
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def files_under(folder) -> dict[str, float]:
+    return {os.path.join(parent, name): os.path.getmtime(os.path.join(parent, name)) for parent, _, names in os.walk(folder) for name in names}
+
+
+def refused(capsys, base, script, *flags: str) -> str:
+    """Runs a script that must refuse its input; its line."""
+    before = files_under(base)
+    with pytest.raises(SystemExit) as stop:
+        script_main(script.main, script.make_parser(), list(flags))
+    assert stop.value.code == 2
+    assert files_under(base) == before
+    return capsys.readouterr().err.strip()
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--num-samples", "1"], ["--num-samples 1", "grpo", "at least 2"]),
+    (["--num-samples", "1", "--advantage", "rloo"], ["--num-samples 1", "rloo"]),
+    (["--task", "sudoku"], ["--task sudoku", "chain", "last_letter"]),
+    (["--advantage", "gae"], ["--advantage gae", "grpo", "rloo", "reinforce++", "dr_grpo"]),
+    (["--recipe", "prime"], ["--recipe prime", "tango", "grpo"]),
+    (["--loss", "dpo"], ["--loss dpo", "ppo_clip"]),
+    (["--kl", "k4"], ["--kl k4", "k3"]),
+    (["--model-tag", "d99"], ["d99", "chatsft_checkpoints", "tiny", "tiny-ver"]),
+    (["--model-step", "7"], ["tiny", "no step 7", "200"]),
+    (["--model-tag", ""], ["no checkpoint d<N>", "tiny"]),
+    (["--verifier-tag", "nobody"], ["nobody", "tiny-ver"]),
+    (["--max-new-tokens", "100"], ["context 128", "--max-new-tokens"]),
+    (["--temperature", "0"], ["--temperature 0"]),
+    (["--alpha-start", "1.5"], ["--alpha-start"]),
+    (["--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "not the generator's"]),
+    (["--verifier-shared-layers", "9"], ["--verifier-shared-layers 9", "2 layers"]),
+    (["--chain-modulus", "77"], ["--chain-modulus 77"]),
+    (["--device-type", "cuda"], ["--device-type cuda", "cpu"]),
+    (["--resume-from-step", "auto", "--run", "dummy"], ["dummy", "name"]),
+    (["--resume-from-step", "5", "--run", "nothing"], ["nothing", "step 5", "none"]),
+    (["--resume-from-step", "last", "--run", "r"], ["--resume-from-step last", "auto"]),
+    (["--run", "a/b"], ["--run a/b"]),
+])
+def test_the_trainer_refuses(capsys, base, flags, words):
+    if flags == ["--device-type", "cuda"] and __import__("torch").cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    line = refused(capsys, base, tango_rl, *RL_FLAGS, *flags)
+    assert line.startswith("error: ") and "\n" not in line
+    for word in words:
+        assert word in line, line
+
+
+@pytest.mark.parametrize("flags", [["--num-sample", "4"], ["--learning-rate", "1"], ["--num-steps", "many"]])
+def test_flags_are_never_abbreviated_or_guessed(capsys, base, flags):
+    assert flags[0] in refused(capsys, base, tango_rl, *RL_FLAGS, *flags)
+
+
+def test_world_size_must_divide_the_problems(capsys, base, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "--examples-per-step 4" in refused(capsys, base, tango_rl, *RL_FLAGS)
+    assert "--examples-per-step 32" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator", "--examples-per-step", "32")
+
+
+def test_float16_is_refused(capsys, base, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float16")
+    assert "NANOCHAT_DTYPE=float16" in refused(capsys, base, tango_rl, *RL_FLAGS)
+    assert "NANOCHAT_DTYPE=float16" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator")
+
+
+def test_a_recipe_without_verifier_needs_none_and_others_say_so(capsys, base):
+    for name in os.listdir(base / "chatsft_checkpoints" / "tiny-ver"):
+        os.remove(base / "chatsft_checkpoints" / "tiny-ver" / name)
+    assert "tiny-ver" in refused(capsys, base, tango_rl, *RL_FLAGS)
+    script_main(tango_rl.main, tango_rl.make_parser(), [*RL_FLAGS, "--recipe", "grpo", "--num-steps", "1"])
+
+
+def test_a_folder_that_cannot_be_written_is_named(capsys, base, monkeypatch, tmp_path):
+    (base / "runs").write_text("a file where a folder belongs")
+    assert str(base / "runs") in refused(capsys, base, tango_rl, *RL_FLAGS)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "file" / "base"))
+    assert str(tmp_path / "file") in refused(capsys, tmp_path, tok_train, *TASK_FLAGS)
+
+
+def test_missing_tokenizer_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    assert "tokenizer.pkl" in refused(capsys, tmp_path, chat_sft, *TASK_FLAGS, "--role", "generator")
+
+
+def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base):
+    run = ["--run", "r", "--save-every", "1"]
+    script_main(tango_rl.main, tango_rl.make_parser(), [*RL_FLAGS, *run, "--num-steps", "1", "--recipe", "grpo"])
+    capsys.readouterr()
+    assert "--resume-from-step auto" in refused(capsys, base, tango_rl, *RL_FLAGS, *run, "--recipe", "grpo")
+    for flag, value in (("--model-tag", "d4"), ("--task", "last_letter"), ("--chain-modulus", "4"), ("--seed", "3"), ("--recipe", "tango")):
+        line = refused(capsys, base, tango_rl, *RL_FLAGS, *run, "--recipe", "grpo", "--resume-from-step", "auto", flag, value)
+        assert f"{flag} {value}" in line and "cannot change" in line
+
+
+@pytest.mark.parametrize("launcher", [
+    ["-m", "scripts.tango_rl"], ["-m", "scripts.tango_rl", "--"], ["scripts/tango_rl.py", "--"],
+    ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--"],
+    ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.tango_rl"]])
+def test_every_way_to_start_the_trainer(base, launcher):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *launcher, *RL_FLAGS, "--recipe", "grpo", "--num-steps", "1"], env=env, cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = done.stdout.strip().splitlines()[-1].removeprefix("run folder: ")
+    with open(os.path.join(folder, "metrics.jsonl")) as f:
+        assert [json.loads(line)["role"] for line in f] == ["generator"]
+    with open(os.path.join(folder, "config.json")) as f:
+        assert json.load(f)["world"] == (2 if "torch.distributed.run" in launcher else 1)
+
+
+def test_exit_code_of_the_process_is_2(base):
+    done = subprocess.run([sys.executable, "-m", "scripts.tango_rl", *RL_FLAGS, "--task", "sudoku"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: --task sudoku")

@@ -1,0 +1,274 @@
+"""
+Sampling: greedy and sampled rows against naive full forwards, and that batching changes nothing.
+
+    python -m pytest tests/test_engine.py -q
+"""
+import pytest
+import torch
+
+from nanochat import engine
+from nanochat.engine import generate, pick, row_key, uniform_noise
+from nanochat.gpt import GPT, GPTConfig
+
+MASK = 2 ** 64 - 1
+
+
+class Recorder(GPT):
+    """A model that remembers the (rows, columns) of every forward."""
+
+    def trunk(self, ids, **options):
+        self.__dict__.setdefault("shapes", []).append(tuple(ids.shape))
+        return super().trunk(ids, **options)
+
+
+def tiny_model(seed=0, sequence_len=256):
+    """Random weights everywhere, float64 activations: batching then changes logits by less than any draw can notice."""
+    model = Recorder(GPTConfig(sequence_len, 265, 2, 2, 1, 48, "SL"), torch.float64).double()
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+def random_prompts(*lengths):
+    draw = torch.Generator().manual_seed(3)
+    return [torch.randint(265, (n,), generator=draw).tolist() for n in lengths]
+
+
+def keys_for(num):
+    return [row_key("test", i) for i in range(num)]
+
+
+def sampled(model, prompts, num_samples, keys, **options):
+    options = {"max_new_tokens": 8, "stop_tokens": list(range(40)), "temperature": 1.0} | options
+    return generate(model, prompts, num_samples, keys=keys, **options)
+
+
+def completions(out):
+    return [row[:n] for row, n in zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)]
+
+
+def assert_same(a, b):
+    assert completions(a) == completions(b) and a.stopped.tolist() == b.stopped.tolist()
+    torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_greedy_rows_equal_argmax_of_full_forwards():
+    # A prompt of 126 tokens: its completion crosses the short window of 128.
+    model, prompts, stop = tiny_model(), random_prompts(3, 126, 1, 9), [5, 17, 80]
+    out = generate(model, prompts, 1, max_new_tokens=12, stop_tokens=stop, keys=keys_for(4), temperature=0)
+    for prompt, completion in zip(prompts, completions(out), strict=True):
+        ids = list(prompt)
+        while len(ids) < len(prompt) + 12 and (len(ids) == len(prompt) or ids[-1] not in stop):
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        assert completion == ids[len(prompt):]
+    assert len(set(map(tuple, completions(out)))) == 4
+
+
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.6, 0), (1.7, 0), (1.0, 5), (0.6, 20)])
+@torch.no_grad()
+def test_recorded_logprobs_are_those_of_the_distribution_drawn_from(temperature, top_k):
+    model, prompts = tiny_model(), random_prompts(6, 2)
+    out = sampled(model, prompts, 3, keys_for(6), temperature=temperature, top_k=top_k)
+    for n, completion in enumerate(completions(out)):
+        prompt = prompts[n // 3]  # rows are prompt-major
+        logits = model(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1] / temperature  # (T, V)
+        if top_k:
+            allowed = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, logits.topk(top_k).indices, True)
+            logits = logits.masked_fill(~allowed, float("-inf"))
+        expected = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        torch.testing.assert_close(out.logprobs[n, : len(completion)], expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_greedy_logprobs_are_those_of_the_full_softmax():
+    model, (prompt,) = tiny_model(), random_prompts(4)
+    out = sampled(model, [prompt], 1, [1], temperature=0, stop_tokens=[])
+    logprobs = torch.log_softmax(model(torch.tensor([prompt + completions(out)[0]]))[0, 3:-1], dim=-1)
+    torch.testing.assert_close(out.logprobs[0], logprobs.max(dim=-1).values, rtol=0, atol=1e-5)
+
+
+def test_rows_do_not_depend_on_their_batch():
+    model, prompts, keys = tiny_model(), random_prompts(6, 2, 11), keys_for(9)
+    whole = sampled(model, prompts, 3, keys)
+    assert len(set(map(tuple, completions(whole)))) == 9  # so that a mixed-up row shows
+    for max_rows in (1, 3, 6, 7):
+        assert_same(sampled(model, prompts, 3, keys, max_rows=max_rows), whole)
+    parts = [sampled(model, prompts[:1], 3, keys[:3]), sampled(model, prompts[1:], 3, keys[3:])]
+    assert completions(parts[0]) + completions(parts[1]) == completions(whole)
+    turned = sampled(model, prompts[::-1], 3, keys[6:] + keys[3:6] + keys[:3])
+    assert completions(turned) == completions(whole)[6:] + completions(whole)[3:6] + completions(whole)[:3]
+    single = sampled(model, [p for p in prompts for _ in range(3)], 1, keys)
+    assert_same(single, whole)
+
+
+def test_rows_depend_on_their_keys():
+    model, prompts = tiny_model(), random_prompts(6)
+    first, same, other = (completions(sampled(model, prompts, 2, keys)) for keys in ([1, 2], [1, 1], [3, 2]))
+    assert same[0] == same[1] == first[0] and first[0] != first[1]
+    assert other[1] == first[1] and other[0] != first[0]
+
+
+@pytest.mark.parametrize("max_rows, num_samples", [(4, 2), (7, 3), (4, 8)])
+def test_at_most_max_rows_decode_together(max_rows, num_samples):
+    model = tiny_model()
+    sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows)
+    assert max(rows for rows, _ in model.shapes) <= max_rows
+
+
+def test_an_end_token_is_included_and_nothing_follows_it():
+    model, stop = tiny_model(), set(range(40))
+    out = sampled(model, random_prompts(6, 2), 12, keys_for(24))
+    for row, completion in enumerate(completions(out)):
+        assert not stop & set(completion[:-1])
+        assert bool(out.stopped[row]) == (completion[-1] in stop)
+        assert out.stopped[row] or len(completion) == 8
+        assert out.tokens[row, len(completion):].eq(0).all() and out.logprobs[row, len(completion):].eq(0).all()
+        assert out.logprobs[row, : len(completion)].lt(0).all()
+    assert 0 < int(out.stopped.sum()) < 24  # both finish reasons occur
+
+
+def test_a_row_that_ends_on_its_last_token_has_stopped():
+    out = sampled(tiny_model(), random_prompts(3), 4, keys_for(4), max_new_tokens=1, stop_tokens=list(range(265)))
+    assert out.stopped.all() and out.lengths.tolist() == [1] * 4
+
+
+def test_without_end_tokens_rows_run_out_of_tokens():
+    out = sampled(tiny_model(), random_prompts(3), 4, keys_for(4), stop_tokens=[])
+    assert not out.stopped.any() and out.lengths.tolist() == [8] * 4
+
+
+def test_output_is_as_wide_as_the_longest_row():
+    out = sampled(tiny_model(), random_prompts(3), 4, keys_for(4), max_new_tokens=50, stop_tokens=list(range(200)))
+    assert out.stopped.all() and out.tokens.shape == out.logprobs.shape == (4, int(out.lengths.max()))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_finished_rows_leave_without_changing_the_others(monkeypatch, share):
+    reference = sampled(tiny_model(), random_prompts(6, 2), 8, keys_for(16), max_new_tokens=20)
+    model = tiny_model()
+    monkeypatch.setattr(engine, "COMPACT_BELOW", share)
+    out = sampled(model, random_prompts(6, 2), 8, keys_for(16), max_new_tokens=20)
+    assert_same(out, reference)
+    decoding = [rows for rows, _ in model.shapes[1:]]  # behind the prompts' own forward
+    alive = [int((out.lengths > t + 1).sum()) for t in range(len(decoding))]
+    if share == 0.0:
+        assert set(decoding) == {16}
+    elif share == 1.0:
+        assert decoding == alive and len(set(alive)) > 3
+    else:
+        assert all(rows <= 2 * live for rows, live in zip(decoding, alive, strict=True)) and min(decoding) < 16
+
+
+def test_decoding_ends_with_the_last_row():
+    model = tiny_model()
+    out = sampled(model, random_prompts(6), 3, keys_for(3), max_new_tokens=100, stop_tokens=list(range(150)))
+    assert len(model.shapes) == int(out.lengths.max()) < 30
+
+
+@pytest.mark.parametrize("length, new", [(13, 4), (17, 1), (0, 4)])
+def test_a_prompt_that_does_not_fit_is_refused_by_name(length, new):
+    model = tiny_model(sequence_len=16)
+    with pytest.raises(ValueError) as error:
+        generate(model, [[1, 2], [1] * length], 1, max_new_tokens=new, stop_tokens=[], keys=[1, 2])
+    assert all(part in str(error.value) for part in ("prompt 1", f"{length} tokens", str(16 - new), "16"))
+    assert not hasattr(model, "shapes")  # before anything has run
+
+
+def test_the_longest_prompt_that_fits_is_taken():
+    out = generate(tiny_model(sequence_len=16), [[1] * 12], 1, max_new_tokens=4, stop_tokens=[], keys=[1])
+    assert out.lengths.tolist() == [4]
+
+
+def test_should_stop_returns_at_once():
+    model = tiny_model()
+    out = sampled(model, random_prompts(3, 4, 5), 2, keys_for(6), max_new_tokens=100, stop_tokens=[], max_rows=2, should_stop=lambda: True)
+    assert len(model.shapes) <= 1 and out.lengths.max() <= 1 and not out.stopped.any()
+
+
+def test_should_stop_is_asked_at_every_token():
+    model = tiny_model()
+    answers = iter([False] * 5 + [True] * 50)
+    sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[], should_stop=lambda: next(answers))
+    assert 4 <= len(model.shapes) <= 7
+
+
+def splitmix64(state):
+    """The published generator (Vigna), in Python's integers: the output that follows from a state."""
+    z = (state + 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def test_noise_is_splitmix64():
+    assert splitmix64(1234567) == 6457827717110365317  # the published first output for this seed
+    keys = [1234567, 0, -1, 2 ** 63 - 1, -2 ** 63, row_key("a")]
+    for position in (0, 1, 500):
+        expected = [(splitmix64((key + position * 0x9E3779B97F4A7C15) & MASK) >> 11) / 2 ** 53 for key in keys]
+        assert uniform_noise(torch.tensor(keys), position).tolist() == expected
+
+
+def test_noise_is_uniform_and_independent():
+    keys = torch.tensor([row_key("noise", i) for i in range(20000)])
+    first, second = uniform_noise(keys, 0), uniform_noise(keys, 1)
+    for noise in (first, second, uniform_noise(torch.arange(20000), 7)):
+        assert noise.min() >= 0 and noise.max() < 1
+        assert abs(noise.mean() - 0.5) < 0.008 and abs(noise.var() - 1 / 12) < 0.003  # 4 standard errors of the mean: 0.0082
+        counts = torch.histc(noise, 20, 0, 1)
+        assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-square, 19 degrees of freedom
+    assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.03
+
+
+def test_row_keys_are_stable_distinct_and_signed_64_bit():
+    assert row_key(0, "generator", 1, 2) == row_key(0, "generator", 1, 2)
+    keys = {row_key(0, step, problem, sample) for step in range(10) for problem in range(20) for sample in range(10)}
+    assert len(keys) == 2000 and row_key(1, 11) != row_key(11, 1)
+    assert all(-2 ** 63 <= key < 2 ** 63 for key in keys) and min(keys) < 0 < max(keys)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_draws_follow_the_softmax(temperature):
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, 0.1]])
+    keys = torch.tensor([row_key("draw", i) for i in range(20000)])
+    tokens, logprobs = pick(logits.expand(20000, -1), keys, 3, temperature, 0)
+    expected = torch.softmax(logits[0] / temperature, dim=0)
+    counts = torch.bincount(tokens, minlength=8).float()
+    assert ((counts - 20000 * expected) ** 2 / (20000 * expected)).sum() < 27  # chi-square, 7 degrees of freedom: P < 4e-4
+    torch.testing.assert_close(logprobs, expected.log()[tokens])
+
+
+def test_top_k_never_draws_outside():
+    logits = torch.randn(1, 265, generator=torch.Generator().manual_seed(0)) * 0.1  # nearly flat
+    allowed = set(logits[0].topk(5).indices.tolist())
+    tokens, logprobs = pick(logits.expand(5000, -1), torch.arange(5000), 0, 1.0, 5)
+    assert set(tokens.tolist()) == allowed
+    assert torch.tensor([logprobs[tokens == t][0] for t in allowed]).exp().sum().item() == pytest.approx(1, abs=1e-5)
+
+
+def test_top_k_of_more_than_the_vocabulary_is_the_full_softmax():
+    logits, keys = torch.randn(50, 8, generator=torch.Generator().manual_seed(0)), torch.arange(50)
+    for a, b in zip(pick(logits, keys, 0, 1.0, 100), pick(logits, keys, 0, 1.0, 0), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_temperature_0_is_argmax():
+    logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = pick(logits, torch.arange(50), 0, 0, 0)
+    assert torch.equal(tokens, logits.argmax(dim=-1))
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, dim=-1).amax(dim=-1))
+
+
+def test_impossible_tokens_are_never_drawn():
+    logits = torch.full((20000, 6), float("-inf"))
+    logits[:, 1], logits[:, 3] = 0.0, 30.0
+    tokens, _ = pick(logits, torch.arange(20000), 0, 1.0, 0)
+    assert tokens.eq(3).all()
+    logits[:, 1], logits[:, 3] = 0.0, 0.0
+    assert set(pick(logits, torch.arange(20000), 0, 1.0, 0)[0].tolist()) == {1, 3}
+
+
+def test_no_prompts_give_no_rows():
+    out = sampled(tiny_model(), [], 2, [])
+    assert out.tokens.shape[0] == 0 and out.lengths.tolist() == []

@@ -1,0 +1,283 @@
+"""
+The model against a loop-level reference written from upstream's mathematics; its parameter names, its caches, its imports.
+
+    python -m pytest tests/test_gpt.py -q
+"""
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanochat.attention import FAR, KVCache
+from nanochat.gpt import GPT, GPTConfig, rotary, rotate
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def tiny_model(n_layer=4, n_head=4, n_kv_head=2, n_embd=48, sequence_len=256, window_pattern="SSL", seed=0):
+    """A model in float64 whose every parameter is random: gates, smear, backout and lambdas take part."""
+    model = GPT(GPTConfig(sequence_len, 265, n_layer, n_head, n_kv_head, n_embd, window_pattern), torch.float64).double()
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+def random_ids(*shape, seed=0):
+    return torch.randint(265, shape, generator=torch.Generator().manual_seed(seed))
+
+
+# The reference: one token, one head at a time.
+
+def reference_norm(x):
+    return x / (x.pow(2).mean() + torch.finfo(x.dtype).eps).sqrt()
+
+
+def reference_rotate(x, position):
+    """Half-split rotation of one head vector by minus its angles, whose cos and sin are fp32 numbers (tested on their own below)."""
+    cos, sin = (table.flatten() for table in rotary(torch.tensor([[position]]), len(x), x.dtype))
+    half = len(x) // 2
+    out = torch.empty_like(x)
+    for j in range(half):
+        out[j] = x[j] * cos[j] + x[j + half] * sin[j]
+        out[j + half] = x[j + half] * cos[j] - x[j] * sin[j]
+    return out
+
+
+def reference_logits(weights, config, ids, windows):
+    """Logits (T, V) of one row of ids before the softcap, from the formulas alone."""
+    T, H, Hkv, D = len(ids), config.n_head, config.n_kv_head, config.n_embd // config.n_head
+    plain = [reference_norm(weights["transformer.wte.weight"][i]) for i in ids]
+    x = [plain[0]]
+    for t in range(1, T):
+        gate = torch.sigmoid(weights["smear_gate.weight"][0] @ plain[t][:24])
+        x.append(plain[t] + weights["smear_lambda"][0] * gate * plain[t - 1])
+    x0 = list(x)
+    for i in range(config.n_layer):
+        w = {name.removeprefix(f"transformer.h.{i}."): p for name, p in weights.items()}
+        x = [weights["resid_lambdas"][i] * x[t] + weights["x0_lambdas"][i] * x0[t] for t in range(T)]
+        q, k, v = [], [], []
+        for t in range(T):
+            a = reference_norm(x[t])
+            q.append([1.2 * reference_norm(reference_rotate(head, t)) for head in (w["attn.c_q.weight"] @ a).view(H, D)])
+            k.append([1.2 * reference_norm(reference_rotate(head, t)) for head in (w["attn.c_k.weight"] @ a).view(Hkv, D)])
+            value = (w["attn.c_v.weight"] @ a).view(Hkv, D)
+            if i % 2 == (config.n_layer - 1) % 2:
+                gate = 3 * torch.sigmoid(w["attn.ve_gate.weight"] @ a[:12])
+                value = value + gate[:, None] * weights[f"value_embeds.{i}.weight"][ids[t]].view(Hkv, D)
+            v.append(value)
+        for t in range(T):
+            first = max(0, t - windows[i])  # a token sees itself and the `window` tokens before it
+            heads = []
+            for h in range(H):
+                g = h // (H // Hkv)
+                probs = torch.softmax(torch.stack([k[s][g] for s in range(first, t + 1)]) @ q[t][h] / math.sqrt(D), dim=0)
+                heads.append(probs @ torch.stack([v[s][g] for s in range(first, t + 1)]))
+            x[t] = x[t] + w["attn.c_proj.weight"] @ torch.cat(heads)
+            x[t] = x[t] + w["mlp.c_proj.weight"] @ torch.relu(w["mlp.c_fc.weight"] @ reference_norm(x[t])) ** 2
+        if i == config.n_layer // 2:
+            middle = list(x)
+    hidden = [reference_norm(x[t] - weights["backout_lambda"][0] * middle[t]) for t in range(T)]
+    return torch.stack([weights["lm_head.weight"] @ h for h in hidden])[:, :265]
+
+
+@torch.no_grad()
+def assert_equals_reference(model, ids, windows):
+    expected = reference_logits(model.state_dict(), model.config, ids.tolist(), windows)
+    uncapped = model.lm_head(model.trunk(ids[None]))[0, :, :265]
+    assert uncapped.dtype == torch.float64
+    assert (uncapped - expected).abs().max() < 1e-10
+    logits = model(ids[None])[0]
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, (15 * torch.tanh(expected / 15)).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_layer, n_head, n_kv_head", [(4, 4, 2), (3, 4, 1), (2, 3, 3)])
+def test_logits_equal_the_reference(n_layer, n_head, n_kv_head):
+    assert_equals_reference(tiny_model(n_layer, n_head, n_kv_head), random_ids(11), [256] * n_layer)
+
+
+def test_logits_equal_the_reference_beyond_the_short_window():
+    # SSL over four layers is S S L S, but the last layer is L; S of 256 is 64 rounded up to 128.
+    assert_equals_reference(tiny_model(n_layer=4, n_head=2, n_kv_head=1), random_ids(136), [128, 128, 256, 256])
+
+
+def test_the_short_window_matters_beyond_it():
+    # The weights of the test above, all layers L: the first 129 tokens agree, the later ones do not.
+    short, full = tiny_model(n_head=2, n_kv_head=1), tiny_model(n_head=2, n_kv_head=1, window_pattern="L")
+    ids = random_ids(1, 136)
+    gap = (short(ids) - full(ids)).abs().amax(dim=2)[0]
+    assert gap[:129].max() == 0 and gap[129:].min() > 1e-4
+
+
+def test_rotary_angles_are_position_times_base_to_the_minus_channel():
+    cos, sin = rotary(torch.tensor([[0, 1, 7, 200]]), 12, torch.float64)
+    for t, position in enumerate((0, 1, 7, 200)):
+        for j in range(6):
+            angle = position * 100000 ** (-2 * j / 12)
+            assert abs(cos[0, 0, t, j] - math.cos(angle)) < 2e-5 and abs(sin[0, 0, t, j] - math.sin(angle)) < 2e-5
+
+
+def test_rotated_scores_depend_on_distance_alone():
+    q, k = torch.randn(2, 1, 1, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def score(i, j):
+        return (rotate(q, *rotary(torch.tensor([[i]]), 12, q.dtype)) * rotate(k, *rotary(torch.tensor([[j]]), 12, q.dtype))).sum()
+
+    assert abs(score(9, 4) - score(25, 20)) < 1e-5 and abs(score(9, 4) - score(9, 5)) > 1e-3
+
+
+def test_windows_are_a_quarter_of_the_context_rounded_up_to_128():
+    # 2048 / 4 = 512; 2050 / 4 = 512.5 -> 640; 100 / 4 = 25 -> 128
+    for sequence_len, short in [(2048, 512), (2052, 640), (2050, 640), (256, 128), (100, 128)]:
+        windows = GPT(GPTConfig(sequence_len, 64, 5, 1, 1, 24, "SSL")).windows
+        assert windows == [short, short, sequence_len, short, sequence_len]
+    assert GPT(GPTConfig(256, 64, 2, 1, 1, 24, "L")).windows == [256, 256]
+    assert GPT(GPTConfig(256, 64, 1, 1, 1, 24, "S")).windows == [256]
+
+
+def test_parameter_names_and_shapes_are_upstreams():
+    expected = {"transformer.wte.weight": (320, 48), "lm_head.weight": (320, 48), "resid_lambdas": (4,), "x0_lambdas": (4,),
+                "smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
+    for i in range(4):
+        block = f"transformer.h.{i}"
+        expected |= {f"{block}.attn.c_q.weight": (48, 48), f"{block}.attn.c_k.weight": (24, 48), f"{block}.attn.c_v.weight": (24, 48),
+                     f"{block}.attn.c_proj.weight": (48, 48), f"{block}.mlp.c_fc.weight": (192, 48), f"{block}.mlp.c_proj.weight": (48, 192)}
+    for i in (1, 3):  # value embeddings end on the last layer and alternate
+        expected |= {f"transformer.h.{i}.attn.ve_gate.weight": (2, 12), f"value_embeds.{i}.weight": (320, 24)}
+    assert {name: tuple(p.shape) for name, p in tiny_model().state_dict().items()} == expected
+
+
+def test_model_config_has_upstreams_keys():
+    assert set(GPTConfig().asdict()) == {"sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern"}
+
+
+@pytest.mark.parametrize("n_layer, layers", [(1, {"0"}), (2, {"1"}), (3, {"0", "2"}), (4, {"1", "3"})])
+def test_value_embeddings_stand_on_every_second_layer_from_the_last(n_layer, layers):
+    assert set(GPT(GPTConfig(64, 64, n_layer, 1, 1, 24, "L")).value_embeds) == layers
+
+
+@torch.no_grad()
+def test_padded_vocabulary_takes_no_part():
+    model, ids = tiny_model(), random_ids(2, 5)
+    before = model(ids)
+    assert before.shape == (2, 5, 265)
+    model.lm_head.weight[265:] = 1e4
+    model.transformer.wte.weight[265:] = 1e4
+    assert torch.equal(model(ids), before)
+
+
+@torch.no_grad()
+def test_logits_are_softcapped_at_15():
+    model, ids = tiny_model(), random_ids(2, 5)
+    z = model.lm_head(model.trunk(ids))[..., :265]
+    model.lm_head.weight *= 100
+    logits = model(ids)
+    assert logits.abs().max() <= 15 and logits.abs().max() > 14.9
+    torch.testing.assert_close(logits, (15 * torch.tanh(100 * z / 15)).float())
+
+
+@torch.no_grad()
+def test_later_tokens_do_not_reach_earlier_ones():
+    model, ids = tiny_model(), random_ids(1, 9)
+    changed = ids.clone()
+    changed[0, 6] = (ids[0, 6] + 1) % 265
+    gap = (model(ids) - model(changed)).abs().amax(dim=2)[0]
+    assert gap[:6].max() == 0 and gap[6:].min() > 1e-4
+
+
+@torch.no_grad()
+def test_right_padded_rows_equal_rows_alone():
+    model, rows = tiny_model(), [random_ids(n, seed=n) for n in (3, 9, 1, 6)]
+    ids, positions = torch.zeros(4, 9, dtype=torch.long), torch.full((4, 9), FAR)
+    for row, own in enumerate(rows):
+        ids[row, : len(own)], positions[row, : len(own)] = own, torch.arange(len(own))
+    padded = model.trunk(ids, positions=positions)
+    assert padded.isfinite().all()
+    for row, own in enumerate(rows):
+        assert (padded[row, : len(own)] - model.trunk(own[None])[0]).abs().max() < 1e-12
+
+
+@torch.no_grad()
+def test_cached_pieces_equal_one_forward():
+    # Pieces of 130, 1, 1 and 4 tokens: the short window ends inside the cache, and the smear looks back across pieces.
+    model, ids = tiny_model(), random_ids(2, 136)
+    cache = KVCache(4, capacity=140)
+    pieces, start = [], 0
+    for size in (130, 1, 1, 4):
+        positions = torch.arange(start, start + size).expand(2, size)
+        pieces.append(model.trunk(ids[:, start: start + size], positions=positions, cache=cache))
+        start += size
+    assert (torch.cat(pieces, dim=1) - model.trunk(ids)).abs().max() < 1e-12
+
+
+@torch.no_grad()
+def test_decoding_continues_ragged_rows():
+    model, rows = tiny_model(), [random_ids(n, seed=n) for n in (3, 9)]
+    ids, positions = torch.zeros(2, 8, dtype=torch.long), torch.full((2, 8), FAR)
+    for row, own in enumerate(rows):
+        ids[row, : len(own) - 1], positions[row, : len(own) - 1] = own[:-1], torch.arange(len(own) - 1)
+    cache = KVCache(4, capacity=9)
+    model.trunk(ids, positions=positions, cache=cache)
+    last = model.trunk(torch.stack([own[-1:] for own in rows]), positions=torch.tensor([[2], [8]]), cache=cache)
+    for row, own in enumerate(rows):
+        assert (last[row, 0] - model.trunk(own[None])[0, -1]).abs().max() < 1e-12
+
+
+def test_activations_have_the_compute_dtype_and_parameters_keep_theirs():
+    model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.bfloat16)
+    assert model.trunk(random_ids(1, 4)).dtype == torch.bfloat16 and model(random_ids(1, 4)).dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+@torch.no_grad()
+def test_fresh_blocks_are_the_identity():
+    model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"))
+    model.init_weights(torch.Generator().manual_seed(1))
+    x = torch.randn(1, 5, 48)
+    bias = torch.zeros(1, 1, 5, 5)
+    cos_sin = rotary(torch.arange(5)[None], 24, x.dtype)
+    assert torch.equal(model.transformer.h[0](x, None, cos_sin, bias, None, None), x)
+
+
+def test_fresh_weights_follow_the_seed():
+    states = []
+    for seed in (1, 1, 2):
+        model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"))
+        model.init_weights(torch.Generator().manual_seed(seed))
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert not torch.equal(states[0]["transformer.wte.weight"], states[2]["transformer.wte.weight"])
+
+
+IMPORT_ALL = """
+import argparse, importlib, logging, os, pkgutil, signal, socket, sys
+import torch
+
+def forbidden(*args, **kwargs):
+    raise SystemExit("work at import")
+
+torch.cuda.is_available = torch.cuda.init = torch.cuda.get_device_capability = torch.cuda.is_bf16_supported = forbidden
+torch.manual_seed = torch.distributed.init_process_group = forbidden
+argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_known_args = forbidden
+socket.socket.connect = signal.signal = os.makedirs = os.mkdir = forbidden
+import nanochat
+names = [m.name for m in pkgutil.walk_packages(nanochat.__path__, "nanochat.")] + [m.name for m in pkgutil.iter_modules(["scripts"], "scripts.")]
+for name in names:
+    importlib.import_module(name)
+assert not logging.root.handlers
+print(" ".join(names))
+"""
+
+
+def test_importing_a_module_does_nothing(tmp_path):
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "absent"), "NANOCHAT_DTYPE": "nonsense", "RANK": "x", "CUDA_VISIBLE_DEVICES": ""}
+    out = subprocess.run([sys.executable, "-c", IMPORT_ALL, "--no-such-flag", "x"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert out.returncode == 0, out.stderr
+    assert {"nanochat.gpt", "nanochat.rl.trainer", "nanochat.kernels.linear_logprob", "scripts.tango_rl"} <= set(out.stdout.split())
+    assert len(out.stdout.splitlines()) == 1 and not out.stderr
+    assert not (tmp_path / "absent").exists()

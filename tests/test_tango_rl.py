@@ -1,0 +1,200 @@
+"""
+The trainer end to end on a tiny pair: what a run leaves, resume, signals, ranks, recipes.
+
+    python -m pytest tests/test_tango_rl.py
+"""
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import RL_FLAGS, parse
+
+from nanochat.common import BadInput, Diverged
+from scripts import tango_rl
+
+TIMINGS = ("timing_s/", "tokens_per_s")
+
+
+def train(*flags: str) -> None:
+    tango_rl.main(parse(tango_rl, [*RL_FLAGS, *flags]))
+
+
+def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
+    """A run's log without its timings."""
+    with open(base / "runs" / run / name) as f:
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMINGS)} for line in f]
+
+
+def weights(base, run: str, step: int) -> dict:
+    """All tensors of a run's set of a step: both models and both optimizers."""
+    tensors = {}
+    for role in ("gen", "ver"):
+        folder = base / "chatrl_checkpoints" / f"{run}-{role}"
+        for name, t in torch.load(folder / f"model_{step:06d}.pt", weights_only=True).items():
+            tensors[f"{role}/{name}"] = t
+        optimizer = torch.load(folder / f"optim_{step:06d}_rank0.pt", weights_only=True)
+        for i, entry in optimizer["state"].items():
+            tensors |= {f"{role}/{i}/{name}": t for name, t in entry.items()}
+    return tensors
+
+
+def assert_same_weights(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+
+
+@pytest.fixture(scope="module")
+def straight(sft_base, tmp_path_factory):
+    """A run from start to end that saves every step: 2 warm-up steps, then g g v g g."""
+    base = tmp_path_factory.mktemp("straight") / "base"
+    shutil.copytree(sft_base, base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        train("--run", "r", "--save-every", "1", "--eval-every", "2")
+    return base
+
+
+@pytest.fixture
+def straight_copy(straight, tmp_path, monkeypatch):
+    shutil.copytree(straight, tmp_path / "base")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+def test_roles_move_in_turns_and_only_the_trained_one_changes(straight):
+    roles = [r["role"] for r in records(straight, "r")]
+    assert roles == ["verifier"] * 2 + ["generator"] * 2 + ["verifier"] + ["generator"] * 2
+    for step, role in enumerate(roles[1:], start=1):
+        before, after = weights(straight, "r", step), weights(straight, "r", step + 1)
+        moved = {name.split("/")[0] for name in before if not torch.equal(before[name], after[name])}
+        assert moved <= {"gen" if role == "generator" else "ver"}
+    first, last = weights(straight, "r", 1), weights(straight, "r", 7)
+    assert {name.split("/")[0] for name in first if not torch.equal(first[name], last[name])} == {"gen", "ver"}
+
+
+def test_a_run_leaves_what_it_promises(straight):
+    folder = straight / "runs" / "r"
+    summary = json.loads((folder / "summary.json").read_text())
+    keys = {"gen_pass1_in", "gen_pass1_out", "ver_outcome_f1", "ver_balanced_acc", "ver_step_f1_fixed", "ver_step_f1_current", "ver_parse_fail"}
+    assert summary["seed"] == 0 and summary["minutes"] > 0
+    assert keys <= summary["before"].keys() and keys <= summary["after"].keys()
+    log = records(straight, "r")
+    assert [r["step"] for r in log] == list(range(7))
+    common = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl",
+              "clip_ratio/low", "clip_ratio/high", "grad_norm", "lr", "rollout_probs_diff_mean"}
+    for record in log:
+        prefix = "gen" if record["role"] == "generator" else "ver"
+        assert {f"{prefix}/{name}" for name in common} <= record.keys()
+    assert {"ver/outcome_f1", "ver/balanced_acc", "ver/step_f1", "ver/pred_pos_rate", "ver/label_pos_rate", "ver/parse_fail",
+            "ver/step_count_mismatch"} <= log[0].keys()
+    assert [r["gen_step"] for r in log if "eval/gen_pass1_in" in r] == [0, 2]
+    rollouts = records(straight, "r", "rollouts.jsonl")
+    assert len(rollouts) == 7 * 4
+    for rollout in rollouts:
+        assert len(rollout["step_verdicts"]) == len(rollout["step_labels"]) or "step_count_mismatch" in rollout["unmet"]
+    assert json.loads((folder / "config.json").read_text())["args"]["lr"] == 1e-3
+
+
+def test_sampler_and_trainer_agree_on_policy(straight):
+    for record in records(straight, "r"):
+        prefix = "gen" if record["role"] == "generator" else "ver"
+        assert record[f"{prefix}/rollout_logprobs_diff_max"] < 1e-4
+        assert record[f"{prefix}/clip_ratio/low"] == record[f"{prefix}/clip_ratio/high"] == 0
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5])
+def test_resume_continues_bit_for_bit(straight, straight_copy, step):
+    """From within the warm-up (1), a generator phase (3), before a verifier phase (4) and behind one (5)."""
+    train("--run", "r", "--save-every", "1", "--eval-every", "2", "--resume-from-step", str(step))
+    assert_same_weights(weights(straight, "r", 7), weights(straight_copy, "r", 7))
+    assert records(straight, "r") == records(straight_copy, "r")
+    assert records(straight, "r", "rollouts.jsonl") == records(straight_copy, "r", "rollouts.jsonl")
+    before, after = (json.loads((b / "runs" / "r" / "summary.json").read_text()) for b in (straight, straight_copy))
+    assert (before["before"], before["after"]) == (after["before"], after["after"])
+
+
+def test_resume_at_the_last_step_trains_nothing_and_reports_the_same(straight, straight_copy):
+    os.remove(straight_copy / "runs" / "r" / "summary.json")
+    train("--run", "r", "--save-every", "1", "--eval-every", "2", "--resume-from-step", "auto")
+    assert records(straight, "r") == records(straight_copy, "r")
+    assert json.loads((straight_copy / "runs" / "r" / "summary.json").read_text())["after"] == \
+        json.loads((straight / "runs" / "r" / "summary.json").read_text())["after"]
+
+
+@pytest.mark.parametrize("missing", ["chatrl_checkpoints/r-ver/optim_000003_rank0.pt", "chatrl_checkpoints/r-gen/model_000003.pt"])
+def test_resume_with_a_file_missing_is_an_error_that_names_it(straight_copy, missing):
+    os.remove(straight_copy / missing)
+    with pytest.raises(BadInput, match=os.path.basename(missing)):
+        train("--run", "r", "--save-every", "1", "--resume-from-step", "3")
+
+
+def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
+    """Makes this process receive SIGTERM when owner.name is called for the `call`-th time."""
+    original, calls = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args, **kwargs)
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+@pytest.mark.parametrize("where, name, call", [
+    ("rollout", "solve", 14), ("verification", "verify", 9), ("update", "learn", 4), ("evaluation", "generator_scores", 2)])
+def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypatch, where, name, call):
+    """solve and verify also serve the evaluation at the start; the calls were chosen to hit the loop."""
+    owner = {"learn": tango_rl, "generator_scores": tango_rl.Evaluation}.get(name, tango_rl.Sampler)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, owner, name, call)
+        with pytest.raises(SystemExit) as stop:
+            train("--run", "r", "--save-every", "0", "--eval-every", "2")
+    assert stop.value.code == 143
+    saved = [f for f in os.listdir(base / "runs" / "r") if f.startswith("state_")]
+    assert len(saved) == 1 and 0 < int(saved[0][6:12]) < 7
+    train("--run", "r", "--save-every", "0", "--eval-every", "2", "--resume-from-step", "auto")
+    assert_same_weights(weights(straight, "r", 7), weights(base, "r", 7))
+    assert records(straight, "r") == records(base, "r")
+
+
+def test_three_updates_that_are_not_finite_stop_the_run(base):
+    with pytest.raises(Diverged, match="not finite three times in a row"):
+        train("--run", "r", "--lr", "1e38")
+    assert [r.get("gen/skipped", r.get("ver/skipped")) for r in records(base, "r")][-3:] == [1, 1, 1]
+
+
+def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--", *RL_FLAGS,
+               "--run", "r", "--save-every", "1", "--eval-every", "2"]
+    done = subprocess.run(command, env=env, cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = records(straight, "r"), records(base, "r")
+    for a, b in zip(one, two, strict=True):
+        prefix = "gen" if a["role"] == "generator" else "ver"
+        for name in ("reward", "reward_std", "completions/mean_length", "loss", "grad_norm"):
+            assert a[f"{prefix}/{name}"] == pytest.approx(b[f"{prefix}/{name}"], rel=1e-3, abs=1e-5), (a["step"], name)
+    a, b = weights(straight, "r", 1), weights(base, "r", 1)
+    for name in a:
+        if "/0/" not in name:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--recipe", "grpo"], ["--recipe", "gold_steps", "--advantage", "rloo"], ["--recipe", "fixed_verifier", "--advantage", "reinforce++"],
+    ["--recipe", "fixed_generator", "--advantage", "dr_grpo", "--aggregation", "constant"],
+    ["--updates-per-batch", "2", "--kl-coef", "0.1", "--kl", "k2", "--entropy-coef", "0.01", "--dual-clip", "3"],
+    ["--schedule", "adaptive", "--balanced-acc-bar", "0.1", "--loss", "reinforce", "--aggregation", "token", "--lr-schedule", "linear"]])
+def test_recipes_and_variants_run(base, flags):
+    train("--run", "r", "--num-steps", "2", *flags)
+    log = records(base, "r")
+    trained = {"grpo": {"generator"}, "gold_steps": {"generator"}, "fixed_verifier": {"generator"}, "fixed_generator": {"verifier"}}
+    if flags[0] == "--recipe":
+        assert {r["role"] for r in log} == trained[flags[1]]
+    assert all(r.get("gen/skipped", r.get("ver/skipped")) == 0 for r in log)

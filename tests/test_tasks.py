@@ -1,0 +1,494 @@
+"""
+Tasks: problems and splits, gold answers, gold step labels, demonstrations.
+
+    python -m pytest tests/test_tasks.py -q
+"""
+import argparse
+import inspect
+import random
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.common import BadInput
+from nanochat.formats import Format
+from nanochat.rl.prompts import parse_verification
+from tasks import MODULES, TASKS, add_task_args, make_task
+from tasks.chain import STEP
+from tasks.common import Problem
+
+METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")
+SPLITS = ("sft", "rl", "test_in", "test_out")
+EVERY_TASK = pytest.mark.parametrize("name", list(TASKS))
+ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"], "last_letter": ["--last-letter-verifier-error", "0"]}
+EIGHT_STEPS = {"chain": ["--chain-min-steps", "8", "--chain-max-steps", "8"],
+               "last_letter": ["--last-letter-min-words", "8", "--last-letter-max-words", "8"]}
+
+PIECES = ("3+5:8;", "8*2:6;", "9*2:8;", "grape:e;", "lemon:en;", "fig:eng;", ";", "=", "=86", "=eng", "T", "F")
+ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|") |
+            st.text("grapelmonfi:;= TF|") | st.lists(st.sampled_from(PIECES)).map("".join))
+
+CHAIN = Problem("rl", 0, "3+5*2", "86")  # 3+5 = 8; 8*2 = 16, modulo 10 that is 6
+WORDS = Problem("rl", 0, "grape lemon fig", "eng")
+
+
+def task_of(name: str, *flags: str, seed: int = 0):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    add_task_args(parser)
+    return make_task(parser.parse_args(["--task", name, "--seed", str(seed), *flags]))
+
+
+def write_words(path, words) -> str:
+    path.write_text("\n".join(words))
+    return str(path)
+
+
+# Adding a task
+
+@EVERY_TASK
+def test_a_task_has_a_name_a_format_and_the_methods_of_chain(name):
+    task = task_of(name)
+    assert task.name == name and isinstance(task.fmt, Format)
+    for method in METHODS:
+        assert inspect.signature(getattr(TASKS[name], method)) == inspect.signature(getattr(TASKS["chain"], method)), method
+
+
+@EVERY_TASK
+def test_the_flags_of_a_task_begin_with_its_name(name):
+    parser = argparse.ArgumentParser(add_help=False)
+    next(module for module in MODULES if module.__name__ == TASKS[name].__module__).add_args(parser)
+    flags = [action.option_strings[0] for action in parser._actions]
+    assert flags and all(flag.startswith(f"--{name.replace('_', '-')}-") for flag in flags)
+
+
+def test_an_unknown_task_is_bad_input():
+    with pytest.raises(BadInput, match="--task sorting: there are chain"):
+        task_of("sorting")
+
+
+# Problems and splits
+
+@EVERY_TASK
+def test_a_problem_is_a_function_of_seed_split_and_index(name):
+    first, again, other_seed = task_of(name), task_of(name), task_of(name, seed=1)
+    other_seed.problem("sft", 99)  # what was asked before does not matter
+    for split in SPLITS:
+        backwards = [again.problem(split, i) for i in reversed(range(50))]
+        problems = [first.problem(split, i) for i in range(50)]
+        assert problems == backwards[::-1]
+        assert [(p.split, p.index) for p in problems] == [(split, i) for i in range(50)]
+        assert sum(p.prompt == other_seed.problem(split, p.index).prompt for p in problems) < 5
+
+
+@EVERY_TASK
+def test_demonstrations_are_a_function_of_the_random_stream(name):
+    first, again = task_of(name), task_of(name)
+    for i in range(50):
+        problem = first.problem("sft", i)
+        a, b = random.Random(i), random.Random(i)
+        assert first.solution_demo(problem, a) == again.solution_demo(problem, b)
+        corrupted = first.corrupted_solution(problem, a)
+        assert corrupted == again.corrupted_solution(problem, b)
+        assert first.verification_demo(problem, corrupted, a) == again.verification_demo(problem, corrupted, b)
+
+
+@EVERY_TASK
+def test_splits_share_no_problem(name):
+    task = task_of(name)
+    prompts = {split: {task.problem(split, i).prompt for i in range(400)} for split in SPLITS}
+    assert all(len(texts) > 200 for texts in prompts.values())
+    for a, b in combinations(SPLITS, 2):
+        assert not prompts[a] & prompts[b], (a, b)
+
+
+def test_chain_lengths_are_those_of_the_split():
+    task = task_of("chain")
+    lengths = {split: [len(task.problem(split, i).prompt) // 2 for i in range(300)] for split in SPLITS}  # "3+5*2" has 2 operations
+    assert set(lengths["rl"]) == set(lengths["test_in"]) == set(range(2, 9))
+    assert set(lengths["test_out"]) == {9, 10}
+    assert set(lengths["sft"]) == set(range(2, 11)) and sum(n > 8 for n in lengths["sft"]) < 60  # a tenth of 300 is 30
+
+
+def test_last_letter_lengths_are_those_of_the_split():
+    task = task_of("last_letter")
+    problems = {split: [task.problem(split, i).prompt.split() for i in range(300)] for split in SPLITS}
+    num_words = {split: {len(words) for words in problems[split]} for split in SPLITS}
+    num_letters = {split: {len(word) for words in problems[split] for word in words} for split in SPLITS}
+    assert num_words["rl"] == num_words["test_in"] == set(range(2, 11)) and num_words["test_out"] == {11, 12}
+    assert num_letters["rl"] == num_letters["test_in"] == set(range(3, 11)) and num_letters["test_out"] == set(range(3, 13))
+
+
+def test_the_full_length_share_of_last_letter_decides_how_many_sft_problems_are_long():
+    short, all_full = (task_of("last_letter", "--last-letter-full-share", share) for share in ("0", "1"))
+    words = [short.problem("sft", i).prompt.split() for i in range(300)]
+    assert {len(w) for w in words} == {2, 3, 4, 5} and {len(x) for w in words for x in w} == set(range(3, 9))
+    words = [all_full.problem("sft", i).prompt.split() for i in range(300)]
+    assert {len(w) for w in words} == set(range(2, 13)) and {len(x) for w in words for x in w} == set(range(3, 13))
+    half = task_of("last_letter", "--last-letter-full-share", "0.5")
+    long = sum(len(half.problem("sft", i).prompt.split()) > 5 for i in range(600))
+    assert abs(long / 600 - 0.5 * 7 / 11) < 0.08  # 6 to 12 are 7 of the 11 full lengths; four standard errors
+
+
+# Gold answers and outcomes
+
+@pytest.mark.parametrize("flags, answer", [
+    ([], lambda results: "".join(map(str, results))),
+    (["--chain-answer", "final"], lambda results: str(results[-1])),
+    (["--chain-modulus", "7"], lambda results: "".join(map(str, results))),
+])
+def test_the_gold_answer_of_a_chain_is_its_arithmetic(flags, answer):
+    task = task_of("chain", *flags)
+    for i in range(100):
+        prompt = task.problem("rl", i).prompt
+        results, value = [], int(prompt[0])
+        for op, b in zip(prompt[1::2], prompt[2::2], strict=True):
+            value = {"+": value + int(b), "-": value - int(b), "*": value * int(b)}[op] % task.modulus
+            results.append(value)
+        assert task.problem("rl", i).answer == answer(results), prompt
+
+
+def test_chain_answers_worked_by_hand():
+    task = task_of("chain", *ALWAYS_RIGHT["chain"])
+    for prompt, demo in {"3+5*2": "3+5:8;8*2:6;=86", "2-7*3": "2-7:5;5*3:5;=55", "9*9+9-0": "9*9:1;1+9:0;0-0:0;=100"}.items():
+        assert task.solution_demo(Problem("rl", 0, prompt, ""), random.Random(0)) == demo
+    final = task_of("chain", "--chain-answer", "final", *ALWAYS_RIGHT["chain"])
+    assert final.solution_demo(CHAIN, random.Random(0)) == "3+5:8;8*2:6;=6"
+
+
+def test_last_letter_answers_worked_by_hand():
+    task = task_of("last_letter")
+    assert task.solution_demo(WORDS, random.Random(0)) == "grape:e;lemon:en;fig:eng;=eng"
+    for i in range(100):
+        problem = task.problem("rl", i)
+        assert problem.answer == "".join(word[-1] for word in problem.prompt.split(" "))
+
+
+@pytest.mark.parametrize("solution, right", [
+    ("3+5:8;8*2:6;=86", True),
+    ("=86", True),
+    ("3+5:8;8*2:6;=86 \n", True),       # space around the answer is free
+    ("3+5:9;9*2:8;=98", False),
+    ("3+5:8;8*2:6;=6", False),          # the answer states all results
+    ("3+5:8;8*2:6;=086", False),
+    ("3+5:8;8*2:6;=86=86", False),
+    ("3+5:8;8*2:6;86", False),          # no answer mark
+    ("3+5:8;8*2:6;=", False),
+    ("", False),
+])
+def test_the_outcome_of_a_chain_is_its_answer(solution, right):
+    assert task_of("chain").check(CHAIN, solution) is right
+
+
+@pytest.mark.parametrize("solution, right", [
+    ("grape:e;lemon:en;fig:eng;=eng", True),
+    ("nonsense;= eng", True),
+    ("grape:e;lemon:en;fig:eng;=en", False),
+    ("grape:e;lemon:en;fig:eng;=ENG", False),
+    ("grape:e;lemon:en;fig:eng;=eng;", False),
+    ("grape:e;lemon:en;fig:eng;", False),
+    ("=", False),
+    ("", False),
+])
+def test_the_outcome_of_last_letter_is_its_answer(solution, right):
+    assert task_of("last_letter").check(WORDS, solution) is right
+
+
+def test_with_final_answers_a_wrong_chain_can_be_right_by_luck_and_its_verification_still_says_no():
+    task = task_of("chain", "--chain-answer", "final", *ALWAYS_RIGHT["chain"])
+    problem, solution = Problem("rl", 0, "3+5*0", "0"), "3+5:9;9*0:0;=0"
+    assert task.check(problem, solution) is True
+    assert task.step_labels(problem, solution) == [False, True]
+    assert task.verification_demo(problem, solution, random.Random(0)) == "3+5:8F;9*0:0T;=F"
+
+
+# Gold step labels
+
+HOSTILE_CHAIN = [
+    ("3+5:8;8*2:6;=86", [True, True]),
+    ("3+5:8;8*2:7;=87", [True, False]),
+    ("3+5:9;8*2:6;=86", [False, False]),            # the second does not copy the result before it
+    ("3+5:8;8+2:0;=80", [True, False]),             # another operation
+    ("3+5:8;8*3:4;=84", [True, False]),             # another operand
+    ("8*2:6;3+5:8;=86", [False, False]),            # out of order
+    ("3+5:8;=8", [True]),                           # a step is missing
+    ("3+5:8;8*2:6;6+1:7;=867", [True, True, False]),
+    ("3+5:8;3+5:8;8*2:6;=86", [True, False, False]),
+    ("nonsense;8*2:6;=86", [False, False]),         # no result to carry on
+    ("3+5:18;=18", [False]),                        # not reduced modulo 10
+    ("3+5 :8; 8*2:6;=86", [False, False]),
+    ("3+5:8T;8*2:6T;=T", [False, False]),           # a verification is no solution
+    ("3+5:8|2;=86", [False]),
+    ("3+5:8;8*2:6", [True]),                        # the last step is not closed
+    ("3+5:8=8;8*2:6;", []),                         # steps behind an answer do not count
+    ("=86;3+5:8;8*2:6;", []),
+    (";;", [False, False]),
+    ("3+5:;:8;", [False, False]),
+    ("3+5:-2;", [False]),
+    ("", []),
+]
+HOSTILE_WORDS = [
+    ("grape:e;lemon:en;fig:eng;=eng", [True, True, True]),
+    ("grape:e;lemon:em;fig:emg;=emg", [True, False, False]),    # an error carried on stays wrong
+    ("grape:e;lemon:em;fig:eng;=eng", [True, False, True]),     # unlike one that is mended
+    ("grape:a;lemon:n;fig:g;=g", [False, False, False]),
+    ("grape:e;lemn:en;fig:eng;=eng", [True, False, True]),      # the word is not copied
+    ("lemon:n;grape:ne;fig:neg;=neg", [False, False, False]),   # out of order
+    ("grape:e;=e", [True]),                                     # steps are missing
+    ("grape:e;fig:eg;=eg", [True, False]),                      # one is left out
+    ("grape:e;lemon:en;fig:eng;fig:engg;=engg", [True, True, True, False]),
+    ("grape:e;grape:e;lemon:en;=en", [True, False, False]),
+    ("grape:E;LEMON:en;", [False, False]),
+    ("grape: e;lemon:en ;\nfig:eng;", [False, False, False]),
+    ("e;en;eng;=eng", [False, False, False]),
+    ("grape:eT;lemon:enT;fig:engT;=T", [False, False, False]),  # a verification is no solution
+    ("grape:e|3;", [False]),
+    ("grape:e:e;", [False]),
+    ("grape:e;lemon:en", [True]),                               # the last step is not closed
+    ("grape:e;lemon:en=;fig:eng;", [True]),                     # steps behind an answer do not count
+    ("=eng;grape:e;", []),
+    (";;;;", [False] * 4),
+    ("", []),
+]
+
+
+@pytest.mark.parametrize("solution, labels", HOSTILE_CHAIN)
+def test_chain_steps_are_right_iff_they_copy_their_operands_and_compute_well(solution, labels):
+    assert task_of("chain").step_labels(CHAIN, solution) == labels
+
+
+def test_a_step_after_an_error_is_judged_by_its_own_operation():
+    task = task_of("chain")
+    assert task.step_labels(CHAIN, "3+5:9;9*2:8;=98") == [False, True]    # 9*2 = 18
+    assert task.step_labels(CHAIN, "3+5:9;9*2:9;=99") == [False, False]
+    long = Problem("rl", 0, "1+1+1+1", "234")
+    assert task.step_labels(long, "1+1:3;3+1:4;4+1:6;=346") == [False, True, False]
+
+
+@pytest.mark.xfail(strict=True, reason="tasks.chain reads numbers with int(): other scripts' digits, leading zeros; ValueError beyond 4300 digits")
+@pytest.mark.parametrize("solution", ["\u0663+5:8;", "03+5:8;", "3+5:08;", "3+5:" + "8" * 5000 + ";"])
+def test_chain_numbers_are_single_ascii_digits(solution):
+    assert task_of("chain").step_labels(CHAIN, solution) == [False]
+
+
+@pytest.mark.parametrize("solution, labels", HOSTILE_WORDS)
+def test_last_letter_steps_are_right_iff_they_give_the_word_and_the_letters_so_far(solution, labels):
+    assert task_of("last_letter").step_labels(WORDS, solution) == labels
+
+
+@EVERY_TASK
+@settings(max_examples=60, deadline=None)
+@given(solution=ANY_TEXT)
+def test_any_text_gets_one_label_per_step_and_a_verification_in_format(name, solution):
+    task, problem = task_of(name, *ALWAYS_RIGHT[name]), {"chain": CHAIN, "last_letter": WORDS}[name]
+    labels = task.step_labels(problem, solution)
+    assert len(labels) == len(task.fmt.step_spans(solution)) and all(type(label) is bool for label in labels)
+    assert type(task.check(problem, solution)) is bool
+    verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(0)), len(labels))
+    assert verification.unmet == () and verification.step_verdicts == labels
+
+
+# Demonstrations
+
+@EVERY_TASK
+def test_a_demonstration_without_misconceptions_is_right_in_answer_and_steps(name):
+    task = task_of(name, *ALWAYS_RIGHT[name])
+    for split in SPLITS:
+        for i in range(50):
+            problem = task.problem(split, i)
+            solution = task.solution_demo(problem, random.Random(i))
+            num_steps = len(problem.prompt) // 2 if name == "chain" else len(problem.prompt.split())
+            assert task.step_labels(problem, solution) == [True] * num_steps
+            assert task.check(problem, solution) is True
+
+
+def test_misconceptions_are_the_asked_share_of_the_facts_and_the_roles_have_their_own():
+    task = task_of("chain", "--chain-share", "0.4", "--chain-verifier-share", "0.2")
+    assert len(task.misconceptions) == 120 and len(task.verifier_misconceptions) == 60  # of 10 * 3 * 10 facts
+    for (a, op, b), wrong in (task.misconceptions | task.verifier_misconceptions).items():
+        assert wrong in range(10) and wrong != {"+": a + b, "-": a - b, "*": a * b}[op] % 10
+    # Drawn independently: 120 * 60 / 300 = 24 facts in both, give or take three standard errors.
+    assert abs(len(set(task.misconceptions) & set(task.verifier_misconceptions)) - 24) < 11
+
+
+def test_demonstrations_show_a_misconceived_fact_wrongly_as_often_as_asked_and_others_never():
+    task = task_of("chain", "--chain-wrongness", "0.75")
+    shown = {True: [], False: []}  # by whether the fact is misconceived: whether each showing was wrong
+    for i in range(500):
+        problem = task.problem("sft", i)
+        solution = task.solution_demo(problem, random.Random(i))
+        for (start, end), right in zip(task.fmt.step_spans(solution), task.step_labels(problem, solution), strict=True):
+            a, op, b, result = STEP.fullmatch(task.fmt.step_body(solution[start:end])).groups()
+            wrong = task.misconceptions.get((int(a), op, int(b)))
+            assert right or int(result) == wrong  # one fixed wrong result
+            shown[wrong is not None].append(not right)
+    assert len(shown[True]) > 600 and len(shown[False]) > 1200 and not any(shown[False])
+    assert abs(sum(shown[True]) / len(shown[True]) - 0.75) < 0.05
+
+
+@EVERY_TASK
+def test_a_corrupted_solution_is_all_right_about_half_of_the_time(name):
+    task = task_of(name, *EIGHT_STEPS[name])
+    all_right = 0
+    for i in range(600):
+        problem = task.problem("rl", i)
+        solution = task.corrupted_solution(problem, random.Random(i))
+        labels = task.step_labels(problem, solution)
+        assert len(labels) == 8
+        assert task.check(problem, solution) is all(labels)
+        all_right += all(labels)
+    # Half have no errors at all, the others each step with chance 1.5 / 8: 0.5 + 0.5 * (6.5 / 8)^8 = 0.595; three standard errors
+    assert abs(all_right / 600 - 0.595) < 0.06
+
+
+def test_corrupted_chains_have_errors_of_arithmetic_only():
+    task = task_of("chain")
+    labels = []
+    for i in range(100):
+        problem = task.problem("rl", i)
+        solution = task.corrupted_solution(problem, random.Random(i))
+        labels += task.step_labels(problem, solution)
+        value = problem.prompt[0]
+        for (start, end), op, b in zip(task.fmt.step_spans(solution), problem.prompt[1::2], problem.prompt[2::2], strict=True):
+            assert solution[start:end].startswith(f"{value}{op}{b}:")
+            value = solution[end - 2]
+    assert 0.05 < labels.count(False) / len(labels) < 0.3  # most steps stay right
+
+
+def test_corrupted_last_letters_are_carried_on():
+    task = task_of("last_letter")
+    for i in range(100):
+        problem = task.problem("rl", i)
+        labels = task.step_labels(problem, task.corrupted_solution(problem, random.Random(i)))
+        first_error = labels.index(False) if False in labels else len(labels)
+        assert labels == [True] * first_error + [False] * (len(labels) - first_error)
+
+
+@EVERY_TASK
+def test_a_verifier_without_misconceptions_judges_as_gold_does(name):
+    task = task_of(name, *ALWAYS_RIGHT[name])
+    verdicts = []
+    for i in range(150):
+        problem = task.problem("sft", i)
+        solution = task.corrupted_solution(problem, random.Random(i))
+        verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(i)), len(task.fmt.step_spans(solution)))
+        assert verification.unmet == ()
+        assert verification.step_verdicts == task.step_labels(problem, solution)
+        assert verification.verdict is task.check(problem, solution)
+        verdicts.append(verification.verdict)
+    assert 30 < sum(verdicts) < 120  # both verdicts occur
+
+
+@pytest.mark.parametrize("name, solution, verification", [
+    ("chain", "3+5:8;8*2:6;=86", "3+5:8T;8*2:6T;=T"),
+    ("chain", "3+5:9;9*2:8;=98", "3+5:8F;9*2:8T;=F"),
+    ("chain", "3+5:8;8*2:6;=85", "3+5:8T;8*2:6T;=F"),                                       # right steps, wrong answer
+    ("chain", "3+5:8;=8", "3+5:8T;=F"),                                                     # too few steps
+    ("chain", "3+5:8;8*2:6;6+0:6;=866", "3+5:8T;8*2:6T;?F;=F"),                             # too many
+    ("chain", "nonsense", "=F"),
+    ("chain", "3+5:8T;=T", "?F;=F"),                                                        # a forged judgment
+    ("last_letter", "grape:e;lemon:en;fig:eng;=eng", "grape:eT;lemon:enT;fig:engT;=T"),
+    ("last_letter", "grape:e;lemon:em;fig:emg;=emg", "grape:eT;lemon:enF;fig:engF;=F"),
+    ("last_letter", "grape:e;lemon:en;fig:eng;=en", "grape:eT;lemon:enT;fig:engT;=F"),
+    ("last_letter", "grape:e;lemon:en;=en", "grape:eT;lemon:enT;=F"),
+    ("last_letter", "grape:e;lemon:en;fig:eng;:eng;=eng", "grape:eT;lemon:enT;fig:engT;?F;=F"),
+    ("last_letter", "", "=F"),
+    ("last_letter", "grape:eT;=T", "grape:eF;=F"),
+])
+def test_verifications_written_by_hand(name, solution, verification):
+    problem = {"chain": CHAIN, "last_letter": WORDS}[name]
+    assert task_of(name, *ALWAYS_RIGHT[name]).verification_demo(problem, solution, random.Random(0)) == verification
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("chain", ["--chain-share", "0", "--chain-verifier-share", "1", "--chain-verifier-wrongness", "1"]),
+    ("last_letter", ["--last-letter-verifier-error", "1"]),
+])
+def test_a_verifier_that_believes_only_wrong_things_refuses_every_right_step(name, flags):
+    task = task_of(name, *flags)
+    for i in range(50):
+        problem = task.problem("sft", i)
+        solution = task.solution_demo(problem, random.Random(i))
+        num_steps = len(task.fmt.step_spans(solution))
+        verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(i)), num_steps)
+        assert verification.unmet == ()
+        assert verification.step_verdicts == [False] * num_steps and verification.verdict is False
+
+
+@pytest.mark.parametrize("name, flags, rate", [
+    ("chain", ["--chain-share", "0", "--chain-verifier-share", "0.4", "--chain-verifier-wrongness", "0.5"], 0.2),  # 0.4 * 0.5
+    ("last_letter", ["--last-letter-verifier-error", "0.2"], 0.2),
+])
+def test_the_verifier_errs_on_right_steps_as_often_as_asked(name, flags, rate):
+    task = task_of(name, *flags)
+    verdicts = []
+    for i in range(300):
+        problem = task.problem("rl", i)
+        solution = task.solution_demo(problem, random.Random(i))
+        text = task.verification_demo(problem, solution, random.Random(i))
+        verdicts += parse_verification(task.fmt, text, len(task.fmt.step_spans(solution))).step_verdicts
+    assert len(verdicts) > 1300 and abs(verdicts.count(False) / len(verdicts) - rate) < 0.04
+
+
+# Flags
+
+@pytest.mark.parametrize("name, flags", [
+    ("chain", ["--chain-modulus", "11"]),
+    ("chain", ["--chain-modulus", "1"]),
+    ("chain", ["--chain-min-steps", "0"]),
+    ("chain", ["--chain-max-steps", "1"]),
+    ("chain", ["--chain-share", "1.1"]),
+    ("chain", ["--chain-wrongness", "-0.1"]),
+    ("chain", ["--chain-verifier-share", "2"]),
+    ("chain", ["--chain-verifier-wrongness", "nan"]),
+    ("last_letter", ["--last-letter-min-words", "1"]),
+    ("last_letter", ["--last-letter-max-words", "1"]),
+    ("last_letter", ["--last-letter-min-letters", "0"]),
+    ("last_letter", ["--last-letter-max-letters", "2"]),
+    ("last_letter", ["--last-letter-full-share", "1.5"]),
+    ("last_letter", ["--last-letter-verifier-error", "nan"]),
+    ("last_letter", ["--last-letter-words", "/nowhere/words.txt"]),
+    ("last_letter", ["--last-letter-words", "/"]),
+])
+def test_a_bad_flag_is_bad_input_that_names_it_and_its_value(name, flags):
+    with pytest.raises(BadInput) as caught:
+        task_of(name, *flags)
+    assert f"{flags[0]} {flags[1]}" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def many_words(count: int, num_letters: int) -> list[str]:
+    rng = random.Random(num_letters)
+    return ["".join(rng.choices("abcdefghijklm", k=num_letters)) + "xyz"[i % 3] for i in range(count)]
+
+
+def test_last_letter_takes_its_words_from_the_file(tmp_path):
+    short, long, longest = many_words(150, 4), many_words(20, 9), many_words(20, 11)  # of 5, 10 and 12 letters
+    unusable = ["no", "it's", "two words", "caf\u00e9", "Grape;", "x" * 13, "", "a1b2c3"]
+    path = write_words(tmp_path / "words.txt", [word.title() + " " for word in short + long + longest] + unusable)
+    task = task_of("last_letter", "--last-letter-words", path)
+    words = {split: {word for i in range(300) for word in task.problem(split, i).prompt.split()} for split in SPLITS}
+    assert words["rl"] == words["test_in"] == set(short + long)
+    assert words["test_out"] == set(short + long + longest)
+    assert words["sft"] <= set(short + long + longest) and words["sft"] & set(longest)
+    only_short = task_of("last_letter", "--last-letter-words", path, "--last-letter-full-share", "0")
+    assert {word for i in range(300) for word in only_short.problem("sft", i).prompt.split()} <= set(short)
+
+
+def test_a_words_file_with_under_100_usable_words_is_bad_input(tmp_path):
+    words = many_words(100, 5)
+    assert len(set(words)) == 100
+    enough = write_words(tmp_path / "enough.txt", words)
+    assert task_of("last_letter", "--last-letter-words", enough).words is not None
+    # 99 words, one of them twice, and many that are too long for the short problems of SFT
+    few = write_words(tmp_path / "few.txt", words[:99] + words[:1] + many_words(200, 9))
+    with pytest.raises(BadInput, match=f"--last-letter-words {few}: has 99 words of 3 to 8 letters"):
+        task_of("last_letter", "--last-letter-words", few)
+
+
+def test_a_words_file_of_bytes_that_are_no_text_is_bad_input(tmp_path):
+    path = tmp_path / "words.bin"
+    path.write_bytes(bytes(range(256)) * 100)
+    with pytest.raises(BadInput, match="has 0 words"):
+        task_of("last_letter", "--last-letter-words", str(path))

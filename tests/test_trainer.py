@@ -1,0 +1,414 @@
+"""
+The update: shared prompts against repeated rows, micro-batches and ranks that change nothing, and what a bad batch does not do.
+
+    python -m pytest tests/test_trainer.py -q
+"""
+import copy
+import math
+
+import pytest
+import torch
+
+from nanochat.common import all_reduce
+from nanochat.engine import generate, row_key
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import adamw
+from nanochat.rl.advantages import PRESETS, source_advantages
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.rewards import terminal_rewards
+from nanochat.rl.roles import Role, frozen_copy
+from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.trainer import completion_hidden, score, update
+
+CPU = torch.device("cpu")
+EVERYTHING = 10 ** 9  # max_tokens of one micro-batch
+
+
+def tiny_model(n_layer=2, seed=0, scale=1.0):
+    """A model in float64 whose every parameter is random: gates, smear, backout and lambdas take part."""
+    model = GPT(GPTConfig(256, 265, n_layer, 2, 1, 48, "SSL"), torch.float64).double()
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = scale * torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+def random_rollouts(prompt_lengths, completion_lengths, seed=0):
+    """One group per prompt; completion_lengths are those of all rollouts, group by group."""
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(265, (n,), generator=draw).tolist() for n in prompt_lengths]
+    lengths = torch.tensor(completion_lengths)
+    N, T = len(lengths), int(lengths.max())
+    tokens = torch.randint(265, (N, T), generator=draw) * (torch.arange(T) < lengths[:, None])
+    group_id = torch.arange(len(prompts)).repeat_interleave(N // len(prompts))
+    return Rollouts(prompts, group_id, tokens, torch.zeros(N, T), lengths, torch.ones(N, dtype=torch.bool))
+
+
+def random_advantages(rollouts, seed=1):
+    return torch.randn(rollouts.tokens.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def packed(rollouts, advantages, aggregation="token", max_tokens=EVERYTHING, keep_idle=False, reduce=lambda x: x):
+    weights = token_weights(rollouts.lengths, aggregation, 20, reduce)
+    return pack(rollouts, advantages, weights, max_tokens, keep_idle)
+
+
+def role_of(model, optimizer=None, reference=None):
+    parameters = list(model.parameters())
+    return Role("generator", model, parameters, optimizer or torch.optim.SGD(parameters, lr=1.0), reference)
+
+
+def step(role, batches, loss=None, lr=1.0, max_grad_norm=0.0, temperature=1.0):
+    return update(role, batches, loss or PolicyLoss(), lr=lr, max_grad_norm=max_grad_norm, temperature=temperature, device=CPU)
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def gradient(batches, model=None, loss=None, **options):
+    """The gradient that an update takes: how far plain SGD with rate 1 moves the weights back."""
+    model = copy.deepcopy(model or tiny_model())
+    before = weights_of(model)
+    metrics = step(role_of(model), batches, loss, **options)
+    assert metrics["skipped"] == 0
+    return {name: before[name] - after for name, after in weights_of(model).items()}, metrics
+
+
+def assert_close(a, b, tolerance):
+    """Equal up to `tolerance` of the largest entry."""
+    scale = max(float(x.abs().max()) for x in b.values())
+    assert scale > 1e-6 and a.keys() == b.keys()
+    for name in b:
+        assert (a[name] - b[name]).abs().max() <= tolerance * scale, name
+
+
+def full_rows(model, rollouts, n):
+    """Hidden states (T, C) that predict rollout n's tokens, from a plain forward over prompt + completion."""
+    prompt, completion = rollouts.prompts[int(rollouts.group_id[n])], rollouts.completions()[n]
+    return model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1]
+
+
+def token_logprobs(model, rollouts, n, temperature=1.0):
+    logits = model.head(full_rows(model, rollouts, n)) / temperature
+    return torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(rollouts.completions()[n])[:, None])[:, 0]
+
+
+# Shared prompts
+
+BOUNDARY = ([126, 3, 135], [12, 5, 1, 9, 12, 2])  # contexts of up to 138 and 147 tokens: the window of 128 ends inside prompt and completion
+
+
+def test_hidden_states_behind_a_shared_prompt_equal_plain_rows():
+    model, rollouts = tiny_model(n_layer=4), random_rollouts(*BOUNDARY)
+    batch, = packed(rollouts, random_advantages(rollouts))
+    with torch.no_grad():
+        hidden = completion_hidden(model, batch)
+        rows = [n for row in batch.tokens for n in range(6) if torch.equal(rollouts.tokens[n, : len(row)], row)]
+        assert sorted(rows) == list(range(6))
+        for row, n in zip(hidden, rows, strict=True):
+            assert (row[: rollouts.lengths[n]] - full_rows(model, rollouts, n)).abs().max() < 1e-10
+
+
+def test_gradients_behind_a_shared_prompt_equal_those_of_plain_rows():
+    model, rollouts = tiny_model(n_layer=4), random_rollouts(*BOUNDARY)
+    batch, = packed(rollouts, random_advantages(rollouts))
+    direction = torch.randn(48, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    parameters = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
+    shared = (completion_hidden(model, batch)[batch.mask] @ direction * batch.advantages[batch.mask]).sum()
+    advantages = random_advantages(rollouts)
+    plain = sum((full_rows(model, rollouts, n) @ direction * advantages[n, : rollouts.lengths[n]]).sum() for n in range(6))
+    assert abs(shared - plain) < 1e-10
+    for a, b in zip(torch.autograd.grad(shared, parameters), torch.autograd.grad(plain, parameters), strict=True):
+        assert b.abs().max() > 0
+        assert (a - b).abs().max() < 1e-10 * max(1.0, float(b.abs().max()))
+
+
+def test_completions_of_one_token_need_no_second_forward():
+    model, rollouts = tiny_model(), random_rollouts([4, 7], [1, 1, 1, 1])
+    batch, = packed(rollouts, random_advantages(rollouts))
+    hidden = completion_hidden(model, batch)
+    assert hidden.shape == (4, 1, 48)
+    logprobs = score(model, batch, 1.0)
+    expected = torch.cat([token_logprobs(model, rollouts, n) for n in range(4)])
+    torch.testing.assert_close(logprobs, expected.float()[torch.tensor(batch_rows(batch, rollouts))], rtol=0, atol=1e-5)
+
+
+def batch_rows(batch, rollouts):
+    """Which rollouts the rows of a micro-batch are."""
+    return [next(n for n in range(len(rollouts.tokens)) if torch.equal(rollouts.tokens[n, : len(row)], row)) for row in batch.tokens]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_scores_equal_plain_forwards_and_what_the_sampler_recorded(temperature):
+    model, prompts = tiny_model(), [[3, 1, 4], [1, 5, 9, 2, 6]]
+    out = generate(model, prompts, 3, max_new_tokens=9, stop_tokens=list(range(30)), keys=[row_key(i) for i in range(6)], temperature=temperature)
+    rollouts = Rollouts(prompts, torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
+    for batch in packed(rollouts, torch.ones_like(out.logprobs), max_tokens=20):
+        logprobs = score(model, batch, temperature)
+        torch.testing.assert_close(logprobs, batch.sampler_logprobs[batch.mask], rtol=0, atol=1e-5)
+        plain = torch.cat([token_logprobs(model, rollouts, n, temperature) for n in batch_rows(batch, rollouts)])
+        torch.testing.assert_close(logprobs, plain, rtol=0, atol=1e-5)
+    metrics = gradient(packed(rollouts, torch.ones_like(out.logprobs)), temperature=temperature)[1]
+    assert metrics["rollout_logprobs_diff_max"] < 1e-4 and metrics["rollout_probs_diff_mean"] < 1e-5
+
+
+# Micro-batches
+
+RAGGED = ([9, 4], [5, 2, 7, 1, 3, 7, 6, 4])  # N = 8 rollouts in 2 groups
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+def test_micro_batches_do_not_change_the_gradient(aggregation):
+    rollouts = random_rollouts(*RAGGED)
+    results = []
+    # One unit of 4 rows takes at most 9 + 4*7 = 37 tokens, both together 2*37 = 74.
+    for max_tokens, num_batches in [(EVERYTHING, 1), (40, 2), (1, 8)]:
+        batches = packed(rollouts, random_advantages(rollouts), aggregation, max_tokens)
+        assert len(batches) == num_batches
+        results.append(gradient(batches))
+    for grads, metrics in results[1:]:
+        assert_close(grads, results[0][0], 1e-5)
+        assert metrics["loss"] == pytest.approx(results[0][1]["loss"], rel=1e-5)
+        assert metrics["grad_norm"] == pytest.approx(results[0][1]["grad_norm"], rel=1e-5)
+        assert metrics["entropy"] == pytest.approx(results[0][1]["entropy"], rel=1e-5)
+
+
+def test_every_rollout_is_in_exactly_one_micro_batch():
+    rollouts = random_rollouts([9, 4, 30], [5, 2, 7, 1, 3, 7, 6, 4, 2])
+    advantages = random_advantages(rollouts)
+    for max_tokens in (1, 12, 25, 40, 64, EVERYTHING):
+        batches = packed(rollouts, advantages, max_tokens=max_tokens)
+        rows = [n for batch in batches for n in batch_rows(batch, rollouts)]
+        assert sorted(rows) == list(range(9))
+        for batch in batches:
+            U, B = len(batch.prompt_ids), len(batch.tokens)
+            assert U == 1 or batch.prompt_ids.numel() + batch.tokens.numel() <= max_tokens
+            for row, n in enumerate(batch_rows(batch, rollouts)):
+                prompt, T = rollouts.prompts[int(rollouts.group_id[n])], int(rollouts.lengths[n])
+                assert batch.prompt_ids[row // (B // U), : len(prompt)].tolist() == prompt
+                assert batch.mask[row].sum() == T and batch.mask[row, :T].all()
+                assert torch.equal(batch.advantages[row, :T], advantages[n, :T])
+
+
+def test_token_weights_are_taken_over_the_whole_batch():
+    lengths = torch.tensor([1, 3, 4])  # 8 tokens, 3 rollouts
+    two_ranks = lambda sizes: 2 * sizes  # another rank with as many tokens and rollouts
+    assert token_weights(lengths, "token", 10, lambda x: x).tolist() == pytest.approx([1 / 8] * 3)
+    assert token_weights(lengths, "token", 10, two_ranks).tolist() == pytest.approx([1 / 16] * 3)
+    assert token_weights(lengths, "sequence", 10, lambda x: x).tolist() == pytest.approx([1 / 3, 1 / 9, 1 / 12])
+    assert token_weights(lengths, "sequence", 10, two_ranks).tolist() == pytest.approx([1 / 6, 1 / 18, 1 / 24])
+    assert token_weights(lengths, "constant", 10, lambda x: x).tolist() == pytest.approx([1 / 30] * 3)
+    assert token_weights(lengths, "constant", 10, two_ranks).tolist() == pytest.approx([1 / 60] * 3)
+
+
+def test_groups_without_advantages_are_left_out_and_change_nothing():
+    rollouts = random_rollouts(*RAGGED)
+    advantages = random_advantages(rollouts)
+    advantages[:4] = 0
+    left_out, kept = packed(rollouts, advantages), packed(rollouts, advantages, keep_idle=True)
+    assert sum(len(batch.tokens) for batch in left_out) == 4 and sum(len(batch.tokens) for batch in kept) == 8
+    assert_close(gradient(left_out)[0], gradient(kept)[0], 1e-5)
+    # The group that is left counts as half of the batch: alone, its weights would be larger.
+    alone = random_rollouts(*RAGGED)
+    alone.lengths, alone.tokens, alone.group_id = alone.lengths[4:], alone.tokens[4:], alone.group_id[4:]
+    alone.sampler_logprobs = alone.sampler_logprobs[4:]
+    grads = gradient(packed(alone, advantages[4:]))[0]
+    share = float(rollouts.lengths[4:].sum() / rollouts.lengths.sum())
+    assert_close(gradient(left_out)[0], {name: share * g for name, g in grads.items()}, 1e-5)
+
+
+def test_a_group_with_one_advantage_is_kept_whole():
+    rollouts = random_rollouts(*RAGGED)
+    advantages = torch.zeros(8, 7)
+    advantages[5, 2] = 1.0
+    batch, = packed(rollouts, advantages)
+    assert sorted(batch_rows(batch, rollouts)) == [4, 5, 6, 7]
+
+
+# The policy gradient
+
+def test_on_policy_the_gradient_is_that_of_reinforce():
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    advantages = random_advantages(rollouts)
+    num_tokens = int(rollouts.lengths.sum())
+    loss = sum(-(advantages[n, : rollouts.lengths[n]] * token_logprobs(model, rollouts, n, 0.8)).sum() / num_tokens for n in range(8))
+    names = [name for name, _ in model.named_parameters()]
+    expected = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    for name in ("ppo_clip", "reinforce"):
+        grads, _ = gradient(packed(rollouts, advantages), model, PolicyLoss(name), temperature=0.8)
+        assert_close(grads, expected, 1e-5)
+
+
+def test_recomputed_old_logprobs_give_ratio_1():
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    without, with_old = (packed(rollouts, random_advantages(rollouts), max_tokens=40) for _ in range(2))
+    for batch in with_old:
+        batch.old_logprobs = score(model, batch, 1.0)
+    grads, metrics = gradient(with_old, model)
+    assert_close(grads, gradient(without, model)[0], 1e-5)
+    assert metrics["clip_ratio/low"] == metrics["clip_ratio/high"] == 0
+
+
+def test_tokens_beyond_the_clip_range_give_no_gradient():
+    rollouts = random_rollouts([4], [3, 3])
+    advantages = torch.tensor([[1.0] * 3, [-1.0] * 3])
+    # All ratios are e^1 > 1.2: clipped where A > 0 (no gradient), taken in full where A < 0.
+    batch, = packed(rollouts, advantages)
+    batch.old_logprobs = score(tiny_model(), batch, 1.0) - 1
+    grads, metrics = gradient([batch])
+    assert metrics["clip_ratio/high"] == pytest.approx(0.5) and metrics["clip_ratio/low"] == 0
+    positive, = packed(rollouts, torch.ones(2, 3))
+    positive.old_logprobs = batch.old_logprobs
+    assert all(g.abs().max() == 0 for g in gradient([positive])[0].values())
+    negative = packed(rollouts, torch.tensor([[0.0] * 3, [-math.e] * 3]))
+    assert_close(grads, gradient(negative)[0], 1e-5)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "reinforce++", "dr_grpo"])
+def test_equal_rewards_give_no_gradient(preset):
+    rollouts = random_rollouts(*RAGGED)
+    advantages = source_advantages(terminal_rewards([1.0] * 8, rollouts.lengths), rollouts.group_id, 7, PRESETS[preset])
+    assert packed(rollouts, advantages) == []
+    model = tiny_model()
+    before = weights_of(model)
+    for batches in ([], packed(rollouts, advantages, keep_idle=True)):
+        metrics = step(role_of(model), batches)
+        assert metrics["grad_norm"] == 0 and metrics["loss"] == 0 and metrics["skipped"] == 0
+    assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
+
+
+def test_kl_to_a_copy_of_oneself_changes_nothing_and_to_another_model_pulls():
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    advantages = random_advantages(rollouts)
+    plain = gradient(packed(rollouts, advantages), model)[0]
+    moved = {}
+    for name, reference in (("copy", frozen_copy(model)), ("other", frozen_copy(tiny_model(seed=1)))):
+        trained = copy.deepcopy(model)
+        before = weights_of(trained)
+        metrics = step(role_of(trained, reference=reference), packed(rollouts, advantages), PolicyLoss(kl_coef=0.5))
+        moved[name] = {key: before[key] - after for key, after in weights_of(trained).items()}
+        assert (metrics["kl"] < 1e-6) == (name == "copy")
+    assert_close(moved["copy"], plain, 1e-5)
+    with pytest.raises(AssertionError):
+        assert_close(moved["other"], plain, 1e-2)
+
+
+def test_an_update_raises_what_was_rewarded():
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    advantages = torch.where(torch.arange(8) % 2 == 0, 1.0, -1.0)[:, None].expand(8, 7)
+    batch, = packed(rollouts, advantages, keep_idle=True)
+    before = score(model, batch, 1.0)
+    step(role_of(model), [batch], lr=1e-3)
+    gain = (score(model, batch, 1.0) - before) * batch.advantages[batch.mask]
+    assert gain.sum() > 0
+
+
+def test_the_step_is_clipped_and_the_norm_reported_before_clipping():
+    batches = packed(*(lambda rollouts: (rollouts, 100 * random_advantages(rollouts)))(random_rollouts(*RAGGED)))
+    grads, metrics = gradient(batches)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in grads.values()))
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5) and norm > 0.5
+    clipped, metrics = gradient(batches, max_grad_norm=0.5)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert math.sqrt(sum(float(g.square().sum()) for g in clipped.values())) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_the_rate_logged_is_the_rate_used():
+    batches = packed(*(lambda rollouts: (rollouts, random_advantages(rollouts)))(random_rollouts(*RAGGED)))
+    full, _ = gradient(batches)
+    small, metrics = gradient(batches, lr=0.25)
+    assert metrics["lr"] == 0.25
+    assert_close(small, {name: 0.25 * g for name, g in full.items()}, 1e-6)
+
+
+# A loss or gradient that is not finite
+
+@pytest.mark.parametrize("poison", ["inf advantage", "nan advantage", "nan weight", "inf gradient"])
+def test_a_step_that_is_not_finite_moves_nothing(poison):
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    role = role_of(model, adamw(model.parameters(), 1e-3))
+    assert step(role, packed(rollouts, random_advantages(rollouts)), lr=1e-3)["skipped"] == 0
+    advantages = random_advantages(rollouts)
+    if poison == "nan weight":
+        model.transformer.h[1].mlp.c_fc.weight.data[3, 4] = math.nan
+    elif poison == "inf gradient":  # finite advantages, but their sum of squares is not
+        advantages = advantages * 1e30
+        model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
+    else:
+        advantages[5, 2] = float(poison.split()[0])
+    before, state = weights_of(model), copy.deepcopy(role.optimizer.state_dict())
+    metrics = step(role, packed(rollouts, advantages, max_tokens=40), lr=1e-3, max_grad_norm=1.0)
+    assert metrics["skipped"] == 1
+    assert all(torch.equal(before[name].view(torch.int64), after.view(torch.int64)) for name, after in weights_of(model).items())
+    for index, entry in role.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state["state"][index][key]) for key, value in entry.items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_next_finite_step_is_taken():
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    role, bad = role_of(model), random_advantages(rollouts)
+    bad[0, 0] = math.inf
+    assert step(role, packed(rollouts, bad))["skipped"] == 1
+    before = weights_of(model)
+    assert step(role, packed(rollouts, random_advantages(rollouts)))["skipped"] == 0
+    expected = gradient(packed(rollouts, random_advantages(rollouts)))[0]
+    assert_close({name: before[name] - after for name, after in weights_of(model).items()}, expected, 1e-6)
+
+
+def test_stopping_before_the_step_moves_nothing():
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    before = weights_of(model)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        update(role_of(model), packed(rollouts, random_advantages(rollouts)), PolicyLoss(), lr=1.0, max_grad_norm=0.0, temperature=1.0, device=CPU,
+               check_stop=stop)
+    assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
+
+
+# Ranks
+
+def train_share(rank, world):
+    """Three AdamW steps on every world-th of 3 groups; the last one is poisoned on rank 0 alone. -> weights, metrics of the steps"""
+    model, metrics = tiny_model(), []
+    role = role_of(model, adamw(model.parameters(), 1e-3))
+    for seed in (0, 1, 2):
+        whole = random_rollouts([9, 4, 6], [5, 2, 7, 3, 3, 7, 6, 4, 2], seed)
+        advantages = random_advantages(whole, seed + 10)
+        advantages[6:] *= seed != 1  # in the second step rank 0 keeps one of its two groups
+        advantages[:3] *= seed != 1  # ... and then none: it still takes part in every collective
+        if seed == 2:
+            advantages[0, 0] = math.inf
+        mine = whole.group_id % world == rank
+        share = Rollouts(whole.prompts, whole.group_id[mine], whole.tokens[mine], whole.sampler_logprobs[mine], whole.lengths[mine], whole.stopped[mine])
+        batches = packed(share, advantages[mine], "sequence", 40, reduce=all_reduce)
+        metrics.append(step(role, batches, lr=1e-3, max_grad_norm=1.0))
+    return weights_of(model), metrics
+
+
+def run_rank(rank, world, folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    torch.save(train_share(rank, world), f"{folder}/rank{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_gloo_ranks_equal_one(tmp_path):
+    expected, expected_metrics = train_share(0, 1)
+    torch.multiprocessing.spawn(run_rank, args=(2, str(tmp_path)), nprocs=2)
+    results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert [m["skipped"] for m in expected_metrics] == [0, 0, 1]
+    start = weights_of(tiny_model())
+    assert max((start[name] - p).abs().max() for name, p in expected.items()) > 1e-3
+    for weights, metrics in results:
+        for name, p in expected.items():
+            assert (weights[name] - p).abs().max() < 1e-6, name
+            assert torch.equal(weights[name], results[0][0][name])  # the ranks cannot drift apart
+        assert [m["skipped"] for m in metrics] == [0, 0, 1]
+        for ours, theirs in zip(metrics[:2], expected_metrics[:2], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-7)
