@@ -33,7 +33,7 @@ from nanochat.rl.report import health_check, print_step, print_table, rollout_re
 from nanochat.rl.prompts import generator_prompt, read_solution, verifier_prompt
 from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards, verdict_reward
 from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, frozen_copy, keep_shared_lambdas, share_layers
-from nanochat.rl.rollouts import Rollouts, Sampler, pack, token_weights
+from nanochat.rl.rollouts import Rollouts, Sampler, count_copies, pack, token_weights
 from nanochat.rl.schedules import LR_SCHEDULES, SCHEDULES, PhaseLengths, exponential_decay
 from nanochat.rl.state import PREFIX, RunState, choose_judged, drop_sets_behind, load_set, resolve_resume, save_set
 from nanochat.rl.trainer import score, update
@@ -183,6 +183,11 @@ class Experience:
     seconds: dict
 
 
+def gather_judgeable(entries: list, device) -> list:
+    """The entries of all ranks that have an outcome, in the order of their problems: the same however many ranks there are."""
+    return sorted((entry for entry in gather_lists(entries, device) if entry[2] is not None), key=lambda entry: entry[0])
+
+
 def generator_rollouts(args, run, state, sampler, roles):
     """Solutions of a batch of problems, one verification each, and their advantages (Tango section 2)."""
     task, G, started = sampler.task, args.num_samples, time.time()
@@ -219,7 +224,7 @@ def generator_rollouts(args, run, state, sampler, roles):
     judged = [[p.index, c, o] for p, c, o in zip(problems, rollouts.completions(), outcomes, strict=True)]
     records = rollout_records("generator", sampler.tokenizer, problems, solutions, verifications, rollouts, advantages, outcomes, labels,
                               args.log_rollouts)
-    return Experience(rollouts, advantages, metrics, gather_lists(judged, run.device), records, state.class_weights,
+    return Experience(rollouts, advantages, metrics, gather_judgeable(judged, run.device), records, state.class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
 
 
@@ -232,12 +237,14 @@ def verifier_rollouts(args, run, state, sampler, roles):
     run.check_stop()
     solved = time.time()
     fresh = [[p.index, c, o] for p, c, o in zip(problems, fresh_rollouts.completions(), outcomes, strict=True)]
-    scorable = [entry for entry in gather_lists(fresh, run.device) if entry[2] is not None]
-    chosen = choose_judged(scorable, state.judged_pool, args.examples_per_step, args.verifier_replay, args.verifier_balance,
-                           random.Random(f"{args.seed}-{state.step}"))[run.rank:: run.world]
+    judgeable = gather_judgeable(fresh, run.device)
+    chosen = choose_judged(judgeable, state.judged_pool, args.examples_per_step, args.verifier_replay, args.verifier_balance,
+                           random.Random(f"{args.seed}-{state.step}"))
+    copies = count_copies([index for index, _, _ in chosen])[run.rank:: run.world]
+    chosen = chosen[run.rank:: run.world]
     problems = [task.problem("rl", index) for index, _, _ in chosen]
     solutions = [read_solution(sampler.tokenizer, task.fmt, completion) for _, completion, _ in chosen]
-    rollouts, verifications = sampler.verify(roles["verifier"].model, problems, solutions, G, ("verifier", state.step))
+    rollouts, verifications = sampler.verify(roles["verifier"].model, problems, solutions, G, ("verifier", state.step), copies=copies)
     run.check_stop()
     verified = time.time()
     problems, solutions = ([x for x in row for _ in range(G)] for row in (problems, solutions))
@@ -257,7 +264,7 @@ def verifier_rollouts(args, run, state, sampler, roles):
     metrics |= {"class_weight/right": class_weights.weight(True), "class_weight/wrong": class_weights.weight(False)} if args.class_weights else {}
     records = rollout_records("verifier", sampler.tokenizer, problems, solutions, verifications, rollouts, advantages, outcomes,
                               [row[1] for row in rows], args.log_rollouts)
-    return Experience(rollouts, advantages, metrics, scorable, records, class_weights,
+    return Experience(rollouts, advantages, metrics, judgeable, records, class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
 
 
@@ -310,7 +317,8 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
         started = time.time()
         record = {}
         if args.eval_every and done % args.eval_every == 0 and state.last_eval != done:
-            record = {f"eval/{key}": value for key, value in evaluate(roles, state.fixed_solutions).items()}
+            scores = evaluate(roles, state.fixed_solutions) if done else state.before
+            record = {f"eval/{key}": value for key, value in scores.items()}
             state.last_eval = done
         evaluated = time.time()
         name = state.enter_phase(lengths, SCHEDULES[args.schedule])

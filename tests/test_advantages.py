@@ -176,7 +176,7 @@ def test_rloo_gives_zero_where_no_other_rollout_of_the_group_was_judged():
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(judged=st.lists(st.none() | st.lists(st.booleans(), max_size=4), min_size=1, max_size=6), num_groups=st.integers(1, 3))
 def test_step_advantages_are_finite_whatever_is_judged(preset, judged, num_groups):
     step_ends = [[2 * k for k in range(len(verdicts or []))] for verdicts in judged]
@@ -202,7 +202,7 @@ def test_equal_step_rewards_give_exactly_zero(preset):
 # Groups and ranks
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(order=st.permutations(range(6)))
 def test_groups_are_named_by_group_id_in_any_order(preset, order):
     group_id, values = [0, 0, 0, 2, 2, 2], [1.0, 0.0, 0.5, 0.2, 0.9, 0.4]  # nobody is in group 1

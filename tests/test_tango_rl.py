@@ -147,7 +147,7 @@ def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
 
 
 @pytest.mark.parametrize("where, name, call", [
-    ("rollout", "solve", 14), ("verification", "verify", 9), ("update", "learn", 4), ("evaluation", "generator_scores", 2)])
+    ("rollout", "solve", 10), ("verification", "verify", 6), ("update", "learn", 4), ("evaluation", "generator_scores", 2)])
 def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypatch, where, name, call):
     """solve and verify also serve the evaluation at the start; the calls were chosen to hit the loop."""
     owner = {"learn": tango_rl, "generator_scores": tango_rl.Evaluation}.get(name, tango_rl.Sampler)
@@ -165,7 +165,7 @@ def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypa
 
 def test_three_updates_that_are_not_finite_stop_the_run(base):
     with pytest.raises(Diverged, match="not finite three times in a row"):
-        train("--run", "r", "--lr", "1e38")
+        train("--run", "r", "--lr", "1e30")
     assert [r.get("gen/skipped", r.get("ver/skipped")) for r in records(base, "r")][-3:] == [1, 1, 1]
 
 
@@ -180,10 +180,11 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
         prefix = "gen" if a["role"] == "generator" else "ver"
         for name in ("reward", "reward_std", "completions/mean_length", "loss", "grad_norm"):
             assert a[f"{prefix}/{name}"] == pytest.approx(b[f"{prefix}/{name}"], rel=1e-3, abs=1e-5), (a["step"], name)
-    a, b = weights(straight, "r", 1), weights(base, "r", 1)
+    # AdamW's first step is the sign of the gradient, whatever its size: compare its first moments, a tenth of the gradients.
+    a, b = ({k: t for k, t in weights(folder, "r", 4).items() if k.endswith("exp_avg")} for folder in (straight, base))
+    assert len(a) > 20
     for name in a:
-        if "/0/" not in name:
-            torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-5)
+        torch.testing.assert_close(a[name], b[name], rtol=1e-2, atol=1e-5)
 
 
 @pytest.mark.parametrize("flags", [

@@ -32,6 +32,16 @@ class Rollouts:
         return [row[:n] for row, n in zip(self.tokens.tolist(), lengths, strict=True)]
 
 
+def count_copies(names: list) -> list[int]:
+    """How often each entry has occurred before in the list: ["a", "b", "a"] -> [0, 0, 1]."""
+    seen: Counter = Counter()
+    copies = []
+    for name in names:
+        copies.append(seen[name])
+        seen[name] += 1
+    return copies
+
+
 @dataclass
 class Sampler:
     """What all sampling of a run shares. Noise is keyed by (seed, stream, problem, copy, sample): the same on one rank and on many."""
@@ -51,23 +61,21 @@ class Sampler:
         return rollouts, [read_solution(self.tokenizer, self.task.fmt, tokens) for tokens in rollouts.completions()]
 
     def verify(self, model, problems: list, solutions: list[Solution], num_samples: int, stream: tuple,
-               greedy: bool = False) -> tuple[Rollouts, list[Verification]]:
-        """`num_samples` verifications of each solution; problems[i] is what solutions[i] solves."""
+               greedy: bool = False, copies: list[int] | None = None) -> tuple[Rollouts, list[Verification]]:
+        """`num_samples` verifications of each solution; problems[i] is what solutions[i] solves. copies[i] tells solutions of one problem
+        apart for the noise; by default they are counted here."""
         fmt = self.task.fmt
         prompts = [verifier_prompt(self.tokenizer, fmt, p.prompt, s.text) for p, s in zip(problems, solutions, strict=True)]
-        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.verifier_max_new_tokens, greedy)
+        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.verifier_max_new_tokens, greedy, copies)
         num_steps = [len(s.step_ends) for s in solutions for _ in range(num_samples)]
         stopped = rollouts.stopped.tolist()
         texts = [self.tokenizer.decode(c[:-1] if ended else c) for c, ended in zip(rollouts.completions(), stopped, strict=True)]
         return rollouts, [parse_verification(fmt, *row) for row in zip(texts, num_steps, stopped, strict=True)]
 
-    def _sample(self, model, problems, prompts, num_samples, stream, max_new_tokens, greedy) -> Rollouts:
-        copies: Counter = Counter()  # a problem may occur several times: once per solution that is judged
-        keys = []
-        for problem in problems:
-            name = (self.seed, *stream, problem.split, problem.index, copies[problem])
-            copies[problem] += 1
-            keys += [row_key(*name, g) for g in range(num_samples)]
+    def _sample(self, model, problems, prompts, num_samples, stream, max_new_tokens, greedy, copies=None) -> Rollouts:
+        copies = count_copies(problems) if copies is None else copies
+        keys = [row_key(self.seed, *stream, problem.split, problem.index, copy, g)
+                for problem, copy in zip(problems, copies, strict=True) for g in range(num_samples)]
         temperature, top_k = (0.0, 0) if greedy else (self.temperature, self.top_k)
         out = generate(model, prompts, num_samples, max_new_tokens=max_new_tokens, stop_tokens=self.tokenizer.stop_tokens, keys=keys,
                        temperature=temperature, top_k=top_k, should_stop=self.should_stop)

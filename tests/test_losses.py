@@ -1,0 +1,355 @@
+"""
+Policy losses, KL estimators and averaging by hand; the fused LM-head kernels against plain autograd on full logits in fp64.
+
+    python -m pytest tests/test_losses.py -q
+"""
+import math
+
+import pytest
+import torch
+
+from nanochat.kernels.linear_logprob import linear_logprob
+from nanochat.kernels.linear_policy_loss import linear_policy_loss
+from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss, importance_ratio
+
+
+def row(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def assert_same(actual, expected, rtol=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=rtol)
+
+
+def ppo(ratios, advantages, **spec) -> list[float]:
+    """The PPO loss of tokens whose ratios and advantages are these."""
+    logprobs = torch.log(row(*ratios)) - 3.0
+    return POLICY_LOSSES["ppo_clip"](PolicyLoss(**spec), logprobs, torch.full_like(logprobs, -3.0), row(*advantages)).tolist()
+
+
+# Policy terms
+
+def test_ppo_golden():
+    """ratio e, eps 0.2. A = +1: -min(e, 1.2) = -1.2. A = -1: -min(-e, -1.2) = e."""
+    assert ppo([math.e, math.e], [1.0, -1.0]) == pytest.approx([-1.2, math.e], rel=1e-12)
+
+
+@pytest.mark.parametrize("ratio, advantage, expected", [
+    (1.0, 2.0, -2.0), (1.0, -2.0, 2.0),
+    (1.1, 2.0, -2.2), (0.9, -2.0, 1.8),         # within the range: -ratio * A
+    (1.5, 2.0, -2.4), (0.5, -2.0, 1.6),         # clipped: -1.2 * 2, 0.8 * 2
+    (0.5, 2.0, -1.0), (1.5, -2.0, 3.0),         # on the pessimistic side: not clipped
+    (1.5, 0.0, 0.0),
+])
+def test_ppo_clips_only_what_would_gain(ratio, advantage, expected):
+    assert ppo([ratio], [advantage]) == pytest.approx([expected], rel=1e-12)
+
+
+def test_the_clip_range_may_be_lopsided():
+    """clip_low 0.1, clip_high 0.3: ratio 2, A = 1: -1.3; ratio 0.5, A = -1: 0.9."""
+    assert ppo([2.0, 0.5], [1.0, -1.0], clip_low=0.1, clip_high=0.3) == pytest.approx([-1.3, 0.9], rel=1e-12)
+
+
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage():
+    """ratio 10, A = -2: 20 without, 3 * 2 = 6 with dual_clip 3; ratio 2: 4 < 6 stays; A > 0 is untouched."""
+    assert ppo([10.0], [-2.0]) == pytest.approx([20.0], rel=1e-12)
+    assert ppo([10.0, 2.0, 0.5, 10.0], [-2.0, -2.0, -2.0, 2.0], dual_clip=3.0) == pytest.approx([6.0, 4.0, 1.6, -2.4], rel=1e-12)
+
+
+def test_clipped_tokens_get_no_gradient_and_others_minus_ratio_times_advantage():
+    """Ratios 1.5, 1.5, 1.1, 0.5 and 10 with dual clip 3; advantages 1, -1, 2, -1, -1: d loss / d log pi = 0, 1.5, -2.2, 0, 0."""
+    logprobs = torch.log(row(1.5, 1.5, 1.1, 0.5, 10.0)).requires_grad_()
+    loss = PolicyLoss(dual_clip=3.0)(logprobs, None, torch.zeros(5, dtype=torch.float64), None, row(1, -1, 2, -1, -1))
+    assert_same(torch.autograd.grad(loss.sum(), logprobs)[0], row(0, 1.5, -2.2, 0, 0))
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(name):
+    logprobs = row(-0.5, -2.0, -7.0).requires_grad_()
+    loss = PolicyLoss(name)(logprobs, None, logprobs.detach(), None, row(1.5, -0.5, 0.0))
+    assert_same(torch.autograd.grad(loss.sum(), logprobs)[0], row(-1.5, 0.5, 0.0))
+
+
+def test_reinforce_by_hand():
+    """-A log pi: -2 * -0.5 = 1; -(-1) * -3 = -3. The old policy plays no part."""
+    loss = POLICY_LOSSES["reinforce"](PolicyLoss("reinforce"), row(-0.5, -3.0), None, row(2.0, -1.0))
+    assert loss.tolist() == [1.0, -3.0]
+
+
+# KL
+
+def test_kl_estimators_by_hand():
+    """pi = 1/2, ref = 1/4: log ratio ln 2 = 0.693147. k1 = 0.693147; k2 = 0.693147^2 / 2 = 0.240227; k3 = 1/2 + 0.693147 - 1 = 0.193147.
+    pi = 1/4, ref = 1/2: k1 = -0.693147; k2 the same; k3 = 2 - 0.693147 - 1 = 0.306853."""
+    pi, ref, ln2 = torch.log(row(0.5, 0.25)), torch.log(row(0.25, 0.5)), math.log(2)
+    assert KL_ESTIMATORS["k1"](pi, ref).tolist() == pytest.approx([ln2, -ln2], rel=1e-12)
+    assert KL_ESTIMATORS["k2"](pi, ref).tolist() == pytest.approx([ln2 ** 2 / 2] * 2, rel=1e-12)
+    assert KL_ESTIMATORS["k3"](pi, ref).tolist() == pytest.approx([ln2 - 0.5, 1 - ln2], rel=1e-12)
+    assert [round(x, 6) for x in (ln2 ** 2 / 2, ln2 - 0.5, 1 - ln2)] == [0.240227, 0.193147, 0.306853]
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_kl_is_zero_where_the_policies_agree(name):
+    assert KL_ESTIMATORS[name](row(-0.1, -5.0), row(-0.1, -5.0)).tolist() == [0.0, 0.0]
+
+
+def distributions():
+    """A policy, differentiable in its logits z, and a reference over three tokens. -> z, log pi, log ref, exact KL"""
+    z = row(0.3, -1.0, 0.5).requires_grad_()
+    logprobs, ref = torch.log_softmax(z, 0), torch.log(row(0.2, 0.5, 0.3))
+    return z, logprobs, ref, (logprobs.exp() * (logprobs - ref)).sum()
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(name):
+    """Their mean over the tokens, weighted by the policy, is the KL."""
+    _, logprobs, ref, kl = distributions()
+    assert_same((logprobs.exp() * KL_ESTIMATORS[name](logprobs, ref)).sum(), kl)
+
+
+def test_the_expected_gradient_of_k2_is_the_kls_and_that_of_k1_is_zero():
+    z, logprobs, ref, kl = distributions()
+    expected_gradient = {}
+    for name in ("k1", "k2"):
+        mean = (logprobs.detach().exp() * KL_ESTIMATORS[name](logprobs, ref)).sum()  # the sampling probabilities are no function of z
+        expected_gradient[name], = torch.autograd.grad(mean, z, retain_graph=True)
+    assert_same(expected_gradient["k1"], torch.zeros(3, dtype=torch.float64))
+    assert_same(expected_gradient["k2"], torch.autograd.grad(kl, z)[0])
+
+
+# The whole loss of a token
+
+@pytest.mark.parametrize("kl, expected", [("k1", -1.9336853), ("k2", -1.9789773), ("k3", -1.9836853)])
+def test_policy_loss_adds_kl_and_takes_off_entropy(kl, expected):
+    """A = 2 on policy: -2. KL coefficient 0.1 of ln 2, 0.240227 or 0.193147 (above); entropy 0.3 times 0.01: -0.003.
+    -2 + 0.0693147 - 0.003; -2 + 0.0240227 - 0.003; -2 + 0.0193147 - 0.003."""
+    half, quarter = torch.log(row(0.5)), torch.log(row(0.25))
+    loss = PolicyLoss(kl=kl, kl_coef=0.1, entropy_coef=0.01)(half, row(0.3), half, quarter, row(2.0))
+    assert loss.item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_terms_with_coefficient_zero_need_no_input():
+    loss = PolicyLoss()(row(-1.0), None, row(-1.0), None, row(2.0))
+    assert loss.tolist() == [-2.0]
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("kl", KL_ESTIMATORS)
+def test_extreme_ratios_stay_finite(name, kl):
+    """Differences of +-500 in fp32, whose exponential overflows, also where the advantage or the weight is 0."""
+    logprobs = torch.tensor([-0.5, -500.0, -0.5, -500.0, -0.5]).requires_grad_()
+    other = torch.tensor([-500.0, -0.5, -500.0, -0.5, -500.0])
+    loss = PolicyLoss(name, kl=kl, kl_coef=0.1)(logprobs, None, other, other, torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0]))
+    total = (loss * torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0])).sum()
+    gradient, = torch.autograd.grad(total, logprobs)
+    assert torch.isfinite(loss).all() and torch.isfinite(gradient).all()
+    assert torch.isfinite(importance_ratio(logprobs, other)).all()
+
+
+# Averaging
+
+def test_aggregations_by_hand():
+    """Lengths 2, 3, 5: 10 tokens of 3 rollouts, at most 8 each. token 1/10; sequence 1/(2*3), 1/(3*3), 1/(5*3); constant 1/(3*8)."""
+    lengths = row(2, 3, 5)
+    weights = {name: AGGREGATIONS[name](lengths, 10, 3, 8).tolist() for name in AGGREGATIONS}
+    assert weights["token"] == pytest.approx([1 / 10] * 3, rel=1e-12)
+    assert weights["sequence"] == pytest.approx([1 / 6, 1 / 9, 1 / 15], rel=1e-12)
+    assert weights["constant"] == pytest.approx([1 / 24] * 3, rel=1e-12)
+
+
+def test_token_weights_sum_to_one_except_for_constant():
+    """constant sums to 10/24: the share of the allowed tokens that were written."""
+    lengths = row(2, 3, 5)
+    totals = {name: (lengths * AGGREGATIONS[name](lengths, 10, 3, 8)).sum().item() for name in AGGREGATIONS}
+    assert totals == pytest.approx({"token": 1.0, "sequence": 1.0, "constant": 10 / 24}, rel=1e-12)
+
+
+def test_only_sequence_gives_a_tokens_weight_by_its_own_rollouts_length():
+    for name, equal in (("token", True), ("sequence", False), ("constant", True)):
+        short, long = AGGREGATIONS[name](row(2, 8), 10, 2, 8).tolist()
+        assert (short == long) == equal
+    assert AGGREGATIONS["sequence"](row(2, 8), 10, 2, 8).tolist() == [0.25, 0.0625]
+
+
+# The fused kernels
+
+V, ROWS, C, N = 37, 40, 12, 23  # ROWS - V padded vocabulary rows
+HEADS = [dict(vocab_size=V, softcap=15.0, temperature=1.0), dict(vocab_size=V, softcap=2.0, temperature=0.7)]
+EVERY_HEAD = pytest.mark.parametrize("head", HEADS, ids=["cap 15", "cap 2, temperature 0.7"])
+LOSSES = {f"{name} {kl}": PolicyLoss(name, kl=kl, kl_coef=0.3, entropy_coef=0.05) for name in POLICY_LOSSES for kl in KL_ESTIMATORS}
+LOSSES |= {"ppo_clip dual": PolicyLoss(dual_clip=1.5), "ppo_clip alone": PolicyLoss(), "reinforce alone": PolicyLoss("reinforce")}
+EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+
+
+def full_logprobs(hidden, weight, targets, vocab_size, softcap, temperature):
+    """Logprobs and entropies by the definition, on (N, V) logits."""
+    z = hidden @ weight[:vocab_size].T
+    logits = softcap * torch.tanh(z / softcap) / temperature
+    logprobs = logits - torch.logsumexp(logits, dim=1, keepdim=True)
+    return logprobs[torch.arange(len(targets)), targets], -(logprobs.exp() * logprobs).sum(dim=1)
+
+
+def case(head, seed=0, rows=N):
+    """fp32 inputs of the fused loss; logprobs differ from old and ref ones by some tenths, so that about half of the tokens are clipped."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden, weight = torch.randn(rows, C, generator=draw), torch.randn(ROWS, C, generator=draw)
+    targets = torch.randint(V, (rows,), generator=draw)
+    noise = 0.4 * torch.randn(2, rows, generator=draw)
+    old, ref = full_logprobs(hidden, weight, targets, **head)[0] + noise
+    return hidden, weight, targets, torch.randn(rows, generator=draw), torch.rand(rows, generator=draw) / max(1, rows), old, ref
+
+
+def fused(loss, head, inputs, **options):
+    """-> loss, gradient of hidden, gradient of weight, logprobs, entropy"""
+    hidden, weight, targets, advantages, weights, old, ref = inputs
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    total, logprobs, entropy = linear_policy_loss(hidden, weight, targets, advantages, weights, loss=loss, old_logprobs=old, ref_logprobs=ref,
+                                                  **head, **options)
+    total.backward()
+    return total.detach(), hidden.grad, weight.grad, logprobs, entropy
+
+
+def plain(loss, head, inputs):
+    """The same by autograd through the full logits, in fp64."""
+    hidden, weight, targets, advantages, weights, old, ref = (x if x is None or x.dtype == torch.int64 else x.double() for x in inputs)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    logprobs, entropy = full_logprobs(hidden, weight, targets, **head)
+    total = (weights * loss(logprobs, entropy, logprobs.detach() if old is None else old, ref, advantages)).sum()
+    total.backward()
+    return total.detach(), hidden.grad, weight.grad, logprobs.detach(), entropy.detach()
+
+
+def assert_close(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a.double(), e.double(), rtol=1e-5, atol=1e-6)
+
+
+@EVERY_HEAD
+@EVERY_LOSS
+def test_the_fused_loss_equals_autograd_on_full_logits(loss, head):
+    inputs = case(head)
+    actual = fused(loss, head, inputs, rows_per_chunk=8)  # chunks of 8, 8 and 7 rows
+    assert actual[0].dtype == torch.float32
+    assert_close(actual, plain(loss, head, inputs))
+
+
+@EVERY_LOSS
+def test_without_old_logprobs_the_tokens_are_exactly_on_policy(loss):
+    *inputs, _, ref = case(HEADS[1])
+    inputs = [*inputs, None, ref]
+    assert_close(fused(loss, HEADS[1], inputs, rows_per_chunk=8), plain(loss, HEADS[1], inputs))
+
+
+@EVERY_LOSS
+def test_the_size_of_the_chunks_changes_nothing(loss):
+    inputs = case(HEADS[1])
+    whole = fused(loss, HEADS[1], inputs)
+    for rows_per_chunk in (1, 7, N, N + 1):
+        assert_close(fused(loss, HEADS[1], inputs, rows_per_chunk=rows_per_chunk), whole)
+
+
+def test_gradients_of_parts_of_a_batch_add_up():
+    """The weights are taken over the batch before it is split, so 10 and 13 rows give what 23 give."""
+    loss, inputs = LOSSES["ppo_clip k3"], case(HEADS[1])
+    hidden, weight, *rows = inputs
+    parts = [fused(loss, HEADS[1], [hidden[part], weight, *(x[part] for x in rows)]) for part in (slice(0, 10), slice(10, N))]
+    whole = fused(loss, HEADS[1], inputs)
+    assert_close([parts[0][0] + parts[1][0], torch.cat([p[1] for p in parts]), parts[0][2] + parts[1][2]], whole[:3])
+
+
+@EVERY_HEAD
+def test_padded_vocabulary_rows_take_no_part(head):
+    """They get exactly no gradient, all others some, and what they hold does not matter."""
+    loss, inputs = LOSSES["ppo_clip k3"], case(head)
+    actual = fused(loss, head, inputs)
+    assert torch.equal(actual[2][V:], torch.zeros(ROWS - V, C)) and (actual[2][:V] != 0).any(dim=1).all()
+    inputs[1][V:] = 1e4
+    for a, b in zip(fused(loss, head, inputs), actual, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_tokens_give_no_loss_and_no_gradient():
+    total, grad_hidden, grad_weight, logprobs, entropy = fused(LOSSES["ppo_clip k3"], HEADS[0], case(HEADS[0], rows=0))
+    assert total.item() == 0 and grad_hidden.shape == (0, C) and torch.equal(grad_weight, torch.zeros(ROWS, C))
+    assert logprobs.shape == entropy.shape == (0,)
+
+
+def test_a_token_of_weight_zero_moves_nothing():
+    inputs = case(HEADS[0])
+    inputs[4][3] = 0
+    actual = fused(LOSSES["ppo_clip k3"], HEADS[0], inputs)
+    assert torch.equal(actual[1][3], torch.zeros(C)) and actual[1][2].any()
+
+
+def test_the_backward_pass_scales_by_what_comes_from_above():
+    hidden, weight, targets, advantages, weights, old, ref = case(HEADS[0])
+    once = fused(LOSSES["ppo_clip k3"], HEADS[0], case(HEADS[0]))
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    total, logprobs, entropy = linear_policy_loss(hidden, weight, targets, advantages, weights, loss=LOSSES["ppo_clip k3"], old_logprobs=old,
+                                                  ref_logprobs=ref, **HEADS[0])
+    assert not logprobs.requires_grad and not entropy.requires_grad
+    (-3 * total).backward()
+    assert_close([hidden.grad, weight.grad], [-3 * once[1], -3 * once[2]])
+
+
+@pytest.mark.parametrize("name", ["ppo_clip k3", "reinforce k2", "ppo_clip k1"])
+def test_gradcheck(name):
+    """Numeric differences of the fused loss itself. It computes logits in fp32, so the difference is taken over 1e-2."""
+    hidden, weight, targets, advantages, _, old, ref = (x.double() if x.is_floating_point() else x for x in case(HEADS[1], seed=1, rows=4))
+    ratio = (full_logprobs(hidden, weight, targets, **HEADS[1])[0] - old).exp()
+    assert all((ratio - edge).abs().min() > 0.05 for edge in (0.8, 1.2))  # far from the kinks of the clipped loss
+
+    def total(hidden, weight):
+        return linear_policy_loss(hidden, weight, targets, advantages.float(), torch.ones(4), loss=LOSSES[name], old_logprobs=old.float(),
+                                  ref_logprobs=ref.float(), rows_per_chunk=3, **HEADS[1])[0].double()
+    assert torch.autograd.gradcheck(total, (hidden.requires_grad_(), weight.requires_grad_()), eps=1e-2, atol=2e-3, rtol=2e-3)
+
+
+def test_the_fused_loss_survives_extreme_ratios():
+    """Old logprobs of -200 and +100 beside current ones of about -4: ratios e^20 at most, nothing infinite."""
+    *inputs, old, ref = case(HEADS[0])
+    old, ref = torch.full_like(old, -200.0), ref.clone()
+    old[::2], ref[::3] = 100.0, -300.0
+    for loss in LOSSES.values():
+        assert all(torch.isfinite(x).all() for x in fused(loss, HEADS[0], [*inputs, old, ref]))
+
+
+def test_a_bf16_head_accumulates_its_gradient_in_fp32():
+    """64 rows of hidden states that are all 1 and one gradient each of 1: chunks of one row must not lose what one chunk has."""
+    hidden, weight = torch.ones(64, C, dtype=torch.bfloat16), torch.zeros(ROWS, C, dtype=torch.bfloat16)
+    inputs = [hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64), torch.full((64,), 1.0 + 1 / 64), None, None]
+    by_row, at_once = (fused(PolicyLoss("reinforce"), HEADS[0], inputs, rows_per_chunk=rows)[2] for rows in (1, 64))
+    assert by_row.dtype == torch.bfloat16
+    torch.testing.assert_close(by_row.float(), at_once.float(), rtol=2 ** -7, atol=2 ** -9)  # a bf16 has 8 bits
+
+
+# Scoring
+
+def test_linear_logprob_by_hand():
+    """Logits before the cap of 15 are 15 atanh(2/15) and 0, so 2 and 0 behind it; at temperature 2: 1 and 0.
+    log p = 1 - ln(e + 1) = -0.313262; p = 0.731059; entropy = 0.731059 * 0.313262 + 0.268941 * 1.313262 = 0.582203."""
+    weight = torch.tensor([[15 * math.atanh(2 / 15)], [0.0], [9.0]])  # the third row is padding
+    logprobs, entropy = linear_logprob(torch.ones(1, 1), weight, torch.tensor([0]), vocab_size=2, softcap=15.0, temperature=2.0)
+    assert logprobs.item() == pytest.approx(-0.313262, rel=1e-5) and entropy.item() == pytest.approx(0.582203, rel=1e-5)
+
+
+@EVERY_HEAD
+@pytest.mark.parametrize("rows_per_chunk", [1, 8, N, 100])
+def test_linear_logprob_equals_full_logits(head, rows_per_chunk):
+    hidden, weight, targets, *_ = case(head)
+    actual = linear_logprob(hidden.requires_grad_(), weight, targets, rows_per_chunk=rows_per_chunk, **head)
+    assert_close(actual, full_logprobs(hidden.detach().double(), weight.double(), targets, **head))
+    assert not actual[0].requires_grad and not actual[1].requires_grad and actual[0].dtype == torch.float32
+
+
+def test_linear_logprob_of_no_rows():
+    logprobs, entropy = linear_logprob(torch.zeros(0, C), torch.zeros(ROWS, C), torch.zeros(0, dtype=torch.int64), **HEADS[0])
+    assert logprobs.shape == entropy.shape == (0,)
+
+
+def test_probabilities_of_all_tokens_sum_to_one():
+    """Over the vocabulary, not over its padding."""
+    hidden, weight, *_ = case(HEADS[1], rows=1)
+    logprobs, entropy = linear_logprob(hidden.expand(V, C), weight, torch.arange(V), **HEADS[1])
+    assert logprobs.double().exp().sum().item() == pytest.approx(1.0, rel=1e-5)
+    assert -(logprobs.double().exp() * logprobs).sum().item() == pytest.approx(entropy[0].item(), rel=1e-5)
