@@ -17,25 +17,23 @@ import random
 import sys
 import time
 from dataclasses import dataclass, replace
-from statistics import pstdev
 
 import torch
 
-from nanochat.checkpoint import default_tag, load_model
+from nanochat.checkpoint import default_tag
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_writable, choose_run_name, compute_dtype,
                              describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0, rank_and_world, script_main,
                              start_run, uses_wandb, write_json)
-from nanochat.optim import adamw
 from nanochat.rl.advantages import PRESETS, blend, source_advantages
-from nanochat.rl.evals import Evaluation, judge_scores, judged_row
+from nanochat.rl.evals import Evaluation, judge_scores, judged_row, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
+from nanochat.rl.prompts import check_prompts_fit, read_solution
 from nanochat.rl.report import health_check, print_step, print_table, rollout_records
-from nanochat.rl.prompts import generator_prompt, read_solution, verifier_prompt
 from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards, verdict_reward
-from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, frozen_copy, keep_shared_lambdas, share_layers
+from nanochat.rl.roles import copy_shared_lambdas, load_roles
 from nanochat.rl.rollouts import Rollouts, Sampler, count_copies, pack, token_weights
 from nanochat.rl.schedules import LR_SCHEDULES, SCHEDULES, PhaseLengths, exponential_decay
-from nanochat.rl.state import PREFIX, RunState, choose_judged, drop_sets_behind, load_set, resolve_resume, save_set
+from nanochat.rl.state import PREFIX, RunState, choose_judged, drop_sets_behind, gather_judgeable, load_set, resolve_resume, save_set
 from nanochat.rl.trainer import score, update
 from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
@@ -83,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
     rewards.add_argument("--alpha-start", type=float, default=0.1, help="weight of the step advantage at the start (Tango eq. 7)")
     rewards.add_argument("--alpha-end", type=float, default=1e-3, help="and at the end, decaying exponentially")
     rewards.add_argument("--gamma", type=float, default=0.8, help="weight of the verifier's format reward (Tango eq. 8)")
-    rewards.add_argument("--class-weights", type=int, default=1, help="1: class-aware verifier advantages (Tango eq. 9); 0: off")
+    rewards.add_argument("--class-weights", action=argparse.BooleanOptionalAction, default=True, help="class-aware verifier advantages (Tango eq. 9)")
     rewards.add_argument("--verifier-balance", action="store_true", help="judge as many right as wrong solutions, drawing on past ones")
     rewards.add_argument("--verifier-replay", type=float, default=0.0, help="share of past solutions in verifier batches")
     rewards.add_argument("--replay-size", type=int, default=2048, help="past solutions kept")
@@ -132,38 +130,6 @@ def check_args(args, world: int) -> None:
         raise BadInput(f"--num-samples 1: --advantage {args.advantage} compares the rollouts of a group and needs at least 2")
 
 
-def load_roles(args, device, dtype) -> dict[str, Role]:
-    """The roles that the recipe needs, from their SFT checkpoints."""
-    step_source, trained = RECIPES[args.recipe]
-    at = None if args.model_step < 0 else args.model_step
-    generator, _ = load_model("sft", args.model_tag, device, dtype, at)
-    models = {"generator": (generator, list(generator.parameters()), args.lr)}
-    if step_source == "verifier" or "verifier" in trained:
-        verifier, _ = load_model("sft", args.verifier_tag, device, dtype, at)
-        check_shared(generator, verifier, args.verifier_shared_layers, args.verifier_tag)
-        private = share_layers(generator, verifier, args.verifier_shared_layers)
-        keep_shared_lambdas(verifier, args.verifier_shared_layers)
-        models["verifier"] = (verifier, private, args.verifier_lr)
-    roles = {}
-    for name, (model, parameters, lr) in models.items():
-        optimizer = adamw(parameters, lr) if name in trained else None
-        reference = frozen_copy(model) if optimizer and args.kl_coef > 0 else None
-        roles[name] = Role(name, model, parameters, optimizer, reference)
-    return roles
-
-
-def check_prompts_fit(args, task, tokenizer, roles) -> None:
-    """Raises BadInput when prompts of the task, with their completions, exceed a model's context. Looks at a sample of each split."""
-    problems = [task.problem(split, i) for split in ("rl", "test_in", "test_out") for i in range(64)]
-    longest = max(problems, key=lambda p: len(tokenizer.encode(p.prompt)))
-    lengths = {"generator": len(generator_prompt(tokenizer, task.fmt, longest.prompt)) + args.max_new_tokens,
-               "verifier": len(verifier_prompt(tokenizer, task.fmt, longest.prompt, "")) + args.max_new_tokens + args.verifier_max_new_tokens}
-    for name, role in roles.items():
-        if lengths[name] > role.model.config.sequence_len:
-            raise BadInput(f"the {name}'s longest prompt and completion have up to {lengths[name]} tokens, its context {role.model.config.sequence_len}; "
-                           f"lower --max-new-tokens or --verifier-max-new-tokens, or train with a larger --sequence-len")
-
-
 def next_problems(args, run, state, task) -> list:
     """This rank's share of the step's problems."""
     indices = range(state.cursor + run.rank, state.cursor + args.examples_per_step, run.world)
@@ -181,11 +147,6 @@ class Experience:
     records: list
     class_weights: ClassWeights
     seconds: dict
-
-
-def gather_judgeable(entries: list, device) -> list:
-    """The entries of all ranks that have an outcome, in the order of their problems: the same however many ranks there are."""
-    return sorted((entry for entry in gather_lists(entries, device) if entry[2] is not None), key=lambda entry: entry[0])
 
 
 def generator_rollouts(args, run, state, sampler, roles):
@@ -268,16 +229,6 @@ def verifier_rollouts(args, run, state, sampler, roles):
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
 
 
-def reward_metrics(rewards: list[float | None], num_samples: int, rollouts, device) -> dict:
-    """reward, its spread within groups, the share of groups without signal, and what the completions look like."""
-    groups = [[float(r) for r in rewards[i: i + num_samples] if r is not None] for i in range(0, len(rewards), num_samples)]
-    num_rollouts = all_reduce(torch.tensor(len(rewards), device=device)).item()
-    return {"num_rollouts": num_rollouts} | mean_over_ranks({"reward": rewards, "reward_std": [pstdev(g) for g in groups if g],
-                            "frac_reward_zero_std": [len(set(g)) < 2 for g in groups],
-                            "completions/mean_length": rollouts.lengths.tolist(),
-                            "completions/clipped_ratio": (~rollouts.stopped).tolist()}, device)
-
-
 def learn(args, run, state, role, experience, loss) -> dict:
     """The policy-gradient step(s) on one batch of rollouts (Tango eq. 1)."""
     progress = (state.gen_step if role.name == "generator" else state.ver_step) / max(1, args.num_steps - 1)
@@ -289,9 +240,10 @@ def learn(args, run, state, role, experience, loss) -> dict:
     if args.updates_per_batch > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
-    for _ in range(args.updates_per_batch):
+    for i in range(args.updates_per_batch):
+        check_stop = run.check_stop if i == 0 else lambda: None  # once the weights have moved, the step is carried through
         metrics = update(role, batches, loss, lr=base_lr * LR_SCHEDULES[args.lr_schedule](min(1.0, progress)), max_grad_norm=args.max_grad_norm,
-                         temperature=args.temperature, device=run.device, check_stop=run.check_stop)
+                         temperature=args.temperature, device=run.device, check_stop=check_stop)
     return metrics
 
 
@@ -315,11 +267,11 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
     while (done := getattr(state, PROGRESS[leader])) < args.num_steps:
         run.check_stop()
         started = time.time()
-        record = {}
+        record, evaluated_at = {}, state.last_eval
         if args.eval_every and done % args.eval_every == 0 and state.last_eval != done:
             scores = evaluate(roles, state.fixed_solutions) if done else state.before
             record = {f"eval/{key}": value for key, value in scores.items()}
-            state.last_eval = done
+            evaluated_at = done
         evaluated = time.time()
         name = state.enter_phase(lengths, SCHEDULES[args.schedule])
         experience = play[name](args, run, state, sampler, roles)
@@ -335,7 +287,7 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
         record |= {"timing_s/eval": evaluated - started, **{f"timing_s/{key}": value for key, value in experience.seconds.items()},
                    "timing_s/update": updated - sampled, "timing_s/step": updated - started,
                    "tokens_per_s": metrics["completions/mean_length"] * metrics["num_rollouts"] / (updated - evaluated)}
-        state.class_weights = experience.class_weights
+        state.last_eval, state.class_weights = evaluated_at, experience.class_weights
         state.judged_pool = (state.judged_pool + experience.judgeable)[-args.replay_size:] if args.replay_size else []
         state.observe_balanced_acc(metrics["balanced_acc"] if name == "verifier" else None)
         state.advance(name, args.examples_per_step, bool(metrics["skipped"]), updated - started)
@@ -378,8 +330,11 @@ def main(args) -> None:
         check_writable(folder)
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     device = init_device(args.device_type)
-    roles = load_roles(args, device, compute_dtype(device))
-    check_prompts_fit(args, task, tokenizer, roles)
+    step_source, trained = RECIPES[args.recipe]
+    roles = load_roles(args, trained, step_source == "verifier" or "verifier" in trained, device, compute_dtype(device))
+    sampled = [task.problem(split, i).prompt for split in ("rl", "test_in", "test_out") for i in range(64)]
+    check_prompts_fit(tokenizer, task.fmt, sampled, {name: role.model.config.sequence_len for name, role in roles.items()},
+                      args.max_new_tokens, args.verifier_max_new_tokens)
     state = load_set(args.run, resume_step, roles, device) if resume_step is not None else None
 
     args.run = gather_lists([choose_run_name(args.run)], device)[0]

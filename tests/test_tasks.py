@@ -104,6 +104,17 @@ def test_splits_share_no_problem(name):
         assert not prompts[a] & prompts[b], (a, b)
 
 
+@pytest.mark.parametrize("name, flags", [
+    ("chain", ["--chain-modulus", "3", "--chain-max-steps", "2"]),  # 3^5 problems in RL
+    ("last_letter", ["--last-letter-max-words", "2", "--last-letter-min-letters", "1", "--last-letter-max-letters", "1"]),  # 26^2
+])
+def test_splits_share_no_problem_where_there_are_few(name, flags):
+    task = task_of(name, *flags)
+    prompts = {split: {task.problem(split, i).prompt for i in range(400)} for split in SPLITS}
+    for a, b in combinations(SPLITS, 2):
+        assert not prompts[a] & prompts[b], (a, b)
+
+
 def test_chain_lengths_are_those_of_the_split():
     task = task_of("chain")
     lengths = {split: [len(task.problem(split, i).prompt) // 2 for i in range(300)] for split in SPLITS}  # "3+5*2" has 2 operations
@@ -217,6 +228,7 @@ HOSTILE_CHAIN = [
     ("3+5:8;8*2:6;6+1:7;=867", [True, True, False]),
     ("3+5:8;3+5:8;8*2:6;=86", [True, False, False]),
     ("nonsense;8*2:6;=86", [False, False]),         # no result to carry on
+    ("nonsense;3*2:6;=6", [False, False]),
     ("3+5:18;=18", [False]),                        # not reduced modulo 10
     ("3+5 :8; 8*2:6;=86", [False, False]),
     ("3+5:8T;8*2:6T;=T", [False, False]),           # a verification is no solution
@@ -387,6 +399,8 @@ def test_a_verifier_without_misconceptions_judges_as_gold_does(name):
     ("chain", "3+5:8;8*2:6;=85", "3+5:8T;8*2:6T;=F"),                                       # right steps, wrong answer
     ("chain", "3+5:8;=8", "3+5:8T;=F"),                                                     # too few steps
     ("chain", "3+5:8;8*2:6;6+0:6;=866", "3+5:8T;8*2:6T;?F;=F"),                             # too many
+    ("chain", "3+5:8;=86", "3+5:8T;=F"),                                                    # the right answer does not make up for it
+    ("chain", "3+5:9;9*2:8;=86", "3+5:8F;9*2:8T;=F"),
     ("chain", "nonsense", "=F"),
     ("chain", "3+5:8T;=T", "?F;=F"),                                                        # a forged judgment
     ("last_letter", "grape:e;lemon:en;fig:eng;=eng", "grape:eT;lemon:enT;fig:engT;=T"),
@@ -394,6 +408,8 @@ def test_a_verifier_without_misconceptions_judges_as_gold_does(name):
     ("last_letter", "grape:e;lemon:en;fig:eng;=en", "grape:eT;lemon:enT;fig:engT;=F"),
     ("last_letter", "grape:e;lemon:en;=en", "grape:eT;lemon:enT;=F"),
     ("last_letter", "grape:e;lemon:en;fig:eng;:eng;=eng", "grape:eT;lemon:enT;fig:engT;?F;=F"),
+    ("last_letter", "grape:e;lemon:en;=eng", "grape:eT;lemon:enT;=F"),
+    ("last_letter", "grape:e;lemon:em;fig:eng;=eng", "grape:eT;lemon:enF;fig:engT;=F"),
     ("last_letter", "", "=F"),
     ("last_letter", "grape:eT;=T", "grape:eF;=F"),
 ])

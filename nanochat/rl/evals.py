@@ -3,8 +3,11 @@ Scores: pass@1, pass@k, maj@k of a generator; F1 and balanced accuracy of a veri
 """
 from collections import Counter
 from math import comb
+from statistics import pstdev
 
-from nanochat.common import gather_lists
+import torch
+
+from nanochat.common import all_reduce, gather_lists, mean_over_ranks
 from nanochat.rl.prompts import read_solution
 
 
@@ -77,6 +80,16 @@ def judge_scores(rows: list[list]) -> dict:
         "pred_pos_rate": said.count(True) / max(1, len(said)),
         "label_pos_rate": outcomes.count(True) / max(1, len(outcomes)),
     }
+
+
+def reward_metrics(rewards: list[float | None], num_samples: int, rollouts, device) -> dict:
+    """reward, its spread within groups, the share of groups without signal, and what the completions look like."""
+    groups = [[float(r) for r in rewards[i: i + num_samples] if r is not None] for i in range(0, len(rewards), num_samples)]
+    num_rollouts = all_reduce(torch.tensor(len(rewards), device=device)).item()
+    return {"num_rollouts": num_rollouts} | mean_over_ranks({"reward": rewards, "reward_std": [pstdev(g) for g in groups if g],
+                            "frac_reward_zero_std": [len(set(g)) < 2 for g in groups],
+                            "completions/mean_length": rollouts.lengths.tolist(),
+                            "completions/clipped_ratio": (~rollouts.stopped).tolist()}, device)
 
 
 class Evaluation:

@@ -5,6 +5,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+from nanochat.common import BadInput
+
 
 def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
     """Token ids of the generator's prompt."""
@@ -16,6 +18,20 @@ def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
     quoted = fmt.quote(solution)
     text = fmt.verifier_prompt.format(problem=fmt.quote(problem), solution=quoted, num_steps=len(fmt.step_spans(solution)))
     return tokenizer.render_prompt(text)
+
+
+def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, int], max_new_tokens: int, verifier_max_new_tokens: int) -> None:
+    """Raises BadInput when the longest of these problems, with the completions asked for, exceeds a role's context.
+
+    contexts: tokens that each role's model can hold. A quoted solution is counted at max_new_tokens.
+    """
+    longest = max(problems, key=lambda problem: len(tokenizer.encode(problem)))
+    lengths = {"generator": len(generator_prompt(tokenizer, fmt, longest)) + max_new_tokens,
+               "verifier": len(verifier_prompt(tokenizer, fmt, longest, "")) + max_new_tokens + verifier_max_new_tokens}
+    for role, context in contexts.items():
+        if lengths[role] > context:
+            raise BadInput(f"the {role}'s longest prompt and completion have up to {lengths[role]} tokens, its context {context}; "
+                           f"lower --max-new-tokens or --verifier-max-new-tokens, or train with a larger --sequence-len")
 
 
 @dataclass

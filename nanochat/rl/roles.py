@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from nanochat.checkpoint import load_model
 from nanochat.common import BadInput
 from nanochat.gpt import GPT
+from nanochat.optim import adamw
 
 
 @dataclass
@@ -94,3 +96,25 @@ def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> No
         if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
             raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "
                            f"train it with chat_sft --role verifier --verifier-shared-layers {num_layers}")
+
+
+def load_roles(args, trained: set[str], needs_verifier: bool, device, dtype: torch.dtype) -> dict[str, Role]:
+    """The roles of a run from their SFT checkpoints; those in `trained` get an optimizer, and a reference when there is a KL term.
+
+    args: model_tag, verifier_tag, model_step (-1 = the last), verifier_shared_layers, lr, verifier_lr, kl_coef. Raises BadInput.
+    """
+    step = None if args.model_step < 0 else args.model_step
+    generator, _ = load_model("sft", args.model_tag, device, dtype, step)
+    models = {"generator": (generator, list(generator.parameters()), args.lr)}
+    if needs_verifier:
+        verifier, _ = load_model("sft", args.verifier_tag, device, dtype, step)
+        check_shared(generator, verifier, args.verifier_shared_layers, args.verifier_tag)
+        private = share_layers(generator, verifier, args.verifier_shared_layers)
+        keep_shared_lambdas(verifier, args.verifier_shared_layers)
+        models["verifier"] = (verifier, private, args.verifier_lr)
+    roles = {}
+    for name, (model, parameters, lr) in models.items():
+        optimizer = adamw(parameters, lr) if name in trained else None
+        reference = frozen_copy(model) if optimizer and args.kl_coef > 0 else None
+        roles[name] = Role(name, model, parameters, optimizer, reference)
+    return roles

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from nanochat.checkpoint import load_file, load_optimizer, load_state, save_model, save_optimizer, save_state, saved_steps
-from nanochat.common import BadInput, path_of, print0
+from nanochat.common import BadInput, gather_lists, path_of, print0
 from nanochat.rl.rewards import ClassWeights
 from nanochat.rl.schedules import PhaseLengths, next_phase
 
@@ -126,6 +126,11 @@ def load_set(run_name: str, step: int, roles: dict, device) -> RunState:
         if role.optimizer is not None:
             load_optimizer("rl", tag, step, role.optimizer)
     return RunState(**{**saved, "class_weights": ClassWeights(**saved["class_weights"])})
+
+
+def gather_judgeable(entries: list, device) -> list:
+    """The entries of all ranks that have an outcome, in the order of their problems: the same however many ranks there are."""
+    return sorted((entry for entry in gather_lists(entries, device) if entry[2] is not None), key=lambda entry: entry[0])
 
 
 def choose_judged(fresh: list, pool: list, num: int, replay: float, balance: bool, rng: random.Random) -> list:

@@ -1,0 +1,263 @@
+"""
+Scores of generators and verifiers by hand and by enumeration; which solutions a verifier step judges.
+
+    python -m pytest tests/test_evals.py -q
+"""
+import random
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat.rl.evals import balanced_accuracy, first_error, first_error_f1, judge_scores, macro_f1, majority, pass_at_k
+from nanochat.rl.state import BALANCED_ACC_DECAY, RunState, choose_judged
+
+T, F = True, False
+SETTINGS = settings(max_examples=100, deadline=None)
+
+
+# Generators
+
+@pytest.mark.parametrize("n", range(1, 7))
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n):
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            choices = list(combinations([True] * c + [False] * (n - c), k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(any(choice) for choice in choices) / len(choices), rel=1e-12, abs=1e-12), (n, c, k)
+
+
+def test_pass_at_k_by_hand():
+    """2 right of 4: one sample 2/4; two samples 1 - C(2,2) / C(4,2) = 5/6; three cannot miss both."""
+    assert [pass_at_k(4, 2, k) for k in (1, 2, 3)] == pytest.approx([1 / 2, 5 / 6, 1.0], rel=1e-12)
+
+
+def test_pass_at_k_of_fewer_than_k_samples_is_an_error():
+    with pytest.raises(ZeroDivisionError):
+        pass_at_k(4, 2, 5)
+
+
+@pytest.mark.parametrize("answers, vote", [
+    (["6", "8", "6"], "6"), (["8", "6", "6"], "6"),
+    (["8", "6", "6", "8"], "8"), (["6", "8", "8", "6"], "6"),  # ties go to the earliest
+    ([None, None, "6"], "6"), (["8", None, None], "8"),        # what could not be read does not vote
+    ([None, None], None), ([], None),
+    (["", "", "6"], ""),                                       # an empty answer is an answer
+])
+def test_the_majority_of_the_readable_answers(answers, vote):
+    assert majority(answers) == vote
+
+
+# Verifiers: final or single step verdicts
+
+LABELS = [T, T, T, F, F, F, F, F]
+
+
+@pytest.mark.parametrize("labels, verdicts, score", [
+    # True: 2 hits, 3 actual, 3 said: F1 = 4/6. False: 4 hits, 5 actual, 5 said: 8/10. Mean (2/3 + 4/5) / 2 = 11/15.
+    (LABELS, [T, T, F, T, F, F, F, F], 11 / 15),
+    # The same with two verdicts missing. True: 1 hit, 3 actual, 2 said: 2/5. False: 3 hits, 5 actual, 4 said: 6/9. Mean 8/15.
+    (LABELS, [T, None, F, T, None, F, F, F], 8 / 15),
+    (LABELS, LABELS, 1.0),
+    (LABELS, [not l for l in LABELS], 0.0),
+    (LABELS, [None] * 8, 0.0),
+    # Always True: 3 hits, 3 actual, 8 said: 6/11. False: 0 of 5. Mean 3/11.
+    (LABELS, [T] * 8, 3 / 11),
+    ([T, T], [T, T], 1.0),   # a class that nobody has counts as 1
+    ([T, T], [T, F], 1 / 3),  # True: 1 hit, 2 actual, 1 said: 2/3. False: said once, never right: 0.
+    ([T, T], [T, None], (2 / 3 + 1) / 2),
+])
+def test_macro_f1_by_hand(labels, verdicts, score):
+    assert macro_f1(labels, verdicts) == pytest.approx(score, rel=1e-12)
+
+
+@pytest.mark.parametrize("labels, verdicts, score", [
+    (LABELS, [T, T, F, T, F, F, F, F], (2 / 3 + 4 / 5) / 2),
+    (LABELS, [T, None, F, T, None, F, F, F], (1 / 3 + 3 / 5) / 2),  # a missing verdict is wrong for either class
+    (LABELS, LABELS, 1.0),
+    (LABELS, [None] * 8, 0.0),
+    ([T, T], [T, T], None), ([F], [F], None), ([], [], None),      # one class alone says nothing
+])
+def test_balanced_accuracy_by_hand(labels, verdicts, score):
+    assert balanced_accuracy(labels, verdicts) == (score if score is None else pytest.approx(score, rel=1e-12))
+
+
+@pytest.mark.parametrize("says", [T, F])
+@pytest.mark.parametrize("num_right", [1, 3, 19])
+def test_a_constant_judge_has_balanced_accuracy_one_half(says, num_right):
+    labels = [T] * num_right + [F] * (20 - num_right)
+    assert balanced_accuracy(labels, [says] * 20) == 0.5
+
+
+@pytest.mark.parametrize("score", [macro_f1, balanced_accuracy])
+def test_a_verdict_for_each_label_is_required(score):
+    with pytest.raises(ValueError):
+        score([T, F], [T])
+
+
+@SETTINGS
+@given(pairs=st.lists(st.tuples(st.booleans(), st.none() | st.booleans()), min_size=1))
+def test_scores_treat_both_classes_alike_and_stay_between_zero_and_one(pairs):
+    labels, verdicts = [l for l, _ in pairs], [v for _, v in pairs]
+    swapped = [not l for l in labels], [v if v is None else not v for v in verdicts]
+    for score in (macro_f1, balanced_accuracy):
+        value = score(labels, verdicts)
+        assert value is None or 0 <= value <= 1
+        assert score(*swapped) == (value if value is None else pytest.approx(value, rel=1e-12))
+
+
+# Verifiers: first errors
+
+@pytest.mark.parametrize("verdicts, at", [([T, F, F], 1), ([F], 0), ([T, T], -1), ([], -1), ([None, F], 1)])
+def test_the_first_error(verdicts, at):
+    assert first_error(verdicts) == at
+
+
+RIGHT, WRONG_AT_1 = [T, T, T], [T, F, T]
+
+
+@pytest.mark.parametrize("labels, verdicts, score", [
+    # Two right solutions, one passed: 1/2. Three erroneous ones, two found: 2/3. Harmonic mean 2 * 1/2 * 2/3 / (7/6) = 4/7.
+    ([RIGHT, RIGHT, WRONG_AT_1, WRONG_AT_1, [F]], [RIGHT, [T, T, F], [T, F, F], [T, T, F], [F]], 4 / 7),
+    ([RIGHT, WRONG_AT_1], [RIGHT, WRONG_AT_1], 1.0),
+    ([RIGHT, WRONG_AT_1], [RIGHT, [F, F, T]], 0.0),      # too early an error is not found
+    ([RIGHT, WRONG_AT_1], [RIGHT, RIGHT], 0.0),          # always "no error": 1 and 0
+    ([RIGHT, WRONG_AT_1], [[F] * 3, [F] * 3], 0.0),      # always "at once": 0 and 0
+    ([RIGHT, WRONG_AT_1], [RIGHT, [None] * 3], 0.0),
+    ([RIGHT, RIGHT], [RIGHT, RIGHT], None), ([WRONG_AT_1], [WRONG_AT_1], None), ([], [], None),
+])
+def test_first_error_f1_by_hand(labels, verdicts, score):
+    assert first_error_f1(labels, verdicts) == (score if score is None else pytest.approx(score, rel=1e-12))
+
+
+@pytest.mark.parametrize("silent", [[None] * 3, [T, None, T]])
+def test_a_missing_step_verdict_is_no_claim_that_there_is_no_error(silent):
+    """A missing verdict counts as wrong: 0 of 1 right solutions passed, 1 of 1 errors found: harmonic mean 0."""
+    assert first_error_f1([RIGHT, WRONG_AT_1], [silent, WRONG_AT_1]) == 0.0
+
+
+# Verifiers: all scores of a set of verifications
+
+def test_judge_scores_by_hand():
+    """Rows: outcome, gold step labels, final verdict, step verdicts, unmet criteria."""
+    rows = [
+        [T, [T, T], T, [T, T], []],
+        [T, [T, T], F, [T, F], []],
+        [F, [T, F], F, [T, F], []],
+        [F, [F, F], None, [], ["missing_tags", "step_count_mismatch", "no_final_verdict"]],
+        [None, [T], T, [F, F, F], ["step_count_mismatch"]],  # no outcome: counts for its steps alone; verdicts of steps that are none fall away
+    ]
+    scores = judge_scores(rows)
+    # Final verdicts T F F - against T T F F. True: 1 hit, 2 actual, 1 said: 2/3. False: 1 hit, 2 actual, 2 said: 1/2.
+    assert scores["outcome_f1"] == pytest.approx((2 / 3 + 1 / 2) / 2, rel=1e-12)
+    assert scores["balanced_acc"] == pytest.approx((1 / 2 + 1 / 2) / 2, rel=1e-12)
+    # Step labels T T | T T | T F | F F | T, verdicts T T | T F | T F | - - | F. True: 4 hits, 6 actual, 4 said: 8/10.
+    # False: 1 hit, 3 actual, 3 said: 2/6.
+    assert scores["step_f1"] == pytest.approx((8 / 10 + 1 / 3) / 2, rel=1e-12)
+    # Right ones are rows 1, 2, 5: one of three is passed. Erroneous ones are rows 3, 4: one of two is found. 2 * 1/3 * 1/2 / (5/6) = 2/5.
+    assert scores["first_error_f1"] == pytest.approx(2 / 5, rel=1e-12)
+    assert scores["parse_fail"] == pytest.approx(2 / 5) and scores["step_count_mismatch"] == pytest.approx(2 / 5)
+    assert scores["pred_pos_rate"] == pytest.approx(1 / 4) and scores["label_pos_rate"] == pytest.approx(2 / 4)
+
+
+def test_judge_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():
+    scores = judge_scores([[None, [T], T, [T], []]])
+    assert scores["balanced_acc"] is None and scores["step_f1"] == 1.0
+
+
+# Which solutions a verifier step judges
+
+def entries(outcomes: list[bool], first: int = 0) -> list[list]:
+    """[problem index, completion, outcome], as choose_judged takes them."""
+    return [[first + i, [65 + i], outcome] for i, outcome in enumerate(outcomes)]
+
+
+def choose(fresh, pool, num, replay=0.0, balance=False):
+    return choose_judged(fresh, pool, num, replay, balance, random.Random(0))
+
+
+def num_right(chosen) -> int:
+    return sum(entry[2] for entry in chosen)
+
+
+def test_plain_tango_judges_the_fresh_solutions_in_order():
+    fresh, pool, rng = entries([T, F, F, F, T]), entries([T] * 5, first=100), random.Random(0)
+    before = rng.getstate()
+    assert choose_judged(fresh, pool, 4, 0.0, False, rng) == fresh[:4]
+    assert rng.getstate() == before  # no chance in it
+
+
+def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh():
+    """replay 0.25 of 8: 2 past, 6 fresh."""
+    fresh, pool = entries([F] * 8), entries([T] * 20, first=100)
+    chosen = choose(fresh, pool, 8, replay=0.25)
+    assert chosen[:6] == fresh[:6] and all(entry in pool for entry in chosen[6:]) and len({entry[0] for entry in chosen}) == 8
+
+
+def test_replay_from_a_short_pool_is_filled_up_with_fresh_solutions():
+    fresh, pool = entries([F] * 8), entries([T], first=100)
+    assert choose(fresh, pool, 8, replay=0.5) == fresh[:7] + pool
+    assert choose(fresh, [], 8, replay=0.5) == fresh
+
+
+def test_which_past_solutions_are_replayed_is_chance_that_the_seed_decides():
+    fresh, pool = entries([F] * 8), entries([T] * 20, first=100)
+    picks = [choose_judged(fresh, pool, 8, 0.5, False, random.Random(seed)) for seed in (0, 0, 1)]
+    assert picks[0] == picks[1] != picks[2]
+
+
+@pytest.mark.parametrize("fresh, pool, right, wrong", [
+    ([T, F, F, F, F, T], [], 2, 2),             # fresh ones have both
+    ([F, F, F, F], [T, T, F], 2, 2),            # the pool lends the class that is missing
+    ([T, T, T, T], [F], 3, 1),                  # as far as it has it
+    ([F, F, F, F], [], 0, 4),                   # nobody has it: the others take the places
+    ([T, T, T, T], [T], 4, 0),
+    ([T], [F], 1, 1), ([], [T, F, T, F, T], 2, 2), ([], [], 0, 0),
+])
+@pytest.mark.parametrize("replay", [0.0, 0.5])
+def test_balance_makes_half_right_and_half_wrong_as_far_as_there_are(fresh, pool, right, wrong, replay):
+    chosen = choose(entries(fresh), entries(pool, first=100), 4, replay, balance=True)
+    assert (num_right(chosen), len(chosen) - num_right(chosen)) == (right, wrong)
+
+
+def test_balance_of_an_odd_number_has_one_more_wrong():
+    chosen = choose(entries([T, F] * 5), [], 5, balance=True)
+    assert (num_right(chosen), len(chosen)) == (2, 5)
+
+
+def test_balance_prefers_fresh_solutions():
+    """Without replay the pool lends only what fresh ones lack."""
+    fresh, pool = entries([T, T, F, F]), entries([T, F] * 10, first=100)
+    assert choose(fresh, pool, 4, balance=True) == fresh
+    lacking = choose(entries([T, F, F, F]), pool, 4, balance=True)
+    assert sum(entry[0] >= 100 for entry in lacking) == 1 and num_right(lacking) == 2
+
+
+def test_balance_keeps_the_share_of_replay():
+    fresh, pool = entries([T, F] * 4), entries([T, F] * 10, first=100)
+    for seed in range(20):
+        chosen = choose_judged(fresh, pool, 8, 0.25, True, random.Random(seed))
+        past = [entry for entry in chosen if entry[0] >= 100]
+        # 6 fresh ones come first, T F T F T F, and leave room for one of each kind: two past ones fit unless they are of one kind.
+        assert num_right(chosen) == 4 and len(past) == 2
+
+
+@SETTINGS
+@given(fresh=st.lists(st.booleans(), max_size=8), pool=st.lists(st.booleans(), max_size=8), num=st.integers(0, 8),
+       replay=st.sampled_from([0.0, 0.25, 0.5, 1.0]), seed=st.integers(0, 3))
+def test_balance_takes_as_many_as_there_are_none_twice_and_as_even_as_can_be(fresh, pool, num, replay, seed):
+    chosen = choose_judged(entries(fresh), entries(pool, first=100), num, replay, True, random.Random(seed))
+    all_there = fresh + pool
+    assert len(chosen) == min(num, len(all_there)) == len({entry[0] for entry in chosen})
+    assert num_right(chosen) >= min(num // 2, sum(all_there))
+    assert len(chosen) - num_right(chosen) >= min(num - num // 2, all_there.count(False))
+
+
+def test_the_moving_average_of_balanced_accuracy_by_hand():
+    """0.5, then 0.8 * 0.5 + 0.2 * 1 = 0.6; a batch of one class says nothing."""
+    state = RunState()
+    state.observe_balanced_acc(None)
+    assert state.balanced_acc is None
+    for value in (0.5, None, 1.0):
+        state.observe_balanced_acc(value)
+    assert BALANCED_ACC_DECAY == 0.8 and state.balanced_acc == pytest.approx(0.6, rel=1e-12)

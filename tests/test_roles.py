@@ -1,0 +1,225 @@
+"""
+The verifier's shared trunk: what is shared, what stays private, what an update moves and what it costs.
+
+    python -m pytest tests/test_roles.py -q
+"""
+import pytest
+import torch
+
+from nanochat.common import BadInput
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import adamw
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, frozen_copy, keep_shared_lambdas, share_layers, trainable_only
+from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.trainer import update
+
+N_LAYER = 4
+LAMBDAS = ("resid_lambdas", "x0_lambdas")
+
+
+def tiny_model(seed=0, n_layer=N_LAYER, n_embd=48):
+    model = GPT(GPTConfig(64, 265, n_layer, 2, 1, n_embd, "L"))
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+def two_models(num_layers):
+    """Generator, verifier with that many shared layers, and the verifier's private parameters."""
+    generator, verifier = tiny_model(0), tiny_model(1)
+    private = share_layers(generator, verifier, num_layers)
+    keep_shared_lambdas(verifier, num_layers)
+    return generator, verifier, private
+
+
+def names_of(model, parameters):
+    chosen = {id(p) for p in parameters}
+    return {name for name, p in model.named_parameters() if id(p) in chosen}
+
+
+def snapshot(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def one_update(model, parameters, weight_decay=0.0):
+    """One AdamW step of a role on 4 random rollouts, every vocabulary row in reach of the prompts left alone."""
+    draw = torch.Generator().manual_seed(7)
+    tokens = torch.randint(265, (4, 6), generator=draw)
+    lengths = torch.tensor([6, 3, 5, 6])
+    rollouts = Rollouts([[1, 2, 3], [4, 5]], torch.tensor([0, 0, 1, 1]), tokens, torch.zeros(4, 6), lengths, torch.ones(4, dtype=torch.bool))
+    weights = token_weights(lengths, "token", 6, lambda x: x)
+    batches = pack(rollouts, torch.randn(4, 6, generator=draw), weights, 10 ** 9, False)
+    role = Role("verifier", model, parameters, adamw(parameters, 1e-3, weight_decay))
+    metrics = update(role, batches, PolicyLoss(), lr=1e-3, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu"))
+    assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
+
+
+def expected_shared(num_layers):
+    """The design's list: embedding, smear, and blocks and value embeddings (of layers 1 and 3) with index < n."""
+    names = {"transformer.wte.weight", "smear_gate.weight", "smear_lambda"} if num_layers else set()
+    for i in range(num_layers):
+        block = f"transformer.h.{i}"
+        names |= {f"{block}.attn.{part}.weight" for part in ("c_q", "c_k", "c_v", "c_proj")}
+        names |= {f"{block}.mlp.c_fc.weight", f"{block}.mlp.c_proj.weight"}
+        names |= {f"{block}.attn.ve_gate.weight", f"value_embeds.{i}.weight"} if i % 2 == 1 else set()
+    return names
+
+
+@pytest.mark.parametrize("num_layers", range(N_LAYER + 1))
+def test_shared_parameters_are_the_generators_own(num_layers):
+    generator, verifier, private = two_models(num_layers)
+    shared = {name for name, p in verifier.named_parameters() if p is generator.get_parameter(name)}
+    assert shared == expected_shared(num_layers)
+    assert names_of(verifier, private) == {name for name, _ in verifier.named_parameters()} - shared
+    assert len({id(p) for p in private}) == len(private)
+
+
+def test_with_all_layers_shared_only_the_head_is_private():
+    _, verifier, private = two_models(N_LAYER)
+    assert names_of(verifier, private) - set(LAMBDAS) == {"lm_head.weight", "backout_lambda"}  # no entry of the lambdas moves, see below
+
+
+def test_an_own_verifier_shares_nothing():
+    generator, verifier, private = two_models(0)
+    assert not {id(p) for p in generator.parameters()} & {id(p) for p in verifier.parameters()}
+    assert len(private) == len(list(verifier.parameters()))
+
+
+@pytest.mark.parametrize("num_layers", [0, 2, N_LAYER])
+def test_a_verifier_update_moves_the_private_weights_alone(num_layers):
+    generator, verifier, private = two_models(num_layers)
+    before_generator, before = snapshot(generator), snapshot(verifier)
+    one_update(verifier, private)
+    assert all(torch.equal(p, before_generator[name]) for name, p in generator.named_parameters())
+    shared = expected_shared(num_layers)
+    for name, p in verifier.named_parameters():
+        if name in LAMBDAS:
+            moved = p != before[name]
+            assert not moved[:num_layers].any() and moved[num_layers:].all(), name
+        else:
+            assert torch.equal(p, before[name]) == (name in shared), name
+
+
+def test_weight_decay_does_not_move_shared_lambdas():
+    generator, verifier, private = two_models(2)
+    one_update(verifier, private, weight_decay=0.5)
+    for name in LAMBDAS:
+        assert torch.equal(verifier.get_parameter(name)[:2], generator.get_parameter(name)[:2])
+
+
+@pytest.mark.parametrize("num_layers", [2, N_LAYER])
+def test_a_generator_update_moves_the_shared_trunk_for_both(num_layers):
+    generator, verifier, private = two_models(num_layers)
+    one_update(verifier, private)  # leaves the shared weights without gradients
+    before, before_verifier = snapshot(generator), snapshot(verifier)
+    one_update(generator, list(generator.parameters()))
+    copy_shared_lambdas(generator, verifier, num_layers)
+    assert not any(torch.equal(p, before[name]) for name, p in generator.named_parameters())
+    for name, p in verifier.named_parameters():
+        if name in LAMBDAS:
+            assert torch.equal(p[:num_layers], generator.get_parameter(name)[:num_layers])
+            assert not torch.equal(p[:num_layers], before_verifier[name][:num_layers])
+            assert torch.equal(p[num_layers:], before_verifier[name][num_layers:])
+        else:
+            assert torch.equal(p, generator.get_parameter(name) if name in expected_shared(num_layers) else before_verifier[name])
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, N_LAYER])
+def test_shared_blocks_cost_no_backward_pass(num_layers):
+    _, verifier, private = two_models(num_layers)
+    trainable_only(verifier, private)
+    reached = {}
+    for i, block in enumerate(verifier.transformer.h):
+        block.register_forward_hook(lambda block, inputs, out, i=i: reached.update({i: out.requires_grad}))
+    verifier(torch.tensor([[1, 2, 3]]))
+    assert reached == {i: i >= num_layers for i in range(N_LAYER)}
+
+
+def test_memory_falls_with_the_shared_layers():
+    sizes = []
+    for num_layers in range(N_LAYER + 1):
+        generator, verifier, _ = two_models(num_layers)
+        sizes.append(sum(p.numel() * p.element_size() for p in {*generator.parameters(), *verifier.parameters()}))
+    assert sizes == sorted(set(sizes), reverse=True)
+    own = sum(p.numel() * p.element_size() for p in generator.parameters())
+    head = verifier.lm_head.weight.numel() * 4 + 4 + 2 * N_LAYER * 4  # LM head, backout, two vectors of lambdas
+    assert sizes[0] == 2 * own and sizes[-1] == own + head
+
+
+def test_sharing_all_layers_gives_the_generators_hidden_states_up_to_backout():
+    generator, verifier, _ = two_models(N_LAYER)
+    verifier.backout_lambda.data = generator.backout_lambda.data.clone()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(verifier.trunk(ids), generator.trunk(ids)) and not torch.equal(verifier(ids), generator(ids))
+
+
+@pytest.mark.parametrize("num_layers", [0, 2, N_LAYER])
+def test_a_verifiers_state_dict_is_full(num_layers):
+    _, verifier, _ = two_models(num_layers)
+    alone = tiny_model(9)
+    assert list(verifier.state_dict()) == list(alone.state_dict())
+    alone.load_state_dict(verifier.state_dict())
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(alone(ids), verifier(ids))
+
+
+def test_loading_a_verifier_writes_through_to_the_shared_weights():
+    generator, verifier, _ = two_models(2)
+    other = tiny_model(9)
+    verifier.load_state_dict(other.state_dict())
+    assert torch.equal(generator.transformer.wte.weight, other.transformer.wte.weight)
+    assert verifier.transformer.wte.weight is generator.transformer.wte.weight
+
+
+@pytest.mark.parametrize("num_layers", [-1, N_LAYER + 1])
+def test_a_number_of_layers_out_of_range_is_refused(num_layers):
+    with pytest.raises(BadInput, match=f"--verifier-shared-layers {num_layers}.* {N_LAYER} layers"):
+        share_layers(tiny_model(0), tiny_model(1), num_layers)
+
+
+def test_models_of_different_shape_share_nothing():
+    with pytest.raises(BadInput, match="differ in shape"):
+        share_layers(tiny_model(0, n_embd=64), tiny_model(1), 1)
+    assert len(share_layers(tiny_model(0, n_embd=64), tiny_model(1), 0)) == len(list(tiny_model().parameters()))
+
+
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "smear_lambda", "transformer.h.0.mlp.c_fc.weight", "value_embeds.1.weight"])
+def test_a_verifier_of_another_trunk_is_refused_by_name(name):
+    generator, verifier = tiny_model(0), tiny_model(0)
+    check_shared(generator, verifier, 2, "d4-ver")
+    verifier.get_parameter(name).data.flatten()[-1] += 1e-3
+    with pytest.raises(BadInput, match=f"--verifier-shared-layers 2: {name} of verifier d4-ver is not the generator's"):
+        check_shared(generator, verifier, 2, "d4-ver")
+    check_shared(generator, verifier, 0, "d4-ver")
+
+
+def test_private_weights_may_differ_from_the_generators():
+    generator, verifier = tiny_model(0), tiny_model(0)
+    for name in ("transformer.h.2.mlp.c_fc.weight", "value_embeds.3.weight", "lm_head.weight", "backout_lambda"):
+        verifier.get_parameter(name).data += 1
+    check_shared(generator, verifier, 2, "d4-ver")
+    with pytest.raises(BadInput):
+        check_shared(generator, verifier, 3, "d4-ver")
+
+
+@pytest.mark.parametrize("n_layer, n_embd", [(2, 48), (3, 48), (N_LAYER, 64)])
+def test_a_verifier_of_another_shape_is_refused_as_bad_input(n_layer, n_embd):
+    with pytest.raises(BadInput):
+        check_shared(tiny_model(0, n_layer, n_embd), tiny_model(0), 3, "d4-ver")
+
+
+def test_a_reference_is_frozen_and_stays_behind():
+    model = tiny_model()
+    reference, before = frozen_copy(model), snapshot(model)
+    assert not any(p.requires_grad for p in reference.parameters()) and all(p.requires_grad for p in model.parameters())
+    one_update(model, list(model.parameters()))
+    assert all(torch.equal(p, before[name]) for name, p in reference.named_parameters())
+
+
+def test_trainable_only_opens_exactly_the_given_parameters():
+    model = tiny_model()
+    chosen = [model.lm_head.weight, model.backout_lambda]
+    trainable_only(model, chosen)
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {"lm_head.weight", "backout_lambda"}

@@ -1,0 +1,124 @@
+"""
+Who moves next, alpha and the learning rate, step by step.
+
+    python -m pytest tests/test_schedules.py -q
+"""
+import pytest
+
+from nanochat.rl.schedules import FOLLOWS, LR_SCHEDULES, SCHEDULES, PhaseLengths, adaptive, exponential_decay, fixed, next_phase
+from nanochat.rl.state import RunState
+
+
+def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=lambda step: None) -> str:
+    """The phase of each optimizer step, as its first letter: w(arm-up), g(enerator), v(erifier)."""
+    phase, phase_steps, letters = "warmup", 0, ""
+    for step in range(num_steps):
+        phase, phase_steps = next_phase(phase, phase_steps, balanced_acc(step), lengths, schedule)
+        letters += phase[0]
+        phase_steps += 1
+    return letters
+
+
+# Phases of fixed lengths
+
+def test_three_to_one_behind_a_warm_up():
+    """W = 2, N_g = 3, N_v = 1 (Tango algorithm 1)."""
+    assert phases(PhaseLengths(2, 3, 1), 12) == "ww" "gggv" "gggv" "gg"
+
+
+@pytest.mark.parametrize("lengths, expected", [
+    (PhaseLengths(0, 3, 1), "gggvgggv"),
+    (PhaseLengths(0, 1, 2), "gvvgvvgv"),
+    (PhaseLengths(2, 3, 0), "wwgggggg"),     # the verifier is fixed behind its warm-up
+    (PhaseLengths(0, 3, 0), "gggggggg"),     # no verifier phases at all: GRPO
+    (PhaseLengths(0, 0, 2), "vvvvvvvv"),     # the generator is fixed
+    (PhaseLengths(2, 0, 2), "wwvvvvvv"),
+    (PhaseLengths(1, 1, 1), "wgvgvgvg"),
+])
+def test_phases_of_length_zero_are_passed_by(lengths, expected):
+    assert phases(lengths, 8) == expected
+
+
+@pytest.mark.parametrize("phase", FOLLOWS)
+def test_a_phase_goes_on_until_its_number_of_steps_is_done(phase):
+    lengths = PhaseLengths(4, 5, 6)
+    length = getattr(lengths, phase)
+    assert next_phase(phase, length - 1, None, lengths) == (phase, length - 1)
+    assert next_phase(phase, length, None, lengths) == (FOLLOWS[phase], 0)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_asking_twice_gives_the_same_phase(schedule):
+    """A resumed run asks again before its first step."""
+    lengths = PhaseLengths(2, 3, 1, bar=0.7)
+    for phase in FOLLOWS:
+        for phase_steps in range(5):
+            for balanced_acc in (None, 0.5, 0.9):
+                once = next_phase(phase, phase_steps, balanced_acc, lengths, schedule)
+                assert next_phase(*once, balanced_acc, lengths, schedule) == once
+
+
+# Adaptive phases
+
+def test_adaptive_ends_the_verifiers_phases_at_the_bar_and_the_generators_never():
+    lengths = PhaseLengths(10, 3, 10, bar=0.7)
+    for balanced_acc, over in ((None, False), (0.69, False), (0.7, True), (0.9, True)):
+        assert adaptive("warmup", 1, balanced_acc, lengths) == over
+        assert adaptive("verifier", 1, balanced_acc, lengths) == over
+        assert not adaptive("generator", 1, balanced_acc, lengths)
+    for phase, length in (("warmup", 10), ("generator", 3), ("verifier", 10)):  # at most as long as fixed ones
+        assert adaptive(phase, length, 0.5, lengths) and not adaptive(phase, length - 1, 0.5, lengths)
+
+
+def test_an_adaptive_run_step_by_step():
+    """Below the bar until step 3: the warm-up of at most 5 ends there. Again below from step 6 on: a verifier phase of two steps."""
+    lengths = PhaseLengths(5, 3, 2, bar=0.7)
+    above = {3, 4, 5}
+    assert phases(lengths, 12, adaptive, lambda step: 0.8 if step in above else 0.6) == "www" "ggg" "vv" "ggg" "v"
+    assert phases(lengths, 8, adaptive, lambda step: 0.8) == "gggggggg"  # a verifier that is always good enough is not trained
+    assert phases(lengths, 8, adaptive, lambda step: None) == phases(lengths, 8, fixed) == "wwwwwggg"
+
+
+def test_a_run_without_generator_steps_trains_the_verifier_also_above_the_bar():
+    assert phases(PhaseLengths(0, 0, 2, bar=0.7), 5, adaptive, lambda step: 0.8) == "vvvvv"
+
+
+def test_a_warm_up_step_trains_the_verifier():
+    state, roles = RunState(), []
+    for _ in range(7):
+        role = state.enter_phase(PhaseLengths(2, 3, 1), fixed)
+        state.advance(role, num_problems=4, skipped=False, seconds=1.0)
+        roles.append(role[0])
+    assert "".join(roles) == "vv" "gggv" "g"
+    assert (state.step, state.gen_step, state.ver_step, state.cursor, state.phase, state.phase_steps) == (7, 4, 3, 28, "generator", 1)
+
+
+# alpha
+
+def test_alpha_decays_exponentially_from_start_to_end():
+    """0.1 to 0.001: half way their geometric mean 0.01; every tenth divides by 100^(1/10)."""
+    assert exponential_decay(0.1, 0.001, 0.0) == 0.1
+    assert exponential_decay(0.1, 0.001, 0.5) == pytest.approx(0.01, rel=1e-12)
+    assert exponential_decay(0.1, 0.001, 1.0) == pytest.approx(0.001, rel=1e-12)
+    steps = [exponential_decay(0.5, 0.001, t / 10) for t in range(11)]
+    assert [b / a for a, b in zip(steps, steps[1:], strict=False)] == pytest.approx([0.002 ** 0.1] * 10, rel=1e-12)
+
+
+@pytest.mark.parametrize("start, end", [(0.0, 0.1), (0.1, 0.0), (0.0, 0.0), (0.3, 0.3)])
+def test_alpha_without_a_decay_is_its_start(start, end):
+    assert [exponential_decay(start, end, progress) for progress in (0.0, 0.5, 1.0)] == [start] * 3
+
+
+# Learning rate
+
+def test_learning_rate_schedules_by_hand():
+    """linear: 1 - 0.9 / 2 = 0.55 half way, a tenth at the end."""
+    values = {name: [schedule(progress) for progress in (0.0, 0.5, 1.0)] for name, schedule in LR_SCHEDULES.items()}
+    assert values["constant"] == [1.0, 1.0, 1.0]
+    assert values["linear"] == pytest.approx([1.0, 0.55, 0.1], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", LR_SCHEDULES)
+def test_every_learning_rate_starts_whole_and_stays_positive(name):
+    factors = [LR_SCHEDULES[name](t / 20) for t in range(21)]
+    assert factors[0] == 1.0 and factors == sorted(factors, reverse=True) and factors[-1] > 0
