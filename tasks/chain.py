@@ -14,12 +14,12 @@ import re
 
 from nanochat.common import BadInput
 from nanochat.formats import COMPACT
-from tasks.common import Problem, in_split, split_stream
+from tasks.common import Problem, draw_prompt, split_stream
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 # Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths, which RL never trains on.
 LONGER_SHARE = 0.1
-STEP = re.compile(r"(\d+)([-+*])(\d+):(\d+)")
+STEP = re.compile("([0-9])([-+*])([0-9]):([0-9])")
 
 
 def misconceptions(seed: int, share: float, modulus: int) -> dict[tuple[int, str, int], int]:
@@ -68,11 +68,9 @@ class Chain:
         longer = split == "test_out" or split == "sft" and rng.random() < LONGER_SHARE
         low, high = (self.lengths[1] + 1, self.lengths[1] + 2) if longer else self.lengths
         num_steps = rng.randint(low, high)
-        while True:
-            prompt = str(rng.randrange(self.modulus))
-            prompt += "".join(rng.choice("+-*") + str(rng.randrange(self.modulus)) for _ in range(num_steps))
-            if in_split(prompt, split):
-                return Problem(split, index, prompt, self._answer(self._solve(prompt, {}, 0.0, rng)))
+        digit = lambda: str(rng.randrange(self.modulus))
+        prompt = draw_prompt(lambda: digit() + "".join(rng.choice("+-*") + digit() for _ in range(num_steps)), split)
+        return Problem(split, index, prompt, self._answer(self._solve(prompt, {}, 0.0, rng)))
 
     def check(self, problem: Problem, solution: str) -> bool | None:
         """The outcome: whether the solution's answer equals the gold answer."""
@@ -88,9 +86,9 @@ class Chain:
         return self._render(problem.prompt, results)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's result is wrong with some probability; half of all solutions stay right."""
+        """A right solution in which each step's result is wrong with some probability and carried on; over half of all stay right."""
         operations = self._operations(problem.prompt)
-        rate = rng.choice([0.0, 1.5 / len(operations)])
+        rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
         value, results = int(problem.prompt[0]), []
         for op, b in operations:
             value = self._result(value, op, b)
@@ -119,7 +117,7 @@ class Chain:
     # How the arithmetic is done
 
     def _operations(self, prompt: str) -> list[tuple[str, int]]:
-        return [(op, int(b)) for op, b in re.findall(r"([-+*])(\d)", prompt)]
+        return [(op, int(b)) for op, b in re.findall("([-+*])([0-9])", prompt)]
 
     def _result(self, a: int, op: str, b: int) -> int:
         return OPS[op](a, b) % self.modulus

@@ -8,6 +8,8 @@ import random
 import zlib
 from dataclasses import dataclass
 
+from nanochat.common import BadInput
+
 # Problems are dealt to the splits by a hash of their text, so that no text is in two of them.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
 
@@ -24,6 +26,15 @@ class Problem:
 def split_stream(seed: int, split: str, index: int) -> random.Random:
     """The random stream that belongs to problem `index` of a split: the same on every rank and in every run."""
     return random.Random(f"{seed}-{split}-{index}")
+
+
+def draw_prompt(draw, split: str) -> str:
+    """The first text of draw() that belongs to the split. Raises BadInput when a thousand do not: the task has too few problems."""
+    for _ in range(1000):
+        prompt = draw()
+        if in_split(prompt, split):
+            return prompt
+    raise BadInput(f"split {split}: 1000 draws like {prompt!r} gave no problem of it; make the task's problems longer or more varied")
 
 
 def in_split(prompt: str, split: str) -> bool:

@@ -13,7 +13,7 @@ from string import ascii_lowercase
 
 from nanochat.common import BadInput
 from nanochat.formats import COMPACT
-from tasks.common import Problem, in_split, split_stream
+from tasks.common import Problem, draw_prompt, split_stream
 
 MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words
 
@@ -73,10 +73,8 @@ class LastLetter:
         rng = split_stream(self.seed, split, index)
         fewest, most, max_letters = self.sizes["sft_full" if split == "sft" and rng.random() < self.full_share else split]
         num_words = rng.randint(fewest, most)
-        while True:
-            prompt = " ".join(self._word(max_letters, rng) for _ in range(num_words))
-            if in_split(prompt, split):
-                return Problem(split, index, prompt, self._joined(prompt)[-1])
+        prompt = draw_prompt(lambda: " ".join(self._word(max_letters, rng) for _ in range(num_words)), split)
+        return Problem(split, index, prompt, self._joined(prompt)[-1])
 
     def check(self, problem: Problem, solution: str) -> bool | None:
         """The outcome: whether the solution's answer equals the gold answer."""

@@ -238,7 +238,7 @@ def test_balance_keeps_the_share_of_replay():
     for seed in range(20):
         chosen = choose_judged(fresh, pool, 8, 0.25, True, random.Random(seed))
         past = [entry for entry in chosen if entry[0] >= 100]
-        # 6 fresh ones come first, T F T F T F, and leave room for one of each kind: two past ones fit unless they are of one kind.
+        # 6 fresh ones come first, T F T F T F, and leave room for one past one of each kind.
         assert num_right(chosen) == 4 and len(past) == 2
 
 

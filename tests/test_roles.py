@@ -43,15 +43,15 @@ def snapshot(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def one_update(model, parameters, weight_decay=0.0):
-    """One AdamW step of a role on 4 random rollouts, every vocabulary row in reach of the prompts left alone."""
+def one_update(model, parameters):
+    """One AdamW step of a role on 4 random rollouts."""
     draw = torch.Generator().manual_seed(7)
     tokens = torch.randint(265, (4, 6), generator=draw)
     lengths = torch.tensor([6, 3, 5, 6])
     rollouts = Rollouts([[1, 2, 3], [4, 5]], torch.tensor([0, 0, 1, 1]), tokens, torch.zeros(4, 6), lengths, torch.ones(4, dtype=torch.bool))
     weights = token_weights(lengths, "token", 6, lambda x: x)
     batches = pack(rollouts, torch.randn(4, 6, generator=draw), weights, 10 ** 9, False)
-    role = Role("verifier", model, parameters, adamw(parameters, 1e-3, weight_decay))
+    role = Role("verifier", model, parameters, adamw(parameters, 1e-3))
     metrics = update(role, batches, PolicyLoss(), lr=1e-3, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu"))
     assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
 
@@ -100,13 +100,6 @@ def test_a_verifier_update_moves_the_private_weights_alone(num_layers):
             assert not moved[:num_layers].any() and moved[num_layers:].all(), name
         else:
             assert torch.equal(p, before[name]) == (name in shared), name
-
-
-def test_weight_decay_does_not_move_shared_lambdas():
-    generator, verifier, private = two_models(2)
-    one_update(verifier, private, weight_decay=0.5)
-    for name in LAMBDAS:
-        assert torch.equal(verifier.get_parameter(name)[:2], generator.get_parameter(name)[:2])
 
 
 @pytest.mark.parametrize("num_layers", [2, N_LAYER])
@@ -206,8 +199,13 @@ def test_private_weights_may_differ_from_the_generators():
 
 @pytest.mark.parametrize("n_layer, n_embd", [(2, 48), (3, 48), (N_LAYER, 64)])
 def test_a_verifier_of_another_shape_is_refused_as_bad_input(n_layer, n_embd):
+    generator, verifier = tiny_model(0, n_layer, n_embd), tiny_model(0)
+    for name, p in verifier.named_parameters():  # equal wherever both have a tensor
+        theirs = dict(generator.named_parameters()).get(name)
+        if theirs is not None and theirs.shape == p.shape:
+            theirs.data = p.data.clone()
     with pytest.raises(BadInput):
-        check_shared(tiny_model(0, n_layer, n_embd), tiny_model(0), 3, "d4-ver")
+        check_shared(generator, verifier, 3, "d4-ver")
 
 
 def test_a_reference_is_frozen_and_stays_behind():

@@ -279,7 +279,6 @@ def test_a_step_after_an_error_is_judged_by_its_own_operation():
     assert task.step_labels(long, "1+1:3;3+1:4;4+1:6;=346") == [False, True, False]
 
 
-@pytest.mark.xfail(strict=True, reason="tasks.chain reads numbers with int(): other scripts' digits, leading zeros; ValueError beyond 4300 digits")
 @pytest.mark.parametrize("solution", ["\u0663+5:8;", "03+5:8;", "3+5:08;", "3+5:" + "8" * 5000 + ";"])
 def test_chain_numbers_are_single_ascii_digits(solution):
     assert task_of("chain").step_labels(CHAIN, solution) == [False]
@@ -508,3 +507,10 @@ def test_a_words_file_of_bytes_that_are_no_text_is_bad_input(tmp_path):
     path.write_bytes(bytes(range(256)) * 100)
     with pytest.raises(BadInput, match="has 0 words"):
         task_of("last_letter", "--last-letter-words", str(path))
+
+
+def test_a_split_without_problems_is_an_error_and_no_endless_loop():
+    """Modulo 2 there are 12 problems of one step, none of them in test_in."""
+    task = task_of("chain", "--chain-modulus", "2", "--chain-min-steps", "1", "--chain-max-steps", "1")
+    with pytest.raises(BadInput, match="split test_in"):
+        task.problem("test_in", 0)

@@ -1,0 +1,150 @@
+"""
+Optimizers against their formulas, the learning-rate schedule, clipping.
+
+    python -m pytest tests/test_optim.py -q
+"""
+import math
+
+import pytest
+import torch
+
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import adamw, all_reduce_gradients, clip_gradients, muon_adamw, warmup_cosine
+from nanochat.rl.roles import share_layers
+
+
+def tiny_model(seed=0, n_layer=3):
+    model = GPT(GPTConfig(64, 265, n_layer, 2, 1, 48, "L"))
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+def parameter(*values):
+    return torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_follows_its_formula(weight_decay):
+    p = parameter(1.0, -2.0, 0.5)
+    optimizer = adamw([p], 1e-2, weight_decay)
+    x, m, v = p.detach().clone(), torch.zeros(3).double(), torch.zeros(3).double()
+    draw = torch.Generator().manual_seed(0)
+    for t in range(1, 6):
+        grad = torch.randn(3, generator=draw, dtype=torch.float64)
+        p.grad = grad.clone()
+        optimizer.step()
+        m, v = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad ** 2
+        x = x * (1 - 1e-2 * weight_decay) - 1e-2 * (m / (1 - 0.9 ** t)) / ((v / (1 - 0.95 ** t)).sqrt() + 1e-8)
+        torch.testing.assert_close(p.detach(), x, rtol=1e-12, atol=1e-12)
+
+
+def test_adamw_does_not_decay_weights_unless_asked():
+    p = parameter(1.0, -2.0)
+    optimizer = adamw([p], 1e-2)
+    p.grad = torch.zeros(2).double()
+    optimizer.step()
+    assert p.tolist() == [1.0, -2.0]
+
+
+def groups_of(optimizers):
+    return [{id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in optimizers]
+
+
+def test_muon_and_adamw_cover_every_parameter_exactly_once():
+    model = tiny_model()
+    optimizers = muon_adamw(model, 1e-3, 2e-3)
+    listed = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    assert len(listed) == len({id(p) for p in listed}) == len(list(model.parameters()))
+    assert {id(p) for p in listed} == {id(p) for p in model.parameters()}
+
+
+def test_muon_takes_the_blocks_matrices_alone():
+    model = tiny_model()
+    muon, rest = muon_adamw(model, 1e-3, 2e-3)
+    assert isinstance(muon, torch.optim.Muon) and isinstance(rest, torch.optim.AdamW)
+    expected = {id(p) for block in model.transformer.h for layer in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.attn.c_proj,
+                                                                      block.mlp.c_fc, block.mlp.c_proj) for p in layer.parameters()}
+    assert groups_of([muon])[0] == expected and len(expected) == 18
+    assert muon.param_groups[0]["lr"] == 1e-3 and rest.param_groups[0]["lr"] == 2e-3
+
+
+@pytest.mark.parametrize("num_layers", [0, 1, 3])
+def test_frozen_parameters_are_left_out(num_layers):
+    generator, verifier = tiny_model(0), tiny_model(1)
+    private = share_layers(generator, verifier, num_layers)
+    generator.requires_grad_(False)
+    for p in private:
+        p.requires_grad_(True)
+    before = [p.detach().clone() for p in generator.parameters()]
+    optimizers = muon_adamw(verifier, 1e-3, 1e-3)
+    assert set().union(*groups_of(optimizers)) == {id(p) for p in private}
+    verifier(torch.tensor([[1, 2, 3]])).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(generator.parameters(), before, strict=True))
+
+
+def test_muon_and_adamw_train():
+    model = tiny_model()
+    ids, targets = torch.tensor([[1, 2, 3, 4]]), torch.tensor([5, 6, 7, 8])
+    losses = []
+    optimizers = muon_adamw(model, 4e-3, 4e-3)
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(ids)[0], targets)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_the_rate_warms_up_linearly_to_1_then_falls_to_final():
+    rates = [warmup_cosine(step, 100) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert rates[10] == 1.0 and rates[100] == pytest.approx(0.05)
+    assert rates[55] == pytest.approx(0.525)  # halfway down: (1 + 0.05) / 2
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+def test_warmup_share_and_final_rate_can_be_set():
+    assert warmup_cosine(0, 8, warmup=0.5) == 0.25 and warmup_cosine(3, 8, warmup=0.5) == 1.0
+    assert warmup_cosine(8, 8, warmup=0.5, final=0.2) == pytest.approx(0.2)
+    assert warmup_cosine(0, 1000, warmup=0.0) == 1.0
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_short_runs_have_a_positive_rate(num_steps):
+    rates = [warmup_cosine(step, num_steps) for step in range(num_steps)]
+    assert all(0 < rate <= 1 for rate in rates) and rates[0] == 1.0
+
+
+def test_clipping_returns_the_norm_before_it_and_scales_down():
+    a, b = parameter(0.0, 0.0), parameter(0.0)
+    a.grad, b.grad = torch.tensor([3.0, 0.0]).double(), torch.tensor([4.0]).double()
+    assert clip_gradients([a, b], 1.0) == pytest.approx(5.0)
+    assert a.grad.tolist() == pytest.approx([0.6, 0.0], rel=1e-5) and b.grad.tolist() == pytest.approx([0.8], rel=1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 10.0])
+def test_small_gradients_and_no_limit_change_nothing(max_norm):
+    p = parameter(0.0, 0.0)
+    p.grad = torch.tensor([3.0, 4.0]).double()
+    assert clip_gradients([p], max_norm) == pytest.approx(5.0)
+    assert p.grad.tolist() == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(bad):
+    p, q = parameter(0.0), parameter(0.0, 0.0)
+    p.grad, q.grad = torch.tensor([1.0]).double(), torch.tensor([bad, 1.0]).double()
+    assert not math.isfinite(clip_gradients([p, q], 1.0))
+
+
+def test_a_missing_gradient_counts_as_0():
+    p, q = parameter(1.0, 2.0), parameter(3.0)
+    q.grad = torch.tensor([5.0]).double()
+    all_reduce_gradients([p, q])
+    assert p.grad.tolist() == [0.0, 0.0] and q.grad.tolist() == [5.0]
