@@ -19,11 +19,15 @@ MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older 
 def save_atomic(obj, path: str) -> None:
     """torch.save that leaves either the whole file or none."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    with open(path + ".tmp", "wb") as f:
-        torch.save(obj, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + ".tmp", path)
+    try:
+        with open(path + ".tmp", "wb") as f:
+            torch.save(obj, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + ".tmp", path)
+    except BaseException:
+        os.remove(path + ".tmp")
+        raise
 
 
 def load_file(path: str, device="cpu"):
@@ -33,7 +37,7 @@ def load_file(path: str, device="cpu"):
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many types for a file that is damaged or not allowed
-        raise BadInput(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from None
+        raise BadInput(f"{path} cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
 def list_tags(stage: str) -> list[str]:
@@ -74,14 +78,30 @@ def save_model(stage: str, tag: str, step: int, model: GPT, meta: dict) -> None:
     write_json(path_of(stage, tag, f"meta_{step:06d}.json"), {"step": step, "model_config": model.config.asdict(), **meta})
 
 
+def load_meta(path: str) -> tuple[dict, GPTConfig]:
+    """A model's meta and its configuration; only window_pattern may be missing ("L"). Raises BadInput that names the file and the key."""
+    try:
+        with open(path) as f:
+            meta = json.load(f)
+        given = {"window_pattern": "L", **meta["model_config"]}
+        config = GPTConfig(**given)
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise BadInput(f"{path} is no model's meta: {error}") from None
+    missing = config.asdict().keys() - given.keys()
+    if missing:
+        raise BadInput(f"{path}: model_config has no {', '.join(sorted(missing))}")
+    return meta, config
+
+
 def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None) -> tuple[GPT, dict]:
     """A model and its meta. Raises BadInput for what is missing, naming it."""
     step = find_step(stage, tag, step)
-    with open(path_of(stage, tag, f"meta_{step:06d}.json")) as f:
-        meta = json.load(f)
-    config = GPTConfig(**{"window_pattern": "L", **meta["model_config"]})
+    meta, config = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     path = path_of(stage, tag, f"model_{step:06d}.pt")
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in load_file(path, device).items()}
+    state = load_file(path, device)
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise BadInput(f"{path} holds no state dict")
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
     for name, value in MAY_BE_MISSING.items():
         state.setdefault(name, torch.full((config.n_layer,), value))
     # Stored dtype is kept for upstream's sake elsewhere; on load, master weights are fp32.
@@ -107,8 +127,11 @@ def load_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
     path = path_of(stage, tag, f"optim_{step:06d}_rank0.pt")
     try:
         optimizer.load_state_dict(load_file(path))
-    except ValueError as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path} does not fit: {error}") from None
+    for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes
+        if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values() if isinstance(tensor, torch.Tensor)):
+            raise BadInput(f"{path} does not fit: it was made for parameters of other shapes")
 
 
 def save_state(run_name: str, step: int, state: dict) -> None:

@@ -94,26 +94,28 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
                   torch.zeros(N, dtype=torch.long, device=device), torch.zeros(N, dtype=torch.bool, device=device))
     keys = torch.tensor(keys, dtype=torch.long, device=device)
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-    # Long prompts go together, so that little is padding.
-    order = sorted(range(len(prompts)), key=lambda p: len(prompts[p]))
-    prompts_per_batch = max(1, max_rows // num_samples)
-    for start in range(0, len(order), prompts_per_batch):
-        chosen = order[start: start + prompts_per_batch]
-        rows = torch.tensor([p * num_samples + g for p in chosen for g in range(num_samples)], device=device)
-        _generate_batch(model, [prompts[p] for p in chosen], num_samples, rows, out, keys, stop_tokens, temperature, top_k, should_stop)
+    # Prompts of like length go together, so that little is padding.
+    order = sorted(range(N), key=lambda n: len(prompts[n // num_samples]))
+    for start in range(0, N, max_rows):
+        if should_stop():
+            break
+        rows = order[start: start + max_rows]
+        chosen = {p: i for i, p in enumerate(dict.fromkeys(n // num_samples for n in rows))}  # prompt -> its place in the batch
+        share = torch.tensor([chosen[n // num_samples] for n in rows], device=device)
+        _generate_batch(model, [prompts[p] for p in chosen], share, torch.tensor(rows, device=device), out, keys, stop_tokens, temperature, top_k,
+                        should_stop)
     width = max(int(out.lengths.max()), 1) if N else 0
     return Samples(out.tokens[:, :width].contiguous(), out.logprobs[:, :width].contiguous(), out.lengths, out.stopped)
 
 
-def _generate_batch(model, prompts, num_samples, rows, out, keys, stop_tokens, temperature, top_k, should_stop):
-    """Fills the given rows of `out` with completions of these prompts."""
+def _generate_batch(model, prompts, share, rows, out, keys, stop_tokens, temperature, top_k, should_stop):
+    """Fills the given rows of `out` with completions of these prompts; share (B,) is the prompt of each row."""
     device, max_new_tokens = rows.device, out.tokens.shape[1]
     ids, positions = pad_prompts(prompts, device)
     cache = KVCache(model.config.n_layer, capacity=ids.shape[1] + max_new_tokens)
     hidden = model.trunk(ids, positions=positions, cache=cache)  # (P, Tp, C)
     ends = (positions < FAR).sum(dim=1) - 1
     hidden = hidden[torch.arange(len(prompts), device=device), ends]  # (P, C)
-    share = torch.arange(len(prompts), device=device).repeat_interleave(num_samples)
     cache.select(share)
     logits = model.head(hidden)[share]  # (B, V)
     next_position = (ends + 1)[share]   # (B,)

@@ -120,6 +120,7 @@ class GPT(nn.Module):
     """The model. `compute_dtype` is the dtype of activations; parameters stay as they are."""
 
     softcap = 15.0  # logits are softcap * tanh(z / softcap)
+    frozen_layers = 0  # the lowest layers' scalars take no gradient (roles.share_layers)
 
     def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -145,7 +146,7 @@ class GPT(nn.Module):
         """How many tokens back layer `layer` sees: L all, S a quarter of the context (rounded up to 128); the last is L."""
         pattern, length = self.config.window_pattern, self.config.sequence_len
         short = pattern[layer % len(pattern)] == "S" and layer < self.config.n_layer - 1
-        return -(-(length // 4) // 128) * 128 if short else length
+        return -(-length // 512) * 128 if short else length
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -202,7 +203,10 @@ class GPT(nn.Module):
         x0 = x
         middle = self.config.n_layer // 2
         for i, block in enumerate(self.transformer.h):
-            x = self.resid_lambdas[i].to(x.dtype) * x + self.x0_lambdas[i].to(x.dtype) * x0
+            resid, first = self.resid_lambdas[i].to(x.dtype), self.x0_lambdas[i].to(x.dtype)
+            if i < self.frozen_layers:
+                resid, first = resid.detach(), first.detach()
+            x = resid * x + first * x0
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             x = block(x, embeds, cos_sin, biases[self.windows[i]], cache, prefix)
             if i == middle:

@@ -21,8 +21,8 @@ def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in trained.items() if ".c_" in name]
     rest = [p for name, p in trained.items() if ".c_" not in name]
-    muon = torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw(rest, embedding_lr)]
+    muon = [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
+    return [*muon, adamw(rest, embedding_lr)]
 
 
 def warmup_cosine(step: int, num_steps: int, warmup: float = 0.1, final: float = 0.05) -> float:

@@ -34,6 +34,16 @@ class _EncodingUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a tokenizer file")
 
 
+def check_encoding(ranks: dict[bytes, int], specials: dict[str, int]) -> None:
+    """Raises ValueError unless ids are 0..V-1 without gaps, every byte has one, and the nine special tokens take the last."""
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise ValueError("token ids are not 0, 1, 2, ...")
+    if not all(bytes([i]) in ranks for i in range(256)):
+        raise ValueError("a single byte has no token")
+    if specials != {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}:
+        raise ValueError(f"the last ids are not {', '.join(SPECIAL_TOKENS)}")
+
+
 class Tokenizer:
     """A tiktoken encoding with nanochat's special tokens and conversation format."""
 
@@ -55,6 +65,8 @@ class Tokenizer:
             trainer = rustbpe.Tokenizer()
             trainer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
             ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
+            if len(ranks) < vocab_size - len(SPECIAL_TOKENS):
+                raise BadInput(f"--vocab-size {vocab_size}: the text gives no more than {len(ranks) + len(SPECIAL_TOKENS)}")
         specials = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         return cls(tiktoken.Encoding("nanochat", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials))
 
@@ -67,8 +79,9 @@ class Tokenizer:
         with open(path, "rb") as f:
             try:
                 state = _EncodingUnpickler(f).load().state
+                check_encoding(state["mergeable_ranks"], state["special_tokens"])
                 return cls(tiktoken.Encoding(**{key: state[key] for key in ("name", "pat_str", "mergeable_ranks", "special_tokens")}))
-            except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError) as error:
+            except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
                 raise BadInput(f"{path} is not a tokenizer: {error}") from None
 
     def save(self, folder: str) -> None:

@@ -135,7 +135,8 @@ def test_a_damaged_meta_is_refused_by_name(base):
 
 def test_an_extra_tensor_is_named(base):
     saved_model()
-    edit_file(base / "chatsft_checkpoints/d2/model_000007.pt", lambda state: state.update({"transformer.h.0.attn.ve_gate.weight": torch.zeros(1, 12)}))
+    gate = {"transformer.h.0.attn.ve_gate.weight": torch.zeros(1, 12)}
+    edit_file(base / "chatsft_checkpoints/d2/model_000007.pt", lambda state: state.update(gate))
     assert "transformer.h.0.attn.ve_gate.weight" in refusal(load_model, "sft", "d2", "cpu", FP32)
 
 

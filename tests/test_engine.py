@@ -16,8 +16,12 @@ MASK = 2 ** 64 - 1
 class Recorder(GPT):
     """A model that remembers the (rows, columns) of every forward."""
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.shapes = []
+
     def trunk(self, ids, **options):
-        self.__dict__.setdefault("shapes", []).append(tuple(ids.shape))
+        self.shapes.append(tuple(ids.shape))
         return super().trunk(ids, **options)
 
 
@@ -173,7 +177,7 @@ def test_a_prompt_that_does_not_fit_is_refused_by_name(length, new):
     with pytest.raises(ValueError) as error:
         generate(model, [[1, 2], [1] * length], 1, max_new_tokens=new, stop_tokens=[], keys=[1, 2])
     assert all(part in str(error.value) for part in ("prompt 1", f"{length} tokens", str(16 - new), "16"))
-    assert not hasattr(model, "shapes")  # before anything has run
+    assert model.shapes == []  # before anything has run
 
 
 def test_the_longest_prompt_that_fits_is_taken():

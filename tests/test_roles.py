@@ -10,7 +10,7 @@ from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, frozen_copy, keep_shared_lambdas, share_layers, trainable_only
+from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, frozen_copy, share_layers, trainable_only
 from nanochat.rl.rollouts import Rollouts, pack, token_weights
 from nanochat.rl.trainer import update
 
@@ -30,7 +30,6 @@ def two_models(num_layers):
     """Generator, verifier with that many shared layers, and the verifier's private parameters."""
     generator, verifier = tiny_model(0), tiny_model(1)
     private = share_layers(generator, verifier, num_layers)
-    keep_shared_lambdas(verifier, num_layers)
     return generator, verifier, private
 
 

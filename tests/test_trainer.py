@@ -386,7 +386,8 @@ def train_share(rank, world):
         if seed == 2:
             advantages[0, 0] = math.inf
         mine = whole.group_id % world == rank
-        share = Rollouts(whole.prompts, whole.group_id[mine], whole.tokens[mine], whole.sampler_logprobs[mine], whole.lengths[mine], whole.stopped[mine])
+        rows = (whole.group_id, whole.tokens, whole.sampler_logprobs, whole.lengths, whole.stopped)
+        share = Rollouts(whole.prompts, *(x[mine] for x in rows))
         batches = packed(share, advantages[mine], "sequence", 40, reduce=all_reduce)
         metrics.append(step(role, batches, lr=1e-3, max_grad_norm=1.0))
     return weights_of(model), metrics

@@ -50,10 +50,10 @@ def center_mean(values, valid, group_id, num_groups, reduce):
 
 
 def center_loo(values, valid, group_id, num_groups, reduce):
-    """Leave one out (RLOO): the mean over the entries of the group's other rollouts."""
+    """Leave one out (RLOO): the mean over the entries of the group's other rollouts; the entry itself where there are none."""
     valid = valid.to(values.dtype)
     total, count = (_group_sum(x, group_id, num_groups, reduce)[group_id] - x.sum(dim=1) for x in (values, valid))
-    return (total / count)[:, None].expand_as(values)
+    return torch.where(count[:, None] > 0, (total / count)[:, None], values)
 
 
 CENTER: dict[str, Callable] = {"none": center_none, "mean": center_mean, "loo": center_loo}

@@ -41,9 +41,9 @@ def balanced_accuracy(labels: list[bool], verdicts: list[bool | None]) -> float 
     return sum(recalls) / 2
 
 
-def first_error(verdicts: list[bool | None]) -> int:
-    """Index of the first step judged wrong, -1 where none is (ProcessBench)."""
-    return next((k for k, v in enumerate(verdicts) if v is False), -1)
+def first_error(verdicts: list[bool | None]) -> int | None:
+    """Index of the first step judged wrong, -1 where all are judged right (ProcessBench); None where missing verdicts leave it open."""
+    return next((k for k, v in enumerate(verdicts) if v is False), None if None in verdicts else -1)
 
 
 def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) -> float | None:

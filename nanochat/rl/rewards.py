@@ -23,13 +23,16 @@ def outcome_rewards(outcomes: list[bool | None], lengths: torch.Tensor) -> Spars
 
 
 def step_rewards(step_ends: list[list[int]], verdicts: list[list[bool] | None], device) -> SparseRewards:
-    """Tango eq. 3: +1/K or -1/K at the end token of each of a rollout's K steps; None abstains."""
+    """Tango eq. 3: +1/K or -1/K at the end token of each of a rollout's K steps; None abstains. Raises ValueError
+    where there are not K verdicts."""
     width = max([len(ends) for ends in step_ends] + [1])
     values, token_index = torch.zeros(len(verdicts), width), torch.zeros(len(verdicts), width, dtype=torch.long)
     valid = torch.zeros(len(verdicts), width, dtype=torch.bool)
     for n, (ends, judged) in enumerate(zip(step_ends, verdicts, strict=True)):
         if judged:
             K = len(ends)
+            if len(judged) != K:
+                raise ValueError(f"rollout {n} has {K} steps and {len(judged)} verdicts")
             values[n, :K] = torch.tensor([1.0 if v else -1.0 for v in judged]) / K
             token_index[n, :K] = torch.tensor(ends)
             valid[n, :K] = True

@@ -60,7 +60,7 @@ def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.n
     """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private parameters.
 
     num_layers from 0 (nothing is shared) to n_layer (private: backout and LM head alone). The entries of resid_lambdas and x0_lambdas
-    below num_layers follow the generator's, see `copy_shared_lambdas`. Raises BadInput when the shapes differ or num_layers is out of range.
+    below num_layers follow the generator's (`copy_shared_lambdas`) and take no gradient. Raises BadInput when the shapes differ or num_layers is out of range.
     """
     check_shapes(generator, verifier, num_layers)
     names = shared_names(verifier, num_layers)
@@ -68,6 +68,7 @@ def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.n
         owner, _, leaf = name.rpartition(".")
         setattr(verifier.get_submodule(owner), leaf, generator.get_parameter(name))
     copy_shared_lambdas(generator, verifier, num_layers)
+    verifier.frozen_layers = num_layers
     shared = {id(generator.get_parameter(name)) for name in names}
     return [p for p in verifier.parameters() if id(p) not in shared]
 
@@ -77,16 +78,6 @@ def copy_shared_lambdas(generator: GPT, verifier: GPT, num_layers: int) -> None:
     """Brings the verifier's per-layer scalars of the shared layers to the generator's values."""
     for name in ("resid_lambdas", "x0_lambdas"):
         verifier.get_parameter(name)[:num_layers] = generator.get_parameter(name)[:num_layers]
-
-
-def keep_shared_lambdas(verifier: GPT, num_layers: int) -> None:
-    """Gives the shared layers' scalars no gradient in the verifier, so that its updates do not move them."""
-    def zero_shared(grad):
-        grad = grad.clone()
-        grad[:num_layers] = 0
-        return grad
-    for name in ("resid_lambdas", "x0_lambdas"):
-        verifier.get_parameter(name).register_hook(zero_shared)
 
 
 def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> None:
@@ -110,7 +101,6 @@ def load_roles(args, trained: set[str], needs_verifier: bool, device, dtype: tor
         verifier, _ = load_model("sft", args.verifier_tag, device, dtype, step)
         check_shared(generator, verifier, args.verifier_shared_layers, args.verifier_tag)
         private = share_layers(generator, verifier, args.verifier_shared_layers)
-        keep_shared_lambdas(verifier, args.verifier_shared_layers)
         models["verifier"] = (verifier, private, args.verifier_lr)
     roles = {}
     for name, (model, parameters, lr) in models.items():
