@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from nanochat.checkpoint import load_model, save_model
+from nanochat.checkpoint import list_steps, load_model, save_model
 from nanochat.common import (BadInput, add_run_args, all_reduce, check_writable, compute_dtype, init_device, path_of, print0,
                              rank_and_world, script_main)
 from nanochat.engine import pad_prompts
@@ -166,6 +166,8 @@ def main(args) -> None:
     if rank == 0:
         save_model("sft", tag, args.num_steps, model, {"user_config": vars(args), "loss": loss, "val_bpb": None})
     print0(f"saved {path_of('sft', tag)} at step {args.num_steps}")
+    if rank == 0 and list_steps("sft", tag)[-1] != args.num_steps:
+        print0(f"WARNING: {tag} also holds step {list_steps('sft', tag)[-1]}, which is what loads unless --model-step says otherwise")
 
 
 if __name__ == "__main__":

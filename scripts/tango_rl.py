@@ -174,7 +174,7 @@ def generator_rollouts(args, run, state, sampler, roles):
         terms.append((alpha, source_advantages(sparse, rollouts.group_id, T, preset, all_reduce)))             # eq. 5, 6
     advantages = blend(terms)                                                                                  # eq. 7
     metrics = {"alpha": alpha} | reward_metrics(outcomes, G, rollouts, run.device)
-    metrics |= mean_over_ranks({"unscorable": [o is None for o in outcomes],
+    metrics |= mean_over_ranks({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
                                 "reasoning_steps": [len(s.step_ends) for s in solutions],
                                 "step_abstained": [v is None for v in verdicts] if step_source else [],
                                 "rewards/step/mean": [x for v in verdicts if v and step_source for x in v],
@@ -183,7 +183,7 @@ def generator_rollouts(args, run, state, sampler, roles):
         rows = [judged_row(task, *row) for row in zip(problems, solutions, verifications, strict=True)]
         metrics |= {f"verdicts/{name}": value for name, value in judge_scores(gather_lists(rows, run.device)).items()}
     judged = [[p.index, c, o] for p, c, o in zip(problems, rollouts.completions(), outcomes, strict=True)]
-    records = rollout_records("generator", sampler.tokenizer, problems, solutions, verifications, rollouts, advantages, outcomes, labels,
+    records = rollout_records("generator", problems, solutions, verifications, rollouts, advantages, outcomes, labels,
                               args.log_rollouts)
     return Experience(rollouts, advantages, metrics, gather_judgeable(judged, run.device), records, state.class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
@@ -223,7 +223,7 @@ def verifier_rollouts(args, run, state, sampler, roles):
     metrics |= mean_over_ranks({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],
                                 "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}, run.device)
     metrics |= {"class_weight/right": class_weights.weight(True), "class_weight/wrong": class_weights.weight(False)} if args.class_weights else {}
-    records = rollout_records("verifier", sampler.tokenizer, problems, solutions, verifications, rollouts, advantages, outcomes,
+    records = rollout_records("verifier", problems, solutions, verifications, rollouts, advantages, outcomes,
                               [row[1] for row in rows], args.log_rollouts)
     return Experience(rollouts, advantages, metrics, judgeable, records, class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
@@ -364,7 +364,7 @@ def main(args) -> None:
             "seed": args.seed, "recipe": args.recipe, "minutes": round(minutes, 2), "gen_steps": state.gen_step,
             "ver_steps": state.ver_step, "before": state.before, "after": after})
     run.finish()
-    print0(f"\nrun folder: {run.folder}")
+    print0(f"\nthe run's folder:\n{run.folder}")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ def test_reinforce_plus_plus_normalises_over_the_batch_and_not_over_groups():
     assert_rows(outcome_advantages([1, 0, 0, 0], "grpo", group_id=[0, 0, 1, 1]), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0], [0.0]])
 
 
+def test_epsilon_keeps_tiny_differences_small():
+    """[0, 2e-6]: deviations -1e-6 and 1e-6, std sqrt(2) 1e-6; divided by sqrt(2) 1e-6 + 1e-6: 1 / 2.414214 = 0.414214, not 0.707107."""
+    assert_rows(outcome_advantages([0.0, 2e-6], "grpo"), [[1 - 2 ** 0.5], [2 ** 0.5 - 1]])
+
+
 @pytest.mark.parametrize("preset", CENTRED)
 @pytest.mark.parametrize("value", [0.0, 1.0, 1.8, 0.1, -0.7])
 @pytest.mark.parametrize("G", [2, 3, 7])
@@ -279,8 +284,9 @@ def test_rewards_that_are_equal_on_each_rank_alone_still_carry_signal():
 def test_a_group_never_asks_other_ranks():
     def reduce(tensor, op="sum"):
         raise AssertionError("a collective call for a group")
-    for name in ("grpo", "rloo", "dr_grpo", "reinforce"):
-        source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), torch.tensor([0, 0]), 1, PRESETS[name], reduce)
+    for preset in PRESETS.values():
+        if preset.scope == "group":
+            source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), torch.tensor([0, 0]), 1, preset, reduce)
 
 
 def test_blend_is_the_weighted_sum():

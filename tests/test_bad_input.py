@@ -120,7 +120,7 @@ def test_every_way_to_start_the_trainer(base, launcher):
     done = subprocess.run([sys.executable, *launcher, *RL_FLAGS, "--recipe", "grpo", "--num-steps", "1"], env=env, cwd=ROOT, capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    folder = done.stdout.strip().splitlines()[-1].removeprefix("run folder: ")
+    folder = done.stdout.strip().splitlines()[-1]
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         assert [json.loads(line)["role"] for line in f] == ["generator"]
     with open(os.path.join(folder, "config.json")) as f:

@@ -12,11 +12,12 @@ import sys
 
 import pytest
 import torch
-from conftest import RL_FLAGS, parse
+from conftest import RL_FLAGS, TASK_FLAGS, parse
 
 from nanochat.common import BadInput, Diverged
-from scripts import tango_rl
+from scripts import chat_sft, tango_rl
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TIMINGS = ("timing_s/", "tokens_per_s")
 
 
@@ -173,7 +174,7 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--", *RL_FLAGS,
                "--run", "r", "--save-every", "1", "--eval-every", "2"]
-    done = subprocess.run(command, env=env, cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))), capture_output=True, text=True)
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = records(straight, "r"), records(base, "r")
     for a, b in zip(one, two, strict=True):
@@ -185,6 +186,54 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
     assert len(a) > 20
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-2, atol=1e-5)
+
+
+def test_sigterm_to_torchrun_saves_on_two_ranks(base):
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--", *RL_FLAGS,
+               "--run", "r", "--save-every", "0", "--num-steps", "1000"]
+    process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if line.startswith("step    2"):
+            process.send_signal(signal.SIGTERM)
+            break
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0 and "stopped behind step" in out
+    saved, = (int(name[6:12]) for name in os.listdir(base / "runs" / "r") if name.startswith("state_"))
+    assert 3 <= saved == len(records(base, "r"))
+    weights(base, "r", saved)  # the set is whole
+
+
+@pytest.mark.parametrize("num_shared", [1, 2])
+def test_a_verifier_on_the_generators_trunk_trains_and_resumes(base, num_shared):
+    """One shared layer of two, and both: the shared blocks are the generator's at the end, and a continued run equals a straight one."""
+    shared = ["--verifier-shared-layers", str(num_shared)]
+    flags = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "48", "--n-head", "2", "--sequence-len", "128",
+             "--max-new-tokens", "28", "--num-sampled", "16", "--role", "verifier", "--num-steps", "3", *shared]
+    shutil.rmtree(base / "chatsft_checkpoints" / "tiny-ver")
+    chat_sft.main(parse(chat_sft, flags))
+    train("--run", "a", "--save-every", "1", *shared)
+    shutil.copytree(base / "runs" / "a", base / "runs" / "b")
+    for role in ("gen", "ver"):
+        shutil.copytree(base / "chatrl_checkpoints" / f"a-{role}", base / "chatrl_checkpoints" / f"b-{role}")
+    config = json.loads((base / "runs" / "b" / "config.json").read_text())
+    (base / "runs" / "b" / "config.json").write_text(json.dumps({**config, "args": {**config["args"], "run": "b"}}))
+    train("--run", "b", "--save-every", "1", "--resume-from-step", "4", *shared)
+    final = weights(base, "a", 7)
+    assert_same_weights(final, weights(base, "b", 7))
+    for i in range(2):
+        same = torch.equal(final[f"gen/transformer.h.{i}.mlp.c_fc.weight"], final[f"ver/transformer.h.{i}.mlp.c_fc.weight"])
+        assert same == (i < num_shared)
+        assert (final["gen/resid_lambdas"][i] == final["ver/resid_lambdas"][i]) == (i < num_shared)
+    assert torch.equal(final["gen/transformer.wte.weight"], final["ver/transformer.wte.weight"])
+    assert not torch.equal(final["gen/lm_head.weight"], final["ver/lm_head.weight"])
+
+
+def test_wandb_offline_needs_no_network(base, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train("--run", "w", "--recipe", "grpo", "--num-steps", "1")
+    assert os.listdir(base / "runs" / "w" / "wandb")
+    assert len(records(base, "w")) == 1
 
 
 @pytest.mark.parametrize("flags", [

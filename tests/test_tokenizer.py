@@ -18,7 +18,7 @@ from nanochat.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
 SAMPLE = ["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n"] * 5 + ["3+5:8;8*2:6;=6", "déjà vu — 東京 🙂"] * 5
 TOKENIZERS = {"bytes": Tokenizer.train(iter([]), 265), "bpe": Tokenizer.train(iter(SAMPLE), 300)}
 EVERY_TOKENIZER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=100, deadline=None)
 
 
 # Ids and text

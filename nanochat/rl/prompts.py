@@ -58,10 +58,11 @@ def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:
 @dataclass
 class Verification:
     """A verifier's completion, read. step_verdicts: one per judged step, None where a step has no verdict; verdict: the final one or None;
-    unmet: which criteria of the format it fails, from UNMET."""
+    unmet: which criteria of the format it fails, from UNMET; text: what was read."""
     step_verdicts: list[bool | None]
     verdict: bool | None
     unmet: tuple[str, ...]
+    text: str = ""
 
     @property
     def usable_steps(self) -> list[bool] | None:
@@ -90,7 +91,7 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
     verdict = said if closed and stopped else None
     tags_there = final_at >= 0 and closed and fmt.verification_open in body and rest == expected_rest
     unmet = (not tags_there, None in step_verdicts, len(step_verdicts) != num_steps, verdict is None)
-    return Verification(step_verdicts, verdict, tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed))
+    return Verification(step_verdicts, verdict, tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed), text)
 
 
 def _last_verdict(fmt, text: str) -> bool | None:

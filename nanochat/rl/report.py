@@ -38,24 +38,22 @@ def print_step(record: dict, role: str, seconds_left: float) -> None:
         shown += f" | alpha {record['gen/alpha']:.3f}"
     else:
         shown += f" | balanced acc {percent(get('balanced_acc'))} | step F1 {percent(get('step_f1'))}"
+        if get("pred_pos_rate") in (0.0, 1.0):
+            shown += " | WARNING: constant verifier"
     print0(f"step {record['step']:4d} {role:9s} | {shown} | {record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left")
 
 
-def rollout_records(role: str, tokenizer, problems, solutions, verifications, rollouts, advantages, outcomes, labels, count: int) -> list[dict]:
-    """The first `count` rollouts of a step for rollouts.jsonl: text, verdicts, gold labels, and the advantage at each of their tokens' ends."""
+def rollout_records(role: str, problems, solutions, verifications, rollouts, advantages, outcomes, labels, count: int) -> list[dict]:
+    """The first `count` rollouts of a step for rollouts.jsonl: texts, verdicts, gold labels, and the advantages of the trained tokens."""
     records = []
     for n in range(min(count, len(rollouts.lengths))):
-        verification = verifications[n] if verifications else None
         records.append({
-            "role": role, "problem": problems[n].prompt, "gold": problems[n].answer, "solution": solutions[n].text,
-            "outcome": outcomes[n], "step_labels": labels[n],
-            "completion": tokenizer.decode(rollouts.tokens[n, : rollouts.lengths[n]].tolist()),
-            "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
-            "step_verdicts": verification.step_verdicts if verification else None,
-            "verdict": verification.verdict if verification else None,
-            "unmet": list(verification.unmet) if verification else None,
+            "role": role, "problem": problems[n].prompt, "gold": problems[n].answer, "solution": solutions[n].text, "outcome": outcomes[n],
+            "step_labels": labels[n], "step_ends": solutions[n].step_ends, "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
             "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
-        })
+            **({"verification": None} if verifications is None else {
+                "verification": verifications[n].text, "step_verdicts": verifications[n].step_verdicts, "verdict": verifications[n].verdict,
+                "unmet": list(verifications[n].unmet)})})
     return records
 
 
@@ -76,8 +74,8 @@ def health_check(scores: dict, sampled: dict, logprob_gap: float | None) -> list
         warnings.append("under half of the completions end: SFT never taught the end token, or --max-new-tokens is too small")
     if scores.get("ver_parse_fail", 0) > 0.5:
         warnings.append("under half of the verifications parse: the verifier has not learned its format; train its SFT longer")
-    if scores.get("ver_pred_pos_rate") in (0.0, 1.0):
-        warnings.append("the verifier is constant: SFT it on balanced solutions, and use --verifier-balance")
+    if scores.get("ver_pred_pos_rate") in (0.0, 1.0) or scores.get("ver_balanced_acc") == 0.5:
+        warnings.append("the verifier is constant (balanced accuracy 0.5): SFT it on balanced solutions, and use --verifier-balance")
     if logprob_gap is not None and logprob_gap > 0.1:
         warnings.append("sampler and trainer disagree on logprobs: check --top-k, --temperature and dtypes")
     for warning in warnings:
