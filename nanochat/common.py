@@ -2,6 +2,7 @@
 What every script needs: bad input, device and ranks, the run and its folder, collectives. Importing it does nothing.
 """
 import datetime
+import fcntl
 import json
 import os
 import re
@@ -145,6 +146,7 @@ class Run:
     rank: int
     world: int
     folder: str
+    lock: object = None  # rank 0's open lock file
     wandb: object = None
     stop_signal: bool = False
     started: float = field(default_factory=time.time)
@@ -183,6 +185,8 @@ class Run:
             os.replace(path + ".tmp", path)
 
     def finish(self) -> None:
+        if self.lock:
+            self.lock.close()
         if self.wandb:
             self.wandb.finish()
 
@@ -228,12 +232,24 @@ def uses_wandb(run_name: str) -> bool:
     return True
 
 
+def lock_run(folder: str):
+    """Takes a run's lock, held while the returned file is open. Raises BadInput when another process has it."""
+    lock = open(os.path.join(folder, "lock"), "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise BadInput(f"{folder}: another process is at work on this run") from None
+    return lock
+
+
 def start_run(args, device: torch.device, config: dict, resumed: bool) -> Run:
-    """Opens the run's folder, writes config.json, catches SIGTERM and SIGINT, and starts wandb where it is wanted."""
+    """Opens and locks the run's folder, writes config.json, catches SIGTERM and SIGINT, and starts wandb where it is wanted."""
     rank, world = rank_and_world()
     run = Run(args.run, device, rank, world, path_of("runs", args.run))
     if rank == 0:
         os.makedirs(run.folder, exist_ok=True)
+        run.lock = lock_run(run.folder)
         if not resumed:
             write_json(os.path.join(run.folder, "config.json"), config)
         if uses_wandb(args.run):

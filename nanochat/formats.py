@@ -43,10 +43,10 @@ class Format:
     def step_spans(self, solution: str) -> list[tuple[int, int]]:
         """Character spans [start, end) of the reasoning steps, marks included, in order. Total: any text gives a list.
 
-        Only steps that are closed and stand before the first answer mark count.
+        Only steps that are closed and stand before the end of thinking and before the answer count.
         """
-        answer_at = solution.find(self.answer_open)
-        return self.closed_steps(solution[: answer_at if answer_at >= 0 else len(solution)], self.think_open)
+        ends = [solution.find(mark) for mark in (self.think_close, self.answer_open) if mark]
+        return self.closed_steps(solution[: min((end for end in ends if end >= 0), default=len(solution))], self.think_open)
 
     def closed_steps(self, text: str, opening: str) -> list[tuple[int, int]]:
         """Spans of the closed steps of `text` behind the mark `opening`."""

@@ -81,7 +81,7 @@ class Tokenizer:
                 state = _EncodingUnpickler(f).load().state
                 check_encoding(state["mergeable_ranks"], state["special_tokens"])
                 return cls(tiktoken.Encoding(**{key: state[key] for key in ("name", "pat_str", "mergeable_ranks", "special_tokens")}))
-            except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, MemoryError, OverflowError, TypeError, ValueError) as error:
                 raise BadInput(f"{path} is not a tokenizer: {error}") from None
 
     def save(self, folder: str) -> None:

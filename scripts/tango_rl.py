@@ -124,6 +124,8 @@ def check_args(args, world: int) -> None:
         raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
     if args.alpha_start > 1 or args.alpha_end > 1 or args.verifier_replay > 1:
         raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")
+    if args.alpha_start > 0 and args.alpha_end == 0:
+        raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start 0 for no step rewards")
     if args.examples_per_step % world or args.eval_examples < world:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks (and --eval-examples at least that)")
     if args.num_samples < 2 and PRESETS[args.advantage].scope == "group" and PRESETS[args.advantage].center != "none":

@@ -229,7 +229,7 @@ def test_row_keys_are_stable_distinct_and_signed_64_bit():
     assert row_key(0, "generator", 1, 2) == row_key(0, "generator", 1, 2)
     keys = {row_key(0, step, problem, sample) for step in range(10) for problem in range(20) for sample in range(10)}
     assert len(keys) == 2000 and row_key(1, 11) != row_key(11, 1)
-    assert all(-2 ** 63 <= key < 2 ** 63 for key in keys) and min(keys) < 0 < max(keys)
+    assert all(-2 ** 63 <= key < 2 ** 63 for key in keys) and min(keys) < -2 ** 62 and max(keys) > 2 ** 62
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
@@ -271,6 +271,13 @@ def test_impossible_tokens_are_never_drawn():
     assert tokens.eq(3).all()
     logits[:, 1], logits[:, 3] = 0.0, 0.0
     assert set(pick(logits, torch.arange(20000), 0, 1.0, 0)[0].tolist()) == {1, 3}
+
+
+def test_noise_of_exactly_0_draws_no_impossible_token():
+    key = torch.tensor([-(0x9E3779B97F4A7C15 - 2 ** 64)])  # splitmix64 of state 0 is 0
+    assert uniform_noise(key, 0).item() == 0
+    tokens, _ = pick(torch.tensor([[float("-inf"), float("-inf"), 0.0, 1.0]]), key, 0, 1.0, 0)
+    assert tokens.item() == 2
 
 
 def test_no_prompts_give_no_rows():

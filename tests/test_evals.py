@@ -63,9 +63,10 @@ LABELS = [T, T, T, F, F, F, F, F]
     (LABELS, [None] * 8, 0.0),
     # Always True: 3 hits, 3 actual, 8 said: 6/11. False: 0 of 5. Mean 3/11.
     (LABELS, [T] * 8, 3 / 11),
-    ([T, T], [T, T], 1.0),   # a class that nobody has counts as 1
+    ([T, T], [T, T], 1.0),   # a class that nobody has does not count
+    ([], [], None),
     ([T, T], [T, F], 1 / 3),  # True: 1 hit, 2 actual, 1 said: 2/3. False: said once, never right: 0.
-    ([T, T], [T, None], (2 / 3 + 1) / 2),
+    ([T, T], [T, None], 2 / 3),
 ])
 def test_macro_f1_by_hand(labels, verdicts, score):
     assert macro_f1(labels, verdicts) == pytest.approx(score, rel=1e-12)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse
 
-from nanochat.common import BadInput, Diverged
+from nanochat.common import BadInput, Diverged, lock_run
 from scripts import chat_sft, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -186,6 +186,15 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
     assert len(a) > 20
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-2, atol=1e-5)
+
+
+def test_two_processes_never_work_on_one_run(straight_copy):
+    held = lock_run(str(straight_copy / "runs" / "r"))
+    before = records(straight_copy, "r")
+    with pytest.raises(BadInput, match="another process"):
+        train("--run", "r", "--save-every", "1", "--resume-from-step", "3")
+    assert records(straight_copy, "r") == before
+    held.close()
 
 
 def test_sigterm_to_torchrun_saves_on_two_ranks(base):

@@ -219,7 +219,8 @@ BYTES = {bytes([i]): i for i in range(256)}
 WHOLE = pickle.dumps(TOKENIZERS["bpe"].encoding)
 BROKEN = {
     "empty": b"", "text": b"not a pickle", "half of one": WHOLE[:len(WHOLE) // 2], "its last byte gone": WHOLE[:-1],
-    "another object": pickle.dumps({"name": "nanochat"}), "a length beyond memory": b"\x80\x04\x8e" + b"\xff" * 8 + b".",
+    "another object": pickle.dumps({"name": "nanochat"}), "a length beyond 63 bits": b"\x80\x04\x8e" + b"\xff" * 8 + b".",
+    "a length beyond memory": b"\x80\x04\x8e" + (2 ** 62).to_bytes(8, "little") + b".",
     "no special tokens": pickle.dumps(encoding(special_tokens={})),
     "a special token is missing": pickle.dumps(encoding(special_tokens={name: 256 + i for i, name in enumerate(SPECIAL_TOKENS[:-1])})),
     "special tokens first": pickle.dumps(encoding(mergeable_ranks={b: i + 9 for b, i in BYTES.items()},
@@ -228,7 +229,8 @@ BROKEN = {
     "a gap in the ids": pickle.dumps(encoding(special_tokens={name: 300 + i for i, name in enumerate(SPECIAL_TOKENS)})),
     "a byte is missing": pickle.dumps(encoding(mergeable_ranks={b: i for b, i in BYTES.items() if i != 255},
                                                special_tokens={name: 255 + i for i, name in enumerate(SPECIAL_TOKENS)})),
-    "two tokens with one id": pickle.dumps(encoding(mergeable_ranks=BYTES | {b"ab": 97})),
+    "two tokens with one id": pickle.dumps(encoding(mergeable_ranks=BYTES | {b"ab": 97},
+                                                    special_tokens={name: 257 + i for i, name in enumerate(SPECIAL_TOKENS)})),
     "a negative id": pickle.dumps(encoding(mergeable_ranks=BYTES | {b"a": -1})),
     "a pattern that is none": pickle.dumps(encoding(pat_str="(")),
     "ranks that are none": pickle.dumps(encoding(mergeable_ranks=None)),

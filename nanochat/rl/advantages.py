@@ -103,7 +103,7 @@ def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens
                       reduce: Callable = lambda tensor, op="sum": tensor) -> torch.Tensor:
     """Advantages (N, T) of one source. group_id (N,) int64 names the group of each rollout.
 
-    A group whose entries are all equal gets exactly 0, so does a group of one (except with center none). reduce(tensor, op) sums
+    A group whose entries are all equal gets exactly 0, so does one with a single entry (except with center none). reduce(tensor, op) sums
     ("sum") or maximises ("max") over ranks; it is called only for scope "batch".
     """
     valid = rewards.valid

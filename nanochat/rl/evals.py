@@ -22,15 +22,15 @@ def majority(answers: list[str | None]) -> str | None:
     return counts.most_common(1)[0][0] if counts else None
 
 
-def macro_f1(labels: list[bool], verdicts: list[bool | None]) -> float:
-    """The mean of the F1 of class True and of class False. A missing verdict is wrong for both. A class that occurs neither in
-    labels nor in verdicts has F1 1."""
+def macro_f1(labels: list[bool], verdicts: list[bool | None]) -> float | None:
+    """The mean of the F1 of class True and of class False, over those that occur in labels or verdicts; None where neither does. A missing
+    verdict is wrong for both."""
     scores = []
     for c in (True, False):
         hits = sum(v is c and l is c for l, v in zip(labels, verdicts, strict=True))
         actual, said = labels.count(c), sum(v is c for v in verdicts)
-        scores.append(2 * hits / (actual + said) if actual + said else 1.0)
-    return sum(scores) / 2
+        scores += [2 * hits / (actual + said)] if actual + said else []
+    return sum(scores) / len(scores) if scores else None
 
 
 def balanced_accuracy(labels: list[bool], verdicts: list[bool | None]) -> float | None:

@@ -86,8 +86,8 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
     expected_rest = fmt.verification_close if spans else fmt.verification_open + fmt.verification_close
     tail = tail.strip()
     said = _last_verdict(fmt, tail)
-    # Without a closing mark the verdict itself must end the text.
-    closed = tail.endswith(fmt.final_close) if fmt.final_close else said is None or tail.endswith((fmt.correct, fmt.incorrect))
+    # Without a closing mark the verdict must be all there is.
+    closed = tail.endswith(fmt.final_close) if fmt.final_close else said is None or tail in (fmt.correct, fmt.incorrect)
     verdict = said if closed and stopped else None
     tags_there = final_at >= 0 and closed and fmt.verification_open in body and rest == expected_rest
     unmet = (not tags_there, None in step_verdicts, len(step_verdicts) != num_steps, verdict is None)
