@@ -314,7 +314,7 @@ def start(args, run, roles, evaluate) -> RunState:
     batch, = pack(rollouts, torch.ones_like(rollouts.sampler_logprobs), torch.ones(len(rollouts.lengths), device=run.device), 10 ** 9, True)
     gap = (score(roles["generator"].model, batch, args.temperature) - batch.sampler_logprobs[batch.mask]).abs().max().item()
     health_check(state.before, evaluate.sampled_scores(roles["generator"].model, 64), gap)
-    state.seconds = time.time() - started
+    state.start_seconds = time.time() - started
     return state
 
 
@@ -353,7 +353,7 @@ def main(args) -> None:
         save_set(run, state, roles, args)
         started = time.time()
         after = evaluate(roles, state.fixed_solutions)
-        minutes = (state.seconds + time.time() - started) / 60
+        minutes = (state.start_seconds + state.seconds + time.time() - started) / 60
     except StopRequested:
         if state:
             save_set(run, state, roles, args)

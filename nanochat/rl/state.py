@@ -26,7 +26,8 @@ class RunState:
     state is needed for it, the global one is kept all the same.
 
     step counts all optimizer steps; cursor is the next problem of the rl split; judged_pool holds [problem index, completion, outcome] of past
-    solutions; fixed_solutions are the starting generator's on test_in; before is the evaluation at step 0.
+    solutions; fixed_solutions are the starting generator's on test_in; before is the evaluation at step 0, which took start_seconds; seconds is
+    the time of all steps.
     """
     step: int = 0
     gen_step: int = 0
@@ -37,6 +38,7 @@ class RunState:
     balanced_acc: float | None = None
     skipped_in_a_row: int = 0
     last_eval: int = -1
+    start_seconds: float = 0.0
     seconds: float = 0.0
     class_weights: ClassWeights = field(default_factory=ClassWeights)
     judged_pool: list = field(default_factory=list)
