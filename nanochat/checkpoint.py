@@ -125,8 +125,9 @@ def save_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
 def load_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
     """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank0.pt")
+    saved = load_file(path)
     try:
-        optimizer.load_state_dict(load_file(path))
+        optimizer.load_state_dict(saved)
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(f"{path} does not fit: {error}") from None
     for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes

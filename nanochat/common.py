@@ -17,7 +17,7 @@ import torch.distributed as dist
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
 
-class BadInput(Exception):
+class BadInput(ValueError):
     """Something the user gave cannot work. Its text is one line that names what and where; scripts exit with code 2."""
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nanochat.attention import FAR, KVCache
-from nanochat.common import wide_dtype
+from nanochat.common import BadInput, wide_dtype
 
 COMPACT_BELOW = 0.8  # drop finished rows once less than this share of the batch is alive
 
@@ -80,12 +80,12 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
 
     keys: one int64 per row (P * num_samples), see `row_key`. max_rows bounds the rows that decode together. When should_stop() turns
     true the call returns at once with unfinished rows, for the caller to throw away.
-    Raises ValueError for an empty prompt and for one that does not fit the context with its completion.
+    Raises BadInput for an empty prompt and for one that does not fit the context with its completion.
     """
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - max_new_tokens:
-            raise ValueError(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones it must have 1 to {context - max_new_tokens} "
+            raise BadInput(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones it must have 1 to {context - max_new_tokens} "
                              f"(context {context})")
     assert len(keys) == len(prompts) * num_samples
     device = model.lm_head.weight.device

@@ -116,7 +116,7 @@ class Tokenizer:
         """Token ids of a conversation and the loss mask: 1 on assistant text and its end token.
 
         messages: {"role": "system"|"user"|"assistant", "content": str}, turns alternating from the user's; a system message is joined to the
-        first user turn. Raises ValueError for a wrong order and for a conversation longer than `context`; never cuts.
+        first user turn. Raises ValueError for a wrong order, BadInput for a conversation longer than `context`; never cuts.
         """
         if messages and messages[0]["role"] == "system":
             if len(messages) < 2 or messages[1]["role"] != "user":
@@ -132,5 +132,5 @@ class Tokenizer:
             ids += [self.special(f"<|{role}_start|>"), *text, self.special(f"<|{role}_end|>")]
             mask += [0] + [trained] * (len(text) + 1)
         if len(ids) > context:
-            raise ValueError(f"conversation has {len(ids)} tokens, the context {context}")
+            raise BadInput(f"conversation has {len(ids)} tokens, the context {context}")
         return ids, mask
