@@ -4,6 +4,7 @@ Checkpoints in upstream's layout: <stage folder>/<tag>/model_{step:06d}.pt, meta
 Every file is written whole or not at all. A co-training run's set of a step (both roles' models and optimizers, and the run's state) is
 valid once its state file exists: that one is written last.
 """
+import contextlib
 import json
 import os
 import re
@@ -26,7 +27,8 @@ def save_atomic(obj, path: str) -> None:
             os.fsync(f.fileno())
         os.replace(path + ".tmp", path)
     except BaseException:
-        os.remove(path + ".tmp")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path + ".tmp")
         raise
 
 

@@ -14,6 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanochat.attention import FAR, KVCache, attend, attention_bias
+from nanochat.common import BadInput
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
@@ -140,11 +141,13 @@ class GPT(nn.Module):
         self.backout_lambda = nn.Parameter(torch.zeros(1))
         layers = [i for i in range(config.n_layer) if has_value_embedding(i, config.n_layer)]
         self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(rows, kv_dim) for i in layers})
+        if not config.window_pattern or set(config.window_pattern.upper()) - set("SL"):
+            raise BadInput(f"window pattern {config.window_pattern!r}: must be made of S (short) and L (long)")
         self.windows = [self._window(i) for i in range(config.n_layer)]
 
     def _window(self, layer: int) -> int:
         """How many tokens back layer `layer` sees: L all, S a quarter of the context (rounded up to 128); the last is L."""
-        pattern, length = self.config.window_pattern, self.config.sequence_len
+        pattern, length = self.config.window_pattern.upper(), self.config.sequence_len
         short = pattern[layer % len(pattern)] == "S" and layer < self.config.n_layer - 1
         return -(-length // 512) * 128 if short else length
 

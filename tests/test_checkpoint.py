@@ -213,12 +213,12 @@ def test_an_unknown_tag_is_refused_with_those_there_are():
 
 
 def test_the_latest_step_is_taken_and_an_unknown_one_refused():
-    models = {step: saved_model(step=step, seed=step) for step in (900, 1000, 20)}
-    assert list_steps("sft", "d2") == [20, 900, 1000] and find_step("sft", "d2") == 1000
+    models = {step: saved_model(step=step, seed=step) for step in (900, 1000, 20, 21, 300, 7, 5, 22)}
+    assert list_steps("sft", "d2") == [5, 7, 20, 21, 22, 300, 900, 1000] and find_step("sft", "d2") == 1000
     for asked, step in [(None, 1000), (20, 20)]:
         assert torch.equal(load_model("sft", "d2", "cpu", FP32, asked)[0].lm_head.weight, models[step].lm_head.weight)
-    message = refusal(load_model, "sft", "d2", "cpu", FP32, 21)
-    assert "step 21" in message and "20, 900, 1000" in message
+    message = refusal(load_model, "sft", "d2", "cpu", FP32, 23)
+    assert "step 23" in message and "5, 7, 20, 21, 22, 300, 900, 1000" in message
 
 
 def test_a_model_without_its_meta_does_not_count(base):

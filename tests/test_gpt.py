@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nanochat.attention import FAR, KVCache
+from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig, rotary, rotate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,6 +139,10 @@ def test_windows_are_a_quarter_of_the_context_rounded_up_to_128():
         assert windows == [short, short, sequence_len, short, sequence_len]
     assert GPT(GPTConfig(256, 64, 2, 1, 1, 24, "L")).windows == [256, 256]
     assert GPT(GPTConfig(256, 64, 1, 1, 1, 24, "S")).windows == [256]
+    assert GPT(GPTConfig(2048, 64, 2, 1, 1, 24, "sl")).windows == [512, 2048]
+    for pattern in ("", "SXL"):
+        with pytest.raises(BadInput, match="window pattern"):
+            GPT(GPTConfig(256, 64, 2, 1, 1, 24, pattern))
 
 
 def test_parameter_names_and_shapes_are_upstreams():

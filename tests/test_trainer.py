@@ -236,9 +236,11 @@ def test_on_policy_the_gradient_is_that_of_reinforce():
     loss = sum(-(advantages[n, : rollouts.lengths[n]] * token_logprobs(model, rollouts, n, 0.8)).sum() / num_tokens for n in range(8))
     names = [name for name, _ in model.named_parameters()]
     expected = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
-    for name in ("ppo_clip", "reinforce"):
-        grads, _ = gradient(packed(rollouts, advantages), model, PolicyLoss(name), temperature=0.8)
+    ratio_loss = -sum(float(advantages[n, : rollouts.lengths[n]].sum()) for n in range(8)) / num_tokens  # all ratios are 1
+    for name, value in (("ppo_clip", ratio_loss), ("reinforce", loss.item())):
+        grads, metrics = gradient(packed(rollouts, advantages), model, PolicyLoss(name), temperature=0.8)
         assert_close(grads, expected, 1e-5)
+        assert metrics["loss"] == pytest.approx(value, rel=1e-4)
 
 
 def test_recomputed_old_logprobs_give_ratio_1():
