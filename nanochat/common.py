@@ -30,20 +30,29 @@ class Diverged(Exception):
 
 
 def script_main(main, parser, argv: list[str] | None = None) -> None:
-    """Runs main(args), turning BadInput into one line on stderr and exit code 2. A leading `--` is dropped."""
+    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged into code 1. A leading `--` is dropped."""
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv[1:] if argv[:1] == ["--"] else argv)
+    code = 0
     try:
         main(args)
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
     except Diverged as error:
         print(f"stopped: {error}", file=sys.stderr)
-        sys.exit(1)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        code = 1
+    except StopRequested as stop:
+        print0(stop)
+        code = 143  # 128 + SIGTERM
+    if dist.is_initialized():
+        # Gloo's threads may still hold tensors and abort the interpreter's shutdown (pytorch/pytorch #179291): leave without it.
+        dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if code:
+        sys.exit(code)
 
 
 def base_dir() -> str:

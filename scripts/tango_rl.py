@@ -14,7 +14,6 @@ How this departs from the paper:
 import argparse
 import os
 import random
-import sys
 import time
 from dataclasses import dataclass, replace
 
@@ -357,9 +356,8 @@ def main(args) -> None:
     except StopRequested:
         if state:
             save_set(run, state, roles, args)
-        print0(f"stopped behind step {state.step if state else 0}; go on with --run {args.run} --resume-from-step auto")
         run.finish()
-        sys.exit(143)
+        raise StopRequested(f"stopped behind step {state.step if state else 0}; go on with --run {args.run} --resume-from-step auto") from None
     print_table(state.before, after)
     if rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {
