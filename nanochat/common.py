@@ -31,16 +31,23 @@ class Diverged(Exception):
 
 def script_main(main, parser, argv: list[str] | None = None) -> None:
     """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged into code 1. A leading `--` is dropped."""
+    def refuse(message: str):
+        raise BadInput(message)
+
+    def complain(line: str) -> None:
+        if rank_and_world()[0] == 0:
+            print(line, file=sys.stderr)
+
     argv = sys.argv[1:] if argv is None else argv
-    args = parser.parse_args(argv[1:] if argv[:1] == ["--"] else argv)
+    parser.error = refuse  # one line instead of the usage
     code = 0
     try:
-        main(args)
+        main(parser.parse_args(argv[1:] if argv[:1] == ["--"] else argv))
     except BadInput as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(f"error: {error}")
         code = 2
     except Diverged as error:
-        print(f"stopped: {error}", file=sys.stderr)
+        complain(f"stopped: {error}")
         code = 1
     except StopRequested as stop:
         print0(stop)
@@ -53,6 +60,20 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
         os._exit(code)
     if code:
         sys.exit(code)
+
+
+def check_least(args, least: dict[str, float]) -> None:
+    """Raises BadInput for the first flag whose value is below its least one, or not a number. A flag left at None is not looked at."""
+    for name, low in least.items():
+        value = getattr(args, name)
+        if value is not None and not value >= low:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least {low}")
+
+
+def check_name(flag: str, name: str) -> None:
+    """Raises BadInput unless the name of a run or a tag is a plain folder name."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise BadInput(f"{flag} {name}: use letters, digits, '.', '_' and '-'")
 
 
 def base_dir() -> str:
@@ -210,8 +231,7 @@ def add_run_args(parser) -> None:
 
 def choose_run_name(name: str) -> str:
     """The run's name: for "dummy" the first free dummy-<n>. Raises BadInput for one that is no folder name."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise BadInput(f"--run {name}: use letters, digits, '.', '_' and '-'")
+    check_name("--run", name)
     if name != "dummy":
         return name
     n = 1
@@ -257,7 +277,10 @@ def start_run(args, device: torch.device, config: dict, resumed: bool) -> Run:
     rank, world = rank_and_world()
     run = Run(args.run, device, rank, world, path_of("runs", args.run))
     if rank == 0:
-        os.makedirs(run.folder, exist_ok=True)
+        try:
+            os.makedirs(run.folder, exist_ok=True)
+        except OSError as error:
+            raise BadInput(f"cannot write to {run.folder} ({error.strerror})") from None
         run.lock = lock_run(run.folder)
         if not resumed:
             write_json(os.path.join(run.folder, "config.json"), config)
@@ -273,6 +296,9 @@ def describe_versions() -> dict:
     """Versions and commit, for config.json."""
     import subprocess
     here = os.path.dirname(os.path.abspath(__file__))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # no git on this machine
+        commit = ""
     return {"python": sys.version.split()[0], "torch": torch.__version__, "commit": commit or None,
             "started": datetime.datetime.now().isoformat(timespec="seconds")}

@@ -94,6 +94,11 @@ class Tokenizer:
             pickle.dump(self.encoding, f)
         os.replace(temporary, os.path.join(folder, "tokenizer.pkl"))
 
+    def check_model(self, name: str, model) -> None:
+        """Raises BadInput unless a model was made for this tokenizer's vocabulary."""
+        if model.vocab_size != self.vocab_size:
+            raise BadInput(f"the {name} has a vocabulary of {model.vocab_size}, the tokenizer one of {self.vocab_size}: it was trained with another")
+
     def special(self, name: str) -> int:
         return self.encoding.encode_single_token(name)
 

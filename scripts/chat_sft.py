@@ -14,7 +14,7 @@ import time
 import torch
 
 from nanochat.checkpoint import list_steps, load_model, save_model
-from nanochat.common import (BadInput, add_run_args, all_reduce, check_writable, compute_dtype, init_device, path_of, print0,
+from nanochat.common import (BadInput, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype, init_device, path_of, print0,
                              rank_and_world, script_main)
 from nanochat.engine import pad_prompts
 from nanochat.gpt import GPT, GPTConfig
@@ -117,8 +117,11 @@ def sft_loss(model, examples: list[tuple[list[int], list[int]]], num_tokens: flo
 
 
 def main(args) -> None:
+    check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1, "max_new_tokens": 1, "sequence_len": 2,
+                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0})
     task = make_task(args)
     args.model_tag = args.model_tag or f"d{args.depth}"
+    check_name("--model-tag", args.model_tag)
     tag = args.model_tag + ("-ver" if args.role == "verifier" else "")
     rank, world = rank_and_world()
     if args.examples_per_step % world:
@@ -130,12 +133,15 @@ def main(args) -> None:
     model, sampled, num_shared = new_model(args, tokenizer, device, dtype), [], 0
     if args.role == "verifier":
         generator, _ = load_model("sft", args.model_tag, device, dtype)
+        tokenizer.check_model("generator", generator)
         sampled = sample_solutions(args, task, tokenizer, generator)
         num_shared = args.verifier_shared_layers
         private = share_layers(generator, model, num_shared)
         generator.requires_grad_(False)
         for p in private:
             p.requires_grad_(True)
+    for i in range(512):  # one that does not fit the context shows now, not in the middle of training
+        demonstration(args, task, tokenizer, i, sampled)
     parameters = [p for p in model.parameters() if p.requires_grad]
     print0(f"SFT of the {args.role}: {model.config}, {sum(p.numel() for p in parameters):,} parameters trained, {device}, {dtype}")
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)

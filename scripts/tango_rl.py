@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat.checkpoint import default_tag
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_writable, choose_run_name, compute_dtype,
-                             describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0, rank_and_world, script_main,
-                             start_run, uses_wandb, write_json)
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable,
+                             choose_run_name, compute_dtype, describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0,
+                             rank_and_world, script_main, start_run, uses_wandb, write_json)
 from nanochat.rl.advantages import PRESETS, blend, source_advantages
 from nanochat.rl.evals import Evaluation, judge_scores, judged_row, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
@@ -102,7 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     evals = parser.add_argument_group("evaluation and logs")
     evals.add_argument("--eval-every", type=int, default=0, help="generator steps between evaluations; 0 = before and after only")
     evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
-    evals.add_argument("--log-rollouts", type=int, default=4, help="rollouts per step that go to rollouts.jsonl")
+    evals.add_argument("--log-rollouts", type=int, default=4, help="rollouts per step that go to rollouts.jsonl, one of a group")
     return parser
 
 
@@ -113,13 +113,13 @@ def check_args(args, world: int) -> None:
     for name, table in tables.items():
         if getattr(args, name) not in table:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(table)}")
-    least = {"num_steps": 0, "generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "examples_per_step": 1, "num_samples": 1,
-             "max_new_tokens": 1, "verifier_max_new_tokens": 1, "top_k": 0, "updates_per_batch": 1, "micro_batch_tokens": 1,
-             "eval_examples": 1, "replay_size": 0, "gamma": 0, "kl_coef": 0, "alpha_start": 0, "alpha_end": 0, "lr": 0}
-    for name, low in least.items():
-        if getattr(args, name) < low:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {low}")
-    if args.temperature <= 0:
+    check_least(args, {
+        "num_steps": 0, "generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "examples_per_step": 1, "num_samples": 1,
+        "max_new_tokens": 1, "verifier_max_new_tokens": 1, "top_k": 0, "updates_per_batch": 1, "micro_batch_tokens": 1,
+        "eval_examples": 1, "replay_size": 0, "gamma": 0, "kl_coef": 0, "alpha_start": 0, "alpha_end": 0, "lr": 0,
+        "verifier_lr": 0, "verifier_replay": 0, "save_every": 0, "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1,
+        "model_step": -1, "max_grad_norm": 0, "log_rollouts": 0, "verifier_shared_layers": 0, "entropy_coef": 0})
+    if not args.temperature > 0:
         raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
     if args.alpha_start > 1 or args.alpha_end > 1 or args.verifier_replay > 1:
         raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")
@@ -185,7 +185,7 @@ def generator_rollouts(args, run, state, sampler, roles):
         metrics |= {f"verdicts/{name}": value for name, value in judge_scores(gather_lists(rows, run.device)).items()}
     judged = [[p.index, c, o] for p, c, o in zip(problems, rollouts.completions(), outcomes, strict=True)]
     records = rollout_records("generator", problems, solutions, verifications, rollouts, advantages, outcomes, labels,
-                              args.log_rollouts)
+                              range(0, len(outcomes), G)[: args.log_rollouts])
     return Experience(rollouts, advantages, metrics, gather_judgeable(judged, run.device), records, state.class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
 
@@ -225,7 +225,7 @@ def verifier_rollouts(args, run, state, sampler, roles):
                                 "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}, run.device)
     metrics |= {"class_weight/right": class_weights.weight(True), "class_weight/wrong": class_weights.weight(False)} if args.class_weights else {}
     records = rollout_records("verifier", problems, solutions, verifications, rollouts, advantages, outcomes,
-                              [row[1] for row in rows], args.log_rollouts)
+                              [row[1] for row in rows], range(0, len(outcomes), G)[: args.log_rollouts])
     return Experience(rollouts, advantages, metrics, judgeable, records, class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
 
@@ -310,6 +310,7 @@ def start(args, run, roles, evaluate) -> RunState:
     state = RunState(fixed_solutions=fixed, before=evaluate(roles, fixed))
     problems = [evaluate.task.problem("rl", i) for i in range(4)]
     rollouts, _ = evaluate.sampler.solve(roles["generator"].model, problems, args.num_samples, ("health",))
+    run.check_stop()
     batch, = pack(rollouts, torch.ones_like(rollouts.sampler_logprobs), torch.ones(len(rollouts.lengths), device=run.device), 10 ** 9, True)
     gap = (score(roles["generator"].model, batch, args.temperature) - batch.sampler_logprobs[batch.mask]).abs().max().item()
     health_check(state.before, evaluate.sampled_scores(roles["generator"].model, 64), gap)
@@ -323,6 +324,8 @@ def main(args) -> None:
     task = make_task(args)
     args.model_tag = args.model_tag or default_tag("sft")
     args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
+    check_name("--model-tag", args.model_tag)
+    check_name("--verifier-tag", args.verifier_tag)
     args.verifier_lr = args.lr if args.verifier_lr is None else args.verifier_lr
     choose_run_name(args.run)
     resume_step = resolve_resume(args)
@@ -333,6 +336,8 @@ def main(args) -> None:
     device = init_device(args.device_type)
     step_source, trained = RECIPES[args.recipe]
     roles = load_roles(args, trained, step_source == "verifier" or "verifier" in trained, device, compute_dtype(device))
+    for role in roles.values():
+        tokenizer.check_model(role.name, role.model)
     sampled = [task.problem(split, i).prompt for split in ("rl", "test_in", "test_out") for i in range(64)]
     check_prompts_fit(tokenizer, task.fmt, sampled, {name: role.model.config.sequence_len for name, role in roles.items()},
                       args.max_new_tokens, args.verifier_max_new_tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from nanochat.common import BadInput
 
-# Problems are dealt to the splits by a hash of their text, so that no text is in two of them.
+# Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
 
 

@@ -54,6 +54,12 @@ def refused(capsys, base, script, *flags: str) -> str:
     (["--resume-from-step", "5", "--run", "nothing"], ["nothing", "step 5", "none"]),
     (["--resume-from-step", "last", "--run", "r"], ["--resume-from-step last", "auto"]),
     (["--run", "a/b"], ["--run a/b"]),
+    (["--model-tag", "../x"], ["--model-tag ../x"]),
+    (["--verifier-replay", "-0.5"], ["--verifier-replay -0.5"]),
+    (["--lr", "nan"], ["--lr nan"]),
+    (["--verifier-lr", "-1"], ["--verifier-lr -1"]),
+    (["--alpha-end", "0"], ["--alpha-end 0"]),
+    (["--recipe", "fixed_verifier", "--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "fixed"]),
 ])
 def test_the_trainer_refuses(capsys, base, flags, words):
     if flags == ["--device-type", "cuda"] and __import__("torch").cuda.is_available():
@@ -66,7 +72,8 @@ def test_the_trainer_refuses(capsys, base, flags, words):
 
 @pytest.mark.parametrize("flags", [["--num-sample", "4"], ["--learning-rate", "1"], ["--num-steps", "many"]])
 def test_flags_are_never_abbreviated_or_guessed(capsys, base, flags):
-    assert flags[0] in refused(capsys, base, tango_rl, *RL_FLAGS, *flags)
+    line = refused(capsys, base, tango_rl, *RL_FLAGS, *flags)
+    assert flags[0] in line and "\n" not in line
 
 
 def test_world_size_must_divide_the_problems(capsys, base, monkeypatch):
@@ -94,6 +101,18 @@ def test_a_folder_that_cannot_be_written_is_named(capsys, base, monkeypatch, tmp
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "file" / "base"))
     assert str(tmp_path / "file") in refused(capsys, tmp_path, tok_train, *TASK_FLAGS)
+
+
+def test_a_model_of_another_vocabulary_is_refused(capsys, base):
+    script_main(tok_train.main, tok_train.make_parser(), [*TASK_FLAGS, "--vocab-size", "270"])
+    capsys.readouterr()
+    assert "vocabulary of 265" in refused(capsys, base, tango_rl, *RL_FLAGS)
+    assert "vocabulary of 265" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "verifier", "--model-tag", "tiny", "--depth", "1")
+
+
+def test_a_demonstration_longer_than_the_context_is_refused_before_training(capsys, base):
+    line = refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator", "--model-tag", "short", "--depth", "1", "--sequence-len", "24")
+    assert "--sequence-len 24" in line
 
 
 def test_missing_tokenizer_is_named(capsys, tmp_path, monkeypatch):

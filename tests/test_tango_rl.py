@@ -96,7 +96,7 @@ def test_a_run_leaves_what_it_promises(straight):
             "ver/step_count_mismatch"} <= log[0].keys()
     assert [r["gen_step"] for r in log if "eval/gen_pass1_in" in r] == [0, 2]
     rollouts = records(straight, "r", "rollouts.jsonl")
-    assert len(rollouts) == 7 * 4
+    assert len(rollouts) == 7 * 4 and len({r["problem"] for r in rollouts if r["step"] == 3}) > 1
     for rollout in rollouts:
         assert len(rollout["step_verdicts"]) == len(rollout["step_labels"]) or "step_count_mismatch" in rollout["unmet"]
     assert json.loads((folder / "config.json").read_text())["args"]["lr"] == 1e-3

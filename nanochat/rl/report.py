@@ -32,7 +32,8 @@ def print_step(record: dict, role: str, seconds_left: float) -> None:
     """One line per optimizer step."""
     prefix = "gen" if role == "generator" else "ver"
     get = lambda name: record.get(f"{prefix}/{name}")
-    shown = f"reward {get('reward'):.3f} ± {get('reward_std'):.3f} | no signal {100 * get('frac_reward_zero_std'):3.0f}%"
+    number = lambda name: "-" if get(name) is None else f"{get(name):.3f}"
+    shown = f"reward {number('reward')} ± {number('reward_std')} | no signal {100 * get('frac_reward_zero_std'):3.0f}%"
     shown += f" | len {get('completions/mean_length'):5.1f} | entropy {get('entropy'):.3f} | grad {get('grad_norm'):.2f}"
     if role == "generator":
         shown += f" | alpha {record['gen/alpha']:.3f}"
@@ -43,10 +44,10 @@ def print_step(record: dict, role: str, seconds_left: float) -> None:
     print0(f"step {record['step']:4d} {role:9s} | {shown} | {record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left")
 
 
-def rollout_records(role: str, problems, solutions, verifications, rollouts, advantages, outcomes, labels, count: int) -> list[dict]:
-    """The first `count` rollouts of a step for rollouts.jsonl: texts, verdicts, gold labels, and the advantages of the trained tokens."""
+def rollout_records(role: str, problems, solutions, verifications, rollouts, advantages, outcomes, labels, rows) -> list[dict]:
+    """The given rows of a step's rollouts for rollouts.jsonl: texts, verdicts, gold labels, and the advantages of the trained tokens."""
     records = []
-    for n in range(min(count, len(rollouts.lengths))):
+    for n in rows:
         records.append({
             "role": role, "problem": problems[n].prompt, "gold": problems[n].answer, "solution": solutions[n].text, "outcome": outcomes[n],
             "step_labels": labels[n], "step_ends": solutions[n].step_ends, "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
@@ -74,7 +75,7 @@ def health_check(scores: dict, sampled: dict, logprob_gap: float | None) -> list
         warnings.append("under half of the completions end: SFT never taught the end token, or --max-new-tokens is too small")
     if scores.get("ver_parse_fail", 0) > 0.5:
         warnings.append("under half of the verifications parse: the verifier has not learned its format; train its SFT longer")
-    if scores.get("ver_pred_pos_rate") in (0.0, 1.0) or scores.get("ver_balanced_acc") == 0.5:
+    elif scores.get("ver_pred_pos_rate") in (0.0, 1.0) or scores.get("ver_balanced_acc") == 0.5:
         warnings.append("the verifier is constant (balanced accuracy 0.5): SFT it on balanced solutions, and use --verifier-balance")
     if logprob_gap is not None and logprob_gap > 0.1:
         warnings.append("sampler and trainer disagree on logprobs: check --top-k, --temperature and dtypes")

@@ -97,6 +97,9 @@ def load_roles(args, trained: set[str], needs_verifier: bool, device, dtype: tor
     step = None if args.model_step < 0 else args.model_step
     generator, _ = load_model("sft", args.model_tag, device, dtype, step)
     models = {"generator": (generator, list(generator.parameters()), args.lr)}
+    if needs_verifier and args.verifier_shared_layers and "generator" in trained and "verifier" not in trained:
+        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: this recipe keeps the verifier fixed, and shared layers move with "
+                       f"the generator")
     if needs_verifier:
         verifier, _ = load_model("sft", args.verifier_tag, device, dtype, step)
         check_shared(generator, verifier, args.verifier_shared_layers, args.verifier_tag)

@@ -21,8 +21,8 @@ def fixed(phase: str, phase_steps: int, balanced_acc: float | None, lengths: Pha
 
 
 def adaptive(phase: str, phase_steps: int, balanced_acc: float | None, lengths: PhaseLengths) -> bool:
-    """As fixed, but the verifier's phases also end once its balanced accuracy (a moving average) has reached the bar."""
-    reached = phase != "generator" and balanced_acc is not None and balanced_acc >= lengths.bar
+    """As fixed, but a verifier's phase also ends, after one step at least, once its balanced accuracy (a moving average) is at the bar."""
+    reached = phase != "generator" and phase_steps > 0 and balanced_acc is not None and balanced_acc >= lengths.bar
     return reached or fixed(phase, phase_steps, balanced_acc, lengths)
 
 

@@ -4,6 +4,7 @@ The state of a co-training run, and its complete set of checkpoints.
 import json
 import os
 import random
+import re
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -87,7 +88,7 @@ def resolve_resume(args) -> int | None:
         return None
     if args.run == "dummy":
         raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy run's is dummy-<n>)")
-    if args.resume_from_step != "auto" and not args.resume_from_step.isdigit():
+    if args.resume_from_step != "auto" and not re.fullmatch("[0-9]+", args.resume_from_step):
         raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
     if args.resume_from_step == "auto" and not steps:
         return None
@@ -105,11 +106,19 @@ def resolve_resume(args) -> int | None:
 
 
 def drop_sets_behind(run, step: int) -> None:
-    """Makes a run's sets of later steps invalid: a run that goes on from an earlier step writes another history. Rank 0."""
-    for later in saved_steps(run.name) if run.rank == 0 else []:
-        if later > step:
-            print0(f"dropping the checkpoint of step {later}: the run goes on from step {step}")
-            os.remove(path_of("runs", run.name, f"state_{later:06d}.pt"))
+    """Removes a run's checkpoints of later steps: a run that goes on from an earlier step writes another history. Rank 0.
+
+    A set's state goes first, so that no half of a set is ever valid.
+    """
+    if run.rank != 0:
+        return
+    folders = [path_of("runs", run.name), *(path_of("rl", f"{run.name}-{prefix}") for prefix in PREFIX.values())]
+    for folder in folders:
+        for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
+            match = re.fullmatch(r"(state|model|meta|optim)_(\d+)(_rank\d+)?\.(pt|json)", name)
+            if match and int(match[2]) > step:
+                print0(f"removing {os.path.join(folder, name)}: the run goes on from step {step}")
+                os.remove(os.path.join(folder, name))
 
 
 def load_set(run_name: str, step: int, roles: dict, device) -> RunState:

@@ -72,6 +72,8 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     values = dict(zip(SUMS, sums.tolist(), strict=True))
     num_tokens = max(values.pop("num_tokens"), 1.0)
     metrics = {"loss": values.pop("loss"), **{name: value / num_tokens for name, value in values.items()}}
+    if not loss.kl_coef:
+        metrics["kl"] = None  # not measured without a reference
     metrics |= {"grad_norm": grad_norm, "lr": lr, "rollout_logprobs_diff_max": float(gap), "skipped": 0}
     if not math.isfinite(grad_norm) or not math.isfinite(metrics["loss"]):
         metrics["skipped"] = 1
