@@ -201,7 +201,7 @@ class GPT(nn.Module):
             ends = (positions < FAR).sum(dim=1) - 1
             cache.last_embedding = unsmeared[torch.arange(B, device=ids.device), ends].unsqueeze(1)
         cos_sin = rotary(positions, self.config.n_embd // self.config.n_head, x.dtype)
-        # Padding queries look at themselves only, so that their softmax is finite.
+        # Padding queries see padding columns only (all stand at FAR), so that their softmax is finite.
         biases = {w: attention_bias(positions, key_positions, w, x.dtype) for w in set(self.windows)}
         x0 = x
         middle = self.config.n_layer // 2

@@ -8,7 +8,7 @@ SEED=${SEED:-0}
 # A base directory of its own: a user's checkpoints and tokenizer in ~/.cache/nanochat are never touched.
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-cpu}
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
-NPROC=${NPROC:-2}  # two ranks of one thread are faster than one of two at this size
+NPROC=${NPROC:-2}  # two ranks of one thread are a little faster than one of two at this size
 TAG=chain-s$SEED
 RUN=chain-s$SEED
 launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
