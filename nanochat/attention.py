@@ -1,111 +1,250 @@
 """
-The one attention call: causal, behind a shared prefix, and cached with per-row lengths.
+The one attention call: causal, behind a shared prefix, and cached.
 
-Every key column carries its position (`key_positions`); a query at position p sees the columns whose position lies in
-[p - window, p]. Padding columns carry FAR, a position after everything. That one rule covers ragged prompts, sliding windows,
-decoding and completions behind a prompt that was run once for a whole group.
+Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt), whose keys exist once. In a row, columns stand at
+consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding behind a short one stands at FAR, where
+no query looks.
 """
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
-FAR = 1 << 30  # position of a padding column: no query reaches it
+FAR = 1 << 30  # position of a padding column
+RECENT = 8     # columns of a cache's buffer for new ones
 
 
 class KVCache:
-    """Keys and values of the tokens run so far, one row per sequence.
+    """Keys and values of the tokens run so far.
 
-    k[i], v[i]: (B, Hkv, T, D) of layer i; key_positions: (B, T) int64; last_embedding: (B, 1, C), what the smear of the next token
-    looks back at. Without `capacity` the tensors are kept as they come, with their gradients (training behind a prefix); with it
-    they are written into buffers of that many columns (decoding).
+    k[i], v[i]: (U, Hkv, R, T, D) of layer i; positions (U, T) int64 of a prefix (R = 1); last_embedding (U*R, 1, C): what the smear of the
+    next token looks back at. Columns that come one by one are first put into `recent`, a buffer of RECENT columns, and moved behind the
+    others when it is full: on CPU, reading a tensor is three times as fast while it has no gaps.
+    With `capacity`, buffers of that many columns are written in place, at a column that is read on the device (CUDA graphs).
     """
 
     def __init__(self, num_layers: int, capacity: int | None = None):
         self.k: list = [None] * num_layers
         self.v: list = [None] * num_layers
-        self.key_positions = None
+        self.recent: list = [None] * num_layers  # (2, U, Hkv, R, RECENT, D)
+        self.filled = [0] * num_layers           # columns of it in use
+        self.positions = None
         self.last_embedding = None
-        self.capacity = capacity
         self.length = 0  # columns filled before the current forward
+        self.capacity = capacity
+        self.column = None  # with capacity: `length` as a tensor (1,) int64 on the device
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the keys and values (B, Hkv, T, D) of new columns; returns those of all columns."""
-        if self.capacity is None:
-            assert self.length == 0, "a prefix is run in one forward"
-            self.k[layer], self.v[layer] = k, v
-            return k, v
-        end = self.length + k.shape[2]
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Stores the keys and values (U, Hkv, R, T, D) of new columns; returns those of all columns, in one piece or two."""
+        if self.capacity is not None:
+            return self._write(layer, k, v)
+        if k.shape[3] > 1 or self.k[layer] is None or self.filled[layer] == RECENT:
+            before = self.parts(layer)
+            self.k[layer] = torch.cat([*(part for part, _ in before), k], dim=3) if before else k
+            self.v[layer] = torch.cat([*(part for _, part in before), v], dim=3) if before else v
+            self.filled[layer] = 0
+        else:
+            if self.recent[layer] is None:
+                self.recent[layer] = k.new_zeros(2, *k.shape[:3], RECENT, k.shape[4])
+            for buffer, new in zip(self.recent[layer], (k, v), strict=True):
+                buffer[..., self.filled[layer], :] = new[..., 0, :]
+            self.filled[layer] += 1
+        return self.parts(layer)
+
+    def parts(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The keys and values of a layer: the moved columns, and the recent ones if there are."""
         if self.k[layer] is None:
-            shape = (k.shape[0], k.shape[1], self.capacity, k.shape[3])
+            return []
+        filled = self.filled[layer]
+        return [(self.k[layer], self.v[layer])] + ([tuple(self.recent[layer][..., :filled, :])] if filled else [])
+
+    def _write(self, layer, k, v):
+        if self.k[layer] is None:
+            shape = (*k.shape[:3], self.capacity, k.shape[4])
             self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
-        self.k[layer][:, :, self.length:end] = k
-        self.v[layer][:, :, self.length:end] = v
-        return self.k[layer][:, :, :end], self.v[layer][:, :, :end]
+        self.k[layer].index_copy_(3, self.column, k)
+        self.v[layer].index_copy_(3, self.column, v)
+        return [(self.k[layer], self.v[layer])]
 
-    def append_positions(self, positions: torch.Tensor) -> torch.Tensor:
-        """Adds the positions (B, T) of new columns; returns those of all columns."""
-        old = self.key_positions
-        self.key_positions = positions if old is None else torch.cat([old, positions], dim=1)
-        return self.key_positions
-
-    def select(self, rows: torch.Tensor) -> None:
-        """Keeps the rows (B',) int64, which may repeat: shares prompts out to their samples, drops finished rows."""
-        self.k = [k[rows] for k in self.k]
-        self.v = [v[rows] for v in self.v]
-        self.key_positions = self.key_positions[rows]
-        self.last_embedding = self.last_embedding[rows]
-
-
-def attention_bias(positions: torch.Tensor, key_positions: torch.Tensor, window: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a query may look and -inf elsewhere. positions (B, Tq), key_positions (B, Tk) -> (B, 1, Tq, Tk)."""
-    distance = positions[:, None, :, None] - key_positions[:, None, None, :]  # (B, 1, Tq, Tk)
-    allowed = (distance >= 0) & (distance <= window)
-    return torch.zeros(distance.shape, dtype=dtype, device=distance.device).masked_fill_(~allowed, float("-inf"))
+    def select(self, rows: torch.Tensor) -> "KVCache":
+        """A cache of the rows (U', R') int64, each the place u * R + r of an old one; they may repeat. Itself when it is empty or nothing moves."""
+        if not self.length or rows.shape[1] == self.k[0].shape[2] and torch.equal(rows.flatten(), torch.arange(len(self.last_embedding))):
+            return self
+        rows = rows.to(self.last_embedding.device)
+        cache = KVCache(len(self.k), self.capacity)
+        cache.length, cache.column = self.length, self.column
+        for i in range(len(self.k)):
+            columns = (torch.cat(part, dim=3) for part in zip(*self.parts(i), strict=True))
+            cache.k[i], cache.v[i] = (x.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2).contiguous() for x in columns)  # (U', Hkv, R', T, D)
+        cache.last_embedding = self.last_embedding[rows.flatten()]
+        cache.positions = None if self.positions is None else self.positions[rows.flatten()]
+        return cache
 
 
-def attend(q, k, v, bias, prefix_k=None, prefix_v=None):
-    """Attention of queries over their own keys and, with a prefix, over the keys that groups of R = B/U rows share.
+@dataclass
+class Mask:
+    """What queries may see, as numbers added to scores: 0, or -inf where they may not look. None: they see everything.
 
-    q (B, H, T, D); k, v (B, Hkv, Tk, D); prefix_k, prefix_v (U, Hkv, Tp, D), where unit u's rows are u*R .. u*R+R-1;
-    bias (B, 1, T, [Tp +] Tk) -> (B, H, T, D). Scores are scaled by 1/sqrt(D).
+    own (T, Tk) over the row's own columns; prefix (U, 1 or T, Tp) over the unit's prefix. causal: own is the plain lower triangle.
     """
+    own: torch.Tensor | None = None
+    prefix: torch.Tensor | None = None
+    causal: bool = False
+
+
+def bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where allowed, -inf elsewhere."""
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+
+
+def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: KVCache | None, positions: torch.Tensor, dtype: torch.dtype) -> Mask:
+    """The mask of T new columns whose queries see themselves and `window` tokens before.
+
+    context: no row is longer than that. positions (B, T) of the new tokens, the same for all rows of a unit.
+    """
+    mask = Mask()
+    start = cache.length if cache is not None else 0
+    moving = cache is not None and cache.column is not None
+    end = cache.capacity if moving else start + T
+    if T > 1 or moving or end - 1 > window:
+        columns = torch.arange(end, device=positions.device)
+        queries = cache.column + torch.arange(T, device=positions.device) if moving else columns[start:]
+        distance = queries[:, None] - columns  # (T, Tk)
+        mask.own = bias((distance >= 0) & (distance <= window), dtype)
+        mask.causal = T == end <= window + 1
+    if prefix is not None:
+        keys = prefix.positions[:, None]  # (U, 1, Tp)
+        if window < context:
+            queries = positions.view(len(keys), -1, T)[:, 0, :, None]  # (U, T, 1)
+            mask.prefix = bias((keys <= queries) & (queries - keys <= window), dtype)
+        else:
+            mask.prefix = bias(keys < FAR, dtype)
+    return mask
+
+
+def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
+    """Attention of queries over their own keys and, with a prefix, over those that the rows of a unit share.
+
+    q (U, Hkv, R, group, T, D): `group` query heads read each key head; parts: own keys and values, pairs of (U, Hkv, R, T', D) whose columns
+    follow one another; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are scaled by 1/sqrt(D).
+    """
+    if q.shape[4] == 1 and not torch.is_grad_enabled():
+        return _attend_one(q, parts, mask, prefix_k, prefix_v)
+    k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
     if q.device.type == "cuda":
-        if prefix_k is not None:
-            R = q.shape[0] // prefix_k.shape[0]
-            k = torch.cat([prefix_k.repeat_interleave(R, dim=0), k], dim=2)
-            v = torch.cat([prefix_v.repeat_interleave(R, dim=0), v], dim=2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), enable_gqa=q.shape[1] != k.shape[1])
-    # On CPU plain matmuls beat scaled_dot_product_attention, most of all in the backward pass.
-    B, H, T, D = q.shape
-    Hkv, Tk = k.shape[1], k.shape[2]
-    group = H // Hkv  # query heads per key/value head
-    q = q * D ** -0.5
-    scores = _scores(q, k, B, Hkv, group)  # (B, H, T, Tk)
+        return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
+    return _Attend.apply(q, k, v, mask.own, prefix_k, prefix_v, mask.prefix)
+
+
+def _attend_one(q, parts, mask, prefix_k, prefix_v):
+    """One query per row, without gradients: decoding. Bound by reading keys and values, those of a prefix once per unit."""
+    q = q * q.shape[5] ** -0.5
+    scores = [(_rows(q) @ _rows(k).mT).view(*q.shape[:5], -1) for k, _ in parts]
+    if mask.own is not None:
+        for part, own in zip(scores, mask.own.split([part.shape[-1] for part in scores], dim=-1), strict=True):
+            part += own
+    if prefix_k is not None:
+        shared = (_units(q) @ prefix_k.flatten(0, 1).mT).view(*q.shape[:5], -1)
+        if mask.prefix is not None:
+            shared += mask.prefix[:, None, None, None]
+        scores.append(shared)
+    sizes = [part.shape[-1] for part in scores]
+    probs = [part.contiguous() for part in torch.softmax(torch.cat(scores, dim=-1), dim=-1).split(sizes, dim=-1)]
+    y = torch.zeros_like(q) if prefix_k is None else (_units(probs.pop()) @ prefix_v.flatten(0, 1)).view_as(q)
+    for weights, (_, v) in zip(probs, parts, strict=True):
+        if v.shape[3] <= RECENT and weights.shape[3] == 1:  # too small for a batched product
+            y += (weights.transpose(-1, -2) * v.unsqueeze(3)).sum(dim=-2, keepdim=True)
+        else:
+            y += (_rows(weights) @ _rows(v)).view_as(q)
+    return y
+
+
+def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
+    """By scaled_dot_product_attention, whose kernels never hold the scores; the prefix is repeated for each row."""
+    U, Hkv, R, group, T, D = q.shape
+    q = q.transpose(1, 2).reshape(U * R, Hkv * group, T, D)
+    k, v = (x.transpose(1, 2).reshape(U * R, Hkv, -1, D) for x in (k, v))
     if prefix_k is None:
-        return _mix(torch.softmax(scores + bias, dim=-1), v, B, Hkv, group)
-    U = prefix_k.shape[0]
-    shared = _scores(q, prefix_k, U, Hkv, group)  # (B, H, T, Tp)
-    probs = torch.softmax(torch.cat([shared, scores], dim=-1) + bias, dim=-1)
-    shared_probs, own_probs = probs.split([prefix_k.shape[2], Tk], dim=-1)
-    return _mix(shared_probs, prefix_v, U, Hkv, group) + _mix(own_probs, v, B, Hkv, group)
+        options = dict(is_causal=True) if mask.causal else dict(attn_mask=mask.own)
+    else:
+        own = torch.zeros(T, k.shape[2], dtype=q.dtype, device=q.device) if mask.own is None else mask.own
+        before = mask.prefix.expand(U, T, -1).repeat_interleave(R, dim=0)  # (U*R, T, Tp)
+        options = dict(attn_mask=torch.cat([before, own.expand(U * R, -1, -1)], dim=-1).unsqueeze(1))
+        k, v = (torch.cat([x.repeat_interleave(R, dim=0), y], dim=2) for x, y in ((prefix_k, k), (prefix_v, v)))
+    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1, **options)  # (U*R, H, T, D)
+    return y.view(U, R, Hkv, group, T, D).transpose(1, 2)
 
 
-def _scores(q, k, U, Hkv, group):
-    """q (U*R, Hkv*group, T, D) x k (U, Hkv, Tk, D) -> (U*R, Hkv*group, T, Tk), one matmul per unit and key head."""
-    B, H, T, D = q.shape
-    if U == B:
-        return (q.reshape(B, Hkv, group * T, D) @ k.transpose(-1, -2)).view(B, H, T, -1)
-    R = B // U
-    q = q.reshape(U, R, Hkv, group * T, D).transpose(1, 2).reshape(U, Hkv, R * group * T, D)
-    scores = q @ k.transpose(-1, -2)  # (U, Hkv, R*group*T, Tk)
-    return scores.view(U, Hkv, R, group * T, -1).transpose(1, 2).reshape(B, H, T, -1)
+class _Attend(torch.autograd.Function):
+    """Explicit matrix products, which beat scaled_dot_product_attention on CPU, in the backward pass and with a single query most of all.
+
+    Scores of prefix and own keys are written side by side into one buffer: one softmax, no copies. The prefix takes one product per unit
+    for all its rows, so its gradients come summed.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, own_bias, prefix_k, prefix_v, prefix_bias):
+        U, Hkv, R, group, T, D = q.shape
+        Tp = 0 if prefix_k is None else prefix_k.shape[2]
+        scores = q.new_empty(U, Hkv, R, group, T, Tp + k.shape[3])
+        shared, own = _parts(scores, Tp)
+        _multiply(own, _rows(q), _rows(k).mT, D ** -0.5)
+        if own_bias is not None:
+            scores[..., Tp:] += own_bias
+        if Tp:
+            _multiply(shared, _units(q), prefix_k.flatten(0, 1).mT, D ** -0.5)
+            if prefix_bias is not None:
+                scores[..., :Tp] += prefix_bias[:, None, None, None]
+        probs = torch.softmax(scores, dim=-1)
+        shared, own = _parts(probs, Tp)
+        y = torch.empty_like(q)
+        _multiply(_rows(y), own, _rows(v))
+        if Tp:
+            _units(y).baddbmm_(shared, prefix_v.flatten(0, 1))
+        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, probs)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, prefix_k, prefix_v, probs = ctx.saved_tensors
+        grad, scale = grad.contiguous(), q.shape[5] ** -0.5
+        Tp = 0 if prefix_k is None else prefix_k.shape[2]
+        shared, own = _parts(probs, Tp)
+        grad_probs = torch.empty_like(probs)
+        shared_grad, own_grad = _parts(grad_probs, Tp)
+        _multiply(own_grad, _rows(grad), _rows(v).mT)
+        grad_v = (own.mT @ _rows(grad)).view_as(v)
+        if Tp:
+            _multiply(shared_grad, _units(grad), prefix_v.flatten(0, 1).mT)
+            grad_prefix_v = (shared.mT @ _units(grad)).view_as(prefix_v)
+        grad_scores = torch._softmax_backward_data(grad_probs, probs, -1, probs.dtype)
+        shared_grad, own_grad = _parts(grad_scores, Tp)
+        grad_q, grad_k = torch.empty_like(q), torch.empty(k.shape, dtype=k.dtype, device=k.device)
+        _multiply(_rows(grad_q), own_grad, _rows(k), scale)
+        _multiply(_rows(grad_k), own_grad.mT, _rows(q), scale)
+        if not Tp:
+            return grad_q, grad_k, grad_v, None, None, None, None
+        _units(grad_q).baddbmm_(shared_grad, prefix_k.flatten(0, 1), alpha=scale)
+        grad_prefix_k = torch.empty(prefix_k.shape, dtype=k.dtype, device=k.device)
+        _multiply(grad_prefix_k.flatten(0, 1), shared_grad.mT, _units(q), scale)
+        return grad_q, grad_k, grad_v, None, grad_prefix_k, grad_prefix_v, None
 
 
-def _mix(probs, v, U, Hkv, group):
-    """probs (U*R, Hkv*group, T, Tk) x v (U, Hkv, Tk, D) -> (U*R, Hkv*group, T, D)."""
-    B, H, T, Tk = probs.shape
-    if U == B:
-        return (probs.reshape(B, Hkv, group * T, Tk) @ v).view(B, H, T, -1)
-    R = B // U
-    probs = probs.reshape(U, R, Hkv, group * T, Tk).transpose(1, 2).reshape(U, Hkv, R * group * T, Tk)
-    mixed = probs @ v  # (U, Hkv, R*group*T, D)
-    return mixed.view(U, Hkv, R, group * T, -1).transpose(1, 2).reshape(B, H, T, -1)
+def _rows(x):
+    """(U, Hkv, R, [group,] T, D) -> (U*Hkv*R, [group*]T, D): one matrix per row and key head."""
+    return x.flatten(0, 2) if x.dim() == 5 else x.flatten(3, 4).flatten(0, 2)
+
+
+def _units(x):
+    """(U, Hkv, R, group, T, D) -> (U*Hkv, R*group*T, D): one matrix per unit and key head."""
+    return x.flatten(2, 4).flatten(0, 1)
+
+
+def _parts(scores, Tp: int):
+    """Columns of the prefix and own ones: (U*Hkv, R*group*T, Tp) and (U*Hkv*R, group*T, Tk), views."""
+    return _units(scores)[..., :Tp], _rows(scores)[..., Tp:]
+
+
+def _multiply(out, a, b, scale: float = 1.0) -> None:
+    """out = scale * a @ b, batched, in place also where `out` is a slice of columns."""
+    out.baddbmm_(a, b, beta=0, alpha=scale)

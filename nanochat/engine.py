@@ -1,7 +1,7 @@
 """
 Sampling: many ragged prompts x G rows in one batch.
 
-Each prompt is run once and its cache is shared out to its rows; rows that end leave the batch; the logprobs of exactly the
+Each prompt is run once, and its rows read its keys where they are; rows that end leave the batch; the logprobs of exactly the
 distribution that was sampled are recorded. Noise is a function of (row key, position) alone, so that the rows of a batch may be
 split over ranks, reordered or resumed without changing what they draw.
 """
@@ -10,11 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from nanochat.attention import FAR, KVCache
 from nanochat.common import BadInput, wide_dtype
 
-COMPACT_BELOW = 0.8  # drop finished rows once less than this share of the batch is alive
+COMPACT_BELOW = 0.8    # drop finished rows once less than this share of the batch is alive
+MAX_FILLED = 1.1       # rows of a batch per live one that sharing prompts may cost
+PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
+BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
 
 @dataclass
@@ -36,10 +40,10 @@ def row_key(*parts) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def uniform_noise(keys: torch.Tensor, position: int) -> torch.Tensor:
+def uniform_noise(keys: torch.Tensor, position: torch.Tensor | int) -> torch.Tensor:
     """One uniform number in [0, 1) per row, a hash (splitmix64) of its key and the position. keys (B,) int64 -> (B,)."""
-    offset = ((position + 1) * 0x9E3779B97F4A7C15 + 2 ** 63) % 2 ** 64 - 2 ** 63  # as a signed 64-bit number
-    x = keys + offset  # wraps modulo 2^64, as all arithmetic here
+    position = torch.as_tensor(position, device=keys.device)
+    x = keys + (position + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; wraps modulo 2^64, as all arithmetic here
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     x = x ^ ((x >> 31) & 0x1FFFFFFFF)
@@ -48,7 +52,7 @@ def uniform_noise(keys: torch.Tensor, position: int) -> torch.Tensor:
     return ((x >> (64 - bits)) & ((1 << bits) - 1)).to(dtype) / (1 << bits)
 
 
-def pick(logits: torch.Tensor, keys: torch.Tensor, position: int, temperature: float, top_k: int):
+def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int, temperature: float, top_k: int):
     """Next tokens and their logprobs under the distribution drawn from.
 
     logits (B, V) fp32, keys (B,) int64 -> tokens (B,) int64, logprobs (B,) fp32. temperature 0 is greedy (logprobs at temperature
@@ -57,19 +61,31 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: int, temperature: f
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return tokens, logprobs
-    logits = logits / temperature
+    if temperature != 1:
+        logits = logits / temperature
     if top_k > 0:
         kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
-    logprobs = torch.log_softmax(logits, dim=-1)  # (B, V)
-    noise = uniform_noise(keys, position)
-    cumulative = logprobs.to(noise.dtype).exp().cumsum(dim=-1)
-    # The first column whose cumulative probability exceeds the noise; scaled by the last, so that rounding cannot miss.
-    tokens = torch.searchsorted(cumulative, (noise[:, None] * cumulative[:, -1:]), right=True).squeeze(1)
-    # A rounding up to the total would land behind the last possible token.
-    last = (logprobs > float("-inf")).long().cumsum(dim=-1).argmax(dim=-1)
-    tokens = torch.minimum(tokens, last)
-    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+    highest = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - highest).exp_()  # (B, V)
+    if weights.shape[1] % BLOCK:
+        weights = F.pad(weights, (0, -weights.shape[1] % BLOCK))
+    blocks = weights.view(len(weights), -1, BLOCK)
+    # Where the cumulative weight first exceeds noise * total: the block, then the column in it.
+    totals = blocks.sum(dim=-1).to(wide_dtype(logits.device)).cumsum(dim=-1)  # (B, V / BLOCK)
+    target = uniform_noise(keys, position)[:, None] * totals[:, -1:]
+    block = _first_above(totals, target)  # (B, 1)
+    target = target - F.pad(totals, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].to(totals.dtype).cumsum(dim=-1)  # (B, BLOCK)
+    tokens = block * BLOCK + _first_above(inside, target)
+    logprobs = logits.gather(1, tokens) - highest - totals[:, -1:].log().float()
+    return tokens[:, 0], logprobs[:, 0]
+
+
+def _first_above(cumulative, target):
+    """The first column above the target, the one that reaches the total where rounding leaves none. (B, n), (B, 1) -> (B, 1)."""
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
 
 @torch.no_grad()
@@ -90,54 +106,96 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     assert len(keys) == len(prompts) * num_samples
     device = model.lm_head.weight.device
     N = len(keys)
-    out = Samples(torch.zeros(N, max_new_tokens, dtype=torch.long, device=device), torch.zeros(N, max_new_tokens, device=device),
-                  torch.zeros(N, dtype=torch.long, device=device), torch.zeros(N, dtype=torch.bool, device=device))
-    keys = torch.tensor(keys, dtype=torch.long, device=device)
+    # One row more than there are: where rows write that have ended.
+    out = Samples(torch.zeros(N + 1, max_new_tokens, dtype=torch.long, device=device), torch.zeros(N + 1, max_new_tokens, device=device),
+                  torch.zeros(N + 1, dtype=torch.long, device=device), torch.zeros(N + 1, dtype=torch.bool, device=device))
+    keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
     # Prompts of like length go together, so that little is padding.
-    order = sorted(range(N), key=lambda n: len(prompts[n // num_samples]))
+    order = sorted(range(N), key=lambda n: (len(prompts[n // num_samples]), n))
     for start in range(0, N, max_rows):
         if should_stop():
             break
-        rows = order[start: start + max_rows]
-        chosen = {p: i for i, p in enumerate(dict.fromkeys(n // num_samples for n in rows))}  # prompt -> its place in the batch
-        share = torch.tensor([chosen[n // num_samples] for n in rows], device=device)
-        _generate_batch(model, [prompts[p] for p in chosen], share, torch.tensor(rows, device=device), out, keys, stop_tokens, temperature, top_k,
-                        should_stop)
-    width = max(int(out.lengths.max()), 1) if N else 0
-    return Samples(out.tokens[:, :width].contiguous(), out.logprobs[:, :width].contiguous(), out.lengths, out.stopped)
+        units: dict[int, list[int]] = {}  # prompt -> its rows
+        for n in order[start: start + max_rows]:
+            units.setdefault(n // num_samples, []).append(n)
+        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k, should_stop)
+    width = max(int(out.lengths[:N].max()), 1) if N else 0
+    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone())
 
 
-def _generate_batch(model, prompts, share, rows, out, keys, stop_tokens, temperature, top_k, should_stop):
-    """Fills the given rows of `out` with completions of these prompts; share (B,) is the prompt of each row."""
-    device, max_new_tokens = rows.device, out.tokens.shape[1]
-    ids, positions = pad_prompts(prompts, device)
-    cache = KVCache(model.config.n_layer, capacity=ids.shape[1] + max_new_tokens)
-    hidden = model.trunk(ids, positions=positions, cache=cache)  # (P, Tp, C)
-    ends = (positions < FAR).sum(dim=1) - 1
-    hidden = hidden[torch.arange(len(prompts), device=device), ends]  # (P, C)
-    cache.select(share)
-    logits = model.head(hidden)[share]  # (B, V)
-    next_position = (ends + 1)[share]   # (B,)
-    finished = torch.zeros(len(rows), dtype=torch.bool, device=device)
+def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, should_stop):
+    """Fills rows of `out` with completions of these prompts; units[i] are the rows of prompt i."""
+    ended, max_new_tokens = len(out.lengths) - 1, out.tokens.shape[1]
+    prefix, hidden = prefill(model, prompts)
+    cache = KVCache(model.config.n_layer)
+    unit, table = arrange(units, ended)
+    prefix, rows = prefix.select(unit), table.flatten().to(hidden.device)  # (U, 1), (U * R,)
+    unit = unit.repeat_interleave(table.shape[1]).to(hidden.device)        # (U * R,)
+    logits = model.head(hidden)[unit]                                      # (B, V)
+    positions = torch.tensor([[len(prompt)] for prompt in prompts], device=hidden.device)[unit]  # (B, 1)
     for t in range(max_new_tokens):
         tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
-        live = rows[~finished]
-        out.tokens[live, t], out.logprobs[live, t] = tokens[~finished], logprobs[~finished]
-        out.lengths[live] = t + 1
-        ended = torch.isin(tokens, stop_tokens) & ~finished
-        out.stopped[rows[ended]] = True
-        finished = finished | ended
-        alive = len(rows) - int(finished.sum())
+        out.tokens[rows, t], out.logprobs[rows, t] = tokens, logprobs
+        out.lengths[rows] = t + 1
+        stopped = torch.isin(tokens, stop_tokens)
+        out.stopped[rows] = stopped
+        rows = rows.masked_fill(stopped, ended)
+        alive = int((rows < ended).sum())
         if alive == 0 or t + 1 == max_new_tokens or should_stop():
             return
         if alive < COMPACT_BELOW * len(rows):
-            keep = (~finished).nonzero().squeeze(1)
-            cache.select(keep)
-            rows, tokens, next_position, finished = rows[keep], tokens[keep], next_position[keep], finished[keep]
-        hidden = model.trunk(tokens[:, None], positions=next_position[:, None], cache=cache)  # (B, 1, C)
+            places = torch.arange(len(rows)).view(len(prefix.positions), -1).tolist()
+            is_live = (rows < ended).tolist()
+            unit, table = arrange([[p for p in row if is_live[p]] for row in places], is_live.index(False))
+            prefix, cache = prefix.select(unit), cache.select(table)
+            kept = table.flatten().to(rows.device)
+            rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
+        hidden = model.trunk(tokens[:, None], positions=positions, cache=cache, prefix=prefix)  # (B, 1, C)
         logits = model.head(hidden[:, 0])
-        next_position = next_position + 1
+        positions = positions + 1
+
+
+def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
+    """Runs prompts, sorted by length, in pieces of PREFILL_TOKENS. -> their cache, the hidden state (P, C) of each prompt's last token."""
+    device, whole, hidden = model.lm_head.weight.device, KVCache(model.config.n_layer), []
+    whole.length = width = max(map(len, prompts))
+    start = 0
+    while start < len(prompts):
+        end = start + 1
+        while end < len(prompts) and (end + 1 - start) * len(prompts[end]) <= PREFILL_TOKENS:
+            end += 1
+        ids, positions = pad_prompts(prompts[start:end], device)
+        piece = KVCache(model.config.n_layer)
+        states = model.trunk(ids, positions=positions, cache=piece)  # (p, Tp, C)
+        hidden.append(states[torch.arange(end - start, device=device), (positions < FAR).sum(dim=1) - 1])
+        if end - start == len(prompts):
+            return piece, hidden[0]
+        for name in ("k", "v"):
+            for i, part in enumerate(getattr(piece, name)):
+                if start == 0:
+                    getattr(whole, name)[i] = part.new_zeros(len(prompts), *part.shape[1:3], width, part.shape[4])
+                getattr(whole, name)[i][start:end, ..., : ids.shape[1], :] = part
+        if start == 0:
+            whole.positions = positions.new_full((len(prompts), width), FAR)
+            whole.last_embedding = states.new_zeros(len(prompts), 1, states.shape[2])
+        whole.positions[start:end, : ids.shape[1]] = positions
+        whole.last_embedding[start:end] = piece.last_embedding
+        start = end
+    return whole, torch.cat(hidden)
+
+
+def arrange(units: list[list[int]], filler: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lays out the members of units as a table, all rows of a line from one unit; units may take several lines, or none.
+
+    The lines are as long as they can be (so that keys of a prefix are read once for many rows) with at most MAX_FILLED places per
+    member; places to spare hold `filler`. -> the unit of each line (U', 1) int64, the table (U', R) int64, both on CPU.
+    """
+    total = sum(map(len, units))
+    widths = range(max(map(len, units)), 0, -1)
+    R = next(r for r in widths if r * sum(-(-len(unit) // r) for unit in units) <= MAX_FILLED * total)
+    lines = [(u, unit[i: i + R]) for u, unit in enumerate(units) for i in range(0, len(unit), R)]
+    return torch.tensor([[u] for u, _ in lines]), torch.tensor([members + [filler] * (R - len(members)) for _, members in lines])
 
 
 def pad_prompts(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:

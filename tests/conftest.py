@@ -7,12 +7,21 @@ import pytest
 import torch
 
 os.environ.setdefault("WANDB_MODE", "disabled")
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any module of ours is imported
 # The smallest chain that RL can work on: two operations at most, results modulo 3.
 TASK_FLAGS = ["--chain-modulus", "3", "--chain-min-steps", "1", "--chain-max-steps", "2"]
 RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28", "--verifier-max-new-tokens", "36",
             "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3", "--warmup-steps", "2",
             "--generator-steps", "2", "--num-steps", "4", "--verifier-balance", "--verifier-replay", "0.5", "--alpha-start", "0.5",
             "--alpha-end", "0.05"]
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def parse(script, flags: list[str]) -> argparse.Namespace:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-EPSILON = 1e-6  # added to standard deviations, as the paper's trainer did
+from nanochat.kernels.group_advantages import (alone, center_mean, first_of_group, group_advantages, group_sum, normalised, scale_std,
+                                               spread_return_to_go)
 
 
 @dataclass
@@ -33,26 +34,16 @@ class Preset:
     spread: str
 
 
-def _group_sum(x, group_id, num_groups, reduce):
-    return reduce(torch.zeros(num_groups, dtype=x.dtype, device=x.device).index_add_(0, group_id, x.sum(dim=1)))
-
-
 # Baselines: (values, valid, group_id, num_groups, reduce) -> (N, K)
 
 def center_none(values, valid, group_id, num_groups, reduce):
     return torch.zeros_like(values)
 
 
-def center_mean(values, valid, group_id, num_groups, reduce):
-    """The mean over all entries of the group."""
-    total, count = (_group_sum(x, group_id, num_groups, reduce) for x in (values, valid.to(values.dtype)))
-    return (total / count)[group_id][:, None].expand_as(values)
-
-
 def center_loo(values, valid, group_id, num_groups, reduce):
     """Leave one out (RLOO): the mean over the entries of the group's other rollouts; the entry itself where there are none."""
     valid = valid.to(values.dtype)
-    total, count = (_group_sum(x, group_id, num_groups, reduce)[group_id] - x.sum(dim=1) for x in (values, valid))
+    total, count = (group_sum(x, group_id, num_groups, reduce)[group_id] - x.sum(dim=1) for x in (values, valid))
     return torch.where(count[:, None] > 0, (total / count)[:, None], values)
 
 
@@ -65,13 +56,6 @@ def scale_none(values, valid, group_id, num_groups, reduce):
     return torch.ones_like(values)
 
 
-def scale_std(values, valid, group_id, num_groups, reduce):
-    """The unbiased standard deviation over all entries of the group, plus EPSILON."""
-    count = _group_sum(valid.to(values.dtype), group_id, num_groups, reduce)
-    squares = _group_sum(values ** 2, group_id, num_groups, reduce)
-    return ((squares / (count - 1)).sqrt() + EPSILON)[group_id][:, None].expand_as(values)
-
-
 SCALE: dict[str, Callable] = {"none": scale_none, "std": scale_std}
 
 
@@ -80,12 +64,6 @@ SCALE: dict[str, Callable] = {"none": scale_none, "std": scale_std}
 def spread_terminal(values, token_index, num_tokens):
     """Every token gets the sum of the rollout's entries."""
     return values.sum(dim=1, keepdim=True).expand(-1, num_tokens)
-
-
-def spread_return_to_go(values, token_index, num_tokens):
-    """A token gets the sum of the entries that stand at or behind it (Tango eq. 6)."""
-    per_token = torch.zeros(len(values), num_tokens, dtype=values.dtype, device=values.device).scatter_add_(1, token_index, values)
-    return per_token.flip(1).cumsum(1).flip(1)
 
 
 SPREAD: dict[str, Callable] = {"terminal": spread_terminal, "return_to_go": spread_return_to_go}
@@ -99,35 +77,18 @@ PRESETS = {
 }
 
 
-def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens: int, preset: Preset,
-                      reduce: Callable = lambda tensor, op="sum": tensor) -> torch.Tensor:
-    """Advantages (N, T) of one source. group_id (N,) int64 names the group of each rollout.
+def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens: int, preset: Preset, reduce: Callable = alone) -> torch.Tensor:
+    """Advantages (N, T) of one source. group_id (N,) int64 names the group of each rollout, in any order.
 
     A group whose entries are all equal gets exactly 0, so does one with a single entry (except with center none). reduce(tensor, op) sums
     ("sum") or maximises ("max") over ranks; it is called only for scope "batch".
     """
-    valid = rewards.valid
-    values = rewards.values.masked_fill(~valid, 0.0)
-    num_groups = int(group_id.max()) + 1 if len(group_id) else 1
-    if preset.scope == "batch":
-        group_id, num_groups = torch.zeros_like(group_id), 1
-    else:
-        reduce = lambda tensor, op="sum": tensor  # groups never straddle ranks
-    where = (valid, group_id, num_groups, reduce)
-    centred = (values - CENTER[preset.center](values, *where)).masked_fill(~valid, 0.0)
-    result = (centred / SCALE[preset.scale](centred, *where)).masked_fill(~valid, 0.0)
-    if preset.center != "none":
-        result = result.masked_fill(_all_equal(values, *where)[group_id][:, None], 0.0)
-    return SPREAD[preset.spread](result, rewards.token_index, num_tokens)
-
-
-def _all_equal(values, valid, group_id, num_groups, reduce):
-    """Whether each group's valid entries are all the same (or none). -> (num_groups,) bool"""
-    lowest = torch.full((num_groups,), float("-inf"), dtype=values.dtype, device=values.device)
-    rows = group_id[:, None].expand_as(values)[valid]
-    largest = reduce(lowest.clone().scatter_reduce_(0, rows, values[valid], "amax"), "max")
-    smallest = -reduce(lowest.clone().scatter_reduce_(0, rows, -values[valid], "amax"), "max")
-    return largest <= smallest
+    if preset == PRESETS["grpo"]:
+        return group_advantages([(1.0, rewards)], group_id, num_tokens)
+    groups = (torch.zeros_like(group_id), 1) if preset.scope == "batch" else (first_of_group(group_id), max(1, len(group_id)))
+    reduce = reduce if preset.scope == "batch" else alone  # groups never straddle ranks
+    values = normalised(rewards, *groups, CENTER[preset.center], SCALE[preset.scale], reduce, zero_if_equal=preset.center != "none")
+    return SPREAD[preset.spread](values, rewards.token_index, num_tokens)
 
 
 def blend(terms: list[tuple[float, torch.Tensor]]) -> torch.Tensor:

@@ -1,0 +1,197 @@
+"""
+Times full RL steps on a stated workload, with a random-init model and completions of exactly the asked length.
+
+--role plain is a GRPO step: sample, update. generator and verifier are the steps of tango_rl: one verification of every solution goes with
+a generator step, one solution per problem with a verifier step, whose groups are its verifications. Rewards are random numbers.
+The last line is JSON: medians over --steps (one step before them is not counted), and the floor that this machine's measured matrix-product and
+copy speeds set.
+
+    python -m scripts.bench_step --vocab-size 512 --prompt-len 64 --completion-len 128
+"""
+import argparse
+import json
+import resource
+import statistics
+import sys
+import time
+
+import torch
+
+from nanochat.common import BadInput, check_least, init_device, print0, rank_and_world, script_main
+from nanochat.engine import generate, row_key
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import adamw
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.roles import Role
+from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.trainer import update
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--role", default="plain", choices=["plain", "generator", "verifier"])
+    parser.add_argument("--examples-per-step", type=int, default=32, help="prompts per step and rank")
+    parser.add_argument("--num-samples", type=int, default=8, help="completions per prompt")
+    parser.add_argument("--prompt-len", type=int, default=64)
+    parser.add_argument("--completion-len", type=int, default=128)
+    parser.add_argument("--verification-len", type=int, default=64, help="tokens the verifier writes; its prompt is a prompt and a completion")
+    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--n-embd", type=int, default=128)
+    parser.add_argument("--n-head", type=int, default=4)
+    parser.add_argument("--n-kv-head", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 2048 on CPU, 65536 on a GPU")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def synchronize(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_memory_mb(device) -> float:
+    """The most memory held so far: the allocator's peak on CUDA, this process' resident memory elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2 ** 20
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 20
+
+
+def make_role(args, name: str, context: int, device) -> Role:
+    """A random model whose every weight acts: projections do not start at 0 as in training."""
+    with torch.device(device):
+        model = GPT(GPTConfig(context, args.vocab_size, args.depth, args.n_head, args.n_kv_head, args.n_embd, "L"), DTYPES[args.dtype])
+    generator = torch.Generator(device).manual_seed(args.seed)
+    model.init_weights(generator)
+    for parameter_name, p in model.named_parameters():
+        if parameter_name.endswith("c_proj.weight"):
+            p.data.normal_(0.0, args.n_embd ** -0.5, generator=generator)
+    parameters = list(model.parameters())
+    return Role(name, model, parameters, adamw(parameters, 1e-4))
+
+
+def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tuple) -> Rollouts:
+    keys = [row_key(args.seed, *stream, n) for n in range(len(prompts) * num_samples)]
+    out = generate(role.model, prompts, num_samples, max_new_tokens=length, stop_tokens=[], keys=keys)
+    assert out.tokens.shape == (len(prompts) * num_samples, length)
+    group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
+    return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
+
+
+def judged_prompts(rollouts: Rollouts) -> list[list[int]]:
+    """What the verifier reads of each rollout: the prompt and the solution."""
+    return [rollouts.prompts[g] + completion for g, completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
+
+
+def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float]:
+    """Seconds of sampling solutions, of verification and of the update."""
+    generator = torch.Generator().manual_seed(args.seed * 1000 + step)
+    prompts = torch.randint(args.vocab_size, (args.examples_per_step, args.prompt_len), generator=generator).tolist()
+    synchronize(device)
+    started = time.perf_counter()
+    per_problem = 1 if args.role == "verifier" else args.num_samples
+    rollouts = sample(args, roles["generator"], prompts, per_problem, args.completion_len, ("solve", step))
+    synchronize(device)
+    solved = time.perf_counter()
+    trained = roles["generator"]
+    if args.role != "plain":
+        trained = roles[args.role]
+        per_solution = args.num_samples if args.role == "verifier" else 1
+        judged = sample(args, roles["verifier"], judged_prompts(rollouts), per_solution, args.verification_len, ("verify", step))
+        rollouts = judged if args.role == "verifier" else rollouts
+    synchronize(device)
+    verified = time.perf_counter()
+    advantages = torch.randn(rollouts.tokens.shape, generator=generator).to(device)
+    weights = token_weights(rollouts.lengths, "sequence", rollouts.tokens.shape[1], lambda x: x)
+    batches = pack(rollouts, advantages, weights, args.micro_batch_tokens, keep_idle=False)
+    update(trained, batches, PolicyLoss(), lr=1e-4, max_grad_norm=1.0, temperature=1.0, device=device)
+    synchronize(device)
+    return {"gen_s": solved - started, "verify_s": verified - solved, "update_s": time.perf_counter() - verified,
+            "s_per_step": time.perf_counter() - started}
+
+
+def fastest(action, device, rounds: int = 5) -> float:
+    seconds = []
+    for _ in range(rounds):
+        synchronize(device)
+        started = time.perf_counter()
+        action()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
+
+
+def machine_speed(device, dtype) -> tuple[float, float]:
+    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy."""
+    size, length = (8192, 2 ** 30) if device.type == "cuda" else (1536, 2 ** 26)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.zeros(length, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * size ** 3 / fastest(lambda: a @ b, device), 2 * length / fastest(lambda: target.copy_(source), device)
+
+
+def sampling_floor(args, model, prompts: int, rows: int, prompt_len: int, length: int, speed) -> float:
+    """Seconds that sampling takes at least: every token's matrix products, or reading weights and caches once per decode step."""
+    flops, copy = speed
+    matrices = sum(p.numel() for name, p in model.named_parameters() if "c_" in name) + model.lm_head.weight.numel()
+    itemsize = DTYPES[args.dtype].itemsize
+    cached = 2 * args.depth * args.n_kv_head * (args.n_embd // args.n_head) * itemsize  # bytes per token
+    seconds = 2 * matrices * prompts * prompt_len / flops
+    for t in range(length):
+        read = matrices * itemsize + cached * (prompts * prompt_len + rows * t)
+        work = rows * (2 * matrices + 4 * args.depth * args.n_embd * (prompt_len + t))
+        seconds += max(read / copy, work / flops)
+    return seconds
+
+
+def floor_seconds(args, model, speed) -> float:
+    """The floor of a whole step: sampling, and three times the forward pass of each distinct training token."""
+    P, G = args.examples_per_step, args.num_samples
+    prompt, completion = args.prompt_len, args.completion_len
+    matrices = sum(p.numel() for name, p in model.named_parameters() if "c_" in name)
+    if args.role == "verifier":
+        sampling = sampling_floor(args, model, P, P, prompt, completion, speed)
+        prompt, completion = prompt + completion, args.verification_len
+        sampling += sampling_floor(args, model, P, P * G, prompt, completion, speed)
+    else:
+        sampling = sampling_floor(args, model, P, P * G, prompt, completion, speed)
+        if args.role == "generator":
+            sampling += sampling_floor(args, model, P * G, P * G, prompt + completion, args.verification_len, speed)
+    attention = 2 * args.depth * args.n_embd * (P * prompt ** 2 + P * G * completion * (2 * prompt + completion))
+    trunk = 2 * matrices * P * (prompt + G * completion) + attention
+    head = 2 * model.lm_head.weight.numel() * P * G * completion
+    return sampling + 3 * (trunk + head) / speed[0]
+
+
+def main(args) -> None:
+    check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1, "verification_len": 1, "vocab_size": 2, "depth": 1,
+                       "n_embd": 24, "n_head": 1, "n_kv_head": 1, "steps": 1, "micro_batch_tokens": 0})
+    if args.n_embd % (2 * args.n_head) or args.n_head % args.n_kv_head:
+        raise BadInput(f"--n-embd {args.n_embd} --n-head {args.n_head} --n-kv-head {args.n_kv_head}: the width must be a multiple of twice the heads, "
+                       f"the heads a multiple of the key/value heads")
+    device = init_device(args.device_type)
+    args.micro_batch_tokens = args.micro_batch_tokens or (65536 if device.type == "cuda" else 2048)
+    context = args.prompt_len + args.completion_len + args.verification_len
+    roles = {name: make_role(args, name, context, device) for name in ("generator", "verifier")[: 1 if args.role == "plain" else 2]}
+    before = peak_memory_mb(device)
+    seconds = [one_step(args, step, roles, device) for step in range(args.steps + 1)][1:]
+    peak = peak_memory_mb(device) - before
+    medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
+    speed = machine_speed(device, DTYPES[args.dtype])
+    sampled = {"plain": args.num_samples, "generator": args.num_samples, "verifier": 1}[args.role] * args.completion_len
+    sampled += {"plain": 0, "generator": args.num_samples, "verifier": args.num_samples}[args.role] * args.verification_len
+    print0(json.dumps({
+        **medians, "completion_tok_per_s": round(args.examples_per_step * sampled / medians["s_per_step"]), "peak_mem_mb": round(peak, 1),
+        "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4), "matmul_gflop_per_s": round(speed[0] / 1e9),
+        "copy_gb_per_s": round(speed[1] / 1e9, 1), "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__,
+        "device": str(device), **vars(args)}))
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())
