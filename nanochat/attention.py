@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from nanochat.ops import run
+
 FAR = 1 << 30  # position of a padding column
 RECENT = 8     # columns of a cache's buffer for new ones
+QUERIES = 64   # queries whose scores are computed together on CPU
 
 
 class KVCache:
@@ -20,7 +23,7 @@ class KVCache:
     k[i], v[i]: (U, Hkv, R, T, D) of layer i; positions (U, T) int64 of a prefix (R = 1); last_embedding (U*R, 1, C): what the smear of the
     next token looks back at. Columns that come one by one are first put into `recent`, a buffer of RECENT columns, and moved behind the
     others when it is full: on CPU, reading a tensor is three times as fast while it has no gaps.
-    With `capacity`, buffers of that many columns are written in place, at a column that is read on the device (CUDA graphs).
+    With `capacity`, buffers of that many columns are written in place, one at a time, at a column that is read on the device (CUDA graphs).
     """
 
     def __init__(self, num_layers: int, capacity: int | None = None):
@@ -83,7 +86,7 @@ class KVCache:
 
 @dataclass
 class Mask:
-    """What queries may see, as numbers added to scores: 0, or -inf where they may not look. None: they see everything.
+    """What queries may see, as numbers added to scores: 0, or -inf where they may not look. None: all of it (own: for a single query).
 
     own (T, Tk) over the row's own columns; prefix (U, 1 or T, Tp) over the unit's prefix. causal: own is the plain lower triangle.
     """
@@ -133,7 +136,15 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
     k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
     if q.device.type == "cuda":
         return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
-    return _Attend.apply(q, k, v, mask.own, prefix_k, prefix_v, mask.prefix)
+    y, before = [], k.shape[3] - q.shape[4]
+    for start in range(0, q.shape[4], QUERIES):
+        # Queries see no later keys: a block of them needs the keys up to its end.
+        block = slice(start, min(start + QUERIES, q.shape[4]))
+        seen = slice(0, before + block.stop)
+        prefix_bias = mask.prefix if mask.prefix is None or mask.prefix.shape[1] == 1 else mask.prefix[:, block]
+        y.append(run(_Attend, q[..., block, :].contiguous(), k[..., seen, :].contiguous(), v[..., seen, :].contiguous(),
+                     None if mask.own is None else mask.own[block, seen], prefix_k, prefix_v, prefix_bias))
+    return y[0] if len(y) == 1 else torch.cat(y, dim=4)
 
 
 def _attend_one(q, parts, mask, prefix_k, prefix_v):
@@ -168,7 +179,8 @@ def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
         options = dict(is_causal=True) if mask.causal else dict(attn_mask=mask.own)
     else:
         own = torch.zeros(T, k.shape[2], dtype=q.dtype, device=q.device) if mask.own is None else mask.own
-        before = mask.prefix.expand(U, T, -1).repeat_interleave(R, dim=0)  # (U*R, T, Tp)
+        before = q.new_zeros(U, 1, prefix_k.shape[2]) if mask.prefix is None else mask.prefix
+        before = before.expand(U, T, -1).repeat_interleave(R, dim=0)  # (U*R, T, Tp)
         options = dict(attn_mask=torch.cat([before, own.expand(U * R, -1, -1)], dim=-1).unsqueeze(1))
         k, v = (torch.cat([x.repeat_interleave(R, dim=0), y], dim=2) for x, y in ((prefix_k, k), (prefix_v, v)))
     y = F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1, **options)  # (U*R, H, T, D)

@@ -1,6 +1,7 @@
 """
 What every script needs: bad input, device and ranks, the run and its folder, collectives. Importing it does nothing.
 """
+import ctypes
 import datetime
 import fcntl
 import json
@@ -103,12 +104,22 @@ def init_device(device_type: str) -> torch.device:
         device_type = next(name for name, there in available.items() if there)
     if not available.get(device_type):
         raise BadInput(f"--device-type {device_type}: available are {', '.join(name for name, there in available.items() if there)}")
+    if device_type == "cpu":
+        keep_freed_memory()
     device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cuda":
         torch.cuda.set_device(device)
     if rank_and_world()[1] > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
     return device
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep memory that tensors on CPU have freed: handing it back and faulting it in anew costs a tenth of a step."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2 ** 30)      # M_MMAP_THRESHOLD
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

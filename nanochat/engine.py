@@ -119,17 +119,17 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
         units: dict[int, list[int]] = {}  # prompt -> its rows
         for n in order[start: start + max_rows]:
             units.setdefault(n // num_samples, []).append(n)
-        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k, should_stop)
+        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k, max_rows, should_stop)
     width = max(int(out.lengths[:N].max()), 1) if N else 0
     return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone())
 
 
-def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, should_stop):
+def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, max_rows, should_stop):
     """Fills rows of `out` with completions of these prompts; units[i] are the rows of prompt i."""
     ended, max_new_tokens = len(out.lengths) - 1, out.tokens.shape[1]
     prefix, hidden = prefill(model, prompts)
     cache = KVCache(model.config.n_layer)
-    unit, table = arrange(units, ended)
+    unit, table = arrange(units, ended, max_rows)
     prefix, rows = prefix.select(unit), table.flatten().to(hidden.device)  # (U, 1), (U * R,)
     unit = unit.repeat_interleave(table.shape[1]).to(hidden.device)        # (U * R,)
     logits = model.head(hidden)[unit]                                      # (B, V)
@@ -147,7 +147,7 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, s
         if alive < COMPACT_BELOW * len(rows):
             places = torch.arange(len(rows)).view(len(prefix.positions), -1).tolist()
             is_live = (rows < ended).tolist()
-            unit, table = arrange([[p for p in row if is_live[p]] for row in places], is_live.index(False))
+            unit, table = arrange([[p for p in row if is_live[p]] for row in places], is_live.index(False), len(rows))
             prefix, cache = prefix.select(unit), cache.select(table)
             kept = table.flatten().to(rows.device)
             rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
@@ -185,15 +185,15 @@ def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
     return whole, torch.cat(hidden)
 
 
-def arrange(units: list[list[int]], filler: int) -> tuple[torch.Tensor, torch.Tensor]:
+def arrange(units: list[list[int]], filler: int, max_places: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Lays out the members of units as a table, all rows of a line from one unit; units may take several lines, or none.
 
     The lines are as long as they can be (so that keys of a prefix are read once for many rows) with at most MAX_FILLED places per
-    member; places to spare hold `filler`. -> the unit of each line (U', 1) int64, the table (U', R) int64, both on CPU.
+    member and `max_places` in all; places to spare hold `filler`. -> the unit of each line (U', 1) int64, the table (U', R) int64, both on CPU.
     """
     total = sum(map(len, units))
     widths = range(max(map(len, units)), 0, -1)
-    R = next(r for r in widths if r * sum(-(-len(unit) // r) for unit in units) <= MAX_FILLED * total)
+    R = next(r for r in widths if r * sum(-(-len(unit) // r) for unit in units) <= min(MAX_FILLED * total, max_places))
     lines = [(u, unit[i: i + R]) for u, unit in enumerate(units) for i in range(0, len(unit), R)]
     return torch.tensor([[u] for u, _ in lines]), torch.tensor([members + [filler] * (R - len(members)) for _, members in lines])
 

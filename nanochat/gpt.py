@@ -182,6 +182,7 @@ class GPT(nn.Module):
         if cache is not None and cache.last_embedding is not None:
             last = cache.last_embedding
         elif prefix is not None:
+            assert prefix.length == prefix.positions.shape[1], "a prefix is run in one forward"
             last = prefix.last_embedding.repeat_interleave(B // len(prefix.positions), dim=0)
         x, unsmeared = self.embed(ids, last)
         if cache is not None:

@@ -30,7 +30,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T. x (..., C), weight (D, C) of the same dtype -> (..., D)."""
-    return _Linear.apply(x, weight) if by_hand(x) else F.linear(x, weight)
+    return run(_Linear, x, weight) if by_hand(x) else F.linear(x, weight)
 
 
 def by_hand(x: torch.Tensor) -> bool:
@@ -38,19 +38,31 @@ def by_hand(x: torch.Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
 
 
+class _NoContext:
+    """Stands in for autograd's context where no gradient is asked for: `apply` costs more than a small operation."""
+
+    def save_for_backward(self, *tensors):
+        pass
+
+
+def run(function, *arguments):
+    """function.apply(*arguments), or its forward pass alone without gradients."""
+    return function.apply(*arguments) if torch.is_grad_enabled() else function.forward(_NoContext(), *arguments)
+
+
 def norm(x: torch.Tensor) -> torch.Tensor:
     """RMSNorm over the last dimension, without parameters. x (..., C)."""
-    return _Norm.apply(x) if by_hand(x) else F.rms_norm(x, (x.shape[-1],))
+    return run(_Norm, x) if by_hand(x) else F.rms_norm(x, (x.shape[-1],))
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2."""
-    return _ReluSquared.apply(x) if by_hand(x) else F.relu(x).square()
+    return run(_ReluSquared, x) if by_hand(x) else F.relu(x).square()
 
 
 def mix(x: torch.Tensor, x0: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a * x + b * x0, with scalar tensors a and b. x, x0 of one shape."""
-    return _Mix.apply(x, x0, a, b) if by_hand(x) else a * x + b * x0
+    return run(_Mix, x, x0, a, b) if by_hand(x) else a * x + b * x0
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -68,7 +80,7 @@ def to_units(x: torch.Tensor, units: int, kv_heads: int) -> torch.Tensor:
 def rotary_norm(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, units: int, kv_heads: int) -> torch.Tensor:
     """scale * norm(rotate(x)), laid out for attention. x (B, T, H, D) -> (U, Hkv, R, group, T, D)."""
     if by_hand(x):
-        return _RotaryNorm.apply(x, cos, sin, scale, units, kv_heads)
+        return run(_RotaryNorm, x, cos, sin, scale, units, kv_heads)
     return to_units(scale * norm(rotate(x, cos, sin)), units, kv_heads).contiguous()
 
 

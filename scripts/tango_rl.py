@@ -99,6 +99,8 @@ def make_parser() -> argparse.ArgumentParser:
     loss.add_argument("--lr-schedule", default="constant", help=f"one of: {', '.join(LR_SCHEDULES)}")
     loss.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
     loss.add_argument("--micro-batch-tokens", type=int, default=4096, help="tokens that go through a model at once; changes no result")
+    loss.add_argument("--prefix-sharing", action=argparse.BooleanOptionalAction, default=True,
+                      help="run a group's prompt once per update, not once per rollout; changes no result")
     evals = parser.add_argument_group("evaluation and logs")
     evals.add_argument("--eval-every", type=int, default=0, help="generator steps between evaluations; 0 = before and after only")
     evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
@@ -237,7 +239,7 @@ def learn(args, run, state, role, experience, loss) -> dict:
     rollouts = experience.rollouts
     weights = token_weights(rollouts.lengths, args.aggregation, limit, all_reduce)
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
-    batches = pack(rollouts, experience.advantages, weights, args.micro_batch_tokens, keep_idle)
+    batches = pack(rollouts, experience.advantages, weights, args.micro_batch_tokens, keep_idle, args.prefix_sharing)
     if args.updates_per_batch > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
@@ -312,7 +314,7 @@ def start(args, run, roles, evaluate) -> RunState:
     rollouts, _ = evaluate.sampler.solve(roles["generator"].model, problems, args.num_samples, ("health",))
     run.check_stop()
     batch, = pack(rollouts, torch.ones_like(rollouts.sampler_logprobs), torch.ones(len(rollouts.lengths), device=run.device), 10 ** 9, True)
-    gap = (score(roles["generator"].model, batch, args.temperature) - batch.sampler_logprobs[batch.mask]).abs().max().item()
+    gap = (score(roles["generator"].model, batch, args.temperature) - batch.of_samples(batch.sampler_logprobs)).abs().max().item()
     health_check(state.before, evaluate.sampled_scores(roles["generator"].model, 64), gap)
     state.start_seconds = time.time() - started
     return state

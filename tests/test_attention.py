@@ -1,5 +1,5 @@
 """
-The attention call against a loop, against repeated keys and against scaled_dot_product_attention; the cache.
+The attention call against a loop, against repeated keys and against scaled_dot_product_attention; masks; the cache.
 
     python -m pytest tests/test_attention.py -q
 """
@@ -7,141 +7,385 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from nanochat.attention import FAR, KVCache, attend, attention_bias
+from nanochat import attention
+from nanochat.attention import FAR, RECENT, KVCache, Mask, _attend_one, _attend_sdpa, attend, make_mask
 
-GQA = [(4, 4), (4, 2), (6, 1)]  # query heads, key/value heads
-
-
-def random_qkv(B, H, Hkv, T, D=8, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    return [torch.randn(B, heads, T, D, generator=draw, dtype=torch.float64).requires_grad_() for heads in (H, Hkv, Hkv)]
+GQA = [(4, 1), (2, 2), (1, 6)]  # key/value heads, query heads of each
+LENGTHS = (7, 4)                # tokens of the prompts of `prefix_case`
+FULL = 10 ** 6                  # a context that no window here reaches
 
 
-def causal_bias(B, T, window=10 ** 6):
-    positions = torch.arange(T).expand(B, T)
-    return attention_bias(positions, positions, window, torch.float64)
+@pytest.fixture(params=[64, 2], ids=["one block", "blocks of 2"])
+def blocks(request, monkeypatch):
+    """All queries in one block, or in several, the last one smaller."""
+    monkeypatch.setattr(attention, "QUERIES", request.param)
 
 
-def prefix_case(H, Hkv, window):
-    """2 prompts of 7 and 4 tokens (padded to 7) with 3 rows of 5 tokens each -> q, k, v, prefix k, prefix v, bias over 7 + 5 columns."""
-    q, k, v = random_qkv(6, H, Hkv, 5)
-    _, prefix_k, prefix_v = random_qkv(2, H, Hkv, 7, seed=1)
-    prompt_positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, FAR, FAR, FAR]])
-    positions = torch.tensor([7] * 3 + [4] * 3)[:, None] + torch.arange(5)
-    keys = torch.cat([prompt_positions.repeat_interleave(3, dim=0), positions], dim=1)
-    return q, k, v, prefix_k, prefix_v, attention_bias(positions, keys, window, torch.float64)
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def looped(q, k, v, bias):
-    """Attention by its definition, one query head and one query at a time."""
-    (B, H, T, D), Hkv = q.shape, k.shape[1]
+def random_qkv(U, Hkv, R, group, T, D=8, seed=0):
+    q, k, v = random(U, Hkv, R, group, T, D, seed=seed), random(U, Hkv, R, T, D, seed=seed + 1), random(U, Hkv, R, T, D, seed=seed + 2)
+    return [x.requires_grad_() for x in (q, k, v)]
+
+
+def plain_mask(T, window, cache=None):
+    """The mask of rows without a prefix, over the columns of `cache` and T new ones."""
+    return make_mask(T, window, FULL, cache, None, torch.zeros(1, T, dtype=torch.long), torch.float64)
+
+
+def prompts(R=3, T=5):
+    """A cache with the positions of prompts of LENGTHS, padded; the positions (U*R, T) of the tokens behind them."""
+    prefix = KVCache(1)
+    prefix.positions = torch.full((len(LENGTHS), max(LENGTHS)), FAR)
+    for row, length in enumerate(LENGTHS):
+        prefix.positions[row, :length] = torch.arange(length)
+    return prefix, torch.tensor(LENGTHS).repeat_interleave(R)[:, None] + torch.arange(T)
+
+
+def prefix_case(Hkv, group, window, T=5, context=FULL):
+    """2 prompts of 7 and 4 tokens (padded to 7) with 3 rows of T tokens each -> q, k, v, prefix k, prefix v; their mask."""
+    inputs = [*random_qkv(2, Hkv, 3, group, T), random(2, Hkv, 7, 8, seed=3).requires_grad_(), random(2, Hkv, 7, 8, seed=4).requires_grad_()]
+    prefix, positions = prompts(T=T)
+    return inputs, make_mask(T, window, context, None, prefix, positions, torch.float64)
+
+
+def looped(q, k, v, window, prefix_k=None, prefix_v=None):
+    """Attention by its definition, one query head and one query at a time; the last own key stands at the last query's position."""
+    U, Hkv, R, group, T, D = q.shape
     out = torch.zeros_like(q)
-    for b in range(B):
-        for h in range(H):
-            g = h // (H // Hkv)
-            for t in range(T):
-                seen = [s for s in range(k.shape[2]) if bias[b, 0, t, s] == 0]
-                weights = [math.exp(float(q[b, h, t] @ k[b, g, s]) / math.sqrt(D)) for s in seen]
-                out[b, h, t] = sum(w * v[b, g, s] for w, s in zip(weights, seen, strict=True)) / sum(weights)
+    for u, h, r, g, t in torch.cartesian_prod(*map(torch.arange, (U, Hkv, R, group, T))).tolist():
+        before = 0 if prefix_k is None else LENGTHS[u]
+        keys, values = ([*(shared[u, h, :before] if before else []), *own[u, h, r]] for shared, own in ((prefix_k, k), (prefix_v, v)))
+        last = len(keys) - T + t  # the query's position
+        seen = range(max(0, last - window), last + 1)
+        weights = [math.exp(float(q[u, h, r, g, t] @ keys[s]) / math.sqrt(D)) for s in seen]
+        out[u, h, r, g, t] = sum(w * values[s] for w, s in zip(weights, seen, strict=True)) / sum(weights)
     return out
 
 
-@pytest.mark.parametrize("H, Hkv", GQA)
+def repeated(q, k, v, window, prefix_k, prefix_v):
+    """The same rows, unit by unit, each with its own copy of its prompt's keys and no padding."""
+    R, T, out = q.shape[2], q.shape[4], []
+    for u, length in enumerate(LENGTHS):
+        all_k, all_v = (torch.cat([shared[u: u + 1, :, None, :length].expand(-1, -1, R, -1, -1), own[u: u + 1]], dim=3)
+                        for shared, own in ((prefix_k, k), (prefix_v, v)))
+        cache = KVCache(1)
+        cache.length = length
+        out.append(attend(q[u: u + 1], [(all_k, all_v)], plain_mask(T, window, cache)))
+    return torch.cat(out)
+
+
+def assert_gradients_agree(a, b, inputs, tolerance):
+    out_grad = random(*a.shape, seed=9)
+    for x, y in zip(torch.autograd.grad(a, inputs, out_grad), torch.autograd.grad(b, inputs, out_grad), strict=True):
+        assert (x - y).abs().max() < tolerance and x.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("Hkv, group", GQA)
 @torch.no_grad()
-def test_attend_equals_the_definition(H, Hkv):
-    q, k, v = random_qkv(2, H, Hkv, 6)
+def test_attend_equals_the_definition(blocks, Hkv, group):
+    q, k, v = random_qkv(2, Hkv, 2, group, 6)
     for window in (10, 2, 0):
-        bias = causal_bias(2, 6, window)
-        assert (attend(q, k, v, bias) - looped(q, k, v, bias)).abs().max() < 1e-12
+        assert (attend(q, [(k, v)], plain_mask(6, window)) - looped(q, k, v, window)).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("H, Hkv", GQA)
+@pytest.mark.parametrize("Hkv, group", GQA)
+@pytest.mark.parametrize("window, context", [(100, 100), (100, FULL), (4, FULL), (0, FULL)])
+@torch.no_grad()
+def test_attend_behind_a_prefix_equals_the_definition(blocks, Hkv, group, window, context):
+    (q, k, v, *prefix), mask = prefix_case(Hkv, group, window, context=context)
+    assert (attend(q, [(k, v)], mask, *prefix) - looped(q, k, v, window, *prefix)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("Hkv, group", GQA)
 @pytest.mark.parametrize("window", [100, 4])
-def test_a_shared_prefix_equals_repeated_keys(H, Hkv, window):
-    q, k, v, prefix_k, prefix_v, bias = prefix_case(H, Hkv, window)
-    shared = attend(q, k, v, bias, prefix_k, prefix_v)
-    repeated = attend(q, torch.cat([prefix_k.repeat_interleave(3, dim=0), k], dim=2),
-                      torch.cat([prefix_v.repeat_interleave(3, dim=0), v], dim=2), bias)
-    assert (shared - repeated).abs().max() < 1e-12
-    out_grad = torch.randn(shared.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    inputs = (q, k, v, prefix_k, prefix_v)
-    for a, b in zip(torch.autograd.grad(shared, inputs, out_grad), torch.autograd.grad(repeated, inputs, out_grad), strict=True):
+def test_a_shared_prefix_equals_repeated_keys(blocks, Hkv, group, window):
+    (q, k, v, *prefix), mask = prefix_case(Hkv, group, window)
+    ours, theirs = attend(q, [(k, v)], mask, *prefix), repeated(q, k, v, window, *prefix)
+    assert (ours - theirs).abs().max() < 1e-12
+    assert_gradients_agree(ours, theirs, (q, k, v, *prefix), 1e-12)
+
+
+def test_padding_of_a_prefix_takes_no_gradient(blocks):
+    (q, k, v, *prefix), mask = prefix_case(2, 2, 100)
+    for grad in torch.autograd.grad(attend(q, [(k, v)], mask, *prefix).square().sum(), prefix):
+        assert grad[1, :, LENGTHS[1]:].eq(0).all() and grad[1, :, : LENGTHS[1]].ne(0).all() and grad[0].ne(0).all()
+
+
+@pytest.mark.parametrize("T", [1, 5])
+def test_queries_and_keys_may_lie_in_any_order_in_memory(blocks, T):
+    (q, k, v, *prefix), mask = prefix_case(2, 2, 4, T=T)
+    turned = [x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for x in (q, k, v, *prefix)]
+    expected, out = attend(q, [(k, v)], mask, *prefix), attend(turned[0], [(turned[1], turned[2])], mask, *turned[3:])
+    grad = random(*out.shape[::-1], seed=9).permute(5, 4, 3, 2, 1, 0)
+    assert (out - expected).abs().max() < 1e-12
+    for a, b in zip(torch.autograd.grad(out, turned, grad), torch.autograd.grad(expected, (q, k, v, *prefix), grad), strict=True):
         assert (a - b).abs().max() < 1e-12
+    with torch.no_grad():
+        assert (attend(turned[0], [(turned[1], turned[2])], mask, *turned[3:]) - expected).abs().max() < 1e-12
+
+
+def test_inputs_without_gradient_change_no_other():
+    (q, k, v, *prefix), mask = prefix_case(2, 2, 4)
+    inputs = (q, k, v, *prefix)
+    every = torch.autograd.grad(attend(q, [(k, v)], mask, *prefix).square().sum(), inputs)
+    for i in range(5):
+        a, b, c, *rest = (x if i == j else x.detach() for j, x in enumerate(inputs))
+        assert (torch.autograd.grad(attend(a, [(b, c)], mask, *rest).square().sum(), inputs[i])[0] - every[i]).abs().max() < 1e-12
 
 
 @torch.no_grad()
 def test_each_unit_sees_its_own_prefix():
-    q, k, v, prefix_k, prefix_v, bias = prefix_case(4, 2, 100)
-    before = attend(q, k, v, bias, prefix_k, prefix_v)
+    (q, k, v, prefix_k, prefix_v), mask = prefix_case(2, 2, 100)
+    before = attend(q, [(k, v)], mask, prefix_k, prefix_v)
     prefix_v[1] += 1
-    gap = (attend(q, k, v, bias, prefix_k, prefix_v) - before).abs().amax(dim=(1, 2, 3))
-    assert gap[:3].max() == 0 and gap[3:].min() > 1e-3
+    gap = (attend(q, [(k, v)], mask, prefix_k, prefix_v) - before).abs()
+    assert gap[0].max() == 0 and gap[1].min() > 1e-3
 
 
-@pytest.mark.parametrize("H, Hkv", GQA)
-@pytest.mark.parametrize("window", [100, 4])
-def test_the_gpu_branch_computes_the_same(H, Hkv, window):
+@torch.no_grad()
+def test_each_row_sees_its_own_keys():
+    (q, k, v, *prefix), mask = prefix_case(2, 2, 100)
+    before = attend(q, [(k, v)], mask, *prefix)
+    v[1, :, 2] += 1
+    gap = (attend(q, [(k, v)], mask, *prefix) - before).abs()
+    assert gap[1, :, 2].min() > 1e-3 and gap.amax(dim=(1, 3, 4, 5)).count_nonzero() == 1
+
+
+@pytest.mark.parametrize("Hkv, group", GQA)
+@pytest.mark.parametrize("window, context", [(100, 100), (100, FULL), (4, FULL)])
+def test_the_gpu_branch_computes_the_same(blocks, Hkv, group, window, context):
     # What attend calls on CUDA, called here by hand: forward and gradients.
-    q, k, v, prefix_k, prefix_v, bias = prefix_case(H, Hkv, window)
-    ours = attend(q, k, v, bias, prefix_k, prefix_v)
-    all_k = torch.cat([prefix_k.repeat_interleave(3, dim=0), k], dim=2)
-    all_v = torch.cat([prefix_v.repeat_interleave(3, dim=0), v], dim=2)
-    theirs = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=bias, enable_gqa=Hkv < H)
+    (q, k, v, *prefix), mask = prefix_case(Hkv, group, window, context=context)
+    ours, theirs = attend(q, [(k, v)], mask, *prefix), _attend_sdpa(q, k, v, mask, *prefix)
     assert (ours - theirs).abs().max() < 1e-12
-    grads = [torch.autograd.grad(out.square().sum(), (q, k, v, prefix_k, prefix_v)) for out in (ours, theirs)]
-    for a, b in zip(*grads, strict=True):
-        assert (a - b).abs().max() < 1e-11
+    assert_gradients_agree(ours, theirs, (q, k, v, *prefix), 1e-11)
+
+
+@pytest.mark.parametrize("Hkv, group", GQA)
+@pytest.mark.parametrize("window, length", [(100, 0), (2, 0), (100, 3), (2, 3)])
+def test_the_gpu_branch_computes_the_same_without_a_prefix(blocks, Hkv, group, window, length):
+    # `length` columns are in the cache already; a query sees no column behind it.
+    q, k, v = random_qkv(2, Hkv, 3, group, 5 + length)
+    q, cache = q[..., length:, :].detach().requires_grad_(), KVCache(1)
+    cache.length = length
+    mask = plain_mask(5, window, cache)
+    assert mask.causal == (window == 100 and length == 0)  # by is_causal, or by numbers added to scores
+    ours, theirs = attend(q, [(k, v)], mask), _attend_sdpa(q, k, v, mask, None, None)
+    assert (ours - theirs).abs().max() < 1e-12
+    assert_gradients_agree(ours, theirs, (q, k, v), 1e-11)
+
+
+@torch.no_grad()
+def test_the_gpu_branch_takes_one_query_that_sees_everything():
+    (q, k, v, *prefix), mask = prefix_case(2, 2, 100, T=1)
+    assert mask.own is None
+    assert (_attend_sdpa(q, k, v, mask, *prefix) - looped(q, k, v, 100, *prefix)).abs().max() < 1e-12
+    assert (_attend_sdpa(q, k, v, Mask(), None, None) - v.unsqueeze(3)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("Hkv, group", GQA)
+@pytest.mark.parametrize("sizes", [(1,), (RECENT + 3,), (3, 2), (RECENT + 3, RECENT)])
+@pytest.mark.parametrize("window", [100, 4])
+@pytest.mark.parametrize("behind", [True, False])
+def test_one_query_without_gradients_equals_the_general_path(Hkv, group, sizes, window, behind):
+    (q, _, _, *shared), _ = prefix_case(Hkv, group, window, T=1)
+    _, k, v = random_qkv(2, Hkv, 3, group, sum(sizes), seed=5)
+    prefix, positions = prompts(T=1)
+    cache = KVCache(1)
+    cache.length = sum(sizes) - 1
+    mask = make_mask(1, window, FULL, cache, prefix if behind else None, positions + cache.length, torch.float64)
+    shared = shared if behind else []
+    parts = list(zip(k.split(sizes, dim=3), v.split(sizes, dim=3), strict=True))
+    general = attend(q, parts, mask, *shared).detach()
+    before = [x.clone() for x in (q, k, v, *shared)]
+    with torch.no_grad():
+        assert (_attend_one(q, parts, mask, *(shared or [None, None])) - general).abs().max() < 1e-12
+        assert (attend(q, parts, mask, *shared) - general).abs().max() < 1e-12
+        assert (general - looped(q, k, v, window, *shared)).abs().max() < 1e-12
+    assert all(map(torch.equal, (q, k, v, *shared), before))  # nothing was written into them
+
+
+@pytest.mark.parametrize("window", [100, 2])
+def test_gradients_equal_differences(blocks, window):
+    prefix, positions = prompts(R=2, T=3)
+    mask = make_mask(3, window, FULL, None, prefix, positions, torch.float64)
+    inputs = [x.requires_grad_() for x in (random(2, 1, 2, 2, 3, 4), random(2, 1, 2, 3, 4, seed=1), random(2, 1, 2, 3, 4, seed=2),
+                                           random(2, 1, 7, 4, seed=3), random(2, 1, 7, 4, seed=4))]
+    assert torch.autograd.gradcheck(lambda q, k, v, *shared: attend(q, [(k, v)], mask, *shared), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, [(k, v)], mask), inputs[:3])
+    # In two parts, and the keys of a prefix that is not trained
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, [(k[..., :2, :], v[..., :2, :]), (k[..., 2:, :], v[..., 2:, :])], mask,
+                                                           *(x.detach() for x in inputs[3:])), inputs[:3])
+
+
+def test_single_precision_is_exact_to_rounding(blocks):
+    inputs, mask = prefix_case(2, 2, 4)
+    mask32 = Mask(mask.own.float(), mask.prefix.float())
+    inputs32 = [x.detach().float().requires_grad_() for x in inputs]
+    outs = [attend(q, [(k, v)], m, *shared) for (q, k, v, *shared), m in ((inputs, mask), (inputs32, mask32))]
+    assert outs[1].dtype == torch.float32 and (outs[0] - outs[1]).abs().max() < 2e-6
+    grads = [torch.autograd.grad(out.square().sum(), x) for out, x in zip(outs, (inputs, inputs32), strict=True)]
+    assert all((a - b).abs().max() < 2e-5 for a, b in zip(*grads, strict=True))
+
+
+# Masks
+
+def allowed(bias):
+    assert ((bias == 0) | (bias == float("-inf"))).all()
+    return (bias == 0).int().tolist()
 
 
 def test_a_query_sees_itself_and_the_window_before_it():
-    bias = causal_bias(1, 5, window=2)[0, 0]
-    seen = [[1, 0, 0, 0, 0],
-            [1, 1, 0, 0, 0],
-            [1, 1, 1, 0, 0],
-            [0, 1, 1, 1, 0],
-            [0, 0, 1, 1, 1]]
-    assert (bias == 0).int().tolist() == seen
-    assert ((bias == 0) | (bias == float("-inf"))).all() and bias.dtype == torch.float64
+    mask = plain_mask(5, window=2)
+    assert allowed(mask.own) == [[1, 0, 0, 0, 0],
+                                 [1, 1, 0, 0, 0],
+                                 [1, 1, 1, 0, 0],
+                                 [0, 1, 1, 1, 0],
+                                 [0, 0, 1, 1, 1]]
+    assert mask.own.dtype == torch.float64 and not mask.causal and mask.prefix is None
+    assert not plain_mask(5, window=3).causal and plain_mask(5, window=4).causal
+    assert torch.equal(plain_mask(5, window=4).own, plain_mask(5, window=FULL).own)
+
+
+def test_new_columns_stand_behind_those_of_the_cache():
+    cache = KVCache(1)
+    cache.length = 3
+    mask = plain_mask(2, 2, cache)
+    assert allowed(mask.own) == [[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]] and not mask.causal
+    assert not plain_mask(2, 100, cache).causal
+    assert plain_mask(1, 3, cache).own is None  # four columns, all seen
+    assert allowed(plain_mask(1, 2, cache).own) == [[0, 1, 1, 1]]
 
 
 def test_no_token_sees_padding_and_padding_sees_something():
-    positions = torch.tensor([[0, 1, 2, FAR, FAR]])
-    bias = attention_bias(positions, positions, 256, torch.float32)[0, 0]
-    assert (bias[:3] == 0).int().tolist() == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
-    assert (bias[3:] == 0).any(dim=1).all()  # its softmax is finite
+    prefix, positions = prompts(R=1, T=3)
+    positions[1, 2] = FAR
+    for window, context in ((100, 100), (100, FULL), (4, FULL)):
+        mask = make_mask(3, window, context, None, prefix, positions, torch.float32)
+        real = mask.prefix.expand(2, 3, 7)[1, :2]
+        assert real[:, 4:].eq(float("-inf")).all() and real[0, :4].eq(0).all()
+        assert mask.prefix.expand(2, 3, 7)[0, 0, 3:].eq(0).all() and mask.prefix.dtype == torch.float32
+        assert mask.own.diagonal().eq(0).all()  # so that every softmax is finite
 
 
 def test_windows_are_measured_in_positions_not_columns():
-    # A prompt of 2 tokens padded to 4 columns; the query at position 3 with window 1 sees positions 2 and 3.
-    keys = torch.tensor([[0, 1, FAR, FAR, 2, 3]])
-    bias = attention_bias(torch.tensor([[3]]), keys, 1, torch.float32)
-    assert (bias == 0).int().tolist() == [[[[0, 0, 0, 0, 1, 1]]]]
+    # Prompts of 2 and 4 tokens, padded to 4 columns; own tokens at 2, 3 and at 4, 5; window 2.
+    prefix = KVCache(1)
+    prefix.positions = torch.tensor([[0, 1, FAR, FAR], [0, 1, 2, 3]])
+    mask = make_mask(2, 2, FULL, None, prefix, torch.tensor([[2, 3], [2, 3], [4, 5], [4, 5]]), torch.float32)
+    assert allowed(mask.prefix) == [[[1, 1, 0, 0], [0, 1, 0, 0]], [[0, 0, 1, 1], [0, 0, 0, 1]]]
+    assert allowed(mask.own) == [[1, 0], [1, 1]]
 
 
-def test_a_cache_returns_all_columns_so_far():
-    cache, columns = KVCache(2, capacity=5), torch.randn(2, 3, 1, 5, 4, generator=torch.Generator().manual_seed(0))
-    k, v = columns
-    assert all(torch.equal(a, b) for a, b in zip(cache.append(1, k[:, :, :3], v[:, :, :3]), (k[:, :, :3], v[:, :, :3]), strict=True))
-    cache.length = 3
-    assert all(torch.equal(a, b) for a, b in zip(cache.append(1, k[:, :, 3:], v[:, :, 3:]), (k, v), strict=True))
-    assert cache.append_positions(torch.tensor([[0, 1]])).tolist() == [[0, 1]]
-    assert cache.append_positions(torch.tensor([[2]])).tolist() == [[0, 1, 2]]
+# The cache
+
+def columns(T, U=2, Hkv=2, R=3, D=4, seed=0):
+    return random(U, Hkv, R, T, D, seed=seed), random(U, Hkv, R, T, D, seed=seed + 100)
 
 
-def test_select_repeats_and_drops_rows():
-    cache = KVCache(1, capacity=2)
-    k, v = torch.randn(2, 3, 1, 2, 4, generator=torch.Generator().manual_seed(0))
+def assert_holds(cache, layer, k, v):
+    parts = cache.parts(layer)
+    assert len(parts) <= 2 and all(part.shape[3] <= RECENT for part, _ in parts[1:])
+    for i, expected in enumerate((k, v)):
+        assert torch.equal(torch.cat([part[i] for part in parts], dim=3), expected)
+
+
+@pytest.mark.parametrize("sizes", [[1] * (2 * RECENT + 5), [3] + [1] * (3 * RECENT), [2, 3, 1, 1, 4, 1, 1, 1, 2], [1, 5] + [1] * RECENT + [2, 1]])
+def test_a_cache_returns_all_columns_so_far(sizes):
+    cache, total = KVCache(3), sum(sizes)
+    layers, end = {1: columns(total), 2: columns(total, R=1, seed=7)}, 0
+    for size in sizes:
+        start, end = end, end + size
+        for layer, (k, v) in layers.items():
+            returned = cache.append(layer, k[..., start:end, :], v[..., start:end, :])
+            assert [a.shape for part in returned for a in part] == [a.shape for part in cache.parts(layer) for a in part]
+            assert_holds(cache, layer, k[..., :end, :], v[..., :end, :])
+    assert cache.parts(0) == [] and cache.k[0] is None
+
+
+def test_single_columns_are_moved_when_the_buffer_is_full():
+    cache, (k, v) = KVCache(1), columns(4 + 2 * RECENT)
+    sizes = []
+    for start, end in [(0, 3), *((t, t + 1) for t in range(3, 4 + 2 * RECENT))]:
+        cache.append(0, k[..., start:end, :], v[..., start:end, :])
+        sizes.append([part.shape[3] for part, _ in cache.parts(0)])
+    assert sizes == [[3], *([3, n] for n in range(1, RECENT + 1)), [4 + RECENT], *([4 + RECENT, n] for n in range(1, RECENT + 1))]
+
+
+@pytest.mark.parametrize("filled", [0, 1, 3, RECENT])
+def test_select_repeats_and_drops_rows(filled):
+    cache, (k, v) = KVCache(2), columns(4 + filled)  # 2 units of 3 rows: places 0 1 2, 3 4 5
+    for start, end in [(0, 4), *((t, t + 1) for t in range(4, 4 + filled))]:
+        for layer in range(2):
+            cache.append(layer, k[..., start:end, :] + layer, v[..., start:end, :] + layer)
+    cache.length, cache.last_embedding = 4 + filled, torch.arange(6.0).view(6, 1, 1)
+    taken = [[5, 3], [0, 0], [4, 5]]
+    chosen = cache.select(torch.tensor(taken))
+    expected = [torch.stack([torch.stack([x[p // 3, :, p % 3] for p in line], dim=1) for line in taken]) for x in (k, v)]  # (3, Hkv, 2, T, D)
+    for layer in range(2):
+        assert_holds(chosen, layer, *(x + layer for x in expected))
+    assert chosen.length == 4 + filled and chosen.last_embedding.flatten().tolist() == [5, 3, 0, 0, 4, 5] and chosen.positions is None
+    # Both go on, each by itself.
+    new = columns(2, U=3, R=2, seed=5)
+    for t in range(2):
+        chosen.append(1, *(x[..., t: t + 1, :] for x in new))
+    assert_holds(chosen, 1, *(torch.cat([old + 1, x], dim=3) for old, x in zip(expected, new, strict=True)))
+    assert_holds(cache, 1, k + 1, v + 1)
+
+
+def test_select_takes_prompts():
+    cache, (k, v) = KVCache(1), columns(3, U=3, R=1)
     cache.append(0, k, v)
-    cache.append_positions(torch.tensor([[0, 1], [0, FAR], [5, 6]]))
+    cache.positions, cache.length = torch.tensor([[0, 1, 2], [0, FAR, FAR], [0, 1, FAR]]), 3
     cache.last_embedding = torch.arange(3.0).view(3, 1, 1)
-    cache.select(torch.tensor([2, 0, 2]))
-    assert torch.equal(cache.k[0], k[[2, 0, 2]]) and torch.equal(cache.v[0], v[[2, 0, 2]])
-    assert cache.key_positions.tolist() == [[5, 6], [0, 1], [5, 6]] and cache.last_embedding.flatten().tolist() == [2, 0, 2]
+    chosen = cache.select(torch.tensor([[2], [0], [2], [2]]))
+    assert_holds(chosen, 0, k[[2, 0, 2, 2]], v[[2, 0, 2, 2]])
+    assert chosen.positions.tolist() == [[0, 1, FAR], [0, 1, 2], [0, 1, FAR], [0, 1, FAR]]
+    assert chosen.last_embedding.flatten().tolist() == [2, 0, 2, 2] and chosen.length == 3
+
+
+def test_select_of_everything_or_from_nothing_is_the_cache_itself():
+    cache, (k, v) = KVCache(1), columns(3)
+    assert cache.select(torch.tensor([[4, 4, 4]])) is cache
+    cache.append(0, k, v)
+    cache.length, cache.last_embedding = 3, torch.arange(6.0).view(6, 1, 1)
+    assert cache.select(torch.tensor([[0, 1, 2], [3, 4, 5]])) is cache
+    assert cache.select(torch.tensor([[0, 1], [2, 3], [4, 5]])).k[0].shape[:3] == (3, 2, 2)  # the same order, other units
 
 
 def test_a_prefix_cache_keeps_gradients():
-    cache, k = KVCache(1), torch.randn(1, 1, 2, 4, requires_grad=True)
+    cache, k = KVCache(1), random(1, 1, 1, 2, 4).requires_grad_()
     cache.append(0, 2 * k, 3 * k)
     assert torch.autograd.grad(cache.k[0].sum() + cache.v[0].sum(), k)[0].unique().tolist() == [5.0]
+
+
+@pytest.mark.parametrize("window", [100, 4])
+@pytest.mark.parametrize("behind", [True, False])
+@torch.no_grad()
+def test_columns_written_on_the_device_give_the_same_attention(window, behind):
+    steps, capacity = 2 * RECENT + 5, 2 * RECENT + 9
+    (_, _, _, *shared), _ = prefix_case(2, 2, window)
+    q, k, v = random_qkv(2, 2, 3, 2, steps, seed=5)
+    prefix, positions = prompts(T=1)
+    growing, written = KVCache(1), KVCache(1, capacity)
+    written.column = torch.zeros(1, dtype=torch.long)
+    for t in range(steps):
+        now, outs = (..., slice(t, t + 1), slice(None)), []
+        if t == RECENT + 4:  # part of the growing cache's buffer is filled
+            rows, units = torch.tensor([[1, 0, 0], [5, 4, 4]]), torch.tensor([0, 1])[:, None]
+            growing, written = growing.select(rows), written.select(rows)
+            k, v, q = (x[units, :, rows % 3].transpose(1, 2).contiguous() for x in (k, v, q))
+        for cache in (growing, written):
+            mask = make_mask(1, window, FULL, cache, prefix if behind else None, positions + t, torch.float64)
+            outs.append(attend(q[now], cache.append(0, k[now], v[now]), mask, *(shared if behind else [])))
+            cache.length, cache.last_embedding = t + 1, torch.zeros(6, 1, 1)
+        assert (outs[0] - outs[1]).abs().max() < 1e-12
+        written.column += 1
+        for buffer in (written.k[0], written.v[0]):
+            assert buffer.shape[3] == capacity and buffer[..., t + 1:, :].unique().numel() == 1
+            buffer[..., t + 1:, :] = 1e3  # what stands there must not matter
+    assert torch.equal(written.k[0][..., :steps, :], torch.cat([part for part, _ in growing.parts(0)], dim=3))

@@ -5,9 +5,12 @@ Sampling: greedy and sampled rows against naive full forwards, and that batching
 """
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nanochat import engine
-from nanochat.engine import generate, pick, row_key, uniform_noise
+from nanochat.attention import FAR
+from nanochat.engine import arrange, generate, pick, prefill, row_key, uniform_noise
 from nanochat.gpt import GPT, GPTConfig
 
 MASK = 2 ** 64 - 1
@@ -114,10 +117,10 @@ def test_rows_depend_on_their_keys():
     assert other[1] == first[1] and other[0] != first[0]
 
 
-@pytest.mark.parametrize("max_rows, num_samples", [(4, 2), (7, 3), (4, 8)])
+@pytest.mark.parametrize("max_rows, num_samples", [(4, 2), (7, 3), (4, 8), (19, 10)])
 def test_at_most_max_rows_decode_together(max_rows, num_samples):
     model = tiny_model()
-    sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows)
+    sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows, stop_tokens=[])
     assert max(rows for rows, _ in model.shapes) <= max_rows
 
 
@@ -163,6 +166,88 @@ def test_finished_rows_leave_without_changing_the_others(monkeypatch, share):
         assert decoding == alive and len(set(alive)) > 3
     else:
         assert all(rows <= 2 * live for rows, live in zip(decoding, alive, strict=True)) and min(decoding) < 16
+
+
+@pytest.mark.parametrize("share", [0.8, 1.0])
+@pytest.mark.parametrize("filled", [1.0, 1.1, 100.0])
+def test_groups_that_shrink_unevenly_change_no_row(monkeypatch, share, filled):
+    prompts, keys, options = random_prompts(6, 2, 9, 2, 30), keys_for(40), dict(max_new_tokens=24, stop_tokens=list(range(60)))
+    reference = sampled(tiny_model(), [prompt for prompt in prompts for _ in range(8)], 1, keys, **options)
+    monkeypatch.setattr(engine, "COMPACT_BELOW", share)
+    monkeypatch.setattr(engine, "MAX_FILLED", filled)
+    model = tiny_model()
+    out = sampled(model, prompts, 8, keys, **options)
+    assert_same(out, reference)
+    alive = [(out.lengths.view(5, 8) > t + 1).sum(dim=1).tolist() for t in range(int(out.lengths.max()) - 1)]
+    assert any(0 in groups and 0 < max(groups) != min(n for n in groups if n) for groups in alive)  # some groups are gone, others of unlike size
+    if share == 1.0:
+        decoding = [rows for rows, _ in model.shapes[1:]]
+        if filled == 1.0:
+            assert decoding == [sum(groups) for groups in alive]
+        elif filled == 100.0:  # a line for each group
+            assert decoding == [max(groups) * sum(n > 0 for n in groups) for groups in alive]
+        else:
+            assert all(sum(groups) <= rows <= 1.1 * sum(groups) for rows, groups in zip(decoding, alive, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), filled=st.sampled_from([1.0, 1.1, 1.5, 100.0]))
+def test_arrange_places_every_member_once_in_lines_as_long_as_can_be(sizes, filled):
+    units = [[100 * u + i for i in range(size)] for u, size in enumerate(sizes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "MAX_FILLED", filled)
+        unit, table = arrange(units, -1, 10 ** 9)
+    assert unit.dtype == table.dtype == torch.long and unit.shape == (len(table), 1)
+    found = [[] for _ in units]
+    for (u,), line in zip(unit.tolist(), table.tolist(), strict=True):
+        members = [n for n in line if n != -1]
+        assert members and line == members + [-1] * (len(line) - len(members))  # what fills a line stands at its end
+        found[u] += members
+    assert found == units and unit.flatten().tolist() == sorted(unit.flatten().tolist())
+    # Lines of R have at most MAX_FILLED places per member, all longer ones have more.
+    places = lambda R: R * sum(-(-size // R) for size in sizes)
+    R = table.shape[1]
+    assert table.numel() == places(R) <= filled * sum(sizes)
+    assert all(places(longer) > filled * sum(sizes) for longer in range(R + 1, max(sizes) + 1))
+
+
+def test_arrange_by_hand(monkeypatch):
+    monkeypatch.setattr(engine, "MAX_FILLED", 1.1)
+    unit, table = arrange([[0, 1, 2, 3], [], [4, 5], [6]], 9, 100)  # 7 members: lines of 4 or 3 have 12 places, of 2 have 8, of 1 have 7
+    assert (unit.tolist(), table.tolist()) == ([[0], [0], [0], [0], [2], [2], [3]], [[0], [1], [2], [3], [4], [5], [6]])
+    monkeypatch.setattr(engine, "MAX_FILLED", 1.2)
+    unit, table = arrange([[0, 1, 2, 3], [], [4, 5], [6]], 9, 100)
+    assert (unit.tolist(), table.tolist()) == ([[0], [0], [2], [3]], [[0, 1], [2, 3], [4, 5], [6, 9]])
+
+
+@pytest.mark.parametrize("tokens, shapes", [(1, [(1, 1), (1, 2), (1, 2), (1, 5), (1, 9), (1, 130)]), (10, [(3, 2), (1, 5), (1, 9), (1, 130)]),
+                                            (19, [(3, 2), (2, 9), (1, 130)]), (780, [(6, 130)]), (779, [(5, 9), (1, 130)])])
+@torch.no_grad()
+def test_prompts_in_pieces_equal_prompts_at_once(monkeypatch, tokens, shapes):
+    model, prompts = tiny_model(), random_prompts(1, 2, 2, 5, 9, 130)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 10 ** 6)
+    whole, whole_hidden = prefill(model, prompts)
+    model.shapes.clear()
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", tokens)
+    cache, hidden = prefill(model, prompts)
+    assert model.shapes == shapes
+    assert (hidden - whole_hidden).abs().max() < 1e-12 and (cache.last_embedding - whole.last_embedding).abs().max() < 1e-12
+    assert torch.equal(cache.positions, whole.positions) and cache.length == whole.length == 130
+    real = (cache.positions < FAR)[:, None, None, :, None]  # (P, 1, 1, Tp, 1)
+    assert real.sum(dim=3).flatten().tolist() == [1, 2, 2, 5, 9, 130]
+    for name in ("k", "v"):
+        for a, b in zip(getattr(cache, name), getattr(whole, name), strict=True):
+            assert a.shape == b.shape and ((a - b) * real).abs().max() < 1e-12 and a.isfinite().all()
+    for row, prompt in enumerate(prompts):
+        assert (hidden[row] - model.trunk(torch.tensor([prompt]))[0, -1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("tokens", [1, 10])
+def test_prompts_in_pieces_change_no_row(monkeypatch, tokens):
+    prompts, keys = random_prompts(9, 1, 126, 2, 5), keys_for(15)
+    reference = sampled(tiny_model(), prompts, 3, keys)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", tokens)
+    assert_same(sampled(tiny_model(), prompts, 3, keys), reference)
 
 
 def test_decoding_ends_with_the_last_row():

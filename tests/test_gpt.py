@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat.attention import FAR, KVCache
+from nanochat.attention import FAR, RECENT, KVCache, Mask
 from nanochat.common import BadInput
-from nanochat.gpt import GPT, GPTConfig, rotary, rotate
+from nanochat.gpt import GPT, GPTConfig, rotary
+from nanochat.ops import rotate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -117,10 +118,11 @@ def test_the_short_window_matters_beyond_it():
 
 def test_rotary_angles_are_position_times_base_to_the_minus_channel():
     cos, sin = rotary(torch.tensor([[0, 1, 7, 200]]), 12, torch.float64)
+    assert cos.shape == sin.shape == (1, 4, 1, 6)
     for t, position in enumerate((0, 1, 7, 200)):
         for j in range(6):
             angle = position * 100000 ** (-2 * j / 12)
-            assert abs(cos[0, 0, t, j] - math.cos(angle)) < 2e-5 and abs(sin[0, 0, t, j] - math.sin(angle)) < 2e-5
+            assert abs(cos[0, t, 0, j] - math.cos(angle)) < 2e-5 and abs(sin[0, t, 0, j] - math.sin(angle)) < 2e-5
 
 
 def test_rotated_scores_depend_on_distance_alone():
@@ -211,7 +213,7 @@ def test_right_padded_rows_equal_rows_alone():
 def test_cached_pieces_equal_one_forward():
     # Pieces of 130, 1, 1 and 4 tokens: the short window ends inside the cache, and the smear looks back across pieces.
     model, ids = tiny_model(), random_ids(2, 136)
-    cache = KVCache(4, capacity=140)
+    cache = KVCache(4)
     pieces, start = [], 0
     for size in (130, 1, 1, 4):
         positions = torch.arange(start, start + size).expand(2, size)
@@ -226,11 +228,32 @@ def test_decoding_continues_ragged_rows():
     ids, positions = torch.zeros(2, 8, dtype=torch.long), torch.full((2, 8), FAR)
     for row, own in enumerate(rows):
         ids[row, : len(own) - 1], positions[row, : len(own) - 1] = own[:-1], torch.arange(len(own) - 1)
-    cache = KVCache(4, capacity=9)
-    model.trunk(ids, positions=positions, cache=cache)
-    last = model.trunk(torch.stack([own[-1:] for own in rows]), positions=torch.tensor([[2], [8]]), cache=cache)
+    prefix, cache = KVCache(4), KVCache(4)
+    model.trunk(ids, positions=positions, cache=prefix)
+    last = model.trunk(torch.stack([own[-1:] for own in rows]), positions=torch.tensor([[2], [8]]), prefix=prefix, cache=cache)
     for row, own in enumerate(rows):
         assert (last[row, 0] - model.trunk(own[None])[0, -1]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("piece", [1, 3])
+@torch.no_grad()
+def test_rows_continue_their_shared_prompts(piece):
+    # Two rows behind each of two ragged prompts; on its way the short window of 128 slides off the first tokens of one prompt.
+    model, lengths, new = tiny_model(), (121, 40), 2 * RECENT + 5
+    rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)] for length in lengths]
+    ids, positions = torch.zeros(2, 121, dtype=torch.long), torch.full((2, 121), FAR)
+    for u, length in enumerate(lengths):
+        ids[u, :length], positions[u, :length] = rows[u][0][:length], torch.arange(length)
+    prefix, cache, pieces = KVCache(4), KVCache(4), []
+    model.trunk(ids, positions=positions, cache=prefix)
+    for start in range(0, new, piece):
+        own = torch.stack([row[length + start: length + start + piece] for length, unit in zip(lengths, rows, strict=True) for row in unit])
+        places = torch.tensor(lengths).repeat_interleave(2)[:, None] + start + torch.arange(own.shape[1])
+        pieces.append(model.trunk(own, positions=places, prefix=prefix, cache=cache))
+    assert cache.length == new
+    for u, length in enumerate(lengths):
+        for r in range(2):
+            assert (torch.cat(pieces, dim=1)[2 * u + r] - model.trunk(rows[u][r][None])[0, length:]).abs().max() < 1e-12
 
 
 def test_activations_have_the_compute_dtype_and_parameters_keep_theirs():
@@ -244,9 +267,8 @@ def test_fresh_blocks_are_the_identity():
     model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"))
     model.init_weights(torch.Generator().manual_seed(1))
     x = torch.randn(1, 5, 48)
-    bias = torch.zeros(1, 1, 5, 5)
     cos_sin = rotary(torch.arange(5)[None], 24, x.dtype)
-    assert torch.equal(model.transformer.h[0](x, None, cos_sin, bias, None, None), x)
+    assert torch.equal(model.transformer.h[0](x, None, cos_sin, Mask(torch.zeros(5, 5)), None, None), x)
 
 
 def test_fresh_weights_follow_the_seed():

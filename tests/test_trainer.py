@@ -175,6 +175,16 @@ def test_micro_batches_do_not_change_the_gradient(aggregation):
         assert metrics["entropy"] == pytest.approx(results[0][1]["entropy"], rel=1e-5)
 
 
+@pytest.mark.parametrize("loss", [PolicyLoss(), PolicyLoss("reinforce", entropy_coef=0.1)])
+def test_without_prefix_sharing_the_gradient_is_the_same(loss):
+    # Groups of a generator (short prompts) and of a verifier (long prompts, short completions), in one batch.
+    rollouts = random_rollouts([9, 140], [5, 2, 7, 1, 3, 7, 6, 4])
+    weights = token_weights(rollouts.lengths, "sequence", 20, lambda x: x)
+    shared, repeated = (pack(rollouts, random_advantages(rollouts), weights, EVERYTHING, False, sharing) for sharing in (True, False))
+    assert [len(batch.prompt_ids) for batch in shared] == [2] and [len(batch.prompt_ids) for batch in repeated] == [8]
+    assert_close(gradient(repeated, loss=loss)[0], gradient(shared, loss=loss)[0], 1e-10)
+
+
 def test_every_rollout_is_in_exactly_one_micro_batch():
     rollouts = random_rollouts([9, 4, 30], [5, 2, 7, 1, 3, 7, 6, 4, 2])
     advantages = random_advantages(rollouts)

@@ -85,17 +85,22 @@ class Sampler:
 
 @dataclass
 class MicroBatch:
-    """U units of R rows. prompt_ids, prompt_positions (U, Tp); tokens (U*R, T) int64; mask (U*R, T) bool: sampled tokens, all trained;
-    advantages, weights, sampler_logprobs (U*R, T) fp32; old_logprobs, ref_logprobs (number of True in mask,) fp32 or None."""
+    """U units of R rows. prompt_ids, prompt_positions (U, Tp); tokens (U*R, T) int64; mask (U*R, T) bool: sampled tokens, all trained, M in number;
+    index (M,) int64: their places, row by row; advantages, weights, sampler_logprobs (U*R, T) fp32; old_logprobs, ref_logprobs (M,) fp32 or None."""
     prompt_ids: torch.Tensor
     prompt_positions: torch.Tensor
     tokens: torch.Tensor
     mask: torch.Tensor
+    index: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
     sampler_logprobs: torch.Tensor
     old_logprobs: torch.Tensor | None = None
     ref_logprobs: torch.Tensor | None = None
+
+    def of_samples(self, x: torch.Tensor) -> torch.Tensor:
+        """The entries of x (U*R, T, ...) at sampled tokens. Unlike x[mask] it does not wait for the device. -> (M, ...)"""
+        return x.flatten(0, 1)[self.index]
 
 
 def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, reduce) -> torch.Tensor:
@@ -105,8 +110,10 @@ def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, 
     return AGGREGATIONS[aggregation](lengths.float(), num_tokens, num_rollouts, max_new_tokens)
 
 
-def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, max_tokens: int, keep_idle: bool) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens (one unit may exceed it), sorted by length.
+def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, max_tokens: int, keep_idle: bool,
+         prefix_sharing: bool = True) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens` tokens (one unit may exceed it), sorted by length. Without prefix_sharing every unit is one row,
+    and a group's prompt is run once per rollout; the gradient is the same.
 
     advantages (N, T), weights (N,). Groups whose advantages are all 0 teach nothing and are left out, unless keep_idle (a loss with KL
     or entropy terms). The weights were taken over the whole batch before, so neither this nor the split changes the gradient.
@@ -120,7 +127,7 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
     for g, rows in groups.items():
         if keep_idle or not all(idle[n] for n in rows):
             longest = max(lengths[n] for n in rows)
-            per_unit = min(len(rows), max(1, (max_tokens - widths[g]) // longest))
+            per_unit = min(len(rows), max(1, (max_tokens - widths[g]) // longest)) if prefix_sharing else 1
             units += [(rows[i: i + per_unit], widths[g], longest) for i in range(0, len(rows), per_unit)]
     units.sort(key=lambda unit: (len(unit[0]), unit[2], unit[1]))
     batches, current = [], []
@@ -138,11 +145,13 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
 
 def _micro_batch(rollouts, units, advantages, weights) -> MicroBatch:
     device = rollouts.tokens.device
-    rows = torch.tensor([n for unit in units for n in unit], device=device)
-    lengths = rollouts.lengths[rows]
+    rows = torch.tensor([n for unit in units for n in unit])
+    lengths = rollouts.lengths.cpu()[rows]
     T = int(lengths.max())
+    mask = torch.arange(T) < lengths[:, None]  # (U*R, T)
+    index = mask.flatten().nonzero().squeeze(1)
+    rows, mask, index = rows.to(device), mask.to(device), index.to(device)
     prompts = [rollouts.prompts[int(rollouts.group_id[unit[0]])] for unit in units]
     ids, positions = pad_prompts(prompts, device)
-    mask = torch.arange(T, device=device) < lengths[:, None]  # (U*R, T)
-    return MicroBatch(ids, positions, rollouts.tokens[rows, :T], mask, advantages[rows, :T], weights[rows, None].expand(-1, T),
+    return MicroBatch(ids, positions, rollouts.tokens[rows, :T], mask, index, advantages[rows, :T], weights[rows, None].expand(-1, T),
                       rollouts.sampler_logprobs[rows, :T])

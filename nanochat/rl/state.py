@@ -18,7 +18,7 @@ PREFIX = {"generator": "gen", "verifier": "ver"}
 BALANCED_ACC_DECAY = 0.8
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts", "micro_batch_tokens", "lr", "verifier_lr",
-              "max_grad_norm"}
+              "prefix_sharing", "max_grad_norm"}
 
 
 @dataclass

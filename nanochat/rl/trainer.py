@@ -39,8 +39,8 @@ def head_options(model, temperature: float) -> dict:
 @torch.no_grad()
 def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
     """Logprobs of the completion tokens under a model, row by row where the mask is True. -> (number of True,) fp32"""
-    hidden = completion_hidden(model, batch)[batch.mask]
-    return linear_logprob(hidden, model.lm_head.weight, batch.tokens[batch.mask], **head_options(model, temperature))[0]
+    hidden = batch.of_samples(completion_hidden(model, batch))
+    return linear_logprob(hidden, model.lm_head.weight, batch.of_samples(batch.tokens), **head_options(model, temperature))[0]
 
 
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float, temperature: float, device,
@@ -57,13 +57,13 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     for batch in batches:
         if loss.kl_coef and batch.ref_logprobs is None:
             batch.ref_logprobs = score(role.reference, batch, temperature)
-        hidden = completion_hidden(role.model, batch)[batch.mask]  # (M, C)
+        hidden = batch.of_samples(completion_hidden(role.model, batch))  # (M, C)
         total, logprobs, entropy = linear_policy_loss(
-            hidden, role.model.lm_head.weight, batch.tokens[batch.mask], batch.advantages[batch.mask], batch.weights[batch.mask],
-            loss=loss, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, **head_options(role.model, temperature))
+            hidden, role.model.lm_head.weight, *(batch.of_samples(x) for x in (batch.tokens, batch.advantages, batch.weights)), loss=loss,
+            old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, **head_options(role.model, temperature))
         total.backward()
         sums += token_sums(batch, loss, total.detach(), logprobs, entropy)
-        gap = torch.maximum(gap, (logprobs - batch.sampler_logprobs[batch.mask]).abs().max())
+        gap = torch.maximum(gap, (logprobs - batch.of_samples(batch.sampler_logprobs)).abs().max())
     all_reduce_gradients(role.parameters)
     all_reduce(sums)
     all_reduce(gap, "max")
@@ -92,12 +92,12 @@ SUMS = ("num_tokens", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/hig
 def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
     """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),) wide"""
     zero = torch.zeros((), device=logprobs.device)
-    advantages, low, high = batch.advantages[batch.mask], zero, zero
+    advantages, low, high = batch.of_samples(batch.advantages), zero, zero
     if batch.old_logprobs is not None:
         ratio = importance_ratio(logprobs, batch.old_logprobs)
         low = ((ratio < 1 - loss.clip_low) & (advantages < 0)).sum()
         high = ((ratio > 1 + loss.clip_high) & (advantages > 0)).sum()
     kl = zero if batch.ref_logprobs is None else KL_ESTIMATORS["k3"](logprobs, batch.ref_logprobs).sum()
-    probs_diff = (logprobs.exp() - batch.sampler_logprobs[batch.mask].exp()).abs().sum()
+    probs_diff = (logprobs.exp() - batch.of_samples(batch.sampler_logprobs).exp()).abs().sum()
     num_tokens = torch.tensor(logprobs.numel(), device=logprobs.device)
     return torch.stack([x.to(wide_dtype(x.device)) for x in (num_tokens, total, entropy.sum(), kl, low, high, probs_diff)])
