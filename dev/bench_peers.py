@@ -194,9 +194,9 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
-def run_child(command: list[str]) -> dict | str:
+def run_child(command: list[str], threads: int) -> dict | str:
     """The child's last line of JSON, with the share of the machine that others used meanwhile; or what went wrong."""
-    env = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count())}
+    env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     clocks = lambda: (time.perf_counter(), busy_seconds(), sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]))
     started = clocks()
     try:
@@ -214,14 +214,17 @@ def interleave(args) -> dict:
     flags = [word for name, value in WORKLOADS[args.workload].items() for word in ("--" + name.replace("_", "-"), str(value))] + ["--steps", str(args.steps)]
     ours = [args.ours_python, "-m", "scripts.bench_step", *flags, "--dtype", "float32", "--device-type", "cpu", "--role"]
     peer = [args.peer_python, "dev/bench_peers.py"]
-    commands = {"ours": [*ours, "plain"], "trl": [*peer, "trl", *flags, "--device-batch-size", str(TRL_ROWS[args.workload])],
+    ranks = [args.ours_python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={os.cpu_count()}", *ours[1:]]
+    commands = {"ours": [*ours, "plain"], "ours, ranks of one thread": [*ranks, "plain"],
+                "trl": [*peer, "trl", *flags, "--device-batch-size", str(TRL_ROWS[args.workload])],
                 "nanochat": [*peer, "nanochat", *flags, "--nanochat-dir", str(Path(args.nanochat_dir).resolve())]}
     if args.workload == "W1":
         commands["ours, generator step with its verification"] = [*ours, "generator"]
+        commands["ours, generator step, ranks of one thread"] = [*ranks, "generator"]
     runs = {name: [] for name in commands}
     for _ in range(args.rounds):
         for name in list(runs):
-            run = run_child(commands[name])
+            run = run_child(commands[name], 1 if "ranks" in name else os.cpu_count())
             if isinstance(run, str):
                 print(f"{name} left out: {run}")
                 del runs[name]

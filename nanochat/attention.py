@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nanochat.ops import run
 
 FAR = 1 << 30  # position of a padding column
-RECENT = 8     # columns of a cache's buffer for new ones
+RECENT = 16    # columns of a cache's buffer for new ones
 QUERIES = 64   # queries whose scores are computed together on CPU
 
 

@@ -85,9 +85,14 @@ def rotary_norm(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: fl
 
 
 def _inverse_rms(x):
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, kept."""
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, kept. In few operations: in decoding each costs as much as its work."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norms.square_().div_(x.shape[-1]).add_(torch.finfo(x.dtype).eps).rsqrt_()
+    return torch.addcmul(_epsilon(x.dtype), norms, norms, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _epsilon(dtype):
+    return torch.tensor(torch.finfo(dtype).eps, dtype=dtype)
 
 
 class _Linear(torch.autograd.Function):

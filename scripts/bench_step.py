@@ -3,10 +3,11 @@ Times full RL steps on a stated workload, with a random-init model and completio
 
 --role plain is a GRPO step: sample, update. generator and verifier are the steps of tango_rl: one verification of every solution goes with
 a generator step, one solution per problem with a verifier step, whose groups are its verifications. Rewards are random numbers.
-The last line is JSON: medians over --steps (one step before them is not counted), and the floor that this machine's measured matrix-product and
-copy speeds set.
+The last line is JSON: medians over --steps (one step before them is not counted), the memory of all ranks, and the floor that this machine's
+measured matrix-product and copy speeds set.
 
     python -m scripts.bench_step --vocab-size 512 --prompt-len 64 --completion-len 128
+    OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 scripts/bench_step.py --vocab-size 512
 """
 import argparse
 import json
@@ -17,9 +18,10 @@ import time
 
 import torch
 
-from nanochat.common import BadInput, check_least, init_device, print0, rank_and_world, script_main
+from nanochat.common import BadInput, all_reduce, check_least, init_device, print0, rank_and_world, script_main
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ops import matmul
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role
@@ -32,7 +34,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--role", default="plain", choices=["plain", "generator", "verifier"])
-    parser.add_argument("--examples-per-step", type=int, default=32, help="prompts per step and rank")
+    parser.add_argument("--examples-per-step", type=int, default=32, help="prompts per step, over all ranks")
     parser.add_argument("--num-samples", type=int, default=8, help="completions per prompt")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--completion-len", type=int, default=128)
@@ -44,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--n-kv-head", type=int, default=4)
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 2048 on CPU, 65536 on a GPU")
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 65536 on a GPU")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -91,24 +93,25 @@ def judged_prompts(rollouts: Rollouts) -> list[list[int]]:
 
 def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float]:
     """Seconds of sampling solutions, of verification and of the update."""
-    generator = torch.Generator().manual_seed(args.seed * 1000 + step)
-    prompts = torch.randint(args.vocab_size, (args.examples_per_step, args.prompt_len), generator=generator).tolist()
+    rank, world = rank_and_world()
+    generator = torch.Generator().manual_seed((args.seed * 1000 + step) * world + rank)
+    prompts = torch.randint(args.vocab_size, (args.examples_per_step // world, args.prompt_len), generator=generator).tolist()
     synchronize(device)
     started = time.perf_counter()
     per_problem = 1 if args.role == "verifier" else args.num_samples
-    rollouts = sample(args, roles["generator"], prompts, per_problem, args.completion_len, ("solve", step))
+    rollouts = sample(args, roles["generator"], prompts, per_problem, args.completion_len, ("solve", step, rank))
     synchronize(device)
     solved = time.perf_counter()
     trained = roles["generator"]
     if args.role != "plain":
         trained = roles[args.role]
         per_solution = args.num_samples if args.role == "verifier" else 1
-        judged = sample(args, roles["verifier"], judged_prompts(rollouts), per_solution, args.verification_len, ("verify", step))
+        judged = sample(args, roles["verifier"], judged_prompts(rollouts), per_solution, args.verification_len, ("verify", step, rank))
         rollouts = judged if args.role == "verifier" else rollouts
     synchronize(device)
     verified = time.perf_counter()
     advantages = torch.randn(rollouts.tokens.shape, generator=generator).to(device)
-    weights = token_weights(rollouts.lengths, "sequence", rollouts.tokens.shape[1], lambda x: x)
+    weights = token_weights(rollouts.lengths, "sequence", rollouts.tokens.shape[1], all_reduce)
     batches = pack(rollouts, advantages, weights, args.micro_batch_tokens, keep_idle=False)
     update(trained, batches, PolicyLoss(), lr=1e-4, max_grad_norm=1.0, temperature=1.0, device=device)
     synchronize(device)
@@ -128,12 +131,13 @@ def fastest(action, device, rounds: int = 5) -> float:
 
 
 def machine_speed(device, dtype) -> tuple[float, float]:
-    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy."""
+    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, of all ranks, which run them together."""
     size, length = (8192, 2 ** 30) if device.type == "cuda" else (1536, 2 ** 26)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(length, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * size ** 3 / fastest(lambda: a @ b, device), 2 * length / fastest(lambda: target.copy_(source), device)
+    speed = [2 * size ** 3 / fastest(lambda: matmul(a, b), device), 2 * length / fastest(lambda: target.copy_(source), device)]
+    return tuple(all_reduce(torch.tensor(speed, dtype=torch.float64)).tolist())
 
 
 def sampling_floor(args, model, prompts: int, rows: int, prompt_len: int, length: int, speed) -> float:
@@ -175,13 +179,15 @@ def main(args) -> None:
     if args.n_embd % (2 * args.n_head) or args.n_head % args.n_kv_head:
         raise BadInput(f"--n-embd {args.n_embd} --n-head {args.n_head} --n-kv-head {args.n_kv_head}: the width must be a multiple of twice the heads, "
                        f"the heads a multiple of the key/value heads")
+    if args.examples_per_step % rank_and_world()[1]:
+        raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {rank_and_world()[1]} ranks")
     device = init_device(args.device_type)
-    args.micro_batch_tokens = args.micro_batch_tokens or (65536 if device.type == "cuda" else 2048)
+    args.micro_batch_tokens = args.micro_batch_tokens or (65536 if device.type == "cuda" else 4096)
     context = args.prompt_len + args.completion_len + args.verification_len
     roles = {name: make_role(args, name, context, device) for name in ("generator", "verifier")[: 1 if args.role == "plain" else 2]}
     before = peak_memory_mb(device)
     seconds = [one_step(args, step, roles, device) for step in range(args.steps + 1)][1:]
-    peak = peak_memory_mb(device) - before
+    peak = all_reduce(torch.tensor(peak_memory_mb(device) - before)).item()
     medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
     speed = machine_speed(device, DTYPES[args.dtype])
     sampled = {"plain": args.num_samples, "generator": args.num_samples, "verifier": 1}[args.role] * args.completion_len
