@@ -69,6 +69,11 @@ class KVCache:
         self.v[layer].index_copy_(3, self.column, v)
         return [(self.k[layer], self.v[layer])]
 
+    def reserve(self, columns: int) -> None:
+        """Makes room for so many more columns, with capacity."""
+        self.capacity += columns
+        self.k, self.v = ([F.pad(x, (0, 0, 0, columns)) for x in side] for side in (self.k, self.v))
+
     def select(self, rows: torch.Tensor) -> "KVCache":
         """A cache of the rows (U', R') int64, each the place u * R + r of an old one; they may repeat. Itself when it is empty or nothing moves."""
         if not self.length or rows.shape[1] == self.k[0].shape[2] and torch.equal(rows.flatten(), torch.arange(len(self.last_embedding))):

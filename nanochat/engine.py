@@ -5,6 +5,7 @@ Each prompt is run once, and its rows read its keys where they are; rows that en
 distribution that was sampled are recorded. Noise is a function of (row key, position) alone, so that the rows of a batch may be
 split over ranks, reordered or resumed without changing what they draw.
 """
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from nanochat.common import BadInput, wide_dtype
 
 COMPACT_BELOW = 0.8    # drop finished rows once less than this share of the batch is alive
 MAX_FILLED = 1.1       # rows of a batch per live one that sharing prompts may cost
+CHECK_EVERY_CUDA = 16  # there, tokens between looks at which rows have ended; on CPU looking is free
+COMPACT_BELOW_CUDA = 0.5
+COLUMNS_CUDA = 256     # columns by which a cache grows there; each growth costs a new graph
 PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
@@ -104,6 +108,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
             raise BadInput(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones it must have 1 to {context - max_new_tokens} "
                              f"(context {context})")
     assert len(keys) == len(prompts) * num_samples
+    model = inference_model(model)
     device = model.lm_head.weight.device
     N = len(keys)
     # One row more than there are: where rows write that have ended.
@@ -127,33 +132,99 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
 def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, max_rows, should_stop):
     """Fills rows of `out` with completions of these prompts; units[i] are the rows of prompt i."""
     ended, max_new_tokens = len(out.lengths) - 1, out.tokens.shape[1]
+    graphs = uses_graphs(out.tokens.device)
+    check_every, compact_below = (CHECK_EVERY_CUDA, COMPACT_BELOW_CUDA) if graphs else (1, COMPACT_BELOW)
     prefix, hidden = prefill(model, prompts)
-    cache = KVCache(model.config.n_layer)
     unit, table = arrange(units, ended, max_rows)
     prefix, rows = prefix.select(unit), table.flatten().to(hidden.device)  # (U, 1), (U * R,)
     unit = unit.repeat_interleave(table.shape[1]).to(hidden.device)        # (U * R,)
-    logits = model.head(hidden)[unit]                                      # (B, V)
     positions = torch.tensor([[len(prompt)] for prompt in prompts], device=hidden.device)[unit]  # (B, 1)
-    for t in range(max_new_tokens):
+    cache = KVCache(model.config.n_layer, capacity=min(COLUMNS_CUDA, max_new_tokens) if graphs else None)
+
+    def record(logits, rows, t):
+        """Draws the next token of every row, writes it down and sends rows that have ended to the spare one. -> tokens, rows"""
         tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
         out.tokens[rows, t], out.logprobs[rows, t] = tokens, logprobs
         out.lengths[rows] = t + 1
         stopped = torch.isin(tokens, stop_tokens)
         out.stopped[rows] = stopped
-        rows = rows.masked_fill(stopped, ended)
-        alive = int((rows < ended).sum())
-        if alive == 0 or t + 1 == max_new_tokens or should_stop():
-            return
-        if alive < COMPACT_BELOW * len(rows):
-            places = torch.arange(len(rows)).view(len(prefix.positions), -1).tolist()
-            is_live = (rows < ended).tolist()
-            unit, table = arrange([[p for p in row if is_live[p]] for row in places], is_live.index(False), len(rows))
-            prefix, cache = prefix.select(unit), cache.select(table)
-            kept = table.flatten().to(rows.device)
-            rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
+        return tokens, rows.masked_fill(stopped, ended)
+
+    def step(tokens, rows, positions, t, last_embedding):
+        """One more token for every row; t (1,) tokens have been drawn. A function of device tensors alone."""
+        cache.last_embedding = last_embedding
+        if cache.capacity is not None:
+            cache.column = t - 1
         hidden = model.trunk(tokens[:, None], positions=positions, cache=cache, prefix=prefix)  # (B, 1, C)
-        logits = model.head(hidden[:, 0])
-        positions = positions + 1
+        return *record(model.head(hidden[:, 0]), rows, t), positions + 1, t + 1, cache.last_embedding
+
+    state = (*record(model.head(hidden)[unit], rows, torch.zeros(1, dtype=torch.long, device=rows.device)), positions,
+             torch.ones(1, dtype=torch.long, device=rows.device), None)
+    replay = Replay(step) if graphs else step
+    for drawn in range(1, max_new_tokens):
+        if drawn % check_every == 0:
+            is_live = state[1] < ended
+            alive = int(is_live.sum())
+            if alive == 0 or should_stop():
+                return
+            if alive < compact_below * len(is_live):
+                is_live = is_live.tolist()
+                R = len(is_live) // len(prefix.positions)
+                live = [[p for p in range(u, u + R) if is_live[p]] for u in range(0, len(is_live), R)]
+                unit, table = arrange(live, is_live.index(False), len(is_live))
+                cache.last_embedding = state[4]
+                prefix, cache = prefix.select(unit), cache.select(table)
+                kept = table.flatten().to(state[0].device)
+                state = (*(x[kept] for x in state[:3]), state[3], cache.last_embedding)
+                replay = Replay(step) if graphs else step
+        if cache.capacity is not None and drawn > cache.capacity:
+            cache.reserve(COLUMNS_CUDA)
+            replay = Replay(step)
+        state = replay(*state)
+
+
+def uses_graphs(device) -> bool:
+    return device.type == "cuda"
+
+
+class Replay:
+    """A step on CUDA: run once as it is, then captured as a CUDA graph and replayed, so that its thousand launches cost one.
+
+    The tensors that the second call gets are the graph's: every replay reads them and writes the results over them.
+    """
+
+    def __init__(self, step: Callable):
+        self.step, self.calls, self.graph = step, 0, None
+
+    def __call__(self, *state):
+        self.calls += 1
+        if self.calls == 1:
+            return tuple(x.clone() for x in self.step(*state))  # the graph's tensors, shared with nothing
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                for old, new in zip(state, self.step(*state), strict=True):
+                    old.copy_(new)
+        self.graph.replay()
+        return state
+
+
+def inference_model(model):
+    """The model to sample from: itself, or where activations are narrower than its weights, a copy with weights of their dtype.
+
+    The copy stays with the model and is refreshed when weights have changed, once per update instead of a cast in every forward.
+    """
+    if model.compute_dtype == model.lm_head.weight.dtype:
+        return model
+    versions = [(p.data_ptr(), p._version) for p in model.parameters()]
+    known, twin = model.__dict__.get("inference_copy", (None, None))
+    if twin is None:
+        twin = copy.deepcopy(model).requires_grad_(False).to(model.compute_dtype)
+    if known != versions:
+        for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+            ours.copy_(theirs)
+        model.__dict__["inference_copy"] = (versions, twin)  # not a submodule: state_dict does not see it
+    return twin
 
 
 def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:

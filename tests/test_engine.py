@@ -283,6 +283,64 @@ def test_should_stop_is_asked_at_every_token():
     assert 4 <= len(model.shapes) <= 7
 
 
+class Rerun(engine.Replay):
+    """What a CUDA graph does, without CUDA: every call reads the tensors of the second one and writes over them."""
+
+    def __call__(self, *state):
+        if self.calls < 1:
+            return super().__call__(*state)
+        self.graph = self.graph or state
+        assert all(a is b for a, b in zip(state, self.graph, strict=True))
+        for old, new in zip(self.graph, self.step(*self.graph), strict=True):
+            old.copy_(new)
+        return self.graph
+
+
+@pytest.mark.parametrize("columns, check_every, max_new", [(64, 4, 20), (4, 3, 20), (1, 1, 5), (64, 16, 1), (3, 16, 2)])
+def test_the_path_of_cuda_graphs_samples_the_same(monkeypatch, columns, check_every, max_new):
+    prompts, keys, stop = random_prompts(6, 2, 130), keys_for(24), list(range(20))
+    reference = sampled(tiny_model(), prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop)
+    for name, value in [("uses_graphs", lambda device: True), ("Replay", Rerun), ("COLUMNS_CUDA", columns), ("CHECK_EVERY_CUDA", check_every),
+                        ("COMPACT_BELOW_CUDA", 0.9)]:
+        monkeypatch.setattr(engine, name, value)
+    model = tiny_model()
+    assert_same(sampled(model, prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop), reference)
+    if max_new == 20 and check_every < 16:
+        assert len({rows for rows, columns in model.shapes if columns == 1}) > 2  # rows have left
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_sample_what_plain_steps_do(monkeypatch):
+    model = tiny_model().float().cuda()
+    model.compute_dtype = torch.float32
+    prompts, keys, stop = random_prompts(6, 2, 130), keys_for(24), list(range(20))
+    graphs = sampled(model, prompts, 8, keys, max_new_tokens=100, stop_tokens=stop)
+    monkeypatch.setattr(engine, "uses_graphs", lambda device: False)
+    assert_same(sampled(model, prompts, 8, keys, max_new_tokens=100, stop_tokens=stop), graphs)
+
+
+def test_narrow_activations_sample_from_a_copy_that_follows_the_weights():
+    model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.bfloat16)
+    model.init_weights(torch.Generator().manual_seed(0))
+    twin = engine.inference_model(model)
+    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16} and engine.inference_model(model) is twin
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and not any("inference" in name for name in model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    ids = torch.arange(5)[None]
+    model(ids).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert not torch.equal(twin(ids), model(ids))
+        assert engine.inference_model(model) is twin and torch.equal(twin(ids), model(ids))
+    out = sampled(model, [[1, 2, 3]], 2, [1, 2])
+    assert out.tokens.shape[0] == 2
+
+
+def test_weights_as_wide_as_activations_are_sampled_from_directly():
+    model = tiny_model()
+    assert engine.inference_model(model) is model
+
+
 def splitmix64(state):
     """The published generator (Vigna), in Python's integers: the output that follows from a state."""
     z = (state + 0x9E3779B97F4A7C15) & MASK
