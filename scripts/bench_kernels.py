@@ -19,17 +19,16 @@ import functools
 import gc
 import json
 import statistics
-import time
 from functools import partial
 
 import torch
 
+from nanochat.bench import DTYPES, seconds_of, synchronize
 from nanochat.common import BadInput, check_least, init_device, print0, script_main
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.rl.losses import PolicyLoss
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOSS = PolicyLoss(kl_coef=0.04)
 NOT_USABLE = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)  # of other packages, in versions that we do not know
 
@@ -155,11 +154,6 @@ def usable_providers(args, inputs: dict) -> tuple[dict, dict]:
     return usable, errors
 
 
-def synchronize(device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def resident(field: str) -> int:
     """Bytes of this process' memory by /proc/self/status."""
     with open("/proc/self/status") as f:
@@ -184,14 +178,6 @@ def peak_memory(action, device) -> int | None:
         return max(0, resident("VmHWM") - before)
     except (OSError, AttributeError, StopIteration):  # not Linux, not glibc, or not allowed
         return None
-
-
-def seconds_of(action, device) -> float:
-    synchronize(device)
-    started = time.perf_counter()
-    action()
-    synchronize(device)
-    return time.perf_counter() - started
 
 
 def measure(actions: dict, rounds: int, device) -> dict:

@@ -18,17 +18,14 @@ import time
 
 import torch
 
+from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, decode_floor, machine_speed, matrix_weights, prefill_floor, random_model, synchronize
 from nanochat.common import BadInput, all_reduce, check_least, init_device, print0, rank_and_world, script_main
 from nanochat.engine import generate, row_key
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.ops import matmul
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role
 from nanochat.rl.rollouts import Rollouts, pack, token_weights
 from nanochat.rl.trainer import update
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,22 +36,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--completion-len", type=int, default=128)
     parser.add_argument("--verification-len", type=int, default=64, help="tokens the verifier writes; its prompt is a prompt and a completion")
-    parser.add_argument("--vocab-size", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--n-embd", type=int, default=128)
-    parser.add_argument("--n-head", type=int, default=4)
-    parser.add_argument("--n-kv-head", type=int, default=4)
-    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 65536 on a GPU")
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
-    parser.add_argument("--seed", type=int, default=0)
+    add_model_args(parser)
     return parser
-
-
-def synchronize(device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def peak_memory_mb(device) -> float:
@@ -66,14 +51,7 @@ def peak_memory_mb(device) -> float:
 
 
 def make_role(args, name: str, context: int, device) -> Role:
-    """A random model whose every weight acts: projections do not start at 0 as in training."""
-    with torch.device(device):
-        model = GPT(GPTConfig(context, args.vocab_size, args.depth, args.n_head, args.n_kv_head, args.n_embd, "L"), DTYPES[args.dtype])
-    generator = torch.Generator(device).manual_seed(args.seed)
-    model.init_weights(generator)
-    for parameter_name, p in model.named_parameters():
-        if parameter_name.endswith("c_proj.weight"):
-            p.data.normal_(0.0, args.n_embd ** -0.5, generator=generator)
+    model = random_model(args, context, device)
     parameters = list(model.parameters())
     return Role(name, model, parameters, adamw(parameters, 1e-4))
 
@@ -119,66 +97,31 @@ def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float
             "s_per_step": time.perf_counter() - started}
 
 
-def fastest(action, device, rounds: int = 5) -> float:
-    seconds = []
-    for _ in range(rounds):
-        synchronize(device)
-        started = time.perf_counter()
-        action()
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-def machine_speed(device, dtype) -> tuple[float, float]:
-    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, of all ranks, which run them together."""
-    size, length = (8192, 2 ** 30) if device.type == "cuda" else (1536, 2 ** 26)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    source = torch.zeros(length, device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    speed = [2 * size ** 3 / fastest(lambda: matmul(a, b), device), 2 * length / fastest(lambda: target.copy_(source), device)]
-    return tuple(all_reduce(torch.tensor(speed, dtype=torch.float64)).tolist())
-
-
-def sampling_floor(args, model, prompts: int, rows: int, prompt_len: int, length: int, speed) -> float:
-    """Seconds that sampling takes at least: every token's matrix products, or reading weights and caches once per decode step."""
-    flops, copy = speed
-    matrices = sum(p.numel() for name, p in model.named_parameters() if "c_" in name) + model.lm_head.weight.numel()
-    itemsize = DTYPES[args.dtype].itemsize
-    cached = 2 * args.depth * args.n_kv_head * (args.n_embd // args.n_head) * itemsize  # bytes per token
-    seconds = 2 * matrices * prompts * prompt_len / flops
-    for t in range(length):
-        read = matrices * itemsize + cached * (prompts * prompt_len + rows * t)
-        work = rows * (2 * matrices + 4 * args.depth * args.n_embd * (prompt_len + t))
-        seconds += max(read / copy, work / flops)
-    return seconds
+def sampling_floor(model, prompts: int, rows: int, prompt_len: int, completion_len: int, speed) -> float:
+    return prefill_floor(model, prompts, prompt_len, speed) + decode_floor(model, prompts, rows, prompt_len, completion_len, speed)
 
 
 def floor_seconds(args, model, speed) -> float:
     """The floor of a whole step: sampling, and three times the forward pass of each distinct training token."""
     P, G = args.examples_per_step, args.num_samples
     prompt, completion = args.prompt_len, args.completion_len
-    matrices = sum(p.numel() for name, p in model.named_parameters() if "c_" in name)
     if args.role == "verifier":
-        sampling = sampling_floor(args, model, P, P, prompt, completion, speed)
+        sampling = sampling_floor(model, P, P, prompt, completion, speed)
         prompt, completion = prompt + completion, args.verification_len
-        sampling += sampling_floor(args, model, P, P * G, prompt, completion, speed)
+        sampling += sampling_floor(model, P, P * G, prompt, completion, speed)
     else:
-        sampling = sampling_floor(args, model, P, P * G, prompt, completion, speed)
+        sampling = sampling_floor(model, P, P * G, prompt, completion, speed)
         if args.role == "generator":
-            sampling += sampling_floor(args, model, P * G, P * G, prompt + completion, args.verification_len, speed)
+            sampling += sampling_floor(model, P * G, P * G, prompt + completion, args.verification_len, speed)
     attention = 2 * args.depth * args.n_embd * (P * prompt ** 2 + P * G * completion * (2 * prompt + completion))
-    trunk = 2 * matrices * P * (prompt + G * completion) + attention
+    trunk = 2 * matrix_weights(model) * P * (prompt + G * completion) + attention
     head = 2 * model.lm_head.weight.numel() * P * G * completion
     return sampling + 3 * (trunk + head) / speed[0]
 
 
 def main(args) -> None:
-    check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1, "verification_len": 1, "vocab_size": 2, "depth": 1,
-                       "n_embd": 24, "n_head": 1, "n_kv_head": 1, "steps": 1, "micro_batch_tokens": 0})
-    if args.n_embd % (2 * args.n_head) or args.n_head % args.n_kv_head:
-        raise BadInput(f"--n-embd {args.n_embd} --n-head {args.n_head} --n-kv-head {args.n_kv_head}: the width must be a multiple of twice the heads, "
-                       f"the heads a multiple of the key/value heads")
+    check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1, "verification_len": 1, "steps": 1,
+                       "micro_batch_tokens": 0, **MODEL_LEAST})
     if args.examples_per_step % rank_and_world()[1]:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {rank_and_world()[1]} ranks")
     device = init_device(args.device_type)

@@ -20,10 +20,10 @@ LEVELS = [
     {"nanochat.engine", "nanochat.checkpoint", "nanochat.kernels.linear_logprob", "nanochat.kernels.group_advantages", "tasks"},
     {"nanochat.kernels.linear_policy_loss"},
     {"nanochat.rl.prompts", "nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules"},
-    {"nanochat.rl.rewards"},
+    {"nanochat.rl.rewards", "nanochat.bench"},
     {"nanochat.rl.rollouts", "nanochat.rl.roles"},
     {"nanochat.rl.trainer", "nanochat.rl.evals", "nanochat.rl.report", "nanochat.rl.state"},
-    {"scripts.tok_train", "scripts.chat_sft", "scripts.tango_rl", "scripts.bench_step", "scripts.bench_kernels"},
+    {"scripts.tok_train", "scripts.chat_sft", "scripts.tango_rl", "scripts.bench_step", "scripts.bench_kernels", "scripts.bench_engine"},
 ]
 ONLY_TORCH = ("nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules")
 

@@ -1,0 +1,89 @@
+"""
+What the benchmarks share: random models, timing, this machine's speeds and the floors that follow from them.
+"""
+import time
+
+import torch
+
+from nanochat.common import BadInput, all_reduce
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.ops import matmul
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_model_args(parser) -> None:
+    parser.add_argument("--vocab-size", type=int, default=512)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--n-embd", type=int, default=128)
+    parser.add_argument("--n-head", type=int, default=4)
+    parser.add_argument("--n-kv-head", type=int, default=4)
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES), help="of activations; weights are kept in float32")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
+    parser.add_argument("--seed", type=int, default=0)
+
+
+MODEL_LEAST = {"vocab_size": 2, "depth": 1, "n_embd": 24, "n_head": 1, "n_kv_head": 1}
+
+
+def random_model(args, context: int, device) -> GPT:
+    """A model of the flags' shape whose every weight acts: projections do not start at 0 as in training. Raises BadInput."""
+    if args.n_embd % (2 * args.n_head) or args.n_head % args.n_kv_head:
+        raise BadInput(f"--n-embd {args.n_embd} --n-head {args.n_head} --n-kv-head {args.n_kv_head}: the width must be a multiple of twice the heads, "
+                       f"the heads a multiple of the key/value heads")
+    with torch.device(device):
+        model = GPT(GPTConfig(context, args.vocab_size, args.depth, args.n_head, args.n_kv_head, args.n_embd, "L"), DTYPES[args.dtype])
+    generator = torch.Generator(device).manual_seed(args.seed)
+    model.init_weights(generator)
+    for name, p in model.named_parameters():
+        if name.endswith("c_proj.weight"):
+            p.data.normal_(0.0, args.n_embd ** -0.5, generator=generator)
+    return model
+
+
+def synchronize(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(action, device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def machine_speed(device, dtype) -> tuple[float, float]:
+    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, of all ranks, which run them together."""
+    size, length = (8192, 2 ** 30) if device.type == "cuda" else (1536, 2 ** 26)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.zeros(length, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    product = min(seconds_of(lambda: matmul(a, b), device) for _ in range(5))
+    copy = min(seconds_of(lambda: target.copy_(source), device) for _ in range(5))
+    return tuple(all_reduce(torch.tensor([2 * size ** 3 / product, 2 * length / copy])).tolist())
+
+
+def matrix_weights(model) -> int:
+    """Weights of the blocks' matrix products."""
+    return sum(p.numel() for name, p in model.named_parameters() if ".c_" in name)
+
+
+def prefill_floor(model, prompts: int, prompt_len: int, speed) -> float:
+    """Seconds that running prompts takes at least: their matrix products."""
+    return 2 * matrix_weights(model) * prompts * prompt_len / speed[0]
+
+
+def decode_floor(model, prompts: int, rows: int, prompt_len: int, completion_len: int, speed) -> float:
+    """Seconds that decoding takes at least: per step, the rows' products, or reading the weights and every cached token once (prompts are cached
+    once for all their rows)."""
+    config, itemsize = model.config, model.compute_dtype.itemsize
+    weights = matrix_weights(model) + model.lm_head.weight.numel()
+    cached = 2 * config.n_layer * config.n_kv_head * (config.n_embd // config.n_head) * itemsize  # bytes per token
+    seconds = 0.0
+    for t in range(completion_len):
+        read = weights * itemsize + cached * (prompts * prompt_len + rows * t)
+        work = rows * (2 * weights + 4 * config.n_layer * config.n_embd * (prompt_len + t))
+        seconds += max(read / speed[1], work / speed[0])
+    return seconds

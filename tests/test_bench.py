@@ -1,0 +1,100 @@
+"""
+The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the ones written down.
+
+    python -m pytest tests/test_bench.py -q
+"""
+import json
+
+import pytest
+import torch
+
+from nanochat import bench
+from nanochat.common import script_main
+from nanochat.gpt import GPT, GPTConfig
+from scripts import bench_engine, bench_kernels, bench_step
+from tests.conftest import parse
+
+TINY = ["--device-type", "cpu", "--vocab-size", "70", "--depth", "2", "--n-embd", "24", "--n-head", "2", "--n-kv-head", "1", "--prompt-len", "5",
+        "--completion-len", "4"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def known_speed(monkeypatch):
+    """A machine of 1 MFLOP/s and 1 MB/s: measuring a real one takes seconds."""
+    for script in (bench_step, bench_engine):
+        monkeypatch.setattr(script, "machine_speed", lambda device, dtype: (1e6, 1e6))
+
+
+def run(script, flags, capsys) -> dict:
+    script.main(parse(script, flags))
+    return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("role, sampled", [("plain", 4 * 3 * 4), ("generator", 4 * 3 * (4 + 6)), ("verifier", 4 * 4 + 4 * 3 * 6)])
+def test_bench_step_runs_each_role(role, sampled, capsys):
+    result = run(bench_step, [*TINY, "--role", role, "--examples-per-step", "4", "--num-samples", "3", "--verification-len", "6", "--steps", "2"], capsys)
+    assert {"s_per_step", "gen_s", "update_s", "completion_tok_per_s", "peak_mem_mb", "floor_s"} <= result.keys()
+    assert result["completion_tok_per_s"] == pytest.approx(sampled / result["s_per_step"], rel=0.05)
+    assert (result["verify_s"] == 0) == (role == "plain") and result["gen_s"] > 0 and result["update_s"] > 0
+    assert result["role"] == role and result["floor_s"] > 0
+
+
+def test_bench_step_trains_the_role_it_names(monkeypatch, capsys):
+    updated = []
+    monkeypatch.setattr(bench_step, "update", lambda role, batches, *args, **options: updated.append((role.name, batches[0].prompt_ids.shape[1])))
+    for role in ("plain", "generator", "verifier"):
+        run(bench_step, [*TINY, "--role", role, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1"], capsys)
+    assert updated == [("generator", 5)] * 4 + [("verifier", 5 + 4)] * 2
+
+
+def test_bench_engine_reports_ours(monkeypatch, capsys):
+    monkeypatch.setattr(bench_engine, "transformers", bench_engine.ours)  # the peer may not be installed
+    result = run(bench_engine, [*TINY, "--rows", "6", "--num-samples", "3", "--rounds", "1"], capsys)["results"]
+    assert result["ours"]["decode_tok_per_s"] > 0 and result["bound"]["decode_tok_per_s"] > 0
+
+
+def test_bench_kernels_compares_with_naive(capsys):
+    result = run(bench_kernels, ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size", "70", "--rounds", "1", "--providers",
+                                 "ours,naive"], capsys)["results"]
+    assert result["ours"]["gradient_error"] < 1e-5 and {"naive", "three products", "linear_logprob", "one product"} <= result.keys()
+
+
+def test_a_provider_with_wrong_gradients_is_left_out(monkeypatch, capsys):
+    monkeypatch.setitem(bench_kernels.PROVIDERS, "liger", lambda *args, **inputs: 1.1 * bench_kernels.naive(*args, **inputs))
+    bench_kernels.main(parse(bench_kernels, ["--device-type", "cpu", "--rows", "8", "--n-embd", "16", "--vocab-size", "70", "--rounds", "1", "--providers",
+                                             "ours,liger"]))
+    out = capsys.readouterr().out
+    assert "liger is left out: its gradients are off" in out and "liger" not in json.loads(out.splitlines()[-1])["results"]
+
+
+@pytest.mark.parametrize("script, flags, words", [
+    (bench_step, ["--n-head", "5"], "--n-head 5"), (bench_step, ["--steps", "0"], "--steps 0"),
+    (bench_engine, ["--rows", "7", "--num-samples", "2"], "--rows 7"),
+    (bench_kernels, ["--providers", "ours,theirs"], "theirs"), (bench_kernels, ["--rows", "0"], "--rows 0")])
+def test_what_cannot_work_is_refused_in_one_line(script, flags, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script_main(script.main, script.make_parser(), [*flags, "--device-type", "cpu"])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2 and words in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_floors_are_the_formulas():
+    # 2 layers of width 24: per layer q and c_proj 24x24, k and v 24x12, MLP 2 x 24x96.
+    model = GPT(GPTConfig(64, 70, 2, 2, 1, 24, "L"))
+    blocks, head = 2 * (2 * 24 * 24 + 2 * 24 * 12 + 2 * 24 * 96), 128 * 24
+    assert bench.matrix_weights(model) == blocks
+    assert bench.prefill_floor(model, 3, 5, (1e6, 1e6)) == pytest.approx(2 * blocks * 15 / 1e6)
+    # Memory alone: weights, and of every cached token 2 layers x (k, v) x 12 numbers; 3 prompts of 5 tokens, 6 rows.
+    reads = [4 * (blocks + head) + 4 * 48 * (15 + 6 * t) for t in range(4)]
+    assert bench.decode_floor(model, 3, 6, 5, 4, (1e18, 1e6)) == pytest.approx(sum(reads) / 1e6)
+    work = [6 * (2 * (blocks + head) + 4 * 2 * 24 * (5 + t)) for t in range(4)]
+    assert bench.decode_floor(model, 3, 6, 5, 4, (1e6, 1e18)) == pytest.approx(sum(work) / 1e6)
+
+
+def test_the_random_model_uses_every_weight():
+    args = parse(bench_step, TINY)
+    model = bench.random_model(args, 16, CPU)
+    assert all(p.abs().sum() > 0 for name, p in model.named_parameters() if ".c_" in name)
+    again = bench.random_model(args, 16, CPU)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
