@@ -33,7 +33,7 @@ class KVCache:
         self.filled = [0] * num_layers           # columns of it in use
         self.positions = None
         self.last_embedding = None
-        self.length = 0  # columns filled before the current forward
+        self.length = 0  # columns filled before the current forward (with capacity: whether there are any)
         self.capacity = capacity
         self.column = None  # with capacity: `length` as a tensor (1,) int64 on the device
 
@@ -72,7 +72,9 @@ class KVCache:
     def reserve(self, columns: int) -> None:
         """Makes room for so many more columns, with capacity."""
         self.capacity += columns
-        self.k, self.v = ([F.pad(x, (0, 0, 0, columns)) for x in side] for side in (self.k, self.v))
+        for side in (self.k, self.v):
+            for layer, x in enumerate(side):
+                side[layer] = F.pad(x, (0, 0, 0, columns))
 
     def select(self, rows: torch.Tensor) -> "KVCache":
         """A cache of the rows (U', R') int64, each the place u * R + r of an old one; they may repeat. Itself when it is empty or nothing moves."""
@@ -139,7 +141,7 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
     if q.shape[4] == 1 and not torch.is_grad_enabled():
         return _attend_one(q, parts, mask, prefix_k, prefix_v)
     k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
-    if q.device.type == "cuda":
+    if q.device.type != "cpu":
         return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
     y, before = [], k.shape[3] - q.shape[4]
     for start in range(0, q.shape[4], QUERIES):
@@ -176,7 +178,8 @@ def _attend_one(q, parts, mask, prefix_k, prefix_v):
 
 
 def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
-    """By scaled_dot_product_attention, whose kernels never hold the scores; the prefix is repeated for each row."""
+    """By scaled_dot_product_attention; the prefix is repeated for each row. With a mask, keys are repeated for each query head too: the kernel
+    that takes masks without holding scores wants it."""
     U, Hkv, R, group, T, D = q.shape
     q = q.transpose(1, 2).reshape(U * R, Hkv * group, T, D)
     k, v = (x.transpose(1, 2).reshape(U * R, Hkv, -1, D) for x in (k, v))
@@ -188,7 +191,9 @@ def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
         before = before.expand(U, T, -1).repeat_interleave(R, dim=0)  # (U*R, T, Tp)
         options = dict(attn_mask=torch.cat([before, own.expand(U * R, -1, -1)], dim=-1).unsqueeze(1))
         k, v = (torch.cat([x.repeat_interleave(R, dim=0), y], dim=2) for x, y in ((prefix_k, k), (prefix_v, v)))
-    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=group > 1, **options)  # (U*R, H, T, D)
+    if "attn_mask" in options and group > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] < q.shape[1], **options)  # (U*R, H, T, D)
     return y.view(U, R, Hkv, group, T, D).transpose(1, 2)
 
 

@@ -35,15 +35,18 @@ def random_model(args, context: int, device) -> GPT:
         model = GPT(GPTConfig(context, args.vocab_size, args.depth, args.n_head, args.n_kv_head, args.n_embd, "L"), DTYPES[args.dtype])
     generator = torch.Generator(device).manual_seed(args.seed)
     model.init_weights(generator)
-    for name, p in model.named_parameters():
-        if name.endswith("c_proj.weight"):
-            p.data.normal_(0.0, args.n_embd ** -0.5, generator=generator)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith("c_proj.weight"):
+                p.normal_(0.0, args.n_embd ** -0.5, generator=generator)
     return model
 
 
 def synchronize(device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
+    elif device.type == "mps":
+        torch.mps.synchronize()
 
 
 def seconds_of(action, device) -> float:
@@ -62,7 +65,7 @@ def machine_speed(device, dtype) -> tuple[float, float]:
     target = torch.empty_like(source)
     product = min(seconds_of(lambda: matmul(a, b), device) for _ in range(5))
     copy = min(seconds_of(lambda: target.copy_(source), device) for _ in range(5))
-    return tuple(all_reduce(torch.tensor([2 * size ** 3 / product, 2 * length / copy])).tolist())
+    return tuple(all_reduce(torch.tensor([2 * size ** 3 / product, 2 * length / copy], device=device)).tolist())
 
 
 def matrix_weights(model) -> int:

@@ -1,9 +1,9 @@
 """
 Sampling: many ragged prompts x G rows in one batch.
 
-Each prompt is run once, and its rows read its keys where they are; rows that end leave the batch; the logprobs of exactly the
-distribution that was sampled are recorded. Noise is a function of (row key, position) alone, so that the rows of a batch may be
-split over ranks, reordered or resumed without changing what they draw.
+Each prompt is run once (twice where max_rows splits its rows), and its rows read its keys where they are; rows that end leave the
+batch; the logprobs of exactly the distribution that was sampled are recorded. Noise is a function of (row key, position) alone, so that
+the rows of a batch may be split over ranks, reordered or resumed without changing what they draw.
 """
 import copy
 import hashlib
@@ -146,7 +146,7 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
         tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
         out.tokens[rows, t], out.logprobs[rows, t] = tokens, logprobs
         out.lengths[rows] = t + 1
-        stopped = torch.isin(tokens, stop_tokens)
+        stopped = (tokens[:, None] == stop_tokens).any(dim=1)
         out.stopped[rows] = stopped
         return tokens, rows.masked_fill(stopped, ended)
 
@@ -178,7 +178,7 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
                 state = (*(x[kept] for x in state[:3]), state[3], cache.last_embedding)
                 replay = Replay(step) if graphs else step
         if cache.capacity is not None and drawn > cache.capacity:
-            cache.reserve(COLUMNS_CUDA)
+            cache.reserve(min(COLUMNS_CUDA, max_new_tokens - cache.capacity))
             replay = Replay(step)
         state = replay(*state)
 

@@ -72,8 +72,12 @@ class Attention(nn.Module):
         B, T, C = x.shape
         U = B if prefix is None else len(prefix.positions)
         H, Hkv, D = self.n_head, self.n_kv_head, self.head_dim
-        weight = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight]).to(x.dtype)
-        q, k, v = (y.view(B, T, -1, D) for y in linear(x, weight).split([H * D, Hkv * D, Hkv * D], dim=-1))
+        if x.device.type == "cpu":  # one product of three: fewer operations are worth the copy of small weights
+            weight = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight]).to(x.dtype)
+            q, k, v = linear(x, weight).split([H * D, Hkv * D, Hkv * D], dim=-1)
+        else:
+            q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
+        q, k, v = (y.view(B, T, -1, D) for y in (q, k, v))
         if value_embedding is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
             v = torch.addcmul(v, gate.unsqueeze(-1), value_embedding.view(v.shape))

@@ -18,7 +18,7 @@ def mkl_is_slow() -> bool:
             amd = "AuthenticAMD" in f.read()
     except OSError:
         amd = False
-    return amd and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return amd and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--completion-len", type=int, default=128)
     parser.add_argument("--verification-len", type=int, default=64, help="tokens the verifier writes; its prompt is a prompt and a completion")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 65536 on a GPU")
+    parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 16384 on a GPU")
     add_model_args(parser)
     return parser
 
@@ -125,12 +125,12 @@ def main(args) -> None:
     if args.examples_per_step % rank_and_world()[1]:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {rank_and_world()[1]} ranks")
     device = init_device(args.device_type)
-    args.micro_batch_tokens = args.micro_batch_tokens or (65536 if device.type == "cuda" else 4096)
+    args.micro_batch_tokens = args.micro_batch_tokens or (16384 if device.type == "cuda" else 4096)
     context = args.prompt_len + args.completion_len + args.verification_len
     roles = {name: make_role(args, name, context, device) for name in ("generator", "verifier")[: 1 if args.role == "plain" else 2]}
-    before = peak_memory_mb(device)
+    before = 0 if device.type == "cuda" else peak_memory_mb(device)
     seconds = [one_step(args, step, roles, device) for step in range(args.steps + 1)][1:]
-    peak = all_reduce(torch.tensor(peak_memory_mb(device) - before)).item()
+    peak = all_reduce(torch.tensor(peak_memory_mb(device) - before, device=device)).item()
     medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
     speed = machine_speed(device, DTYPES[args.dtype])
     sampled = {"plain": args.num_samples, "generator": args.num_samples, "verifier": 1}[args.role] * args.completion_len

@@ -171,11 +171,10 @@ def generator_rollouts(args, run, state, sampler, roles):
     verified = time.time()
     preset, T = PRESETS[args.advantage], rollouts.tokens.shape[1]
     alpha = exponential_decay(args.alpha_start, args.alpha_end, state.gen_step / max(1, args.num_steps - 1)) if step_source else 0.0
-    terms = [(1 - alpha, source_advantages(outcome_rewards(outcomes, rollouts.lengths), rollouts.group_id, T, preset, all_reduce))]  # eq. 4
+    sources = [(1 - alpha, outcome_rewards(outcomes, rollouts.lengths))]
     if step_source:
-        sparse = step_rewards([s.step_ends for s in solutions], verdicts, run.device)                          # eq. 3
-        terms.append((alpha, source_advantages(sparse, rollouts.group_id, T, preset, all_reduce)))             # eq. 5, 6
-    advantages = blend(terms)                                                                                  # eq. 7
+        sources.append((alpha, step_rewards([s.step_ends for s in solutions], verdicts, run.device)))         # eq. 3
+    advantages = blend(sources, rollouts.group_id, T, preset, all_reduce)                                      # eq. 4-7
     metrics = {"alpha": alpha} | reward_metrics(outcomes, G, rollouts, run.device)
     metrics |= mean_over_ranks({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
                                 "reasoning_steps": [len(s.step_ends) for s in solutions],

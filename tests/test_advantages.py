@@ -149,8 +149,8 @@ def test_tango_blend_by_hand():
     group_id = torch.zeros(3, dtype=torch.long)
     outcome = source_advantages(outcome_rewards(OUTCOMES, torch.tensor(LENGTHS)), group_id, 5, PRESETS["grpo"])
     assert_rows(outcome, A_OUT)
-    step = source_advantages(step_rewards(STEP_ENDS, VERDICTS, "cpu"), group_id, 5, PRESETS["grpo"])
-    blended = blend([(0.75, outcome), (0.25, step)])
+    sources = [(0.75, outcome_rewards(OUTCOMES, torch.tensor(LENGTHS))), (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
+    blended = blend(sources, group_id, 5, PRESETS["grpo"])
     assert_rows(blended, [[0.75 * o + 0.25 * s for o, s in zip(*rows, strict=True)] for rows in zip(A_OUT, A_STEP, strict=True)])
     assert blended[0, 0].item() == pytest.approx(0.500877, rel=1e-5)
     assert blended[0, 4].item() == pytest.approx(0.75 * 2 * R, rel=1e-5)  # behind the last step the outcome alone speaks
@@ -289,7 +289,12 @@ def test_a_group_never_asks_other_ranks():
             source_advantages(terminal_rewards([1, 0], torch.tensor([1, 1])), torch.tensor([0, 0]), 1, preset, reduce)
 
 
-def test_blend_is_the_weighted_sum():
-    a, b = torch.tensor([[1.0, 2.0]]), torch.tensor([[-4.0, 8.0]])
-    assert blend([(0.75, a), (0.25, b)]).tolist() == [[-0.25, 3.5]]  # 0.75 - 1, 1.5 + 2
-    assert blend([(0.5, a)]).tolist() == [[0.5, 1.0]]
+@pytest.mark.parametrize("preset", PRESETS)
+def test_blend_is_the_weighted_sum(preset):
+    group_id, lengths = torch.tensor([7, 2, 7, 2]), torch.tensor([1, 2, 2, 1])
+    sources = [terminal_rewards(rewards, lengths) for rewards in ([1.0, 0.0, 3.0, 0.5], [-4.0, 8.0, None, 1.0])]
+    a, b = (source_advantages(rewards, group_id, 2, PRESETS[preset]) for rewards in sources)
+    blended = blend([(0.75, sources[0]), (0.25, sources[1])], group_id, 2, PRESETS[preset])
+    torch.testing.assert_close(blended, 0.75 * a + 0.25 * b)
+    torch.testing.assert_close(blend([(0.5, sources[0])], group_id, 2, PRESETS[preset]), 0.5 * a)
+    assert a.abs().sum() > 0 and b.abs().sum() > 0

@@ -91,6 +91,8 @@ def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens
     return SPREAD[preset.spread](values, rewards.token_index, num_tokens)
 
 
-def blend(terms: list[tuple[float, torch.Tensor]]) -> torch.Tensor:
-    """The weighted sum of the sources' advantages, for Tango (1 - alpha) * A_out + alpha * A_step (eq. 7)."""
-    return sum(weight * advantages for weight, advantages in terms)
+def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int, preset: Preset, reduce: Callable = alone) -> torch.Tensor:
+    """The weighted sum of the sources' advantages (N, T), for Tango (1 - alpha) * A_out + alpha * A_step (eq. 7)."""
+    if preset == PRESETS["grpo"]:
+        return group_advantages(sources, group_id, num_tokens)
+    return sum(weight * source_advantages(rewards, group_id, num_tokens, preset, reduce) for weight, rewards in sources)

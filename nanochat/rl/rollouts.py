@@ -100,7 +100,7 @@ class MicroBatch:
 
     def of_samples(self, x: torch.Tensor) -> torch.Tensor:
         """The entries of x (U*R, T, ...) at sampled tokens. Unlike x[mask] it does not wait for the device. -> (M, ...)"""
-        return x.flatten(0, 1)[self.index]
+        return x.flatten(0, 1).index_select(0, self.index)
 
 
 def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, reduce) -> torch.Tensor:
@@ -123,12 +123,12 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
     groups: dict[int, list[int]] = {}
     for n, g in enumerate(rollouts.group_id.tolist()):
         groups.setdefault(g, []).append(n)
-    units = []  # (rows, tokens of a prompt, tokens of the longest completion)
+    units = []  # (rows, tokens of a prompt, tokens of the longest completion, group)
     for g, rows in groups.items():
         if keep_idle or not all(idle[n] for n in rows):
             longest = max(lengths[n] for n in rows)
             per_unit = min(len(rows), max(1, (max_tokens - widths[g]) // longest)) if prefix_sharing else 1
-            units += [(rows[i: i + per_unit], widths[g], longest) for i in range(0, len(rows), per_unit)]
+            units += [(rows[i: i + per_unit], widths[g], longest, g) for i in range(0, len(rows), per_unit)]
     units.sort(key=lambda unit: (len(unit[0]), unit[2], unit[1]))
     batches, current = [], []
     for unit in units:
@@ -140,18 +140,17 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
             grown = [unit]
         current = grown
     batches += [current] if current else []
-    return [_micro_batch(rollouts, [unit[0] for unit in batch], advantages, weights) for batch in batches]
+    return [_micro_batch(rollouts, batch, lengths, advantages, weights) for batch in batches]
 
 
-def _micro_batch(rollouts, units, advantages, weights) -> MicroBatch:
+def _micro_batch(rollouts, units, lengths, advantages, weights) -> MicroBatch:
     device = rollouts.tokens.device
-    rows = torch.tensor([n for unit in units for n in unit])
-    lengths = rollouts.lengths.cpu()[rows]
-    T = int(lengths.max())
-    mask = torch.arange(T) < lengths[:, None]  # (U*R, T)
+    rows = [n for unit in units for n in unit[0]]
+    T = max(lengths[n] for n in rows)
+    mask = torch.arange(T) < torch.tensor([[lengths[n]] for n in rows])  # (U*R, T)
     index = mask.flatten().nonzero().squeeze(1)
-    rows, mask, index = rows.to(device), mask.to(device), index.to(device)
-    prompts = [rollouts.prompts[int(rollouts.group_id[unit[0]])] for unit in units]
+    rows, mask, index = torch.tensor(rows, device=device), mask.to(device), index.to(device)
+    prompts = [rollouts.prompts[g] for *_, g in units]
     ids, positions = pad_prompts(prompts, device)
     return MicroBatch(ids, positions, rollouts.tokens[rows, :T], mask, index, advantages[rows, :T], weights[rows, None].expand(-1, T),
                       rollouts.sampler_logprobs[rows, :T])

@@ -38,7 +38,7 @@ def head_options(model, temperature: float) -> dict:
 
 @torch.no_grad()
 def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
-    """Logprobs of the completion tokens under a model, row by row where the mask is True. -> (number of True,) fp32"""
+    """Logprobs of the completion tokens under a model, row by row. -> (M,) fp32"""
     hidden = batch.of_samples(completion_hidden(model, batch))
     return linear_logprob(hidden, model.lm_head.weight, batch.of_samples(batch.tokens), **head_options(model, temperature))[0]
 
@@ -99,5 +99,5 @@ def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
         high = ((ratio > 1 + loss.clip_high) & (advantages > 0)).sum()
     kl = zero if batch.ref_logprobs is None else KL_ESTIMATORS["k3"](logprobs, batch.ref_logprobs).sum()
     probs_diff = (logprobs.exp() - batch.of_samples(batch.sampler_logprobs).exp()).abs().sum()
-    num_tokens = torch.tensor(logprobs.numel(), device=logprobs.device)
+    num_tokens = torch.full((), logprobs.numel(), dtype=wide_dtype(logprobs.device), device=logprobs.device)
     return torch.stack([x.to(wide_dtype(x.device)) for x in (num_tokens, total, entropy.sum(), kl, low, high, probs_diff)])
