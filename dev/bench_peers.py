@@ -38,6 +38,7 @@ WORKLOADS = {
     "W2": dict(examples_per_step=32, num_samples=8, prompt_len=256, completion_len=64, vocab_size=512, depth=4, n_embd=128, n_head=4, n_kv_head=4),
     "W3": dict(examples_per_step=16, num_samples=4, prompt_len=64, completion_len=64, vocab_size=32768, depth=4, n_embd=256, n_head=4, n_kv_head=4),
 }
+OURS_TOKENS = {"W1": 4096, "W2": 4096, "W3": 1024}  # per pass; W3: the least memory of 1024, 2048, 4096 at one speed
 TRL_ROWS = {"W1": 32, "W2": 32, "W3": 16}  # W1: the fastest of 16, 32, 64, 256; W3: of 16, 32, 64; W2: as W1
 
 
@@ -212,7 +213,8 @@ def run_child(command: list[str], threads: int) -> dict | str:
 def interleave(args) -> dict:
     """Ours, then each peer, `rounds` times over. This process stays small: a child's peak of resident memory starts from its parent's."""
     flags = [word for name, value in WORKLOADS[args.workload].items() for word in ("--" + name.replace("_", "-"), str(value))] + ["--steps", str(args.steps)]
-    ours = [args.ours_python, "-m", "scripts.bench_step", *flags, "--dtype", "float32", "--device-type", "cpu", "--role"]
+    ours = [args.ours_python, "-m", "scripts.bench_step", *flags, "--dtype", "float32", "--device-type", "cpu",
+            "--micro-batch-tokens", str(OURS_TOKENS[args.workload]), "--role"]
     peer = [args.peer_python, "dev/bench_peers.py"]
     ranks = [args.ours_python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={os.cpu_count()}", *ours[1:]]
     commands = {"ours": [*ours, "plain"], "ours, ranks of one thread": [*ranks, "plain"],
