@@ -38,6 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--verification-len", type=int, default=64, help="tokens the verifier writes; its prompt is a prompt and a completion")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 16384 on a GPU")
+    parser.add_argument("--profile", action="store_true", help="also print where the time of one more step goes, by operation")
     add_model_args(parser)
     return parser
 
@@ -131,6 +132,10 @@ def main(args) -> None:
     before = 0 if device.type == "cuda" else peak_memory_mb(device)
     seconds = [one_step(args, step, roles, device) for step in range(args.steps + 1)][1:]
     peak = all_reduce(torch.tensor(peak_memory_mb(device) - before, device=device)).item()
+    if args.profile:
+        with torch.profiler.profile() as profiler:
+            one_step(args, args.steps + 1, roles, device)
+        print0(profiler.key_averages().table(sort_by=f"self_{'cuda' if device.type == 'cuda' else 'cpu'}_time_total", row_limit=16, max_name_column_width=40))
     medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
     speed = machine_speed(device, DTYPES[args.dtype])
     sampled = {"plain": args.num_samples, "generator": args.num_samples, "verifier": 1}[args.role] * args.completion_len

@@ -40,6 +40,12 @@ def test_bench_step_runs_each_role(role, sampled, capsys):
     assert result["role"] == role and result["floor_s"] > 0
 
 
+def test_bench_step_shows_where_the_time_goes(capsys):
+    bench_step.main(parse(bench_step, [*TINY, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1", "--profile"]))
+    out = capsys.readouterr().out
+    assert "_AttendBackward" in out and json.loads(out.splitlines()[-1])["profile"]
+
+
 def test_bench_step_trains_the_role_it_names(monkeypatch, capsys):
     updated = []
     monkeypatch.setattr(bench_step, "update", lambda role, batches, *args, **options: updated.append((role.name, batches[0].prompt_ids.shape[1])))
