@@ -92,7 +92,6 @@ def _first_above(cumulative, target):
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
 
-@torch.no_grad()
 def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int], keys: list[int],
              temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
              should_stop: Callable[[], bool] = lambda: False) -> Samples:
@@ -109,9 +108,18 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
                              f"(context {context})")
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)
+    with torch.inference_mode():
+        out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop)
+    N = len(keys)
+    width = max(int(out.lengths[:N].max()), 1) if N else 0
+    # Copies, made outside of inference mode: ordinary tensors, that training may keep.
+    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone())
+
+
+def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop) -> Samples:
+    """As generate, with one row more than there are: where rows write that have ended."""
     device = model.lm_head.weight.device
     N = len(keys)
-    # One row more than there are: where rows write that have ended.
     out = Samples(torch.zeros(N + 1, max_new_tokens, dtype=torch.long, device=device), torch.zeros(N + 1, max_new_tokens, device=device),
                   torch.zeros(N + 1, dtype=torch.long, device=device), torch.zeros(N + 1, dtype=torch.bool, device=device))
     keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
@@ -125,8 +133,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
         for n in order[start: start + max_rows]:
             units.setdefault(n // num_samples, []).append(n)
         _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k, max_rows, should_stop)
-    width = max(int(out.lengths[:N].max()), 1) if N else 0
-    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone())
+    return out
 
 
 def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, max_rows, should_stop):
@@ -209,6 +216,7 @@ class Replay:
         return state
 
 
+@torch.no_grad()
 def inference_model(model):
     """The model to sample from: itself, or where activations are narrower than its weights, a copy with weights of their dtype.
 

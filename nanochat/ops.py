@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 
 
+ONEDNN_FROM = 2 ** 20  # multiplications from which a product makes up for its longer call
+
+
 @functools.cache
 def mkl_is_slow() -> bool:
     """Whether this is an AMD CPU, where PyTorch's fp32 products (MKL) run at less than half of its oneDNN's speed."""
@@ -23,7 +26,8 @@ def mkl_is_slow() -> bool:
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b of two matrices, without gradient, by the faster library. Strided operands are taken as they are."""
-    if a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and mkl_is_slow() and a.numel() and b.numel():
+    large = a.numel() * b.shape[1] >= ONEDNN_FROM
+    if large and a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and mkl_is_slow():
         return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
     return a @ b
 

@@ -227,6 +227,7 @@ ONEDNN = pytest.mark.parametrize("onednn", [pytest.param(True, marks=pytest.mark
 @pytest.mark.parametrize("name", operands())
 def test_matmul_is_the_product(monkeypatch, onednn, name):
     monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
+    monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
     a, b = operands()[name]
     before = a.clone(), b.clone()
     exact = a.double() @ b.double()
@@ -241,6 +242,7 @@ def test_matmul_is_the_product(monkeypatch, onednn, name):
 @pytest.mark.parametrize("n, c, d", [(0, 5, 3), (4, 5, 0), (4, 0, 3), (0, 0, 3), (0, 5, 0)])
 def test_products_of_empty_matrices(monkeypatch, onednn, n, c, d):
     monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
+    monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
     assert torch.equal(matmul(torch.ones(n, c), torch.ones(c, d)), torch.zeros(n, d))
     if c and d:
         x, weight = torch.ones(2, n, c, requires_grad=True), torch.ones(d, c, requires_grad=True)
@@ -255,6 +257,7 @@ def test_products_of_empty_matrices(monkeypatch, onednn, n, c, d):
 @pytest.mark.parametrize("spread", [True, False])
 def test_linear_by_either_library(monkeypatch, onednn, C, D, spread):
     monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
+    monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
     wide = random(3, 21, 2 * C).float()
     x, weight = wide[..., C:].requires_grad_(), random(D, C, seed=1).float().requires_grad_()
     grad = torch.ones(()).expand(3, 21, D) if spread else random(3, 21, 2 * D, seed=2).float()[..., :D]
