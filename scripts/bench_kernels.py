@@ -207,6 +207,8 @@ def main(args) -> None:
     unknown = set(args.providers.split(",")) - PROVIDERS.keys()
     if unknown:
         raise BadInput(f"--providers {args.providers}: there is no {', '.join(sorted(unknown))}; choose from {', '.join(PROVIDERS)}")
+    if args.softcap == float("inf"):
+        raise BadInput("--softcap inf: give 0 for none")
     device = init_device(args.device_type)
     inputs = make_inputs(args, device)
     usable, errors = usable_providers(args, inputs)
