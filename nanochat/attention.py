@@ -5,11 +5,14 @@ Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt
 consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding behind a short one stands at FAR, where
 no query looks.
 """
+import ctypes
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
+from nanochat.kernels import cpu
 from nanochat.ops import run
 
 FAR = 1 << 30  # position of a padding column
@@ -138,7 +141,10 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
     q (U, Hkv, R, group, T, D): `group` query heads read each key head; parts: own keys and values, pairs of (U, Hkv, R, T', D) whose columns
     follow one another; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are scaled by 1/sqrt(D).
     """
-    if q.shape[4] == 1 and not torch.is_grad_enabled():
+    one = q.shape[4] == 1 and not torch.is_grad_enabled()
+    if cpu.takes(q):
+        return _decode_kernel(q, parts, mask, prefix_k, prefix_v) if one else _attend_kernel(q, parts, mask, prefix_k, prefix_v)
+    if one:
         return _attend_one(q, parts, mask, prefix_k, prefix_v)
     k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
     if q.device.type != "cpu":
@@ -250,6 +256,73 @@ class _Attend(torch.autograd.Function):
         grad_prefix_k = torch.empty(prefix_k.shape, dtype=k.dtype, device=k.device)
         _multiply(grad_prefix_k.flatten(0, 1), shared_grad.mT, _units(q), scale)
         return grad_q, grad_k, grad_v, None, grad_prefix_k, grad_prefix_v, None
+
+
+class _Spec(ctypes.Structure):
+    """`Attention` of cpu.c."""
+    _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias", "recent_k", "recent_v")] \
+        + [(name, ctypes.c_long) for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows", "recent")] \
+        + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4), ("recent_strides", ctypes.c_long * 4)]
+
+
+def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
+    """All tensors as the kernels want them; see _laid_out. The caller keeps them alive."""
+    (k, v), (recent_k, recent_v) = parts[0], parts[1] if len(parts) > 1 else (None, None)
+    addresses = (cpu.address(x) for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
+    Tp, bias_rows = 0 if prefix_k is None else prefix_k.shape[2], 1 if prefix_bias is None else prefix_bias.shape[1]
+    recent, strides = (0, (0, 0, 0, 0)) if recent_k is None else (recent_k.shape[3], recent_k.stride()[:4])
+    return _Spec(*addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, recent, q.stride()[:5], k.stride()[:4], strides)
+
+
+def _dense(q):
+    """q such that an empty_like has its strides: itself, or a copy where it has gaps or overlaps."""
+    return q if torch.empty_like(q).stride() == q.stride() else q.contiguous()
+
+
+def _like_each_other(k, v):
+    """Keys and values of equal strides, the last one 1."""
+    return (k, v) if k.stride() == v.stride() and k.stride(-1) == 1 else (k.contiguous(), v.contiguous())
+
+
+def _contiguous(*tensors):
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _decode_kernel(q, parts, mask, prefix_k, prefix_v):
+    """As _attend_one."""
+    q, parts = _dense(q), [_like_each_other(*part) for part in parts]
+    shared = _contiguous(prefix_k, prefix_v, mask.own, mask.prefix)
+    y = torch.empty_like(q)
+    cpu.call("attend_one", _spec(q, parts, *shared), y)
+    return y
+
+
+def _attend_kernel(q, parts, mask, prefix_k, prefix_v):
+    """As _Attend, all queries at once."""
+    k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
+    return run(_AttendKernel, q, k, v, prefix_k, prefix_v, None if mask.causal else mask.own, mask.prefix)
+
+
+class _AttendKernel(torch.autograd.Function):
+    """Holds the scores of a few queries at a time, and computes them again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):
+        q, (k, v), shared = _dense(q), _like_each_other(k, v), _contiguous(prefix_k, prefix_v, own_bias, prefix_bias)
+        y, lse = torch.empty_like(q), q.new_empty(q.shape[:5])
+        cpu.call("attend_forward", _spec(q, [(k, v)], *shared), y, lse)
+        ctx.save_for_backward(q, k, v, *shared, y, lse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, *shared, y, lse = ctx.saved_tensors
+        if grad.stride() != q.stride():
+            grad = torch.empty_like(q).copy_(grad)
+        grads = [torch.empty_like(q), *(None if x is None else x.new_zeros(x.shape) for x in (k, v, *shared[:2]))]
+        cpu.call("attend_backward", _spec(q, [(k, v)], *shared), y, lse, grad, *grads)
+        return *grads, None, None
 
 
 def _rows(x):

@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from nanochat.attention import FAR, KVCache, attend, make_mask
 from nanochat.common import BadInput
-from nanochat.ops import linear, mix, norm, relu_squared, rotary_norm, to_units
+from nanochat.ops import add_norm, linear, mix, norm, relu_squared, split_heads
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
@@ -71,19 +71,16 @@ class Attention(nn.Module):
     def forward(self, x, value_embedding, cos_sin, mask, cache, prefix):
         B, T, C = x.shape
         U = B if prefix is None else len(prefix.positions)
-        H, Hkv, D = self.n_head, self.n_kv_head, self.head_dim
+        projections = (self.c_q, self.c_k, self.c_v)
         if x.device.type == "cpu":  # one product of three: fewer operations are worth the copy of small weights
-            weight = torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight]).to(x.dtype)
-            q, k, v = linear(x, weight).split([H * D, Hkv * D, Hkv * D], dim=-1)
+            qkv = linear(x, torch.cat([layer.weight for layer in projections]).to(x.dtype))
         else:
-            q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
-        q, k, v = (y.view(B, T, -1, D) for y in (q, k, v))
+            qkv = torch.cat([layer(x) for layer in projections], dim=-1)
+        gate = None
         if value_embedding is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
-            v = torch.addcmul(v, gate.unsqueeze(-1), value_embedding.view(v.shape))
-        q = rotary_norm(q, *cos_sin, QK_SCALE, U, Hkv)                          # (U, Hkv, R, group, T, D)
-        k = rotary_norm(k, *cos_sin, QK_SCALE, U, Hkv)[:, :, :, 0]              # (U, Hkv, R, T, D)
-        v = to_units(v, U, Hkv)[:, :, :, 0].contiguous()
+        # (U, Hkv, R, group, T, D) and twice (U, Hkv, R, T, D)
+        q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, U, self.n_head, self.n_kv_head)
         parts = [(k, v)] if cache is None else cache.append(self.layer, k, v)
         shared = (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0]) if prefix is not None else ()
         y = attend(q, parts, mask, *shared)                                     # (U, Hkv, R, group, T, D)
@@ -107,8 +104,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x, *attention_inputs):
-        x = x + self.attn(norm(x), *attention_inputs)
-        return x + self.mlp(norm(x))
+        x, normed = add_norm(x, self.attn(norm(x), *attention_inputs))
+        return x + self.mlp(normed)
 
 
 class GPT(nn.Module):

@@ -1,14 +1,17 @@
 """
-The operations of a transformer block, with backward passes written by hand.
+The operations of a transformer block.
 
-On CPU, passes over memory took half of a training step. Each function has a plain twin, which other devices and dtypes run and tests
-compare with.
+On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu.c makes what are many passes in PyTorch, with
+backward passes written by hand. Each function has a plain twin, which other devices and dtypes run and tests compare with.
 """
+import ctypes
 import functools
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
+from nanochat.kernels import cpu
 
 ONEDNN_FROM = 2 ** 20  # multiplications from which a product makes up for its longer call
 
@@ -32,16 +35,6 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T. x (..., C), weight (D, C) of the same dtype -> (..., D)."""
-    return run(_Linear, x, weight) if by_hand(x) else F.linear(x, weight)
-
-
-def by_hand(x: torch.Tensor) -> bool:
-    """Whether the hand-written passes serve this tensor."""
-    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-
-
 class _NoContext:
     """Stands in for autograd's context where no gradient is asked for: `apply` costs more than a small operation."""
 
@@ -54,19 +47,32 @@ def run(function, *arguments):
     return function.apply(*arguments) if torch.is_grad_enabled() else function.forward(_NoContext(), *arguments)
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x @ weight.T. x (..., C), weight (D, C) of the same dtype -> (..., D)."""
+    return run(_Linear, x, weight) if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) else F.linear(x, weight)
+
+
 def norm(x: torch.Tensor) -> torch.Tensor:
     """RMSNorm over the last dimension, without parameters. x (..., C)."""
-    return run(_Norm, x) if by_hand(x) else F.rms_norm(x, (x.shape[-1],))
+    return run(_Norm, x) if cpu.takes(x) else F.rms_norm(x, (x.shape[-1],))
+
+
+def add_norm(x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + delta, and its norm. Both (..., C)."""
+    if cpu.takes(x):
+        return run(_AddNorm, x, delta)
+    x = x + delta
+    return x, F.rms_norm(x, (x.shape[-1],))
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2."""
-    return run(_ReluSquared, x) if by_hand(x) else F.relu(x).square()
+    return run(_ReluSquared, x) if cpu.takes(x) else F.relu(x).square()
 
 
 def mix(x: torch.Tensor, x0: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a * x + b * x0, with scalar tensors a and b. x, x0 of one shape."""
-    return run(_Mix, x, x0, a, b) if by_hand(x) else a * x + b * x0
+    return run(_Mix, x, x0, a, b) if cpu.takes(x) else a * x + b * x0
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -81,22 +87,22 @@ def to_units(x: torch.Tensor, units: int, kv_heads: int) -> torch.Tensor:
     return x.view(units, B // units, T, kv_heads, H // kv_heads, D).permute(0, 3, 1, 4, 2, 5)
 
 
-def rotary_norm(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, scale: float, units: int, kv_heads: int) -> torch.Tensor:
-    """scale * norm(rotate(x)), laid out for attention. x (B, T, H, D) -> (U, Hkv, R, group, T, D)."""
-    if by_hand(x):
-        return run(_RotaryNorm, x, cos, sin, scale, units, kv_heads)
-    return to_units(scale * norm(rotate(x, cos, sin)), units, kv_heads).contiguous()
+def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units: int, heads: int, kv_heads: int):
+    """Queries, keys and values as attention wants them, from rows that hold the heads of all three side by side.
 
-
-def _inverse_rms(x):
-    """1 / sqrt(mean(x^2) + eps) over the last dimension, kept. In few operations: in decoding each costs as much as its work."""
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return torch.addcmul(_epsilon(x.dtype), norms, norms, value=1 / x.shape[-1]).rsqrt_()
-
-
-@functools.cache
-def _epsilon(dtype):
-    return torch.tensor(torch.finfo(dtype).eps, dtype=dtype)
+    qkv (B, T, (H + 2 Hkv) * D); cos, sin (B, T, 1, D/2); gate (B, T, Hkv) and embedding (B, T, Hkv * D), or two None.
+    -> q (U, Hkv, R, group, T, D) = scale * norm(rotate(q)), k (U, Hkv, R, T, D) likewise, v (U, Hkv, R, T, D) = v + gate * embedding.
+    """
+    B, T, width = qkv.shape
+    D = width // (heads + 2 * kv_heads)
+    if cpu.takes(qkv) and D % cpu.MULTIPLE == 0:
+        q, k, v = run(_SplitHeads, qkv, *cos_sin, gate, embedding, scale, units, heads, kv_heads)
+        return to_units(q, units, kv_heads), k, v
+    q, k, v = (x.view(B, T, -1, D) for x in qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=-1))
+    if gate is not None:
+        v = v + gate.unsqueeze(-1) * embedding.view(v.shape)
+    q, k = (to_units(scale * norm(rotate(x, *cos_sin)), units, kv_heads) for x in (q, k))
+    return q.contiguous(), k[:, :, :, 0].contiguous(), to_units(v, units, kv_heads)[:, :, :, 0].contiguous()
 
 
 class _Linear(torch.autograd.Function):
@@ -106,6 +112,7 @@ class _Linear(torch.autograd.Function):
         return matmul(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], len(weight))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad = grad.reshape(-1, len(weight))
@@ -117,31 +124,63 @@ class _Linear(torch.autograd.Function):
         return grad_x, matmul(x.t(), grad).t() if len(weight) > x.shape[1] else matmul(grad.t(), x)
 
 
+def _norm_forward(x, delta):
+    C = x.shape[-1]
+    rows, inverse = x.numel() // C, x.new_empty(x.numel() // C)
+    added, y = None if delta is None else torch.empty_like(x), torch.empty_like(x)
+    cpu.call("norm_forward", x, delta, added, y, inverse, rows, C, torch.finfo(x.dtype).eps)
+    return added, y, inverse
+
+
+def _norm_backward(grad, also_grad, y, inverse):
+    grad, grad_x = grad.contiguous(), torch.empty_like(y)
+    cpu.call("norm_backward", grad, also_grad, y, inverse, grad_x, len(inverse), y.shape[-1])
+    return grad_x
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        inverse = _inverse_rms(x)
-        y = x * inverse
+        _, y, inverse = _norm_forward(x.contiguous(), None)
         ctx.save_for_backward(y, inverse)
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        y, inverse = ctx.saved_tensors
-        mean = (grad * y).sum(dim=-1, keepdim=True).div_(-y.shape[-1])
-        return torch.addcmul(grad, y, mean).mul_(inverse)
+        return _norm_backward(grad, None, *ctx.saved_tensors)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, delta):
+        added, y, inverse = _norm_forward(x.contiguous(), delta.contiguous())
+        ctx.save_for_backward(y, inverse)
+        return added, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_added, grad):
+        grad_x = _norm_backward(grad, grad_added.contiguous(), *ctx.saved_tensors)
+        return grad_x, grad_x
 
 
 class _ReluSquared(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        positive = torch.relu(x)
-        ctx.save_for_backward(positive)
-        return positive * positive
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        cpu.call("relu_squared_forward", x, y, x.numel())
+        ctx.save_for_backward(x)
+        return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        return (grad * ctx.saved_tensors[0]).mul_(2)
+        x, = ctx.saved_tensors
+        grad, grad_x = grad.contiguous(), torch.empty_like(x)
+        cpu.call("relu_squared_backward", grad, x, grad_x, x.numel())
+        return grad_x
 
 
 class _Mix(torch.autograd.Function):
@@ -151,6 +190,7 @@ class _Mix(torch.autograd.Function):
         return (x * a).addcmul_(x0, b)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, x0, a, b = ctx.saved_tensors
         needs = ctx.needs_input_grad
@@ -159,40 +199,32 @@ class _Mix(torch.autograd.Function):
                 torch.dot(flat, x.reshape(-1)) if needs[2] else None, torch.dot(flat, x0.reshape(-1)) if needs[3] else None)
 
 
-class _RotaryNorm(torch.autograd.Function):
+class _Heads(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_long) for name in ("U", "R", "T", "Hq", "Hkv", "D")] + [("scale", ctypes.c_float), ("epsilon", ctypes.c_float)]
+
+
+class _SplitHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, scale, units, kv_heads):
-        B, T, H, D = x.shape
-        out = x.new_empty(units, kv_heads, B // units, H // kv_heads, T, D)
-        x, cos, sin = (_by_units(z, units, kv_heads if z is x else 1) for z in (x, cos, sin))
-        _rotate_into(_from_units(out), x, cos, sin)
-        factor = _inverse_rms(out).mul_(scale)  # (U, Hkv, R, group, T, 1)
-        out *= factor
-        ctx.save_for_backward(out, factor, cos, sin)
-        ctx.shape, ctx.scale = (B, T, H, D), scale
-        return out
+    def forward(ctx, qkv, cos, sin, gate, embedding, scale, units, heads, kv_heads):
+        B, T, width = qkv.shape
+        D, R = width // (heads + 2 * kv_heads), B // units
+        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
+        if gate is not None:
+            gate, embedding = gate.contiguous(), embedding.contiguous()
+        q, k = qkv.new_empty(B, T, heads, D), qkv.new_empty(units, kv_heads, R, T, D)
+        v, factors = torch.empty_like(k), qkv.new_empty(B, T, heads + kv_heads)
+        shape = _Heads(units, R, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
+        cpu.call("split_heads_forward", shape, qkv, cos, sin, gate, embedding, q, k, v, factors)
+        ctx.save_for_backward(q, k, factors, cos, sin, gate, embedding)
+        ctx.shape, ctx.width = shape, width
+        return q, k, v
 
     @staticmethod
-    def backward(ctx, grad):
-        out, factor, cos, sin = ctx.saved_tensors
-        mean = (grad * out).sum(dim=-1, keepdim=True).div_(-out.shape[-1] * ctx.scale ** 2)
-        rotated = _from_units(torch.addcmul(grad, out, mean).mul_(factor))
-        grad_x = torch.empty(rotated.shape, dtype=grad.dtype, device=grad.device)
-        _rotate_into(grad_x, rotated, cos, -sin)
-        return grad_x.view(ctx.shape), None, None, None, None, None
-
-
-def _rotate_into(out, x, cos, sin):
-    (y1, y2), (x1, x2) = out.chunk(2, dim=-1), x.chunk(2, dim=-1)
-    torch.mul(x1, cos, out=y1).addcmul_(x2, sin)
-    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=-1)
-
-
-def _by_units(x, units, kv_heads):
-    """(B, T, H, D) -> (U, R, T, Hkv, group, D), a view."""
-    return x.unflatten(2, (kv_heads, -1)).unflatten(0, (units, -1))
-
-
-def _from_units(x):
-    """(U, Hkv, R, group, T, D) -> (U, R, T, Hkv, group, D), a view."""
-    return x.permute(0, 2, 4, 1, 3, 5)
+    @once_differentiable
+    def backward(ctx, grad_q, grad_k, grad_v):
+        q, k, factors, cos, sin, gate, embedding = ctx.saved_tensors
+        grad_qkv = q.new_empty(*q.shape[:2], ctx.width)
+        grad_gate, grad_embedding = (None, None) if gate is None else (torch.empty_like(gate), torch.empty_like(embedding))
+        cpu.call("split_heads_backward", ctx.shape, *(x.contiguous() for x in (grad_q, grad_k, grad_v)), q, k, factors, cos, sin, gate, embedding,
+                 grad_qkv, grad_gate, grad_embedding)
+        return grad_qkv, None, None, grad_gate, grad_embedding, None, None, None, None

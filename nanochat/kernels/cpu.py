@@ -1,0 +1,93 @@
+"""
+The kernels of cpu.c: compiled by the machine's C compiler when first needed, called by address.
+
+Their twins in PyTorch stand where they are called from, in ops.py and attention.py, and serve where there is no compiler, for other dtypes
+and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in ~/.cache/nanochat/kernels, under a name made of all that went into it.
+"""
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu.c")
+FLAGS = ["-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
+MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
+
+
+def takes(x: torch.Tensor) -> bool:
+    """Whether the kernels serve this tensor: fp32 on the CPU, its last dimension a multiple of 32, and a compiler was there."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[-1] % MULTIPLE == 0 and x.numel() > 0 and library() is not None
+
+
+def call(name: str, *arguments) -> None:
+    """Runs a kernel on PyTorch's number of threads (its last argument). Tensors go by address, None as no address, structs by reference."""
+    getattr(library(), name)(*map(_argument, arguments), ctypes.c_long(torch.get_num_threads()))
+
+
+def _argument(x):
+    if x is None or isinstance(x, torch.Tensor):
+        return address(x)
+    return {int: ctypes.c_long, float: ctypes.c_float}.get(type(x), ctypes.byref)(x)
+
+
+def address(x: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+@functools.cache
+def library():
+    """The compiled kernels, None where they are switched off or cannot be compiled (said once, on stderr)."""
+    if os.environ.get("NANOCHAT_CPU_KERNELS") == "0":
+        return None
+    compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
+    problem = "no C compiler (cc, gcc or clang) was found" if compiler is None else None
+    # With threads if the compiler has OpenMP: libgomp.so.1 is then the one that PyTorch has loaded.
+    for flags in ([*FLAGS, "-fopenmp"], FLAGS) if compiler else ():
+        try:
+            return ctypes.CDLL(compiled(compiler, flags))
+        except (OSError, subprocess.SubprocessError) as error:
+            problem = f"{compiler}: {(getattr(error, 'stderr', None) or str(error)).strip().splitlines()[0]}"
+    print(f"CPU kernels run as PyTorch operations, which is slower: {problem}", file=sys.stderr)
+    return None
+
+
+def compiled(compiler: str, flags: list[str]) -> str:
+    """The path of the shared library; compiles it unless it is there. Written whole or not at all. Raises OSError, SubprocessError."""
+    with open(SOURCE, "rb") as f:
+        source = f.read()
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
+    key = hashlib.blake2b(b"\0".join([source, version, processor(), " ".join(flags).encode()]), digest_size=12).hexdigest()
+    folder = os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanochat", "kernels"))
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        writable = os.stat(folder).st_uid == os.getuid() and os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    folder = folder if writable else tempfile.mkdtemp()
+    path = os.path.join(folder, f"cpu-{key}.so")
+    if not os.path.exists(path):
+        handle, temporary = tempfile.mkstemp(dir=folder)
+        os.close(handle)
+        try:
+            subprocess.run([compiler, *flags, SOURCE, "-o", temporary, "-lm"], capture_output=True, text=True, check=True, timeout=300)
+            os.replace(temporary, path)
+        finally:
+            if os.path.exists(temporary):
+                os.remove(temporary)
+    return path
+
+
+def processor() -> bytes:
+    """What tells this kind of CPU from others, for folders that several machines share: the code is made for one kind."""
+    try:
+        with open("/proc/cpuinfo", "rb") as f:
+            return b"".join(sorted({line for line in f if line.startswith((b"flags", b"Features", b"model name"))}))
+    except OSError:
+        return f"{platform.platform()} {platform.processor()}".encode()
