@@ -17,6 +17,7 @@ from nanochat.ops import run
 
 FAR = 1 << 30  # position of a padding column
 RECENT = 16    # columns of a cache's buffer for new ones
+RECENT_KERNEL = 64  # the same where CPU kernels read it
 QUERIES = 64   # queries whose scores are computed together on CPU
 
 
@@ -24,15 +25,15 @@ class KVCache:
     """Keys and values of the tokens run so far.
 
     k[i], v[i]: (U, Hkv, R, T, D) of layer i; positions (U, T) int64 of a prefix (R = 1); last_embedding (U*R, 1, C): what the smear of the
-    next token looks back at. Columns that come one by one are first put into `recent`, a buffer of RECENT columns, and moved behind the
-    others when it is full: on CPU, reading a tensor is three times as fast while it has no gaps.
+    next token looks back at. Columns that come one by one are first put into `recent`, buffers of a few columns, and moved behind the
+    others when these are full: without kernels, reading a tensor is three times as fast while it has no gaps.
     With `capacity`, buffers of that many columns are written in place, one at a time, at a column that is read on the device (CUDA graphs).
     """
 
     def __init__(self, num_layers: int, capacity: int | None = None):
         self.k: list = [None] * num_layers
         self.v: list = [None] * num_layers
-        self.recent: list = [None] * num_layers  # (2, U, Hkv, R, RECENT, D)
+        self.recent: list = [None] * num_layers  # keys and values, each (U, Hkv, R, columns, D)
         self.filled = [0] * num_layers           # columns of it in use
         self.positions = None
         self.last_embedding = None
@@ -44,16 +45,17 @@ class KVCache:
         """Stores the keys and values (U, Hkv, R, T, D) of new columns; returns those of all columns, in one piece or two."""
         if self.capacity is not None:
             return self._write(layer, k, v)
-        if k.shape[3] > 1 or self.k[layer] is None or self.filled[layer] == RECENT:
+        columns = RECENT_KERNEL if cpu.takes(k) else RECENT
+        if k.shape[3] > 1 or self.k[layer] is None or self.filled[layer] == columns:
             before = self.parts(layer)
             self.k[layer] = torch.cat([*(part for part, _ in before), k], dim=3) if before else k
             self.v[layer] = torch.cat([*(part for _, part in before), v], dim=3) if before else v
             self.filled[layer] = 0
         else:
             if self.recent[layer] is None:
-                self.recent[layer] = k.new_zeros(2, *k.shape[:3], RECENT, k.shape[4])
+                self.recent[layer] = [k.new_empty(*k.shape[:3], columns, k.shape[4]) for _ in range(2)]
             for buffer, new in zip(self.recent[layer], (k, v), strict=True):
-                buffer[..., self.filled[layer], :] = new[..., 0, :]
+                buffer.narrow(3, self.filled[layer], 1).copy_(new)
             self.filled[layer] += 1
         return self.parts(layer)
 
@@ -61,8 +63,8 @@ class KVCache:
         """The keys and values of a layer: the moved columns, and the recent ones if there are."""
         if self.k[layer] is None:
             return []
-        filled = self.filled[layer]
-        return [(self.k[layer], self.v[layer])] + ([tuple(self.recent[layer][..., :filled, :])] if filled else [])
+        moved, filled = [(self.k[layer], self.v[layer])], self.filled[layer]
+        return moved + [tuple(x.narrow(3, 0, filled) for x in self.recent[layer])] if filled else moved
 
     def _write(self, layer, k, v):
         if self.k[layer] is None:
@@ -259,7 +261,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _Spec(ctypes.Structure):
-    """`Attention` of cpu.c."""
+    """`Attention` of cpu_attention.c."""
     _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias", "recent_k", "recent_v")] \
         + [(name, ctypes.c_long) for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows", "recent")] \
         + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4), ("recent_strides", ctypes.c_long * 4)]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from nanochat.attention import FAR, KVCache
 from nanochat.common import BadInput, wide_dtype
+from nanochat.kernels import cpu
 
 COMPACT_BELOW = 0.8    # drop finished rows once less than this share of the batch is alive
 MAX_FILLED = 1.1       # rows of a batch per live one that sharing prompts may cost
@@ -70,6 +71,9 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     if top_k > 0:
         kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
+    noise = uniform_noise(keys, position)
+    if cpu.takes_rows(logits):
+        return _draw_kernel(logits, noise)
     highest = logits.amax(dim=-1, keepdim=True)
     weights = (logits - highest).exp_()  # (B, V)
     if weights.shape[1] % BLOCK:
@@ -77,13 +81,19 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     blocks = weights.view(len(weights), -1, BLOCK)
     # Where the cumulative weight first exceeds noise * total: the block, then the column in it.
     totals = blocks.sum(dim=-1).to(wide_dtype(logits.device)).cumsum(dim=-1)  # (B, V / BLOCK)
-    target = uniform_noise(keys, position)[:, None] * totals[:, -1:]
+    target = noise[:, None] * totals[:, -1:]
     block = _first_above(totals, target)  # (B, 1)
     target = target - F.pad(totals, (1, 0)).gather(1, block)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].to(totals.dtype).cumsum(dim=-1)  # (B, BLOCK)
     tokens = block * BLOCK + _first_above(inside, target)
     logprobs = logits.gather(1, tokens) - highest - totals[:, -1:].log().float()
     return tokens[:, 0], logprobs[:, 0]
+
+
+def _draw_kernel(logits, noise):
+    tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
+    cpu.call("draw", logits, logits.stride(0), *logits.shape, noise, tokens, logprobs)
+    return tokens, logprobs
 
 
 def _first_above(cumulative, target):
@@ -108,7 +118,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
                              f"(context {context})")
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)
-    with torch.inference_mode():
+    with torch.inference_mode(), model.joined_projections():
         out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop)
     N = len(keys)
     width = max(int(out.lengths[:N].max()), 1) if N else 0

@@ -7,6 +7,7 @@ backout (the middle layer's output is taken off at the end), softcapped logits.
 
 `trunk` gives hidden states and `head` logits, apart, so that a fused loss can stand in for the head.
 """
+import contextlib
 from dataclasses import asdict, dataclass
 
 import torch
@@ -56,6 +57,8 @@ def has_value_embedding(layer: int, n_layer: int) -> bool:
 
 
 class Attention(nn.Module):
+    c_qkv = None  # while sampling, the weights of c_q, c_k and c_v in one (GPT.joined_projections)
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.layer = layer
@@ -68,14 +71,18 @@ class Attention(nn.Module):
         if has_value_embedding(layer, config.n_layer):
             self.ve_gate = Linear(VALUE_CHANNELS, self.n_kv_head, bias=False)
 
+    def joined_weight(self) -> torch.Tensor:
+        return torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
+
     def forward(self, x, value_embedding, cos_sin, mask, cache, prefix):
         B, T, C = x.shape
         U = B if prefix is None else len(prefix.positions)
-        projections = (self.c_q, self.c_k, self.c_v)
-        if x.device.type == "cpu":  # one product of three: fewer operations are worth the copy of small weights
-            qkv = linear(x, torch.cat([layer.weight for layer in projections]).to(x.dtype))
+        if self.c_qkv is not None:
+            qkv = linear(x, self.c_qkv)
+        elif x.device.type == "cpu":  # one product of three: fewer operations are worth the copy of small weights
+            qkv = linear(x, self.joined_weight().to(x.dtype))
         else:
-            qkv = torch.cat([layer(x) for layer in projections], dim=-1)
+            qkv = torch.cat([layer(x) for layer in (self.c_q, self.c_k, self.c_v)], dim=-1)
         gate = None
         if value_embedding is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
@@ -159,6 +166,18 @@ class GPT(nn.Module):
         self.x0_lambdas.fill_(0.1)
         self.smear_lambda.zero_()
         self.backout_lambda.fill_(0.2)
+
+    @contextlib.contextmanager
+    def joined_projections(self):
+        """While it lasts, queries, keys and values are one product by a copy of their weights: for many forwards with the same weights."""
+        layers = [block.attn for block in self.transformer.h]
+        for attention in layers:
+            attention.c_qkv = attention.joined_weight().to(self.compute_dtype)
+        try:
+            yield
+        finally:
+            for attention in layers:
+                del attention.c_qkv
 
     def embed(self, ids, last_embedding):
         """Normed token embeddings after the smear, and the last unsmeared one. ids (B, T) -> (B, T, C), (B, 1, C)."""

@@ -29,10 +29,15 @@ def mkl_is_slow() -> bool:
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b of two matrices, without gradient, by the faster library. Strided operands are taken as they are."""
-    large = a.numel() * b.shape[1] >= ONEDNN_FROM
+    return matmul_t(a, b.t())
+
+
+def matmul_t(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b.T, the same."""
+    large = a.numel() * len(b) >= ONEDNN_FROM
     if large and a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and mkl_is_slow():
-        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-    return a @ b
+        return torch.ops.mkldnn._linear_pointwise.default(a, b, None, "none", [], "")
+    return a @ b.t()
 
 
 class _NoContext:
@@ -109,7 +114,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return matmul(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], len(weight))
+        return matmul_t(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable

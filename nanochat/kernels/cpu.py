@@ -1,8 +1,9 @@
 """
-The kernels of cpu.c: compiled by the machine's C compiler when first needed, called by address.
+The CPU kernels of cpu_attention.c and cpu_block.c: compiled by the machine's C compiler when first needed, called by address.
 
-Their twins in PyTorch stand where they are called from, in ops.py and attention.py, and serve where there is no compiler, for other dtypes
-and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in ~/.cache/nanochat/kernels, under a name made of all that went into it.
+Their twins in PyTorch stand where they are called from, in ops.py, attention.py and engine.py, and serve where there is no compiler, for
+other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in ~/.cache/nanochat/kernels, under a name made
+of all that went into it.
 """
 import ctypes
 import functools
@@ -16,7 +17,8 @@ import tempfile
 
 import torch
 
-SOURCE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cpu.c")
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+SOURCES = [os.path.join(FOLDER, name) for name in ("cpu_attention.c", "cpu_block.c")]
 FLAGS = ["-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 
@@ -24,6 +26,11 @@ MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 def takes(x: torch.Tensor) -> bool:
     """Whether the kernels serve this tensor: fp32 on the CPU, its last dimension a multiple of 32, and a compiler was there."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[-1] % MULTIPLE == 0 and x.numel() > 0 and library() is not None
+
+
+def takes_rows(x: torch.Tensor) -> bool:
+    """The same for a matrix of rows of any length and stride, each without gaps."""
+    return x.device.type == "cpu" and x.dtype == torch.float32 and x.stride(-1) == 1 and x.numel() > 0 and library() is not None
 
 
 def call(name: str, *arguments) -> None:
@@ -60,10 +67,9 @@ def library():
 
 def compiled(compiler: str, flags: list[str]) -> str:
     """The path of the shared library; compiles it unless it is there. Written whole or not at all. Raises OSError, SubprocessError."""
-    with open(SOURCE, "rb") as f:
-        source = f.read()
+    texts = [open(path, "rb").read() for path in (*SOURCES, os.path.join(FOLDER, "cpu.h"))]
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-    key = hashlib.blake2b(b"\0".join([source, version, processor(), " ".join(flags).encode()]), digest_size=12).hexdigest()
+    key = hashlib.blake2b(b"\0".join([*texts, version, processor(), " ".join(flags).encode()]), digest_size=12).hexdigest()
     folder = os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanochat", "kernels"))
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -76,7 +82,7 @@ def compiled(compiler: str, flags: list[str]) -> str:
         handle, temporary = tempfile.mkstemp(dir=folder)
         os.close(handle)
         try:
-            subprocess.run([compiler, *flags, SOURCE, "-o", temporary, "-lm"], capture_output=True, text=True, check=True, timeout=300)
+            subprocess.run([compiler, *flags, *SOURCES, "-o", temporary, "-lm"], capture_output=True, text=True, check=True, timeout=300)
             os.replace(temporary, path)
         finally:
             if os.path.exists(temporary):

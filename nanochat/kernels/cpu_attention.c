@@ -1,69 +1,10 @@
-/* CPU kernels in fp32: what PyTorch runs as many passes over memory, in one. cpu.py compiles and calls them and has their PyTorch twins.
+/* Attention on CPU in fp32. Called from attention.py, where its PyTorch twins are and the shapes get their names; D is a multiple of 16.
  *
- * Vectors of 16 floats are GCC's and Clang's; they become whatever the machine has. Shapes are named as in attention.py; D is a multiple
- * of 16. "Strides" count floats. Nothing is read or written in an order that depends on the number of threads.
+ * "Strides" count floats. The order of sums does not depend on the number of threads.
  */
-#include <math.h>
-#include <stdlib.h>
+#include "cpu.h"
 
-#define L 16     /* floats in a vector */
 #define BLOCK 32 /* queries whose scores are held at a time */
-
-typedef float vec __attribute__((vector_size(64)));
-typedef float loose __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int ivec __attribute__((vector_size(64)));
-
-static inline vec load(const float *p) { return *(const loose *)p; }
-static inline void store(float *p, vec x) { *(loose *)p = x; }
-static inline vec splat(float x) { return x - (vec){0}; }
-static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
-static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
-static inline long up(long n) { return (n + L - 1) / L * L; }
-static float *floats(long n) { return aligned_alloc(64, (size_t)up(n + 1) * sizeof(float)); }
-
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#endif
-#define EVEN(a, b) SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-#define ODD(a, b) SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-#define ZIP_LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define ZIP_HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
-
-static float sum(vec x)
-{
-    float s = 0;
-    for (int i = 0; i < L; i++)
-        s += x[i];
-    return s;
-}
-
-static float maximum(vec x)
-{
-    float m = x[0];
-    for (int i = 1; i < L; i++)
-        m = x[i] > m ? x[i] : m;
-    return m;
-}
-
-/* e^x to 2 units in the last place; 0 below -87, NaN of NaN. x = n ln 2 + f, |f| <= ln 2 / 2, and a polynomial for e^f. */
-static inline vec exponential(vec x)
-{
-    const vec least = splat(-87.0f), round = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer */
-    vec safe = choose(x < least, least, x);
-    vec n = safe * 1.44269504f + round - round;
-    vec f = safe - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = splat(1.9875691500e-4f);
-    p = p * f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.0f;
-    vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
-    return choose(x < least, (vec){0}, p * power);
-}
 
 /* A tile of a product: `rows` x `vecs` vectors of c, plus or equal to a @ b over k; a is read at a[i * ra + p * ca]. */
 static inline __attribute__((always_inline)) void tile(const int rows, const int vecs, float *c, long ldc, const float *a, const long ra,
@@ -119,6 +60,12 @@ static void product_t(float *c, long ldc, const float *a, long lda, const float 
             columns(1, c + j, ldc, a, 1, lda, b + j, ldb, m, k, 1);
 }
 
+static inline void prefetch(const float *x, long n)
+{
+    for (long i = 0; i < n; i += L)
+        __builtin_prefetch(x + i, 0, 2);
+}
+
 static inline void zip(vec *y, const vec *x)
 {
     for (int i = 0; i < L / 2; i++) {
@@ -128,9 +75,11 @@ static inline void zip(vec *y, const vec *x)
 }
 
 /* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0. Zipping 16 vectors four times transposes them. */
-static void transpose(float *out, const float *x, long stride, long n, long D, float scale)
+static void transpose(float *out, const float *x, long stride, long n, long D, float scale, const float *soon)
 {
-    for (long j = 0; j < n; j += L)
+    for (long j = 0; j < n; j += L) {
+        if (soon)
+            prefetch(soon + j * stride, L * D);
         for (long d = 0; d < D; d += L) {
             vec a[L], b[L];
             for (int i = 0; i < L; i++)
@@ -139,6 +88,7 @@ static void transpose(float *out, const float *x, long stride, long n, long D, f
             for (int i = 0; i < L; i++)
                 store(out + (d + i) * up(n) + j, a[i]);
         }
+    }
 }
 
 /* The tensors of an attention: _Spec of attention.py. */
@@ -214,10 +164,10 @@ void attend_forward(const Attention *s, float *y, float *lse, long threads)
 #pragma omp for schedule(dynamic)
         for (long unit = 0; unit < s->U * s->H; unit++) {
             long u = unit / s->H, h = unit % s->H;
-            transpose(prefix_kt, s->prefix_k + unit * Tp * D, D, Tp, D, scale);
+            transpose(prefix_kt, s->prefix_k + unit * Tp * D, D, Tp, D, scale, NULL);
             for (long r = 0; r < R; r++) {
                 const float *v = s->v + at_key(s->k_strides, u, h, r);
-                transpose(kt, s->k + at_key(s->k_strides, u, h, r), stride, s->Tk, D, scale);
+                transpose(kt, s->k + at_key(s->k_strides, u, h, r), stride, s->Tk, D, scale, NULL);
                 for (long g = 0; g < G; g++)
                     for (long t = 0; t < T; t += BLOCK) {
                         long m = T - t < BLOCK ? T - t : BLOCK, seen = s->Tk - T + t + m, width = Tpp + up(seen), at = at_query(s, u, h, r, g, t);
@@ -255,13 +205,13 @@ void attend_backward(const Attention *s, const float *y, const float *lse, const
         for (long unit = 0; unit < s->U * s->H; unit++) {
             long u = unit / s->H, h = unit % s->H, before = s->Tk - T;
             const float *prefix_k = s->prefix_k + unit * Tp * D;
-            transpose(prefix_kt, prefix_k, D, Tp, D, scale);
-            transpose(prefix_vt, s->prefix_v + unit * Tp * D, D, Tp, D, 1);
+            transpose(prefix_kt, prefix_k, D, Tp, D, scale, NULL);
+            transpose(prefix_vt, s->prefix_v + unit * Tp * D, D, Tp, D, 1, NULL);
             for (long r = 0; r < R; r++) {
                 const float *k = s->k + at_key(s->k_strides, u, h, r);
                 float *gk = grad_k + (unit * R + r) * s->Tk * D, *gv = grad_v + (unit * R + r) * s->Tk * D;
-                transpose(kt, k, stride, s->Tk, D, scale);
-                transpose(vt, s->v + at_key(s->k_strides, u, h, r), stride, s->Tk, D, 1);
+                transpose(kt, k, stride, s->Tk, D, scale, NULL);
+                transpose(vt, s->v + at_key(s->k_strides, u, h, r), stride, s->Tk, D, 1, NULL);
                 for (long g = 0; g < G; g++)
                     for (long t = 0; t < T; t += BLOCK) {
                         long m = T - t < BLOCK ? T - t : BLOCK, seen = before + t + m, at = at_query(s, u, h, r, g, t);
@@ -308,10 +258,13 @@ static inline __attribute__((always_inline)) vec sums(vec x[L])
 }
 
 /* out[j] = q . k_j for n keys, and -inf up to a multiple of 16. */
-static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q, const float *k, long stride, long n)
+static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q, const float *k, long stride, long n, const float *soon,
+                                                          const float *later)
 {
     for (long j = 0; j < n; j += L) {
         vec x[L];
+        prefetch(soon + j * stride, L * D);
+        prefetch(later + j * stride, L * D);
         for (int i = 0; i < L; i++) {
             const float *key = k + (j + i < n ? j + i : n - 1) * stride;
             x[i] = load(q) * load(key);
@@ -324,13 +277,13 @@ static inline __attribute__((always_inline)) void dots_of(const long D, float *o
         out[j] = -INFINITY;
 }
 
-static void dots(float *out, const float *q, const float *k, long stride, long n, long D)
+static void dots(float *out, const float *q, const float *k, long stride, long n, long D, const float *soon, const float *later)
 {
     switch (D) {
-    case 32: dots_of(32, out, q, k, stride, n); break;
-    case 64: dots_of(64, out, q, k, stride, n); break;
-    case 128: dots_of(128, out, q, k, stride, n); break;
-    default: dots_of(D, out, q, k, stride, n);
+    case 32: dots_of(32, out, q, k, stride, n, soon, later); break;
+    case 64: dots_of(64, out, q, k, stride, n, soon, later); break;
+    case 128: dots_of(128, out, q, k, stride, n, soon, later); break;
+    default: dots_of(D, out, q, k, stride, n, soon, later);
     }
 }
 
@@ -355,12 +308,6 @@ static void add_bias(float *scores, const float *bias, long n)
         scores[j] += bias[j];
 }
 
-static void prefetch(const float *x, long n)
-{
-    for (long i = 0; i < n; i += L)
-        __builtin_prefetch(x + i, 0, 2);
-}
-
 /* Decoding: one query per row (T = 1) over the prefix, own keys and the recent ones behind those. All rows of a unit read its prefix together. */
 void attend_one(const Attention *s, float *y, long threads)
 {
@@ -372,7 +319,7 @@ void attend_one(const Attention *s, float *y, long threads)
 #pragma omp for schedule(static)
         for (long unit = 0; unit < s->U * s->H; unit++) {
             long u = unit / s->H, h = unit % s->H;
-            transpose(prefix_kt, s->prefix_k + unit * Tp * D, D, Tp, D, 1);
+            transpose(prefix_kt, s->prefix_k + unit * Tp * D, D, Tp, D, 1, s->prefix_v + unit * Tp * D);
             for (long first = 0; first < rows; first += BLOCK) {
                 long m = rows - first < BLOCK ? rows - first : BLOCK;
                 for (long i = 0; i < m; i++)
@@ -382,15 +329,12 @@ void attend_one(const Attention *s, float *y, long threads)
                 for (long i = 0; i < m; i++) {
                     long r = (first + i) / s->G, key = at_key(s->k_strides, u, h, r), late = at_key(s->recent_strides, u, h, r);
                     float *row = scores + i * width, highest;
-                    if (i + 1 < m) {
-                        long next = (first + i + 1) / s->G;
-                        prefetch(s->k + at_key(s->k_strides, u, h, next), Tk * D);
-                        prefetch(s->recent_k + at_key(s->recent_strides, u, h, next), recent * D);
-                    }
-                    prefetch(s->v + key, Tk * D);
-                    prefetch(s->recent_v + late, recent * D);
-                    dots(row + Tpp, q + i * D, s->k + key, s->k_strides[3], Tk, D);
-                    dots(row + Tpp + Tkp, q + i * D, s->recent_k + late, s->recent_strides[3], recent, D);
+                    long next = i + 1 < m ? (first + i + 1) / s->G : r, part = up(Tp / m + 1) * D;
+                    if (unit + 1 < s->U * s->H)
+                        prefetch(s->prefix_k + (unit + 1) * Tp * D + i * part, part);
+                    dots(row + Tpp, q + i * D, s->k + key, s->k_strides[3], Tk, D, s->v + key, s->k + at_key(s->k_strides, u, h, next));
+                    dots(row + Tpp + Tkp, q + i * D, s->recent_k + late, s->recent_strides[3], recent, D, s->recent_v + late,
+                         s->recent_k + at_key(s->recent_strides, u, h, next));
                     add_bias(row, s->prefix_bias ? s->prefix_bias + u * Tp : NULL, Tp);
                     add_bias(row + Tpp, s->own_bias, Tk);
                     add_bias(row + Tpp + Tkp, s->own_bias ? s->own_bias + Tk : NULL, recent);
@@ -412,147 +356,5 @@ void attend_one(const Attention *s, float *y, long threads)
             }
         }
         free(scores), free(prefix_kt), free(q), free(out);
-    }
-}
-
-/* y = x / rms(x) per row of C floats; with delta, x is first replaced by x + delta in `sum`. inverse (rows): 1 / rms. C is a multiple of 16. */
-void norm_forward(const float *x, const float *delta, float *added, float *y, float *inverse, long rows, long C, float epsilon, long threads)
-{
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < rows; i++) {
-        const float *row = x + i * C;
-        vec squares = {0};
-        if (delta) {
-            for (long c = 0; c < C; c += L)
-                store(added + i * C + c, load(x + i * C + c) + load(delta + i * C + c));
-            row = added + i * C;
-        }
-        for (long c = 0; c < C; c += L)
-            squares += load(row + c) * load(row + c);
-        inverse[i] = 1 / sqrtf(sum(squares) / C + epsilon);
-        for (long c = 0; c < C; c += L)
-            store(y + i * C + c, load(row + c) * inverse[i]);
-    }
-}
-
-/* grad_x of the above from grad (of y); with also_grad (of x + delta) their sum. */
-void norm_backward(const float *grad, const float *also_grad, const float *y, const float *inverse, float *grad_x, long rows, long C, long threads)
-{
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < rows; i++) {
-        vec products = {0};
-        for (long c = i * C; c < (i + 1) * C; c += L)
-            products += load(grad + c) * load(y + c);
-        float mean = sum(products) / C;
-        for (long c = i * C; c < (i + 1) * C; c += L) {
-            vec g = (load(grad + c) - load(y + c) * mean) * inverse[i];
-            store(grad_x + c, also_grad ? g + load(also_grad + c) : g);
-        }
-    }
-}
-
-/* y = max(x, 0)^2 of n floats, n a multiple of 16; backward: grad_x = 2 max(x, 0) grad. */
-void relu_squared_forward(const float *x, float *y, long n, long threads)
-{
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < n; i += L) {
-        vec positive = larger(load(x + i), (vec){0});
-        store(y + i, positive * positive);
-    }
-}
-
-void relu_squared_backward(const float *grad, const float *x, float *grad_x, long n, long threads)
-{
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long i = 0; i < n; i += L)
-        store(grad_x + i, 2 * larger(load(x + i), (vec){0}) * load(grad + i));
-}
-
-typedef struct {
-    long U, R, T, Hq, Hkv, D; /* D a multiple of 32 */
-    float scale, epsilon;
-} Heads;
-
-/* One head: out = scale * y / rms(y), y = x rotated by minus the angle. Returns scale / rms. */
-static inline float rotate(const Heads *s, float *out, const float *x, const float *cosine, const float *sine)
-{
-    long half = s->D / 2;
-    vec squares = {0};
-    for (long d = 0; d < half; d += L) {
-        vec a = load(x + d), b = load(x + half + d), c = load(cosine + d), e = load(sine + d), ya = a * c + b * e, yb = b * c - a * e;
-        store(out + d, ya), store(out + half + d, yb);
-        squares += ya * ya + yb * yb;
-    }
-    float factor = s->scale / sqrtf(sum(squares) / s->D + s->epsilon);
-    for (long d = 0; d < s->D; d += L)
-        store(out + d, load(out + d) * factor);
-    return factor;
-}
-
-static inline void rotate_back(const Heads *s, float *grad_x, const float *grad, const float *out, float factor, const float *cosine, const float *sine)
-{
-    long half = s->D / 2;
-    vec products = {0};
-    for (long d = 0; d < s->D; d += L)
-        products += load(grad + d) * load(out + d);
-    float mean = sum(products) / (s->D * s->scale * s->scale);
-    for (long d = 0; d < half; d += L) {
-        vec a = (load(grad + d) - load(out + d) * mean) * factor, b = (load(grad + half + d) - load(out + half + d) * mean) * factor;
-        vec c = load(cosine + d), e = load(sine + d);
-        store(grad_x + d, a * c - b * e), store(grad_x + half + d, b * c + a * e);
-    }
-}
-
-/* Rows x (U*R*T, (Hq + 2 Hkv) D) -> q (U*R, T, Hq, D) and k (U, Hkv, R, T, D), both rotated and normed, v like k, plus gate * embedding
- * (gate (U*R*T, Hkv), embedding (U*R*T, Hkv * D)) where there is one. cosine, sine (U*R*T, D/2); factors (U*R*T, Hq + Hkv) for the backward pass. */
-void split_heads_forward(const Heads *s, const float *x, const float *cosine, const float *sine, const float *gate, const float *embedding,
-                         float *q, float *k, float *v, float *factors, long threads)
-{
-    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long n = 0; n < s->U * R * T; n++) {
-        long t = n % T, r = n / T % R, u = n / T / R;
-        const float *row = x + n * (Hq + 2 * Hkv) * D, *c = cosine + n * D / 2, *e = sine + n * D / 2;
-        float *factor = factors + n * (Hq + Hkv);
-        for (long h = 0; h < Hq; h++)
-            factor[h] = rotate(s, q + (n * Hq + h) * D, row + h * D, c, e);
-        for (long h = 0; h < Hkv; h++) {
-            long at = (((u * Hkv + h) * R + r) * T + t) * D;
-            const float *value = row + (Hq + Hkv + h) * D;
-            factor[Hq + h] = rotate(s, k + at, row + (Hq + h) * D, c, e);
-            for (long d = 0; d < D; d += L)
-                store(v + at + d, gate ? load(value + d) + gate[n * Hkv + h] * load(embedding + (n * Hkv + h) * D + d) : load(value + d));
-        }
-    }
-}
-
-/* The gradients of x, gate and embedding, from those of q, k and v, which lie as these do. */
-void split_heads_backward(const Heads *s, const float *grad_q, const float *grad_k, const float *grad_v, const float *q, const float *k,
-                          const float *factors, const float *cosine, const float *sine, const float *gate, const float *embedding,
-                          float *grad_x, float *grad_gate, float *grad_embedding, long threads)
-{
-    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long n = 0; n < s->U * R * T; n++) {
-        long t = n % T, r = n / T % R, u = n / T / R;
-        const float *c = cosine + n * D / 2, *e = sine + n * D / 2, *factor = factors + n * (Hq + Hkv);
-        float *row = grad_x + n * (Hq + 2 * Hkv) * D;
-        for (long h = 0; h < Hq; h++)
-            rotate_back(s, row + h * D, grad_q + (n * Hq + h) * D, q + (n * Hq + h) * D, factor[h], c, e);
-        for (long h = 0; h < Hkv; h++) {
-            long at = (((u * Hkv + h) * R + r) * T + t) * D, own = (n * Hkv + h) * D;
-            rotate_back(s, row + (Hq + h) * D, grad_k + at, k + at, factor[Hq + h], c, e);
-            vec products = {0};
-            for (long d = 0; d < D; d += L) {
-                vec g = load(grad_v + at + d);
-                store(row + (Hq + Hkv + h) * D + d, g);
-                if (gate) {
-                    store(grad_embedding + own + d, gate[n * Hkv + h] * g);
-                    products += g * load(embedding + own + d);
-                }
-            }
-            if (gate)
-                grad_gate[n * Hkv + h] = sum(products);
-        }
     }
 }

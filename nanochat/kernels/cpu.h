@@ -1,0 +1,65 @@
+/* What the CPU kernels share: vectors of 16 floats, sums and e^x.
+ *
+ * The vectors are GCC's and Clang's; they become whatever the machine has.
+ */
+#include <math.h>
+#include <stdlib.h>
+
+#define L 16     /* floats in a vector */
+
+typedef float vec __attribute__((vector_size(64)));
+typedef float loose __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int ivec __attribute__((vector_size(64)));
+
+static inline vec load(const float *p) { return *(const loose *)p; }
+static inline void store(float *p, vec x) { *(loose *)p = x; }
+static inline vec splat(float x) { return x - (vec){0}; }
+static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
+static inline long up(long n) { return (n + L - 1) / L * L; }
+static float *floats(long n) { return aligned_alloc(64, (size_t)up(n + 1) * sizeof(float)); }
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+#define EVEN(a, b) SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+#define ODD(a, b) SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
+#define ZIP_LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define ZIP_HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+
+static float sum(vec x)
+{
+    float s = 0;
+    for (int i = 0; i < L; i++)
+        s += x[i];
+    return s;
+}
+
+static float maximum(vec x)
+{
+    float m = x[0];
+    for (int i = 1; i < L; i++)
+        m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+/* e^x to 2 units in the last place; 0 below -87, NaN of NaN. x = n ln 2 + f, |f| <= ln 2 / 2, and a polynomial for e^f. */
+static inline vec exponential(vec x)
+{
+    const vec least = splat(-87.0f), round = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer */
+    vec safe = choose(x < least, least, x);
+    vec n = safe * 1.44269504f + round - round;
+    vec f = safe - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+    return choose(x < least, (vec){0}, p * power);
+}
+

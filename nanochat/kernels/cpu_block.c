@@ -1,0 +1,189 @@
+/* The small operations of a block, and drawing tokens, on CPU in fp32: each one pass over memory. Called from ops.py and engine.py. */
+#include "cpu.h"
+
+/* y = x / rms(x) per row of C floats; with delta, x is first replaced by x + delta in `sum`. inverse (rows): 1 / rms. C is a multiple of 16. */
+void norm_forward(const float *x, const float *delta, float *added, float *y, float *inverse, long rows, long C, float epsilon, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < rows; i++) {
+        const float *row = x + i * C;
+        vec squares = {0};
+        if (delta) {
+            for (long c = 0; c < C; c += L)
+                store(added + i * C + c, load(x + i * C + c) + load(delta + i * C + c));
+            row = added + i * C;
+        }
+        for (long c = 0; c < C; c += L)
+            squares += load(row + c) * load(row + c);
+        inverse[i] = 1 / sqrtf(sum(squares) / C + epsilon);
+        for (long c = 0; c < C; c += L)
+            store(y + i * C + c, load(row + c) * inverse[i]);
+    }
+}
+
+/* grad_x of the above from grad (of y); with also_grad (of x + delta) their sum. */
+void norm_backward(const float *grad, const float *also_grad, const float *y, const float *inverse, float *grad_x, long rows, long C, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < rows; i++) {
+        vec products = {0};
+        for (long c = i * C; c < (i + 1) * C; c += L)
+            products += load(grad + c) * load(y + c);
+        float mean = sum(products) / C;
+        for (long c = i * C; c < (i + 1) * C; c += L) {
+            vec g = (load(grad + c) - load(y + c) * mean) * inverse[i];
+            store(grad_x + c, also_grad ? g + load(also_grad + c) : g);
+        }
+    }
+}
+
+/* y = max(x, 0)^2 of n floats, n a multiple of 16; backward: grad_x = 2 max(x, 0) grad. */
+void relu_squared_forward(const float *x, float *y, long n, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < n; i += L) {
+        vec positive = larger(load(x + i), (vec){0});
+        store(y + i, positive * positive);
+    }
+}
+
+void relu_squared_backward(const float *grad, const float *x, float *grad_x, long n, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < n; i += L)
+        store(grad_x + i, 2 * larger(load(x + i), (vec){0}) * load(grad + i));
+}
+
+typedef struct {
+    long U, R, T, Hq, Hkv, D; /* D a multiple of 32 */
+    float scale, epsilon;
+} Heads;
+
+/* One head: out = scale * y / rms(y), y = x rotated by minus the angle. Returns scale / rms. */
+static inline float rotate(const Heads *s, float *out, const float *x, const float *cosine, const float *sine)
+{
+    long half = s->D / 2;
+    vec squares = {0};
+    for (long d = 0; d < half; d += L) {
+        vec a = load(x + d), b = load(x + half + d), c = load(cosine + d), e = load(sine + d), ya = a * c + b * e, yb = b * c - a * e;
+        store(out + d, ya), store(out + half + d, yb);
+        squares += ya * ya + yb * yb;
+    }
+    float factor = s->scale / sqrtf(sum(squares) / s->D + s->epsilon);
+    for (long d = 0; d < s->D; d += L)
+        store(out + d, load(out + d) * factor);
+    return factor;
+}
+
+static inline void rotate_back(const Heads *s, float *grad_x, const float *grad, const float *out, float factor, const float *cosine, const float *sine)
+{
+    long half = s->D / 2;
+    vec products = {0};
+    for (long d = 0; d < s->D; d += L)
+        products += load(grad + d) * load(out + d);
+    float mean = sum(products) / (s->D * s->scale * s->scale);
+    for (long d = 0; d < half; d += L) {
+        vec a = (load(grad + d) - load(out + d) * mean) * factor, b = (load(grad + half + d) - load(out + half + d) * mean) * factor;
+        vec c = load(cosine + d), e = load(sine + d);
+        store(grad_x + d, a * c - b * e), store(grad_x + half + d, b * c + a * e);
+    }
+}
+
+/* Rows x (U*R*T, (Hq + 2 Hkv) D) -> q (U*R, T, Hq, D) and k (U, Hkv, R, T, D), both rotated and normed, v like k, plus gate * embedding
+ * (gate (U*R*T, Hkv), embedding (U*R*T, Hkv * D)) where there is one. cosine, sine (U*R*T, D/2); factors (U*R*T, Hq + Hkv) for the backward pass. */
+void split_heads_forward(const Heads *s, const float *x, const float *cosine, const float *sine, const float *gate, const float *embedding,
+                         float *q, float *k, float *v, float *factors, long threads)
+{
+    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long n = 0; n < s->U * R * T; n++) {
+        long t = n % T, r = n / T % R, u = n / T / R;
+        const float *row = x + n * (Hq + 2 * Hkv) * D, *c = cosine + n * D / 2, *e = sine + n * D / 2;
+        float *factor = factors + n * (Hq + Hkv);
+        for (long h = 0; h < Hq; h++)
+            factor[h] = rotate(s, q + (n * Hq + h) * D, row + h * D, c, e);
+        for (long h = 0; h < Hkv; h++) {
+            long at = (((u * Hkv + h) * R + r) * T + t) * D;
+            const float *value = row + (Hq + Hkv + h) * D;
+            factor[Hq + h] = rotate(s, k + at, row + (Hq + h) * D, c, e);
+            for (long d = 0; d < D; d += L)
+                store(v + at + d, gate ? load(value + d) + gate[n * Hkv + h] * load(embedding + (n * Hkv + h) * D + d) : load(value + d));
+        }
+    }
+}
+
+/* The gradients of x, gate and embedding, from those of q, k and v, which lie as these do. */
+void split_heads_backward(const Heads *s, const float *grad_q, const float *grad_k, const float *grad_v, const float *q, const float *k,
+                          const float *factors, const float *cosine, const float *sine, const float *gate, const float *embedding,
+                          float *grad_x, float *grad_gate, float *grad_embedding, long threads)
+{
+    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long n = 0; n < s->U * R * T; n++) {
+        long t = n % T, r = n / T % R, u = n / T / R;
+        const float *c = cosine + n * D / 2, *e = sine + n * D / 2, *factor = factors + n * (Hq + Hkv);
+        float *row = grad_x + n * (Hq + 2 * Hkv) * D;
+        for (long h = 0; h < Hq; h++)
+            rotate_back(s, row + h * D, grad_q + (n * Hq + h) * D, q + (n * Hq + h) * D, factor[h], c, e);
+        for (long h = 0; h < Hkv; h++) {
+            long at = (((u * Hkv + h) * R + r) * T + t) * D, own = (n * Hkv + h) * D;
+            rotate_back(s, row + (Hq + h) * D, grad_k + at, k + at, factor[Hq + h], c, e);
+            vec products = {0};
+            for (long d = 0; d < D; d += L) {
+                vec g = load(grad_v + at + d);
+                store(row + (Hq + Hkv + h) * D + d, g);
+                if (gate) {
+                    store(grad_embedding + own + d, gate[n * Hkv + h] * g);
+                    products += g * load(embedding + own + d);
+                }
+            }
+            if (gate)
+                grad_gate[n * Hkv + h] = sum(products);
+        }
+    }
+}
+
+/* Draws a token per row of logits (rows, V) with row stride `stride` under softmax(logits): the first one at which the cumulative
+ * weight exceeds noise (rows; in [0, 1)) * total. logprobs (rows): of that distribution. */
+void draw(const float *logits, long stride, long rows, long V, const double *noise, long *tokens, float *logprobs, long threads)
+{
+#pragma omp parallel num_threads(threads)
+    {
+        float *weights = floats(V);
+#pragma omp for schedule(static)
+        for (long i = 0; i < rows; i++) {
+            const float *row = logits + i * stride;
+            float highest = -INFINITY;
+            for (long j = 0; j < V; j++)
+                weights[j] = row[j];
+            for (long j = V; j < up(V); j++)
+                weights[j] = -INFINITY;
+            vec best = load(weights);
+            for (long j = L; j < V; j += L)
+                best = larger(load(weights + j), best);
+            highest = maximum(best);
+            double total = 0, passed = 0;
+            for (long j = 0; j < V; j += L) {
+                vec w = exponential(load(weights + j) - highest);
+                store(weights + j, w);
+                total += sum(w);
+            }
+            /* Vector by vector, then inside of the one that is reached; where rounding lets none be reached there, its last one that can be drawn. */
+            double target = noise[i] * total;
+            target = target < total ? target : nextafter(total, 0);
+            long token = 0, j = 0;
+            for (; j + L < V && passed + sum(load(weights + j)) <= target; j += L)
+                passed += sum(load(weights + j));
+            for (long c = j; c < V && c < j + L; c++)
+                if (weights[c] > 0) {
+                    token = c;
+                    passed += weights[c];
+                    if (passed > target)
+                        break;
+                }
+            tokens[i] = token;
+            logprobs[i] = row[token] - highest - (float)log(total);
+        }
+        free(weights);
+    }
+}
