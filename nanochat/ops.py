@@ -40,6 +40,15 @@ def matmul_t(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a @ b.t()
 
 
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """x.T of a matrix, without gradient; contiguous where that is cheap."""
+    if not (cpu.takes(x) and x.is_contiguous()):
+        return x.t()
+    out = x.new_empty(x.shape[1], len(x))
+    cpu.call("transpose_matrix", x, out, *x.shape)
+    return out
+
+
 class _NoContext:
     """Stands in for autograd's context where no gradient is asked for: `apply` costs more than a small operation."""
 
@@ -126,7 +135,7 @@ class _Linear(torch.autograd.Function):
             return grad_x, None
         x = x.reshape(-1, x.shape[-1])
         # oneDNN copies the transposed left operand: let that be the narrow one.
-        return grad_x, matmul(x.t(), grad).t() if len(weight) > x.shape[1] else matmul(grad.t(), x)
+        return grad_x, matmul(transposed(x), grad).t() if len(weight) > x.shape[1] else matmul(transposed(grad), x)
 
 
 def _norm_forward(x, delta):

@@ -63,3 +63,28 @@ static inline vec exponential(vec x)
     return choose(x < least, (vec){0}, p * power);
 }
 
+static inline void prefetch(const float *x, long n)
+{
+    for (long i = 0; i < n; i += L)
+        __builtin_prefetch(x + i, 0, 2);
+}
+
+static inline void zip(vec *y, const vec *x)
+{
+    for (int i = 0; i < L / 2; i++) {
+        y[2 * i] = ZIP_LOW(x[i], x[i + L / 2]);
+        y[2 * i + 1] = ZIP_HIGH(x[i], x[i + L / 2]);
+    }
+}
+
+/* out (16, 16), rows ld apart, = scale * x^T of the first n rows of x, 0 for others. Zipping 16 vectors four times transposes them. */
+static inline void transpose_tile(float *out, long ld, const float *x, long stride, long n, float scale)
+{
+    vec a[L], b[L];
+    for (int i = 0; i < L; i++)
+        a[i] = i < n ? load(x + i * stride) * scale : (vec){0};
+    zip(b, a), zip(a, b), zip(b, a), zip(a, b);
+    for (int i = 0; i < L; i++)
+        store(out + i * ld, a[i]);
+}
+

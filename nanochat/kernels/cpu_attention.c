@@ -60,34 +60,14 @@ static void product_t(float *c, long ldc, const float *a, long lda, const float 
             columns(1, c + j, ldc, a, 1, lda, b + j, ldb, m, k, 1);
 }
 
-static inline void prefetch(const float *x, long n)
-{
-    for (long i = 0; i < n; i += L)
-        __builtin_prefetch(x + i, 0, 2);
-}
-
-static inline void zip(vec *y, const vec *x)
-{
-    for (int i = 0; i < L / 2; i++) {
-        y[2 * i] = ZIP_LOW(x[i], x[i + L / 2]);
-        y[2 * i + 1] = ZIP_HIGH(x[i], x[i + L / 2]);
-    }
-}
-
-/* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0. Zipping 16 vectors four times transposes them. */
+/* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0. soon: what lies like x and is read next, or NULL. */
 static void transpose(float *out, const float *x, long stride, long n, long D, float scale, const float *soon)
 {
     for (long j = 0; j < n; j += L) {
         if (soon)
             prefetch(soon + j * stride, L * D);
-        for (long d = 0; d < D; d += L) {
-            vec a[L], b[L];
-            for (int i = 0; i < L; i++)
-                a[i] = j + i < n ? load(x + (j + i) * stride + d) * scale : (vec){0};
-            zip(b, a), zip(a, b), zip(b, a), zip(a, b);
-            for (int i = 0; i < L; i++)
-                store(out + (d + i) * up(n) + j, a[i]);
-        }
+        for (long d = 0; d < D; d += L)
+            transpose_tile(out + d * up(n) + j, up(n), x + j * stride + d, stride, n - j, scale);
     }
 }
 

@@ -187,3 +187,17 @@ void draw(const float *logits, long stride, long rows, long V, const double *noi
         free(weights);
     }
 }
+
+/* out (C, rows) = x^T, x (rows, C); C is a multiple of 16. */
+void transpose_matrix(const float *x, float *out, long rows, long C, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long c = 0; c < C; c += L) {
+        long j = 0;
+        for (; j + L <= rows; j += L)
+            transpose_tile(out + c * rows + j, rows, x + j * C + c, C, L, 1);
+        for (; j < rows; j++)
+            for (long i = c; i < c + L; i++)
+                out[i * rows + j] = x[j * C + i];
+    }
+}
