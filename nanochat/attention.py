@@ -165,7 +165,7 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
 def _attend_one(q, parts, mask, prefix_k, prefix_v):
     """One query per row, without gradients: decoding. Bound by reading keys and values, those of a prefix once per unit."""
     q = q * q.shape[5] ** -0.5
-    scores = [(_rows(q) @ _rows(k).mT).view(*q.shape[:5], -1) for k, _ in parts]
+    scores = [(_rows(q) @ _rows(k).mT).view(*q.shape[:5], k.shape[3]) for k, _ in parts]
     if mask.own is not None:
         for part, own in zip(scores, mask.own.split([part.shape[-1] for part in scores], dim=-1), strict=True):
             part += own
@@ -270,7 +270,7 @@ class _Spec(ctypes.Structure):
 def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
     """All tensors as the kernels want them; see _laid_out. The caller keeps them alive."""
     (k, v), (recent_k, recent_v) = parts[0], parts[1] if len(parts) > 1 else (None, None)
-    addresses = (cpu.address(x) for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
+    addresses = (None if x is None else x.data_ptr() for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
     Tp, bias_rows = 0 if prefix_k is None else prefix_k.shape[2], 1 if prefix_bias is None else prefix_bias.shape[1]
     recent, strides = (0, (0, 0, 0, 0)) if recent_k is None else (recent_k.shape[3], recent_k.stride()[:4])
     return _Spec(*addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, recent, q.stride()[:5], k.stride()[:4], strides)
@@ -295,7 +295,7 @@ def _decode_kernel(q, parts, mask, prefix_k, prefix_v):
     q, parts = _dense(q), [_like_each_other(*part) for part in parts]
     shared = _contiguous(prefix_k, prefix_v, mask.own, mask.prefix)
     y = torch.empty_like(q)
-    cpu.call("attend_one", _spec(q, parts, *shared), y)
+    cpu.call("attend_one", ctypes.byref(_spec(q, parts, *shared)), y)
     return y
 
 
@@ -312,7 +312,7 @@ class _AttendKernel(torch.autograd.Function):
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):
         q, (k, v), shared = _dense(q), _like_each_other(k, v), _contiguous(prefix_k, prefix_v, own_bias, prefix_bias)
         y, lse = torch.empty_like(q), q.new_empty(q.shape[:5])
-        cpu.call("attend_forward", _spec(q, [(k, v)], *shared), y, lse)
+        cpu.call("attend_forward", ctypes.byref(_spec(q, [(k, v)], *shared)), y, lse)
         ctx.save_for_backward(q, k, v, *shared, y, lse)
         return y
 
@@ -323,7 +323,7 @@ class _AttendKernel(torch.autograd.Function):
         if grad.stride() != q.stride():
             grad = torch.empty_like(q).copy_(grad)
         grads = [torch.empty_like(q), *(None if x is None else x.new_zeros(x.shape) for x in (k, v, *shared[:2]))]
-        cpu.call("attend_backward", _spec(q, [(k, v)], *shared), y, lse, grad, *grads)
+        cpu.call("attend_backward", ctypes.byref(_spec(q, [(k, v)], *shared)), y, lse, grad, *grads)
         return *grads, None, None
 
 

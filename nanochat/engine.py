@@ -256,8 +256,8 @@ def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
             end += 1
         ids, positions = pad_prompts(prompts[start:end], device)
         piece = KVCache(model.config.n_layer)
-        states = model.trunk(ids, positions=positions, cache=piece)  # (p, Tp, C)
-        hidden.append(states[torch.arange(end - start, device=device), (positions < FAR).sum(dim=1) - 1])
+        states = model.trunk(ids, positions=positions, cache=piece, last_only=True)  # (p, 1, C)
+        hidden.append(states[:, 0])
         if end - start == len(prompts):
             return piece, hidden[0]
         for name in ("k", "v"):

@@ -56,6 +56,11 @@ def has_value_embedding(layer: int, n_layer: int) -> bool:
     return layer % 2 == (n_layer - 1) % 2
 
 
+def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The column `ends` (B,) of each row of x (B, T, ...) -> (B, 1, ...)."""
+    return x[torch.arange(len(x), device=x.device), ends].unsqueeze(1)
+
+
 class Attention(nn.Module):
     c_qkv = None  # while sampling, the weights of c_q, c_k and c_v in one (GPT.joined_projections)
 
@@ -74,7 +79,7 @@ class Attention(nn.Module):
     def joined_weight(self) -> torch.Tensor:
         return torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
 
-    def forward(self, x, value_embedding, cos_sin, mask, cache, prefix):
+    def forward(self, x, value_embedding, cos_sin, mask, cache, prefix, ends):
         B, T, C = x.shape
         U = B if prefix is None else len(prefix.positions)
         if self.c_qkv is not None:
@@ -90,8 +95,11 @@ class Attention(nn.Module):
         q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, U, self.n_head, self.n_kv_head)
         parts = [(k, v)] if cache is None else cache.append(self.layer, k, v)
         shared = (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0]) if prefix is not None else ()
+        if ends is not None:  # one query per row, behind all keys
+            q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
+            parts, shared = [(k[..., :0, :], v[..., :0, :])], (k[:, :, 0], v[:, :, 0])
         y = attend(q, parts, mask, *shared)                                     # (U, Hkv, R, group, T, D)
-        return self.c_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, T, C))
+        return self.c_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, C))
 
 
 class MLP(nn.Module):
@@ -110,8 +118,9 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, *attention_inputs):
-        x, normed = add_norm(x, self.attn(norm(x), *attention_inputs))
+    def forward(self, x, value_embedding, cos_sin, mask, cache, prefix, ends=None):
+        y = self.attn(norm(x), value_embedding, cos_sin, mask, cache, prefix, ends)
+        x, normed = add_norm(x if ends is None else at_ends(x, ends), y)
         return x + self.mlp(normed)
 
 
@@ -188,12 +197,13 @@ class GPT(nn.Module):
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
         return x + gate * previous, x
 
-    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None):
+    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None, last_only: bool = False):
         """Hidden states of tokens, after the final norm.
 
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row; FAR marks padding,
         which no later token sees. prefix: the cache of U prompts that B/U consecutive rows each continue. cache: where keys and values are
-        kept; a second forward into it goes on behind its columns. -> (B, T, C) in compute_dtype.
+        kept; a second forward into it goes on behind its columns. last_only: of prompts run into an empty cache, give the hidden states of the last
+        tokens alone, for which alone the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
         """
         B, T = ids.shape
         if positions is None:
@@ -206,22 +216,25 @@ class GPT(nn.Module):
             last = prefix.last_embedding.repeat_interleave(B // len(prefix.positions), dim=0)
         x, unsmeared = self.embed(ids, last)
         if cache is not None:
-            # The last real token of each row; padding (FAR) stands behind it.
-            ends = (positions < FAR).sum(dim=1) - 1
-            cache.last_embedding = unsmeared[torch.arange(B, device=ids.device), ends].unsqueeze(1)
+            if T > 1:
+                ends = (positions < FAR).sum(dim=1) - 1  # the last real token of each row; padding (FAR) stands behind it
+                unsmeared = at_ends(unsmeared, ends)
+            cache.last_embedding = unsmeared
             if cache.length == 0 and prefix is None:
                 cache.positions = positions
         cos_sin = rotary(positions, self.config.n_embd // self.config.n_head, x.dtype)
         masks = {w: make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype) for w in set(self.windows)}
-        x0 = x
-        middle = self.config.n_layer // 2
+        x0, last, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
+        lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
         for i, block in enumerate(self.transformer.h):
-            resid, first = self.resid_lambdas[i].to(x.dtype), self.x0_lambdas[i].to(x.dtype)
-            if i < self.frozen_layers:
-                resid, first = resid.detach(), first.detach()
+            resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
             x = mix(x, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
-            x = block(x, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
+            if i == last and last_only and T > 1:
+                mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends), x.dtype)
+                x, backout = block(x, embeds, cos_sin, mask, cache, prefix, ends), None if i == middle else at_ends(backout, ends)
+            else:
+                x = block(x, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
             if i == middle:
                 backout = x
         if cache is not None:

@@ -200,17 +200,19 @@ class _ReluSquared(torch.autograd.Function):
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, x0, a, b):
+        x, x0 = x.contiguous(), x0.contiguous()
+        y = torch.empty_like(x)
+        cpu.call("mix_forward", x, x0, a, b, y, x.numel())
         ctx.save_for_backward(x, x0, a, b)
-        return (x * a).addcmul_(x0, b)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, x0, a, b = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        flat = grad.reshape(-1)
-        return (grad * a if needs[0] else None, grad * b if needs[1] else None,
-                torch.dot(flat, x.reshape(-1)) if needs[2] else None, torch.dot(flat, x0.reshape(-1)) if needs[3] else None)
+        grad, grad_x, grad_x0, sums = grad.contiguous(), torch.empty_like(x), torch.empty_like(x), x.new_empty(-(-x.numel() // 1024), 2)
+        cpu.call("mix_backward", grad, x, x0, a, b, grad_x, grad_x0, sums, x.numel())
+        return grad_x, grad_x0, *sums.sum(dim=0)
 
 
 class _Heads(ctypes.Structure):
@@ -228,7 +230,7 @@ class _SplitHeads(torch.autograd.Function):
         q, k = qkv.new_empty(B, T, heads, D), qkv.new_empty(units, kv_heads, R, T, D)
         v, factors = torch.empty_like(k), qkv.new_empty(B, T, heads + kv_heads)
         shape = _Heads(units, R, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
-        cpu.call("split_heads_forward", shape, qkv, cos, sin, gate, embedding, q, k, v, factors)
+        cpu.call("split_heads_forward", ctypes.byref(shape), qkv, cos, sin, gate, embedding, q, k, v, factors)
         ctx.save_for_backward(q, k, factors, cos, sin, gate, embedding)
         ctx.shape, ctx.width = shape, width
         return q, k, v
@@ -239,6 +241,6 @@ class _SplitHeads(torch.autograd.Function):
         q, k, factors, cos, sin, gate, embedding = ctx.saved_tensors
         grad_qkv = q.new_empty(*q.shape[:2], ctx.width)
         grad_gate, grad_embedding = (None, None) if gate is None else (torch.empty_like(gate), torch.empty_like(embedding))
-        cpu.call("split_heads_backward", ctx.shape, *(x.contiguous() for x in (grad_q, grad_k, grad_v)), q, k, factors, cos, sin, gate, embedding,
+        cpu.call("split_heads_backward", ctypes.byref(ctx.shape), *(x.contiguous() for x in (grad_q, grad_k, grad_v)), q, k, factors, cos, sin, gate, embedding,
                  grad_qkv, grad_gate, grad_embedding)
         return grad_qkv, None, None, grad_gate, grad_embedding, None, None, None, None

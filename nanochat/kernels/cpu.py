@@ -20,6 +20,15 @@ import torch
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(FOLDER, name) for name in ("cpu_attention.c", "cpu_block.c")]
 FLAGS = ["-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
+POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
+ARGUMENTS = {  # of each kernel, before the number of threads
+    "attend_forward": POINTERS(3), "attend_backward": POINTERS(9), "attend_one": POINTERS(2),
+    "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(5) + LONG + LONG,
+    "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
+    "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,
+    "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
+    "draw": POINTERS(1) + LONG * 3 + POINTERS(3), "transpose_matrix": POINTERS(2) + LONG * 2,
+}
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 
 
@@ -35,17 +44,7 @@ def takes_rows(x: torch.Tensor) -> bool:
 
 def call(name: str, *arguments) -> None:
     """Runs a kernel on PyTorch's number of threads (its last argument). Tensors go by address, None as no address, structs by reference."""
-    getattr(library(), name)(*map(_argument, arguments), ctypes.c_long(torch.get_num_threads()))
-
-
-def _argument(x):
-    if x is None or isinstance(x, torch.Tensor):
-        return address(x)
-    return {int: ctypes.c_long, float: ctypes.c_float}.get(type(x), ctypes.byref)(x)
-
-
-def address(x: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
+    getattr(library(), name)(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments], torch.get_num_threads())
 
 
 @functools.cache
@@ -58,9 +57,13 @@ def library():
     # With threads if the compiler has OpenMP: libgomp.so.1 is then the one that PyTorch has loaded.
     for flags in ([*FLAGS, "-fopenmp"], FLAGS) if compiler else ():
         try:
-            return ctypes.CDLL(compiled(compiler, flags))
+            kernels = ctypes.CDLL(compiled(compiler, flags))
         except (OSError, subprocess.SubprocessError) as error:
             problem = f"{compiler}: {(getattr(error, 'stderr', None) or str(error)).strip().splitlines()[0]}"
+            continue
+        for name, types in ARGUMENTS.items():
+            getattr(kernels, name).argtypes, getattr(kernels, name).restype = types + LONG, None
+        return kernels
     print(f"CPU kernels run as PyTorch operations, which is slower: {problem}", file=sys.stderr)
     return None
 

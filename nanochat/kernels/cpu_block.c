@@ -37,6 +37,34 @@ void norm_backward(const float *grad, const float *also_grad, const float *y, co
     }
 }
 
+/* y = a x + b x0 of n floats, n a multiple of 16. */
+void mix_forward(const float *x, const float *x0, const float *a, const float *b, float *y, long n, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < n; i += L)
+        store(y + i, load(x + i) * *a + load(x0 + i) * *b);
+}
+
+/* grad_x = a grad, grad_x0 = b grad; sums (n / 1024, rounded up; 2): grad . x and grad . x0, which make
+ * the gradients of a and b, of 1024 floats each. */
+void mix_backward(const float *grad, const float *x, const float *x0, const float *a, const float *b, float *grad_x, float *grad_x0, float *sums,
+                  long n, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long start = 0; start < n; start += 1024) {
+        vec of_a = {0}, of_b = {0};
+        for (long i = start; i < n && i < start + 1024; i += L) {
+            vec g = load(grad + i);
+            of_a += g * load(x + i);
+            of_b += g * load(x0 + i);
+            store(grad_x + i, g * *a);
+            store(grad_x0 + i, g * *b);
+        }
+        sums[start / 512] = sum(of_a);
+        sums[start / 512 + 1] = sum(of_b);
+    }
+}
+
 /* y = max(x, 0)^2 of n floats, n a multiple of 16; backward: grad_x = 2 max(x, 0) grad. */
 void relu_squared_forward(const float *x, float *y, long n, long threads)
 {

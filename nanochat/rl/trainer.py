@@ -20,13 +20,12 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     U, T = len(batch.prompt_ids), batch.tokens.shape[1]
     R = len(batch.tokens) // U
     prefix = KVCache(model.config.n_layer)
-    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix)  # (U, Tp, C)
-    prompt_lengths = (batch.prompt_positions < FAR).sum(dim=1)
-    units = torch.arange(U, device=prompt_lengths.device)
-    first = prompt_hidden[units, prompt_lengths - 1].repeat_interleave(R, dim=0)[:, None]  # (U*R, 1, C): predicts token 0
+    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix, last_only=True)  # (U, 1, C)
+    first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
     if T == 1:
         return first
-    positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(T - 1, device=units.device)
+    prompt_lengths = (batch.prompt_positions < FAR).sum(dim=1)
+    positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(T - 1, device=prompt_lengths.device)
     rest = model.trunk(batch.tokens[:, :-1], positions=positions, prefix=prefix)  # (U*R, T-1, C)
     return torch.cat([first, rest], dim=1)
 
