@@ -232,13 +232,15 @@ class GPT(nn.Module):
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             if i == last and last_only and T > 1:
                 mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends), x.dtype)
-                x, backout = block(x, embeds, cos_sin, mask, cache, prefix, ends), None if i == middle else at_ends(backout, ends)
+                x = block(x, embeds, cos_sin, mask, cache, prefix, ends)
             else:
                 x = block(x, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
             if i == middle:
                 backout = x
         if cache is not None:
             cache.length += T
+        if backout.shape[1] > x.shape[1]:
+            backout = at_ends(backout, ends)
         return norm(x - self.backout_lambda.to(x.dtype) * backout)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
