@@ -74,9 +74,15 @@ def matrix_weights(model) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if ".c_" in name)
 
 
+def prompt_weights(model) -> int:
+    """Of these, what every token of a prompt needs: the last layer gives keys and values alone."""
+    last = f"transformer.h.{model.config.n_layer - 1}."
+    return sum(p.numel() for name, p in model.named_parameters() if ".c_" in name and (not name.startswith(last) or ".c_k." in name or ".c_v." in name))
+
+
 def prefill_floor(model, prompts: int, prompt_len: int, speed) -> float:
     """Seconds that running prompts takes at least: their matrix products."""
-    return 2 * matrix_weights(model) * prompts * prompt_len / speed[0]
+    return 2 * prompt_weights(model) * prompts * prompt_len / speed[0]
 
 
 def decode_floor(model, prompts: int, rows: int, prompt_len: int, completion_len: int, speed) -> float:

@@ -205,6 +205,7 @@ class GPT(nn.Module):
         kept; a second forward into it goes on behind its columns. last_only: of prompts run into an empty cache, give the hidden states of the last
         tokens alone, for which alone the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
         """
+        assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
@@ -224,13 +225,13 @@ class GPT(nn.Module):
                 cache.positions = positions
         cos_sin = rotary(positions, self.config.n_embd // self.config.n_head, x.dtype)
         masks = {w: make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype) for w in set(self.windows)}
-        x0, last, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
+        x0, final, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
         for i, block in enumerate(self.transformer.h):
             resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
             x = mix(x, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
-            if i == last and last_only and T > 1:
+            if i == final and last_only and T > 1:
                 mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends), x.dtype)
                 x = block(x, embeds, cos_sin, mask, cache, prefix, ends)
             else:

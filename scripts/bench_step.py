@@ -18,9 +18,10 @@ import time
 
 import torch
 
-from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, decode_floor, machine_speed, matrix_weights, prefill_floor, random_model, synchronize
+from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, decode_floor, machine_speed, matrix_weights, prefill_floor, prompt_weights, random_model, synchronize
 from nanochat.common import BadInput, all_reduce, check_least, init_device, print0, rank_and_world, script_main
 from nanochat.engine import generate, row_key
+from nanochat.kernels import cpu
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role
@@ -114,8 +115,8 @@ def floor_seconds(args, model, speed) -> float:
         sampling = sampling_floor(model, P, P * G, prompt, completion, speed)
         if args.role == "generator":
             sampling += sampling_floor(model, P * G, P * G, prompt + completion, args.verification_len, speed)
-    attention = 2 * args.depth * args.n_embd * (P * prompt ** 2 + P * G * completion * (2 * prompt + completion))
-    trunk = 2 * matrix_weights(model) * P * (prompt + G * completion) + attention
+    attention = 2 * args.n_embd * ((args.depth - 1) * P * prompt ** 2 + args.depth * P * G * completion * (2 * prompt + completion))
+    trunk = 2 * P * (prompt_weights(model) * prompt + matrix_weights(model) * G * completion) + attention
     head = 2 * model.lm_head.weight.numel() * P * G * completion
     return sampling + 3 * (trunk + head) / speed[0]
 
@@ -143,8 +144,8 @@ def main(args) -> None:
     print0(json.dumps({
         **medians, "completion_tok_per_s": round(args.examples_per_step * sampled / medians["s_per_step"]), "peak_mem_mb": round(peak, 1),
         "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4), "matmul_gflop_per_s": round(speed[0] / 1e9),
-        "copy_gb_per_s": round(speed[1] / 1e9, 1), "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__,
-        "device": str(device), **vars(args)}))
+        "copy_gb_per_s": round(speed[1] / 1e9, 1), "cpu_kernels": device.type == "cpu" and cpu.library() is not None,
+        "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__, "device": str(device), **vars(args)}))
 
 
 if __name__ == "__main__":
