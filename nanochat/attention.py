@@ -268,7 +268,7 @@ class _Spec(ctypes.Structure):
 
 
 def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
-    """All tensors as the kernels want them; see _laid_out. The caller keeps them alive."""
+    """The struct of tensors that are laid out as the kernels want them. The caller keeps them alive."""
     (k, v), (recent_k, recent_v) = parts[0], parts[1] if len(parts) > 1 else (None, None)
     addresses = (None if x is None else x.data_ptr() for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
     Tp, bias_rows = 0 if prefix_k is None else prefix_k.shape[2], 1 if prefix_bias is None else prefix_bias.shape[1]
@@ -277,8 +277,8 @@ def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
 
 
 def _dense(q):
-    """q such that an empty_like has its strides: itself, or a copy where it has gaps or overlaps."""
-    return q if torch.empty_like(q).stride() == q.stride() else q.contiguous()
+    """q with heads in one piece each, and such that an empty_like has its strides: itself, or a copy."""
+    return q if q.stride(5) == 1 and torch.empty_like(q).stride() == q.stride() else q.contiguous()
 
 
 def _like_each_other(k, v):
