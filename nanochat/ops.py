@@ -34,7 +34,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def matmul_t(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b.T, the same."""
-    large = a.numel() * len(b) >= ONEDNN_FROM
+    large = a.numel() * b.shape[0] >= ONEDNN_FROM
     if large and a.device.type == "cpu" and a.dtype == b.dtype == torch.float32 and mkl_is_slow():
         return torch.ops.mkldnn._linear_pointwise.default(a, b, None, "none", [], "")
     return a @ b.t()
@@ -123,7 +123,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return matmul_t(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
+        return matmul_t(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
