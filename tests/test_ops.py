@@ -1,5 +1,5 @@
 """
-The hand-written operations against their plain twins and against differences, in the layouts that the model hands them.
+The operations of a block: CPU kernels (fp32) against their PyTorch twins (fp64), these against differences, in the layouts that the model hands them.
 
     python -m pytest tests/test_ops.py -q
 """
@@ -11,32 +11,44 @@ import torch.nn.functional as F
 
 from nanochat import ops
 from nanochat.gpt import rotary
-from nanochat.ops import linear, matmul, mix, norm, relu_squared, rotary_norm
+from nanochat.kernels import cpu
+from nanochat.ops import add_norm, linear, matmul, mix, norm, relu_squared, split_heads, transposed
 
-EPS = {torch.float32: 2e-6, torch.float64: 1e-13}
+KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 
 
 def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rotated(units, kv_heads):
-    """rotary_norm of rows whose positions all differ, laid out for that many units and key heads."""
-    def function(x):
-        B, T, _, D = x.shape
-        cos_sin = rotary(torch.arange(B * T).view(B, T) * 3, D, x.dtype)
-        return rotary_norm(x, *cos_sin, 1.2, units, kv_heads)
-    return function
+def heads(units, num_heads, kv_heads, D, gated=True):
+    """split_heads of rows whose positions all differ, its three results flat in one tensor."""
+    def function(qkv, *gate_and_embedding):
+        B, T, _ = qkv.shape
+        cos_sin = rotary(torch.arange(B * T).view(B, T) * 3, D, qkv.dtype)
+        return torch.cat([x.flatten() for x in split_heads(qkv, cos_sin, *(gate_and_embedding or (None, None)), 1.2, units, num_heads, kv_heads)])
+    return function, [(4, 3, (num_heads + 2 * kv_heads) * D)] + ([(4, 3, kv_heads), (4, 3, kv_heads * D)] if gated else [])
 
 
-# name -> the function of its tensors, their shapes
+# name -> the function of its tensors, their shapes: widths that kernels take, and widths that they do not
 CASES = {
+    "norm": (norm, [(2, 3, 64)]),
+    "norm of a vector": (norm, [(96,)]),
+    "add_norm": (lambda x, delta: torch.cat(add_norm(x, delta)), [(2, 3, 64), (2, 3, 64)]),
+    "relu_squared": (relu_squared, [(2, 3, 32)]),
+    "mix": (mix, [(7, 5, 96), (7, 5, 96), (), ()]),  # more than two of the kernel's chunks
+    "split_heads": heads(2, 6, 3, 32),
+    "split_heads of one unit": heads(1, 2, 2, 64),
+    "split_heads of units of one row": heads(4, 4, 1, 32),
+    "split_heads without embeddings": heads(2, 2, 1, 96, gated=False),
+}
+TWINS = {
     "norm": (norm, [(2, 3, 5)]),
-    "norm of a vector": (norm, [(7,)]),
+    "add_norm": (lambda x, delta: torch.cat(add_norm(x, delta)), [(2, 3, 5), (2, 3, 5)]),
     "relu_squared": (relu_squared, [(2, 3, 5)]),
     "mix": (mix, [(2, 3, 5), (2, 3, 5), (), ()]),
-    "rotary_norm": (rotated(2, 3), [(4, 3, 6, 8)]),
-    "rotary_norm of keys": (rotated(4, 2), [(4, 3, 2, 4)]),
+    "split_heads": heads(2, 4, 2, 4),
+    "split_heads without embeddings": heads(2, 2, 1, 4, gated=False),
     "linear that widens": (linear, [(2, 3, 5), (7, 5)]),
     "linear that narrows": (linear, [(2, 3, 5), (4, 5)]),
     "linear to one channel": (linear, [(2, 3, 5), (1, 5)]),
@@ -45,84 +57,76 @@ ALL = pytest.mark.parametrize("name", CASES)
 
 
 @pytest.fixture
-def twins(monkeypatch):
-    """Runs a function by hand and then by its plain twin, in that order."""
-    def run(function, *inputs):
-        ours = function(*inputs)
-        with monkeypatch.context() as patch:
-            patch.setattr(ops, "by_hand", lambda x: False)
-            return ours, function(*inputs)
-    return run
+def called(monkeypatch):
+    """The names of the kernels that have run."""
+    names, call = [], cpu.call
+    monkeypatch.setattr(cpu, "call", lambda name, *arguments: (names.append(name), call(name, *arguments)))
+    return names
 
 
-def tensors(shapes, dtype=torch.float64):
+def tensors(shapes, dtype=torch.float32):
     return [random(*shape, seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
 
 
-def assert_agree(ours, theirs, inputs, tolerance):
-    """Outputs and gradients of two runs, within a tolerance relative to their size. The incoming gradient has gaps in memory."""
-    grad = random(*ours.shape, 2, seed=9).to(ours.dtype)[..., 0]
-    trained = [x for x in inputs if x.requires_grad]
-    pairs = zip((ours, *torch.autograd.grad(ours, trained, grad)), (theirs, *torch.autograd.grad(theirs, trained, grad)), strict=True)
-    for a, b in pairs:
-        assert a.shape == b.shape and a.dtype == b.dtype and a.isfinite().all()
-        assert (a - b).abs().max() <= tolerance * max(1, b.abs().max())
+def assert_agree(function, inputs, grad=None):
+    """Outputs and gradients in fp32 and in fp64, within a tolerance relative to their size."""
+    exact = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
+    ours, theirs = function(*inputs), function(*exact)
+    grad = random(*ours.shape, 2, seed=9).float()[..., 0] if grad is None else grad.expand(ours.shape)
+    grads, exact_grads = (torch.autograd.grad(out, [x for x in xs if x.requires_grad], grad.to(out.dtype)) for out, xs in ((ours, inputs), (theirs, exact)))
+    for a, b in zip((ours, *grads), (theirs, *exact_grads), strict=True):
+        assert a.dtype == torch.float32 and a.shape == b.shape and a.isfinite().all()
+        assert (a - b).abs().max() <= 3e-6 * max(1, b.abs().max())
 
 
+@KERNELS
 @ALL
-@pytest.mark.parametrize("dtype", EPS)
-def test_by_hand_equals_the_plain_twin(twins, name, dtype):
-    function, shapes = CASES[name]
-    inputs = tensors(shapes, dtype)
-    ours, theirs = twins(function, *inputs)
-    assert ours.grad_fn.name() != theirs.grad_fn.name() and ours.is_contiguous()
-    assert_agree(ours, theirs, inputs, EPS[dtype])
-
-
-@ALL
-def test_gradients_equal_differences(name):
-    function, shapes = CASES[name]
-    assert torch.autograd.gradcheck(function, tensors(shapes))
-
-
-@ALL
-@pytest.mark.parametrize("dtype", EPS)
-def test_inputs_may_have_gaps_in_memory(twins, name, dtype):
-    # Pieces of wider tensors, as split gives them, and tensors that lie in another order.
-    function, shapes = CASES[name]
-    wide = [random(*shape[:-1], 3 * shape[-1], seed=i).to(dtype).requires_grad_() if shape else random(seed=i).to(dtype).requires_grad_()
-            for i, shape in enumerate(shapes)]
-    inputs = [x.split(shape[-1], dim=-1)[1] if shape else x for x, shape in zip(wide, shapes, strict=True)]
-    assert_agree(*twins(function, *inputs), wide, EPS[dtype])
-    turned = [random(*shape[::-1], seed=i).to(dtype).requires_grad_() for i, shape in enumerate(shapes)]
-    assert_agree(*twins(function, *(x.permute(tuple(reversed(range(x.dim())))) for x in turned)), turned, EPS[dtype])
-
-
-@ALL
-def test_a_gradient_may_be_one_number_spread_out(twins, name):
+def test_kernels_equal_the_plain_twins(called, name):
     function, shapes = CASES[name]
     inputs = tensors(shapes)
-    grads = [torch.autograd.grad(out.sum(), inputs) for out in twins(function, *inputs)]
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(*grads, strict=True))
+    assert_agree(function, inputs)
+    assert sorted({kernel.rsplit("_", 1)[1] for kernel in called}) == ["backward", "forward"]
 
 
-@pytest.mark.parametrize("name", ["mix", "linear that widens", "linear that narrows"])
-def test_frozen_inputs_get_no_gradient_and_change_no_other(twins, name):
+@KERNELS
+@ALL
+def test_inputs_may_have_gaps_in_memory(called, name):
+    # Pieces of wider tensors, as split gives them, and tensors that lie in another order.
+    function, shapes = CASES[name]
+    wide = [random(*shape[:-1], 3 * shape[-1], seed=i).float().requires_grad_() if shape else random(seed=i).float().requires_grad_()
+            for i, shape in enumerate(shapes)]
+    assert_agree(lambda *wide: function(*(x.split(shape[-1], dim=-1)[1] if shape else x for x, shape in zip(wide, shapes, strict=True))), wide)
+    turned = [random(*shape[::-1], seed=i).float().permute(tuple(reversed(range(len(shape))))).requires_grad_() for i, shape in enumerate(shapes)]
+    assert_agree(function, turned)
+    assert called
+
+
+@KERNELS
+@ALL
+def test_a_gradient_may_be_one_number_spread_out(name):
+    function, shapes = CASES[name]
+    inputs = tensors(shapes)
+    assert_agree(function, inputs, torch.ones(()))
+
+
+@KERNELS
+@ALL
+def test_frozen_inputs_change_no_other_gradient(name):
     function, shapes = CASES[name]
     for frozen in range(2 ** len(shapes) - 1):
         inputs = [x.detach() if frozen >> i & 1 else x for i, x in enumerate(tensors(shapes))]
-        assert_agree(*twins(function, *inputs), inputs, 1e-13)
+        assert_agree(function, inputs)
         function(*inputs).sum().backward()
         assert [x.grad is None for x in inputs] == [bool(frozen >> i & 1) for i in range(len(shapes))]
 
 
-@ALL
+@pytest.mark.parametrize("name", CASES | TWINS)
 def test_without_gradients_the_result_is_the_same(name):
-    function, shapes = CASES[name]
-    inputs = tensors(shapes)
-    with torch.no_grad():
-        out = function(*inputs)
-    assert not out.requires_grad and torch.equal(out, function(*inputs))
+    for function, shapes in (cases[name] for cases in (CASES, TWINS) if name in cases):
+        inputs = tensors(shapes)
+        with torch.no_grad():
+            out = function(*inputs)
+        assert not out.requires_grad and torch.equal(out, function(*inputs))
 
 
 @ALL
@@ -130,70 +134,124 @@ def test_a_second_backward_pass_gives_the_same(name):
     function, shapes = CASES[name]
     inputs = tensors(shapes)
     before, out = [x.detach().clone() for x in inputs], function(*inputs)
-    grad = random(*out.shape, seed=9)
+    grad = random(*out.shape, seed=9).float()
     kept, value = grad.clone(), out.detach().clone()
     first, second = (torch.autograd.grad(out, inputs, grad, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second)) and torch.equal(grad, kept) and torch.equal(out, value)
     assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
 
 
+@KERNELS
 @ALL
-def test_half_precision_takes_the_plain_path(monkeypatch, name):
+def test_a_gradient_of_a_gradient_is_refused(name):
     function, shapes = CASES[name]
-    for hand_written in (ops._Norm, ops._ReluSquared, ops._Mix, ops._RotaryNorm, ops._Linear):
-        monkeypatch.setattr(hand_written, "forward", None)
-    inputs = tensors(shapes, torch.bfloat16)
-    out = function(*inputs)
-    assert out.dtype == torch.bfloat16
-    monkeypatch.undo()
-    exact = function(*(x.detach().float() for x in inputs))
-    assert (out - exact).abs().max() <= 0.04 * exact.abs().max()
+    inputs = tensors(shapes)
+    grads = torch.autograd.grad(function(*inputs).square().sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grads[0].sum().backward()
+
+
+@KERNELS
+@ALL
+def test_the_number_of_threads_changes_nothing(name):
+    function, shapes = CASES[name]
+    shapes = [(*shape[:1], 40, *shape[2:]) if len(shape) == 3 else shape for shape in shapes]
+    inputs, before, results = tensors(shapes), torch.get_num_threads(), []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        out = function(*inputs)
+        results.append((out, *torch.autograd.grad(out, inputs, torch.ones_like(out))))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@KERNELS
+@pytest.mark.parametrize("name", TWINS)
+def test_odd_widths_and_other_types_take_the_plain_path(called, name):
+    function, shapes = TWINS[name]
+    assert function(*tensors(shapes)).dtype == torch.float32
+    bf16 = tensors(shapes, torch.bfloat16)
+    out, exact = function(*bf16), function(*(x.detach().float() for x in bf16))
+    assert out.dtype == torch.bfloat16 and (out - exact).abs().max() <= 0.04 * exact.abs().max()
     out.sum().backward()
-    assert all(x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in inputs)
+    assert all(x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in bf16) and not called
 
 
-def test_norm_by_its_formula():
-    x = random(3, 5)
-    eps = torch.finfo(torch.float64).eps
-    for row, out in zip(x, norm(x), strict=True):
-        assert (out - row / (sum(c * c for c in row.tolist()) / 5 + eps) ** 0.5).abs().max() < 1e-14
+@pytest.mark.parametrize("name", TWINS)
+def test_gradients_of_the_twins_equal_differences(name):
+    function, shapes = TWINS[name]
+    assert torch.autograd.gradcheck(function, tensors(shapes, torch.float64))
 
 
-@pytest.mark.parametrize("dtype", EPS)
-def test_norm_of_zeros_has_a_finite_gradient(twins, dtype):
-    x = random(3, 5).to(dtype)
+def test_without_kernels_everything_is_the_twin(called, monkeypatch):
+    monkeypatch.setattr(cpu, "library", lambda: None)
+    for function, shapes in CASES.values():
+        inputs = tensors(shapes)
+        assert_agree(function, inputs)
+    assert not called
+
+
+@pytest.mark.parametrize("C", [5, 64])
+def test_norm_by_its_formula(C):
+    for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        x = random(3, C).to(dtype)
+        for row, out in zip(x, norm(x), strict=True):
+            assert (out - row / (sum(c * c for c in row.tolist()) / C + torch.finfo(dtype).eps) ** 0.5).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("C", [5, 64])
+def test_norm_of_zeros_has_a_finite_gradient(C):
+    x = random(3, C).float()
     x[1] = 0
     x.requires_grad_()
-    ours, theirs = twins(norm, x)
-    assert ours[1].eq(0).all()
-    grad = torch.ones(3, 5, dtype=dtype)
-    (a,), (b,) = torch.autograd.grad(ours, x, grad), torch.autograd.grad(theirs, x, grad)
-    torch.testing.assert_close(a, b, rtol=10 * EPS[dtype], atol=EPS[dtype])
-    assert a[1].isfinite().all() and a[1].gt(0).all()
+    out = norm(x)
+    grad, = torch.autograd.grad(out, x, torch.ones(3, C))
+    assert out[1].eq(0).all() and grad.isfinite().all()
+    torch.testing.assert_close(grad[1], torch.full((C,), torch.finfo(torch.float32).eps ** -0.5), rtol=1e-5, atol=0)
 
 
-def test_rotated_zeros_have_a_finite_gradient():
-    x = torch.zeros(1, 2, 2, 4, requires_grad=True)
-    out = rotated(1, 2)(x)
-    out.sum().backward()
-    assert out.eq(0).all() and x.grad.isfinite().all() and x.grad.ne(0).any()
+@KERNELS
+def test_what_is_not_a_number_stays_so():
+    for function, shapes in CASES.values():
+        inputs = [x.detach() for x in tensors(shapes)]
+        inputs[0].view(-1)[0] = float("nan")
+        expected = function(*(x.double() for x in inputs)).isnan()
+        assert expected.any() and torch.equal(function(*inputs).isnan(), expected)
 
 
-def test_rotary_norm_puts_heads_where_attention_wants_them():
-    # Rows 2u and 2u+1 are those of unit u; heads 3h to 3h+2 read key head h.
-    x = random(4, 3, 6, 8)
-    out = rotated(2, 2)(x)
-    assert out.shape == (2, 2, 2, 3, 3, 8)  # U, Hkv, R, group, T, D
-    cos, sin = rotary(torch.arange(12).view(4, 3) * 3, 8, x.dtype)
-    for row, t, head in torch.cartesian_prod(torch.arange(4), torch.arange(3), torch.arange(6)).tolist():
-        turned = torch.view_as_complex(torch.stack(x[row, t, head].chunk(2), dim=1)) * torch.complex(cos, -sin)[row, t, 0]
-        expected = 1.2 * F.rms_norm(torch.cat([turned.real, turned.imag]), (8,))
-        assert (out[row // 2, head // 3, row % 2, head % 3, t] - expected).abs().max() < 1e-13
+@pytest.mark.parametrize("D", [8, 32])
+def test_heads_go_where_attention_wants_them(D):
+    # Rows 2u and 2u+1 are those of unit u; query heads 3h to 3h+2 read key head h; v takes gate * embedding.
+    qkv, gate, embedding = random(4, 3, 10 * D).float(), random(4, 3, 2, seed=1).float(), random(4, 3, 2 * D, seed=2).float()
+    cos, sin = rotary(torch.arange(12).view(4, 3) * 3, D, qkv.dtype)
+    q, k, v = split_heads(qkv, (cos, sin), gate, embedding, 1.2, 2, 6, 2)
+    assert q.shape == (2, 2, 2, 3, 3, D) and k.shape == v.shape == (2, 2, 2, 3, D)  # U, Hkv, R, [group,] T, D
+
+    def turned(x, row, t):
+        y = torch.view_as_complex(torch.stack(x.chunk(2), dim=1)) * torch.complex(cos, -sin)[row, t, 0]
+        return 1.2 * F.rms_norm(torch.cat([y.real, y.imag]), (D,))
+
+    for row, t, head in torch.cartesian_prod(torch.arange(4), torch.arange(3), torch.arange(10)).tolist():
+        x = qkv[row, t, head * D: (head + 1) * D]
+        if head < 6:
+            gap = q[row // 2, head // 3, row % 2, head % 3, t] - turned(x, row, t)
+        elif head < 8:
+            gap = k[row // 2, head - 6, row % 2, t] - turned(x, row, t)
+        else:
+            gap = v[row // 2, head - 8, row % 2, t] - (x + gate[row, t, head - 8] * embedding[row, t, (head - 8) * D: (head - 7) * D])
+        assert gap.abs().max() < 2e-6
 
 
-def test_mix_of_one_tensor_with_itself(twins):
-    x, a, b = tensors([(2, 3), (), ()])
-    assert_agree(*twins(lambda x, a, b: mix(x, x, a, b), x, a, b), (x, a, b), 1e-13)
+@pytest.mark.parametrize("C", [5, 64])
+def test_mix_of_one_tensor_with_itself(C):
+    x, a, b = tensors([(2, 3, C), (), ()])
+    assert_agree(lambda x, a, b: mix(x, x, a, b), (x, a, b))
+
+
+@pytest.mark.parametrize("rows, C", [(1, 32), (16, 32), (37, 64), (5, 7)])
+def test_transposed_is_the_transpose(rows, C):
+    x = random(rows, C).float()
+    assert torch.equal(transposed(x), x.t()) and torch.equal(transposed(x.t().contiguous().t()), x.t())
 
 
 # Matrix products

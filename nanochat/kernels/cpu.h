@@ -15,7 +15,7 @@ static inline vec load(const float *p) { return *(const loose *)p; }
 static inline void store(float *p, vec x) { *(loose *)p = x; }
 static inline vec splat(float x) { return x - (vec){0}; }
 static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
-static inline vec larger(vec a, vec b) { return choose(a > b, a, b); }
+static inline vec larger(vec a, vec b) { return choose(a > b, a, b); } /* b where one is NaN */
 static inline long up(long n) { return (n + L - 1) / L * L; }
 static float *floats(long n) { return aligned_alloc(64, (size_t)up(n + 1) * sizeof(float)); }
 

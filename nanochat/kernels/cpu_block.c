@@ -70,7 +70,7 @@ void relu_squared_forward(const float *x, float *y, long n, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < n; i += L) {
-        vec positive = larger(load(x + i), (vec){0});
+        vec positive = larger((vec){0}, load(x + i));
         store(y + i, positive * positive);
     }
 }
@@ -79,7 +79,7 @@ void relu_squared_backward(const float *grad, const float *x, float *grad_x, lon
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < n; i += L)
-        store(grad_x + i, 2 * larger(load(x + i), (vec){0}) * load(grad + i));
+        store(grad_x + i, 2 * larger((vec){0}, load(x + i)) * load(grad + i));
 }
 
 typedef struct {
