@@ -37,7 +37,7 @@ def sft_base(tmp_path_factory):
     os.environ["NANOCHAT_BASE_DIR"] = str(base)
     torch.set_num_threads(1)  # at this size threads only wait for each other
     tok_train.main(parse(tok_train, TASK_FLAGS))
-    model = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "48", "--n-head", "2", "--sequence-len", "128",
+    model = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64", "--n-head", "2", "--sequence-len", "128",
              "--examples-per-step", "32", "--max-new-tokens", "28", "--num-sampled", "64"]
     chat_sft.main(parse(chat_sft, ["--role", "generator", "--num-steps", "200", *model]))
     chat_sft.main(parse(chat_sft, ["--role", "verifier", "--num-steps", "200", *model]))
