@@ -94,6 +94,16 @@ static inline long at_key(const long *strides, long u, long h, long r)
     return u * strides[0] + h * strides[1] + r * strides[2];
 }
 
+/* bias NULL: nothing. Vectors of what was written as vectors: scalars in between would wait for each other. */
+static inline void add_bias(float *scores, const float *bias, long n)
+{
+    long j = 0;
+    for (; bias && j + L <= n; j += L)
+        store(scores + j, load(scores + j) + load(bias + j));
+    for (; bias && j < n; j++)
+        scores[j] += bias[j];
+}
+
 /* Scores (m, up(Tp) + up(seen)) of the queries from t on: prefix, padding, own keys, padding; -inf where a query may not look. */
 static void block_scores(const Attention *s, float *scores, long ld, const float *q, long u, long t, long m, const float *prefix_kt, const float *kt)
 {
@@ -103,16 +113,12 @@ static void block_scores(const Attention *s, float *scores, long ld, const float
     product(scores + Tpp, ld, q, s->q_strides[4], kt, up(s->Tk), m, up(seen), s->D, 0);
     for (long i = 0; i < m; i++) {
         float *row = scores + i * ld, *own = row + Tpp;
-        if (Tp && s->prefix_bias) {
-            const float *bias = s->prefix_bias + (u * s->prefix_bias_rows + (s->prefix_bias_rows > 1 ? t + i : 0)) * Tp;
-            for (long j = 0; j < Tp; j++)
-                row[j] += bias[j];
-        }
+        if (s->prefix_bias)
+            add_bias(row, s->prefix_bias + (u * s->prefix_bias_rows + (s->prefix_bias_rows > 1 ? t + i : 0)) * Tp, Tp);
         for (long j = Tp; j < Tpp; j++)
             row[j] = -INFINITY;
         if (s->own_bias)
-            for (long j = 0; j < seen; j++)
-                own[j] += s->own_bias[(t + i) * s->Tk + j];
+            add_bias(own, s->own_bias + (t + i) * s->Tk, seen);
         for (long j = before + t + i + 1; j < up(seen); j++)
             own[j] = -INFINITY;
     }
@@ -282,12 +288,6 @@ static void add_values(float *y, const float *p, const float *v, long stride, lo
     }
 }
 
-static void add_bias(float *scores, const float *bias, long n)
-{
-    for (long j = 0; bias && j < n; j++)
-        scores[j] += bias[j];
-}
-
 /* Decoding: one query per row (T = 1) over the prefix, own keys and the recent ones behind those. All rows of a unit read its prefix together. */
 void attend_one(const Attention *s, float *y, long threads)
 {
@@ -302,6 +302,7 @@ void attend_one(const Attention *s, float *y, long threads)
             transpose(prefix_kt, s->prefix_k + unit * Tp * D, D, Tp, D, 1, s->prefix_v + unit * Tp * D);
             for (long first = 0; first < rows; first += BLOCK) {
                 long m = rows - first < BLOCK ? rows - first : BLOCK;
+                float inverse[BLOCK];
                 for (long i = 0; i < m; i++)
                     for (long d = 0; d < D; d++)
                         q[i * D + d] = scale * s->q[at_query(s, u, h, (first + i) / s->G, (first + i) % s->G, 0) + d];
@@ -320,9 +321,7 @@ void attend_one(const Attention *s, float *y, long threads)
                     add_bias(row + Tpp + Tkp, s->own_bias ? s->own_bias + Tk : NULL, recent);
                     for (long j = Tp; j < Tpp; j++)
                         row[j] = -INFINITY;
-                    float inverse = 1 / softmax(row, width, &highest);
-                    for (long j = 0; j < width; j++)
-                        row[j] *= inverse;
+                    inverse[i] = 1 / softmax(row, width, &highest);
                 }
                 product(out, D, scores, width, s->prefix_v + unit * Tp * D, D, m, D, Tp, 0);
                 for (long i = 0; i < m; i++) {
@@ -331,7 +330,7 @@ void attend_one(const Attention *s, float *y, long threads)
                     add_values(out + i * D, row + Tpp, s->v + at_key(s->k_strides, u, h, r), s->k_strides[3], Tk, D);
                     add_values(out + i * D, row + Tpp + Tkp, s->recent_v + at_key(s->recent_strides, u, h, r), s->recent_strides[3], recent, D);
                     for (long d = 0; d < D; d++)
-                        y[at + d] = out[i * D + d];
+                        y[at + d] = out[i * D + d] * inverse[i];
                 }
             }
         }
