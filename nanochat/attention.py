@@ -235,6 +235,7 @@ class _Attend(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         q, k, v, prefix_k, prefix_v, probs = ctx.saved_tensors
         grad, scale = grad.contiguous(), q.shape[5] ** -0.5

@@ -4,6 +4,7 @@ The operations of a block: CPU kernels (fp32) against their PyTorch twins (fp64)
     python -m pytest tests/test_ops.py -q
 """
 import io
+import re
 
 import pytest
 import torch
@@ -21,13 +22,13 @@ def random(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def heads(units, num_heads, kv_heads, D, gated=True):
+def heads(units, num_heads, kv_heads, D, gated=True, T=3):
     """split_heads of rows whose positions all differ, its three results flat in one tensor."""
     def function(qkv, *gate_and_embedding):
         B, T, _ = qkv.shape
         cos_sin = rotary(torch.arange(B * T).view(B, T) * 3, D, qkv.dtype)
         return torch.cat([x.flatten() for x in split_heads(qkv, cos_sin, *(gate_and_embedding or (None, None)), 1.2, units, num_heads, kv_heads)])
-    return function, [(4, 3, (num_heads + 2 * kv_heads) * D)] + ([(4, 3, kv_heads), (4, 3, kv_heads * D)] if gated else [])
+    return function, [(4, T, (num_heads + 2 * kv_heads) * D)] + ([(4, T, kv_heads), (4, T, kv_heads * D)] if gated else [])
 
 
 # name -> the function of its tensors, their shapes: widths that kernels take, and widths that they do not
@@ -40,6 +41,7 @@ CASES = {
     "split_heads": heads(2, 6, 3, 32),
     "split_heads of one unit": heads(1, 2, 2, 64),
     "split_heads of units of one row": heads(4, 4, 1, 32),
+    "split_heads of one token": heads(2, 4, 2, 32, T=1),
     "split_heads without embeddings": heads(2, 2, 1, 96, gated=False),
 }
 TWINS = {
@@ -73,7 +75,8 @@ def assert_agree(function, inputs, grad=None):
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     ours, theirs = function(*inputs), function(*exact)
     grad = random(*ours.shape, 2, seed=9).float()[..., 0] if grad is None else grad.expand(ours.shape)
-    grads, exact_grads = (torch.autograd.grad(out, [x for x in xs if x.requires_grad], grad.to(out.dtype)) for out, xs in ((ours, inputs), (theirs, exact)))
+    grads, exact_grads = (torch.autograd.grad(out, [x for x in xs if x.requires_grad], grad.to(out.dtype), materialize_grads=True)
+                          for out, xs in ((ours, inputs), (theirs, exact)))
     for a, b in zip((ours, *grads), (theirs, *exact_grads), strict=True):
         assert a.dtype == torch.float32 and a.shape == b.shape and a.isfinite().all()
         assert (a - b).abs().max() <= 3e-6 * max(1, b.abs().max())
@@ -242,16 +245,58 @@ def test_heads_go_where_attention_wants_them(D):
         assert gap.abs().max() < 2e-6
 
 
+@pytest.mark.parametrize("D", [8, 32])
+def test_heads_of_zeros_have_a_finite_gradient(D):
+    function, shapes = heads(2, 4, 2, D, gated=False)
+    x = torch.zeros(shapes[0], requires_grad=True)
+    out = function(x)
+    out.sum().backward()
+    assert out.eq(0).all() and x.grad.isfinite().all() and x.grad.view(4, 3, 8, D).ne(0).any(dim=-1).all()
+
+
+@pytest.mark.parametrize("D", [6, 32])
+def test_results_that_nobody_uses_change_no_gradient(D):
+    cos, sin = rotary(torch.arange(6).view(2, 3), D, torch.float32)
+    for i in range(2):
+        assert_agree(lambda x, delta, i=i: add_norm(x, delta)[i], tensors([(2, 3, D), (2, 3, D)]))
+    for i in range(3):
+        assert_agree(lambda x, gate, embedding, i=i: split_heads(x, (cos.to(x.dtype), sin.to(x.dtype)), gate, embedding, 1.2, 1, 2, 1)[i],
+                     tensors([(2, 3, 4 * D), (2, 3, 1), (2, 3, D)]))
+
+
 @pytest.mark.parametrize("C", [5, 64])
 def test_mix_of_one_tensor_with_itself(C):
     x, a, b = tensors([(2, 3, C), (), ()])
     assert_agree(lambda x, a, b: mix(x, x, a, b), (x, a, b))
 
 
-@pytest.mark.parametrize("rows, C", [(1, 32), (16, 32), (37, 64), (5, 7)])
-def test_transposed_is_the_transpose(rows, C):
-    x = random(rows, C).float()
-    assert torch.equal(transposed(x), x.t()) and torch.equal(transposed(x.t().contiguous().t()), x.t())
+@pytest.mark.parametrize("rows, C", [(1, 32), (16, 32), (37, 64), (32, 96), (5, 7)])
+def test_transposed_is_the_transpose(called, rows, C):
+    x, wide = random(rows, C).float(), random(rows, 2 * C).float()
+    assert torch.equal(transposed(x), x.t()) and called == ["transpose_matrix"] * cpu.takes(x)
+    assert transposed(x).is_contiguous() or not cpu.takes(x)
+    for y in (x.t().contiguous().t(), wide[:, :C], x.double()):
+        assert torch.equal(transposed(y), y.t())
+
+
+@KERNELS
+def test_kernels_take_single_precision_on_the_cpu_in_widths_of_32():
+    assert cpu.takes(torch.zeros(3, 32)) and cpu.takes(torch.zeros(96)) and cpu.takes(torch.zeros(64, 3).t())
+    refused = [torch.zeros(3, 48), torch.zeros(3, 16), torch.zeros(3, 33), torch.zeros(0, 32), torch.zeros(3, 0), torch.zeros(3, 32, dtype=torch.float64),
+               torch.zeros(3, 32, dtype=torch.bfloat16), torch.zeros(3, 32, device="meta")]
+    assert not any(map(cpu.takes, refused))
+    assert all(map(cpu.takes_rows, (torch.zeros(3, 5), torch.zeros(3, 9)[:, 2:7], torch.zeros(1, 5).expand(4, 5))))
+    assert not any(map(cpu.takes_rows, (torch.zeros(5, 3).t(), torch.zeros(3, 9)[:, ::2], torch.zeros(3, 5).double(), torch.zeros(0, 5))))
+
+
+def test_every_kernel_is_called_as_it_is_written():
+    kinds = {"long": "c_long", "float": "c_float"}
+    source = "".join(open(path).read() for path in cpu.SOURCES)
+    written = {}
+    for name, parameters in re.findall(r"^void (\w+)\(([^)]*)\)", source, re.MULTILINE):
+        written[name] = ["c_void_p" if "*" in p else kinds[p.split()[0]] for p in parameters.split(",")]
+        assert parameters.split(",")[-1].strip() == "long threads"
+    assert written == {name: [t.__name__ for t in types] + ["c_long"] for name, types in cpu.ARGUMENTS.items()}
 
 
 # Matrix products
@@ -311,19 +356,20 @@ def test_products_of_empty_matrices(monkeypatch, onednn, n, c, d):
 
 
 @ONEDNN
-@pytest.mark.parametrize("C, D", [(33, 90), (90, 33), (40, 40), (40, 1)])
-@pytest.mark.parametrize("spread", [True, False])
-def test_linear_by_either_library(monkeypatch, onednn, C, D, spread):
+@pytest.mark.parametrize("C, D", [(33, 90), (90, 33), (40, 40), (40, 1), (64, 96), (96, 64)])
+@pytest.mark.parametrize("layout", ["dense", "gaps", "spread"])
+def test_linear_by_either_library(monkeypatch, called, onednn, C, D, layout):
     monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
     monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
-    wide = random(3, 21, 2 * C).float()
-    x, weight = wide[..., C:].requires_grad_(), random(D, C, seed=1).float().requires_grad_()
-    grad = torch.ones(()).expand(3, 21, D) if spread else random(3, 21, 2 * D, seed=2).float()[..., :D]
+    wide, weight, grads = random(3, 21, 2 * C).float()[..., C:], random(D, C, seed=1).float().requires_grad_(), random(3, 21, 2 * D, seed=2).float()[..., :D]
+    grad = {"dense": grads.contiguous(), "gaps": grads, "spread": torch.ones(()).expand(3, 21, D)}[layout]
+    x = (wide.contiguous() if layout == "dense" else wide).requires_grad_()
     exact = [y.detach().double().requires_grad_() for y in (x, weight)]
     expected = F.linear(*exact)
     ours = (linear(x, weight), *torch.autograd.grad(linear(x, weight), (x, weight), grad))
     for a, b in zip(ours, (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
         assert a.dtype == torch.float32 and a.shape == b.shape and (a - b).abs().max() < 1e-6 * max(1, b.abs().max())
+    assert bool(called) == (layout == "dense" and min(C, D) == 64 and cpu.library() is not None)
 
 
 def test_onednn_serves_amd_processors(monkeypatch):

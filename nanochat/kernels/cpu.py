@@ -59,7 +59,8 @@ def library():
         try:
             kernels = ctypes.CDLL(compiled(compiler, flags))
         except (OSError, subprocess.SubprocessError) as error:
-            problem = f"{compiler}: {(getattr(error, 'stderr', None) or str(error)).strip().splitlines()[0]}"
+            lines = f"{getattr(error, 'stderr', None) or ''}\n{error}".splitlines()
+            problem = f"{compiler}: {next(filter(None, map(str.strip, lines)))}"
             continue
         for name, types in ARGUMENTS.items():
             getattr(kernels, name).argtypes, getattr(kernels, name).restype = types + LONG, None
