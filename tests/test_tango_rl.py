@@ -216,7 +216,7 @@ def test_sigterm_to_torchrun_saves_on_two_ranks(base):
 def test_a_verifier_on_the_generators_trunk_trains_and_resumes(base, num_shared):
     """One shared layer of two, and both: the shared blocks are the generator's at the end, and a continued run equals a straight one."""
     shared = ["--verifier-shared-layers", str(num_shared)]
-    flags = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "48", "--n-head", "2", "--sequence-len", "128",
+    flags = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64", "--n-head", "2", "--sequence-len", "128",
              "--max-new-tokens", "28", "--num-sampled", "16", "--role", "verifier", "--num-steps", "3", *shared]
     shutil.rmtree(base / "chatsft_checkpoints" / "tiny-ver")
     chat_sft.main(parse(chat_sft, flags))
