@@ -270,6 +270,7 @@ class _Spec(ctypes.Structure):
 
 def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
     """The struct of tensors that are laid out as the kernels want them. The caller keeps them alive."""
+    assert len(parts) <= 2 and all(x is None or x.dtype == torch.float32 for x in (*sum(parts, ()), prefix_k, prefix_v, own_bias, prefix_bias))
     (k, v), (recent_k, recent_v) = parts[0], parts[1] if len(parts) > 1 else (None, None)
     addresses = (None if x is None else x.data_ptr() for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
     Tp, bias_rows = 0 if prefix_k is None else prefix_k.shape[2], 1 if prefix_bias is None else prefix_bias.shape[1]

@@ -91,6 +91,7 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
 
 
 def _draw_kernel(logits, noise):
+    assert noise.shape == logits.shape[:1] and noise.dtype == torch.float64
     tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
     cpu.call("draw", logits, logits.stride(0), *logits.shape, noise, tokens, logprobs)
     return tokens, logprobs

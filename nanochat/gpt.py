@@ -180,13 +180,14 @@ class GPT(nn.Module):
     def joined_projections(self):
         """While it lasts, queries, keys and values are one product by a copy of their weights: for many forwards with the same weights."""
         layers = [block.attn for block in self.transformer.h]
-        for attention in layers:
-            attention.c_qkv = attention.joined_weight().to(self.compute_dtype)
+        assert all(attention.c_qkv is None for attention in layers), "one call at a time"
         try:
+            for attention in layers:
+                attention.c_qkv = attention.joined_weight().to(self.compute_dtype)
             yield
         finally:
             for attention in layers:
-                del attention.c_qkv
+                vars(attention).pop("c_qkv", None)
 
     def embed(self, ids, last_embedding):
         """Normed token embeddings after the smear, and the last unsmeared one. ids (B, T) -> (B, T, C), (B, 1, C)."""

@@ -1,7 +1,7 @@
 """
 The operations of a transformer block.
 
-On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu.c makes what are many passes in PyTorch, with
+On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu_block.c makes what are many passes in PyTorch, with
 backward passes written by hand. Each function has a plain twin, which other devices and dtypes run and tests compare with.
 """
 import ctypes
@@ -73,6 +73,7 @@ def norm(x: torch.Tensor) -> torch.Tensor:
 
 def add_norm(x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x + delta, and its norm. Both (..., C)."""
+    assert x.shape == delta.shape and x.dtype == delta.dtype
     if cpu.takes(x):
         return run(_AddNorm, x, delta)
     x = x + delta
@@ -86,6 +87,7 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
 
 def mix(x: torch.Tensor, x0: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a * x + b * x0, with scalar tensors a and b. x, x0 of one shape."""
+    assert x.shape == x0.shape and x.dtype == x0.dtype == a.dtype == b.dtype and a.dim() == b.dim() == 0
     return run(_Mix, x, x0, a, b) if cpu.takes(x) else a * x + b * x0
 
 
@@ -109,6 +111,8 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
     """
     B, T, width = qkv.shape
     D = width // (heads + 2 * kv_heads)
+    assert all(x.shape == (B, T, 1, D // 2) and x.dtype == qkv.dtype for x in cos_sin)
+    assert gate is None or gate.shape == (B, T, kv_heads) and embedding.shape == (B, T, kv_heads * D) and gate.dtype == embedding.dtype == qkv.dtype
     if cpu.takes(qkv) and D % cpu.MULTIPLE == 0:
         q, k, v = run(_SplitHeads, qkv, *cos_sin, gate, embedding, scale, units, heads, kv_heads)
         return to_units(q, units, kv_heads), k, v

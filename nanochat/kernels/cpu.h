@@ -3,6 +3,7 @@
  * The vectors are GCC's and Clang's; they become whatever the machine has.
  */
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #define L 16     /* floats in a vector */
@@ -17,7 +18,17 @@ static inline vec splat(float x) { return x - (vec){0}; }
 static inline vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 static inline vec larger(vec a, vec b) { return choose(a > b, a, b); } /* b where one is NaN */
 static inline long up(long n) { return (n + L - 1) / L * L; }
-static float *floats(long n) { return aligned_alloc(64, (size_t)up(n + 1) * sizeof(float)); }
+
+/* Room for n floats. Without memory the process ends: there is no one to tell. */
+static float *floats(long n)
+{
+    float *x = aligned_alloc(64, (size_t)up(n + 1) * sizeof(float));
+    if (!x) {
+        fprintf(stderr, "CPU kernels: no memory for %ld floats\n", n);
+        abort();
+    }
+    return x;
+}
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -45,7 +56,7 @@ static float maximum(vec x)
     return m;
 }
 
-/* e^x to 2 units in the last place; 0 below -87, NaN of NaN. x = n ln 2 + f, |f| <= ln 2 / 2, and a polynomial for e^f. */
+/* e^x to 2 units in the last place, x below 88; 0 below -87, NaN of NaN. x = n ln 2 + f, |f| <= ln 2 / 2, and a polynomial for e^f. */
 static inline vec exponential(vec x)
 {
     const vec least = splat(-87.0f), round = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer */

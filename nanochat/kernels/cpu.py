@@ -2,8 +2,8 @@
 The CPU kernels of cpu_attention.c and cpu_block.c: compiled by the machine's C compiler when first needed, called by address.
 
 Their twins in PyTorch stand where they are called from, in ops.py, attention.py and engine.py, and serve where there is no compiler, for
-other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in ~/.cache/nanochat/kernels, under a name made
-of all that went into it.
+other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache,
+under a name made of all that went into it; where that folder is not ours alone, each process compiles for itself.
 """
 import ctypes
 import functools
@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,8 @@ import torch
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 SOURCES = [os.path.join(FOLDER, name) for name in ("cpu_attention.c", "cpu_block.c")]
-FLAGS = ["-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
+NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
+FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
 POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
 ARGUMENTS = {  # of each kernel, before the number of threads
     "attend_forward": POINTERS(3), "attend_backward": POINTERS(9), "attend_one": POINTERS(2),
@@ -54,14 +56,16 @@ def library():
         return None
     compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
     problem = "no C compiler (cc, gcc or clang) was found" if compiler is None else None
-    # With threads if the compiler has OpenMP: libgomp.so.1 is then the one that PyTorch has loaded.
+    # With threads if the compiler has OpenMP: gcc's library for it is the one that PyTorch has loaded.
     for flags in ([*FLAGS, "-fopenmp"], FLAGS) if compiler else ():
         try:
-            kernels = ctypes.CDLL(compiled(compiler, flags))
+            kernels = load(compiler, flags)
         except (OSError, subprocess.SubprocessError) as error:
             lines = f"{getattr(error, 'stderr', None) or ''}\n{error}".splitlines()
             problem = f"{compiler}: {next(filter(None, map(str.strip, lines)))}"
             continue
+        if flags is FLAGS:
+            print(f"CPU kernels run on one thread, without OpenMP: {problem}", file=sys.stderr)
         for name, types in ARGUMENTS.items():
             getattr(kernels, name).argtypes, getattr(kernels, name).restype = types + LONG, None
         return kernels
@@ -69,35 +73,55 @@ def library():
     return None
 
 
-def compiled(compiler: str, flags: list[str]) -> str:
-    """The path of the shared library; compiles it unless it is there. Written whole or not at all. Raises OSError, SubprocessError."""
-    texts = [open(path, "rb").read() for path in (*SOURCES, os.path.join(FOLDER, "cpu.h"))]
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=60).stdout
-    key = hashlib.blake2b(b"\0".join([*texts, version, processor(), " ".join(flags).encode()]), digest_size=12).hexdigest()
+def load(compiler: str, flags: list[str]) -> ctypes.CDLL:
+    """The library from the cache folder, or from a temporary one that goes at once."""
+    with tempfile.TemporaryDirectory() as temporary:
+        return ctypes.CDLL(compiled(compiler, flags, cache_folder() or temporary))
+
+
+def cache_folder() -> str | None:
+    """Where compiled libraries are kept; None where others could put theirs."""
     folder = os.path.expanduser(os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "nanochat", "kernels"))
+    if not os.path.isabs(folder):
+        return None
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        writable = os.stat(folder).st_uid == os.getuid() and os.access(folder, os.W_OK)
+        safe = only_ours(folder, 0o022) and only_ours(os.path.dirname(folder), 0o002)
     except OSError:
-        writable = False
-    folder = folder if writable else tempfile.mkdtemp()
+        return None
+    return folder if safe and os.access(folder, os.W_OK) else None
+
+
+def only_ours(path: str, forbidden: int) -> bool:
+    """Whether a path (no link) is this user's and has none of these permissions."""
+    status = os.lstat(path)
+    return status.st_uid == os.getuid() and not stat.S_ISLNK(status.st_mode) and not status.st_mode & forbidden
+
+
+def compiled(compiler: str, flags: list[str], folder: str) -> str:
+    """The path of the shared library; compiles it unless it is there. Written whole or not at all. Raises OSError, SubprocessError."""
+    texts = [open(path).read() for path in (*SOURCES, os.path.join(FOLDER, "cpu.h"))]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    key = hashlib.blake2b("\0".join([*texts, version, processor(), *flags]).encode(), digest_size=12).hexdigest()
     path = os.path.join(folder, f"cpu-{key}.so")
-    if not os.path.exists(path):
-        handle, temporary = tempfile.mkstemp(dir=folder)
-        os.close(handle)
-        try:
-            subprocess.run([compiler, *flags, *SOURCES, "-o", temporary, "-lm"], capture_output=True, text=True, check=True, timeout=300)
-            os.replace(temporary, path)
-        finally:
-            if os.path.exists(temporary):
-                os.remove(temporary)
+    if os.path.exists(path) and only_ours(path, 0o022):
+        return path
+    handle, temporary = tempfile.mkstemp(dir=folder)
+    os.close(handle)
+    try:
+        subprocess.run([compiler, *flags, *SOURCES, "-o", temporary, "-lm"], capture_output=True, text=True, check=True, timeout=300)
+        os.chmod(temporary, 0o700)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
     return path
 
 
-def processor() -> bytes:
+def processor() -> str:
     """What tells this kind of CPU from others, for folders that several machines share: the code is made for one kind."""
     try:
-        with open("/proc/cpuinfo", "rb") as f:
-            return b"".join(sorted({line for line in f if line.startswith((b"flags", b"Features", b"model name"))}))
+        with open("/proc/cpuinfo") as f:
+            return "".join(sorted({line for line in f if line.startswith(("flags", "Features", "model name", "CPU implementer", "CPU part"))}))
     except OSError:
-        return f"{platform.platform()} {platform.processor()}".encode()
+        return f"{platform.platform()} {platform.processor()}"
