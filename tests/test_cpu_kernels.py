@@ -6,6 +6,7 @@ The CPU kernels of attention and drawing against their PyTorch twins in fp64; wh
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,9 +95,8 @@ def test_attention_equals_the_twin(shape, window, context):
 
 
 @KERNELS
-@pytest.mark.parametrize("shape, own", [((2, 2, 2, 2, 5, 7, 32), 14),
-                                        ((1, 1, 2, 1, 33, 0, 32), 40), ((2, 1, 3, 2, 1, 19, 64), 34), ((1, 2, 1, 1, 64, 3, 32), 65),
-                                        ((3, 2, 1, 2, 1, 20, 32), 0), ((2, 1, 3, 1, 1, 64, 64), 0)])
+@pytest.mark.parametrize("shape, own", [((2, 2, 2, 2, 5, 7, 32), 14), ((1, 1, 2, 1, 33, 0, 32), 40), ((2, 1, 3, 2, 1, 19, 64), 34),
+                                        ((1, 2, 1, 1, 64, 3, 32), 65), ((3, 2, 1, 2, 1, 20, 32), 0), ((2, 1, 3, 1, 1, 64, 64), 0)])
 @pytest.mark.parametrize("window", [NO_END, 12])
 def test_queries_may_have_more_own_keys_than_queries_or_none(shape, own, window):
     # More: columns of a cache. None: the last layer of a prompt, whose last token alone has a query.
@@ -121,7 +121,7 @@ def test_a_prefix_of_no_tokens_is_none():
                                   lambda x: torch.stack([x, x], dim=-2)[..., 0, :], lambda x: torch.stack([x, x], dim=-1)[..., 0],
                                   lambda x: x.flip(0)[:1].expand_as(x)], ids=["rows first", "channels first", "gaps", "channels apart", "one for all"])
 def test_memory_may_lie_in_any_order(T, turn):
-    inputs, mask = case(2, 2, 3, 2, T, 9, 32, own=21, window=8)
+    inputs, mask = case(2, 2, 3, 2, T, 9, 32, own=21, window=24)  # which ends inside of the prefix
     assert_agrees([turn(x) for x in inputs], mask)
     assert_agrees([inputs[0], turn(inputs[1]), *inputs[2:]], mask)  # keys and values that lie differently
     assert_agrees(inputs, mask, lambda out: turn(random(*out.shape)))  # the gradient
@@ -339,11 +339,14 @@ def test_last_only_gives_the_last_tokens_of_the_whole(dtype, tolerance, n_layer,
     assert (again - results[0][0]).abs().max() <= tolerance
 
 
-def test_joined_projections_go_when_sampling_ends():
+def test_joined_projections_go_when_sampling_ends(monkeypatch):
     model = model_of()
     with pytest.raises(KeyError), model.joined_projections():
         assert torch.equal(model.transformer.h[0].attn.c_qkv[128:256], model.transformer.h[0].attn.c_k.weight)
         raise KeyError
+    monkeypatch.setattr(model.transformer.h[1].attn, "joined_weight", lambda: 1 / 0)  # half way
+    with pytest.raises(ZeroDivisionError), model.joined_projections():
+        pass
     assert all(block.attn.c_qkv is None and "c_qkv" not in vars(block.attn) for block in model.transformer.h)
 
 
@@ -368,6 +371,7 @@ def fresh(monkeypatch, tmp_path):
 def test_two_processes_compile_once_and_leave_one_file(tmp_path):
     folder = tmp_path / "nanochat" / "kernels"
     folder.mkdir(parents=True)
+    folder.chmod(0o700)
     (folder / "tmp12345").write_bytes(b"\x7fELF, half of it")  # what a crash has left
     assert [p.communicate() for p in [start(tmp_path), start(tmp_path)]] == [("True 64.0\n", "")] * 2
     name, other = sorted(os.listdir(folder))
@@ -403,45 +407,51 @@ def test_a_compiler_that_fails_leaves_one_line_and_no_files(fresh, monkeypatch, 
     assert problem == "cpu-" or os.listdir(tmp_path / "nanochat" / "kernels") == []
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> str:
+    """The kernels' library, compiled without OpenMP."""
+    real = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))))
+    return cpu.compiled(real, cpu.FLAGS, str(tmp_path_factory.mktemp("built")))
+
+
 @KERNELS
-def test_a_compiler_without_threads_will_do(fresh, monkeypatch, capsys, tmp_path, threads):
-    real = cpu.shutil.which("cc") or cpu.shutil.which("gcc") or cpu.shutil.which("clang")
-    monkeypatch.setenv("CC", compiler(tmp_path / "compile", f'case "$*" in *-fopenmp*) exit 1;; *) exec {real} "$@";; esac'))
+def test_a_compiler_without_threads_will_do(fresh, monkeypatch, capsys, tmp_path, threads, built):
+    monkeypatch.setenv("CC", compiler(tmp_path / "compile", f'case "$*" in *-fopenmp*) exit 1;; *) cp {built} $out;; esac'))
     single, (inputs, mask) = fresh(), case(3, 2, 3, 2, 40, 20, 32)
-    folder = tmp_path / "nanochat" / "kernels"
-    assert single is not None and "on one thread" in capsys.readouterr().err and len(os.listdir(folder)) == 1 and folder.stat().st_mode & 0o777 == 0o700
+    folder, error = tmp_path / "nanochat" / "kernels", capsys.readouterr().err
+    assert "on one thread" in error and error.count("\n") == 1 and len(os.listdir(folder)) == 1 and folder.stat().st_mode & 0o777 == 0o700
     threads(2)
     expected = call(inputs, mask)
     monkeypatch.setattr(cpu, "library", lambda: single)
     assert torch.equal(call(inputs, mask), expected)
 
 
+UNUSABLE = {  # what may stand where the cache folder should; it is left alone, and nothing is loaded from there
+    "a file": lambda folder, patch: folder.write_text("a file"),
+    "somebody else's": lambda folder, patch: (folder.mkdir(mode=0o700), patch.setattr(os, "getuid", lambda: 12345)),
+    "open to all": lambda folder, patch: (folder.mkdir(), folder.chmod(0o777)),
+    "in one open to all": lambda folder, patch: (folder.mkdir(mode=0o700), folder.parent.chmod(0o777)),
+    "a link": lambda folder, patch: folder.symlink_to(tempfile.gettempdir()),
+    "relative": lambda folder, patch: patch.setenv("XDG_CACHE_HOME", "relative"),
+}
+
+
 @KERNELS
-def test_a_cache_folder_that_cannot_be_used_is_left_alone(fresh, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    (tmp_path / "nanochat").write_text("a file")
-    assert fresh() is not None
-    os.remove(tmp_path / "nanochat")
-    monkeypatch.setattr(os, "getuid", lambda: 12345)  # somebody else's folder: what lies there is not loaded
-    assert fresh() is not None
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "nanochat" / "kernels").chmod(0o777)
-    assert fresh() is not None
-    (tmp_path / "nanochat" / "kernels").rmdir()
-    (tmp_path / "nanochat" / "kernels").symlink_to(tmp_path / "temporary")
-    assert fresh() is not None
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_without_a_cache_folder_nothing_is_kept(fresh, monkeypatch, capsys, tmp_path, built, kind):
+    folder, temporary = tmp_path / "nanochat" / "kernels", tmp_path / "temporary"
+    temporary.mkdir(), folder.parent.mkdir(mode=0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("CC", compiler(tmp_path / "compile", f"cp {built} $out"))
+    UNUSABLE[kind](folder, monkeypatch)
     assert fresh() is not None and capsys.readouterr().err == ""
-    assert list(tmp_path.rglob("*.so")) == os.listdir(tmp_path / "temporary") == [] and not os.path.exists("relative")
+    assert list(tmp_path.rglob("*.so")) == os.listdir(temporary) == [] and not os.path.exists("relative")
 
 
 def test_other_sources_or_flags_have_another_name(monkeypatch, tmp_path):
-    folder = str(tmp_path)
-    command = compiler(tmp_path / "one", "echo > $out")
+    folder, command = str(tmp_path), compiler(tmp_path / "one", "echo > $out; ls -i $out > $0.inode")
     names = [cpu.compiled(command, cpu.FLAGS, folder)]
+    assert int((tmp_path / "one.inode").read_text().split()[0]) == os.stat(names[0]).st_ino  # renamed: never there by half
     assert cpu.compiled(command, cpu.FLAGS, folder) == names[0]
     names.append(cpu.compiled(command, [*cpu.FLAGS, "-DOTHER"], folder))
     names.append(cpu.compiled(compiler(tmp_path / "newer", "echo > $out", version=2), cpu.FLAGS, folder))

@@ -5,6 +5,7 @@ The operations of a block: CPU kernels (fp32) against their PyTorch twins (fp64)
 """
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -287,6 +288,31 @@ def test_kernels_take_single_precision_on_the_cpu_in_widths_of_32():
     assert not any(map(cpu.takes, refused))
     assert all(map(cpu.takes_rows, (torch.zeros(3, 5), torch.zeros(3, 9)[:, 2:7], torch.zeros(1, 5).expand(4, 5))))
     assert not any(map(cpu.takes_rows, (torch.zeros(5, 3).t(), torch.zeros(3, 9)[:, ::2], torch.zeros(3, 5).double(), torch.zeros(0, 5))))
+
+
+@KERNELS
+def test_kernels_run_on_the_number_of_threads_of_pytorch(monkeypatch):
+    given, before = [], torch.get_num_threads()
+    monkeypatch.setattr(cpu, "library", lambda: SimpleNamespace(norm_forward=lambda *arguments: given.append(arguments[-1])))
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        norm(torch.ones(2, 32))
+    torch.set_num_threads(before)
+    assert given == [1, 2]
+
+
+def test_tensors_that_do_not_fit_each_other_are_refused():
+    # Kernels would read behind their ends.
+    x, a, gate, embedding = torch.ones(2, 3, 128), torch.ones(()), torch.ones(2, 3, 1), torch.ones(2, 3, 32)
+    cos_sin = rotary(torch.arange(6).view(2, 3), 32, x.dtype)
+    wrong = [(add_norm, x, x[:1]), (add_norm, x, x.double()), (mix, x, x[:1], a, a), (mix, x, x.double(), a, a), (mix, x, x, a.double(), a),
+             (mix, x, x, a, a.view(1))]
+    wrong += [(split_heads, x, *rest, 1.2, 1, 2, 1) for rest in (
+        ([y[:1] for y in cos_sin], gate, embedding), ([y.double() for y in cos_sin], gate, embedding), ([y[..., :8] for y in cos_sin], gate, embedding),
+        (cos_sin, gate[..., :0], embedding), (cos_sin, gate, embedding[:, :2]), (cos_sin, gate.double(), embedding), (cos_sin, gate, embedding.double()))]
+    for function, *arguments in wrong:
+        with pytest.raises(AssertionError):
+            function(*arguments)
 
 
 def test_every_kernel_is_called_as_it_is_written():
