@@ -16,6 +16,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -23,11 +24,11 @@ from nanochat.checkpoint import default_tag
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable,
                              choose_run_name, compute_dtype, describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0,
                              rank_and_world, script_main, start_run, uses_wandb, write_json)
-from nanochat.rl.advantages import PRESETS, blend, source_advantages
-from nanochat.rl.evals import Evaluation, judge_scores, judged_row, reward_metrics
+from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
+from nanochat.rl.evals import Evaluation, frac_ranking_reversed, judge_scores, judged_row, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.prompts import check_prompts_fit, read_solution
-from nanochat.rl.report import health_check, print_step, print_table, rollout_records
+from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
 from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards, verdict_reward
 from nanochat.rl.roles import copy_shared_lambdas, load_roles
 from nanochat.rl.rollouts import Rollouts, Sampler, count_copies, pack, token_weights
@@ -39,13 +40,23 @@ from tasks import add_task_args, make_task
 
 PROGRESS = {"generator": "gen_step", "verifier": "ver_step"}  # the counter that --num-steps bounds
 
-# recipe: where step verdicts come from, and which roles are trained
+
+
+class Recipe(NamedTuple):
+    """Who is trained; who judges the generator's solutions: verifier, gold (an oracle) or None; what is rewarded besides the outcome: the judge's
+    verdicts on the steps, or its final verdict."""
+    trained: set[str]
+    judge: str | None = None
+    reward: str = "steps"
+
+
 RECIPES = {
-    "tango": ("verifier", {"generator", "verifier"}),
-    "grpo": (None, {"generator"}),
-    "gold_steps": ("gold", {"generator"}),            # an oracle in the verifier's place: the upper bound
-    "fixed_verifier": ("verifier", {"generator"}),
-    "fixed_generator": (None, {"verifier"}),
+    "tango": Recipe({"generator", "verifier"}, "verifier"),
+    "grpo": Recipe({"generator"}),
+    "gold_steps": Recipe({"generator"}, "gold"),                                 # the upper bound
+    "fixed_verifier": Recipe({"generator"}, "verifier"),
+    "fixed_generator": Recipe({"verifier"}),
+    "outcome_verifier": Recipe({"generator", "verifier"}, "verifier", "verdict"),
 }
 
 
@@ -79,6 +90,8 @@ def make_parser() -> argparse.ArgumentParser:
     rewards.add_argument("--advantage", default="grpo", help=f"one of: {', '.join(PRESETS)}")
     rewards.add_argument("--alpha-start", type=float, default=0.1, help="weight of the step advantage at the start (Tango eq. 7)")
     rewards.add_argument("--alpha-end", type=float, default=1e-3, help="and at the end, decaying exponentially")
+    rewards.add_argument("--combine", default="advantages", help="what the outcome and the step reward are combined as, one of: "
+                         f"{', '.join(COMBINE)}; the paper found rewards, normalised together, worse")
     rewards.add_argument("--gamma", type=float, default=0.8, help="weight of the verifier's format reward (Tango eq. 8)")
     rewards.add_argument("--class-weights", action=argparse.BooleanOptionalAction, default=True, help="class-aware verifier advantages (Tango eq. 9)")
     rewards.add_argument("--verifier-balance", action="store_true", help="judge as many right as wrong solutions, drawing on past ones")
@@ -110,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def check_args(args, world: int) -> None:
     """Refuses what cannot work, before anything is loaded or written."""
-    tables = {"recipe": RECIPES, "schedule": SCHEDULES, "advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS,
+    tables = {"recipe": RECIPES, "schedule": SCHEDULES, "advantage": PRESETS, "combine": COMBINE, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS,
               "aggregation": AGGREGATIONS, "lr_schedule": LR_SCHEDULES}
     for name, table in tables.items():
         if getattr(args, name) not in table:
@@ -152,9 +165,20 @@ class Experience:
     seconds: dict
 
 
+def count_tokens(sampled: list[Rollouts]) -> int:
+    """Tokens of these completions over all ranks."""
+    return int(all_reduce(torch.stack([rollouts.lengths.sum() for rollouts in sampled]).sum()))
+
+
+def mean_advantages(rollouts: Rollouts, advantages: torch.Tensor) -> list[float]:
+    """Each rollout's mean advantage over its tokens. advantages (N, T)."""
+    inside = torch.arange(advantages.shape[1], device=advantages.device) < rollouts.lengths[:, None]  # (N, T)
+    return ((advantages * inside).sum(dim=1) / rollouts.lengths.clamp(min=1)).tolist()
+
+
 def generator_rollouts(args, run, state, sampler, roles):
     """Solutions of a batch of problems, one verification each, and their advantages (Tango section 2)."""
-    task, G, started = sampler.task, args.num_samples, time.time()
+    task, G, recipe, started = sampler.task, args.num_samples, RECIPES[args.recipe], time.time()
     problems = next_problems(args, run, state, task)
     rollouts, solutions = sampler.solve(roles["generator"].model, problems, G, ("generator", state.step))
     run.check_stop()
@@ -162,30 +186,33 @@ def generator_rollouts(args, run, state, sampler, roles):
     problems = [p for p in problems for _ in range(G)]
     outcomes = [task.check(p, s.text) for p, s in zip(problems, solutions, strict=True)]                       # eq. 2
     labels = [task.step_labels(p, s.text) for p, s in zip(problems, solutions, strict=True)]
-    step_source, _ = RECIPES[args.recipe]
-    verifications, verdicts = None, labels
-    if step_source == "verifier":
-        _, verifications = sampler.verify(roles["verifier"].model, problems, solutions, 1, ("verdicts", state.step))
+    sampled, verifications, verdicts = [rollouts], None, labels
+    if recipe.judge == "verifier":
+        written, verifications = sampler.verify(roles["verifier"].model, problems, solutions, 1, ("verdicts", state.step))
         run.check_stop()
+        sampled.append(written)
         verdicts = [v.usable_steps for v in verifications]
     verified = time.time()
-    preset, T = PRESETS[args.advantage], rollouts.tokens.shape[1]
-    alpha = exponential_decay(args.alpha_start, args.alpha_end, state.gen_step / max(1, args.num_steps - 1)) if step_source else 0.0
+    alpha = exponential_decay(args.alpha_start, args.alpha_end, state.gen_step / max(1, args.num_steps - 1)) if recipe.judge else 0.0
     sources = [(1 - alpha, outcome_rewards(outcomes, rollouts.lengths))]
-    if step_source:
+    if recipe.judge and recipe.reward == "steps":
         sources.append((alpha, step_rewards([s.step_ends for s in solutions], verdicts, run.device)))         # eq. 3
-    advantages = blend(sources, rollouts.group_id, T, preset, all_reduce)                                      # eq. 4-7
-    metrics = {"alpha": alpha} | reward_metrics(outcomes, G, rollouts, run.device)
+    elif recipe.judge:
+        sources.append((alpha, outcome_rewards([v.verdict for v in verifications], rollouts.lengths)))
+    advantages = COMBINE[args.combine](sources, rollouts.group_id, rollouts.tokens.shape[1], PRESETS[args.advantage], all_reduce)  # eq. 4-7
+    metrics = {"alpha": alpha, "sampled_tokens": count_tokens(sampled)} | reward_metrics(outcomes, G, rollouts, run.device)
     metrics |= mean_over_ranks({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
                                 "reasoning_steps": [len(s.step_ends) for s in solutions],
-                                "step_abstained": [v is None for v in verdicts] if step_source else [],
-                                "rewards/step/mean": [x for v in verdicts if v and step_source for x in v],
+                                "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in solutions if s.step_ends],
+                                "frac_ranking_reversed": frac_ranking_reversed(outcomes, mean_advantages(rollouts, advantages), G),
+                                "step_abstained": [v is None for v in verdicts] if recipe.judge else [],
+                                "rewards/step/mean": [x for v in verdicts if v and recipe.judge for x in v],
                                 "step_label_mean": [x for v in labels for x in v]}, run.device)
     if verifications:
         rows = [judged_row(task, *row) for row in zip(problems, solutions, verifications, strict=True)]
         metrics |= {f"verdicts/{name}": value for name, value in judge_scores(gather_lists(rows, run.device)).items()}
     judged = [[p.index, c, o] for p, c, o in zip(problems, rollouts.completions(), outcomes, strict=True)]
-    records = rollout_records("generator", problems, solutions, verifications, rollouts, advantages, outcomes, labels,
+    records = rollout_records("generator", task.fmt, problems, solutions, verifications, rollouts, advantages, outcomes, labels,
                               range(0, len(outcomes), G)[: args.log_rollouts])
     return Experience(rollouts, advantages, metrics, gather_judgeable(judged, run.device), records, state.class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
@@ -221,11 +248,12 @@ def verifier_rollouts(args, run, state, sampler, roles):
         class_weights.observe(num_right, num_wrong)
         advantages = advantages * torch.tensor([[class_weights.weight(o)] for o in outcomes], device=run.device)
     rows = [judged_row(task, *row) for row in zip(problems, solutions, verifications, strict=True)]
-    metrics = judge_scores(gather_lists(rows, run.device)) | reward_metrics(rewards, G, rollouts, run.device)
+    metrics = {"sampled_tokens": count_tokens([fresh_rollouts, rollouts])}
+    metrics |= judge_scores(gather_lists(rows, run.device)) | reward_metrics(rewards, G, rollouts, run.device)
     metrics |= mean_over_ranks({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],
                                 "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}, run.device)
     metrics |= {"class_weight/right": class_weights.weight(True), "class_weight/wrong": class_weights.weight(False)} if args.class_weights else {}
-    records = rollout_records("verifier", problems, solutions, verifications, rollouts, advantages, outcomes,
+    records = rollout_records("verifier", task.fmt, problems, solutions, verifications, rollouts, advantages, outcomes,
                               [row[1] for row in rows], range(0, len(outcomes), G)[: args.log_rollouts])
     return Experience(rollouts, advantages, metrics, judgeable, records, class_weights,
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
@@ -260,7 +288,7 @@ def steps_left(args, state, leader: str, lengths: PhaseLengths) -> float:
 
 def train(args, run, state, sampler, roles, evaluate) -> None:
     """Algorithm 1: interleaved updates of generator and verifier."""
-    _, trained = RECIPES[args.recipe]
+    trained = RECIPES[args.recipe].trained
     leader = "generator" if "generator" in trained else "verifier"
     lengths = PhaseLengths(args.warmup_steps if "verifier" in trained else 0, args.generator_steps if "generator" in trained else 0,
                            args.verifier_steps if "verifier" in trained else 0, args.balanced_acc_bar)
@@ -272,8 +300,7 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
         record, evaluated_at = {}, state.last_eval
         if args.eval_every and done % args.eval_every == 0 and state.last_eval != done:
             scores = evaluate(roles, state.fixed_solutions) if done else state.before
-            record = {f"eval/{key}": value for key, value in scores.items()}
-            evaluated_at = done
+            record, evaluated_at = dict(scores), done
         evaluated = time.time()
         name = state.enter_phase(lengths, SCHEDULES[args.schedule])
         experience = play[name](args, run, state, sampler, roles)
@@ -284,7 +311,8 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
         if name == "generator" and "verifier" in roles:
             copy_shared_lambdas(roles["generator"].model, roles["verifier"].model, args.verifier_shared_layers)
         updated = time.time()
-        record |= {"step": state.step, "role": name, "phase": state.phase, "gen_step": state.gen_step, "ver_step": state.ver_step}
+        record |= {"step": state.step, "role": name, "phase": state.phase, "gen_step": state.gen_step, "ver_step": state.ver_step,
+                   "sampled_tokens": state.sampled_tokens}
         record |= {f"{PREFIX[name]}/{key}": value for key, value in metrics.items()}
         record |= {"timing_s/eval": evaluated - started, **{f"timing_s/{key}": value for key, value in experience.seconds.items()},
                    "timing_s/update": updated - sampled, "timing_s/step": updated - started,
@@ -292,7 +320,7 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
         state.last_eval, state.class_weights = evaluated_at, experience.class_weights
         state.judged_pool = (state.judged_pool + experience.judgeable)[-args.replay_size:] if args.replay_size else []
         state.observe_balanced_acc(metrics["balanced_acc"] if name == "verifier" else None)
-        state.advance(name, args.examples_per_step, bool(metrics["skipped"]), updated - started)
+        state.advance(name, args.examples_per_step, metrics["sampled_tokens"], bool(metrics["skipped"]), updated - started)
         run.log(record)
         for rollout in experience.records if run.rank == 0 else []:
             run.append("rollouts.jsonl", {"step": record["step"], **rollout})
@@ -307,7 +335,7 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
 def start(args, run, roles, evaluate) -> RunState:
     """The state of a fresh run: fixed solutions, the evaluation before RL, and the health check."""
     started = time.time()
-    fixed = evaluate.sampled_solutions(roles["generator"].model, "test_in", ("fixed",))
+    fixed = evaluate.fixed_solutions(roles["generator"].model)
     state = RunState(fixed_solutions=fixed, before=evaluate(roles, fixed))
     problems = [evaluate.task.problem("rl", i) for i in range(4)]
     rollouts, _ = evaluate.sampler.solve(roles["generator"].model, problems, args.num_samples, ("health",))
@@ -335,8 +363,8 @@ def main(args) -> None:
         check_writable(folder)
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     device = init_device(args.device_type)
-    step_source, trained = RECIPES[args.recipe]
-    roles = load_roles(args, trained, step_source == "verifier" or "verifier" in trained, device, compute_dtype(device))
+    recipe = RECIPES[args.recipe]
+    roles = load_roles(args, recipe.trained, recipe.judge == "verifier" or "verifier" in recipe.trained, device, compute_dtype(device))
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
     sampled = [task.problem(split, i).prompt for split in ("rl", "test_in", "test_out") for i in range(64)]
@@ -368,7 +396,7 @@ def main(args) -> None:
     if rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {
             "seed": args.seed, "recipe": args.recipe, "minutes": round(minutes, 2), "gen_steps": state.gen_step,
-            "ver_steps": state.ver_step, "before": state.before, "after": after})
+            "ver_steps": state.ver_step, "sampled_tokens": state.sampled_tokens, "before": state.before, "after": after})
     run.finish()
     print0(f"\nthe run's folder:\n{run.folder}")
 

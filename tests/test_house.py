@@ -23,8 +23,9 @@ LEVELS = [
     {"nanochat.rl.prompts", "nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules"},
     {"nanochat.rl.rewards", "nanochat.bench"},
     {"nanochat.rl.rollouts", "nanochat.rl.roles"},
-    {"nanochat.rl.trainer", "nanochat.rl.evals", "nanochat.rl.report", "nanochat.rl.state"},
-    {"scripts.tok_train", "scripts.chat_sft", "scripts.tango_rl", "scripts.bench_step", "scripts.bench_kernels", "scripts.bench_engine"},
+    {"nanochat.rl.trainer", "nanochat.rl.evals", "nanochat.rl.progress", "nanochat.rl.state", "nanochat.rl.report"},
+    {"nanochat.rl.page"},
+    {"scripts.tok_train", "scripts.chat_sft", "scripts.tango_rl", "scripts.report", "scripts.bench_step", "scripts.bench_kernels", "scripts.bench_engine"},
 ]
 ONLY_TORCH = ("nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules")
 

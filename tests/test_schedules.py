@@ -88,7 +88,7 @@ def test_a_warm_up_step_trains_the_verifier():
     state, roles = RunState(), []
     for _ in range(7):
         role = state.enter_phase(PhaseLengths(2, 3, 1), fixed)
-        state.advance(role, num_problems=4, skipped=False, seconds=1.0)
+        state.advance(role, num_problems=4, sampled_tokens=10, skipped=False, seconds=1.0)
         roles.append(role[0])
     assert "".join(roles) == "vv" "gggv" "g"
     assert (state.step, state.gen_step, state.ver_step, state.cursor, state.phase, state.phase_steps) == (7, 4, 3, 28, "generator", 1)

@@ -82,7 +82,8 @@ def test_roles_move_in_turns_and_only_the_trained_one_changes(straight):
 def test_a_run_leaves_what_it_promises(straight):
     folder = straight / "runs" / "r"
     summary = json.loads((folder / "summary.json").read_text())
-    keys = {"gen_pass1_in", "gen_pass1_out", "ver_outcome_f1", "ver_balanced_acc", "ver_step_f1_fixed", "ver_step_f1_current", "ver_parse_fail"}
+    keys = {"gen/pass1_in", "gen/pass1_out", "ver/outcome_f1_fixed", "ver/balanced_acc_fixed", "ver/step_f1_fixed", "ver/step_f1_fixed_out",
+            "ver/step_f1_current", "ver/parse_fail_fixed"}
     assert summary["seed"] == 0 and summary["minutes"] > 0
     assert keys <= summary["before"].keys() and keys <= summary["after"].keys()
     log = records(straight, "r")
@@ -94,7 +95,7 @@ def test_a_run_leaves_what_it_promises(straight):
         assert {f"{prefix}/{name}" for name in common} <= record.keys()
     assert {"ver/outcome_f1", "ver/balanced_acc", "ver/step_f1", "ver/pred_pos_rate", "ver/label_pos_rate", "ver/parse_fail",
             "ver/step_count_mismatch"} <= log[0].keys()
-    assert [r["gen_step"] for r in log if "eval/gen_pass1_in" in r] == [0, 2]
+    assert [r["gen_step"] for r in log if "gen/pass1_in" in r] == [0, 2]
     rollouts = records(straight, "r", "rollouts.jsonl")
     assert len(rollouts) == 7 * 4 and len({r["problem"] for r in rollouts if r["step"] == 3}) > 1
     for rollout in rollouts:

@@ -3,6 +3,7 @@ Scores: pass@1, pass@k, maj@k of a generator; F1 and balanced accuracy of a veri
 """
 from collections import Counter
 from math import comb
+from statistics import correlation as correlate
 from statistics import pstdev
 
 import torch
@@ -64,12 +65,30 @@ def judged_row(task, problem, solution, verification) -> list:
             list(verification.unmet)]
 
 
+def correlation(xs: list[float], ys: list[float]) -> float | None:
+    """Pearson's correlation; None where either is constant."""
+    return correlate(xs, ys) if len(set(xs)) > 1 and len(set(ys)) > 1 else None
+
+
+def frac_ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_samples: int) -> list[bool]:
+    """Per group that has right and wrong rollouts: whether a wrong one has a larger mean advantage per token than a right one. The outcome reward
+    alone never does that; the step reward may, with reason (a lucky answer) or without."""
+    reversed_groups = []
+    for i in range(0, len(outcomes), num_samples):
+        group = list(zip(outcomes[i: i + num_samples], advantages[i: i + num_samples], strict=True))
+        right, wrong = ([a for o, a in group if o is kind] for kind in (True, False))
+        reversed_groups += [max(wrong) > min(right)] if right and wrong else []
+    return reversed_groups
+
+
 def judge_scores(rows: list[list]) -> dict:
     """A verifier's scores over `judged_row`s. A missing verdict counts as wrong; solutions without an outcome count for steps alone."""
     scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
     outcomes, said = [o for o, _ in scored], [v for _, v in scored]
     labels = [row[1] for row in rows]
     verdicts = [(row[3] + [None] * len(row[1]))[: len(row[1])] for row in rows]
+    on_wrong = [v for o, v in scored if not o]
+    complete = [(sum(row[3]) / len(row[3]), float(row[0])) for row in rows if row[3] and row[0] is not None and None not in row[3]]
     return {
         "outcome_f1": macro_f1(outcomes, said),
         "balanced_acc": balanced_accuracy(outcomes, said),
@@ -79,6 +98,8 @@ def judge_scores(rows: list[list]) -> dict:
         "step_count_mismatch": sum("step_count_mismatch" in row[4] for row in rows) / max(1, len(rows)),
         "pred_pos_rate": said.count(True) / max(1, len(said)),
         "label_pos_rate": outcomes.count(True) / max(1, len(outcomes)),
+        "pos_rate_wrong": on_wrong.count(True) / len(on_wrong) if on_wrong else None,
+        "step_outcome_corr": correlation([x for x, _ in complete], [y for _, y in complete]),
     }
 
 
@@ -95,7 +116,7 @@ def reward_metrics(rewards: list[float | None], num_samples: int, rollouts, devi
 class Evaluation:
     """The held-out evaluation of a run. Problems are sharded over ranks, what comes of them is gathered, so every rank has the scores.
 
-    fixed: completions of the starting generator on test_in, which never change; the verifier's progress is measured on them.
+    fixed: per split completions of the starting generator, which never change; the verifier's progress is measured on them.
     """
 
     def __init__(self, sampler, run, num_examples: int, num_samples: int):
@@ -119,7 +140,7 @@ class Evaluation:
     def generator_scores(self, generator) -> dict:
         """Greedy pass@1 on both splits; pass@k and maj@k of sampled solutions in distribution."""
         scores = {}
-        for split, name in (("test_in", "gen_pass1_in"), ("test_out", "gen_pass1_out")):
+        for split, name in (("test_in", "gen/pass1_in"), ("test_out", "gen/pass1_out")):
             problems = self._shard(self.splits[split])
             _, solutions = self.sampler.solve(generator, problems, 1, ("eval",), greedy=True)
             right = self._gather([self.task.check(p, s.text) for p, s in zip(problems, solutions, strict=True)])
@@ -143,22 +164,26 @@ class Evaluation:
                 f"maj@{k}": sum(m for _, m, _ in rows) / n, "frac_reward_zero_std": sum(c in (0, k) for c, _, _ in rows) / n,
                 "end_token_rate": sum(s for _, _, s in rows) / (n * k)}
 
-    def verifier_scores(self, verifier, completions: list[list[int]]) -> dict:
-        """Greedy verifications of given completions of the test_in problems."""
-        problems, completions = self._shard(self.splits["test_in"]), self._shard(completions)
+    def fixed_solutions(self, generator) -> dict[str, list[list[int]]]:
+        """One sampled completion of each problem of both splits."""
+        return {split: self.sampled_solutions(generator, split, ("fixed",)) for split in self.splits}
+
+    def verifier_scores(self, verifier, split: str, completions: list[list[int]]) -> dict:
+        """Greedy verifications of given completions of a split's problems."""
+        problems, completions = self._shard(self.splits[split]), self._shard(completions)
         solutions = [read_solution(self.sampler.tokenizer, self.task.fmt, tokens) for tokens in completions]
         _, verifications = self.sampler.verify(verifier, problems, solutions, 1, ("eval",), greedy=True)
         return judge_scores(self._gather([judged_row(self.task, *row) for row in zip(problems, solutions, verifications, strict=True)]))
 
-    def __call__(self, roles: dict, fixed: list[list[int]]) -> dict:
-        """All scores that a run reports; the verifier's are left out when there is none."""
+    def __call__(self, roles: dict, fixed: dict[str, list[list[int]]]) -> dict:
+        """All scores that a run reports, by their names in the log: gen/pass1_{in,out} and ver/<score>_{fixed,fixed_out,current}; the verifier's are
+        left out when there is none. current: on solutions that the present generator samples in distribution."""
         generator = roles["generator"].model
         scores = self.generator_scores(generator)
         if "verifier" not in roles:
             return scores
-        verifier = roles["verifier"].model
-        on_fixed = self.verifier_scores(verifier, fixed)
-        on_current = self.verifier_scores(verifier, self.sampled_solutions(generator, "test_in", ("current",)))
-        scores |= {f"ver_{name}": value for name, value in on_fixed.items() if name != "step_f1"}
-        return scores | {"ver_step_f1_fixed": on_fixed["step_f1"], "ver_step_f1_current": on_current["step_f1"],
-                         "ver_outcome_f1_current": on_current["outcome_f1"], "ver_parse_fail_current": on_current["parse_fail"]}
+        current = self.sampled_solutions(generator, "test_in", ("current",))
+        for kind, split, completions in (("fixed", "test_in", fixed["test_in"]), ("fixed_out", "test_out", fixed["test_out"]), ("current", "test_in", current)):
+            judged = self.verifier_scores(roles["verifier"].model, split, completions)
+            scores |= {f"ver/{name}_{kind}": value for name, value in judged.items()}
+        return scores

@@ -1,84 +1,242 @@
 """
-What a run shows: the health check, a line per step, rollout records and the final table.
+What finished runs say together: curves, a table that compares arms seed by seed, and one page to look at rollouts.
+
+An arm is what is compared (tango, grpo, ...), a run is one arm with one seed. Runs named <task>-<arm>-s<seed> are compared within their task.
 """
-from nanochat.common import print0
+import csv
+import json
+import os
+import re
+from dataclasses import dataclass
+from statistics import NormalDist, mean, stdev
 
-TABLE = {
-    "gen_pass1_in": "generator greedy pass@1, in distribution",
-    "gen_pass1_out": "generator greedy pass@1, out of distribution (longer)",
-    "ver_outcome_f1": "verifier outcome F1 (macro), fixed solutions",
-    "ver_balanced_acc": "verifier balanced accuracy, fixed solutions",
-    "ver_step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
-    "ver_step_f1_current": "verifier step F1, current generator's solutions",
-    "ver_parse_fail": "verifier parse failures",
+from nanochat.common import BadInput
+
+BASELINE, ORACLE = "grpo", "gold_steps"
+ACCURACY = "gen/pass1_in"
+# metric: title and x axis of its panel. Evaluations are points in time; indicators are means over the generator steps since the evaluation before.
+EVALS = {
+    "gen/pass1_in": "generator pass@1, in distribution",
+    "gen/pass1_out": "generator pass@1, out of distribution",
+    "ver/step_f1_fixed": "verifier step F1, in distribution",
+    "ver/step_f1_fixed_out": "verifier step F1, out of distribution",
+    "ver/outcome_f1_fixed": "verifier outcome F1, in distribution",
+    "ver/outcome_f1_fixed_out": "verifier outcome F1, out of distribution",
+    "ver/balanced_acc_fixed": "verifier balanced accuracy",
+    "ver/step_f1_current": "verifier step F1, current solutions",
 }
+INDICATORS = {
+    "gen/verdicts/pos_rate_wrong": "wrong solutions judged right",
+    "gen/verdicts/step_outcome_corr": "correlation of step verdicts with outcome",
+    "gen/reasoning_steps": "steps per solution",
+    "gen/step_length": "tokens per step",
+    "gen/frac_ranking_reversed": "groups that step rewards reverse",
+}
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
 
 
-def percent(value: float | None) -> str:
-    return "    -" if value is None else f"{100 * value:5.1f}"
+@dataclass
+class Run:
+    """A finished run. points: its evaluations in order, each {gen_step, ver_step, sampled_tokens, metric: value}, indicators included; records: one
+    per optimizer step; rollouts: as sampled for the log."""
+    name: str
+    task: str
+    arm: str
+    seed: int
+    config: dict
+    summary: dict
+    points: list[dict]
+    records: list[dict]
+    rollouts: list[dict]
 
 
-def print_table(before: dict, after: dict) -> None:
-    """Before RL -> after RL, in percent and points."""
-    print0(f"\n{'held-out evaluation (percent)':58s} before    after   change")
-    for name, label in TABLE.items():
-        if name in after:
-            old, new = before.get(name), after[name]
-            change = f"{100 * (new - old):+6.1f}" if None not in (old, new) else "     -"
-            print0(f"{label:58s}  {percent(old)} -> {percent(new)}   {change}")
-
-
-def print_step(record: dict, role: str, seconds_left: float) -> None:
-    """One line per optimizer step."""
-    prefix = "gen" if role == "generator" else "ver"
-    get = lambda name: record.get(f"{prefix}/{name}")
-    number = lambda name: "-" if get(name) is None else f"{get(name):.3f}"
-    shown = f"reward {number('reward')} ± {number('reward_std')} | no signal {100 * get('frac_reward_zero_std'):3.0f}%"
-    shown += f" | len {get('completions/mean_length'):5.1f} | entropy {get('entropy'):.3f} | grad {get('grad_norm'):.2f}"
-    if role == "generator":
-        shown += f" | alpha {record['gen/alpha']:.3f}"
-    else:
-        shown += f" | balanced acc {percent(get('balanced_acc'))} | step F1 {percent(get('step_f1'))}"
-        if get("pred_pos_rate") in (0.0, 1.0):
-            shown += " | WARNING: constant verifier"
-    print0(f"step {record['step']:4d} {role:9s} | {shown} | {record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left")
-
-
-def rollout_records(role: str, problems, solutions, verifications, rollouts, advantages, outcomes, labels, rows) -> list[dict]:
-    """The given rows of a step's rollouts for rollouts.jsonl: texts, verdicts, gold labels, and the advantages of the trained tokens."""
+def read_lines(path: str) -> list[dict]:
+    """The records of a jsonl file. Raises BadInput naming the line that is not one."""
     records = []
-    for n in rows:
-        records.append({
-            "role": role, "problem": problems[n].prompt, "gold": problems[n].answer, "solution": solutions[n].text, "outcome": outcomes[n],
-            "step_labels": labels[n], "step_ends": solutions[n].step_ends, "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
-            "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
-            **({"verification": None} if verifications is None else {
-                "verification": verifications[n].text, "step_verdicts": verifications[n].step_verdicts, "verdict": verifications[n].verdict,
-                "unmet": list(verifications[n].unmet)})})
+    with open(path, encoding="utf-8") as f:
+        for number, line in enumerate(f, 1):
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                raise BadInput(f"{path}, line {number}: not a json record") from None
     return records
 
 
-def health_check(scores: dict, sampled: dict, logprob_gap: float | None) -> list[str]:
-    """Prints what RL starts from and returns the warnings: each names the likely cause."""
-    print0("health check of the starting point")
-    for name, value in sampled.items():
-        print0(f"  generator {name:22s} {percent(value)}%")
-    for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1"):
-        if f"ver_{name}" in scores:
-            print0(f"  verifier  {name:22s} {percent(scores[f'ver_{name}'])}%")
-    if logprob_gap is not None:
-        print0(f"  sampler vs trainer, largest logprob difference {logprob_gap:.2e}")
-    warnings = []
-    if sampled["pass@1"] == 0:
-        warnings.append("no sampled solution is right: RL finds nothing to reinforce; give SFT longer or easier problems")
-    if sampled["end_token_rate"] < 0.5:
-        warnings.append("under half of the completions end: SFT never taught the end token, or --max-new-tokens is too small")
-    if scores.get("ver_parse_fail", 0) > 0.5:
-        warnings.append("under half of the verifications parse: the verifier has not learned its format; train its SFT longer")
-    elif scores.get("ver_pred_pos_rate") in (0.0, 1.0) or scores.get("ver_balanced_acc") == 0.5:
-        warnings.append("the verifier is constant (balanced accuracy 0.5): SFT it on balanced solutions, and use --verifier-balance")
-    if logprob_gap is not None and logprob_gap > 0.1:
-        warnings.append("sampler and trainer disagree on logprobs: check --top-k, --temperature and dtypes")
-    for warning in warnings:
-        print0(f"  WARNING: {warning}")
-    return warnings
+def read_run(folder: str) -> Run:
+    """Reads a run's folder. Raises BadInput where it is no finished run."""
+    name = os.path.basename(os.path.normpath(folder))
+    for file in ("config.json", "metrics.jsonl", "summary.json"):
+        if not os.path.exists(os.path.join(folder, file)):
+            raise BadInput(f"{folder}: no {file}; is it the folder of a finished run?")
+    config, summary = ({**record} for record in (read_json(os.path.join(folder, file)) for file in ("config.json", "summary.json")))
+    records = read_lines(os.path.join(folder, "metrics.jsonl"))
+    rollouts_path = os.path.join(folder, "rollouts.jsonl")
+    rollouts = read_lines(rollouts_path) if os.path.exists(rollouts_path) else []
+    args = config["args"]
+    match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
+    task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"] else (args["task"], name)
+    last = {"gen_step": summary["gen_steps"], "ver_step": summary["ver_steps"], "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
+    return Run(name, task, arm, args["seed"], config, summary, evaluated(records, last), records, rollouts)
+
+
+def read_json(path: str) -> dict:
+    """A json file. Raises BadInput."""
+    with open(path, encoding="utf-8") as f:
+        try:
+            return json.load(f)
+        except ValueError:
+            raise BadInput(f"{path}: not json") from None
+
+
+def evaluated(records: list[dict], last: dict) -> list[dict]:
+    """The points of a run from its records and its last evaluation: each evaluation with the mean of every indicator since the one before."""
+    points, since = [], []
+    for record in [*records, last]:
+        if ACCURACY in record:
+            point = {name: record.get(name) for name in ("gen_step", "ver_step", "sampled_tokens", *EVALS)}
+            for name in INDICATORS:
+                values = [r[name] for r in since if r.get(name) is not None]
+                point[name] = mean(values) if values else None
+            points.append(point)
+            since = []
+        since.append(record)
+    return points
+
+
+def tidy(runs: list[Run]) -> list[dict]:
+    """One row per number: task, arm, seed, step (of the role that the metric is about), sampled_tokens, metric, value."""
+    return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point["ver_step" if metric.startswith("ver/") else "gen_step"],
+             "sampled_tokens": point["sampled_tokens"], "metric": metric, "value": round(point[metric], 5)}
+            for run in runs for point in run.points for metric in (*EVALS, *INDICATORS) if point[metric] is not None]
+
+
+def write_csv(rows: list[dict], path: str) -> None:
+    with open(path, "w", newline="") as f:
+        writer = csv.DictWriter(f, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# Numbers of one run
+
+def curve(run: Run, metric: str, x: str) -> tuple[list[float], list[float]]:
+    """A metric's points over gen_step, ver_step or sampled_tokens."""
+    points = [(point[x], point[metric]) for point in run.points if point.get(metric) is not None]
+    return [a for a, _ in points], [b for _, b in points]
+
+
+def first_reach(xs: list[float], ys: list[float], level: float) -> float | None:
+    """Where the line through the points first is at `level`; None where it never is. Raises ValueError without points."""
+    if not xs:
+        raise ValueError("a curve without points")
+    if ys[0] >= level:
+        return xs[0]
+    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
+        if y1 >= level:
+            return x0 + (level - y0) / (y1 - y0) * (x1 - x0)
+    return None
+
+
+def area_under(xs: list[float], ys: list[float]) -> float:
+    """The mean height of the line through the points (trapezoids)."""
+    area = sum((x1 - x0) * (y0 + y1) / 2 for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False))
+    return area / (xs[-1] - xs[0]) if len(xs) > 1 else ys[0]
+
+
+# Numbers over seeds
+
+def interval(values: list[float]) -> tuple[float, float | None]:
+    """Mean and half-width of its 95% interval (Student's t); no width for a single value."""
+    if len(values) < 2:
+        return values[0], None
+    degrees, z = len(values) - 1, NormalDist().inv_cdf(0.975)
+    t = STUDENT[degrees - 1] if degrees <= len(STUDENT) else z + (z ** 3 + z) / (4 * degrees) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * degrees ** 2)
+    return mean(values), t * stdev(values) / len(values) ** 0.5
+
+
+def recovered(gains: list[float], oracle_gains: list[float]) -> float | None:
+    """The share of the oracle's mean gain over the baseline that an arm has; None where that gain is not above two standard errors."""
+    if len(oracle_gains) < 2:
+        return None
+    gain, error = mean(oracle_gains), stdev(oracle_gains) / len(oracle_gains) ** 0.5
+    return mean(gains) / gain if gain > 2 * error and gain > 0 else None
+
+
+def compare(runs: list[Run]) -> list[dict]:
+    """One row per task and arm: what the table shows, each a list over seeds or a number. Differences are paired: same seed, same problems, same
+    SFT checkpoints."""
+    rows = []
+    for task in sorted({run.task for run in runs}):
+        of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
+        if len(of_task) < sum(run.task == task for run in runs):
+            raise BadInput(f"task {task}: two runs have the same arm and seed")
+        arms = sorted({arm for arm, _ in of_task}, key=lambda arm: (arm != "tango", arm != BASELINE, arm))
+        finals = {key: {"final": run.points[-1][ACCURACY], "area": area_under(*curve(run, ACCURACY, "gen_step"))} for key, run in of_task.items()}
+        gains = {arm: {kind: [finals[arm, s][kind] - finals[BASELINE, s][kind] for a, s in of_task if a == arm and (BASELINE, s) in of_task]
+                       for kind in ("final", "area")} for arm in arms}
+        for arm in arms:
+            mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
+            row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
+                   "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()], "area": [finals[arm, s]["area"] for s in mine],
+                   "final_gain": gains[arm]["final"], "area_gain": gains[arm]["area"]}
+            for unit, x in (("steps", "gen_step"), ("tokens", "sampled_tokens")):
+                row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine if learned(of_task.get((BASELINE, s)))]
+            oracle = gains.get(ORACLE, {"final": [], "area": []})
+            for kind in ("final", "area"):
+                row[f"{kind}_recovered"] = recovered(gains[arm][kind], oracle[kind]) if gains[arm][kind] else None
+            for name in ("ver/step_f1_fixed", "ver/outcome_f1_fixed"):
+                row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values() if None not in (run.points[0][name], run.points[-1][name])]
+            rows.append(row)
+    return rows
+
+
+def learned(baseline: Run | None) -> bool:
+    """Whether there is a baseline that ends above where it began: otherwise there is nothing to reach."""
+    return baseline is not None and baseline.points[-1][ACCURACY] > baseline.points[0][ACCURACY]
+
+
+def reach_ratio(run: Run, baseline: Run, x: str) -> float | None:
+    """Where the run reaches the baseline's final accuracy, over where the baseline ends; None where it never does."""
+    reached = first_reach(*curve(run, ACCURACY, x), baseline.points[-1][ACCURACY])
+    return None if reached is None else reached / max(1, baseline.points[-1][x])
+
+
+# The table as text
+
+COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's", "tokens / GRPO's", "oracle's gain",
+           "step F1", "outcome F1")
+
+
+def cells(row: dict) -> list[str]:
+    """A row of `compare` as the texts of COLUMNS, in percent and points."""
+    def spread(values):
+        return "-" if not values else f"{100 * mean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
+
+    def paired(values):
+        if not values or row["arm"] == BASELINE:
+            return "-"
+        middle, half = interval(values)
+        return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "")
+
+    def ratio(values):
+        reached = [v for v in values if v is not None]
+        missed = f" ({len(values) - len(reached)} of {len(values)} never)" if len(reached) < len(values) else ""
+        return (f"{mean(reached):.2f}" if reached else "-") + missed
+
+    def change(pairs):
+        return "-" if not pairs else f"{100 * mean(a for a, _ in pairs):.1f} -> {100 * mean(b for _, b in pairs):.1f}"
+
+    share = row["area_recovered"]
+    return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]), paired(row["final_gain"]),
+            paired(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
+            "-" if row["arm"] == BASELINE else "not measurable" if share is None else f"{100 * share:.0f}%",
+            change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
+
+
+def markdown_table(rows: list[dict]) -> str:
+    """The comparison, one table per task."""
+    text = ""
+    for task in dict.fromkeys(row["task"] for row in rows):
+        text += f"\n{task}\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n"
+        text += "".join(f"| {' | '.join(cells(row))} |\n" for row in rows if row["task"] == task)
+    return text.lstrip("\n")

@@ -26,9 +26,9 @@ class RunState:
     """Everything a step depends on besides weights, optimizers and flags. Sampling noise is a function of (seed, step): no generator
     state is needed for it, the global one is kept all the same.
 
-    step counts all optimizer steps; cursor is the next problem of the rl split; judged_pool holds [problem index, completion, outcome] of past
-    solutions; fixed_solutions are the starting generator's on test_in; before is the evaluation at step 0, which took start_seconds; seconds is
-    the time of all steps.
+    step counts all optimizer steps; cursor is the next problem of the rl split; sampled_tokens counts the tokens of all training rollouts of both
+    roles; judged_pool holds [problem index, completion, outcome] of past solutions; fixed_solutions are the starting generator's, per test split;
+    before is the evaluation at step 0, which took start_seconds; seconds is the time of all steps.
     """
     step: int = 0
     gen_step: int = 0
@@ -38,12 +38,13 @@ class RunState:
     cursor: int = 0
     balanced_acc: float | None = None
     skipped_in_a_row: int = 0
+    sampled_tokens: int = 0
     last_eval: int = -1
     start_seconds: float = 0.0
     seconds: float = 0.0
     class_weights: ClassWeights = field(default_factory=ClassWeights)
     judged_pool: list = field(default_factory=list)
-    fixed_solutions: list = field(default_factory=list)
+    fixed_solutions: dict = field(default_factory=dict)
     before: dict = field(default_factory=dict)
 
     def enter_phase(self, lengths: PhaseLengths, schedule) -> str:
@@ -51,12 +52,13 @@ class RunState:
         self.phase, self.phase_steps = next_phase(self.phase, self.phase_steps, self.balanced_acc, lengths, schedule)
         return "generator" if self.phase == "generator" else "verifier"
 
-    def advance(self, role: str, num_problems: int, skipped: bool, seconds: float) -> None:
+    def advance(self, role: str, num_problems: int, sampled_tokens: int, skipped: bool, seconds: float) -> None:
         """Counts a finished step."""
         self.seconds += seconds
         self.step += 1
         self.phase_steps += 1
         self.cursor += num_problems
+        self.sampled_tokens += sampled_tokens
         self.gen_step += role == "generator"
         self.ver_step += role == "verifier"
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0

@@ -1,0 +1,50 @@
+"""
+Turns finished runs into curves, a comparison of arms, and one page to look at.
+
+    python -m scripts.report chain-s0                                 # a run's name or folder; writes into its folder
+    python -m scripts.report --out dev/curves chain-tango-s0 chain-grpo-s0 chain-tango-s1 chain-grpo-s1
+
+Writes <task>.csv and <task>.png (curves.csv and curves.png for a single run) and report.html, and prints the comparison.
+"""
+import argparse
+import os
+
+from nanochat.common import BadInput, check_least, path_of, print0, script_main
+from nanochat.rl.page import draw_curves, write_page
+from nanochat.rl.report import compare, markdown_table, read_run, tidy, write_csv
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", help="names or folders of finished runs; <task>-<arm>-s<seed> are compared arm by arm")
+    parser.add_argument("--out", default="", help="folder for the files; default: the run's own, where there is one run")
+    parser.add_argument("--max-rollouts", type=int, default=600, help="rollouts on the page, over all runs; the page says of how many")
+    return parser
+
+
+def main(args) -> None:
+    check_least(args, {"max_rollouts": 1})
+    folders = [run if os.path.isdir(run) else path_of("runs", run) for run in args.runs]
+    for name, folder in zip(args.runs, folders, strict=True):
+        if not os.path.isdir(folder):
+            raise BadInput(f"{name}: neither a folder nor a run ({folder} does not exist)")
+    if not args.out and len(folders) > 1:
+        raise BadInput("--out: name a folder for the report of several runs")
+    runs = [read_run(folder) for folder in folders]
+    rows = compare(runs)
+    out = args.out or folders[0]
+    os.makedirs(out, exist_ok=True)
+    for task in dict.fromkeys(run.task for run in runs):
+        of_task = [run for run in runs if run.task == task]
+        path = os.path.join(out, task if len(runs) > 1 else "curves")
+        write_csv(tidy(of_task), path + ".csv")
+        draw_curves(of_task, path + ".png")
+    page = os.path.join(out, "report.html")
+    write_page(runs, rows, page, args.max_rollouts)
+    if len(runs) > 1:
+        print0(markdown_table(rows))
+    print0(f"{page} ({os.path.getsize(page) / 1e6:.1f} MB)")
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())
