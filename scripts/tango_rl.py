@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     loss.add_argument("--prefix-sharing", action=argparse.BooleanOptionalAction, default=True,
                       help="run a group's prompt once per update, not once per rollout; changes no result")
     evals = parser.add_argument_group("evaluation and logs")
-    evals.add_argument("--eval-every", type=int, default=0, help="generator steps between evaluations; 0 = before and after only")
+    evals.add_argument("--eval-every", type=int, default=0, help="generator (or warm-up) steps between evaluations; 0 = before and after only")
     evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
     evals.add_argument("--log-rollouts", type=int, default=4, help="rollouts per step that go to rollouts.jsonl, one of a group")
     return parser
@@ -297,12 +297,13 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
     while (done := getattr(state, PROGRESS[leader])) < args.num_steps:
         run.check_stop()
         started = time.time()
-        record, evaluated_at = {}, state.last_eval
-        if args.eval_every and done % args.eval_every == 0 and state.last_eval != done:
-            scores = evaluate(roles, state.fixed_solutions) if done else state.before
-            record, evaluated_at = dict(scores), done
-        evaluated = time.time()
         name = state.enter_phase(lengths, SCHEDULES[args.schedule])
+        record, evaluated_at = {}, state.last_eval
+        # Evaluations go by the leader's steps, and by the warm-up's counted down to 0.
+        clock = state.ver_step - lengths.warmup if state.phase == "warmup" and leader == "generator" else done
+        if args.eval_every and clock % args.eval_every == 0 and clock != state.last_eval:
+            record, evaluated_at = dict(evaluate(roles, state.fixed_solutions) if state.step else state.before), clock
+        evaluated = time.time()
         experience = play[name](args, run, state, sampler, roles)
         sampled = time.time()
         metrics = experience.metrics | learn(args, run, state, roles[name], experience, loss)

@@ -95,7 +95,7 @@ def test_a_run_leaves_what_it_promises(straight):
         assert {f"{prefix}/{name}" for name in common} <= record.keys()
     assert {"ver/outcome_f1", "ver/balanced_acc", "ver/step_f1", "ver/pred_pos_rate", "ver/label_pos_rate", "ver/parse_fail",
             "ver/step_count_mismatch"} <= log[0].keys()
-    assert [r["gen_step"] for r in log if "gen/pass1_in" in r] == [0, 2]
+    assert [(r["gen_step"], r["ver_step"]) for r in log if "gen/pass1_in" in r] == [(0, 0), (0, 2), (2, 2)]
     rollouts = records(straight, "r", "rollouts.jsonl")
     assert len(rollouts) == 7 * 4 and len({r["problem"] for r in rollouts if r["step"] == 3}) > 1
     for rollout in rollouts:

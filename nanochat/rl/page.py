@@ -110,7 +110,8 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int)
     tasks = []
     for task in dict.fromkeys(run.task for run in runs):
         arms = arms_of([run for run in runs if run.task == task])
-        panels = [{"title": TITLES[metric], "x": AXES[x], "curves": {arm: mean_curve(of_arm, metric, x) for arm, of_arm in arms.items()}} for metric, x in PANELS]
+        panels = [{"title": TITLES[metric], "x": AXES[x], "curves": {arm: mean_curve(of_arm, metric, x) for arm, of_arm in arms.items()}}
+                  for metric, x in PANELS]
         tasks.append({"name": task, "arms": list(arms), "panels": [panel for panel in panels if any(panel["curves"].values())],
                       "table": [cells(row) for row in rows if row["task"] == task]})
     data = {"columns": COLUMNS, "colours": COLOURS, "tasks": tasks, "runs": []}

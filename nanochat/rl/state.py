@@ -39,7 +39,7 @@ class RunState:
     balanced_acc: float | None = None
     skipped_in_a_row: int = 0
     sampled_tokens: int = 0
-    last_eval: int = -1
+    last_eval: int | None = None
     start_seconds: float = 0.0
     seconds: float = 0.0
     class_weights: ClassWeights = field(default_factory=ClassWeights)
