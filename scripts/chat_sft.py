@@ -35,7 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_run_args(parser)
     add_task_args(parser)
     parser.add_argument("--role", choices=["generator", "verifier"], required=True)
-    parser.add_argument("--model-tag", default="", help="tag of the generator, default d<depth>; the verifier's is <tag>-ver")
+    parser.add_argument("--model-tag", default="", help="tag of the generator, default d<depth>")
+    parser.add_argument("--verifier-tag", default="", help="tag under which the verifier is saved; default: <model-tag>-ver")
     model = parser.add_argument_group("model")
     model.add_argument("--depth", type=int, default=4, help="layers: the one dial; the width is 64 per layer unless --n-embd is given")
     model.add_argument("--n-embd", type=int, default=0)
@@ -122,7 +123,11 @@ def main(args) -> None:
     task = make_task(args)
     args.model_tag = args.model_tag or f"d{args.depth}"
     check_name("--model-tag", args.model_tag)
-    tag = args.model_tag + ("-ver" if args.role == "verifier" else "")
+    args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
+    check_name("--verifier-tag", args.verifier_tag)
+    if args.verifier_tag == args.model_tag:
+        raise BadInput(f"--verifier-tag {args.verifier_tag}: is the generator's tag")
+    tag = args.verifier_tag if args.role == "verifier" else args.model_tag
     rank, world = rank_and_world()
     if args.examples_per_step % world:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks")

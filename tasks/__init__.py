@@ -1,9 +1,9 @@
 """Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
 from nanochat.common import BadInput
-from tasks import chain, last_letter
+from tasks import chain, last_letter, mixture
 
-TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter}
-MODULES = (chain, last_letter)
+TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture}
+MODULES = (chain, last_letter, mixture)
 
 
 def add_task_args(parser) -> None:

@@ -17,7 +17,7 @@ LEVELS = [
     {"nanochat.common", "nanochat.formats", "nanochat.kernels.launch", "nanochat.kernels.cpu"},
     {"nanochat.ops", "nanochat.tokenizer", "nanochat.optim", "tasks.common"},
     {"nanochat.attention", "tasks.chain", "tasks.last_letter"},
-    {"nanochat.gpt"},
+    {"nanochat.gpt", "tasks.mixture"},
     {"nanochat.engine", "nanochat.checkpoint", "nanochat.kernels.linear_logprob", "nanochat.kernels.group_advantages", "tasks"},
     {"nanochat.kernels.linear_policy_loss"},
     {"nanochat.rl.prompts", "nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules"},

@@ -25,6 +25,8 @@ EVERY_TASK = pytest.mark.parametrize("name", list(TASKS))
 ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"], "last_letter": ["--last-letter-verifier-error", "0"]}
 EIGHT_STEPS = {"chain": ["--chain-min-steps", "8", "--chain-max-steps", "8"],
                "last_letter": ["--last-letter-min-words", "8", "--last-letter-max-words", "8"]}
+for by_task in (ALWAYS_RIGHT, EIGHT_STEPS):
+    by_task["mixture"] = by_task["chain"] + by_task["last_letter"]
 
 PIECES = ("3+5:8;", "8*2:6;", "9*2:8;", "grape:e;", "lemon:en;", "fig:eng;", ";", "=", "=86", "=eng", "T", "F")
 ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|") |
@@ -293,7 +295,7 @@ def test_last_letter_steps_are_right_iff_they_give_the_word_and_the_letters_so_f
 @settings(max_examples=60, deadline=None)
 @given(solution=ANY_TEXT)
 def test_any_text_gets_one_label_per_step_and_a_verification_in_format(name, solution):
-    task, problem = task_of(name, *ALWAYS_RIGHT[name]), {"chain": CHAIN, "last_letter": WORDS}[name]
+    task, problem = task_of(name, *ALWAYS_RIGHT[name]), {"chain": CHAIN, "last_letter": WORDS, "mixture": CHAIN}[name]
     labels = task.step_labels(problem, solution)
     assert len(labels) == len(task.fmt.step_spans(solution)) and all(type(label) is bool for label in labels)
     assert type(task.check(problem, solution)) is bool
@@ -310,7 +312,7 @@ def test_a_demonstration_without_misconceptions_is_right_in_answer_and_steps(nam
         for i in range(50):
             problem = task.problem(split, i)
             solution = task.solution_demo(problem, random.Random(i))
-            num_steps = len(problem.prompt) // 2 if name == "chain" else len(problem.prompt.split())
+            num_steps = len(problem.prompt) // 2 if problem.prompt[0].isdigit() else len(problem.prompt.split())
             assert task.step_labels(problem, solution) == [True] * num_steps
             assert task.check(problem, solution) is True
 
@@ -413,7 +415,7 @@ def test_a_verifier_without_misconceptions_judges_as_gold_does(name):
     ("last_letter", "grape:eT;=T", "grape:eF;=F"),
 ])
 def test_verifications_written_by_hand(name, solution, verification):
-    problem = {"chain": CHAIN, "last_letter": WORDS}[name]
+    problem = {"chain": CHAIN, "last_letter": WORDS, "mixture": CHAIN}[name]
     assert task_of(name, *ALWAYS_RIGHT[name]).verification_demo(problem, solution, random.Random(0)) == verification
 
 
@@ -514,3 +516,22 @@ def test_a_split_without_problems_is_an_error_and_no_endless_loop():
     task = task_of("chain", "--chain-modulus", "2", "--chain-min-steps", "1", "--chain-max-steps", "1")
     with pytest.raises(BadInput, match="split test_in"):
         task.problem("test_in", 0)
+
+
+# Mixture
+
+def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
+    mixed, chain, words = task_of("mixture"), task_of("chain"), task_of("last_letter")
+    for i in range(20):
+        part, other = (chain, words) if i % 2 == 0 else (words, chain)
+        problem, original = mixed.problem("rl", i), part.problem("rl", i // 2)
+        assert (problem.prompt, problem.answer, problem.index) == (original.prompt, original.answer, i)
+        solution = part.corrupted_solution(original, random.Random(i))
+        assert mixed.step_labels(problem, solution) == part.step_labels(original, solution)
+        assert mixed.check(problem, solution) == part.check(original, solution)
+        assert not any(other.step_labels(original, solution)[:1])
+
+
+def test_a_mixture_of_what_is_no_task_is_bad_input():
+    with pytest.raises(BadInput, match="--mixture-tasks chain,sorting: 'sorting' is not a task"):
+        task_of("mixture", "--mixture-tasks", "chain,sorting")

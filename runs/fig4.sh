@@ -1,0 +1,97 @@
+#!/usr/bin/env bash
+# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing; then curves and a paired comparison.
+# A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
+#   bash runs/fig4.sh                                                  # chain, seeds 0 1 2, the six arms: about 40 minutes on 2 cores
+#   bash runs/fig4.sh --task last_letter --seeds "0 1" --steps 40 --arms "tango grpo"
+#   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "0 1" --out dev/curves/ablations
+set -euo pipefail
+TASK=chain SEEDS="0 1 2" STEPS=60 OUT=dev/curves JOBS=${JOBS:-$(nproc)}
+MAIN="tango grpo fixed_verifier fixed_generator gold_steps outcome_verifier"
+ABLATIONS="tango alpha_0.05 alpha_0.1 alpha_0.3 alpha_1 ng_1 ng_5 ng_10 no_class_weights merged_rewards shared_half shared_all
+small_verifier large_verifier rloo reinforce++"
+ARMS=$MAIN
+refuse() { echo "error: $1" >&2; exit 2; }
+while [ $# -gt 0 ]; do
+    [ $# -gt 1 ] || refuse "$1: needs a value (--task, --seeds, --steps, --arms, --out, --list)"
+    case $1 in
+        --task) TASK=$2 ;; --seeds) SEEDS=$2 ;; --steps) STEPS=$2 ;; --arms) ARMS=$2 ;; --out) OUT=$2 ;;
+        --list) [ "$2" = ablations ] || refuse "--list $2: there is ablations"; echo $ABLATIONS; exit ;;
+        *) refuse "$1: there are --task, --seeds, --steps, --arms, --out, --list" ;;
+    esac
+    shift 2
+done
+
+WARMUP=40
+MODEL="--depth 4 --n-embd 128 --n-head 4"
+case $TASK in
+    chain)        TASK_FLAGS="--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" ;;
+    *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
+esac
+RL_FLAGS="--warmup-steps $WARMUP --eval-every 10 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --lr 2e-4 --verifier-lr 1e-4 \
+    --alpha-start 0.5 --alpha-end 0.05"
+
+arm_flags() {  # what makes an arm; later flags override earlier ones
+    case $1 in
+        tango|grpo|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
+        fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS + 2) / 3))" ;;
+        alpha_*) echo "--alpha-start ${1#alpha_} --alpha-end ${1#alpha_}" ;;
+        ng_*) echo "--generator-steps ${1#ng_}" ;;
+        no_class_weights) echo "--no-class-weights" ;;
+        merged_rewards) echo "--combine rewards" ;;
+        shared_half) echo "--verifier-shared-layers 2" ;;
+        shared_all) echo "--verifier-shared-layers 4" ;;
+        small_verifier|large_verifier) ;;
+        rloo|reinforce++) echo "--advantage $1" ;;
+        *) return 1 ;;
+    esac
+}
+verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, and the flags of that SFT
+    case $1 in
+        shared_half) echo "-half --verifier-shared-layers 2" ;;
+        shared_all) echo "-all --verifier-shared-layers 4" ;;
+        small_verifier) echo "-small --depth 2 --n-embd 64 --n-head 2" ;;
+        large_verifier) echo "-large --depth 6 --n-embd 192 --n-head 6" ;;
+    esac
+}
+for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $MAIN $ABLATIONS"; done
+for number in $SEEDS $STEPS; do [[ $number =~ ^[0-9]+$ ]] || refuse "--seeds, --steps: $number is not a number"; done
+
+source "$(dirname "$0")/setup.sh"
+export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
+export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
+LOGS=$NANOCHAT_BASE_DIR/logs
+mkdir -p "$LOGS" "$OUT"
+logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
+has_model() { compgen -G "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$1/meta_*.json" > /dev/null; }
+
+sft_generator() {  # seed
+    has_model "$TASK-s$1" || logged "sft-$TASK-s$1" python -m scripts.chat_sft --role generator --model-tag "$TASK-s$1" --seed "$1" \
+        --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS
+}
+sft_verifier() {  # seed, arm
+    local ending flags tag
+    read -r ending flags <<< "$(verifier_of "$2")"
+    tag=$TASK-s$1-ver$ending
+    has_model "$tag" || logged "sft-$tag" python -m scripts.chat_sft --role verifier --model-tag "$TASK-s$1" --verifier-tag "$tag" --seed "$1" \
+        --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS $flags
+}
+rl() {  # seed, arm
+    local run=$TASK-$2-s$1 ending
+    read -r ending _ <<< "$(verifier_of "$2")"
+    [ -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ] || logged "$run" python -m scripts.tango_rl --run "$run" --resume-from-step auto \
+        --model-tag "$TASK-s$1" --verifier-tag "$TASK-s$1-ver$ending" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS \
+        $(arm_flags "$2")
+    echo "$(date +%H:%M) $run"
+}
+export TASK STEPS WARMUP MODEL SFT_FLAGS RL_FLAGS TASK_FLAGS LOGS
+export -f logged has_model arm_flags verifier_of sft_generator sft_verifier rl
+each() { xargs -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
+pairs() { for seed in $SEEDS; do for arm in $ARMS; do echo "$seed $arm"; done; done; }
+
+[ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
+for seed in $SEEDS; do echo "$seed"; done | each sft_generator
+pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")"; echo "$seed $arm $ending"; done | sort -u -k 1,1 -k 3,3 | each sft_verifier
+started=$SECONDS
+pairs | each rl
+echo "RL took $(((SECONDS - started) / 60)) minutes"
+python -m scripts.report --out "$OUT" $(pairs | while read -r seed arm; do echo "$TASK-$arm-s$seed"; done) | tee "$OUT/$TASK.md"
