@@ -523,13 +523,12 @@ def test_a_split_without_problems_is_an_error_and_no_endless_loop():
 def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
     mixed, chain, words = task_of("mixture"), task_of("chain"), task_of("last_letter")
     for i in range(20):
-        part, other = (chain, words) if i % 2 == 0 else (words, chain)
+        part = chain if i % 2 == 0 else words
         problem, original = mixed.problem("rl", i), part.problem("rl", i // 2)
         assert (problem.prompt, problem.answer, problem.index) == (original.prompt, original.answer, i)
         solution = part.corrupted_solution(original, random.Random(i))
-        assert mixed.step_labels(problem, solution) == part.step_labels(original, solution)
+        assert mixed.step_labels(problem, solution) == part.step_labels(original, solution) != []
         assert mixed.check(problem, solution) == part.check(original, solution)
-        assert not any(other.step_labels(original, solution)[:1])
 
 
 def test_a_mixture_of_what_is_no_task_is_bad_input():
