@@ -79,7 +79,8 @@ def marked_solution(rollout: dict) -> dict:
         at = end
     tail = rollout["advantages"][ends[-1] + 1 if on_generator and ends else 0:]  # of a verification: all of it
     return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"], "steps": steps, "answer": text[at:],
-            ("answer_advantage" if on_generator else "verification_advantage"): round(mean(tail), 3) if tail else 0.0, "outcome": rollout["outcome"], "verdict": rollout.get("verdict"),
+            ("answer_advantage" if on_generator else "verification_advantage"): round(mean(tail), 3) if tail else 0.0,
+            "outcome": rollout["outcome"], "verdict": rollout.get("verdict"),
             "verification": rollout.get("verification"), "unmet": rollout.get("unmet") or [], "finish_reason": rollout["finish_reason"],
             "judged": bool(rollout.get("verification") is not None)}
 

@@ -1,0 +1,222 @@
+"""
+What finished runs say together: every number by hand, on run folders made here.
+
+    python -m pytest tests/test_report.py
+"""
+import csv
+import json
+import math
+
+import pytest
+
+from nanochat.common import BadInput, script_main
+from nanochat.rl.page import evenly, health, marked_solution, mean_curve
+from nanochat.rl.report import EVALS, area_under, cells, compare, evaluated, first_reach, interval, markdown_table, read_run, recovered, tidy
+from scripts import report
+
+ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7", "outcome": False, "step_labels": [True, False],
+           "step_spans": [[0, 6], [6, 12]], "step_ends": [5, 11], "finish_reason": "stop", "advantages": [0.5] * 6 + [-1.0] * 6 + [-2.0] * 3,
+           "verification": "3+5:8T;8*2:6F;=F", "step_verdicts": [True, False], "verdict": False, "unmet": []}
+
+
+def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None, rollouts=(ROLLOUT,), every: int = 10,
+             tokens_per_step: int = 100) -> str:
+    """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's."""
+    folder = base / "runs" / name
+    folder.mkdir(parents=True)
+    scores = [{"gen/pass1_in": a, "gen/pass1_out": a / 2, **({} if step_f1 is None else dict.fromkeys((n for n in EVALS if n.startswith("ver/")), f))}
+              for a, f in zip(accuracies, step_f1 or accuracies, strict=True)]
+    records = []
+    for step in range(every * (len(accuracies) - 1)):
+        evaluation = scores[step // every] if step % every == 0 else {}
+        records.append({"step": step, "role": "generator", "gen_step": step, "ver_step": step // 2, "sampled_tokens": tokens_per_step * step, **evaluation,
+                        "gen/reasoning_steps": float(step), "gen/entropy": 0.5})
+    end = {"gen_steps": len(records), "ver_steps": len(records) // 2, "sampled_tokens": tokens_per_step * len(records)}
+    (folder / "config.json").write_text(json.dumps({"args": {"task": "chain", "seed": seed, "recipe": "tango"}, "torch": "2"}))
+    (folder / "summary.json").write_text(json.dumps({"seed": seed, "minutes": 1.5, "before": scores[0], "after": scores[-1], **end}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
+    return str(folder)
+
+
+@pytest.fixture
+def experiment(tmp_path, monkeypatch):
+    """Two seeds of three arms: the baseline gains 20 and 30 points, the oracle twice as much, tango three quarters of the difference."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for seed, gain in ((0, 0.2), (1, 0.3)):
+        make_run(tmp_path, f"chain-grpo-s{seed}", seed, [0.1, 0.1 + gain / 2, 0.1 + gain])
+        make_run(tmp_path, f"chain-gold_steps-s{seed}", seed, [0.1, 0.1 + gain, 0.1 + 2 * gain])
+        make_run(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.1 + 0.875 * gain, 0.1 + 1.75 * gain], [0.7, 0.8, 0.9], tokens_per_step=300)
+    return tmp_path
+
+
+# Numbers of a curve
+
+@pytest.mark.parametrize("ys, level, expected", [
+    ([0.0, 1.0, 1.0], 0.5, 5.0), ([0.0, 0.4, 0.8], 0.5, 12.5), ([0.0, 0.6, 0.2], 0.5, 10 * 5 / 6), ([0.5, 0.0, 0.0], 0.5, 0.0), ([0.0, 0.1, 0.2], 0.5, None),
+    ([0.0, 0.2, 0.5], 0.5, 20.0)])
+def test_where_a_curve_first_reaches_a_level(ys, level, expected):
+    assert first_reach([0.0, 10.0, 20.0], ys, level) == (None if expected is None else pytest.approx(expected))
+
+
+def test_a_curve_without_points_reaches_nothing_and_says_so():
+    with pytest.raises(ValueError):
+        first_reach([], [], 0.5)
+
+
+def test_area_under_is_the_mean_height():
+    assert area_under([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
+    assert area_under([0, 10, 40], [0.0, 1.0, 1.0]) == pytest.approx(0.875)
+    assert area_under([0, 0, 10], [0.3, 0.5, 0.5]) == pytest.approx(0.5)  # a warm-up: two evaluations at generator step 0
+    assert area_under([5], [0.3]) == 0.3
+
+
+def test_interval_is_students_t():
+    middle, half = interval([1.0, 2.0, 3.0])
+    assert (middle, half) == (2.0, pytest.approx(4.303 * 1.0 / math.sqrt(3)))
+    assert interval([0.4]) == (0.4, None)
+    # 16 values of spread 1: t(15) is 2.131 in any table
+    values = [(-1.0) ** i for i in range(16)]
+    assert interval(values)[1] == pytest.approx(2.1314 * math.sqrt(16 / 15) / 4, rel=1e-3)
+
+
+def test_the_share_of_the_oracles_gain_needs_a_gain_above_two_standard_errors():
+    assert recovered([0.1, 0.2], [0.2, 0.4]) == pytest.approx(0.5)  # gain .3, standard error .1
+    assert recovered([0.1, 0.2], [0.1, 0.32]) is None               # gain .21, standard error .11
+    assert recovered([0.1, 0.2], [-0.3, -0.3]) is None
+    assert recovered([0.1], [0.3]) is None
+
+
+def test_indicators_are_means_since_the_evaluation_before():
+    records = [{"gen_step": i, "gen/reasoning_steps": float(i), **({"gen/pass1_in": 0.1} if i in (0, 3) else {})} for i in range(5)]
+    points = evaluated(records, {"gen_step": 5, "gen/pass1_in": 0.2})
+    assert [p["gen/reasoning_steps"] for p in points] == [None, 1.0, 3.5]  # 0 1 2 | 3 4
+    assert [p["gen/pass1_in"] for p in points] == [0.1, 0.1, 0.2]
+
+
+# Runs together
+
+def test_arms_are_compared_seed_by_seed(experiment):
+    rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
+    assert list(rows) == ["tango", "grpo", "gold_steps"]
+    tango, gold = rows["tango"], rows["gold_steps"]
+    assert sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225])
+    assert gold["steps_ratio"] == pytest.approx([0.5, 0.5]) and tango["steps_ratio"] == pytest.approx([4 / 7, 4 / 7])
+    assert tango["tokens_ratio"] == pytest.approx([12 / 7, 12 / 7])  # three times the tokens per step
+    assert (tango["final_recovered"], tango["area_recovered"]) == (pytest.approx(0.75), pytest.approx(0.75))
+    assert tango["ver/step_f1_fixed"] == [(0.7, 0.9), (0.7, 0.9)] and rows["grpo"]["ver/step_f1_fixed"] == []
+    assert dict(zip(("arm", "seeds", "final", "longer"), cells(rows["grpo"])[:4], strict=True)) == \
+        {"arm": "grpo", "seeds": "2", "final": "35.0 ± 7.1", "longer": "17.5 ± 3.5"}
+    assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "75%", "70.0 -> 90.0", "70.0 -> 90.0"]
+
+
+def test_an_arm_that_never_gets_there_is_counted_not_averaged(experiment):
+    make_run(experiment, "chain-slow-s0", 0, [0.1, 0.1, 0.2])
+    make_run(experiment, "chain-slow-s1", 1, [0.1, 0.4, 0.4])
+    rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
+    assert cells(rows["slow"])[7] == "0.50 (1 of 2 never)"
+    assert "| slow |" in markdown_table(list(rows.values()))
+
+
+def test_a_baseline_that_learned_nothing_gives_no_ratio(tmp_path):
+    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, ys)) for arm, ys in (("grpo", [0.3, 0.2, 0.3]), ("tango", [0.3, 0.4, 0.5]))]
+    rows = {row["arm"]: row for row in compare(runs)}
+    assert rows["tango"]["steps_ratio"] == [] and cells(rows["tango"])[7] == "-"
+
+
+def test_the_same_arm_and_seed_twice_is_bad_input(tmp_path):
+    runs = [read_run(make_run(tmp_path / part, "chain-tango-s0", 0, [0.1, 0.2])) for part in ("a", "b")]
+    with pytest.raises(BadInput, match="task chain: two runs"):
+        compare(runs)
+
+
+def test_a_name_gives_task_and_arm_only_when_its_seed_is_the_runs(tmp_path):
+    assert (lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "hard-no_class_weights-s3", 3, [0.1, 0.2]))) == ("hard", "no_class_weights", 3)
+    assert (lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "chain-tango-s4", 3, [0.1, 0.2]))) == ("chain", "chain-tango-s4", 3)
+    assert (lambda r: (r.task, r.arm))(read_run(make_run(tmp_path, "first", 0, [0.1, 0.2]))) == ("chain", "first")
+
+
+def test_tidy_rows_carry_the_step_of_the_role_they_are_about(experiment):
+    rows = tidy([read_run(str(experiment / "runs" / "chain-tango-s0"))])
+    assert list(rows[0]) == ["task", "arm", "seed", "step", "sampled_tokens", "metric", "value"]
+    of = lambda metric: [(r["step"], r["sampled_tokens"], r["value"]) for r in rows if r["metric"] == metric]
+    assert of("gen/pass1_in") == [(0, 0, 0.1), (10, 3000, 0.275), (20, 6000, 0.45)]
+    assert of("ver/step_f1_fixed") == [(0, 0, 0.7), (5, 3000, 0.8), (10, 6000, 0.9)]
+    assert of("gen/reasoning_steps") == [(10, 3000, 4.5), (20, 6000, 14.5)]
+
+
+def test_a_mean_curve_says_how_many_seeds_it_is_of(tmp_path):
+    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3])), read_run(make_run(tmp_path, "chain-a-s1", 1, [0.3, 0.4]))]
+    points = mean_curve(runs, "gen/pass1_in", "gen_step")
+    assert [(x, pytest.approx(y), n) for x, y, _, n in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
+    assert points[0][2] == pytest.approx(0.2 / math.sqrt(2)) and points[2][2] == 0.0
+
+
+# Rollouts for the page
+
+def test_a_rollout_is_cut_at_its_steps_with_their_mean_advantages():
+    shown = marked_solution(ROLLOUT)
+    assert [(s["text"], s["label"], s["verdict"], s["advantage"]) for s in shown["steps"]] == [("3+5:8;", True, True, 0.5), ("8*2:7;", False, False, -1.0)]
+    assert (shown["answer"], shown["answer_advantage"], shown["judged"]) == ("=7", -2.0, True)
+
+
+def test_a_verifiers_rollout_has_one_advantage_and_none_on_the_steps_it_judges():
+    shown = marked_solution({**ROLLOUT, "role": "verifier", "advantages": [1.0, 0.0], "step_verdicts": [True]})
+    assert [(s["verdict"], s["advantage"]) for s in shown["steps"]] == [(True, None), (None, None)]
+    assert shown["verification_advantage"] == 0.5 and "answer_advantage" not in shown
+
+
+def test_an_unjudged_rollout_without_steps_is_shown_too():
+    shown = marked_solution({**ROLLOUT, "solution": "<b>", "step_spans": [], "step_ends": [], "step_labels": [], "advantages": [0.25], "verification": None,
+                             "step_verdicts": None, "verdict": None})
+    assert (shown["steps"], shown["answer"], shown["answer_advantage"], shown["judged"]) == ([], "<b>", 0.25, False)
+
+
+def test_evenly_keeps_first_order_and_number():
+    assert evenly(list(range(10)), 5) == [0, 2, 4, 6, 8] and evenly([1, 2], 5) == [1, 2] and len(evenly(list(range(1001)), 600)) == 600
+
+
+def test_health_is_the_first_and_the_last_tenth(experiment):
+    rows = {row["name"]: row for row in health(read_run(str(experiment / "runs" / "chain-tango-s0")))}
+    assert rows["gen/reasoning_steps"] == {"name": "gen/reasoning_steps", "early": 0.5, "late": 18.5}  # steps 0 1 and 18 19 of 20
+
+
+# The script
+
+def test_the_script_writes_csv_picture_and_page(experiment, capsys):
+    out = experiment / "out"
+    names = [f.name for f in sorted((experiment / "runs").iterdir())]
+    script_main(report.main, report.make_parser(), ["--out", str(out), *names])
+    assert sorted(f.name for f in out.iterdir()) == ["chain.csv", "chain.png", "report.html"]
+    with open(out / "chain.csv") as f:
+        assert len(list(csv.DictReader(f))) == len(tidy([read_run(str(experiment / "runs" / name)) for name in names]))
+    assert (out / "chain.png").read_bytes()[:4] == b"\x89PNG"
+    assert "| tango | 2 |" in capsys.readouterr().out
+
+
+def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):
+    script_main(report.main, report.make_parser(), ["chain-tango-s0"])
+    assert {"curves.csv", "curves.png", "report.html"} <= {f.name for f in (experiment / "runs" / "chain-tango-s0").iterdir()}
+    assert "report.html (" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("damage, words", [
+    (lambda runs: None, ["nobody", "neither a folder nor a run"]),
+    (lambda runs: (runs / "nobody").mkdir(), ["nobody", "no config.json"]),
+    (lambda runs: (runs / "chain-tango-s0").rename(runs / "nobody") / "metrics.jsonl", ["metrics.jsonl, line 2", "not a json record"]),
+])
+def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, capsys, damage, words):
+    broken = damage(experiment / "runs")
+    if broken:
+        broken.write_text('{"step": 0}\n{"step":')
+    with pytest.raises(SystemExit) as stop:
+        script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "nobody"])
+    line = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "\n" not in line and all(word in line for word in words)
+    assert not (experiment / "out").exists()
+
+
+def test_several_runs_need_a_folder(experiment, capsys):
+    with pytest.raises(SystemExit) as stop:
+        script_main(report.main, report.make_parser(), ["chain-tango-s0", "chain-grpo-s0"])
+    assert stop.value.code == 2 and "--out" in capsys.readouterr().err
