@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.advantages import CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, source_advantages
+from nanochat.rl.advantages import CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, merge, source_advantages
 from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
 
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
@@ -298,3 +298,21 @@ def test_blend_is_the_weighted_sum(preset):
     torch.testing.assert_close(blended, 0.75 * a + 0.25 * b)
     torch.testing.assert_close(blend([(0.5, sources[0])], group_id, 2, PRESETS[preset]), 0.5 * a)
     assert a.abs().sum() > 0 and b.abs().sum() > 0
+
+
+def test_merged_rewards_are_normalised_together():
+    """Weights 1/2: outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1. Mean 1/6 over all six entries; what stands at or
+    behind a token, deviations added: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12."""
+    sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))), (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
+    group_id = torch.zeros(2, dtype=torch.long)
+    assert_rows(merge(sources, group_id, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
+    scaled = merge(sources, group_id, 2, PRESETS["grpo"])  # sum of squares 16+4+1+1+1+25 = 48 over 144, unbiased: 1/15
+    assert_rows(scaled, [[1 / 2 * 15 ** 0.5, 5 / 12 * 15 ** 0.5], [-1 / 2 * 15 ** 0.5, -7 / 12 * 15 ** 0.5]])
+
+
+def test_merging_one_source_is_normalising_it():
+    rewards = step_rewards([[0, 1], [1]], [[True, False], [True]], "cpu")
+    group_id = torch.zeros(2, dtype=torch.long)
+    for preset in PRESETS.values():
+        if preset.scale != "none":  # a common factor falls out of what is divided by its spread
+            torch.testing.assert_close(merge([(0.3, rewards)], group_id, 2, preset), source_advantages(rewards, group_id, 2, preset), rtol=1e-3, atol=1e-4)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.evals import balanced_accuracy, first_error, first_error_f1, judge_scores, macro_f1, majority, pass_at_k
+from nanochat.rl.evals import balanced_accuracy, first_error, first_error_f1, frac_ranking_reversed, judge_scores, macro_f1, majority, pass_at_k
 from nanochat.rl.state import BALANCED_ACC_DECAY, RunState, choose_judged
 
 T, F = True, False
@@ -159,6 +159,27 @@ def test_judge_scores_by_hand():
     assert scores["first_error_f1"] == pytest.approx(2 / 5, rel=1e-12)
     assert scores["parse_fail"] == pytest.approx(2 / 5) and scores["step_count_mismatch"] == pytest.approx(2 / 5)
     assert scores["pred_pos_rate"] == pytest.approx(1 / 4) and scores["label_pos_rate"] == pytest.approx(2 / 4)
+    # Wrong solutions are rows 3 and 4, none is judged right. Mean step verdicts and outcomes (1, 1), (1/2, 1), (1/2, 0): r = 1/2 (row 4 has no verdicts).
+    assert scores["pos_rate_wrong"] == 0.0 and scores["step_outcome_corr"] == pytest.approx(1 / 2)
+
+
+def test_wrong_solutions_judged_right_are_a_share_of_the_wrong_ones():
+    rows = [[F, [F], verdict, [F], []] for verdict in (T, T, F, None)] + [[T, [T], T, [T], []]]
+    assert judge_scores(rows)["pos_rate_wrong"] == 1 / 2
+    assert judge_scores([[T, [T], T, [T], []]])["pos_rate_wrong"] is None
+
+
+def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
+    rows = [[T, [T], T, [T], []], [F, [F], F, [F], []]]
+    assert judge_scores(rows)["step_outcome_corr"] == pytest.approx(1.0)
+    assert judge_scores([*rows, [F, [F, F], F, [T], ["step_count_mismatch"]]])["step_outcome_corr"] == pytest.approx(1.0)
+    assert judge_scores(rows[:1])["step_outcome_corr"] is None
+
+
+def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
+    outcomes = [T, F, F] + [T, T, F] + [T, T, T] + [T, F, None]
+    advantages = [0.2, -1.0, 0.3] + [0.5, 0.1, 0.1] + [0.0, 1.0, 2.0] + [0.0, -0.5, 9.0]
+    assert frac_ranking_reversed(outcomes, advantages, 3) == [True, False, False]  # the third group has no wrong one and is not counted
 
 
 def test_judge_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():

@@ -247,13 +247,38 @@ def test_wandb_offline_needs_no_network(base, monkeypatch):
 
 @pytest.mark.parametrize("flags", [
     ["--recipe", "grpo"], ["--recipe", "gold_steps", "--advantage", "rloo"], ["--recipe", "fixed_verifier", "--advantage", "reinforce++"],
-    ["--recipe", "fixed_generator", "--advantage", "dr_grpo", "--aggregation", "constant"],
+    ["--recipe", "fixed_generator", "--advantage", "dr_grpo", "--aggregation", "constant"], ["--recipe", "outcome_verifier"], ["--combine", "rewards"],
     ["--updates-per-batch", "2", "--kl-coef", "0.1", "--kl", "k2", "--entropy-coef", "0.01", "--dual-clip", "3"],
     ["--schedule", "adaptive", "--balanced-acc-bar", "0.1", "--loss", "reinforce", "--aggregation", "token", "--lr-schedule", "linear"]])
 def test_recipes_and_variants_run(base, flags):
     train("--run", "r", "--num-steps", "2", *flags)
     log = records(base, "r")
-    trained = {"grpo": {"generator"}, "gold_steps": {"generator"}, "fixed_verifier": {"generator"}, "fixed_generator": {"verifier"}}
+    trained = {"grpo": {"generator"}, "gold_steps": {"generator"}, "fixed_verifier": {"generator"}, "fixed_generator": {"verifier"},
+               "outcome_verifier": {"generator", "verifier"}}
     if flags[0] == "--recipe":
         assert {r["role"] for r in log} == trained[flags[1]]
     assert all(r.get("gen/skipped", r.get("ver/skipped")) == 0 for r in log)
+
+
+def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
+    """At alpha 1 an advantage is the verdict against those of the group: one number per rollout, not below 0 where the verdict is "correct"."""
+    train("--run", "r", "--recipe", "outcome_verifier", "--alpha-start", "1", "--alpha-end", "1", "--log-rollouts", "8", "--warmup-steps", "0")
+    rollouts = [r for r in records(base, "r", "rollouts.jsonl") if r["role"] == "generator"]
+    assert {r["verdict"] for r in rollouts} >= {True, False} and any(r["advantages"][0] for r in rollouts)
+    for r in rollouts:
+        assert len(set(r["advantages"])) == 1
+        assert r["advantages"][0] >= 0 if r["verdict"] else r["advantages"][0] <= 0 if r["verdict"] is False else r["advantages"][0] == 0
+
+
+def test_a_step_counts_the_tokens_of_both_roles(straight):
+    """sampled_tokens: of solutions and their verifications in a generator step, of judged solutions and verifications in a verifier step."""
+    log, total = records(straight, "r"), 0
+    for record in log:
+        assert record["sampled_tokens"] == total
+        prefix = "gen" if record["role"] == "generator" else "ver"
+        own = record[f"{prefix}/completions/mean_length"] * record[f"{prefix}/num_rollouts"]
+        assert record[f"{prefix}/sampled_tokens"] > own
+        total += record[f"{prefix}/sampled_tokens"]
+    assert json.loads((straight / "runs" / "r" / "summary.json").read_text())["sampled_tokens"] == total
+    assert {"gen/step_length", "gen/frac_ranking_reversed", "gen/verdicts/pos_rate_wrong", "gen/verdicts/step_outcome_corr"} <= \
+        next(r for r in log if r["role"] == "generator").keys()

@@ -88,7 +88,7 @@ def judge_scores(rows: list[list]) -> dict:
     labels = [row[1] for row in rows]
     verdicts = [(row[3] + [None] * len(row[1]))[: len(row[1])] for row in rows]
     on_wrong = [v for o, v in scored if not o]
-    complete = [(sum(row[3]) / len(row[3]), float(row[0])) for row in rows if row[3] and row[0] is not None and None not in row[3]]
+    judged = [(sum(said) / len(said), float(o)) for o, steps, _, said, _ in rows if o is not None and said and len(said) == len(steps) and None not in said]
     return {
         "outcome_f1": macro_f1(outcomes, said),
         "balanced_acc": balanced_accuracy(outcomes, said),
@@ -99,7 +99,7 @@ def judge_scores(rows: list[list]) -> dict:
         "pred_pos_rate": said.count(True) / max(1, len(said)),
         "label_pos_rate": outcomes.count(True) / max(1, len(outcomes)),
         "pos_rate_wrong": on_wrong.count(True) / len(on_wrong) if on_wrong else None,
-        "step_outcome_corr": correlation([x for x, _ in complete], [y for _, y in complete]),
+        "step_outcome_corr": correlation([x for x, _ in judged], [y for _, y in judged]),
     }
 
 
