@@ -57,7 +57,7 @@ verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, 
         large_verifier) echo "-large --depth 6 --n-embd 192 --n-head 6" ;;
     esac
 }
-for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $MAIN $ABLATIONS"; done
+for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(echo $MAIN $ABLATIONS)"; done
 for number in $SEEDS $STEPS; do [[ $number =~ ^[0-9]+$ ]] || refuse "--seeds, --steps: $number is not a number"; done
 
 source "$(dirname "$0")/setup.sh"
@@ -94,7 +94,7 @@ pairs() { for seed in $SEEDS; do for arm in $ARMS; do echo "$seed $arm"; done; d
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
 for seed in $SEEDS; do echo "$seed"; done | each sft_generator
-pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")"; echo "$seed $arm $ending"; done | sort -u -k 1,1 -k 3,3 | each sft_verifier
+pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")"; echo "$seed $arm${ending:+ $ending}"; done | sort -u -k 1,1 -k 3,3 | each sft_verifier
 started=$SECONDS
 pairs | each rl
 echo "RL took $(((SECONDS - started) / 60)) minutes"
