@@ -7,7 +7,7 @@
 set -euo pipefail
 TASK=chain SEEDS="1 2 3" STEPS=60 OUT=dev/curves JOBS=${JOBS:-$(nproc)}
 MAIN="tango grpo grpo_lr2 fixed_verifier fixed_generator gold_steps outcome_verifier"
-ABLATIONS="tango alpha_0.05 alpha_0.1 alpha_0.3 alpha_1 ng_1 ng_5 ng_10 no_class_weights merged_rewards shared_half shared_all
+ABLATIONS="tango grpo gold_steps alpha_0.05 alpha_0.1 alpha_0.3 alpha_1 ng_1 ng_5 ng_10 no_class_weights no_balance no_replay merged_rewards shared_half shared_all
 small_verifier large_verifier rloo reinforce++"
 ARMS=$MAIN
 refuse() { echo "error: $1" >&2; exit 2; }
@@ -41,6 +41,8 @@ arm_flags() {  # what makes an arm; later flags override earlier ones
         alpha_*) echo "--alpha-start ${1#alpha_} --alpha-end ${1#alpha_}e-1" ;;
         ng_*) echo "--generator-steps ${1#ng_}" ;;
         no_class_weights) echo "--no-class-weights" ;;
+        no_balance) echo "--no-verifier-balance" ;;
+        no_replay) echo "--verifier-replay 0" ;;
         merged_rewards) echo "--combine rewards" ;;
         shared_half) echo "--verifier-shared-layers 2" ;;
         shared_all) echo "--verifier-shared-layers 4" ;;
