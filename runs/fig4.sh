@@ -23,9 +23,17 @@ done
 
 WARMUP=40
 MODEL="--depth 4 --n-embd 128 --n-head 4"
+CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong chain can be right by luck
+WORDS="--last-letter-max-words 6 --last-letter-max-letters 5 --last-letter-full-share 0.5 --last-letter-share 0.5 --last-letter-wrongness 0.7"
+LONG="--max-new-tokens 160 --verifier-max-new-tokens 160"
 case $TASK in
-    chain)  # the final result alone is the answer, so that a wrong chain can be right by luck
-        TASK_FLAGS="--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS="" LENGTHS="" ;;
+    chain)
+        TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS="" LENGTHS="" ;;
+    last_letter)
+        TASK_FLAGS="--task last_letter $WORDS" SFT_FLAGS="--sequence-len 384 --max-new-tokens 160" LENGTHS=$LONG ;;
+    mixture)  # both in one run, with longer chains of which more is taught wrongly
+        TASK_FLAGS="--task mixture $CHAIN --chain-share 0.5 --chain-min-steps 4 --chain-max-steps 12 $WORDS"
+        SFT_FLAGS="--sequence-len 384 --max-new-tokens 160 --num-steps 1000" LENGTHS=$LONG ;;
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
 RL_FLAGS="--warmup-steps $WARMUP --eval-every 10 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --lr 2e-4 --verifier-lr 1e-4 \
