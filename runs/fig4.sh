@@ -10,6 +10,7 @@ MAIN="tango grpo grpo_lr2 fixed_verifier fixed_generator gold_steps outcome_veri
 ABLATIONS="tango grpo gold_steps alpha_0.05 alpha_0.1 alpha_0.3 alpha_1 ng_1 ng_5 ng_10 no_class_weights no_balance no_replay merged_rewards shared_half shared_all
 small_verifier large_verifier rloo reinforce++"
 ARMS=$MAIN
+COMMAND="bash runs/fig4.sh $*"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || refuse "$1: needs a value (--task, --seeds, --steps, --arms, --out, --list)"
@@ -74,7 +75,7 @@ source "$(dirname "$0")/setup.sh"
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 LOGS=$NANOCHAT_BASE_DIR/logs
-mkdir -p "$LOGS" "$OUT"
+mkdir -p "$LOGS"
 logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
 has_model() { compgen -G "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$1/meta_*.json" > /dev/null; }
 
@@ -107,5 +108,10 @@ for seed in $SEEDS; do echo "$seed"; done | each sft_generator
 pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")"; echo "$seed $arm${ending:+ $ending}"; done | sort -u -k 1,1 -k 3,3 | each sft_verifier
 started=$SECONDS
 pairs | each rl
-echo "RL took $(((SECONDS - started) / 60)) minutes"
-python -m scripts.report --out "$OUT" $(pairs | while read -r seed arm; do echo "$TASK-$arm-s$seed"; done) | tee "$OUT/$TASK.md"
+mkdir -p "$OUT"
+{
+    echo "\`$COMMAND\`, $(nproc) cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time;" \
+        "this call's RL took $(((SECONDS - started) / 60)) minutes (finished runs are not run again)."
+    echo
+    python -m scripts.report --out "$OUT" $(pairs | while read -r seed arm; do echo "$TASK-$arm-s$seed"; done)
+} | tee "$OUT/$TASK.md"

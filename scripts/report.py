@@ -11,7 +11,7 @@ import os
 
 from nanochat.common import BadInput, check_least, path_of, print0, script_main
 from nanochat.rl.page import draw_curves, write_page
-from nanochat.rl.report import compare, markdown_table, read_run, tidy, write_csv
+from nanochat.rl.report import compare, markdown_table, provenance, read_run, tidy, write_csv
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def main(args) -> None:
     page = os.path.join(out, "report.html")
     write_page(runs, rows, page, args.max_rollouts)
     if len(runs) > 1:
-        print0(markdown_table(rows))
+        print0(f"{markdown_table(rows)}\n{provenance(runs)}\n")
     print0(f"{page} ({os.path.getsize(page) / 1e6:.1f} MB)")
 
 

@@ -94,7 +94,8 @@ def make_parser() -> argparse.ArgumentParser:
                          f"{', '.join(COMBINE)}; the paper found rewards, normalised together, worse")
     rewards.add_argument("--gamma", type=float, default=0.8, help="weight of the verifier's format reward (Tango eq. 8)")
     rewards.add_argument("--class-weights", action=argparse.BooleanOptionalAction, default=True, help="class-aware verifier advantages (Tango eq. 9)")
-    rewards.add_argument("--verifier-balance", action=argparse.BooleanOptionalAction, default=False, help="judge as many right as wrong solutions, drawing on past ones")
+    rewards.add_argument("--verifier-balance", action=argparse.BooleanOptionalAction, default=False,
+                         help="judge as many right as wrong solutions, drawing on past ones")
     rewards.add_argument("--verifier-replay", type=float, default=0.0, help="share of past solutions in verifier batches")
     rewards.add_argument("--replay-size", type=int, default=2048, help="past solutions kept")
     loss = parser.add_argument_group("loss and optimizer")

@@ -191,7 +191,8 @@ def test_the_script_writes_csv_picture_and_page(experiment, capsys):
     with open(out / "chain.csv") as f:
         assert len(list(csv.DictReader(f))) == len(tidy([read_run(str(experiment / "runs" / name)) for name in names]))
     assert (out / "chain.png").read_bytes()[:4] == b"\x89PNG"
-    assert "| tango | 2 |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| tango | 2 |" in printed and "6 runs, 9 minutes one after the other; commit None; torch 2; world None" in printed
 
 
 def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):

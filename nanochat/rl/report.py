@@ -233,6 +233,12 @@ def cells(row: dict) -> list[str]:
             change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
 
 
+def provenance(runs: list[Run]) -> str:
+    """One line: how many runs, how long they took together, of which commits and versions."""
+    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:10] for run in runs}))}" for name in ("commit", "torch", "world")]
+    return f"{len(runs)} runs, {sum(run.summary['minutes'] for run in runs):.0f} minutes one after the other; {'; '.join(facts)}"
+
+
 def markdown_table(rows: list[dict]) -> str:
     """The comparison, one table per task."""
     text = ""
