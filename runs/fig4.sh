@@ -7,8 +7,8 @@
 set -euo pipefail
 TASK=chain SEEDS="1 2 3" STEPS=60 OUT=dev/curves JOBS=${JOBS:-$(nproc)}
 MAIN="tango grpo grpo_lr2 fixed_verifier fixed_generator gold_steps outcome_verifier"
-ABLATIONS="tango grpo gold_steps alpha_0.05 alpha_0.1 alpha_0.3 alpha_1 ng_1 ng_5 ng_10 no_class_weights no_balance no_replay merged_rewards shared_half shared_all
-small_verifier large_verifier rloo reinforce++"
+ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce++
+ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
 ARMS=$MAIN
 COMMAND="bash runs/fig4.sh $*"
 refuse() { echo "error: $1" >&2; exit 2; }
@@ -101,7 +101,7 @@ rl() {  # seed, arm
 export TASK STEPS WARMUP MODEL SFT_FLAGS RL_FLAGS TASK_FLAGS LOGS
 export -f logged has_model arm_flags verifier_of sft_generator sft_verifier rl
 each() { xargs -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
-pairs() { for seed in $SEEDS; do for arm in $ARMS; do echo "$seed $arm"; done; done; }
+pairs() { for arm in $ARMS; do for seed in $SEEDS; do echo "$seed $arm"; done; done; }
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
 for seed in $SEEDS; do echo "$seed"; done | each sft_generator
