@@ -7,7 +7,7 @@
 set -euo pipefail
 TASK=chain SEEDS="1 2 3" STEPS=60 OUT=dev/curves JOBS=${JOBS:-$(nproc)}
 MAIN="tango grpo grpo_lr2 fixed_verifier fixed_generator gold_steps outcome_verifier"
-ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce++
+ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
 ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
 ARMS=$MAIN
 COMMAND="bash runs/fig4.sh $*"
@@ -22,6 +22,7 @@ while [ $# -gt 0 ]; do
     shift 2
 done
 
+[[ $STEPS =~ ^[1-9][0-9]*$ ]] || refuse "--steps $STEPS: must be a number from 1"
 WARMUP=40
 MODEL="--depth 4 --n-embd 128 --n-head 4"
 CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong chain can be right by luck
@@ -45,10 +46,10 @@ arm_flags() {  # what makes an arm; later flags override earlier ones
         grpo) echo "--recipe grpo --lr 4e-4" ;;  # its best of 1e-4, 2e-4, 4e-4, 8e-4 on seed 0; tango's was 2e-4 of 1e-4, 2e-4, 4e-4
         grpo_lr2) echo "--recipe grpo" ;;
         tango|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
-        fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS + 2) / 3))" ;;
-        alpha_1) echo "--alpha-start 1 --alpha-end 1" ;;
-        alpha_*) echo "--alpha-start ${1#alpha_} --alpha-end ${1#alpha_}e-1" ;;
-        ng_*) echo "--generator-steps ${1#ng_}" ;;
+        fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS - 1) / 3))" ;;
+        alpha_1) echo "--alpha-start 1 --alpha-end 1" ;;  # constant
+        alpha_0.*) echo "--alpha-start ${1#alpha_} --alpha-end ${1#alpha_}e-1" ;;
+        ng_[1-9]|ng_10) echo "--generator-steps ${1#ng_}" ;;
         no_class_weights) echo "--no-class-weights" ;;
         no_balance) echo "--no-verifier-balance" ;;
         no_replay) echo "--verifier-replay 0" ;;
@@ -56,7 +57,8 @@ arm_flags() {  # what makes an arm; later flags override earlier ones
         shared_half) echo "--verifier-shared-layers 2" ;;
         shared_all) echo "--verifier-shared-layers 4" ;;
         small_verifier|large_verifier) ;;
-        rloo|reinforce++) echo "--advantage $1" ;;
+        rloo) echo "--advantage rloo" ;;
+        reinforce_pp) echo "--advantage reinforce++" ;;
         *) return 1 ;;
     esac
 }
@@ -69,7 +71,12 @@ verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, 
     esac
 }
 for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(echo $MAIN $ABLATIONS)"; done
-for number in $SEEDS $STEPS; do [[ $number =~ ^[0-9]+$ ]] || refuse "--seeds, --steps: $number is not a number"; done
+for seed in $SEEDS; do [[ $seed =~ ^[0-9]+$ ]] || refuse "--seeds $seed: not a number"; done
+for list in "--seeds $SEEDS" "--arms $ARMS"; do
+    words=(${list#* })
+    [ ${#words[@]} -gt 0 ] || refuse "$list: is empty"
+    [ -z "$(printf '%s\n' "${words[@]}" | sort | uniq -d)" ] || refuse "$list: something is there twice"
+done
 
 source "$(dirname "$0")/setup.sh"
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
@@ -91,27 +98,36 @@ sft_verifier() {  # seed, arm
         --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS $flags
 }
 rl() {  # seed, arm
-    local run=$TASK-$2-s$1 ending
+    local run=$NAME-$2-s$1 ending
     read -r ending _ <<< "$(verifier_of "$2")"
     [ -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ] || logged "$run" python -m scripts.tango_rl --run "$run" --resume-from-step auto \
         --model-tag "$TASK-s$1" --verifier-tag "$TASK-s$1-ver$ending" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS \
         $(arm_flags "$2")
     echo "$(date +%H:%M) $run"
 }
-export TASK STEPS WARMUP MODEL SFT_FLAGS RL_FLAGS TASK_FLAGS LOGS
+NAME=$TASK
+[ "$STEPS" = 60 ] || NAME=${TASK}_$STEPS  # runs of other lengths are other runs
+export NAME TASK STEPS WARMUP MODEL SFT_FLAGS RL_FLAGS TASK_FLAGS LOGS
 export -f logged has_model arm_flags verifier_of sft_generator sft_verifier rl
-each() { xargs -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
+each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 pairs() { for arm in $ARMS; do for seed in $SEEDS; do echo "$seed $arm"; done; done; }
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
 for seed in $SEEDS; do echo "$seed"; done | each sft_generator
 pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")"; echo "$seed $arm${ending:+ $ending}"; done | sort -u -k 1,1 -k 3,3 | each sft_verifier
-started=$SECONDS
-pairs | each rl
+started=$SECONDS failed=0
+pairs | each rl || failed=1
 mkdir -p "$OUT"
 {
-    echo "\`$COMMAND\`, $(nproc) cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time;" \
-        "this call's RL took $(((SECONDS - started) / 60)) minutes (finished runs are not run again)."
+    echo "\`$COMMAND\`, $(nproc) cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time; this call's RL took" \
+        "$(((SECONDS - started) / 60)) minutes (finished runs are not run again)."
     echo
-    python -m scripts.report --out "$OUT" $(pairs | while read -r seed arm; do echo "$TASK-$arm-s$seed"; done)
-} | tee "$OUT/$TASK.md"
+    finished=$(pairs | while read -r seed arm; do
+        run=$NAME-$arm-s$seed
+        if [ -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ]; then echo "$run"; else echo "not finished, left out: $run" >&2; fi
+    done)
+    python -m scripts.report --out "$OUT" $finished
+} > "$LOGS/$NAME.md"
+mv "$LOGS/$NAME.md" "$OUT/$NAME.md"
+cat "$OUT/$NAME.md"
+exit $failed
