@@ -227,6 +227,12 @@ class Run:
                 f.writelines(kept)
             os.replace(path + ".tmp", path)
 
+    def remove(self, name: str) -> None:
+        """Removes a file of the run's folder, if it is there; rank 0."""
+        path = os.path.join(self.folder, name)
+        if self.rank == 0 and os.path.exists(path):
+            os.remove(path)
+
     def finish(self) -> None:
         if self.lock:
             self.lock.close()

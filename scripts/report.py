@@ -9,7 +9,7 @@ Writes <task>.csv and <task>.png (curves.csv and curves.png for a single run) an
 import argparse
 import os
 
-from nanochat.common import BadInput, check_least, path_of, print0, script_main
+from nanochat.common import BadInput, check_least, check_writable, path_of, print0, script_main
 from nanochat.rl.page import draw_curves, write_page
 from nanochat.rl.report import compare, markdown_table, provenance, read_run, tidy, write_csv
 
@@ -23,7 +23,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(args) -> None:
-    check_least(args, {"max_rollouts": 1})
+    check_least(args, {"max_rollouts": len(args.runs)})
     folders = [run if os.path.isdir(run) else path_of("runs", run) for run in args.runs]
     for name, folder in zip(args.runs, folders, strict=True):
         if not os.path.isdir(folder):
@@ -33,6 +33,7 @@ def main(args) -> None:
     runs = [read_run(folder) for folder in folders]
     rows = compare(runs)
     out = args.out or folders[0]
+    check_writable(out)
     os.makedirs(out, exist_ok=True)
     for task in dict.fromkeys(run.task for run in runs):
         of_task = [run for run in runs if run.task == task]

@@ -384,6 +384,7 @@ def main(args) -> None:
         run.trim("metrics.jsonl", state.step)
         run.trim("rollouts.jsonl", state.step)
         drop_sets_behind(run, state.step)
+        run.remove("summary.json")  # a finished run that goes on is not finished
         train(args, run, state, sampler, roles, evaluate)
         save_set(run, state, roles, args)
         started = time.time()

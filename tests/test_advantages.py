@@ -316,3 +316,11 @@ def test_merging_one_source_is_normalising_it():
     for preset in PRESETS.values():
         if preset.scale != "none":  # a common factor falls out of what is divided by its spread
             torch.testing.assert_close(merge([(0.3, rewards)], group_id, 2, preset), source_advantages(rewards, group_id, 2, preset), rtol=1e-3, atol=1e-4)
+
+
+def test_a_source_without_weight_does_not_move_what_others_are_measured_against():
+    """alpha 0: the merged reward is the outcome's alone."""
+    outcome, steps = outcome_rewards([True, False], torch.tensor([2, 2])), step_rewards([[0, 1], [1]], [[True, True], [False]], "cpu")
+    group_id = torch.zeros(2, dtype=torch.long)
+    for preset in PRESETS.values():
+        torch.testing.assert_close(merge([(1.0, outcome), (0.0, steps)], group_id, 2, preset), source_advantages(outcome, group_id, 2, preset))

@@ -20,7 +20,7 @@ ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "sol
 
 
 def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None, rollouts=(ROLLOUT,), every: int = 10,
-             tokens_per_step: int = 100) -> str:
+             tokens_per_step: int = 100, **flags) -> str:
     """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's."""
     folder = base / "runs" / name
     folder.mkdir(parents=True)
@@ -32,7 +32,7 @@ def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[
         records.append({"step": step, "role": "generator", "gen_step": step, "ver_step": step // 2, "sampled_tokens": tokens_per_step * step, **evaluation,
                         "gen/reasoning_steps": float(step), "gen/entropy": 0.5})
     end = {"gen_steps": len(records), "ver_steps": len(records) // 2, "sampled_tokens": tokens_per_step * len(records)}
-    (folder / "config.json").write_text(json.dumps({"args": {"task": "chain", "seed": seed, "recipe": "tango"}, "torch": "2"}))
+    (folder / "config.json").write_text(json.dumps({"args": {"task": "chain", "seed": seed, "recipe": "tango", **flags}, "torch": "2"}))
     (folder / "summary.json").write_text(json.dumps({"seed": seed, "minutes": 1.5, "before": scores[0], "after": scores[-1], **end}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
@@ -68,6 +68,7 @@ def test_area_under_is_the_mean_height():
     assert area_under([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
     assert area_under([0, 10, 40], [0.0, 1.0, 1.0]) == pytest.approx(0.875)
     assert area_under([0, 0, 10], [0.3, 0.5, 0.5]) == pytest.approx(0.5)  # a warm-up: two evaluations at generator step 0
+    assert area_under([0, 0, 0], [0.3, 0.3, 0.3]) == pytest.approx(0.3)  # a fixed generator
     assert area_under([5], [0.3]) == 0.3
 
 
@@ -81,17 +82,30 @@ def test_interval_is_students_t():
 
 
 def test_the_share_of_the_oracles_gain_needs_a_gain_above_two_standard_errors():
-    assert recovered([0.1, 0.2], [0.2, 0.4]) == pytest.approx(0.5)  # gain .3, standard error .1
-    assert recovered([0.1, 0.2], [0.1, 0.32]) is None               # gain .21, standard error .11
-    assert recovered([0.1, 0.2], [-0.3, -0.3]) is None
-    assert recovered([0.1], [0.3]) is None
+    assert recovered({0: 0.1, 1: 0.2}, {0: 0.2, 1: 0.4}) == pytest.approx(0.5)  # gain .3, standard error .1
+    assert recovered({0: 0.1, 1: 0.2}, {0: 0.1, 1: 0.32}) is None               # gain .21, standard error .11
+    assert recovered({0: 0.1, 1: 0.2}, {0: -0.3, 1: -0.3}) is None
+    assert recovered({0: 0.1}, {0: 0.3}) is None
+
+
+def test_the_share_of_the_oracles_gain_is_over_the_seeds_of_both():
+    assert recovered({0: 0.1, 1: 0.2}, {0: 0.2, 1: 0.4, 2: -0.9}) == pytest.approx(0.5)
+    assert recovered({0: 0.1, 1: 0.2, 2: 0.9}, {0: 0.2, 1: 0.4}) == pytest.approx(0.5)
 
 
 def test_indicators_are_means_since_the_evaluation_before():
-    records = [{"gen_step": i, "gen/reasoning_steps": float(i), **({"gen/pass1_in": 0.1} if i in (0, 3) else {})} for i in range(5)]
-    points = evaluated(records, {"gen_step": 5, "gen/pass1_in": 0.2})
+    records = [{"step": i, "gen_step": i, "gen/reasoning_steps": float(i), **({"gen/pass1_in": 0.1} if i in (0, 3) else {})} for i in range(5)]
+    points = evaluated(records, {"gen_step": 0, "gen/pass1_in": 0.1}, {"gen_step": 5, "gen/pass1_in": 0.2})
     assert [p["gen/reasoning_steps"] for p in points] == [None, 1.0, 3.5]  # 0 1 2 | 3 4
     assert [p["gen/pass1_in"] for p in points] == [0.1, 0.1, 0.2]
+
+
+@pytest.mark.parametrize("evaluated_at", [(), (0,), (15,)])
+def test_the_first_point_is_the_one_before_training(evaluated_at):
+    """Also where no evaluation, or none at step 0, is among the records."""
+    records = [{"step": i, "gen_step": i, **({"gen/pass1_in": 0.3} if i in evaluated_at else {})} for i in range(20)]
+    points = evaluated(records, {"gen_step": 0, "gen/pass1_in": 0.1}, {"gen_step": 20, "gen/pass1_in": 0.5})
+    assert [(p["gen_step"], p["gen/pass1_in"]) for p in points] == [(0, 0.1), *([(15, 0.3)] if evaluated_at == (15,) else []), (20, 0.5)]
 
 
 # Runs together
@@ -107,7 +121,7 @@ def test_arms_are_compared_seed_by_seed(experiment):
     assert tango["ver/step_f1_fixed"] == [(0.7, 0.9), (0.7, 0.9)] and rows["grpo"]["ver/step_f1_fixed"] == []
     assert dict(zip(("arm", "seeds", "final", "longer"), cells(rows["grpo"])[:4], strict=True)) == \
         {"arm": "grpo", "seeds": "2", "final": "35.0 ± 7.1", "longer": "17.5 ± 3.5"}
-    assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "75%", "70.0 -> 90.0", "70.0 -> 90.0"]
+    assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "75%", "75%", "70.0 -> 90.0", "70.0 -> 90.0"]
 
 
 def test_an_arm_that_never_gets_there_is_counted_not_averaged(experiment):
@@ -128,6 +142,23 @@ def test_the_same_arm_and_seed_twice_is_bad_input(tmp_path):
     runs = [read_run(make_run(tmp_path / part, "chain-tango-s0", 0, [0.1, 0.2])) for part in ("a", "b")]
     with pytest.raises(BadInput, match="task chain: two runs"):
         compare(runs)
+
+
+def test_pairs_that_differ_in_what_must_be_the_same_are_bad_input(tmp_path):
+    grpo = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2]))
+    for flag, value in (("num_steps", 40), ("chain_share", 0.5), ("eval_examples", 7), ("model_tag", "other")):
+        tango = read_run(make_run(tmp_path / flag, "chain-tango-s0", 0, [0.1, 0.2], **{flag: value}))
+        with pytest.raises(BadInput, match=f"chain-tango-s0 and chain-grpo-s0 cannot be compared: --{flag.replace('_', '-')} {value} and None"):
+            compare([grpo, tango])
+    fixed = read_run(make_run(tmp_path, "chain-fixed_generator-s0", 0, [0.1, 0.1], num_steps=40, recipe="fixed_generator"))
+    assert [row["arm"] for row in compare([grpo, fixed])] == ["grpo", "fixed_generator"]  # its steps are another role's
+
+
+def test_seeds_without_a_partner_are_left_out_of_differences_and_counted(experiment):
+    make_run(experiment, "chain-tango-s2", 2, [0.1, 0.9, 0.9])
+    tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]) if row["arm"] == "tango")
+    assert sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225]) and tango["final_recovered"] == pytest.approx(0.75)
+    assert cells(tango)[1] == "3" and cells(tango)[5].endswith(" (2 pairs)")
 
 
 def test_a_name_gives_task_and_arm_only_when_its_seed_is_the_runs(tmp_path):
@@ -201,9 +232,17 @@ def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):
     assert "report.html (" in capsys.readouterr().out
 
 
+def cut_summary(runs) -> None:
+    summary = json.loads((runs / "chain-grpo-s0" / "summary.json").read_text())
+    del summary["sampled_tokens"]
+    (runs / "chain-grpo-s0" / "summary.json").write_text(json.dumps(summary))
+    (runs / "chain-tango-s0").rename(runs / "nobody")
+
+
 @pytest.mark.parametrize("damage, words", [
     (lambda runs: None, ["nobody", "neither a folder nor a run"]),
     (lambda runs: (runs / "nobody").mkdir(), ["nobody", "no config.json"]),
+    (lambda runs: cut_summary(runs), ["chain-grpo-s0", "no 'sampled_tokens'", "another version"]),
     (lambda runs: (runs / "chain-tango-s0").rename(runs / "nobody") / "metrics.jsonl", ["metrics.jsonl, line 2", "not a json record"]),
 ])
 def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, capsys, damage, words):
@@ -211,7 +250,7 @@ def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, 
     if broken:
         broken.write_text('{"step": 0}\n{"step":')
     with pytest.raises(SystemExit) as stop:
-        script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "nobody"])
+        script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "chain-grpo-s0", "nobody"])
     line = capsys.readouterr().err.strip()
     assert stop.value.code == 2 and "\n" not in line and all(word in line for word in words)
     assert not (experiment / "out").exists()

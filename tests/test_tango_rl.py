@@ -129,6 +129,13 @@ def test_resume_at_the_last_step_trains_nothing_and_reports_the_same(straight, s
         json.loads((straight / "runs" / "r" / "summary.json").read_text())["after"]
 
 
+def test_a_finished_run_that_goes_on_and_is_stopped_is_not_finished(straight_copy, monkeypatch):
+    monkeypatch.setattr(tango_rl, "train", lambda *args: (_ for _ in ()).throw(StopRequested()))
+    with pytest.raises(StopRequested):
+        train("--run", "r", "--num-steps", "6", "--resume-from-step", "auto")
+    assert not (straight_copy / "runs" / "r" / "summary.json").exists()
+
+
 @pytest.mark.parametrize("missing", ["chatrl_checkpoints/r-ver/optim_000003_rank0.pt", "chatrl_checkpoints/r-gen/model_000003.pt"])
 def test_resume_with_a_file_missing_is_an_error_that_names_it(straight_copy, missing):
     os.remove(straight_copy / missing)

@@ -100,6 +100,7 @@ def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, nu
 
 def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int, preset: Preset, reduce: Callable = alone) -> torch.Tensor:
     """Advantages (N, T) of the weighted rewards of all sources normalised together: what Tango section 2 found worse than eq. 7."""
+    sources = [(weight, rewards) for weight, rewards in sources if weight]  # one without weight must not move the baseline either
     values = torch.cat([weight * rewards.values for weight, rewards in sources], dim=1)  # (N, K1 + K2)
     merged = SparseRewards(values, *(torch.cat([getattr(rewards, name) for _, rewards in sources], dim=1) for name in ("token_index", "valid")))
     return source_advantages(merged, group_id, num_tokens, preset, reduce)

@@ -9,12 +9,14 @@ from statistics import mean, stdev
 import matplotlib
 from matplotlib.figure import Figure
 
-from nanochat.rl.report import ACCURACY, COLUMNS, EVALS, INDICATORS, Run, cells
+from nanochat.rl.report import ACCURACY, COLUMNS, EVALS, INDICATORS, Run, arm_order, cells
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with dots.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B59F00")
+DASHES = ("none", "6 3", "2 2")
 PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sampled_tokens"),
-          *((name, "ver_step") for name in EVALS if name.startswith("ver/")), *((name, "gen_step") for name in INDICATORS)]
+          *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))), ("ver/step_f1_current", "gen_step"),
+          *((name, "gen_step") for name in INDICATORS)]
 AXES = {"gen_step": "generator step", "ver_step": "verifier step", "sampled_tokens": "sampled tokens"}
 TITLES = EVALS | INDICATORS
 HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm", "kl", "skipped",
@@ -22,20 +24,20 @@ HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained",
 
 
 def mean_curve(runs: list[Run], metric: str, x: str) -> list[tuple[float, float, float, int]]:
-    """(mean x, mean, standard deviation, number of seeds) at each evaluation that any of an arm's runs has."""
-    points = []
-    for i in range(max(len(run.points) for run in runs)):
-        here = [run.points[i] for run in runs if i < len(run.points) and run.points[i].get(metric) is not None]
-        if here:
-            values = [point[metric] for point in here]
-            points.append((mean(point[x] for point in here), mean(values), stdev(values) if len(values) > 1 else 0.0, len(values)))
-    return points
+    """(mean x, mean, standard deviation, number of seeds) of an arm's runs, wherever any of them was evaluated: runs meet at equal (gen_step, ver_step)."""
+    at: dict[tuple, list[dict]] = {}
+    for point in (point for run in runs for point in run.points if point.get(metric) is not None):
+        at.setdefault((point["gen_step"], point["ver_step"]), []).append(point)
+    rows = []
+    for _, here in sorted(at.items()):
+        values = [point[metric] for point in here]
+        rows.append((mean(point[x] for point in here), mean(values), stdev(values) if len(values) > 1 else 0.0, len(values)))
+    return rows
 
 
 def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
-    """The runs by arm, tango first, then the baseline."""
-    order = sorted({run.arm for run in runs}, key=lambda arm: (arm != "tango", arm != "grpo", arm))
-    return {arm: [run for run in runs if run.arm == arm] for arm in order}
+    """The runs by arm."""
+    return {arm: [run for run in runs if run.arm == arm] for arm in sorted({run.arm for run in runs}, key=arm_order)}
 
 
 def draw_curves(runs: list[Run], path: str) -> None:
@@ -50,7 +52,7 @@ def draw_curves(runs: list[Run], path: str) -> None:
             for i, arm in enumerate(arms_of(runs)):
                 if points := curves[(metric, x), arm]:
                     xs, ys, spread, _ = zip(*points, strict=True)
-                    style = dict(color=COLOURS[i % len(COLOURS)], linestyle="-" if i < len(COLOURS) else "--")
+                    style = dict(color=COLOURS[i % len(COLOURS)], linestyle=("-", "--", ":")[i // len(COLOURS) % len(DASHES)])
                     axis.plot(xs, ys, label=arm, linewidth=1.6, marker=".", markersize=4, **style)
                     axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)], [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
@@ -61,7 +63,7 @@ def draw_curves(runs: list[Run], path: str) -> None:
             axis.set_visible(False)
         handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False)
-        figure.suptitle(f"{runs[0].task}: mean and standard deviation of {len({run.seed for run in runs})} seed(s)", fontsize=10)
+        figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to {len({run.seed for run in runs})} seed(s)", fontsize=10)
         figure.savefig(path, dpi=90)
 
 
@@ -79,7 +81,7 @@ def marked_solution(rollout: dict) -> dict:
         at = end
     tail = rollout["advantages"][ends[-1] + 1 if on_generator and ends else 0:]  # of a verification: all of it
     return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"], "steps": steps, "answer": text[at:],
-            ("answer_advantage" if on_generator else "verification_advantage"): round(mean(tail), 3) if tail else 0.0,
+            ("answer_advantage" if on_generator else "verification_advantage"): round(mean(tail), 3) if tail else None,
             "outcome": rollout["outcome"], "verdict": rollout.get("verdict"),
             "verification": rollout.get("verification"), "unmet": rollout.get("unmet") or [], "finish_reason": rollout["finish_reason"],
             "judged": bool(rollout.get("verification") is not None)}
@@ -115,14 +117,14 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int)
                   for metric, x in PANELS]
         tasks.append({"name": task, "arms": list(arms), "panels": [panel for panel in panels if any(panel["curves"].values())],
                       "table": [cells(row) for row in rows if row["task"] == task]})
-    data = {"columns": COLUMNS, "colours": COLOURS, "tasks": tasks, "runs": []}
+    data = {"columns": COLUMNS, "colours": COLOURS, "dashes": DASHES, "tasks": tasks, "runs": []}
     for run in runs:
-        chosen = evenly(run.rollouts, max(1, most_rollouts // len(runs)))
+        chosen = evenly(run.rollouts, most_rollouts // len(runs))
         data["runs"].append({"name": run.name, "settings": run.config["args"], "versions": {k: v for k, v in run.config.items() if k != "args"},
-                             "minutes": run.summary["minutes"], "before": run.summary["before"], "after": run.summary["after"], "health": health(run),
+                             "minutes": run.summary["minutes"], "health": health(run),
                              "num_rollouts": len(run.rollouts), "rollouts": [marked_solution(r) for r in chosen]})
     # "<" never appears in the data: no text of a model can close the script element that holds it.
-    text = json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    text = json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = files("nanochat.rl").joinpath("page.html").read_text(encoding="utf-8")
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         f.write(template.replace("{{data}}", text))

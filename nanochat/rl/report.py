@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
 from nanochat.common import BadInput
+from tasks import TASKS
 
 BASELINE, ORACLE = "grpo", "gold_steps"
 ACCURACY = "gen/pass1_in"
@@ -65,18 +66,22 @@ def read_lines(path: str) -> list[dict]:
 def read_run(folder: str) -> Run:
     """Reads a run's folder. Raises BadInput where it is no finished run."""
     name = os.path.basename(os.path.normpath(folder))
-    for file in ("config.json", "metrics.jsonl", "summary.json"):
-        if not os.path.exists(os.path.join(folder, file)):
+    paths = {file: os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl")}
+    for file in ("config.json", "summary.json"):
+        if not os.path.exists(paths[file]):
             raise BadInput(f"{folder}: no {file}; is it the folder of a finished run?")
-    config, summary = ({**record} for record in (read_json(os.path.join(folder, file)) for file in ("config.json", "summary.json")))
-    records = read_lines(os.path.join(folder, "metrics.jsonl"))
-    rollouts_path = os.path.join(folder, "rollouts.jsonl")
-    rollouts = read_lines(rollouts_path) if os.path.exists(rollouts_path) else []
-    args = config["args"]
-    match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
-    task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"] else (args["task"], name)
-    last = {"gen_step": summary["gen_steps"], "ver_step": summary["ver_steps"], "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
-    return Run(name, task, arm, args["seed"], config, summary, evaluated(records, last), records, rollouts)
+    config, summary = read_json(paths["config.json"]), read_json(paths["summary.json"])
+    records, rollouts = (read_lines(paths[file]) if os.path.exists(paths[file]) else [] for file in ("metrics.jsonl", "rollouts.jsonl"))
+    try:
+        args = config["args"]
+        _ = [rollout["step_spans"] for rollout in rollouts]
+        match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
+        task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"] else (args["task"], name)
+        first = {"gen_step": 0, "ver_step": 0, "sampled_tokens": 0, **summary["before"]}
+        last = {"gen_step": summary["gen_steps"], "ver_step": summary["ver_steps"], "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
+        return Run(name, task, arm, args["seed"], config, summary, evaluated(records, first, last), records, rollouts)
+    except KeyError as error:
+        raise BadInput(f"{folder}: has no {error}; was it made by another version?") from None
 
 
 def read_json(path: str) -> dict:
@@ -88,11 +93,11 @@ def read_json(path: str) -> dict:
             raise BadInput(f"{path}: not json") from None
 
 
-def evaluated(records: list[dict], last: dict) -> list[dict]:
-    """The points of a run from its records and its last evaluation: each evaluation with the mean of every indicator since the one before."""
+def evaluated(records: list[dict], first: dict, last: dict) -> list[dict]:
+    """The points of a run: its first evaluation, those among its records, its last one; each with the mean of every indicator since the one before."""
     points, since = [], []
-    for record in [*records, last]:
-        if ACCURACY in record:
+    for record in [first, *records, last]:
+        if ACCURACY in record and (record is first or record is last or record["step"] > 0):  # the first record repeats the first evaluation
             point = {name: record.get(name) for name in ("gen_step", "ver_step", "sampled_tokens", *EVALS)}
             for name in INDICATORS:
                 values = [r[name] for r in since if r.get(name) is not None]
@@ -139,8 +144,10 @@ def first_reach(xs: list[float], ys: list[float], level: float) -> float | None:
 
 def area_under(xs: list[float], ys: list[float]) -> float:
     """The mean height of the line through the points (trapezoids)."""
-    area = sum((x1 - x0) * (y0 + y1) / 2 for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False))
-    return area / (xs[-1] - xs[0]) if len(xs) > 1 else ys[0]
+    span = xs[-1] - xs[0]
+    if span == 0:  # a generator that never moves
+        return mean(ys)
+    return sum((x1 - x0) * (y0 + y1) / 2 for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False)) / span
 
 
 # Numbers over seeds
@@ -154,40 +161,61 @@ def interval(values: list[float]) -> tuple[float, float | None]:
     return mean(values), t * stdev(values) / len(values) ** 0.5
 
 
-def recovered(gains: list[float], oracle_gains: list[float]) -> float | None:
-    """The share of the oracle's mean gain over the baseline that an arm has; None where that gain is not above two standard errors."""
-    if len(oracle_gains) < 2:
+def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float | None:
+    """The share of the oracle's mean gain over the baseline that an arm has, over the seeds that have both; None where the oracle's gain is not above
+    two standard errors. gains: by seed."""
+    seeds = sorted(gains.keys() & oracle_gains.keys())
+    if len(seeds) < 2:
         return None
-    gain, error = mean(oracle_gains), stdev(oracle_gains) / len(oracle_gains) ** 0.5
-    return mean(gains) / gain if gain > 2 * error and gain > 0 else None
+    oracle = [oracle_gains[s] for s in seeds]
+    measurable = mean(oracle) > 2 * stdev(oracle) / len(seeds) ** 0.5
+    return mean(gains[s] for s in seeds) / mean(oracle) if measurable and mean(oracle) > 0 else None
+
+
+def check_paired(run: Run, other: Run) -> None:
+    """Raises BadInput unless both runs have the same problems, starting generator, evaluation and number of generator steps."""
+    flags, others = run.config["args"], other.config["args"]
+    same = ["task", "model_tag", "model_step", "eval_examples", *(name for name in flags if name.startswith(tuple(f"{task}_" for task in TASKS)))]
+    if "fixed_generator" not in (flags["recipe"], others["recipe"]):  # its steps are the verifier's
+        same.append("num_steps")
+    for name in same:
+        if flags.get(name) != others.get(name):
+            raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} {flags.get(name)} and {others.get(name)}")
 
 
 def compare(runs: list[Run]) -> list[dict]:
     """One row per task and arm: what the table shows, each a list over seeds or a number. Differences are paired: same seed, same problems, same
-    SFT checkpoints."""
+    SFT checkpoint of the generator. Raises BadInput for runs that are not."""
     rows = []
     for task in sorted({run.task for run in runs}):
         of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
         if len(of_task) < sum(run.task == task for run in runs):
             raise BadInput(f"task {task}: two runs have the same arm and seed")
-        arms = sorted({arm for arm, _ in of_task}, key=lambda arm: (arm != "tango", arm != BASELINE, arm))
         finals = {key: {"final": run.points[-1][ACCURACY], "area": area_under(*curve(run, ACCURACY, "gen_step"))} for key, run in of_task.items()}
-        gains = {arm: {kind: [finals[arm, s][kind] - finals[BASELINE, s][kind] for a, s in of_task if a == arm and (BASELINE, s) in of_task]
-                       for kind in ("final", "area")} for arm in arms}
-        for arm in arms:
+        gains = {}  # (arm, kind) -> seed -> difference to the baseline
+        for (arm, seed), run in of_task.items():
+            if (BASELINE, seed) in of_task:
+                check_paired(run, of_task[BASELINE, seed])
+                for kind, value in finals[arm, seed].items():
+                    gains.setdefault((arm, kind), {})[seed] = value - finals[BASELINE, seed][kind]
+        for arm in sorted({arm for arm, _ in of_task}, key=arm_order):
             mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
             row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
-                   "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()], "area": [finals[arm, s]["area"] for s in mine],
-                   "final_gain": gains[arm]["final"], "area_gain": gains[arm]["area"]}
+                   "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()], "area": [finals[arm, s]["area"] for s in mine]}
+            for kind in ("final", "area"):
+                row[f"{kind}_gain"] = list(gains.get((arm, kind), {}).values())
+                row[f"{kind}_recovered"] = recovered(gains.get((arm, kind), {}), gains.get((ORACLE, kind), {}))
             for unit, x in (("steps", "gen_step"), ("tokens", "sampled_tokens")):
                 row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine if learned(of_task.get((BASELINE, s)))]
-            oracle = gains.get(ORACLE, {"final": [], "area": []})
-            for kind in ("final", "area"):
-                row[f"{kind}_recovered"] = recovered(gains[arm][kind], oracle[kind]) if gains[arm][kind] else None
             for name in ("ver/step_f1_fixed", "ver/outcome_f1_fixed"):
                 row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values() if None not in (run.points[0][name], run.points[-1][name])]
             rows.append(row)
     return rows
+
+
+def arm_order(arm: str) -> tuple:
+    """Sorts arms: tango, the baseline, the others by name."""
+    return arm != "tango", arm != BASELINE, arm
 
 
 def learned(baseline: Run | None) -> bool:
@@ -203,8 +231,8 @@ def reach_ratio(run: Run, baseline: Run, x: str) -> float | None:
 
 # The table as text
 
-COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's", "tokens / GRPO's", "oracle's gain",
-           "step F1", "outcome F1")
+COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's", "tokens / GRPO's", "oracle's final gain",
+           "oracle's height gain", "step F1", "outcome F1")
 
 
 def cells(row: dict) -> list[str]:
@@ -216,7 +244,8 @@ def cells(row: dict) -> list[str]:
         if not values or row["arm"] == BASELINE:
             return "-"
         middle, half = interval(values)
-        return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "")
+        pairs = f" ({len(values)} pairs)" if len(values) < row["seeds"] else ""
+        return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "") + pairs
 
     def ratio(values):
         reached = [v for v in values if v is not None]
@@ -226,11 +255,12 @@ def cells(row: dict) -> list[str]:
     def change(pairs):
         return "-" if not pairs else f"{100 * mean(a for a, _ in pairs):.1f} -> {100 * mean(b for _, b in pairs):.1f}"
 
-    share = row["area_recovered"]
+    def share(value):
+        return "-" if row["arm"] == BASELINE else "not measurable" if value is None else f"{100 * value:.0f}%"
+
     return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]), paired(row["final_gain"]),
             paired(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
-            "-" if row["arm"] == BASELINE else "not measurable" if share is None else f"{100 * share:.0f}%",
-            change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
+            share(row["final_recovered"]), share(row["area_recovered"]), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
 
 
 def provenance(runs: list[Run]) -> str:
