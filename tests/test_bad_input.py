@@ -150,3 +150,30 @@ def test_exit_code_of_the_process_is_2(base):
     done = subprocess.run([sys.executable, "-m", "scripts.tango_rl", *RL_FLAGS, "--task", "sudoku"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("error: --task sudoku")
+
+
+def fig4(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", os.path.join(ROOT, "runs", "fig4.sh"), *flags], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--task", "sudoku"], ["--task sudoku", "chain", "last_letter", "mixture"]),
+    (["--arms", "tango prime"], ["--arms prime", "grpo", "ng_1"]),
+    (["--arms", "alpha_x"], ["--arms alpha_x"]),
+    (["--arms", "tango tango"], ["twice"]),
+    (["--arms", ""], ["--arms", "empty"]),
+    (["--seeds", "1 two"], ["--seeds two"]),
+    (["--steps", "08"], ["--steps 08"]),
+    (["--steps"], ["--steps", "needs a value"]),
+    (["--sedes", "1"], ["--sedes", "--seeds"]),
+])
+def test_the_experiment_refuses_before_any_work(flags, words):
+    done = fig4(*flags)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words)
+
+
+def test_the_experiment_knows_every_ablation_it_lists():
+    ablations = fig4("--list", "ablations").stdout.strip()
+    assert len(ablations.split()) > 15
+    assert "--seeds x: not a number" in fig4("--arms", ablations, "--seeds", "x").stderr  # refused for its seed, behind the arms
