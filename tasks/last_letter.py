@@ -43,7 +43,7 @@ def add_args(parser):
     group.add_argument("--last-letter-words", default="", metavar="FILE", help="text file with one word a line; default: random letters")
     group.add_argument("--last-letter-full-share", type=float, default=0.2,
                        help="share of the SFT problems that have any length up to test_out's; the others have at most half of RL's words")
-    group.add_argument("--last-letter-share", type=float, default=0.0, 
+    group.add_argument("--last-letter-share", type=float, default=0.0,
                        help="share of the pairs of letters that end a word whose last letter the generator is taught to misread")
     group.add_argument("--last-letter-wrongness", type=float, default=0.6, help="how often a demonstration misreads such a pair")
     group.add_argument("--last-letter-verifier-error", type=float, default=0.1,
