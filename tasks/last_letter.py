@@ -5,8 +5,7 @@ A problem is `grape lemon`; step k copies the k-th word and gives the last lette
 A step is right iff it says just that, so gold step labels are free; unlike chain's they are not local: an error carried on stays wrong.
 
 SFT shows mostly short problems. Tiny models do not generalise to positions they never saw, so a share of the demonstrations has any length
-up to test_out's, which RL never trains on. With --last-letter-share they also carry misconceptions, as chain's do: behind some letters the last
-one is mostly read as a fixed other one, so that RL starts from a model that is fluent, often wrong, and has the right letter among its samples.
+up to test_out's, which RL never trains on.
 """
 import random
 import re
@@ -43,18 +42,8 @@ def add_args(parser):
     group.add_argument("--last-letter-words", default="", metavar="FILE", help="text file with one word a line; default: random letters")
     group.add_argument("--last-letter-full-share", type=float, default=0.2,
                        help="share of the SFT problems that have any length up to test_out's; the others have at most half of RL's words")
-    group.add_argument("--last-letter-share", type=float, default=0.0,
-                       help="share of the pairs of letters that end a word whose last letter the generator is taught to misread")
-    group.add_argument("--last-letter-wrongness", type=float, default=0.6, help="how often a demonstration misreads such a pair")
     group.add_argument("--last-letter-verifier-error", type=float, default=0.1,
                        help="how often a verifier demonstration believes a step's new letter wrongly, so that SFT leaves the verifier unsure")
-
-
-def misread_pairs(seed: int, share: float) -> dict[str, str]:
-    """A random `share` of all pairs of letters, each with one fixed wrong reading of its last letter."""
-    rng = random.Random(f"misread-{seed}")
-    pairs = [first + last for first in ascii_lowercase for last in ascii_lowercase]
-    return {pair: other_letter(pair[-1], rng) for pair in rng.sample(pairs, round(share * len(pairs)))}
 
 
 class LastLetter:
@@ -69,12 +58,11 @@ class LastLetter:
             raise BadInput(f"--last-letter-min-words {low} --last-letter-max-words {high}: need 2 <= min <= max")
         if not 1 <= short <= long:
             raise BadInput(f"--last-letter-min-letters {short} --last-letter-max-letters {long}: need 1 <= min <= max")
-        for flag in ("last_letter_full_share", "last_letter_share", "last_letter_wrongness", "last_letter_verifier_error"):
+        for flag in ("last_letter_full_share", "last_letter_verifier_error"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.seed, self.min_letters = seed, short
         self.full_share, self.verifier_error = args.last_letter_full_share, args.last_letter_verifier_error
-        self.misread, self.wrongness = misread_pairs(seed, args.last_letter_share), args.last_letter_wrongness
         # (fewest words, most words, most letters of a word); sft_full is the full-length share of sft
         self.sizes = {"sft": (low, max(low, high // 2), max(short, long - 2)), "sft_full": (low, high + 2, long + 2),
                       "rl": (low, high, long), "test_in": (low, high, long), "test_out": (high + 1, high + 2, long + 2)}
@@ -97,13 +85,8 @@ class LastLetter:
         return self._judged(self._steps(problem.prompt, self._joined(problem.prompt)), solution)
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
-        """A demonstration for the generator, misread pairs included and carried on."""
-        letters, joined = "", []
-        for word in problem.prompt.split():
-            misread = word[-2:] in self.misread and rng.random() < self.wrongness
-            letters += self.misread[word[-2:]] if misread else word[-1]
-            joined.append(letters)
-        return self._render(problem.prompt, joined)
+        """A demonstration for the generator; always right, so `rng` is not used."""
+        return self._render(problem.prompt, self._joined(problem.prompt))
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
         """A right solution in which each step's new letter is wrong with some probability and carried on; over half of all stay right."""

@@ -518,22 +518,6 @@ def test_a_split_without_problems_is_an_error_and_no_endless_loop():
         task.problem("test_in", 0)
 
 
-def test_misread_pairs_are_shown_wrong_that_often_and_carried_on():
-    task = task_of("last_letter", "--last-letter-share", "0.5", "--last-letter-wrongness", "0.75")
-    assert len(task.misread) == 26 * 26 / 2 and all(pair[1] != wrong for pair, wrong in task.misread.items())
-    shown = {True: [], False: []}  # per kind of pair: whether the demonstration reads it right
-    for i in range(400):
-        problem = task.problem("sft", i)
-        demo = task.solution_demo(problem, random.Random(i))
-        answer = task.fmt.answer(demo)
-        steps = [task.fmt.step_body(demo[s:e]).split(":")[1] for s, e in task.fmt.step_spans(demo)]
-        assert steps == [answer[: k + 1] for k in range(len(steps))]
-        for word, letter in zip(problem.prompt.split(), answer, strict=True):
-            assert letter in (word[-1], task.misread.get(word[-2:]))
-            shown[word[-2:] in task.misread].append(letter == word[-1])
-    assert all(shown[False]) and 0.2 < sum(shown[True]) / len(shown[True]) < 0.3
-
-
 # Mixture
 
 def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
