@@ -23,7 +23,7 @@ has_model "chatsft_checkpoints/$TAG-ver" || launch scripts/chat_sft.py -- --role
 
 # A finished run is evaluated again and prints its table.
 launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \
-    --num-steps 80 --warmup-steps 40 --eval-every 20 --alpha-start 0.3 --alpha-end 0.03 --kl-coef 0 --verifier-balance --verifier-replay 0.5
+    --num-steps 80 --warmup-steps 40 --eval-every 20 --kl-coef 0 --verifier-balance --verifier-replay 0.5
 
 # Curves, settings, health and rollouts on one page, to be opened in a browser.
 python -m scripts.report "$RUN"

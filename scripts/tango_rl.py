@@ -6,7 +6,8 @@ How this departs from the paper:
    --updates-per-batch is raised.
 2. Verifier batches can be balanced between right and wrong solutions (--verifier-balance) and hold past ones (--verifier-replay).
 3. The warm-up may end at a bar of balanced accuracy instead of a count (--schedule adaptive).
-4. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
+4. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001: dev/LOG.md has the ablation.
+5. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
 
     python -m scripts.tango_rl --model-tag d4                                                # one CPU or GPU
     torchrun --standalone --nproc_per_node=8 scripts/tango_rl.py -- --model-tag d4 --run tango
@@ -88,8 +89,8 @@ def make_parser() -> argparse.ArgumentParser:
     rollout.add_argument("--top-k", type=int, default=0, help="0 = the full softmax; anything else biases the ratio")
     rewards = parser.add_argument_group("rewards and advantages")
     rewards.add_argument("--advantage", default="grpo", help=f"one of: {', '.join(PRESETS)}")
-    rewards.add_argument("--alpha-start", type=float, default=0.1, help="weight of the step advantage at the start (Tango eq. 7)")
-    rewards.add_argument("--alpha-end", type=float, default=1e-3, help="and at the end, decaying exponentially")
+    rewards.add_argument("--alpha-start", type=float, default=0.3, help="weight of the step advantage at the start (Tango eq. 7; there 0.1)")
+    rewards.add_argument("--alpha-end", type=float, default=0.03, help="and at the end, decaying exponentially (there 0.001)")
     rewards.add_argument("--combine", default="advantages", help="what the outcome and the step reward are combined as, one of: "
                          f"{', '.join(COMBINE)}; the paper found rewards, normalised together, worse")
     rewards.add_argument("--gamma", type=float, default=0.8, help="weight of the verifier's format reward (Tango eq. 8)")

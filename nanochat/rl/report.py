@@ -175,7 +175,8 @@ def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float 
 def check_paired(run: Run, other: Run) -> None:
     """Raises BadInput unless both runs have the same problems, starting generator, evaluation and number of generator steps."""
     flags, others = run.config["args"], other.config["args"]
-    same = ["task", "model_tag", "model_step", "eval_examples", *(name for name in flags if name.startswith(tuple(f"{task}_" for task in TASKS)))]
+    tasks = TASKS if flags["task"] == "mixture" else (flags["task"],)  # other tasks' flags change nothing
+    same = ["task", "model_tag", "model_step", "eval_examples", *(name for name in flags if name.startswith(tuple(f"{task}_" for task in tasks)))]
     if "fixed_generator" not in (flags["recipe"], others["recipe"]):  # its steps are the verifier's
         same.append("num_steps")
     for name in same:
