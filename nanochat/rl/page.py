@@ -6,9 +6,6 @@ import os
 from importlib.resources import files
 from statistics import mean, stdev
 
-import matplotlib
-from matplotlib.figure import Figure
-
 from nanochat.rl.report import ACCURACY, COLUMNS, EVALS, INDICATORS, Run, arm_order, cells
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with dots.
@@ -42,6 +39,8 @@ def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
 
 def draw_curves(runs: list[Run], path: str) -> None:
     """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task."""
+    import matplotlib  # here, since importing it makes its cache folder
+    from matplotlib.figure import Figure
     curves = {(panel, arm): mean_curve(of_arm, *panel) for arm, of_arm in arms_of(runs).items() for panel in PANELS}
     panels = [panel for panel in PANELS if any(curves[panel, arm] for arm in arms_of(runs))]
     width = 4
