@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing; then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
+# JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
 #   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 40 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
-set -euo pipefail
+set -euof pipefail
 TASK=chain SEEDS="1 2 3" STEPS=60 OUT=dev/curves JOBS=${JOBS:-$(nproc)}
 MAIN="tango grpo grpo_lr2 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
@@ -13,6 +14,7 @@ ARMS=$MAIN
 COMMAND="bash runs/fig4.sh $*"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
+    case $1 in -h|--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
     [ $# -gt 1 ] || refuse "$1: needs a value (--task, --seeds, --steps, --arms, --out, --list)"
     case $1 in
         --task) TASK=$2 ;; --seeds) SEEDS=$2 ;; --steps) STEPS=$2 ;; --arms) ARMS=$2 ;; --out) OUT=$2 ;;
@@ -51,7 +53,7 @@ arm_flags() {  # what makes an arm; later flags override earlier ones
         tango|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
         fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS - 1) / 3))" ;;
         alpha_1) echo "--alpha-start 1 --alpha-end 1" ;;  # constant
-        alpha_0.*) echo "--alpha-start ${1#alpha_} --alpha-end ${1#alpha_}e-1" ;;
+        alpha_0.[0-9]|alpha_0.[0-9][0-9]) echo "--alpha-start ${1#alpha_} --alpha-end ${1#alpha_}e-1" ;;
         ng_[1-9]|ng_10) echo "--generator-steps ${1#ng_}" ;;
         no_class_weights) echo "--no-class-weights" ;;
         no_balance) echo "--no-verifier-balance" ;;
@@ -74,7 +76,7 @@ verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, 
     esac
 }
 for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(echo $MAIN $ABLATIONS)"; done
-for seed in $SEEDS; do [[ $seed =~ ^[0-9]+$ ]] || refuse "--seeds $seed: not a number"; done
+for seed in $SEEDS; do [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "--seeds $seed: must be numbers from 0"; done
 for list in "--seeds $SEEDS" "--arms $ARMS"; do
     words=(${list#* })
     [ ${#words[@]} -gt 0 ] || refuse "$list: is empty"
@@ -86,6 +88,7 @@ export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 LOGS=$NANOCHAT_BASE_DIR/logs
 mkdir -p "$LOGS"
+mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
 has_model() { compgen -G "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$1/meta_*.json" > /dev/null; }
 
@@ -120,7 +123,6 @@ for seed in $SEEDS; do echo "$seed"; done | each sft_generator
 pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")"; echo "$seed $arm${ending:+ $ending}"; done | sort -u -k 1,1 -k 3,3 | each sft_verifier
 started=$SECONDS failed=0
 pairs | each rl || failed=1
-mkdir -p "$OUT"
 {
     echo "\`$COMMAND\`, $(nproc) cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time; this call's RL took" \
         "$(((SECONDS - started) / 60)) minutes (finished runs are not run again)."

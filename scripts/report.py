@@ -34,14 +34,17 @@ def main(args) -> None:
     rows = compare(runs)
     out = args.out or folders[0]
     check_writable(out)
-    os.makedirs(out, exist_ok=True)
-    for task in dict.fromkeys(run.task for run in runs):
-        of_task = [run for run in runs if run.task == task]
-        path = os.path.join(out, task if len(runs) > 1 else "curves")
-        write_csv(tidy(of_task), path + ".csv")
-        draw_curves(of_task, path + ".png")
     page = os.path.join(out, "report.html")
-    write_page(runs, rows, page, args.max_rollouts)
+    try:
+        os.makedirs(out, exist_ok=True)
+        write_page(runs, rows, page, args.max_rollouts)
+        for task in dict.fromkeys(run.task for run in runs):
+            of_task = [run for run in runs if run.task == task]
+            path = os.path.join(out, task if len(runs) > 1 else "curves")
+            write_csv(tidy(of_task), path + ".csv")
+            draw_curves(of_task, path + ".png")
+    except OSError as error:
+        raise BadInput(f"cannot write {error.filename}: {error.strerror}") from None
     if len(runs) > 1:
         print0(f"{markdown_table(rows)}\n{provenance(runs)}\n")
     print0(f"{page} ({os.path.getsize(page) / 1e6:.1f} MB)")

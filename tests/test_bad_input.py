@@ -163,6 +163,9 @@ def fig4(*flags: str) -> subprocess.CompletedProcess:
     (["--arms", "tango tango"], ["twice"]),
     (["--arms", ""], ["--arms", "empty"]),
     (["--seeds", "1 two"], ["--seeds two"]),
+    (["--seeds", "01 1"], ["--seeds 01"]),
+    (["--arms", "alpha_0.xyz"], ["--arms alpha_0.xyz"]),
+    (["--arms", "*"], ["--arms *"]),
     (["--steps", "08"], ["--steps 08"]),
     (["--steps"], ["--steps", "needs a value"]),
     (["--sedes", "1"], ["--sedes", "--seeds"]),
@@ -176,4 +179,4 @@ def test_the_experiment_refuses_before_any_work(flags, words):
 def test_the_experiment_knows_every_ablation_it_lists():
     ablations = fig4("--list", "ablations").stdout.strip()
     assert len(ablations.split()) > 15
-    assert "--seeds x: not a number" in fig4("--arms", ablations, "--seeds", "x").stderr  # refused for its seed, behind the arms
+    assert "--seeds x: must be numbers" in fig4("--arms", ablations, "--seeds", "x").stderr  # refused for its seed, behind the arms

@@ -154,6 +154,23 @@ def test_pairs_that_differ_in_what_must_be_the_same_are_bad_input(tmp_path):
     assert [row["arm"] for row in compare([grpo, fixed])] == ["grpo", "fixed_generator"]  # its steps are another role's
 
 
+def test_seeds_of_one_arm_have_the_same_flags_and_all_runs_the_same_evaluation(tmp_path):
+    first = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], lr=1e-4, model_tag="a"))
+    for flag, value, others in (("lr", 1e-5, {"model_tag": "b"}), ("eval_every", 5, {"lr": 1e-4})):
+        second = read_run(make_run(tmp_path / flag, "chain-tango-s1", 1, [0.1, 0.2], **{flag: value, **others}))
+        with pytest.raises(BadInput, match=f"chain-tango-s1 and chain-tango-s0 cannot be compared: --{flag.replace('_', '-')} {value} and"):
+            compare([first, second])
+    compare([first, read_run(make_run(tmp_path / "same", "chain-tango-s1", 1, [0.1, 0.2], lr=1e-4, model_tag="b"))])
+
+
+def test_what_cannot_be_written_is_one_line(experiment, capsys):
+    (experiment / "out" / "report.html").mkdir(parents=True)
+    with pytest.raises(SystemExit) as stop:
+        script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "chain-tango-s0"])
+    assert stop.value.code == 2 and "cannot write" in capsys.readouterr().err
+    assert "curves.csv" not in [f.name for f in (experiment / "out").iterdir()]
+
+
 def test_seeds_without_a_partner_are_left_out_of_differences_and_counted(experiment):
     make_run(experiment, "chain-tango-s2", 2, [0.1, 0.9, 0.9])
     tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]) if row["arm"] == "tango")

@@ -74,13 +74,13 @@ def read_run(folder: str) -> Run:
     records, rollouts = (read_lines(paths[file]) if os.path.exists(paths[file]) else [] for file in ("metrics.jsonl", "rollouts.jsonl"))
     try:
         args = config["args"]
-        _ = [rollout["step_spans"] for rollout in rollouts]
+        _ = [(record["step"], record["role"]) for record in records], [rollout["step_spans"] for rollout in rollouts]
         match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
         task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"] else (args["task"], name)
         first = {"gen_step": 0, "ver_step": 0, "sampled_tokens": 0, **summary["before"]}
         last = {"gen_step": summary["gen_steps"], "ver_step": summary["ver_steps"], "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
         return Run(name, task, arm, args["seed"], config, summary, evaluated(records, first, last), records, rollouts)
-    except KeyError as error:
+    except (KeyError, TypeError) as error:
         raise BadInput(f"{folder}: has no {error}; was it made by another version?") from None
 
 
@@ -172,16 +172,28 @@ def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float 
     return mean(gains[s] for s in seeds) / mean(oracle) if measurable and mean(oracle) > 0 else None
 
 
-def check_paired(run: Run, other: Run) -> None:
-    """Raises BadInput unless both runs have the same problems, starting generator, evaluation and number of generator steps."""
-    flags, others = run.config["args"], other.config["args"]
-    tasks = TASKS if flags["task"] == "mixture" else (flags["task"],)  # other tasks' flags change nothing
-    same = ["task", "model_tag", "model_step", "eval_examples", *(name for name in flags if name.startswith(tuple(f"{task}_" for task in tasks)))]
-    if "fixed_generator" not in (flags["recipe"], others["recipe"]):  # its steps are the verifier's
-        same.append("num_steps")
-    for name in same:
-        if flags.get(name) != others.get(name):
-            raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} {flags.get(name)} and {others.get(name)}")
+# Flags that may differ between the seeds of one arm.
+PER_RUN = {"run", "seed", "model_tag", "verifier_tag", "resume_from_step", "save_every", "log_rollouts", "device_type", "micro_batch_tokens", "prefix_sharing"}
+
+
+def check_comparable(runs: list[Run]) -> None:
+    """Raises BadInput unless runs of one task have the same problems, evaluation and number of generator steps, those of one seed also the same
+    starting generator, and those of one arm all flags but PER_RUN. Flags that only one of two versions knows are passed over within an arm."""
+    for n, run in enumerate(runs):
+        for other in runs[:n]:
+            flags, others = run.config["args"], other.config["args"]
+            tasks = TASKS if flags["task"] == "mixture" else (flags["task"],)  # other tasks' flags change nothing
+            same = {"task", "model_step", "eval_examples", "eval_every", "max_new_tokens", "verifier_max_new_tokens"}
+            same |= {name for name in flags if name.startswith(tuple(f"{task}_" for task in tasks))}
+            if "fixed_generator" not in (flags["recipe"], others["recipe"]):  # its steps are the verifier's
+                same.add("num_steps")
+            if run.seed == other.seed:
+                same.add("model_tag")
+            if run.arm == other.arm:
+                same |= (flags.keys() & others.keys()) - PER_RUN
+            for name in sorted(same):
+                if flags.get(name) != others.get(name):
+                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} {flags.get(name)} and {others.get(name)}")
 
 
 def compare(runs: list[Run]) -> list[dict]:
@@ -191,12 +203,12 @@ def compare(runs: list[Run]) -> list[dict]:
     for task in sorted({run.task for run in runs}):
         of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
         if len(of_task) < sum(run.task == task for run in runs):
-            raise BadInput(f"task {task}: two runs have the same arm and seed")
+            raise BadInput(f"task {task}: two runs have the same arm and seed, or one is named twice")
+        check_comparable(list(of_task.values()))
         finals = {key: {"final": run.points[-1][ACCURACY], "area": area_under(*curve(run, ACCURACY, "gen_step"))} for key, run in of_task.items()}
         gains = {}  # (arm, kind) -> seed -> difference to the baseline
-        for (arm, seed), run in of_task.items():
+        for arm, seed in of_task:
             if (BASELINE, seed) in of_task:
-                check_paired(run, of_task[BASELINE, seed])
                 for kind, value in finals[arm, seed].items():
                     gains.setdefault((arm, kind), {})[seed] = value - finals[BASELINE, seed][kind]
         for arm in sorted({arm for arm, _ in of_task}, key=arm_order):
@@ -266,7 +278,7 @@ def cells(row: dict) -> list[str]:
 
 def provenance(runs: list[Run]) -> str:
     """One line: how many runs, how long they took together, of which commits and versions."""
-    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:10] for run in runs}))}" for name in ("commit", "torch", "world")]
+    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in runs}))}" for name in ("commit", "torch", "world")]
     return f"{len(runs)} runs, {sum(run.summary['minutes'] for run in runs):.0f} minutes one after the other; {'; '.join(facts)}"
 
 
