@@ -6,12 +6,13 @@
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 40 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
 set -euof pipefail
-TASK=chain SEEDS="1 2 3" STEPS=60 OUT=dev/curves JOBS=${JOBS:-$(nproc)}
+TASK=chain SEEDS="1 2 3" STEPS=60 OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
+JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_lr2 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
 ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
 ARMS=$MAIN
-COMMAND="bash runs/fig4.sh $*"
+COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in -h|--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
@@ -124,7 +125,7 @@ pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")";
 started=$SECONDS failed=0
 pairs | each rl || failed=1
 {
-    echo "\`$COMMAND\`, $(nproc) cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time; this call's RL took" \
+    echo "\`$COMMAND\`, $CORES cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time; this call's RL took" \
         "$(((SECONDS - started) / 60)) minutes (finished runs are not run again)."
     echo
     finished=$(pairs | while read -r seed arm; do
