@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing; then curves and a paired comparison.
+# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing (GRPO also in its own
+# tuned learning rate); then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
 #   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores
@@ -91,17 +92,16 @@ LOGS=$NANOCHAT_BASE_DIR/logs
 mkdir -p "$LOGS"
 mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
-has_model() { compgen -G "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$1/meta_*.json" > /dev/null; }
 
 sft_generator() {  # seed
-    has_model "$TASK-s$1" || logged "sft-$TASK-s$1" python -m scripts.chat_sft --role generator --model-tag "$TASK-s$1" --seed "$1" \
+    has_model "chatsft_checkpoints/$TASK-s$1" || logged "sft-$TASK-s$1" python -m scripts.chat_sft --role generator --model-tag "$TASK-s$1" --seed "$1" \
         --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS
 }
 sft_verifier() {  # seed, arm
     local ending flags tag
     read -r ending flags <<< "$(verifier_of "$2")"
     tag=$TASK-s$1-ver$ending
-    has_model "$tag" || logged "sft-$tag" python -m scripts.chat_sft --role verifier --model-tag "$TASK-s$1" --verifier-tag "$tag" --seed "$1" \
+    has_model "chatsft_checkpoints/$tag" || logged "sft-$tag" python -m scripts.chat_sft --role verifier --model-tag "$TASK-s$1" --verifier-tag "$tag" --seed "$1" \
         --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS $flags
 }
 rl() {  # seed, arm

@@ -12,7 +12,6 @@ NPROC=${NPROC:-2}  # two ranks of one thread are a little faster than one of two
 TAG=chain-s$SEED
 RUN=chain-s$SEED
 launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
-has_model() { compgen -G "$NANOCHAT_BASE_DIR/$1/meta_*.json" > /dev/null; }
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || python -m scripts.tok_train --seed "$SEED"
 

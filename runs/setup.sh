@@ -7,3 +7,5 @@ if [ ! -f .venv/installed ] || [ pyproject.toml -nt .venv/installed ]; then
     touch .venv/installed
 fi
 source .venv/bin/activate
+
+has_model() { compgen -G "$NANOCHAT_BASE_DIR/$1/meta_*.json" > /dev/null; }  # folder of a checkpoint, below the base directory

@@ -117,17 +117,22 @@ def sft_loss(model, examples: list[tuple[list[int], list[int]]], num_tokens: flo
                               **head_options(model, 1.0))[0]
 
 
+def resolve_tags(args) -> str:
+    """Fills in both roles' tags; the one of this model. Raises BadInput."""
+    args.model_tag = args.model_tag or f"d{args.depth}"
+    args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
+    check_name("--model-tag", args.model_tag)
+    check_name("--verifier-tag", args.verifier_tag)
+    if args.verifier_tag == args.model_tag:
+        raise BadInput(f"--verifier-tag {args.verifier_tag}: is the generator's tag")
+    return args.verifier_tag if args.role == "verifier" else args.model_tag
+
+
 def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1, "max_new_tokens": 1, "sequence_len": 2,
                        "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0})
     task = make_task(args)
-    args.model_tag = args.model_tag or f"d{args.depth}"
-    check_name("--model-tag", args.model_tag)
-    args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
-    check_name("--verifier-tag", args.verifier_tag)
-    if args.verifier_tag == args.model_tag:
-        raise BadInput(f"--verifier-tag {args.verifier_tag}: is the generator's tag")
-    tag = args.verifier_tag if args.role == "verifier" else args.model_tag
+    tag = resolve_tags(args)
     rank, world = rank_and_world()
     if args.examples_per_step % world:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks")

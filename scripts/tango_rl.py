@@ -26,7 +26,7 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, al
                              choose_run_name, compute_dtype, describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0,
                              rank_and_world, script_main, start_run, uses_wandb, write_json)
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
-from nanochat.rl.evals import Evaluation, frac_ranking_reversed, judge_scores, judged_row, reward_metrics
+from nanochat.rl.evals import Evaluation, judge_scores, judged_row, ranking_reversed, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.prompts import check_prompts_fit, read_solution
 from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
@@ -206,7 +206,7 @@ def generator_rollouts(args, run, state, sampler, roles):
     metrics |= mean_over_ranks({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
                                 "reasoning_steps": [len(s.step_ends) for s in solutions],
                                 "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in solutions if s.step_ends],
-                                "frac_ranking_reversed": frac_ranking_reversed(outcomes, mean_advantages(rollouts, advantages), G),
+                                "frac_ranking_reversed": ranking_reversed(outcomes, mean_advantages(rollouts, advantages), G),
                                 "step_abstained": [v is None for v in verdicts] if recipe.judge else [],
                                 "rewards/step/mean": [x for v in verdicts if v and recipe.judge for x in v],
                                 "step_label_mean": [x for v in labels for x in v]}, run.device)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.evals import balanced_accuracy, first_error, first_error_f1, frac_ranking_reversed, judge_scores, macro_f1, majority, pass_at_k
+from nanochat.rl.evals import balanced_accuracy, first_error, first_error_f1, judge_scores, macro_f1, majority, pass_at_k, ranking_reversed
 from nanochat.rl.state import BALANCED_ACC_DECAY, RunState, choose_judged
 
 T, F = True, False
@@ -179,7 +179,7 @@ def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
 def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
     outcomes = [T, F, F] + [T, T, F] + [T, T, T] + [T, F, None]
     advantages = [0.2, -1.0, 0.3] + [0.5, 0.1, 0.1] + [0.0, 1.0, 2.0] + [0.0, -0.5, 9.0]
-    assert frac_ranking_reversed(outcomes, advantages, 3) == [True, False, False]  # the third group has no wrong one and is not counted
+    assert ranking_reversed(outcomes, advantages, 3) == [True, False, False]  # the third group has no wrong one and is not counted
 
 
 def test_judge_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():

@@ -70,7 +70,7 @@ def correlation(xs: list[float], ys: list[float]) -> float | None:
     return correlate(xs, ys) if len(set(xs)) > 1 and len(set(ys)) > 1 else None
 
 
-def frac_ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_samples: int) -> list[bool]:
+def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_samples: int) -> list[bool]:
     """Per group that has right and wrong rollouts: whether a wrong one has a larger mean advantage per token than a right one. The outcome reward
     alone never does that; the step reward may, with reason (a lucky answer) or without."""
     reversed_groups = []

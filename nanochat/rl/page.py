@@ -1,5 +1,5 @@
 """
-The pictures of a report: curves.png, and report.html, one file that opens offline.
+The pictures of a report: its curves, and report.html, one file that opens offline.
 """
 import json
 import os
@@ -10,7 +10,7 @@ from nanochat.rl.report import ACCURACY, COLUMNS, EVALS, INDICATORS, Run, arm_or
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with dots.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B59F00")
-DASHES = ("none", "6 3", "2 2")
+DASHES = {"none": "-", "6 3": "--", "2 2": ":"}  # SVG's and matplotlib's
 PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sampled_tokens"),
           *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))), ("ver/step_f1_current", "gen_step"),
           *((name, "gen_step") for name in INDICATORS)]
@@ -37,21 +37,25 @@ def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
     return {arm: [run for run in runs if run.arm == arm] for arm in sorted({run.arm for run in runs}, key=arm_order)}
 
 
+def panels_of(runs: list[Run]) -> list[tuple]:
+    """(metric, x, mean_curve by arm) of every panel that has a curve. runs: of one task."""
+    panels = [(metric, x, {arm: mean_curve(of_arm, metric, x) for arm, of_arm in arms_of(runs).items()}) for metric, x in PANELS]
+    return [panel for panel in panels if any(panel[2].values())]
+
+
 def draw_curves(runs: list[Run], path: str) -> None:
     """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task."""
     import matplotlib  # here, since importing it makes its cache folder
     from matplotlib.figure import Figure
-    curves = {(panel, arm): mean_curve(of_arm, *panel) for arm, of_arm in arms_of(runs).items() for panel in PANELS}
-    panels = [panel for panel in PANELS if any(curves[panel, arm] for arm in arms_of(runs))]
-    width = 4
+    panels, width = panels_of(runs), 4
     with matplotlib.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(4 * width, 2.6 * -(-len(panels) // width)), layout="constrained")
         axes = figure.subplots(-(-len(panels) // width), width, squeeze=False).flatten()
-        for axis, (metric, x) in zip(axes, panels, strict=False):
-            for i, arm in enumerate(arms_of(runs)):
-                if points := curves[(metric, x), arm]:
+        for axis, (metric, x, curves) in zip(axes, panels, strict=False):
+            for i, (arm, points) in enumerate(curves.items()):
+                if points:
                     xs, ys, spread, _ = zip(*points, strict=True)
-                    style = dict(color=COLOURS[i % len(COLOURS)], linestyle=("-", "--", ":")[i // len(COLOURS) % len(DASHES)])
+                    style = dict(color=COLOURS[i % len(COLOURS)], linestyle=list(DASHES.values())[i // len(COLOURS) % len(DASHES)])
                     axis.plot(xs, ys, label=arm, linewidth=1.6, marker=".", markersize=4, **style)
                     axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)], [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
@@ -83,7 +87,7 @@ def marked_solution(rollout: dict) -> dict:
             ("answer_advantage" if on_generator else "verification_advantage"): round(mean(tail), 3) if tail else None,
             "outcome": rollout["outcome"], "verdict": rollout.get("verdict"),
             "verification": rollout.get("verification"), "unmet": rollout.get("unmet") or [], "finish_reason": rollout["finish_reason"],
-            "judged": bool(rollout.get("verification") is not None)}
+            "judged": rollout.get("verification") is not None}
 
 
 def evenly(items: list, most: int) -> list:
@@ -111,12 +115,11 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int)
     """
     tasks = []
     for task in dict.fromkeys(run.task for run in runs):
-        arms = arms_of([run for run in runs if run.task == task])
-        panels = [{"title": TITLES[metric], "x": AXES[x], "curves": {arm: mean_curve(of_arm, metric, x) for arm, of_arm in arms.items()}}
-                  for metric, x in PANELS]
-        tasks.append({"name": task, "arms": list(arms), "panels": [panel for panel in panels if any(panel["curves"].values())],
+        of_task = [run for run in runs if run.task == task]
+        tasks.append({"name": task, "arms": list(arms_of(of_task)),
+                      "panels": [{"title": TITLES[metric], "x": AXES[x], "curves": curves} for metric, x, curves in panels_of(of_task)],
                       "table": [cells(row) for row in rows if row["task"] == task]})
-    data = {"columns": COLUMNS, "colours": COLOURS, "dashes": DASHES, "tasks": tasks, "runs": []}
+    data = {"columns": COLUMNS, "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks, "runs": []}
     for run in runs:
         chosen = evenly(run.rollouts, most_rollouts // len(runs))
         data["runs"].append({"name": run.name, "settings": run.config["args"], "versions": {k: v for k, v in run.config.items() if k != "args"},

@@ -1,5 +1,5 @@
 """
-What finished runs say together: curves, a table that compares arms seed by seed, and one page to look at rollouts.
+What finished runs say together, as numbers: their points, tidy rows, and a table that compares arms seed by seed.
 
 An arm is what is compared (tango, grpo, ...), a run is one arm with one seed. Runs named <task>-<arm>-s<seed> are compared within their task.
 """
@@ -15,7 +15,7 @@ from tasks import TASKS
 
 BASELINE, ORACLE = "grpo", "gold_steps"
 ACCURACY = "gen/pass1_in"
-# metric: title and x axis of its panel. Evaluations are points in time; indicators are means over the generator steps since the evaluation before.
+# metric: title of its panel. Evaluations are points in time; indicators are means over the generator steps since the evaluation before.
 EVALS = {
     "gen/pass1_in": "generator pass@1, in distribution",
     "gen/pass1_out": "generator pass@1, out of distribution",
