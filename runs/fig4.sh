@@ -11,7 +11,7 @@ TASK=chain SEEDS="1 2 3" STEPS=60 OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS 
 JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_lr2 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
-ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
+no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
 ARMS=$MAIN
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
 refuse() { echo "error: $1" >&2; exit 2; }
@@ -59,6 +59,7 @@ arm_flags() {  # what makes an arm; later flags override earlier ones
         ng_[1-9]|ng_10) echo "--generator-steps ${1#ng_}" ;;
         no_class_weights) echo "--no-class-weights" ;;
         no_balance) echo "--no-verifier-balance" ;;
+        no_balance_no_weights) echo "--no-verifier-balance --no-class-weights" ;;
         no_replay) echo "--verifier-replay 0" ;;
         merged_rewards) echo "--combine rewards" ;;
         shared_half) echo "--verifier-shared-layers 2" ;;
