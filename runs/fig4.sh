@@ -45,6 +45,7 @@ case $TASK in  # learning rates and alpha are the best on seed 0, of the tries t
         SFT_FLAGS="$LONG --num-steps 1000" TASK_RL="$LONG_RL --lr 2e-4" GRPO_FLAGS="" TASK_STEPS=40 ;;
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
+[[ $JOBS =~ ^[1-9][0-9]*$ ]] || refuse "JOBS $JOBS: must be a number from 1"
 [ "$STEPS" != default ] || STEPS=$TASK_STEPS
 [[ $STEPS =~ ^[1-9][0-9]*$ ]] || refuse "--steps $STEPS: must be a number from 1"
 RL_FLAGS="--warmup-steps $WARMUP --eval-every 10 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4 $TASK_RL"

@@ -167,6 +167,7 @@ def fig4(*flags: str) -> subprocess.CompletedProcess:
     (["--arms", "alpha_0.xyz"], ["--arms alpha_0.xyz"]),
     (["--arms", "*"], ["--arms *"]),
     (["--steps", "08"], ["--steps 08"]),
+    (["--steps", ""], ["--steps"]),
     (["--steps"], ["--steps", "needs a value"]),
     (["--sedes", "1"], ["--sedes", "--seeds"]),
 ])
@@ -174,6 +175,12 @@ def test_the_experiment_refuses_before_any_work(flags, words):
     done = fig4(*flags)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and all(word in done.stderr for word in words)
+
+
+def test_the_experiment_refuses_a_number_of_jobs_that_is_none(monkeypatch):
+    monkeypatch.setenv("JOBS", "abc")
+    done = fig4()
+    assert done.returncode == 2 and done.stderr == "error: JOBS abc: must be a number from 1\n"
 
 
 def test_the_experiment_knows_every_ablation_it_lists():
