@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing (GRPO also in its own
-# tuned learning rate); then curves and a paired comparison.
+# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing (on chain GRPO also in
+# its own learning rate); then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
-#   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores
-#   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 40 --arms "tango grpo"
+# Arms also come as grpo_<lr> (grpo_2e-4), alpha_<0.x> and ng_<1 to 10>.
+#   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores (last_letter: an hour)
+#   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
 set -euof pipefail
 TASK=chain SEEDS="1 2 3" STEPS=default ARMS=default OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
@@ -32,11 +33,11 @@ CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong ch
 WORDS="--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
 LONG="--sequence-len 576 --max-new-tokens 208"
 LONG_RL="--max-new-tokens 208 --verifier-max-new-tokens 224 --eval-examples 200"
-case $TASK in  # learning rates and alpha are the best on seed 0 of the tries in dev/LOG.md; but see last_letter
+case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/LOG.md)
     chain)
         TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS=""
         TASK_RL="--lr 2e-4 --alpha-start 0.5 --alpha-end 0.05" GRPO_FLAGS="--lr 4e-4" TASK_STEPS=60 ;;
-    last_letter)  # seed 0 said 2e-4 for GRPO, the others say 1e-4
+    last_letter)  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         TASK_FLAGS="--task last_letter $WORDS" SFT_FLAGS=$LONG
         TASK_RL="$LONG_RL --lr 1e-4 --alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
     mixture)  # both in one run, with longer chains of which more is taught wrongly; nothing tuned
@@ -80,7 +81,7 @@ verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, 
         large_verifier) echo "-large --depth 6 --n-embd 192 --n-head 6" ;;
     esac
 }
-for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(echo $MAIN $ABLATIONS)"; done
+for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(printf '%s\n' $MAIN $ABLATIONS | awk '!seen[$0]++' | xargs)"; done
 for seed in $SEEDS; do [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "--seeds $seed: must be numbers from 0"; done
 for list in "--seeds $SEEDS" "--arms $ARMS"; do
     words=(${list#* })
@@ -88,12 +89,10 @@ for list in "--seeds $SEEDS" "--arms $ARMS"; do
     [ -z "$(printf '%s\n' "${words[@]}" | sort | uniq -d)" ] || refuse "$list: something is there twice"
 done
 
-source "$(dirname "$0")/setup.sh"
+cd "$(dirname "$0")/.."
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 LOGS=$NANOCHAT_BASE_DIR/logs
-mkdir -p "$LOGS"
-mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
 
 sft_generator() {  # seed
@@ -107,20 +106,34 @@ sft_verifier() {  # seed, arm
     has_model "chatsft_checkpoints/$tag" || logged "sft-$tag" python -m scripts.chat_sft --role verifier --model-tag "$TASK-s$1" --verifier-tag "$tag" --seed "$1" \
         --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS $flags
 }
-rl() {  # seed, arm
-    local run=$NAME-$2-s$1 ending
+flags_of() {  # seed, arm: all of a run's flags
+    local ending
     read -r ending _ <<< "$(verifier_of "$2")"
-    [ -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ] || logged "$run" python -m scripts.tango_rl --run "$run" --resume-from-step auto \
-        --model-tag "$TASK-s$1" --verifier-tag "$TASK-s$1-ver$ending" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS \
-        $(arm_flags "$2")
+    echo --model-tag "$TASK-s$1" --verifier-tag "$TASK-s$1-ver$ending" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
+}
+rl() {  # seed, arm
+    local run=$NAME-$2-s$1
+    if [ ! -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ]; then
+        flags_of "$1" "$2" > "$LOGS/$run.flags"
+        logged "$run" python -m scripts.tango_rl --run "$run" --resume-from-step auto $(flags_of "$1" "$2")
+    fi
     echo "$(date +%H:%M) $run"
 }
 NAME=$TASK
 [ "$STEPS" = "$TASK_STEPS" ] || NAME=${TASK}_$STEPS  # runs of other lengths are other runs
-export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS RL_FLAGS TASK_FLAGS LOGS
-export -f logged has_model arm_flags verifier_of sft_generator sft_verifier rl
-each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 pairs() { for arm in $ARMS; do for seed in $SEEDS; do echo "$seed $arm"; done; done; }
+while read -r seed arm; do
+    run=$NAME-$arm-s$seed
+    [ ! -d "$NANOCHAT_BASE_DIR/runs/$run" ] || [ ! -f "$LOGS/$run.flags" ] || [ "$(cat "$LOGS/$run.flags")" = "$(flags_of "$seed" "$arm")" ] ||
+        refuse "$run in $NANOCHAT_BASE_DIR/runs has other flags (see $LOGS/$run.flags): remove it or set NANOCHAT_BASE_DIR"
+done < <(pairs)
+mkdir -p "$LOGS"
+mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
+source runs/setup.sh
+
+export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS RL_FLAGS TASK_FLAGS LOGS
+export -f logged has_model arm_flags verifier_of flags_of sft_generator sft_verifier rl
+each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
 for seed in $SEEDS; do echo "$seed"; done | each sft_generator

@@ -32,6 +32,7 @@ INDICATORS = {
     "gen/reasoning_steps": "steps per solution",
     "gen/step_length": "tokens per step",
     "gen/frac_ranking_reversed": "groups that step rewards reverse",
+    "gen/step_label_mean": "right steps (gold labels)",
 }
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
 
