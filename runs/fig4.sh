@@ -29,7 +29,7 @@ done
 WARMUP=40
 MODEL="--depth 4 --n-embd 128 --n-head 4"
 CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong chain can be right by luck
-# SFT shows up to 5 words, and 1 demonstration in 20 of up to 12: after it lists of 2 to 5 are solved, of 6 to 8 now and then, of 9 and 10 not.
+# SFT shows up to 5 words, and 1 demonstration in 20 of up to 12: after it (seed 0) lists of 2 to 5 are solved, 6 to 8 now and then, 9 and 10 not.
 WORDS="--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
 LONG="--sequence-len 576 --max-new-tokens 208"
 LONG_RL="--max-new-tokens 208 --verifier-max-new-tokens 224 --eval-examples 200"
@@ -112,10 +112,11 @@ flags_of() {  # seed, arm: all of a run's flags
     echo --model-tag "$TASK-s$1" --verifier-tag "$TASK-s$1-ver$ending" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
 }
 rl() {  # seed, arm
-    local run=$NAME-$2-s$1
+    local run=$NAME-$2-s$1 flags
     if [ ! -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ]; then
-        flags_of "$1" "$2" > "$LOGS/$run.flags"
-        logged "$run" python -m scripts.tango_rl --run "$run" --resume-from-step auto $(flags_of "$1" "$2")
+        flags=$(flags_of "$1" "$2")
+        echo "$flags" > "$LOGS/$run.flags"
+        logged "$run" python -m scripts.tango_rl --run "$run" --resume-from-step auto $flags
     fi
     echo "$(date +%H:%M) $run"
 }
