@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing (on chain GRPO also in
-# its own learning rate); then curves and a paired comparison.
+# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing (on chain and the mixture
+# GRPO also in its own learning rate); then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
 # Arms also come as grpo_<lr> (grpo_2e-4), alpha_<0.x> and ng_<1 to 10>.
@@ -40,9 +40,10 @@ case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/
     last_letter)  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         TASK_FLAGS="--task last_letter $WORDS" SFT_FLAGS=$LONG
         TASK_RL="$LONG_RL --lr 1e-4 --alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
-    mixture)  # both in one run, with longer chains of which more is taught wrongly; nothing tuned
+    mixture)  # both in one run, with longer chains of which more is taught wrongly
         TASK_FLAGS="--task mixture $CHAIN --chain-share 0.5 --chain-min-steps 4 --chain-max-steps 12 $WORDS"
-        SFT_FLAGS="$LONG --num-steps 1000" TASK_RL="$LONG_RL --lr 2e-4" GRPO_FLAGS="" TASK_STEPS=40 MAIN=${MAIN/grpo_2e-4/grpo_4e-4} ;;
+        SFT_FLAGS="$LONG --num-steps 1000"
+        TASK_RL="$LONG_RL --lr 2e-4 --alpha-start 0.3 --alpha-end 0.03" GRPO_FLAGS="--lr 1e-4" TASK_STEPS=100 ;;
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
 [[ $JOBS =~ ^[1-9][0-9]*$ ]] || refuse "JOBS $JOBS: must be a number from 1"
