@@ -4,7 +4,7 @@
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
 # Arms also come as grpo_<lr> (grpo_2e-4), alpha_<0.x> and ng_<1 to 10>.
-#   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores (last_letter: an hour)
+#   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores (last_letter: an hour, mixture: two)
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
 set -euof pipefail
