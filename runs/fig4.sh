@@ -33,6 +33,7 @@ CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong ch
 WORDS="--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
 LONG="--sequence-len 576 --max-new-tokens 208"
 LONG_RL="--max-new-tokens 208 --verifier-max-new-tokens 224 --eval-examples 200"
+VERIFIER_SFT=""  # later flags override earlier ones, here and below
 case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/LOG.md)
     chain)
         TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS=""
@@ -42,7 +43,7 @@ case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/
         TASK_RL="$LONG_RL --lr 1e-4 --alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
     mixture)  # both in one run, with longer chains of which more is taught wrongly
         TASK_FLAGS="--task mixture $CHAIN --chain-share 0.5 --chain-min-steps 4 --chain-max-steps 12 $WORDS"
-        SFT_FLAGS="$LONG --num-steps 1000"
+        SFT_FLAGS="$LONG --num-steps 1000" VERIFIER_SFT="--num-steps 2500"  # after 1000 the verifier stops objecting in the warm-up (dev/LOG.md)
         TASK_RL="$LONG_RL --lr 2e-4 --alpha-start 0.3 --alpha-end 0.03" GRPO_FLAGS="--lr 1e-4" TASK_STEPS=100 ;;
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
@@ -52,7 +53,7 @@ esac
 [[ $STEPS =~ ^[1-9][0-9]*$ ]] || refuse "--steps $STEPS: must be a number from 1"
 RL_FLAGS="--warmup-steps $WARMUP --eval-every 10 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4 $TASK_RL"
 
-arm_flags() {  # what makes an arm; later flags override earlier ones
+arm_flags() {  # what makes an arm
     case $1 in
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
         grpo_[1-9]e-[1-9]) echo "--recipe grpo --lr ${1#grpo_}" ;;
@@ -105,7 +106,7 @@ sft_verifier() {  # seed, arm
     read -r ending flags <<< "$(verifier_of "$2")"
     tag=$TASK-s$1-ver$ending
     has_model "chatsft_checkpoints/$tag" || logged "sft-$tag" python -m scripts.chat_sft --role verifier --model-tag "$TASK-s$1" --verifier-tag "$tag" --seed "$1" \
-        --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS $flags
+        --device-type cpu $MODEL $SFT_FLAGS $VERIFIER_SFT $TASK_FLAGS $flags
 }
 flags_of() {  # seed, arm: all of a run's flags
     local ending
@@ -133,7 +134,7 @@ mkdir -p "$LOGS"
 mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 source runs/setup.sh
 
-export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS RL_FLAGS TASK_FLAGS LOGS
+export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS
 export -f logged has_model arm_flags verifier_of flags_of sft_generator sft_verifier rl
 each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 
