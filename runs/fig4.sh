@@ -97,21 +97,23 @@ export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 LOGS=$NANOCHAT_BASE_DIR/logs
 logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
 
-sft_generator() {  # seed
-    has_model "chatsft_checkpoints/$TASK-s$1" || logged "sft-$TASK-s$1" python -m scripts.chat_sft --role generator --model-tag "$TASK-s$1" --seed "$1" \
-        --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS
+sft_tag() { local ending; read -r ending _ <<< "$(verifier_of "${2:-}")"; echo "$TASK-s$1${2:+-ver$ending}"; }  # seed [arm]: the checkpoint's, as below
+sft_flags() {  # seed [arm]: all flags of the SFT of a seed's generator or, with an arm, of its verifier
+    local flags
+    read -r _ flags <<< "$(verifier_of "${2:-}")"
+    if [ $# = 1 ]; then
+        echo --role generator --model-tag "$(sft_tag "$1")" --seed "$1" --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS
+    else
+        echo --role verifier --model-tag "$(sft_tag "$1")" --verifier-tag "$(sft_tag "$1" "$2")" --seed "$1" --device-type cpu $MODEL $SFT_FLAGS $VERIFIER_SFT $TASK_FLAGS $flags
+    fi
 }
-sft_verifier() {  # seed, arm
-    local ending flags tag
-    read -r ending flags <<< "$(verifier_of "$2")"
-    tag=$TASK-s$1-ver$ending
-    has_model "chatsft_checkpoints/$tag" || logged "sft-$tag" python -m scripts.chat_sft --role verifier --model-tag "$TASK-s$1" --verifier-tag "$tag" --seed "$1" \
-        --device-type cpu $MODEL $SFT_FLAGS $VERIFIER_SFT $TASK_FLAGS $flags
+sft() {  # seed [arm]
+    local tag flags
+    tag=$(sft_tag "$@") flags=$(sft_flags "$@")
+    has_model "chatsft_checkpoints/$tag" || { echo "$flags" > "$LOGS/sft-$tag.flags"; logged "sft-$tag" python -m scripts.chat_sft $flags; }
 }
 flags_of() {  # seed, arm: all of a run's flags
-    local ending
-    read -r ending _ <<< "$(verifier_of "$2")"
-    echo --model-tag "$TASK-s$1" --verifier-tag "$TASK-s$1-ver$ending" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
+    echo --model-tag "$(sft_tag "$1")" --verifier-tag "$(sft_tag "$1" "$2")" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
 }
 rl() {  # seed, arm
     local run=$NAME-$2-s$1 flags
@@ -125,22 +127,26 @@ rl() {  # seed, arm
 NAME=$TASK
 [ "$STEPS" = "$TASK_STEPS" ] || NAME=${TASK}_$STEPS  # runs of other lengths are other runs
 pairs() { for arm in $ARMS; do for seed in $SEEDS; do echo "$seed $arm"; done; done; }
+same_flags() {  # folder, name of its log, flags
+    [ ! -d "$NANOCHAT_BASE_DIR/$1" ] || [ ! -f "$LOGS/$2.flags" ] || [ "$(cat "$LOGS/$2.flags")" = "$3" ] ||
+        refuse "$NANOCHAT_BASE_DIR/$1 was made with other flags (see $LOGS/$2.flags): set NANOCHAT_BASE_DIR to a new folder"
+}
 while read -r seed arm; do
-    run=$NAME-$arm-s$seed
-    [ ! -d "$NANOCHAT_BASE_DIR/runs/$run" ] || [ ! -f "$LOGS/$run.flags" ] || [ "$(cat "$LOGS/$run.flags")" = "$(flags_of "$seed" "$arm")" ] ||
-        refuse "$run in $NANOCHAT_BASE_DIR/runs has other flags (see $LOGS/$run.flags): remove it or set NANOCHAT_BASE_DIR"
+    same_flags "chatsft_checkpoints/$(sft_tag "$seed")" "sft-$(sft_tag "$seed")" "$(sft_flags "$seed")"
+    same_flags "chatsft_checkpoints/$(sft_tag "$seed" "$arm")" "sft-$(sft_tag "$seed" "$arm")" "$(sft_flags "$seed" "$arm")"
+    same_flags "runs/$NAME-$arm-s$seed" "$NAME-$arm-s$seed" "$(flags_of "$seed" "$arm")"
 done < <(pairs)
 mkdir -p "$LOGS"
 mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 source runs/setup.sh
 
 export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS
-export -f logged has_model arm_flags verifier_of flags_of sft_generator sft_verifier rl
+export -f logged has_model arm_flags verifier_of sft_tag sft_flags flags_of sft rl
 each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
-for seed in $SEEDS; do echo "$seed"; done | each sft_generator
-pairs | while read -r seed arm; do read -r ending _ <<< "$(verifier_of "$arm")"; echo "$seed $arm${ending:+ $ending}"; done | sort -u -k 1,1 -k 3,3 | each sft_verifier
+for seed in $SEEDS; do echo "$seed"; done | each sft
+pairs | while read -r seed arm; do echo "$(sft_tag "$seed" "$arm") $seed $arm"; done | sort -u -k 1,1 | cut -d " " -f 2- | each sft
 started=$SECONDS failed=0
 pairs | each rl || failed=1
 {
