@@ -6,6 +6,7 @@ Tasks: problems and splits, gold answers, gold step labels, demonstrations.
 import argparse
 import inspect
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -18,6 +19,7 @@ from nanochat.rl.prompts import parse_verification
 from tasks import MODULES, TASKS, add_task_args, make_task
 from tasks.chain import STEP
 from tasks.common import Problem
+from tasks.mixture import PARTS
 
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")
 SPLITS = ("sft", "rl", "test_in", "test_out")
@@ -534,3 +536,13 @@ def test_a_mixture_deals_its_parts_in_turn_and_each_judges_its_own():
 def test_a_mixture_of_what_is_no_task_is_bad_input():
     with pytest.raises(BadInput, match="--mixture-tasks chain,sorting: 'sorting' is not a task"):
         task_of("mixture", "--mixture-tasks", "chain,sorting")
+
+
+def test_a_mixture_of_tasks_with_different_formats_is_bad_input(monkeypatch):
+    class OtherChain(PARTS["chain"]):
+        fmt = replace(PARTS["chain"].fmt, name="other")
+
+    monkeypatch.setitem(PARTS, "other_chain", OtherChain)
+    task_of("mixture", "--mixture-tasks", "other_chain,other_chain")
+    with pytest.raises(BadInput, match="--mixture-tasks chain,other_chain: the tasks have different text formats"):
+        task_of("mixture", "--mixture-tasks", "chain,other_chain")
