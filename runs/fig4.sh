@@ -43,7 +43,7 @@ case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/
         TASK_RL="$LONG_RL --lr 1e-4 --alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
     mixture)  # both in one run, with longer chains of which more is taught wrongly
         TASK_FLAGS="--task mixture $CHAIN --chain-share 0.5 --chain-min-steps 4 --chain-max-steps 12 $WORDS"
-        SFT_FLAGS="$LONG --num-steps 1000" VERIFIER_SFT="--num-steps 2500"  # after 1000 the warm-up makes it object less and less (dev/LOG.md)
+        SFT_FLAGS="$LONG --num-steps 1000" VERIFIER_SFT="--num-steps 2500"  # after 1000 it objects to little on last_letter (dev/LOG.md)
         TASK_RL="$LONG_RL --lr 2e-4 --alpha-start 0.3 --alpha-end 0.03" GRPO_FLAGS="--lr 1e-4" TASK_STEPS=100 ;;
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
