@@ -128,7 +128,7 @@ NAME=$TASK
 [ "$STEPS" = "$TASK_STEPS" ] || NAME=${TASK}_$STEPS  # runs of other lengths are other runs
 pairs() { for arm in $ARMS; do for seed in $SEEDS; do echo "$seed $arm"; done; done; }
 same_flags() {  # folder, name of its log, flags
-    [ ! -d "$NANOCHAT_BASE_DIR/$1" ] || [ ! -f "$LOGS/$2.flags" ] || [ "$(cat "$LOGS/$2.flags")" = "$3" ] ||
+    [ ! -d "$NANOCHAT_BASE_DIR/$1" ] || [ "$(cat "$LOGS/$2.flags" 2> /dev/null)" = "$3" ] ||
         refuse "$NANOCHAT_BASE_DIR/$1 was made with other flags (see $LOGS/$2.flags): set NANOCHAT_BASE_DIR to a new folder"
 }
 while read -r seed arm; do

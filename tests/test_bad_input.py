@@ -183,15 +183,17 @@ def test_the_experiment_refuses_a_number_of_jobs_that_is_none(monkeypatch):
     assert done.returncode == 2 and done.stderr == "error: JOBS abc: must be a number from 1\n"
 
 
-@pytest.mark.parametrize("folder, log", [
-    ("runs/chain-grpo-s1", "chain-grpo-s1"),
-    ("chatsft_checkpoints/chain-s1", "sft-chain-s1"),
-    ("chatsft_checkpoints/chain-s1-ver-small", "sft-chain-s1-ver-small"),
+@pytest.mark.parametrize("folder, log, flags", [
+    ("runs/chain-grpo-s1", "chain-grpo-s1", "--lr 1\n"),
+    ("chatsft_checkpoints/chain-s1", "sft-chain-s1", "--lr 1\n"),
+    ("chatsft_checkpoints/chain-s1-ver-small", "sft-chain-s1-ver-small", "--lr 1\n"),
+    ("chatsft_checkpoints/chain-s1-ver", "sft-chain-s1-ver", None),  # nothing tells how it was made
 ])
-def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(monkeypatch, tmp_path, folder, log):
+def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(monkeypatch, tmp_path, folder, log, flags):
     (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / f"{log}.flags").write_text("--lr 1\n")
+    if flags:
+        (tmp_path / "logs" / f"{log}.flags").write_text(flags)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     done = fig4("--arms", "tango grpo small_verifier", "--seeds", "1", "--out", str(tmp_path / "out"))
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/{folder} was made with other flags") and done.stderr.count("\n") == 1

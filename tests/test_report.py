@@ -31,10 +31,11 @@ def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[
         evaluation = scores[step // every] if step % every == 0 else {}
         records.append({"step": step, "role": "generator", "gen_step": step, "ver_step": step // 2, "sampled_tokens": tokens_per_step * step, **evaluation,
                         "gen/reasoning_steps": float(step), "gen/entropy": 0.5})
+    judged = [{"step": step, "role": "verifier", "gen_step": step, "ver_step": step // 2} for step in range(0, len(records), 2)]
     end = {"gen_steps": len(records), "ver_steps": len(records) // 2, "sampled_tokens": tokens_per_step * len(records)}
     (folder / "config.json").write_text(json.dumps({"args": {"task": "chain", "seed": seed, "recipe": "tango", **flags}, "torch": "2"}))
     (folder / "summary.json").write_text(json.dumps({"seed": seed, "minutes": 1.5, "before": scores[0], "after": scores[-1], **end}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records + judged))
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
     return str(folder)
 
@@ -256,10 +257,17 @@ def cut_summary(runs) -> None:
     (runs / "chain-tango-s0").rename(runs / "nobody")
 
 
+def cut_metrics(runs) -> None:
+    metrics = runs / "chain-grpo-s0" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:12]))
+    (runs / "chain-tango-s0").rename(runs / "nobody")
+
+
 @pytest.mark.parametrize("damage, words", [
     (lambda runs: None, ["nobody", "neither a folder nor a run"]),
     (lambda runs: (runs / "nobody").mkdir(), ["nobody", "no config.json"]),
     (lambda runs: cut_summary(runs), ["chain-grpo-s0", "no 'sampled_tokens'", "another version"]),
+    (lambda runs: cut_metrics(runs), ["metrics.jsonl: 12 records, but the run made 30 steps"]),
     (lambda runs: (runs / "chain-tango-s0").rename(runs / "nobody") / "metrics.jsonl", ["metrics.jsonl, line 2", "not a json record"]),
 ])
 def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, capsys, damage, words):

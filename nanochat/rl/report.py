@@ -80,6 +80,9 @@ def read_run(folder: str) -> Run:
         task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"] else (args["task"], name)
         first = {"gen_step": 0, "ver_step": 0, "sampled_tokens": 0, **summary["before"]}
         last = {"gen_step": summary["gen_steps"], "ver_step": summary["ver_steps"], "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
+        steps = summary["gen_steps"] + summary["ver_steps"]
+        if len(records) != steps:
+            raise BadInput(f"{paths['metrics.jsonl']}: {len(records)} records, but the run made {steps} steps")
         return Run(name, task, arm, args["seed"], config, summary, evaluated(records, first, last), records, rollouts)
     except (KeyError, TypeError) as error:
         raise BadInput(f"{folder}: has no {error}; was it made by another version?") from None
