@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from nanochat.common import BadInput, path_of, write_json
+from nanochat.common import BadInput, check_unchanged, path_of, rank_and_world, write_json
 from nanochat.gpt import GPT, GPTConfig
 
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older upstream checkpoints, with what they stood for
@@ -127,7 +127,11 @@ def save_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
 def load_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
     """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank0.pt")
-    saved = load_file(path)
+    restore_optimizer(optimizer, load_file(path), path)
+
+
+def restore_optimizer(optimizer, saved: dict, path: str) -> None:
+    """Gives an optimizer a saved state. Raises BadInput that names the file when it was made for other parameters."""
     try:
         optimizer.load_state_dict(saved)
     except (ValueError, KeyError, TypeError) as error:
@@ -135,6 +139,45 @@ def load_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
     for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes
         if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values() if isinstance(tensor, torch.Tensor)):
             raise BadInput(f"{path} does not fit: it was made for parameters of other shapes")
+
+
+def save_training(stage: str, tag: str, step: int, rank: int, optimizers: list, state: dict) -> None:
+    """Writes what supervised training goes on from: rank 0 the optimizers, every rank its own state. Before the model, whose meta makes the step
+    valid; under a name that upstream's scripts do not take for an optimizer of theirs."""
+    states = [optimizer.state_dict() for optimizer in optimizers] if rank == 0 else []
+    save_atomic({"optimizers": states, "world": rank_and_world()[1], **state}, path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt"))
+
+
+def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, per_rank: bool) -> dict:
+    """Restores optimizers, and gives this rank's state. per_rank: the states differ, so the number of ranks may not. Raises BadInput."""
+    path = path_of(stage, tag, f"train_{step:06d}_rank0.pt")
+    saved = load_file(path)
+    world = rank_and_world()[1]
+    if per_rank and saved["world"] != world:
+        raise BadInput(f"{path}: was saved by {saved['world']} ranks and can be continued by as many, not by {world}")
+    if len(saved["optimizers"]) != len(optimizers):
+        raise BadInput(f"{path} does not fit: it has {len(saved['optimizers'])} optimizers, not {len(optimizers)}")
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        restore_optimizer(optimizer, state, path)
+    return load_file(path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt")) if per_rank and rank else saved
+
+
+def resume_step(stage: str, tag: str, wanted: str, args, may_change: set[str]) -> int | None:
+    """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what cannot be continued.
+
+    wanted: -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta but for may_change.
+    """
+    steps = [step for step in list_steps(stage, tag) if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
+    if wanted == "-1" or wanted == "auto" and not steps:
+        return None
+    if wanted != "auto" and not re.fullmatch("[0-9]+", wanted):
+        raise BadInput(f"--resume-from-step {wanted}: must be -1 (off), auto or a step")
+    step = steps[-1] if wanted == "auto" else int(wanted)
+    if step not in steps:
+        raise BadInput(f"{path_of(stage, tag)} has no step {step} to continue from; there are: {', '.join(map(str, steps)) or 'none'}")
+    meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
+    check_unchanged(f"{path_of(stage, tag)}", meta["user_config"], args, may_change)
+    return step
 
 
 def save_state(run_name: str, step: int, state: dict) -> None:

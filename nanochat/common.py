@@ -71,6 +71,15 @@ def check_least(args, least: dict[str, float]) -> None:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least {low}")
 
 
+def check_unchanged(what: str, before: dict, args, may_change: set[str]) -> list[str]:
+    """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes, in words."""
+    changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
+    for name, value in changed.items():
+        if name not in may_change:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; a continued run cannot change it")
+    return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]
+
+
 def check_name(flag: str, name: str) -> None:
     """Raises BadInput unless the name of a run or a tag is a plain folder name."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
@@ -83,8 +92,19 @@ def base_dir() -> str:
 
 
 def path_of(kind: str, *names: str) -> str:
-    """The one place that knows the layout on disk. kind: tokenizer, runs, or a stage (base, sft, rl)."""
-    return os.path.join(base_dir(), STAGE_FOLDERS.get(kind, kind), *names)
+    """The one place that knows the layout on disk. kind: tokenizer, runs, or a stage (base, sft, rl), whose first name is a tag.
+
+    Today's: <base>/<stage's folder>/<tag>/... With NANOCHAT_EXPERIMENT=<name> upstream's announced one (its PR 800):
+    <$NANOCHAT_EXPERIMENTS_DIR or base/experiments>/<name>/<tag>/<stage>/..., tokenizer and runs beside the tags.
+    """
+    name = os.environ.get("NANOCHAT_EXPERIMENT", "")
+    if not name:
+        return os.path.join(base_dir(), STAGE_FOLDERS.get(kind, kind), *names)
+    check_name("NANOCHAT_EXPERIMENT", name)
+    root = os.path.expanduser(os.environ.get("NANOCHAT_EXPERIMENTS_DIR") or os.path.join(base_dir(), "experiments"))
+    if kind not in STAGE_FOLDERS:
+        return os.path.join(root, name, kind, *names)
+    return os.path.join(root, name, *(names and (names[0], kind, *names[1:])))
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -291,10 +311,10 @@ def lock_run(folder: str):
     return lock
 
 
-def start_run(args, device: torch.device, config: dict, resumed: bool) -> Run:
-    """Opens and locks the run's folder, writes config.json, catches SIGTERM and SIGINT, and starts wandb where it is wanted."""
+def start_run(args, device: torch.device, config: dict, resumed: bool, folder: str = "") -> Run:
+    """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM and SIGINT, and starts wandb where it is wanted."""
     rank, world = rank_and_world()
-    run = Run(args.run, device, rank, world, path_of("runs", args.run))
+    run = Run(args.run, device, rank, world, folder or path_of("runs", args.run))
     if rank == 0:
         try:
             os.makedirs(run.folder, exist_ok=True)

@@ -251,6 +251,41 @@ class GPT(nn.Module):
         # S tanh(z / S), by a sigmoid, which CPUs compute ten times as fast
         return torch.sigmoid(logits * (2 / self.softcap)) * (2 * self.softcap) - self.softcap
 
+    def head_options(self, temperature: float = 1.0) -> dict:
+        """What a fused LM-head op must know of this head."""
+        return dict(vocab_size=self.vocab_size, softcap=self.softcap, temperature=temperature)
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of a plain causal pass. ids (B, T) -> (B, T, V) fp32."""
         return self.head(self.trunk(ids))
+
+
+def add_model_args(parser, depth: int = 4, sequence_len: int = 256, window_pattern: str = "L") -> None:
+    """The flags of a new model's shape; --depth is the one dial."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--depth", type=int, default=depth, help="layers: the one dial")
+    group.add_argument("--n-embd", type=int, default=0, help="width; default: 64 per layer, rounded up to a multiple of 128")
+    group.add_argument("--n-head", type=int, default=0, help="default: n_embd / 128, at least 1")
+    group.add_argument("--n-kv-head", type=int, default=0, help="default: --n-head")
+    group.add_argument("--sequence-len", type=int, default=sequence_len)
+    group.add_argument("--window-pattern", default=window_pattern, help="per layer, repeated: L sees all tokens before it, S a quarter of the context")
+
+
+def config_of(args, vocab_size: int) -> GPTConfig:
+    """The shape that the flags of add_model_args ask for. Raises BadInput."""
+    depth = args.depth
+    n_embd = args.n_embd or (64 if depth == 1 else -(-64 * depth // 128) * 128)
+    n_head = args.n_head or max(1, n_embd // 128)
+    n_kv_head = args.n_kv_head or n_head
+    if depth < 1 or n_embd < 24 or n_embd % (2 * n_head) or n_head % n_kv_head:
+        raise BadInput(f"--depth {depth} --n-embd {n_embd} --n-head {n_head} --n-kv-head {n_kv_head}: need depth >= 1, width >= 24 and a "
+                       f"multiple of twice the heads, heads a multiple of the key/value heads")
+    return GPTConfig(args.sequence_len, vocab_size, depth, n_head, n_kv_head, n_embd, args.window_pattern)
+
+
+def new_model(config: GPTConfig, seed: int, device, dtype: torch.dtype) -> GPT:
+    """A randomly initialised model for training from scratch."""
+    with torch.device(device):
+        model = GPT(config, dtype)
+    model.init_weights(torch.Generator(device).manual_seed(seed))
+    return model

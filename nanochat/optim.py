@@ -14,7 +14,7 @@ def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optim
 
 
 def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, AdamW for embeddings, head, gates and scalars; for training from scratch.
+    """Muon for the blocks' matrices, AdamW for embeddings, head, gates and scalars; for SFT, also from scratch.
 
     Parameters that do not require a gradient are left out.
     """
@@ -23,6 +23,51 @@ def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim
     rest = [p for name, p in trained.items() if ".c_" not in name]
     muon = [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
     return [*muon, adamw(rest, embedding_lr)]
+
+
+def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembedding_lr: float, scalar_lr: float,
+                           weight_decay: float) -> list[torch.optim.Optimizer]:
+    """Muon for the blocks' matrices and gates, AdamW with a group of its own for each other kind of parameter.
+
+    Betas, decays and the ratios between groups are upstream nanochat's, tuned there at width 768; AdamW's learning rates of matrices go with
+    1 / sqrt(width). weight_decay is Muon's.
+    """
+    scale, parameters = (model.config.n_embd / 768) ** -0.5, dict(model.named_parameters())
+    pick = lambda *starts: [p for name, p in parameters.items() if name.startswith(starts)]
+    groups = [
+        dict(params=pick("lm_head"), lr=unembedding_lr * scale, betas=(0.8, 0.96), weight_decay=0.01),
+        dict(params=pick("transformer.wte"), lr=embedding_lr * scale, betas=(0.8, 0.995), weight_decay=0.001),
+        dict(params=pick("value_embeds"), lr=0.5 * embedding_lr * scale, betas=(0.8, 0.995), weight_decay=0.01),
+        dict(params=pick("resid_lambdas"), lr=0.01 * scalar_lr, betas=(0.8, 0.95), weight_decay=0.05),
+        dict(params=pick("x0_lambdas"), lr=scalar_lr, betas=(0.96, 0.95), weight_decay=0.0),
+        dict(params=pick("smear", "backout"), lr=0.4 * scalar_lr, betas=(0.8, 0.95), weight_decay=0.0),
+    ]
+    muon = torch.optim.Muon(pick("transformer.h."), lr=matrix_lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="original")
+    return [muon, torch.optim.AdamW(groups, eps=1e-10)]
+
+
+def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], lr_factor: float, max_grad_norm: float) -> float:
+    """One step of all optimizers on gradients summed over ranks, clipped, at the initial learning rates times lr_factor.
+
+    -> the gradient's norm; where that is not finite no rank steps.
+    """
+    all_reduce_gradients(parameters)
+    grad_norm = clip_gradients(parameters, max_grad_norm)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor
+        if math.isfinite(grad_norm):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return grad_norm
+
+
+def warmup_warmdown(step: int, num_steps: int, warmup_steps: int, warmdown: float, final: float) -> float:
+    """Learning-rate factor: linear up over warmup_steps, 1, then linear down to `final` over the last `warmdown` share of the steps."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    left = (num_steps - step) / max(1, round(warmdown * num_steps))
+    return 1.0 if left >= 1 else left + (1 - left) * final
 
 
 def warmup_cosine(step: int, num_steps: int, warmup: float = 0.1, final: float = 0.05) -> float:

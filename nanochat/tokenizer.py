@@ -15,6 +15,8 @@ from nanochat.common import BadInput
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]
 SPLIT_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
+# What an assistant's message is made of: the tokens around it, and whether it is trained.
+PARTS = {"text": (None, 1), "python": (("<|python_start|>", "<|python_end|>"), 1), "python_output": (("<|output_start|>", "<|output_end|>"), 0)}
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # bytes without merges
 
 
@@ -105,6 +107,10 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         return self.encoding.encode_ordinary(text)
 
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """encode of each text, in a few threads."""
+        return self.encoding.encode_ordinary_batch(texts, num_threads=4)
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token. A special one is "?": inside a completion it is noise, and no mark holds a "?"."""
         return self.encoding.decode_single_token_bytes(token) if token < self._first_special else b"?"
@@ -115,13 +121,31 @@ class Tokenizer:
 
     def render_prompt(self, user: str) -> list[int]:
         """A one-turn conversation up to where the assistant begins."""
-        return [self.bos, self.special("<|user_start|>"), *self.encode(user), self.special("<|user_end|>"), self.special("<|assistant_start|>")]
+        return self.render_chat([{"role": "user", "content": user}])
 
-    def render_conversation(self, messages: list[dict], context: int) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation and the loss mask: 1 on assistant text and its end token.
+    def render_chat(self, messages: list[dict]) -> list[int]:
+        """A conversation that ends with the user's turn, up to where the assistant begins."""
+        return [*self.render_conversation(messages, None)[0], self.special("<|assistant_start|>")]
 
-        messages: {"role": "system"|"user"|"assistant", "content": str}, turns alternating from the user's; a system message is joined to the
-        first user turn. Raises ValueError for a wrong order, BadInput for a conversation longer than `context`; never cuts.
+    def render_parts(self, content: str | list[dict]) -> tuple[list[int], list[int]]:
+        """Ids and loss mask of what an assistant said: text, or a list of {"type": "text"|"python"|"python_output", "text": str}. What came from the
+        calculator is not trained. Raises ValueError for another type."""
+        ids, mask = [], []
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            if part["type"] not in PARTS:
+                raise ValueError(f"part of type {part['type']!r}: there are {', '.join(PARTS)}")
+            marks, trained = PARTS[part["type"]]
+            text = self.encode(part["text"])
+            text = [self.special(marks[0]), *text, self.special(marks[1])] if marks else text
+            ids, mask = ids + text, mask + [trained] * len(text)
+        return ids, mask
+
+    def render_conversation(self, messages: list[dict], context: int | None) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation and the loss mask: 1 on what the assistant says and its end token.
+
+        messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts, see render_parts), turns alternating from the user's;
+        a system message is joined to the first user turn. Raises ValueError for a wrong order, BadInput for a conversation longer than `context`; never
+        cuts.
         """
         if messages and messages[0]["role"] == "system":
             if len(messages) < 2 or messages[1]["role"] != "user":
@@ -132,10 +156,11 @@ class Tokenizer:
             role = "user" if i % 2 == 0 else "assistant"
             if message["role"] != role:
                 raise ValueError(f"message {i} is from {message['role']}, expected {role}")
-            text = self.encode(message["content"])
-            trained = int(role == "assistant")
+            if role == "user" and not isinstance(message["content"], str):
+                raise ValueError(f"message {i} is a user's and no text")
+            text, trained = self.render_parts(message["content"])
             ids += [self.special(f"<|{role}_start|>"), *text, self.special(f"<|{role}_end|>")]
-            mask += [0] + [trained] * (len(text) + 1)
-        if len(ids) > context:
+            mask += [0, *trained, 1] if role == "assistant" else [0] * (len(text) + 2)
+        if context is not None and len(ids) > context:
             raise BadInput(f"conversation has {len(ids)} tokens, the context {context}")
         return ids, mask

@@ -1,98 +1,124 @@
 """
-Supervised fine-tuning of one role from scratch, on a task's demonstrations: the starting point of RL.
+Supervised fine-tuning of one role on a task's demonstrations, and on conversations: the starting point of RL.
 
 The generator learns to write solutions. The verifier learns to judge corrupted solutions and ones sampled from the SFT generator, whose
-problems come from the sft split. Trained with Muon (matrices) and AdamW (the rest).
+problems come from the sft split. Either starts from random weights or, with --from-stage, from a checkpoint. Trained with Muon (matrices) and AdamW
+(the rest). Example i is a function of the seed, the role and i, so that a stopped run goes on exactly, on any number of ranks.
 
     python -m scripts.chat_sft --role generator --model-tag d4
     torchrun --standalone --nproc_per_node=2 scripts/chat_sft.py --role verifier --model-tag d4     # writes d4-ver
+    python -m scripts.chat_sft --role generator --model-tag d24 --from-stage base --task gsm8k --conversations chats.jsonl --conversations-share 0.5 --pack
 """
 import argparse
+import math
 import random
 import time
 
 import torch
 
-from nanochat.checkpoint import list_steps, load_model, save_model
-from nanochat.common import (BadInput, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype, init_device, path_of, print0,
-                             rank_and_world, script_main)
+from nanochat.checkpoint import list_steps, load_model, load_training, resume_step, save_model, save_training
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
+                             describe_versions, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
+from nanochat.dataloader import pack_whole, shuffled
 from nanochat.engine import pad_prompts
-from nanochat.gpt import GPT, GPTConfig
-from nanochat.kernels.linear_policy_loss import linear_policy_loss
-from nanochat.optim import all_reduce_gradients, clip_gradients, muon_adamw, warmup_cosine
-from nanochat.rl.losses import PolicyLoss
+from nanochat.gpt import add_model_args, config_of, new_model
+from nanochat.loss_eval import supervised_loss
+from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.rl.prompts import generator_prompt, verifier_prompt
 from nanochat.rl.roles import copy_shared_lambdas, share_layers
 from nanochat.rl.rollouts import Sampler
-from nanochat.rl.trainer import head_options
 from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
+from tasks.conversations import load_conversations
 
 SAMPLED_FROM = 10_000_000  # sft problems from this index on are for sampled solutions, so that no demonstration has shown them
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens"}
+
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_run_args(parser)
+    parser.add_argument("--resume-from-step", default="-1", help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
+    parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
     add_task_args(parser)
     parser.add_argument("--role", choices=["generator", "verifier"], required=True)
     parser.add_argument("--model-tag", default="", help="tag of the generator, default d<depth>")
     parser.add_argument("--verifier-tag", default="", help="tag under which the verifier is saved; default: <model-tag>-ver")
-    model = parser.add_argument_group("model")
-    model.add_argument("--depth", type=int, default=4, help="layers: the one dial; the width is 64 per layer unless --n-embd is given")
-    model.add_argument("--n-embd", type=int, default=0)
-    model.add_argument("--n-head", type=int, default=0, help="default: n_embd / 128, at least 1")
-    model.add_argument("--n-kv-head", type=int, default=0, help="default: --n-head")
-    model.add_argument("--sequence-len", type=int, default=256)
-    model.add_argument("--window-pattern", default="L")
-    model.add_argument("--verifier-shared-layers", type=int, default=0, help="lowest layers the verifier takes from the generator, frozen")
+    parser.add_argument("--from-stage", default="", choices=["", "base", "sft"], help="start from a checkpoint of this stage; default: random weights")
+    parser.add_argument("--from-tag", default="", help="its tag; default: --model-tag")
+    parser.add_argument("--from-step", type=int, default=-1, help="its step; -1 = the last")
+    add_model_args(parser)
+    parser.add_argument("--verifier-shared-layers", type=int, default=0, help="lowest layers the verifier takes from the generator, frozen")
+    data = parser.add_argument_group("data")
+    data.add_argument("--conversations", nargs="+", default=[], help="jsonl files of conversations, or datasets names, mixed in; one named twice counts twice")
+    data.add_argument("--conversations-share", type=float, default=0.5, help="share of the examples that are conversations, if there are any")
+    data.add_argument("--num-sampled", type=int, default=2048, help="verifier: solutions sampled from the generator; half of the demonstrations judge one")
+    data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
     training = parser.add_argument_group("training")
     training.add_argument("--num-steps", type=int, default=700)
-    training.add_argument("--examples-per-step", type=int, default=24, help="demonstrations per optimizer step, over all ranks")
+    training.add_argument("--examples-per-step", type=int, default=24, help="examples per optimizer step, over all ranks")
     training.add_argument("--micro-batch-tokens", type=int, default=2048, help="tokens that go through the model at once; changes no result")
+    training.add_argument("--pack", action=argparse.BooleanOptionalAction, default=False,
+                          help="several examples per row of the whole context, as in pretraining; a row's later examples see its earlier ones")
     training.add_argument("--matrix-lr", type=float, default=4e-3, help="Muon, for the blocks' matrices")
     training.add_argument("--embedding-lr", type=float, default=4e-3, help="AdamW, for everything else")
-    training.add_argument("--num-sampled", type=int, default=2048, help="verifier: solutions sampled from the generator; half of the demonstrations judge one")
-    training.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
     return parser
 
 
-def new_model(args, tokenizer, device, dtype) -> GPT:
-    """A model of the shape that the flags ask for, randomly initialised from the seed and the role."""
-    n_embd = args.n_embd or 64 * args.depth
-    n_head = args.n_head or max(1, n_embd // 128)
-    n_kv_head = args.n_kv_head or n_head
-    if args.depth < 1 or n_embd < 24 or n_embd % (2 * n_head) or n_head % n_kv_head:
-        raise BadInput(f"--depth {args.depth} --n-embd {n_embd} --n-head {n_head} --n-kv-head {n_kv_head}: need depth >= 1, width >= 24 and a "
-                       f"multiple of twice the heads, heads a multiple of the key/value heads")
-    config = GPTConfig(args.sequence_len, tokenizer.vocab_size, args.depth, n_head, n_kv_head, n_embd, args.window_pattern)
-    with torch.device(device):
-        model = GPT(config, dtype)
-    model.init_weights(torch.Generator(device).manual_seed(2 * args.seed + (args.role == "verifier")))
+def start_model(args, tokenizer, device, dtype):
+    """The model to train: random from the seed and the role, or a checkpoint's. Raises BadInput."""
+    if not args.from_stage:
+        return new_model(config_of(args, tokenizer.vocab_size), 2 * args.seed + (args.role == "verifier"), device, dtype)
+    model, _ = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype, None if args.from_step < 0 else args.from_step)
+    tokenizer.check_model(f"{args.from_stage} model", model)
     return model
 
 
-def sample_solutions(args, task, tokenizer, generator) -> list[tuple]:
+def sample_solutions(args, task, tokenizer, generator, run) -> list[tuple]:
     """(problem, solution text) pairs from the SFT generator on the sft split."""
     problems = [task.problem("sft", SAMPLED_FROM + i) for i in range(args.num_sampled)]
-    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0)
-    return list(zip(problems, (s.text for s in sampler.solve(generator, problems, 1, ("sft",))[1]), strict=True))
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, should_stop=run.should_stop)
+    solutions = sampler.solve(generator, problems, 1, ("sft",))[1]
+    run.check_stop()
+    return list(zip(problems, (s.text for s in solutions), strict=True))
 
 
-def demonstration(args, task, tokenizer, index: int, sampled: list) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of demonstration `index`: a function of the seed, the role and the index."""
+def demonstration(args, task, tokenizer, index: int, sampled: list, context: int) -> tuple[list[int], list[int]]:
+    """Ids and loss mask of demonstration `index`: a function of the seed, the role and the index. Raises BadInput when it exceeds the context."""
     rng = random.Random(f"{args.seed}-{args.role}-{index}")
     problem = task.problem("sft", index)
     if args.role == "generator":
         prompt, completion = generator_prompt(tokenizer, task.fmt, problem.prompt), task.solution_demo(problem, rng)
     else:
         solution = task.corrupted_solution(problem, rng)
-        if rng.random() < 0.5:
+        if sampled and rng.random() < 0.5:
             problem, solution = rng.choice(sampled)
         prompt, completion = verifier_prompt(tokenizer, task.fmt, problem.prompt, solution), task.verification_demo(problem, solution, rng)
     completion = [*tokenizer.encode(completion), tokenizer.assistant_end]
-    if len(prompt) + len(completion) > args.sequence_len:
-        raise BadInput(f"--sequence-len {args.sequence_len}: demonstration {index} of {task.name} has {len(prompt) + len(completion)} tokens")
+    if len(prompt) + len(completion) > context:
+        raise BadInput(f"--sequence-len {context}: demonstration {index} of {task.name} has {len(prompt) + len(completion)} tokens")
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
+
+
+class Examples:
+    """Example i, for any i: a conversation or a demonstration, at even distances by --conversations-share."""
+
+    def __init__(self, args, task, tokenizer, sampled: list, context: int):
+        self.demonstration = lambda index: demonstration(args, task, tokenizer, index, sampled, context)
+        self.tokenizer, self.context = tokenizer, context
+        self.conversations = load_conversations(args.conversations) if args.conversations else []
+        self.share = args.conversations_share if self.conversations else 0.0
+        self.row = shuffled(len(self.conversations), args.seed)
+        for i in range(512):  # one that does not fit the context shows now, not in the middle of training
+            self(i)
+
+    def __call__(self, index: int) -> tuple[list[int], list[int]] | None:
+        """Ids and loss mask, None for a conversation longer than the context: to be counted."""
+        num_before = math.floor(index * self.share)
+        if math.floor((index + 1) * self.share) == num_before:
+            return self.demonstration(index - num_before)
+        ids, mask = self.tokenizer.render_conversation(self.conversations[self.row(num_before)], None)
+        return (ids, mask) if len(ids) <= self.context else None
 
 
 def length_batches(examples: list, max_tokens: int) -> list[list]:
@@ -105,83 +131,121 @@ def length_batches(examples: list, max_tokens: int) -> list[list]:
     return batches
 
 
-def sft_loss(model, examples: list[tuple[list[int], list[int]]], num_tokens: float) -> torch.Tensor:
-    """The cross-entropy of the trained tokens of these examples, summed and divided by num_tokens."""
-    device = model.lm_head.weight.device
-    ids, _ = pad_prompts([ids for ids, _ in examples], device)
-    mask, _ = pad_prompts([mask for _, mask in examples], device)
-    trained = mask[:, 1:].bool()
-    hidden, targets = model.trunk(ids[:, :-1])[trained], ids[:, 1:][trained]  # (M, C), (M,)
-    ones = torch.ones(len(targets), device=device)
-    return linear_policy_loss(hidden, model.lm_head.weight, targets, ones, ones / num_tokens, loss=PolicyLoss("reinforce"),
-                              **head_options(model, 1.0))[0]
+def train_step(args, model, parameters, optimizers, examples: list, step: int, device) -> tuple[float, float, float]:
+    """One optimizer step on this rank's examples. -> mean loss per trained token over all ranks, gradient norm, number of trained tokens."""
+    num_tokens = all_reduce(torch.tensor(float(sum(sum(mask) for _, mask in examples)), device=device)).item()
+    loss = torch.zeros((), device=device)
+    if args.pack:
+        examples = pack_whole(examples, model.config.sequence_len, 0)
+    for batch in length_batches(examples, args.micro_batch_tokens):
+        ids, mask = (pad_prompts([example[i] for example in batch], device)[0] for i in range(2))
+        batch_loss = supervised_loss(model, ids, mask, max(1.0, num_tokens))
+        batch_loss.backward()
+        loss += batch_loss.detach()
+    grad_norm = optimize(optimizers, parameters, warmup_cosine(step, args.num_steps), 1.0)
+    return all_reduce(loss).item(), grad_norm, num_tokens
+
+
+def train(args, run, model, parameters, optimizers, examples: Examples, state: dict, after_step, save) -> None:
+    """Runs the steps behind state["step"]; state holds step, seconds, conversations left out, the last loss and steps skipped in a row."""
+    while state["step"] < args.num_steps:
+        run.check_stop()
+        step, started = state["step"], time.time()
+        first = step * args.examples_per_step
+        found = [examples(i) for i in range(first + run.rank, first + args.examples_per_step, run.world)]
+        fitting = [example for example in found if example is not None]
+        loss, grad_norm, num_tokens = train_step(args, model, parameters, optimizers, fitting, step, run.device)
+        after_step()
+        too_long = int(all_reduce(torch.tensor(len(found) - len(fitting), device=run.device)))
+        failed = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        state |= {"step": step + 1, "loss": loss, "too_long": state["too_long"] + too_long, "seconds": state["seconds"] + time.time() - started,
+                  "skipped": state["skipped"] + 1 if failed else 0}
+        run.log({"step": step, "loss": loss, "grad_norm": grad_norm, "trained_tokens": num_tokens, "conversations_too_long": state["too_long"],
+                 "lr_factor": warmup_cosine(step, args.num_steps), "skipped": int(failed), "timing_s/step": time.time() - started})
+        if step % 50 == 0 or state["step"] == args.num_steps:
+            left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
+            print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {state['seconds']:.0f}s, {left:.0f}s left")
+        if state["skipped"] == 3:
+            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning rates")
+        if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < args.num_steps:
+            save()
 
 
 def resolve_tags(args) -> str:
     """Fills in both roles' tags; the one of this model. Raises BadInput."""
     args.model_tag = args.model_tag or f"d{args.depth}"
     args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
-    check_name("--model-tag", args.model_tag)
-    check_name("--verifier-tag", args.verifier_tag)
+    for flag, tag in (("--model-tag", args.model_tag), ("--verifier-tag", args.verifier_tag), ("--from-tag", args.from_tag or "d0"), ("--run", args.run)):
+        check_name(flag, tag)
     if args.verifier_tag == args.model_tag:
         raise BadInput(f"--verifier-tag {args.verifier_tag}: is the generator's tag")
     return args.verifier_tag if args.role == "verifier" else args.model_tag
 
 
+def load_generator(args, tokenizer, model, device, dtype):
+    """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers. Raises BadInput."""
+    generator, _ = load_model("sft", args.model_tag, device, dtype)
+    tokenizer.check_model("generator", generator)
+    private = share_layers(generator, model, args.verifier_shared_layers)
+    generator.requires_grad_(False)
+    for p in private:
+        p.requires_grad_(True)
+    return generator
+
+
 def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1, "max_new_tokens": 1, "sequence_len": 2,
-                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0})
+                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0, "conversations_share": 0})
+    if args.conversations_share > 1:
+        raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
     task = make_task(args)
     tag = resolve_tags(args)
     rank, world = rank_and_world()
     if args.examples_per_step % world:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks")
+    uses_wandb(args.run)
     check_writable(path_of("sft", tag))
     tokenizer = Tokenizer.load(path_of("tokenizer"))
+    resumed = resume_step("sft", tag, args.resume_from_step, args, MAY_CHANGE)
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
-    model, sampled, num_shared = new_model(args, tokenizer, device, dtype), [], 0
-    if args.role == "verifier":
-        generator, _ = load_model("sft", args.model_tag, device, dtype)
-        tokenizer.check_model("generator", generator)
-        sampled = sample_solutions(args, task, tokenizer, generator)
-        num_shared = args.verifier_shared_layers
-        private = share_layers(generator, model, num_shared)
-        generator.requires_grad_(False)
-        for p in private:
-            p.requires_grad_(True)
-    for i in range(512):  # one that does not fit the context shows now, not in the middle of training
-        demonstration(args, task, tokenizer, i, sampled)
+    model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed)[0]
+    generator = load_generator(args, tokenizer, model, device, dtype) if args.role == "verifier" else None
     parameters = [p for p in model.parameters() if p.requires_grad]
-    print0(f"SFT of the {args.role}: {model.config}, {sum(p.numel() for p in parameters):,} parameters trained, {device}, {dtype}")
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
-    base_lrs = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
-    started = time.time()
-    for step in range(args.num_steps):
-        first = step * args.examples_per_step
-        examples = [demonstration(args, task, tokenizer, i, sampled) for i in range(first + rank, first + args.examples_per_step, world)]
-        num_tokens = all_reduce(torch.tensor(float(sum(sum(mask) for _, mask in examples)), device=device)).item()
-        loss = torch.zeros((), device=device)
-        for batch in length_batches(examples, args.micro_batch_tokens):
-            batch_loss = sft_loss(model, batch, num_tokens)
-            batch_loss.backward()
-            loss += batch_loss.detach()
-        all_reduce_gradients(parameters)
-        clip_gradients(parameters, 1.0)
-        for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
-            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-                group["lr"] = lr * warmup_cosine(step, args.num_steps)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if num_shared:
-            copy_shared_lambdas(generator, model, num_shared)
-        if step % 50 == 0 or step == args.num_steps - 1:
-            loss = all_reduce(loss).item()
-            left = (time.time() - started) / (step + 1) * (args.num_steps - step - 1)
-            print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {time.time() - started:.0f}s, {left:.0f}s left")
-    if rank == 0:
-        save_model("sft", tag, args.num_steps, model, {"user_config": vars(args), "loss": loss, "val_bpb": None})
-    print0(f"saved {path_of('sft', tag)} at step {args.num_steps}")
+    state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
+    if resumed is not None:
+        state = load_training("sft", tag, resumed, rank, optimizers, per_rank=False)["state"]
+    if state["step"] >= args.num_steps:
+        print0(f"{path_of('sft', tag)} is finished at step {state['step']}")
+        return
+    Examples(args, task, tokenizer, [], model.config.sequence_len)  # bad ones show before anything is sampled or written
+    print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, {sum(p.numel() for p in parameters):,} parameters trained, "
+           f"{device}, {dtype}")
+    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None, path_of("sft", tag))
+    run.trim("metrics.jsonl", state["step"])
+
+    def after_step() -> None:
+        if args.verifier_shared_layers and generator is not None:
+            copy_shared_lambdas(generator, model, args.verifier_shared_layers)
+
+    def save() -> None:
+        if rank == 0:
+            save_training("sft", tag, state["step"], 0, optimizers, {"state": dict(state)})
+            save_model("sft", tag, state["step"], model, {"user_config": vars(args), "loss": state["loss"], "val_bpb": None})
+
+    try:
+        sampled = sample_solutions(args, task, tokenizer, generator, run) if generator is not None else []
+        train(args, run, model, parameters, optimizers, Examples(args, task, tokenizer, sampled, model.config.sequence_len), state, after_step, save)
+    except StopRequested:
+        if state["step"]:
+            save()
+        run.finish()
+        raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and --resume-from-step auto") from None
+    save()
+    run.finish()
+    left_out = f", {state['too_long']} conversations were longer than the context and left out" if args.conversations else ""
+    print0(f"saved {path_of('sft', tag)} at step {args.num_steps}{left_out}")
     if rank == 0 and list_steps("sft", tag)[-1] != args.num_steps:
         print0(f"WARNING: {tag} also holds step {list_steps('sft', tag)[-1]}, which is what loads unless --model-step says otherwise")
 

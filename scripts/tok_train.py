@@ -1,15 +1,20 @@
 """
-Trains the tokenizer on the text of a task: demonstrations of both roles.
+Trains the tokenizer: on the text of a task (demonstrations of both roles), or with --data on any text.
 
     python -m scripts.tok_train --task chain                  # 265 ids: bytes without merges
     python -m scripts.tok_train --task last_letter --vocab-size 512
+    python -m scripts.tok_train --data shards/*.parquet --vocab-size 32768
 """
 import argparse
+import os
 import random
+import time
+from itertools import chain
 
-from nanochat.common import add_run_args, check_writable, path_of, print0, rank_and_world, script_main
+from nanochat.common import add_run_args, check_least, check_writable, path_of, print0, rank_and_world, script_main
+from nanochat.dataloader import Documents
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
-from tasks import add_task_args, make_task
+from tasks import add_task_args, make_task, task_texts
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -17,30 +22,38 @@ def make_parser() -> argparse.ArgumentParser:
     add_run_args(parser)
     add_task_args(parser)
     parser.add_argument("--vocab-size", type=int, default=MIN_VOCAB_SIZE, help=f"ids, special tokens included; {MIN_VOCAB_SIZE} = no merges")
-    parser.add_argument("--num-texts", type=int, default=5000, help="demonstrations to train on")
+    parser.add_argument("--num-texts", type=int, default=5000, help="demonstrations of the task to train on")
+    parser.add_argument("--data", nargs="+", default=[], help="train on text instead: .txt, .jsonl or .parquet files, folders, patterns, or one datasets name")
+    parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="with --data: characters to train on, of one pass over it")
+    parser.add_argument("--doc-cap", type=int, default=10_000, help="with --data: characters of a document that count")
+    parser.add_argument("--if-missing", action="store_true", help="leave a tokenizer that is there as it is")
     return parser
 
 
-def task_texts(task, num_texts: int, seed: int):
-    """Text as the models will meet it: prompts, solutions and verifications."""
-    for index in range(num_texts):
-        rng = random.Random(f"tok-{seed}-{index}")
-        problem = task.problem("sft", index)
-        solution = task.solution_demo(problem, rng)
-        yield task.fmt.verifier_prompt.format(problem=problem.prompt, solution=solution, num_steps=len(task.fmt.step_spans(solution)))
-        yield solution
-        yield task.verification_demo(problem, solution, rng)
+def capped_texts(sources: list[str], max_chars: int, doc_cap: int):
+    """The beginnings of documents, one pass over them at most, until max_chars characters are reached."""
+    documents, num_chars = Documents(sources), 0
+    for text in documents:
+        if documents.epoch or num_chars >= max_chars:
+            return
+        yield text[:doc_cap]
+        num_chars += min(len(text), doc_cap)
 
 
 def main(args) -> None:
+    check_least(args, {"num_texts": 1, "max_chars": 1, "doc_cap": 1})
+    folder, started = path_of("tokenizer"), time.time()
+    if args.if_missing and os.path.exists(os.path.join(folder, "tokenizer.pkl")):
+        print0(f"tokenizer: {Tokenizer.load(folder).vocab_size} ids in {folder}, as it was")
+        return
     task = make_task(args)
-    folder = path_of("tokenizer")
     check_writable(folder)
-    tokenizer = Tokenizer.train(task_texts(task, args.num_texts, args.seed), args.vocab_size)
+    texts = capped_texts(args.data, args.max_chars, args.doc_cap) if args.data else chain.from_iterable(task_texts(task, args.num_texts, args.seed))
+    tokenizer = Tokenizer.train(texts, args.vocab_size)
     if rank_and_world()[0] == 0:
         tokenizer.save(folder)
     example = task.solution_demo(task.problem("sft", 0), random.Random(0))
-    print0(f"tokenizer: {tokenizer.vocab_size} ids in {folder}; {example!r} is {len(tokenizer.encode(example))} tokens")
+    print0(f"tokenizer: {tokenizer.vocab_size} ids in {folder}, {time.time() - started:.0f}s; {example!r} is {len(tokenizer.encode(example))} tokens")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
 """Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
+import random
+
 from nanochat.common import BadInput
 from tasks import chain, last_letter, mixture
 
@@ -18,3 +20,13 @@ def make_task(args):
     if args.task not in TASKS:
         raise BadInput(f"--task {args.task}: there are {', '.join(TASKS)}")
     return TASKS[args.task](args, args.seed)
+
+
+def task_texts(task, num_problems: int, seed: int):
+    """Text as models of the task meet it, three pieces per problem: what the verifier reads (problem and solution), the solution, a verification."""
+    for index in range(num_problems):
+        rng = random.Random(f"tok-{seed}-{index}")
+        problem = task.problem("sft", index)
+        solution = task.solution_demo(problem, rng)
+        read = task.fmt.verifier_prompt.format(problem=problem.prompt, solution=solution, num_steps=len(task.fmt.step_spans(solution)))
+        yield read, solution, task.verification_demo(problem, solution, rng)

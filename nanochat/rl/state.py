@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from nanochat.checkpoint import load_file, load_optimizer, load_state, save_model, save_optimizer, save_state, saved_steps
-from nanochat.common import BadInput, gather_lists, path_of, print0
+from nanochat.common import BadInput, check_unchanged, gather_lists, path_of, print0
 from nanochat.rl.rewards import ClassWeights
 from nanochat.rl.schedules import PhaseLengths, next_phase
 
@@ -99,10 +99,7 @@ def resolve_resume(args) -> int | None:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
     with open(os.path.join(folder, "config.json")) as f:
         before = json.load(f)["args"]
-    for name, value in vars(args).items():
-        if name not in MAY_CHANGE and before.get(name) != value:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: run {args.run} was started with {before.get(name)}; a continued run cannot change it")
-    changed = [f"--{name.replace('_', '-')} {before[name]} -> {value}" for name, value in vars(args).items() if before[name] != value]
+    changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE)
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
 

@@ -30,16 +30,11 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     return torch.cat([first, rest], dim=1)
 
 
-def head_options(model, temperature: float) -> dict:
-    """What a fused LM-head op must know of a model's head."""
-    return dict(vocab_size=model.vocab_size, softcap=model.softcap, temperature=temperature)
-
-
 @torch.no_grad()
 def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
     """Logprobs of the completion tokens under a model, row by row. -> (M,) fp32"""
     hidden = batch.of_samples(completion_hidden(model, batch))
-    return linear_logprob(hidden, model.lm_head.weight, batch.of_samples(batch.tokens), **head_options(model, temperature))[0]
+    return linear_logprob(hidden, model.lm_head.weight, batch.of_samples(batch.tokens), **model.head_options(temperature))[0]
 
 
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float, temperature: float, device,
@@ -59,7 +54,7 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
         hidden = batch.of_samples(completion_hidden(role.model, batch))  # (M, C)
         total, logprobs, entropy = linear_policy_loss(
             hidden, role.model.lm_head.weight, *(batch.of_samples(x) for x in (batch.tokens, batch.advantages, batch.weights)), loss=loss,
-            old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, **head_options(role.model, temperature))
+            old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, **role.model.head_options(temperature))
         total.backward()
         sums += token_sums(batch, loss, total.detach(), logprobs, entropy)
         gap = torch.maximum(gap, (logprobs - batch.of_samples(batch.sampler_logprobs)).abs().max())

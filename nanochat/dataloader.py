@@ -1,0 +1,199 @@
+"""
+Packed token batches: documents from text, jsonl or parquet files (or a `datasets` name), streamed and resumable at the exact batch.
+
+Every row begins with bos. Documents are packed by best fit; where none fits, the longest is cut and its rest begins with bos as a document
+of its own: no token is lost, and no row is padded.
+"""
+import glob
+import os
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+import torch
+
+from nanochat.common import BadInput
+
+FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
+BUFFER = 1000  # documents that wait for a row they fit
+ENCODE = 128   # documents that are encoded at once
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a split behind a colon
+
+
+def find_files(sources: list[str]) -> list[str]:
+    """The files that paths, folders (all known files in them) and patterns name, in order. Raises BadInput for one that names none, and for
+    files of several formats."""
+    files = []
+    for source in sources:
+        found = [name for ending in FORMATS for name in glob.glob(os.path.join(source, f"*{ending}"))] if os.path.isdir(source) else glob.glob(source)
+        if not found:
+            raise BadInput(f"{source}: no such file, or a folder without {', '.join(FORMATS)} files")
+        files += sorted(found)
+    endings = {os.path.splitext(name)[1] for name in files}
+    if len(endings) > 1 or endings - FORMATS.keys():
+        raise BadInput(f"{', '.join(sources)}: has files ending in {', '.join(sorted(endings))}; give one format of {', '.join(FORMATS)}")
+    return files
+
+
+def is_hub_name(sources: list[str]) -> bool:
+    return len(sources) == 1 and not glob.glob(sources[0]) and HUB_NAME.fullmatch(sources[0]) is not None
+
+
+def open_rows(sources: list[str], column: str):
+    """A streaming `datasets` dataset of files or of a hub name, with one column. Raises BadInput."""
+    import datasets
+    datasets.disable_progress_bars()
+    files = [] if is_hub_name(sources) else find_files(sources)
+    if any(os.path.getsize(name) == 0 for name in files):
+        raise BadInput(f"{next(name for name in files if os.path.getsize(name) == 0)}: is empty")
+    try:
+        if files:
+            kind = FORMATS[os.path.splitext(files[0])[1]]
+            options = {"sample_by": "document"} if kind == "text" else {}
+            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **options)
+        else:
+            name, split = HUB_NAME.fullmatch(sources[0]).groups()
+            rows = datasets.load_dataset(name, split=split or "train", streaming=True)
+        columns = rows.column_names or list(next(iter(rows)))
+    except Exception as error:  # datasets raises many types for files that are damaged and names that are not there
+        raise BadInput(f"{', '.join(sources)}: cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+    if column not in columns:
+        raise BadInput(f"{', '.join(sources)}: has no column {column!r}, but {', '.join(columns)}")
+    return rows.select_columns([column])
+
+
+class Documents:
+    """An endless stream of texts from `sources`, of which every rank reads its own share; an epoch counts each pass. A .txt file is one document."""
+
+    def __init__(self, sources: list[str], rank: int = 0, world: int = 1):
+        self.sources, self.rank, self.world, self.epoch = sources, rank, world, 0
+        self.rows = self._open()
+        self.iterator = self._texts()
+
+    def _open(self):
+        from datasets.distributed import split_dataset_by_node
+        return split_dataset_by_node(open_rows(self.sources, "text"), self.rank, self.world)
+
+    def _texts(self) -> Iterator[str]:
+        while True:
+            empty = True
+            for i, row in enumerate(self.rows):
+                if not isinstance(row["text"], str):
+                    raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} in epoch {self.epoch} has no text")
+                empty = False
+                yield row["text"]
+            if empty:
+                raise BadInput(f"{', '.join(self.sources)}: no documents for rank {self.rank} of {self.world}")
+            self.epoch += 1
+            self.rows = self._open()
+
+    def __iter__(self) -> Iterator[str]:
+        return self.iterator
+
+    def state_dict(self) -> dict:
+        """Where the stream is: the next text comes first after load_state_dict."""
+        return {"epoch": self.epoch, "rows": self.rows.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.epoch, self.rows = state["epoch"], self._open()
+        self.rows.load_state_dict(state["rows"])
+        self.iterator = self._texts()
+
+
+class Shelf:
+    """Items kept by length, of which the longest that fits is taken; among equals the last to come goes first."""
+
+    def __init__(self):
+        self.lengths: list[int] = []  # ascending
+        self.items: list = []
+
+    def add(self, length: int, item) -> None:
+        at = bisect_right(self.lengths, length)
+        self.lengths.insert(at, length)
+        self.items.insert(at, item)
+
+    def take(self, space: int):
+        """The longest of at most `space`, or None."""
+        at = bisect_right(self.lengths, space) - 1
+        if at < 0:
+            return None
+        del self.lengths[at]
+        return self.items.pop(at)
+
+
+class PackedBatches:
+    """Endless batches (B, T + 1) int64 of packed documents: inputs and targets of T tokens per row.
+
+    num_cut, num_empty: documents that were cut over rows, and ones without text, which are left out.
+    """
+
+    def __init__(self, documents: Documents, tokenizer, rows: int, width: int):
+        self.documents, self.tokenizer, self.rows, self.width = documents, tokenizer, rows, width
+        self.shelf, self.num_cut, self.num_empty = Shelf(), 0, 0
+
+    def _refill(self) -> None:
+        while len(self.shelf.items) < BUFFER:
+            for tokens in self.tokenizer.encode_batch(list(islice(self.documents, ENCODE))):
+                if tokens:
+                    self.shelf.add(len(tokens) + 1, [self.tokenizer.bos, *tokens])
+                else:
+                    self.num_empty += 1
+
+    def _row(self) -> list[int]:
+        row: list[int] = []
+        while (space := self.width - len(row)) > 0:
+            self._refill()
+            tokens = self.shelf.take(space)
+            if tokens is None:
+                tokens = self.shelf.take(self.shelf.lengths[-1])
+                self.shelf.add(len(tokens) - space + 1, [self.tokenizer.bos, *tokens[space:]])
+                tokens = tokens[:space]
+                self.num_cut += 1
+            row += tokens
+        return row
+
+    def next_batch(self) -> torch.Tensor:
+        return torch.tensor([self._row() for _ in range(self.rows)])
+
+    def state_dict(self) -> dict:
+        """Everything the next batch depends on. The waiting documents are one tensor and their lengths."""
+        return {"documents": self.documents.state_dict(), "num_cut": self.num_cut, "num_empty": self.num_empty, "lengths": list(self.shelf.lengths),
+                "tokens": torch.tensor([t for tokens in self.shelf.items for t in tokens], dtype=torch.int32)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.documents.load_state_dict(state["documents"])
+        self.num_cut, self.num_empty, self.shelf.lengths = state["num_cut"], state["num_empty"], list(state["lengths"])
+        self.shelf.items = [part.tolist() for part in state["tokens"].split(state["lengths"])]
+
+
+def pack_whole(examples: list[tuple[list[int], list[int]]], width: int, pad: int) -> list[tuple[list[int], list[int]]]:
+    """Rows of exactly `width` tokens, of whole examples (ids and loss mask) packed by best fit; what is left of a row is `pad`, not trained.
+
+    No example may be longer than width.
+    """
+    shelf, rows = Shelf(), []
+    for example in examples:
+        shelf.add(len(example[0]), example)
+    while shelf.items:
+        ids, mask = [], []
+        while (example := shelf.take(width - len(ids))) is not None:
+            ids, mask = ids + example[0], mask + example[1]
+        space = width - len(ids)
+        rows.append((ids + [pad] * space, mask + [0] * space))
+    return rows
+
+
+def shuffled(num: int, seed: int) -> Callable[[int], int]:
+    """index -> row: endless passes over `num` rows, each in an order of its own."""
+    orders: dict[int, list[int]] = {}
+
+    def row(index: int) -> int:
+        epoch, position = divmod(index, num)
+        if epoch not in orders:
+            orders.clear()
+            orders[epoch] = random.Random(f"{seed}-epoch-{epoch}").sample(range(num), num)
+        return orders[epoch][position]
+
+    return row

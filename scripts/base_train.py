@@ -1,0 +1,254 @@
+"""
+Pretraining of a base model on text: packed batches, Muon for the blocks' matrices and AdamW for the rest.
+
+--depth is the one dial. From it follow the width, the number of tokens (--target-param-data-ratio per weight), the batch size (~ tokens ^ 0.383), the
+learning rates (~ sqrt(batch size)) and the weight decay: upstream nanochat's rules, with its reference of depth 12 and 524,288 tokens.
+
+    python -m scripts.base_train --data text/*.jsonl --depth 4 --sequence-len 256 --num-iterations 500 --total-batch-size 8192     # a laptop
+    torchrun --standalone --nproc_per_node=8 scripts/base_train.py -- --data shards/*.parquet --depth 24 --run base
+"""
+import argparse
+import math
+import time
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+
+from nanochat.bench import machine_speed
+from nanochat.checkpoint import load_file, load_model, load_training, resume_step, save_model, save_training
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
+                             describe_versions, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
+from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
+from nanochat.engine import generate, row_key
+from nanochat.gpt import GPT, add_model_args, config_of, new_model
+from nanochat.loss_eval import bits_per_byte, flops_per_token, matrix_parameters, peak_flops, supervised_loss
+from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
+from nanochat.tokenizer import Tokenizer
+
+REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "eval_every", "eval_tokens", "sample_every", "save_every"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add_run_args(parser)
+    parser.add_argument("--model-tag", default="", help="name of the checkpoint; default d<depth>")
+    parser.add_argument("--resume-from-step", default="-1", help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
+    parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
+    data = parser.add_argument_group("data")
+    data.add_argument("--data", nargs="+", required=True, help=".txt, .jsonl or .parquet files (column text), folders, patterns, or one datasets name")
+    data.add_argument("--val-data", nargs="+", default=[], help="the same for validation; default: the last file of --data, which is then not trained on")
+    add_model_args(parser, depth=20, sequence_len=2048, window_pattern="SSSL")
+    horizon = parser.add_argument_group("horizon, in order of precedence")
+    horizon.add_argument("--num-iterations", type=int, default=-1, help="optimizer steps")
+    horizon.add_argument("--target-flops", type=float, default=-1.0, help="as many steps as these FLOPs allow")
+    horizon.add_argument("--target-param-data-ratio", type=float, default=12.0, help="tokens per weight of the matrices")
+    training = parser.add_argument_group("training")
+    training.add_argument("--device-batch-size", type=int, default=32, help="rows that go through the model at once, per rank; changes no result")
+    training.add_argument("--total-batch-size", type=int, default=-1, help="tokens per step over all ranks; -1 = by the rule")
+    training.add_argument("--matrix-lr", type=float, default=0.02, help="Muon, for the blocks' matrices; this and the next are for 524,288 tokens")
+    training.add_argument("--embedding-lr", type=float, default=0.3, help="AdamW, at width 768")
+    training.add_argument("--unembedding-lr", type=float, default=0.008, help="AdamW, at width 768")
+    training.add_argument("--scalar-lr", type=float, default=0.5, help="AdamW, for the per-layer scalars")
+    training.add_argument("--weight-decay", type=float, default=0.28, help="of Muon, at depth 12; falls to 0 over the run")
+    training.add_argument("--warmup-steps", type=int, default=40)
+    training.add_argument("--warmdown-ratio", type=float, default=0.65, help="share of the steps over which the learning rate falls")
+    training.add_argument("--final-lr-frac", type=float, default=0.05)
+    training.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
+    evals = parser.add_argument_group("evaluation")
+    evals.add_argument("--eval-every", type=int, default=250, help="steps between evaluations of validation bits per byte; -1 = at the end only")
+    evals.add_argument("--eval-tokens", type=int, default=80 * 2 ** 19, help="tokens of validation text, over all ranks")
+    evals.add_argument("--sample-every", type=int, default=2000, help="steps between samples; -1 = at the end only")
+    return parser
+
+
+def reference_weights(args, vocab_size: int) -> int:
+    """Weights of the matrices of a model of the reference depth and its own width, without making it."""
+    shape = argparse.Namespace(**{**vars(args), "depth": REFERENCE_DEPTH, "n_embd": 0, "n_head": 0, "n_kv_head": 0})
+    with torch.device("meta"):
+        return matrix_parameters(GPT(config_of(shape, vocab_size)))
+
+
+def apply_rules(args, model, world: int) -> dict:
+    """What follows from --depth: steps, batch size, and the factors on learning rates and weight decay. Raises BadInput.
+
+    Tokens D = ratio * weights; batch size B ~ D^0.383 (Power Lines, arXiv 2505.13738), rounded to a power of 2; learning rates ~ sqrt(B); weight decay
+    so that B / (lr * decay * D) stays what it is at the reference (arXiv 2405.13698).
+    """
+    weights = matrix_parameters(model)
+    tokens = args.target_param_data_ratio * weights
+    reference = args.target_param_data_ratio * reference_weights(args, model.vocab_size)
+    batch = args.total_batch_size
+    if batch == -1:
+        batch = 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference) ** 0.383))
+    row = args.sequence_len * world
+    if batch % row:
+        raise BadInput(f"--total-batch-size {batch}: must be a multiple of --sequence-len {args.sequence_len} times {world} ranks")
+    if args.num_iterations > 0:
+        num_steps = args.num_iterations
+    elif args.target_flops > 0:
+        num_steps = round(args.target_flops / (flops_per_token(model) * batch))
+    else:
+        num_steps = int(tokens // batch)
+    if num_steps < 1:
+        raise BadInput(f"--target-flops {args.target_flops} --target-param-data-ratio {args.target_param_data_ratio}: not one step of {batch} tokens")
+    lr_factor = math.sqrt(batch / REFERENCE_BATCH)
+    return {"weights": weights, "num_steps": num_steps, "batch": batch, "rows": batch // row, "lr_factor": lr_factor,
+            "weight_decay": args.weight_decay * lr_factor * reference / tokens}
+
+
+def split_sources(args) -> tuple[list[str], list[str]]:
+    """Training and validation sources: without --val-data the last of several files is validation. Raises BadInput."""
+    if args.val_data or is_hub_name(args.data):
+        if not args.val_data:
+            raise BadInput(f"--data {args.data[0]}: give --val-data too, for example {args.data[0].split(':')[0]}:validation")
+        return args.data, args.val_data
+    files = find_files(args.data)
+    if len(files) < 2:
+        raise BadInput(f"--data {' '.join(args.data)}: is one file; give a second one or --val-data, for validation")
+    return files[:-1], files[-1:]
+
+
+def validation_batches(args, sources, tokenizer, run):
+    """The same first --eval-tokens tokens of the validation text each time, this rank's share."""
+    batches = PackedBatches(Documents(sources, run.rank, run.world), tokenizer, args.device_batch_size, args.sequence_len + 1)
+    for _ in range(max(1, args.eval_tokens // (args.device_batch_size * args.sequence_len * run.world))):
+        run.check_stop()
+        yield batches.next_batch()
+
+
+def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
+    """Greedy continuations of the first 8 tokens of validation documents."""
+    prompts = [[tokenizer.bos, *tokenizer.encode(text)[:8]] for text in islice(Documents(sources), num)]
+    new = min(32, args.sequence_len - max(map(len, prompts)))
+    out = generate(model, prompts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens, keys=[row_key(i) for i in range(len(prompts))], temperature=0)
+    for prompt, row, length in zip(prompts, out.tokens.tolist(), out.lengths.tolist(), strict=True):
+        print0(f"  sample: {tokenizer.decode(prompt[1:])!r} -> {tokenizer.decode(row[:length])!r}")
+
+
+def train_step(args, model, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
+    """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate factor."""
+    loss, rows, num_tokens = torch.zeros((), device=device), batches.next_batch(), float(rules["batch"])
+    for part in rows.to(device).split(args.device_batch_size):
+        part_loss = supervised_loss(model, part, None, num_tokens)
+        part_loss.backward()
+        loss += part_loss.detach()
+    factor = warmup_warmdown(step, rules["num_steps"], args.warmup_steps, args.warmdown_ratio, args.final_lr_frac)
+    for group in optimizers[0].param_groups:
+        group["weight_decay"] = rules["weight_decay"] * 0.5 * (1 + math.cos(math.pi * step / rules["num_steps"]))
+    grad_norm = optimize(optimizers, list(model.parameters()), factor, args.max_grad_norm)
+    return all_reduce(loss).item(), grad_norm, factor
+
+
+def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, save) -> None:
+    """Runs the steps behind state["step"]; state holds step, seconds and the number of steps skipped in a row."""
+    speed = peak_flops(run.device)
+    speed = speed * run.world if speed else machine_speed(run.device, model.compute_dtype)[0]
+    num_steps, flops = rules["num_steps"], flops_per_token(model)
+    while state["step"] < num_steps:
+        run.check_stop()
+        step, started = state["step"], time.time()
+        record = {"step": step, "tokens": step * rules["batch"]}
+        if args.eval_every > 0 and step % args.eval_every == 0:
+            record["val_bpb"] = evaluate()
+        trained_from = time.time()
+        loss, grad_norm, factor = train_step(args, model, optimizers, batches, rules, step, run.device)
+        seconds = time.time() - trained_from
+        tokens_per_s = rules["batch"] / seconds
+        state |= {"step": step + 1, "seconds": state["seconds"] + time.time() - started,
+                  "skipped": 0 if math.isfinite(grad_norm) and math.isfinite(loss) else state["skipped"] + 1}
+        record |= {"loss": loss, "grad_norm": grad_norm, "lr_factor": factor, "skipped": int(state["skipped"] > 0), "epoch": batches.documents.epoch,
+                   "documents_cut": batches.num_cut, "documents_empty": batches.num_empty, "tokens_per_s": tokens_per_s, "mfu": flops * tokens_per_s / speed,
+                   "timing_s/step": seconds}
+        run.log(record)
+        if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
+            bpb = f" | val bpb {record['val_bpb']:.4f}" if "val_bpb" in record else ""
+            left = state["seconds"] / (step + 1) * (num_steps - step - 1)
+            print0(f"step {step:5d}/{num_steps} | loss {loss:.4f}{bpb} | {tokens_per_s:,.0f} tokens/s | MFU {100 * record['mfu']:.0f}% | "
+                   f"epoch {record['epoch']} | {left / 60:.1f} min left")
+        if state["skipped"] == 3:
+            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning rates")
+        if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < num_steps:
+            save()
+        if args.sample_every > 0 and state["step"] % args.sample_every == 0 and state["step"] < num_steps:
+            print_samples(args, model, batches.tokenizer, batches.documents.sources)
+
+
+def check_args(args) -> None:
+    check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0, "warmdown_ratio": 0, "final_lr_frac": 0,
+                       "matrix_lr": 0, "embedding_lr": 0, "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0})
+    if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
+        raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
+    if args.num_iterations < 1 and args.target_flops <= 0 and args.target_param_data_ratio <= 0:
+        raise BadInput("--num-iterations, --target-flops, --target-param-data-ratio: one must be above 0")
+
+
+def main(args) -> None:
+    check_args(args)
+    rank, world = rank_and_world()
+    args.model_tag = tag = args.model_tag or f"d{args.depth}"
+    check_name("--model-tag", tag)
+    check_name("--run", args.run)
+    uses_wandb(args.run)
+    train_sources, val_sources = split_sources(args)
+    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    token_bytes = load_file(path_of("tokenizer", "token_bytes.pt"))
+    config_of(args, tokenizer.vocab_size)
+    resumed = resume_step("base", tag, args.resume_from_step, args, MAY_CHANGE)
+    check_writable(path_of("base", tag))
+    documents = Documents(train_sources, rank, world)
+    Documents(val_sources, rank, world)
+    device = init_device(args.device_type)
+    dtype = compute_dtype(device)
+    if resumed is None:
+        model = new_model(config_of(args, tokenizer.vocab_size), args.seed, device, dtype)
+    else:
+        model, _ = load_model("base", tag, device, dtype, resumed)
+        tokenizer.check_model("base model", model)
+    rules = apply_rules(args, model, world)
+    lrs = [rules["lr_factor"] * lr for lr in (args.matrix_lr, args.embedding_lr, args.unembedding_lr, args.scalar_lr)]
+    optimizers = pretraining_optimizers(model, *lrs, rules["weight_decay"])
+    batches = PackedBatches(documents, tokenizer, rules["rows"], args.sequence_len + 1)
+    state = {"step": 0, "seconds": 0.0, "skipped": 0}
+    if resumed is not None:
+        saved = load_training("base", tag, resumed, rank, optimizers, per_rank=True)
+        batches.load_state_dict(saved["batches"])
+        state = saved["state"]
+    num_tokens = rules["num_steps"] * rules["batch"]
+    print0(f"pretraining of {tag}{f' behind step {resumed}' if resumed else ''}: {model.config}, {sum(p.numel() for p in model.parameters()):,} parameters, "
+           f"{rules['weights']:,} in matrices\n{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
+           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight decay {rules['weight_decay']:.4f}, "
+           f"{world} x {device}, {dtype}")
+    if state["step"] >= rules["num_steps"]:
+        print0(f"{path_of('base', tag)} is finished at step {state['step']}")
+        return
+    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None, path_of("base", tag))
+    run.trim("metrics.jsonl", state["step"])
+    evaluate = lambda: bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
+
+    def save(val_bpb: float | None = None) -> None:
+        save_training("base", tag, state["step"], rank, optimizers, {"batches": batches.state_dict(), "state": dict(state)})
+        if dist.is_initialized():
+            dist.barrier()  # every rank's file is there before the meta makes the step valid
+        if rank == 0:
+            save_model("base", tag, state["step"], model, {"user_config": vars(args), "val_bpb": val_bpb, "total_batch_size": rules["batch"],
+                                                           "device_batch_size": args.device_batch_size, "max_seq_len": args.sequence_len})
+
+    try:
+        train(args, run, model, optimizers, batches, rules, state, evaluate, save)
+        val_bpb = evaluate()
+    except StopRequested:
+        save()
+        run.finish()
+        raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} --resume-from-step auto") from None
+    save(val_bpb)
+    run.log({"step": state["step"], "tokens": num_tokens, "val_bpb": val_bpb})
+    run.finish()
+    print_samples(args, model, tokenizer, val_sources)
+    print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, {batches.num_empty} had no text\n"
+           f"saved {path_of('base', tag)} at step {state['step']}")
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())
