@@ -26,17 +26,22 @@ PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
 
+Tool = Callable[[list[int], list[int]], dict[int, int]]  # rows, the tokens they just got -> row: the token it must get next
+
+
 @dataclass
 class Samples:
     """N sampled completions. Rows are prompt-major: row p*G + g is sample g of prompt p.
 
     tokens (N, T) int64, the end token included, 0 behind it; logprobs (N, T) fp32, 0 behind the end; lengths (N,) int64;
-    stopped (N,) bool: True where the row ended itself (finish reason "stop"), False where it ran out of tokens ("length").
+    stopped (N,) bool: True where the row ended itself (finish reason "stop"), False where it ran out of tokens ("length"); forced (N, T) bool: tokens
+    that a tool put there (their logprobs are 0), None without a tool.
     """
     tokens: torch.Tensor
     logprobs: torch.Tensor
     lengths: torch.Tensor
     stopped: torch.Tensor
+    forced: torch.Tensor | None = None
 
 
 def row_key(*parts) -> int:
@@ -105,11 +110,12 @@ def _first_above(cumulative, target):
 
 def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int], keys: list[int],
              temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
-             should_stop: Callable[[], bool] = lambda: False) -> Samples:
+             should_stop: Callable[[], bool] = lambda: False, tool: Tool | None = None) -> Samples:
     """Samples `num_samples` completions of each of P prompts.
 
     keys: one int64 per row (P * num_samples), see `row_key`. max_rows bounds the rows that decode together. When should_stop() turns
-    true the call returns at once with unfinished rows, for the caller to throw away.
+    true the call returns at once with unfinished rows, for the caller to throw away. tool: told the tokens that rows just got, it says which rows
+    must get which token next (calculator.Calculator); the device then waits for it at every token.
     Raises BadInput for an empty prompt and for one that does not fit the context with its completion.
     """
     context = model.config.sequence_len
@@ -120,19 +126,22 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)
     with torch.inference_mode(), model.joined_projections():
-        out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop)
+        out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop, tool)
     N = len(keys)
     width = max(int(out.lengths[:N].max()), 1) if N else 0
     # Copies, made outside of inference mode: ordinary tensors, that training may keep.
-    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone())
+    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone(),
+                   out.forced[:N, :width].clone() if tool else None)
 
 
-def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop) -> Samples:
+def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop, tool) -> Samples:
     """As generate, with one row more than there are: where rows write that have ended."""
     device = model.lm_head.weight.device
     N = len(keys)
     out = Samples(torch.zeros(N + 1, max_new_tokens, dtype=torch.long, device=device), torch.zeros(N + 1, max_new_tokens, device=device),
                   torch.zeros(N + 1, dtype=torch.long, device=device), torch.zeros(N + 1, dtype=torch.bool, device=device))
+    if tool:
+        out.forced = torch.zeros(N + 1, max_new_tokens, dtype=torch.bool, device=device)
     keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
     # Prompts of like length go together, so that little is padding.
@@ -143,11 +152,12 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         units: dict[int, list[int]] = {}  # prompt -> its rows
         for n in order[start: start + max_rows]:
             units.setdefault(n // num_samples, []).append(n)
-        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k, max_rows, should_stop)
+        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k, max_rows, should_stop,
+                tool)
     return out
 
 
-def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, max_rows, should_stop):
+def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, max_rows, should_stop, tool):
     """Fills rows of `out` with completions of these prompts; units[i] are the rows of prompt i."""
     ended, max_new_tokens = len(out.lengths) - 1, out.tokens.shape[1]
     graphs = uses_graphs(out.tokens.device)
@@ -158,15 +168,27 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
     unit = unit.repeat_interleave(table.shape[1]).to(hidden.device)        # (U * R,)
     positions = torch.tensor([[len(prompt)] for prompt in prompts], device=hidden.device)[unit]  # (B, 1)
     cache = KVCache(model.config.n_layer, capacity=min(COLUMNS_CUDA, max_new_tokens) if graphs else None)
+    due = torch.full((ended + 1,), -1, device=hidden.device)  # the token that a row must get next, -1 for none
 
     def record(logits, rows, t):
         """Draws the next token of every row, writes it down and sends rows that have ended to the spare one. -> tokens, rows"""
         tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
+        if tool:
+            out.forced[rows, t] = is_forced = due[rows] >= 0
+            tokens, logprobs = torch.where(is_forced, due[rows], tokens), logprobs.masked_fill(is_forced, 0.0)
         out.tokens[rows, t], out.logprobs[rows, t] = tokens, logprobs
         out.lengths[rows] = t + 1
         stopped = (tokens[:, None] == stop_tokens).any(dim=1)
         out.stopped[rows] = stopped
         return tokens, rows.masked_fill(stopped, ended)
+
+    def ask_tool(tokens, rows):
+        """Tells the tool what the live rows got; leaves in `due` what they must get next."""
+        live = [(row, token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if row < ended]
+        forced = tool([row for row, _ in live], [token for _, token in live])
+        due.fill_(-1)
+        for row, token in forced.items():
+            due[row] = token
 
     def step(tokens, rows, positions, t, last_embedding):
         """One more token for every row; t (1,) tokens have been drawn. A function of device tensors alone."""
@@ -198,6 +220,8 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
         if cache.capacity is not None and drawn > cache.capacity:
             cache.reserve(min(COLUMNS_CUDA, max_new_tokens - cache.capacity))
             replay = Replay(step)
+        if tool:
+            ask_tool(*state[:2])
         state = replay(*state)
 
 

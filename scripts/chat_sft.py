@@ -31,7 +31,7 @@ from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
 from tasks.conversations import load_conversations
 
-SAMPLED_FROM = 10_000_000  # sft problems from this index on are for sampled solutions, so that no demonstration has shown them
+SAMPLED_FROM = 10_000_000  # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens"}
 
 

@@ -87,6 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
     rollout.add_argument("--verifier-max-new-tokens", type=int, default=112)
     rollout.add_argument("--temperature", type=float, default=1.0)
     rollout.add_argument("--top-k", type=int, default=0, help="0 = the full softmax; anything else biases the ratio")
+    rollout.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
+                         help="solutions may call the calculator (python_start ... python_end); its output is forced and not trained")
     rewards = parser.add_argument_group("rewards and advantages")
     rewards.add_argument("--advantage", default="grpo", help=f"one of: {', '.join(PRESETS)}")
     rewards.add_argument("--alpha-start", type=float, default=0.3, help="weight of the step advantage at the start (Tango eq. 7; there 0.1)")
@@ -266,7 +268,7 @@ def learn(args, run, state, role, experience, loss) -> dict:
     progress = (state.gen_step if role.name == "generator" else state.ver_step) / max(1, args.num_steps - 1)
     base_lr, limit = (args.lr, args.max_new_tokens) if role.name == "generator" else (args.verifier_lr, args.verifier_max_new_tokens)
     rollouts = experience.rollouts
-    weights = token_weights(rollouts.lengths, args.aggregation, limit, all_reduce)
+    weights = token_weights(rollouts.num_trained(), args.aggregation, limit, all_reduce)
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
     batches = pack(rollouts, experience.advantages, weights, args.micro_batch_tokens, keep_idle, args.prefix_sharing)
     if args.updates_per_batch > 1:
@@ -354,6 +356,8 @@ def main(args) -> None:
     rank, world = rank_and_world()
     check_args(args, world)
     task = make_task(args)
+    if RECIPES[args.recipe].judge == "gold" and not getattr(task, "has_step_labels", True):
+        raise BadInput(f"--recipe {args.recipe}: task {task.name} has no gold labels of steps")
     args.model_tag = args.model_tag or default_tag("sft")
     args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
     check_name("--model-tag", args.model_tag)
@@ -377,7 +381,8 @@ def main(args) -> None:
 
     args.run = gather_lists([choose_run_name(args.run)], device)[0]
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed=state is not None)
-    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens, args.temperature, args.top_k, run.should_stop)
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens, args.temperature, args.top_k, run.should_stop,
+                      args.calculator)
     evaluate = Evaluation(sampler, run, args.eval_examples, args.num_samples)
     print0(f"run {args.run} in {run.folder}: {args.recipe} on {world} x {device}" + (f", continued behind step {state.step}" if state else ""))
     try:

@@ -1,11 +1,12 @@
 """Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
+import argparse
 import random
 
 from nanochat.common import BadInput
-from tasks import chain, last_letter, mixture
+from tasks import chain, gsm8k, last_letter, mixture
 
-TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture}
-MODULES = (chain, last_letter, mixture)
+TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K}
+MODULES = (chain, last_letter, mixture, gsm8k)
 
 
 def add_task_args(parser) -> None:
@@ -13,6 +14,20 @@ def add_task_args(parser) -> None:
     parser.add_argument("--task", default="chain", help=f"one of: {', '.join(TASKS)}")
     for module in MODULES:
         module.add_args(parser)
+
+
+def task_flags() -> dict:
+    """The flags of add_task_args and their defaults."""
+    parser = argparse.ArgumentParser()
+    add_task_args(parser)
+    return vars(parser.parse_args([]))
+
+
+def complete_task_args(args, recorded: dict) -> None:
+    """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint, or their defaults."""
+    for name, default in (task_flags() | {"seed": 0}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, recorded.get(name, default))
 
 
 def make_task(args):

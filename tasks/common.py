@@ -40,3 +40,18 @@ def draw_prompt(draw, split: str) -> str:
 def in_split(prompt: str, split: str) -> bool:
     """Whether a problem text belongs to the split."""
     return zlib.crc32(prompt.encode()) % 10 in SPLIT_BUCKETS[split]
+
+
+def read_table(where: str, columns: tuple[str, ...], *path, **options):
+    """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it cannot or a column is
+    missing."""
+    import datasets
+    try:
+        table = datasets.load_dataset(*path, **options)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = str(error.__cause__ or error).strip() or type(error).__name__
+        raise BadInput(f"{where}: {reason.splitlines()[0]}") from None
+    missing = [column for column in columns if column not in table.column_names]
+    if missing:
+        raise BadInput(f"{where}: has no column {missing[0]!r}, only {', '.join(table.column_names)}")
+    return table

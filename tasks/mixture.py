@@ -31,7 +31,8 @@ class Mixture:
         if any(part.fmt != self.fmt for part in self.parts):
             raise BadInput(f"--mixture-tasks {args.mixture_tasks}: the tasks have different text formats")
 
-    def _part(self, problem: Problem):
+    def part(self, problem: Problem):
+        """The task that a problem comes from."""
         return self.parts[problem.index % len(self.parts)]
 
     def problem(self, split: str, index: int) -> Problem:
@@ -41,20 +42,20 @@ class Mixture:
 
     def check(self, problem: Problem, solution: str) -> bool | None:
         """The outcome, as the problem's task sees it."""
-        return self._part(problem).check(problem, solution)
+        return self.part(problem).check(problem, solution)
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
         """Gold labels of the steps."""
-        return self._part(problem).step_labels(problem, solution)
+        return self.part(problem).step_labels(problem, solution)
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator."""
-        return self._part(problem).solution_demo(problem, rng)
+        return self.part(problem).solution_demo(problem, rng)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
         """A solution with mistakes."""
-        return self._part(problem).corrupted_solution(problem, rng)
+        return self.part(problem).corrupted_solution(problem, rng)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier."""
-        return self._part(problem).verification_demo(problem, solution, rng)
+        return self.part(problem).verification_demo(problem, solution, rng)

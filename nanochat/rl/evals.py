@@ -82,18 +82,21 @@ def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_s
 
 
 def judge_scores(rows: list[list]) -> dict:
-    """A verifier's scores over `judged_row`s. A missing verdict counts as wrong; solutions without an outcome count for steps alone."""
+    """A verifier's scores over `judged_row`s. A missing verdict counts as wrong; solutions without an outcome count for steps alone, those whose steps
+    have no gold labels for verdicts alone."""
     scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
     outcomes, said = [o for o, _ in scored], [v for _, v in scored]
     labels = [row[1] for row in rows]
     verdicts = [(row[3] + [None] * len(row[1]))[: len(row[1])] for row in rows]
+    known = [i for i, row in enumerate(rows) if row[1] or not row[3]]  # a task without step labels has none where there are steps
     on_wrong = [v for o, v in scored if not o]
-    judged = [(sum(said) / len(said), float(o)) for o, steps, _, said, _ in rows if o is not None and said and len(said) == len(steps) and None not in said]
+    judged = [(sum(said) / len(said), float(o)) for o, _, _, said, unmet in rows
+              if o is not None and said and "step_count_mismatch" not in unmet and None not in said]
     return {
         "outcome_f1": macro_f1(outcomes, said),
         "balanced_acc": balanced_accuracy(outcomes, said),
         "step_f1": macro_f1([x for row in labels for x in row], [x for row in verdicts for x in row]),
-        "first_error_f1": first_error_f1(labels, verdicts),
+        "first_error_f1": first_error_f1([labels[i] for i in known], [verdicts[i] for i in known]),
         "parse_fail": sum(bool(row[4]) for row in rows) / max(1, len(rows)),
         "step_count_mismatch": sum("step_count_mismatch" in row[4] for row in rows) / max(1, len(rows)),
         "pred_pos_rate": said.count(True) / max(1, len(said)),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanochat.calculator import Calculator
 from nanochat.engine import generate, pad_prompts, row_key
 from nanochat.rl.losses import AGGREGATIONS
 from nanochat.rl.prompts import Solution, Verification, generator_prompt, parse_verification, read_solution, verifier_prompt
@@ -18,13 +19,18 @@ from nanochat.rl.prompts import Solution, Verification, generator_prompt, parse_
 @dataclass
 class Rollouts:
     """N sampled completions of P prompts. tokens (N, T) int64, sampler_logprobs (N, T) fp32, lengths (N,), stopped (N,) bool (finish reason
-    "stop", else "length"), group_id (N,) int64: the prompt of each."""
+    "stop", else "length"), group_id (N,) int64: the prompt of each; forced (N, T) bool: tokens that came from the calculator, never trained, or None."""
     prompts: list[list[int]]
     group_id: torch.Tensor
     tokens: torch.Tensor
     sampler_logprobs: torch.Tensor
     lengths: torch.Tensor
     stopped: torch.Tensor
+    forced: torch.Tensor | None = None
+
+    def num_trained(self) -> torch.Tensor:
+        """Sampled tokens of each rollout: its length without what was forced. -> (N,) int64"""
+        return self.lengths if self.forced is None else self.lengths - self.forced.sum(dim=1)
 
     def completions(self) -> list[list[int]]:
         """Token ids of each rollout, end token included."""
@@ -53,11 +59,13 @@ class Sampler:
     temperature: float = 1.0
     top_k: int = 0
     should_stop: Callable[[], bool] = lambda: False
+    calculator: bool = False  # for solutions
 
     def solve(self, model, problems: list, num_samples: int, stream: tuple, greedy: bool = False) -> tuple[Rollouts, list[Solution]]:
         """`num_samples` solutions of each of P problems. stream names the occasion, for example ("generator", step)."""
         prompts = [generator_prompt(self.tokenizer, self.task.fmt, problem.prompt) for problem in problems]
-        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.max_new_tokens, greedy)
+        tool = Calculator(self.tokenizer) if self.calculator else None
+        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.max_new_tokens, greedy, tool=tool)
         return rollouts, [read_solution(self.tokenizer, self.task.fmt, tokens) for tokens in rollouts.completions()]
 
     def verify(self, model, problems: list, solutions: list[Solution], num_samples: int, stream: tuple,
@@ -72,15 +80,15 @@ class Sampler:
         texts = [self.tokenizer.decode(c[:-1] if ended else c) for c, ended in zip(rollouts.completions(), stopped, strict=True)]
         return rollouts, [parse_verification(fmt, *row) for row in zip(texts, num_steps, stopped, strict=True)]
 
-    def _sample(self, model, problems, prompts, num_samples, stream, max_new_tokens, greedy, copies=None) -> Rollouts:
+    def _sample(self, model, problems, prompts, num_samples, stream, max_new_tokens, greedy, copies=None, tool=None) -> Rollouts:
         copies = count_copies(problems) if copies is None else copies
         keys = [row_key(self.seed, *stream, problem.split, problem.index, copy, g)
                 for problem, copy in zip(problems, copies, strict=True) for g in range(num_samples)]
         temperature, top_k = (0.0, 0) if greedy else (self.temperature, self.top_k)
         out = generate(model, prompts, num_samples, max_new_tokens=max_new_tokens, stop_tokens=self.tokenizer.stop_tokens, keys=keys,
-                       temperature=temperature, top_k=top_k, should_stop=self.should_stop)
+                       temperature=temperature, top_k=top_k, should_stop=self.should_stop, tool=tool)
         group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
-        return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
+        return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped, out.forced)
 
 
 @dataclass
@@ -104,7 +112,7 @@ class MicroBatch:
 
 
 def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, reduce) -> torch.Tensor:
-    """The weight of each token of a rollout, from the sizes of the whole batch over all ranks. lengths (N,) int64 -> (N,) fp32."""
+    """The weight of each trained token of a rollout, from the sizes of the whole batch over all ranks. lengths (N,) int64: trained tokens -> (N,) fp32."""
     sizes = reduce(torch.stack([lengths.sum(), torch.tensor(len(lengths), device=lengths.device)]).float())
     num_tokens, num_rollouts = sizes.clamp(min=1).tolist()
     return AGGREGATIONS[aggregation](lengths.float(), num_tokens, num_rollouts, max_new_tokens)
@@ -148,6 +156,8 @@ def _micro_batch(rollouts, units, lengths, advantages, weights) -> MicroBatch:
     rows = [n for unit in units for n in unit[0]]
     T = max(lengths[n] for n in rows)
     mask = torch.arange(T) < torch.tensor([[lengths[n]] for n in rows])  # (U*R, T)
+    if rollouts.forced is not None:
+        mask &= ~rollouts.forced[rows, :T].cpu()
     index = mask.flatten().nonzero().squeeze(1)
     rows, mask, index = torch.tensor(rows, device=device), mask.to(device), index.to(device)
     prompts = [rollouts.prompts[g] for *_, g in units]

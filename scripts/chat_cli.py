@@ -1,0 +1,178 @@
+"""
+Talk to a model in the terminal; with --verifier, watch the verifier judge each step of what it says.
+
+A model that was trained on a task here (its checkpoint says so) reads your message as a problem of that task; any other, as chat. `clear` begins anew,
+`quit` ends. Calculator calls are shown as [48/2 = 24].
+
+    python -m scripts.chat_cli -i sft -g d24
+    python -m scripts.chat_cli -i rl -g chain-s0-gen --verifier chain-s0-ver -p "3+5*2-4"
+"""
+import argparse
+import codecs
+import os
+import sys
+
+from nanochat.calculator import Calculator
+from nanochat.checkpoint import default_tag, list_tags, load_model
+from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, path_of, script_main
+from nanochat.engine import generate, row_key
+from nanochat.formats import COMPACT, PAPER, Format
+from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
+from nanochat.tokenizer import Tokenizer
+from tasks import TASKS
+
+FORMATS = {"compact": COMPACT, "paper": PAPER}
+COLOURS = {True: "32", False: "31", None: "33"}  # right green, wrong red, no verdict yellow
+SHOWN = {"<|python_start|>": "[", "<|python_end|>": " = ", "<|output_start|>": "", "<|output_end|>": "]"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("-i", "--source", choices=["sft", "rl"], default="sft", help="stage of the checkpoint")
+    parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
+    parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
+    parser.add_argument("-p", "--prompt", default="", help="one message, one answer, and no conversation")
+    parser.add_argument("-t", "--temperature", type=float, default=0.6, help="0 = greedy")
+    parser.add_argument("-k", "--top-k", type=int, default=50, help="0 = the full softmax")
+    parser.add_argument("-m", "--max-new-tokens", type=int, default=256, help="of an answer, and of a verification")
+    parser.add_argument("--verifier", default="", help="tag of a verifier, of the same stage or of SFT: it judges each step (greedy)")
+    parser.add_argument("--format", default="", choices=["", *FORMATS, "chat"], help="how problems are put; default: the task's in the checkpoint")
+    parser.add_argument("--colour", choices=["auto", "always", "never"], default="auto", help="auto: in a terminal, unless NO_COLOR is set")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+    return parser
+
+
+def paint(text: str, colour: str, wanted: bool) -> str:
+    return f"\033[{colour}m{text}\033[0m" if wanted else text
+
+
+def printable(text: str) -> str:
+    """Text without control characters: what a model writes must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+
+
+class Speaker:
+    """The sampler's tool of a conversation: prints each token as it comes and does what the calculator says."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.calculator = tokenizer, Calculator(tokenizer)
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.shown = {tokenizer.special(name): text for name, text in SHOWN.items()}
+
+    def say(self, token: int) -> None:
+        if token not in self.tokenizer.stop_tokens:
+            text = self.shown[token] if token in self.shown else self.decoder.decode(self.tokenizer.token_bytes(token))
+            print(printable(text), end="", flush=True)
+
+    def __call__(self, rows: list[int], tokens: list[int]) -> dict[int, int]:
+        for token in tokens:
+            self.say(token)
+        return self.calculator(rows, tokens)
+
+
+def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
+    """Samples an answer, printed as it comes. -> its tokens, the end token last also where it was cut. Raises BadInput when the prompt does not fit."""
+    room = model.config.sequence_len - len(prompt)
+    if room < 1:
+        raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin anew with clear")
+    limit, speaker = min(args.max_new_tokens, room), Speaker(tokenizer)
+    out = generate(model, [prompt], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens, keys=[row_key(args.seed, turn)],
+                   temperature=args.temperature, top_k=args.top_k, tool=speaker)
+    tokens = out.tokens[0].tolist()
+    if not out.stopped[0]:
+        speaker.say(tokens[-1])  # the tool is asked before the next token, so the last one was not shown
+        print(f" [cut at {limit} tokens]", end="")
+        return [*tokens, tokenizer.assistant_end]
+    return [*tokens[:-1], tokenizer.assistant_end]
+
+
+def verify(args, verifier, tokenizer, fmt: Format, problem: str, solution: str, num_steps: int) -> Verification:
+    """The verifier's greedy judgment of a solution. Raises BadInput when it does not fit its context."""
+    prompt = verifier_prompt(tokenizer, fmt, problem, solution)
+    room = verifier.config.sequence_len - len(prompt)
+    if room < 1:
+        raise BadInput(f"problem and solution are {len(prompt)} tokens to the verifier, its context {verifier.config.sequence_len}")
+    out = generate(verifier, [prompt], 1, max_new_tokens=min(args.max_new_tokens, room), stop_tokens=tokenizer.stop_tokens, keys=[0], temperature=0)
+    tokens, stopped = out.tokens[0].tolist(), bool(out.stopped[0])
+    return parse_verification(fmt, tokenizer.decode(tokens[:-1] if stopped else tokens), num_steps, stopped)
+
+
+def show_verdicts(fmt: Format, solution: str, verification: Verification, colour: bool) -> None:
+    """Prints the solution's steps with the verifier's verdicts, then its final one and what its text lacks."""
+    words = {True: "right", False: "wrong", None: "no verdict"}
+    spans = fmt.step_spans(solution)
+    verdicts = (verification.step_verdicts + [None] * len(spans))[: len(spans)]
+    for k, ((start, end), verdict) in enumerate(zip(spans, verdicts, strict=True), 1):
+        print(f"  step {k}: {printable(fmt.step_body(solution[start:end]))}  " + paint(words[verdict], COLOURS[verdict], colour))
+    print("  verdict: " + paint(words[verification.verdict], COLOURS[verification.verdict], colour))
+    if verification.unmet:
+        print(f"  (malformed: {', '.join(verification.unmet)})")
+
+
+def choose_format(args, recorded: dict) -> Format | None:
+    """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput for --verifier without a task."""
+    task = recorded.get("task", "")
+    task = recorded["mixture_tasks"].split(",")[0] if task == "mixture" else task
+    name = args.format or (TASKS[task].fmt.name if task in TASKS else "chat")
+    if args.verifier and name == "chat":
+        raise BadInput(f"--verifier {args.verifier}: a verifier judges steps; the checkpoint names no task, so give --format compact or paper")
+    return FORMATS.get(name)
+
+
+def load_verifier(args, tokenizer, device):
+    stage = args.source if args.verifier in list_tags(args.source) else "sft"
+    verifier, _ = load_model(stage, args.verifier, device, compute_dtype(device))
+    tokenizer.check_model("verifier", verifier)
+    return verifier
+
+
+def read_message(args) -> str | None:
+    """The next message, None at the end of the input."""
+    try:
+        return args.prompt or input("\nUser: ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return None
+
+
+def main(args) -> None:
+    check_least(args, {"step": -1, "temperature": 0, "top_k": 0, "max_new_tokens": 1})
+    tag = args.model_tag or default_tag(args.source)
+    check_name("-g", tag)
+    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    device = init_device(args.device_type)
+    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
+    tokenizer.check_model("model", model)
+    fmt = choose_format(args, meta.get("user_config", {}))
+    verifier = load_verifier(args, tokenizer, device) if args.verifier else None
+    colour = args.colour == "always" or args.colour == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print(f"{tag} of {path_of(args.source)}, step {meta['step']}; " + (f"problems in the format {fmt.name}" if fmt else "chat"))
+    history, turn = [], 0  # tokens of the conversation
+    while (said := read_message(args)) is not None and said.lower() not in ("quit", "exit"):
+        if said.lower() == "clear" or not said:
+            history = [] if said else history
+            continue
+        try:
+            text = fmt.generator_prompt.format(problem=said) if fmt else said
+            prompt = history + tokenizer.render_prompt(text)[1 if history else 0:]
+            print("\nAssistant: ", end="", flush=True)
+            tokens = answer(args, model, tokenizer, prompt, turn)
+            print()
+            if fmt:  # every message is a problem of its own
+                solution = read_solution(tokenizer, fmt, tokens)
+                if verifier is not None:
+                    show_verdicts(fmt, solution.text, verify(args, verifier, tokenizer, fmt, said, solution.text, len(solution.step_ends)), colour)
+            else:
+                history = prompt + tokens
+        except BadInput as error:
+            if args.prompt:
+                raise
+            print(f"error: {error}")
+        if args.prompt:
+            break
+        turn += 1
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

@@ -1,0 +1,161 @@
+"""
+Evaluates a chat model: generative tasks by their answers, multiple choice by the letter the model finds likeliest.
+
+A task's flags and seed are those the checkpoint was trained with, unless given. A mixture is also shown part by part. HumanEval is not here: it runs
+what a model wrote.
+
+    python -m scripts.chat_eval -i sft -g d4                              # the task it was trained on
+    python -m scripts.chat_eval -i rl -g chain-s0-gen -a chain -x 800
+    torchrun --standalone --nproc_per_node=8 scripts/chat_eval.py -- -i sft -a "gsm8k|ARC-Easy|MMLU"
+"""
+import argparse
+import os
+
+import torch
+
+from nanochat.checkpoint import default_tag, load_model
+from nanochat.common import (BadInput, all_reduce, check_least, check_name, compute_dtype, gather_lists, init_device, path_of, print0, rank_and_world,
+                             script_main)
+from nanochat.engine import pad_prompts
+from nanochat.rl.evals import majority, pass_at_k
+from nanochat.rl.rollouts import Sampler
+from nanochat.tokenizer import Tokenizer
+from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flags
+from tasks.multiple_choice import RANDOM_BASELINE, CHOICE_SETS, choice_prompt, load_choices
+
+ENDLESS = 400  # problems of a task that makes its own
+SPLITS = {"test_in": "", "test_out": ", out of distribution"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, help="stage of the checkpoint")
+    parser.add_argument("-a", "--task-name", default="", help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; default: the checkpoint's")
+    parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
+    parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
+    parser.add_argument("-x", "--max-problems", type=int, default=-1, help="problems per task and split; -1 = all there are, 400 of tasks that make their own")
+    parser.add_argument("-t", "--temperature", type=float, default=0.0, help="0 = greedy")
+    parser.add_argument("-m", "--max-new-tokens", type=int, default=-1, help="-1 = as in the checkpoint's training, else 256")
+    parser.add_argument("-n", "--num-samples", type=int, default=1, help="per problem; pass@k and maj@k are shown from 2 on")
+    parser.add_argument("-k", "--top-k", type=int, default=0, help="0 = the full softmax")
+    parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True, help="solutions may call the calculator")
+    parser.add_argument("--choices", default="", help="file of the multiple-choice set, in place of the one that datasets loads")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+    parser.add_argument("--seed", type=int, default=None, help="default: the checkpoint's")
+    add_task_args(parser)
+    parser.set_defaults(**dict.fromkeys(task_flags()))
+    return parser
+
+
+def solve(args, task, split: str, model, sampler, device) -> list[list]:
+    """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right in every step (None where no
+    step has a label), whether the most frequent answer is right, and how many ended."""
+    rank, world = rank_and_world()
+    there_are, n = getattr(task, "num_problems", lambda split: None)(split), args.num_samples
+    num_problems = there_are or ENDLESS if args.max_problems < 0 else min(args.max_problems, there_are or args.max_problems)
+    problems = [task.problem(split, i) for i in range(rank, num_problems, world)]
+    rollouts, solutions = sampler.solve(model, problems, n, ("chat_eval", split), greedy=args.temperature == 0)
+    stopped, rows = rollouts.stopped.tolist(), []
+    for i, problem in enumerate(problems):
+        mine = solutions[i * n: (i + 1) * n]
+        right = [task.check(problem, s.text) is True for s in mine]
+        labels = [task.step_labels(problem, s.text) for s in mine]
+        all_right = sum(r and all(steps) for r, steps in zip(right, labels, strict=True)) if any(labels) else None
+        answers = [task.fmt.answer(s.text) for s in mine]
+        vote = majority(answers)
+        part = task.part(problem) if hasattr(task, "part") else task
+        rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)], sum(stopped[i * n: (i + 1) * n])])
+    return gather_lists(rows, device)
+
+
+def print_rows(args, name: str, rows: list[list]) -> None:
+    """A line of scores of these rows of `solve`."""
+    n, total = args.num_samples, max(1, len(rows))
+    shown = f"{name:40s} {len(rows):5d} problems | pass@1 {100 * sum(row[1] for row in rows) / (n * total):5.1f}%"
+    if n > 1:
+        shown += f" | pass@{n} {100 * sum(pass_at_k(n, row[1], n) for row in rows) / total:5.1f}% | maj@{n} {100 * sum(row[3] for row in rows) / total:5.1f}%"
+    labelled = [row for row in rows if row[2] is not None]
+    if labelled:
+        shown += f" | right in every step {100 * sum(row[2] for row in labelled) / (n * len(labelled)):5.1f}%"
+    print0(shown + f" | ended {100 * sum(row[4] for row in rows) / (n * total):5.1f}%")
+
+
+def evaluate_task(args, name: str, model, tokenizer, device) -> None:
+    """Prints a generative task's scores on both test splits, a mixture's also by part."""
+    task = make_task(argparse.Namespace(**{**vars(args), "task": name}))
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k, calculator=args.calculator)
+    for split, words in SPLITS.items():
+        rows = solve(args, task, split, model, sampler, device)
+        print_rows(args, name + words, rows)
+        parts = list(dict.fromkeys(row[0] for row in rows))
+        for part in parts if len(parts) > 1 else []:
+            print_rows(args, f"  {part}{words}", [row for row in rows if row[0] == part])
+
+
+@torch.no_grad()
+def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 16384) -> tuple[float, int]:
+    """The share of questions whose right letter is the likeliest of its letters, and how many were longer than the context and count as wrong."""
+    rank, world = rank_and_world()
+    mine = sorted(((tokenizer.render_prompt(choice_prompt(c)), c) for c in choices[rank::world]), key=lambda pair: len(pair[0]))
+    fitting = [pair for pair in mine if len(pair[0]) <= model.config.sequence_len]
+    num_right, start = 0, 0
+    while start < len(fitting):
+        end = start + 1
+        while end < len(fitting) and (end + 1 - start) * len(fitting[end][0]) <= max_tokens:
+            end += 1
+        batch = fitting[start:end]
+        ids, _ = pad_prompts([prompt for prompt, _ in batch], device)
+        last = torch.tensor([len(prompt) - 1 for prompt, _ in batch], device=device)
+        logits = model.head(model.trunk(ids)[torch.arange(len(batch), device=device), last])  # (B, V)
+        for row, (_, choice) in zip(logits.tolist(), batch, strict=True):
+            num_right += max(choice.letters, key=lambda letter: row[letter_token(tokenizer, letter)]) == choice.answer
+        start = end
+    num_right, num_long, total = all_reduce(torch.tensor([num_right, len(mine) - len(fitting), len(mine)], device=device)).tolist()
+    return num_right / max(1, total), num_long
+
+
+def letter_token(tokenizer, letter: str) -> int:
+    tokens = tokenizer.encode(letter)
+    if len(tokens) != 1:
+        raise BadInput(f"the letter {letter!r} is {len(tokens)} tokens: multiple choice needs one")
+    return tokens[0]
+
+
+def check_args(args) -> None:
+    if 0 <= args.max_problems < rank_and_world()[1]:
+        raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
+    check_least(args, {"max_problems": -1, "num_samples": 1, "top_k": 0, "temperature": 0, "step": -1, "max_new_tokens": -1})
+    unknown = [name for name in args.task_name.split("|") if args.task_name and name not in {**TASKS, **CHOICE_SETS}]
+    if unknown:
+        raise BadInput(f"-a {args.task_name}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
+    if args.temperature == 0 and args.num_samples > 1:
+        raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
+    if args.choices and not os.path.exists(args.choices):
+        raise BadInput(f"--choices {args.choices}: no such file")
+
+
+def main(args) -> None:
+    check_args(args)
+    tag = args.model_tag or default_tag(args.source)
+    check_name("-g", tag)
+    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    device = init_device(args.device_type)
+    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
+    tokenizer.check_model("model", model)
+    recorded = meta.get("user_config", {})
+    complete_task_args(args, recorded)
+    if args.max_new_tokens < 0:
+        args.max_new_tokens = recorded.get("max_new_tokens", min(256, model.config.sequence_len // 2))
+    print0(f"{path_of(args.source, tag)} at step {meta['step']}, seed {args.seed} of problems")
+    for name in (args.task_name or args.task).split("|"):
+        if name in TASKS:
+            evaluate_task(args, name, model, tokenizer, device)
+            continue
+        choices = load_choices(name, args.choices, args.max_problems)
+        accuracy, num_long = letter_accuracy(model, tokenizer, choices, device)
+        left_out = f" | {num_long} longer than the context" if num_long else ""
+        print0(f"{name:40s} {len(choices):5d} questions | accuracy {100 * accuracy:5.1f}% (chance {100 * RANDOM_BASELINE:.0f}%){left_out}")
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

@@ -1,0 +1,101 @@
+"""
+Hours and dollars of the stages of runs/speedrun.sh on a node, computed from FLOPs and bytes before anything runs.
+
+The flags are those of the scripts themselves. Nothing here was measured: training is taken to run at --mfu of the GPUs' peak, decoding at
+--decode-efficiency of what memory bandwidth and FLOPs allow at best.
+
+    python -m scripts.plan_cost --base "--depth 24 --target-param-data-ratio 8" --generator-sft "--num-steps 1500" --verifier-sft "" --rl "--num-steps 200"
+"""
+import argparse
+import shlex
+
+import torch
+
+from nanochat.bench import decode_floor, prefill_floor
+from nanochat.common import BadInput, check_least, print0, script_main
+from nanochat.gpt import GPT, config_of
+from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
+from scripts import base_train, chat_sft, tango_rl
+
+BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s of a GPU's memory, from the vendor's data sheets
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--base", default="", help="flags of base_train, in one string; this and the next three as in runs/speedrun.sh")
+    parser.add_argument("--generator-sft", default="", help="flags of chat_sft")
+    parser.add_argument("--verifier-sft", default="")
+    parser.add_argument("--rl", default="", help="flags of tango_rl")
+    parser.add_argument("--vocab-size", type=int, default=32768)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--gpu", choices=list(BANDWIDTH), default="H100")
+    parser.add_argument("--dollars", type=float, default=3.0, help="per GPU and hour")
+    parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak FLOPs that training reaches")
+    parser.add_argument("--decode-efficiency", type=float, default=0.2, help="share of the speed of decoding that the memory's bandwidth allows")
+    parser.add_argument("--example-tokens", type=int, default=500, help="mean length of an SFT example")
+    parser.add_argument("--prompt-tokens", type=int, default=150, help="mean length of a problem")
+    parser.add_argument("--completion-tokens", type=int, default=180, help="mean length of a solution and of a verification")
+    return parser
+
+
+def parse(script, flags: str, *required: str):
+    """The flags as the script itself would read them. Raises BadInput."""
+    parser = script.make_parser()
+
+    def refuse(message: str):
+        raise BadInput(f"{script.__name__} {flags}: {message}")
+
+    parser.error = refuse
+    return parser.parse_args([*shlex.split(flags), *required])
+
+
+def pretraining_flops(args, base, model) -> tuple[float, str]:
+    rules = base_train.apply_rules(base, model, args.gpus)
+    tokens = rules["num_steps"] * rules["batch"]
+    # Muon: 5 iterations of three products per matrix; every GPU makes all of them.
+    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3) for name, p in model.named_parameters() if ".c_" in name)
+    total = tokens * flops_per_token(model) + rules["num_steps"] * muon * args.gpus
+    return total, f"{rules['num_steps']:,} steps of {rules['batch']:,} tokens, {tokens / 1e9:.2f}B"
+
+
+def sft_flops(args, sft, model) -> tuple[float, str]:
+    tokens = sft.num_steps * sft.examples_per_step * args.example_tokens
+    return tokens * flops_per_token(model), f"{sft.num_steps:,} steps of {sft.examples_per_step} examples, {tokens / 1e6:.0f}M tokens"
+
+
+def rl_seconds(args, rl, model, speed: tuple[float, float]) -> tuple[float, str]:
+    """Seconds of RL Tango: every generator step samples solutions and one verification of each, every verifier step solutions and verifications."""
+    verifier_steps = rl.warmup_steps + rl.num_steps * rl.verifier_steps // max(1, rl.generator_steps)
+    P, G, prompt, new = rl.examples_per_step / args.gpus, rl.num_samples, args.prompt_tokens, args.completion_tokens
+    decode = lambda prompts, rows, length: (decode_floor(model, prompts, rows, length, new, speed) + prefill_floor(model, prompts, length, speed)) \
+        / args.decode_efficiency
+    train = lambda prompts, rows, length: (prompts * length + rows * new) * flops_per_token(model) * 4 / 3 / (speed[0] * args.mfu)  # and a reference's forward
+    judged = prompt + new  # what a verifier reads
+    generator_step = decode(P, P * G, prompt) + decode(P * G, P * G, judged) + train(P, P * G, prompt)
+    verifier_step = decode(P, P, prompt) + decode(P, P * G, judged) + train(P, P * G, judged)
+    return (rl.num_steps * generator_step + verifier_steps * verifier_step,
+            f"{rl.num_steps} generator steps of {generator_step:.1f}s, {verifier_steps} verifier steps of {verifier_step:.1f}s")
+
+
+def main(args) -> None:
+    check_least(args, {"gpus": 1, "vocab_size": 265, "dollars": 0, "mfu": 0.01, "decode_efficiency": 0.01, "example_tokens": 1, "prompt_tokens": 1,
+                       "completion_tokens": 1})
+    base = parse(base_train, args.base, "--data", "none")
+    with torch.device("meta"):
+        model = GPT(config_of(base, args.vocab_size), torch.bfloat16)
+    rl = parse(tango_rl, args.rl)
+    peak = PEAK_FLOPS[args.gpu]
+    stages = [("pretraining", *pretraining_flops(args, base, model)),
+              ("SFT of the generator", *sft_flops(args, parse(chat_sft, args.generator_sft, "--role", "generator"), model)),
+              ("SFT of the verifier", *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
+    rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
+    rows.append(("RL Tango", *rl_seconds(args, rl, model, (peak, BANDWIDTH[args.gpu]))))
+    total = sum(seconds for _, seconds, _ in rows)
+    print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training and "
+           f"{100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, ${args.dollars:.2f} per GPU and hour; not measured")
+    for name, seconds, what in [*rows, ("in all, without evaluations", total, "")]:
+        print0(f"{name:28s} {seconds / 3600:6.2f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

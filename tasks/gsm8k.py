@@ -1,0 +1,214 @@
+"""
+GSM8K: grade-school word problems (Cobbe et al. 2021), with their worked solutions and the number each asks for.
+
+A step is one line of the solution. Nobody has labelled steps, so `step_labels` knows none; the verifier's demonstrations judge a step by the
+equations it states. The train file is dealt to sft and rl by a hash of the question, the test file to test_in and test_out by another, so
+that both test splits are held out; test_out is no harder than test_in, it is a second sample. An epoch goes through a split's problems in an
+order of its own, so the splits are endless.
+"""
+import os
+import random
+import re
+import zlib
+from decimal import Decimal
+
+from nanochat.calculator import calculate
+from nanochat.common import BadInput
+from nanochat.formats import PAPER
+from tasks.common import Problem, in_split, read_table
+
+INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
+ANSWER = re.compile(rf"-?{INTEGER}(?:\.[0-9]*)?|-?\.[0-9]+")
+CALCULATOR = re.compile("<<[^<>]*>>")  # how the dataset marks what a calculator may work out: 48/2 = <<48/2=24>>24
+SHOWN_RESULT = re.compile(CALCULATOR.pattern + rf"({INTEGER}(?:\.[0-9]+)?)")
+NO_EQUATION = "no equation"
+
+# Plain equations in text. Bounds on digits, operands and parentheses keep the search linear and the values small on any text.
+DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,12})(?:\.[0-9]{1,9})?|\.[0-9]{1,9})(?![0-9])"
+NUMBER = rf"-?\$?{DIGITS}%?"
+OPERAND = rf"\({{0,3}}{NUMBER}\){{0,3}}"
+SIGNS = "-–−+*/x×÷"
+EXPRESSION = rf"{OPERAND}(?: ?(?:[-–−+*/×÷]|x(?! ?-)) ?{OPERAND})"
+# The right side is looked ahead at, so that in "2+3 = 6-1 = 5" the search goes on with 6-1. It must not go on in words or as "1 1/2", "18 000".
+EQUATION = re.compile(rf"(?<![0-9.,$%])({EXPRESSION}{{1,10}}) ?= ?(?=({EXPRESSION}{{0,10}})(?! ?[-–−+*×÷] ?[A-Za-z]| [0-9]))")
+
+
+def read_split(source: str, split: str) -> list[tuple[str, str]]:
+    """The (question, worked solution) rows of "train" or "test", from a folder with <split>.jsonl or from a hub's dataset."""
+    folder, columns = os.path.expanduser(source), ("question", "answer")
+    path, where = os.path.join(folder, f"{split}.jsonl"), f"--gsm8k-data {source}"
+    if os.path.isdir(folder):
+        if not os.path.isfile(path):
+            raise BadInput(f"{where}: has no {split}.jsonl")
+        where, table = path, read_table(path, columns, "json", data_files=path, split="train")
+    elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+        table = read_table(f"{where}: no such folder, and as a dataset", columns, source, "main", split=split)
+    else:
+        raise BadInput(f"{where}: no such folder")
+    rows = [(row["question"], row["answer"]) for row in table]
+    for number, row in enumerate(rows, 1):
+        if not all(isinstance(text, str) and text.strip() for text in row):
+            raise BadInput(f"{where}: row {number} of {split} has no text for question or answer")
+    return [(question.strip(), worked) for question, worked in rows]
+
+
+def number(text: str | None) -> Decimal | None:
+    """The number that an answer states: number("$1,000.0") == 1000. None where it is anything but one plain number."""
+    plain = "" if text is None else text.strip().replace("$", "", 1)
+    return Decimal(plain.replace(",", "")) if ANSWER.fullmatch(plain) else None
+
+
+def gold_answer(worked: str) -> str | None:
+    """The number behind the last "####" of a worked solution, without commas and dollar signs; None where there is none."""
+    _, mark, gold = worked.rpartition("####")
+    return gold.strip().replace("$", "").replace(",", "") if mark and number(gold) is not None else None
+
+
+def worked_lines(worked: str) -> list[str]:
+    """The lines of a worked solution before its answer, calculator marks left in, blank ones left out."""
+    return [line.strip() for line in worked.rpartition("####")[0].split("\n") if line.strip()]
+
+
+def without_marks(line: str) -> str:
+    return CALCULATOR.sub("", line)
+
+
+def mistaken(shown: str, rng: random.Random) -> str:
+    """Another number, as a slip would give it: one more or less, a place off, or two digits swapped. "24" -> "23", "25", "240" or "42"."""
+    value = Decimal(shown.replace(",", ""))
+    k = rng.randrange(max(1, len(shown) - 1))
+    swapped = shown[:k] + shown[k: k + 2][::-1] + shown[k + 2:]
+    slips = [value + 1, value - 1, value * 10, *([Decimal(swapped)] if re.fullmatch(r"-?[0-9]+", swapped) else [])]
+    slip = rng.choice([s for s in slips if s != value and (s >= 0 or value < 0)])
+    return f"{slip:,f}" if "," in shown else f"{slip:f}"
+
+
+# Equations in text
+
+def evaluate(expression: str) -> float | None:
+    """The value of + - * / and parentheses over decimal numbers and percentages; None where it has none."""
+    result = calculate(re.sub(r"([0-9.]+)%", r"(\1/100)", expression))
+    return None if result is None else float(result)
+
+
+def plain(expression: str) -> str:
+    """An expression of a text in Python's signs: "$1,200 x 3" -> "1200*3"."""
+    return re.sub(r"(?<![0-9.])0+(?=[0-9])", "", re.sub("[$, ]", "", expression)).translate(str.maketrans("x×÷–−", "**/--"))
+
+
+def is_result(stated: str, value: float) -> bool:
+    """Whether a stated result is this value; one with decimals may be rounded or cut. A percentage may be meant as a number of percents."""
+    decimals = len(stated.rstrip("%").partition(".")[2])
+    distances = [abs(value - read) for text in (stated, stated.rstrip("%")) if (read := evaluate(text)) is not None]
+    # Less than one in the last decimal, and less by more than what floats lose: .3 is not .2.
+    return any(d <= 1e-9 * abs(value) or decimals and d * 10 ** decimals < 1 - 1e-6 for d in distances)
+
+
+def equations(text: str) -> list[tuple[str, float, str, bool]]:
+    """The plain equations of a text: (left side, its value, the stated result, whether it holds). Total.
+
+    "so 48 / 2 = $26" -> [("48/2", 24.0, "26", False)]. What a word interrupts is no plain equation: in "3 cats + 4 + 5 = 12" there is none.
+    """
+    text, found = re.sub(r"\s+", " ", text), []
+    for match in EQUATION.finditer(text):
+        left, right = plain(match[1]), plain(match[2])
+        value, before = evaluate(left), text[: match.start()]
+        if value is None or before.endswith(":") or before.rstrip()[-1:] in (*SIGNS, *"0123456789"):
+            continue  # what stands before belongs to it, as in "3 cats + 4 + 5", "6:30+20" and "1 1/2+2"
+        first = plain(re.match(NUMBER, match[2].lstrip("("))[0])
+        found.append((left, value, right, is_result(first, value) or is_result(right, value)))
+    return found
+
+
+def decimal_text(value: float) -> str:
+    return f"{value:.4f}".rstrip("0").rstrip(".")
+
+
+def add_args(parser):
+    group = parser.add_argument_group("task gsm8k")
+    group.add_argument("--gsm8k-data", default="openai/gsm8k", metavar="SOURCE",
+                       help="a folder with train.jsonl and test.jsonl (columns question, answer), or the name of a dataset on the hub")
+
+
+class GSM8K:
+    """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many had no readable gold answer."""
+    name = "gsm8k"
+    fmt = PAPER
+    has_step_labels = False
+
+    def __init__(self, args, seed: int):
+        self.seed, self.orders = seed, {}
+        rows = {name: read_split(args.gsm8k_data, name) for name in ("train", "test")}
+        self.worked = {question: worked for name in rows for question, worked in rows[name] if gold_answer(worked) is not None}
+        self.num_dropped = sum(gold_answer(worked) is None for name in rows for _, worked in rows[name])
+        held_out = {question for question, _ in rows["test"]}
+        self.splits = {"sft": [], "rl": [], "test_in": [], "test_out": []}
+        for question in self.worked:
+            odd = zlib.crc32(question.encode()) % 2
+            split = ("test_out" if odd else "test_in") if question in held_out else "sft" if in_split(question, "sft") else "rl"
+            self.splits[split].append(question)
+        for split, questions in self.splits.items():
+            if not questions:
+                raise BadInput(f"--gsm8k-data {args.gsm8k_data}: no problem is left for split {split} ({self.num_dropped} without a gold answer)")
+
+    def problem(self, split: str, index: int) -> Problem:
+        """Problem `index` of a split; the splits are endless and share no problem."""
+        questions = self.splits[split]
+        epoch, position = divmod(index, len(questions))
+        if (split, epoch) not in self.orders:
+            order = list(range(len(questions)))
+            random.Random(f"{self.seed}-{split}-epoch-{epoch}").shuffle(order)
+            self.orders[split, epoch] = order
+        question = questions[self.orders[split, epoch][position]]
+        return Problem(split, index, question, gold_answer(self.worked[question]))
+
+    def num_problems(self, split: str) -> int:
+        """Problems of a split before they come again."""
+        return len(self.splits[split])
+
+    def check(self, problem: Problem, solution: str) -> bool | None:
+        """The outcome: whether the answer is the gold one, as text or as a number. "18", "18.0" and "$18" are the same, "18 eggs" is none."""
+        answer = self.fmt.answer(solution)
+        return answer == problem.answer or number(answer) is not None and number(answer) == number(problem.answer)
+
+    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
+        """None are known."""
+        return []
+
+    def solution_demo(self, problem: Problem, rng: random.Random) -> str:
+        """The dataset's own solution, one line a step; `rng` is not used."""
+        lines = worked_lines(self.worked[problem.prompt])
+        return self.fmt.render_solution([without_marks(line) for line in lines], problem.answer)
+
+    def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
+        """The dataset's solution, half of the time with a wrong answer, and where it can be with one slip that leads there.
+
+        A slip is a wrong result of a plain equation; later lines stay as they are. If it is the last result and the answer, the answer is the slip;
+        otherwise the answer is a slip of its own, and the only one where the solution has no plain equations.
+        """
+        lines, answer = worked_lines(self.worked[problem.prompt]), problem.answer
+        if rng.random() < 0.5:
+            answer = mistaken(problem.answer, rng)
+            results = [(k, match) for k, line in enumerate(lines) for match in SHOWN_RESULT.finditer(line)]
+            for k, match in rng.sample(results, len(results)):
+                slip = mistaken(match[1], rng)
+                line = lines[k][: match.start(1)] + slip + lines[k][match.end(1):]
+                if not all(holds for *_, holds in equations(without_marks(line))):
+                    lines[k] = line
+                    is_answer = (k, match) == results[-1] and number(match[1]) == number(problem.answer)
+                    answer = slip.replace(",", "") if is_answer else answer
+                    break
+        return self.fmt.render_solution([without_marks(line) for line in lines], answer)
+
+    def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
+        """A demonstration for the verifier: a step is wrong iff it is no line of the dataset's solution and states an equation that does not hold;
+        the final verdict is the outcome. `rng` is not used."""
+        gold = {without_marks(line) for line in worked_lines(self.worked.get(problem.prompt, ""))}
+        analyses, verdicts = [], []
+        for start, end in self.fmt.step_spans(solution):
+            step = self.fmt.step_body(solution[start:end])
+            known, found = step in gold, equations(step)
+            parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}" for left, value, stated, holds in found]
+            analyses.append("; ".join(parts) or NO_EQUATION)
+            verdicts.append(known or all(holds for *_, holds in found))
+        return self.fmt.render_verification(analyses, verdicts, self.check(problem, solution))

@@ -1,0 +1,92 @@
+"""
+ARC and MMLU: rows as the hub has them, the text a model is asked, rows that must be refused.
+
+    python -m pytest tests/test_multiple_choice.py -q
+"""
+import json
+
+import pytest
+
+from nanochat.common import BadInput
+from tasks.multiple_choice import CHOICE_SETS, Choice, choice_prompt, load_choices
+
+ARC = {"id": "x", "question": "What melts?", "choices": {"text": ["ice", "a stone", "air"], "label": ["A", "B", "C"]}, "answerKey": "A"}
+MMLU = {"question": "2 + 2?", "subject": "elementary_mathematics", "choices": ["1", "2", "3", "4"], "answer": 3}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A folder for what `datasets` makes of files, so that tests leave nothing behind."""
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def write(path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_the_prompt_is_upstreams_to_the_character():
+    """Copied from what upstream's render_mc gives: its models were trained on this text."""
+    choice = Choice("What melts?", ("A", "B"), ("ice", "a stone"), "A")
+    assert choice_prompt(choice) == "Multiple Choice question: What melts?\n- ice=A\n- a stone=B\n\nRespond only with the letter of the correct answer."
+
+
+def test_rows_of_arc_are_read(tmp_path):
+    numbered = {**ARC, "choices": {"text": ["wood", "iron"], "label": ["1", "2"]}, "answerKey": "2"}
+    choices = load_choices("ARC-Easy", write(tmp_path / "arc.jsonl", [ARC, numbered]))
+    assert set(choices) == {Choice("What melts?", ("A", "B", "C"), ("ice", "a stone", "air"), "A"), Choice("What melts?", ("1", "2"), ("wood", "iron"), "2")}
+
+
+def test_rows_of_mmlu_are_read(tmp_path):
+    import datasets
+    datasets.Dataset.from_list([MMLU]).to_parquet(str(tmp_path / "mmlu.parquet"))
+    for path in (str(tmp_path / "mmlu.parquet"), write(tmp_path / "mmlu.json", [MMLU])):
+        assert load_choices("MMLU", path) == [Choice("2 + 2?", ("A", "B", "C", "D"), ("1", "2", "3", "4"), "D")]
+
+
+def test_fewer_examples_are_the_first_of_one_random_order(tmp_path):
+    path = write(tmp_path / "mmlu.jsonl", [{**MMLU, "question": f"{k}?"} for k in range(50)])
+    everything = load_choices("MMLU", path)
+    assert sorted(c.question for c in everything) == sorted(f"{k}?" for k in range(50))
+    assert load_choices("MMLU", path, 10) == everything[:10] and {c.question for c in everything[:10]} != {f"{k}?" for k in range(10)}
+    assert load_choices("MMLU", path, 0) == [] and load_choices("MMLU", path, 99) == everything
+
+
+@pytest.mark.parametrize("name, row, complaint", [
+    ("MMLU", {**MMLU, "answer": 4}, "row 2: 4 choices and answer 4, expected 4 and an index from 0 to 3"),
+    ("MMLU", {**MMLU, "answer": None}, "row 2: 4 choices and answer None"),
+    ("MMLU", {**MMLU, "choices": ["1", "2", "3"]}, "row 2: 3 choices"),
+    ("MMLU", {**MMLU, "choices": None}, "row 2: a column is empty"),
+    ("MMLU", {**MMLU, "choices": ["1", "2", "3", ""]}, "row 2: question, letters and choices must be texts"),
+    ("MMLU", {**MMLU, "question": None}, "row 2: question, letters and choices must be texts"),
+    ("ARC-Challenge", {**ARC, "answerKey": "E"}, "row 2: the answer 'E' is none of A, B, C"),
+    ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A"]}}, "row 2: 2 choices and the letters A"),
+    ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A", "A"]}}, "row 2: 2 choices and the letters A, A"),
+])
+def test_a_malformed_row_is_bad_input_with_its_number(tmp_path, name, row, complaint):
+    path = write(tmp_path / "rows.jsonl", [MMLU if name == "MMLU" else ARC, row])
+    with pytest.raises(BadInput, match=complaint) as error:
+        load_choices(name, path)
+    assert str(error.value).startswith(f"{name}, {path}: ") and "\n" not in str(error.value)
+
+
+def test_a_nested_column_that_is_missing_is_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="row 1: 'label' is missing"):
+        load_choices("ARC-Easy", write(tmp_path / "rows.jsonl", [{**ARC, "choices": {"text": ["a", "b"]}}]))
+
+
+def test_files_and_names_that_cannot_be_used_are_bad_input(tmp_path):
+    with pytest.raises(BadInput, match="HellaSwag: there are ARC-Easy, ARC-Challenge, MMLU"):
+        load_choices("HellaSwag")
+    with pytest.raises(BadInput, match="MMLU, nowhere.jsonl: no such file"):
+        load_choices("MMLU", "nowhere.jsonl")
+    with pytest.raises(BadInput, match="must end in .jsonl, .json, .parquet"):
+        load_choices("MMLU", write(tmp_path / "rows.csv", [MMLU]))
+    with pytest.raises(BadInput, match="rows.jsonl: has no column 'choices', only question"):
+        load_choices("ARC-Easy", write(tmp_path / "rows.jsonl", [{"question": "What?"}]))
+
+
+def test_the_sets_are_those_of_upstream():
+    places = {name: "/".join(place[:3]) for name, place in CHOICE_SETS.items()}
+    assert places == {"ARC-Easy": "allenai/ai2_arc/ARC-Easy/test", "ARC-Challenge": "allenai/ai2_arc/ARC-Challenge/test", "MMLU": "cais/mmlu/all/test"}
