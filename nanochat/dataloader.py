@@ -70,21 +70,20 @@ class Documents:
     def __init__(self, sources: list[str], rank: int = 0, world: int = 1):
         self.sources, self.rank, self.world, self.epoch = sources, rank, world, 0
         self.rows = self._open()
-        self.iterator = self._texts()
+        self.iterator = self._texts(nothing_yet=True)
 
     def _open(self):
         from datasets.distributed import split_dataset_by_node
         return split_dataset_by_node(open_rows(self.sources, "text"), self.rank, self.world)
 
-    def _texts(self) -> Iterator[str]:
+    def _texts(self, nothing_yet: bool) -> Iterator[str]:
         while True:
-            empty = True
             for i, row in enumerate(self.rows):
                 if not isinstance(row["text"], str):
                     raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} in epoch {self.epoch} has no text")
-                empty = False
+                nothing_yet = False
                 yield row["text"]
-            if empty:
+            if nothing_yet:
                 raise BadInput(f"{', '.join(self.sources)}: no documents for rank {self.rank} of {self.world}")
             self.epoch += 1
             self.rows = self._open()
@@ -99,7 +98,7 @@ class Documents:
     def load_state_dict(self, state: dict) -> None:
         self.epoch, self.rows = state["epoch"], self._open()
         self.rows.load_state_dict(state["rows"])
-        self.iterator = self._texts()
+        self.iterator = self._texts(nothing_yet=False)  # it may have stopped at the end of an epoch
 
 
 class Shelf:

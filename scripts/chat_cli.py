@@ -11,6 +11,7 @@ import argparse
 import codecs
 import os
 import sys
+import unicodedata
 
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model
@@ -23,6 +24,7 @@ from tasks import TASKS
 
 FORMATS = {"compact": COMPACT, "paper": PAPER}
 COLOURS = {True: "32", False: "31", None: "33"}  # right green, wrong red, no verdict yellow
+PASSED = "\n\t\u200c\u200d"  # what Python calls not printable and Persian, Hindi and emoji are written with
 SHOWN = {"<|python_start|>": "[", "<|python_end|>": " = ", "<|output_start|>": "", "<|output_end|>": "]"}
 
 
@@ -31,7 +33,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-i", "--source", choices=["sft", "rl"], default="sft", help="stage of the checkpoint")
     parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
-    parser.add_argument("-p", "--prompt", default="", help="one message, one answer, and no conversation")
+    parser.add_argument("-p", "--prompt", default=None, help="one message, one answer, and no conversation")
     parser.add_argument("-t", "--temperature", type=float, default=0.6, help="0 = greedy")
     parser.add_argument("-k", "--top-k", type=int, default=50, help="0 = the full softmax")
     parser.add_argument("-m", "--max-new-tokens", type=int, default=256, help="of an answer, and of a verification")
@@ -48,8 +50,8 @@ def paint(text: str, colour: str, wanted: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters: what a model writes must not steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    """Text without control characters: what a model writes must not steer the terminal. All spaces (U+00A0, U+3000 ...) and joiners pass."""
+    return "".join(c if c.isprintable() or c in PASSED or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 
 class Speaker:
@@ -68,7 +70,10 @@ class Speaker:
     def __call__(self, rows: list[int], tokens: list[int]) -> dict[int, int]:
         for token in tokens:
             self.say(token)
-        return self.calculator(rows, tokens)
+        forced = self.calculator(rows, tokens)
+        if self.calculator.python_end in tokens and not forced:
+            print("?]", end="", flush=True)
+        return forced
 
 
 def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
@@ -77,6 +82,7 @@ def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
     if room < 1:
         raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin anew with clear")
     limit, speaker = min(args.max_new_tokens, room), Speaker(tokenizer)
+    print("\nAssistant: ", end="", flush=True)
     out = generate(model, [prompt], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens, keys=[row_key(args.seed, turn)],
                    temperature=args.temperature, top_k=args.top_k, tool=speaker)
     tokens = out.tokens[0].tolist()
@@ -104,7 +110,7 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
     spans = fmt.step_spans(solution)
     verdicts = (verification.step_verdicts + [None] * len(spans))[: len(spans)]
     for k, ((start, end), verdict) in enumerate(zip(spans, verdicts, strict=True), 1):
-        print(f"  step {k}: {printable(fmt.step_body(solution[start:end]))}  " + paint(words[verdict], COLOURS[verdict], colour))
+        print(f"  step {k}: {' '.join(printable(fmt.step_body(solution[start:end])).split())}  " + paint(words[verdict], COLOURS[verdict], colour))
     print("  verdict: " + paint(words[verification.verdict], COLOURS[verification.verdict], colour))
     if verification.unmet:
         print(f"  (malformed: {', '.join(verification.unmet)})")
@@ -116,7 +122,7 @@ def choose_format(args, recorded: dict) -> Format | None:
     task = recorded["mixture_tasks"].split(",")[0] if task == "mixture" else task
     name = args.format or (TASKS[task].fmt.name if task in TASKS else "chat")
     if args.verifier and name == "chat":
-        raise BadInput(f"--verifier {args.verifier}: a verifier judges steps; the checkpoint names no task, so give --format compact or paper")
+        raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format compact or paper")
     return FORMATS.get(name)
 
 
@@ -127,19 +133,25 @@ def load_verifier(args, tokenizer, device):
     return verifier
 
 
-def read_message(args) -> str | None:
-    """The next message, None at the end of the input."""
+def read_message() -> str | None:
+    """The next message, None at the end of the conversation. Raises BadInput for what is no text."""
     try:
-        return args.prompt or input("\nUser: ").strip()
+        said = input("\nUser: ").strip()
     except (EOFError, KeyboardInterrupt):
         print()
         return None
+    except UnicodeDecodeError:
+        raise BadInput("the input is not text in UTF-8") from None
+    return None if said.lower() in ("quit", "exit") else said
 
 
 def main(args) -> None:
     check_least(args, {"step": -1, "temperature": 0, "top_k": 0, "max_new_tokens": 1})
     tag = args.model_tag or default_tag(args.source)
     check_name("-g", tag)
+    check_name("--verifier", args.verifier or tag)
+    if args.prompt is not None and not args.prompt.strip():
+        raise BadInput("-p: the message is empty")
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     device = init_device(args.device_type)
     model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
@@ -149,14 +161,13 @@ def main(args) -> None:
     colour = args.colour == "always" or args.colour == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(f"{tag} of {path_of(args.source)}, step {meta['step']}; " + (f"problems in the format {fmt.name}" if fmt else "chat"))
     history, turn = [], 0  # tokens of the conversation
-    while (said := read_message(args)) is not None and said.lower() not in ("quit", "exit"):
-        if said.lower() == "clear" or not said:
+    while (said := read_message() if args.prompt is None else args.prompt) is not None:
+        if args.prompt is None and said.lower() in ("clear", ""):
             history = [] if said else history
             continue
         try:
             text = fmt.generator_prompt.format(problem=said) if fmt else said
             prompt = history + tokenizer.render_prompt(text)[1 if history else 0:]
-            print("\nAssistant: ", end="", flush=True)
             tokens = answer(args, model, tokenizer, prompt, turn)
             print()
             if fmt:  # every message is a problem of its own
@@ -166,10 +177,14 @@ def main(args) -> None:
             else:
                 history = prompt + tokens
         except BadInput as error:
-            if args.prompt:
+            if args.prompt is not None:
                 raise
             print(f"error: {error}")
-        if args.prompt:
+        except KeyboardInterrupt:  # an answer that is not wanted: the conversation goes on as if it had not been asked for
+            if args.prompt is not None:
+                raise
+            print(" [stopped]")
+        if args.prompt is not None:
             break
         turn += 1
 

@@ -18,6 +18,7 @@ from nanochat.common import (BadInput, all_reduce, check_least, check_name, comp
                              script_main)
 from nanochat.engine import pad_prompts
 from nanochat.rl.evals import majority, pass_at_k
+from nanochat.rl.prompts import check_prompts_fit
 from nanochat.rl.rollouts import Sampler
 from nanochat.tokenizer import Tokenizer
 from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flags
@@ -48,19 +49,22 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def solve(args, task, split: str, model, sampler, device) -> list[list]:
-    """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right in every step (None where no
-    step has a label), whether the most frequent answer is right, and how many ended."""
+    """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right in every step (None where the
+    task has no labels of steps), whether the most frequent answer is right, and how many ended."""
     rank, world = rank_and_world()
     there_are, n = getattr(task, "num_problems", lambda split: None)(split), args.num_samples
     num_problems = there_are or ENDLESS if args.max_problems < 0 else min(args.max_problems, there_are or args.max_problems)
-    problems = [task.problem(split, i) for i in range(rank, num_problems, world)]
+    problems = [task.problem(split, i) for i in range(num_problems)]
+    # On all ranks before any work: a rank that failed alone would leave the others waiting, and only rank 0 speaks.
+    check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems], {"generator": model.config.sequence_len}, args.max_new_tokens, 0)
+    problems = problems[rank::world]
     rollouts, solutions = sampler.solve(model, problems, n, ("chat_eval", split), greedy=args.temperature == 0)
-    stopped, rows = rollouts.stopped.tolist(), []
+    stopped, rows, has_labels = rollouts.stopped.tolist(), [], getattr(task, "has_step_labels", True)
     for i, problem in enumerate(problems):
         mine = solutions[i * n: (i + 1) * n]
         right = [task.check(problem, s.text) is True for s in mine]
         labels = [task.step_labels(problem, s.text) for s in mine]
-        all_right = sum(r and all(steps) for r, steps in zip(right, labels, strict=True)) if any(labels) else None
+        all_right = sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True)) if has_labels else None
         answers = [task.fmt.answer(s.text) for s in mine]
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
@@ -74,9 +78,8 @@ def print_rows(args, name: str, rows: list[list]) -> None:
     shown = f"{name:40s} {len(rows):5d} problems | pass@1 {100 * sum(row[1] for row in rows) / (n * total):5.1f}%"
     if n > 1:
         shown += f" | pass@{n} {100 * sum(pass_at_k(n, row[1], n) for row in rows) / total:5.1f}% | maj@{n} {100 * sum(row[3] for row in rows) / total:5.1f}%"
-    labelled = [row for row in rows if row[2] is not None]
-    if labelled:
-        shown += f" | right in every step {100 * sum(row[2] for row in labelled) / (n * len(labelled)):5.1f}%"
+    if rows and rows[0][2] is not None:
+        shown += f" | right in every step {100 * sum(row[2] for row in rows) / (n * total):5.1f}%"
     print0(shown + f" | ended {100 * sum(row[4] for row in rows) / (n * total):5.1f}%")
 
 
@@ -96,6 +99,7 @@ def evaluate_task(args, name: str, model, tokenizer, device) -> None:
 def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 16384) -> tuple[float, int]:
     """The share of questions whose right letter is the likeliest of its letters, and how many were longer than the context and count as wrong."""
     rank, world = rank_and_world()
+    tokens = {letter: letter_token(tokenizer, letter) for choice in choices for letter in choice.letters}
     mine = sorted(((tokenizer.render_prompt(choice_prompt(c)), c) for c in choices[rank::world]), key=lambda pair: len(pair[0]))
     fitting = [pair for pair in mine if len(pair[0]) <= model.config.sequence_len]
     num_right, start = 0, 0
@@ -108,7 +112,7 @@ def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 1
         last = torch.tensor([len(prompt) - 1 for prompt, _ in batch], device=device)
         logits = model.head(model.trunk(ids)[torch.arange(len(batch), device=device), last])  # (B, V)
         for row, (_, choice) in zip(logits.tolist(), batch, strict=True):
-            num_right += max(choice.letters, key=lambda letter: row[letter_token(tokenizer, letter)]) == choice.answer
+            num_right += max(choice.letters, key=lambda letter: row[tokens[letter]]) == choice.answer
         start = end
     num_right, num_long, total = all_reduce(torch.tensor([num_right, len(mine) - len(fitting), len(mine)], device=device)).tolist()
     return num_right / max(1, total), num_long
@@ -125,13 +129,18 @@ def check_args(args) -> None:
     if 0 <= args.max_problems < rank_and_world()[1]:
         raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
     check_least(args, {"max_problems": -1, "num_samples": 1, "top_k": 0, "temperature": 0, "step": -1, "max_new_tokens": -1})
-    unknown = [name for name in args.task_name.split("|") if args.task_name and name not in {**TASKS, **CHOICE_SETS}]
+    if args.max_new_tokens == 0:
+        raise BadInput("-m 0: must be at least 1, or -1")
+    asked = args.task_name or args.task or ""
+    unknown = [name for name in asked.split("|") if asked and name not in {**TASKS, **CHOICE_SETS}]
     if unknown:
-        raise BadInput(f"-a {args.task_name}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
+        raise BadInput(f"-a {asked}: {unknown[0]!r} is not a task; there are {', '.join([*TASKS, *CHOICE_SETS])}")
     if args.temperature == 0 and args.num_samples > 1:
         raise BadInput(f"-n {args.num_samples}: greedy samples are all the same; give -t above 0")
     if args.choices and not os.path.exists(args.choices):
         raise BadInput(f"--choices {args.choices}: no such file")
+    if args.choices and not set(asked.split("|")) & set(CHOICE_SETS):
+        raise BadInput(f"--choices {args.choices}: is for {', '.join(CHOICE_SETS)}, and -a names none of them")
 
 
 def main(args) -> None:
@@ -143,6 +152,8 @@ def main(args) -> None:
     model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
     tokenizer.check_model("model", model)
     recorded = meta.get("user_config", {})
+    if not (args.task_name or args.task or recorded.get("task")):
+        raise BadInput(f"-g {tag}: the checkpoint names no task, so give -a")
     complete_task_args(args, recorded)
     if args.max_new_tokens < 0:
         args.max_new_tokens = recorded.get("max_new_tokens", min(256, model.config.sequence_len // 2))

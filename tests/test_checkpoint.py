@@ -12,7 +12,7 @@ import torch
 from nanochat import checkpoint
 from nanochat.checkpoint import (default_tag, find_step, list_steps, list_tags, load_file, load_model, load_optimizer, load_state, save_atomic,
                                  save_model, save_optimizer, save_state, saved_steps)
-from nanochat.common import BadInput
+from nanochat.common import BadInput, path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
 
@@ -305,3 +305,41 @@ def test_an_unknown_step_of_a_run_is_refused_with_those_there_are():
         save_state("tango", step, {})
     message = refusal(load_state, "tango", 4)
     assert "step 4" in message and "3, 12" in message
+
+
+# Where things are
+
+LAYOUTS = {
+    "today's": ({}, {"sft": "chatsft_checkpoints/d2/model_000007.pt", "base": "base_checkpoints/d2", "rl": "chatrl_checkpoints/d2", "runs": "runs/x"}, "tokenizer"),
+    "announced": ({"NANOCHAT_EXPERIMENT": "mine"}, {"sft": "experiments/mine/d2/sft/model_000007.pt", "base": "experiments/mine/d2/base",
+                                                    "rl": "experiments/mine/d2/rl", "runs": "experiments/mine/runs/x"}, "experiments/mine/tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_one_function_knows_both_layouts(tmp_path, monkeypatch, name):
+    """The announced one is upstream's pull request 800: experiments/<name>/<tag>/<stage>."""
+    environment, expected, tokenizer = LAYOUTS[name]
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    got = {"sft": path_of("sft", "d2", "model_000007.pt"), "base": path_of("base", "d2"), "rl": path_of("rl", "d2"), "runs": path_of("runs", "x")}
+    assert got == {kind: str(tmp_path / path) for kind, path in expected.items()}
+    assert path_of("tokenizer") == str(tmp_path / tokenizer)
+
+
+def test_the_announced_layout_is_listed_loaded_and_kept_apart(base, monkeypatch):
+    model = saved_model()
+    monkeypatch.setenv("NANOCHAT_EXPERIMENT", "mine")
+    assert list_tags("sft") == []
+    save_model("sft", "d3", 5, model, {})
+    save_model("base", "d4", 5, model, {})
+    os.makedirs(path_of("runs", "d9"))
+    assert (list_tags("sft"), list_tags("base"), default_tag("sft")) == (["d3"], ["d4"], "d3")
+    loaded, meta = load_model("sft", "d3", "cpu", FP32)
+    assert meta["step"] == 5 and all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    monkeypatch.setenv("NANOCHAT_EXPERIMENTS_DIR", str(base / "elsewhere"))
+    assert list_tags("sft") == [] and path_of("base", "d1") == str(base / "elsewhere" / "mine" / "d1" / "base")
+    monkeypatch.setenv("NANOCHAT_EXPERIMENT", "../x")
+    with pytest.raises(BadInput, match="NANOCHAT_EXPERIMENT ../x"):
+        path_of("tokenizer")

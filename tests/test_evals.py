@@ -169,6 +169,19 @@ def test_wrong_solutions_judged_right_are_a_share_of_the_wrong_ones():
     assert judge_scores([[T, [T], T, [T], []]])["pos_rate_wrong"] is None
 
 
+def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
+    """A task like gsm8k has no step labels: its rows change no score of steps, and have their correlation all the same."""
+    labelled = [[T, [T, T], T, [T, T], []], [F, [T, F], F, [F, F], []]]  # the first error of the second is missed
+    unlabelled = [[T, [], T, [T, T, T], []], [F, [], F, [F], []], [F, [], T, [T, F], []]]
+    both, alone = judge_scores(labelled + unlabelled), judge_scores(labelled)
+    assert both["first_error_f1"] == alone["first_error_f1"] == 0.0 and both["step_f1"] == alone["step_f1"]
+    assert both["pos_rate_wrong"] == pytest.approx(1 / 3)
+    only = judge_scores(unlabelled)
+    assert only["first_error_f1"] is None and only["step_f1"] is None
+    # Mean step verdicts and outcomes (1, 1), (0, 0), (1/2, 0): covariance 1/6, spreads sqrt(1/6) and sqrt(2/9)
+    assert only["step_outcome_corr"] == pytest.approx((1 / 6) / ((1 / 6) ** 0.5 * (2 / 9) ** 0.5))
+
+
 def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
     rows = [[T, [T], T, [T], []], [F, [F], F, [F], []]]
     assert judge_scores(rows)["step_outcome_corr"] == pytest.approx(1.0)

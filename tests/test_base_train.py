@@ -1,0 +1,303 @@
+"""
+Pretraining: the rules from --depth by hand, bits per byte and FLOPs by hand, and the script end to end with resume, signals, ranks and bad input.
+
+    python -m pytest tests/test_base_train.py -q
+"""
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import parse
+
+from nanochat.checkpoint import list_steps, load_model
+from nanochat.common import BadInput, Diverged, script_main
+from nanochat.gpt import GPT, GPTConfig, config_of
+from nanochat.loss_eval import bits_per_byte, flops_per_token, matrix_parameters, supervised_loss
+from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
+from scripts import base_eval, base_train, plan_cost, task_text, tok_train
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ["--device-type", "cpu", "--depth", "2", "--n-embd", "32", "--n-head", "2", "--sequence-len", "32", "--window-pattern", "L", "--total-batch-size", "128",
+        "--device-batch-size", "2", "--num-iterations", "8", "--eval-tokens", "256", "--eval-every", "4", "--warmup-steps", "2", "--model-tag", "base"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base directory with a tokenizer and four shards of text."""
+    base = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        task_text.main(parse(task_text, ["--out", str(base / "text"), "--num-documents", "400"]))
+        tok_train.main(parse(tok_train, ["--data", str(base / "text")]))
+    return base
+
+
+@pytest.fixture
+def base(made, tmp_path, monkeypatch):
+    """A copy of it, set as NANOCHAT_BASE_DIR."""
+    shutil.copytree(made, tmp_path / "base")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+def flags(base, *more: str) -> list[str]:
+    return ["--data", str(base / "text"), *TINY, *more]
+
+
+def train(base, *more: str) -> None:
+    base_train.main(parse(base_train, flags(base, *more)))
+
+
+def metrics_of(base, tag: str = "base") -> list[dict]:
+    return [json.loads(line) for line in (base / "base_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
+
+
+def small_model(**changes) -> GPT:
+    config = dict(sequence_len=16, vocab_size=265, n_layer=2, n_head=2, n_kv_head=1, n_embd=32, window_pattern="L")
+    model = GPT(GPTConfig(**{**config, **changes}))
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * 0.2
+    return model
+
+
+# Formulas
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_supervised_loss_is_the_cross_entropy_of_trained_tokens(masked):
+    model = small_model()
+    draw = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(265, (3, 9), generator=draw), torch.randint(2, (3, 9), generator=draw)
+    trained = mask[:, 1:].bool() if masked else torch.ones(3, 8, dtype=torch.bool)
+    expected = F.cross_entropy(model(ids[:, :-1])[trained], ids[:, 1:][trained], reduction="sum") / 7
+    expected.backward()
+    expected_grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = supervised_loss(model, ids, mask if masked else None, 7.0)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    for p, grad in zip(model.parameters(), expected_grads, strict=True):
+        torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-5)
+
+
+def test_bits_per_byte_counts_bytes_of_ordinary_tokens_alone():
+    model = small_model()
+    token_bytes = torch.tensor([1] * 200 + [3] * 56 + [0] * 9)
+    batches = [torch.randint(265, (2, 9), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    nats = num_bytes = 0.0
+    for ids in batches:
+        logprobs = torch.log_softmax(model(ids[:, :-1]), dim=-1).gather(2, ids[:, 1:, None])[..., 0]
+        nats -= logprobs[ids[:, 1:] < 256].sum().item()
+        num_bytes += sum(1 if t < 200 else 3 for t in ids[:, 1:].flatten().tolist() if t < 256)
+    assert bits_per_byte(model, batches, token_bytes) == pytest.approx(nats / math.log(2) / num_bytes, rel=1e-5)
+    assert bits_per_byte(model, batches, torch.zeros(265)) == math.inf
+
+
+def test_flops_are_six_per_weight_and_twelve_per_score():
+    model = small_model(n_layer=3, window_pattern="SL", sequence_len=512)
+    # per layer q 32x32, k and v 16x32, proj 32x32, MLP 2 x 32x128; ve_gate 1x12 on layers 0 and 2; head 320x32; smear gate 1x24
+    weights = 3 * (32 * 32 * 2 + 2 * 16 * 32 + 2 * 32 * 128) + 2 * 12 + 320 * 32 + 24
+    assert matrix_parameters(model) == weights
+    assert flops_per_token(model) == 6 * weights + 12 * 32 * (128 + 512 + 128 * 0 + 512)  # windows S L, the last layer L
+
+
+def test_the_learning_rate_goes_up_stays_and_goes_down():
+    factors = [warmup_warmdown(step, 10, 2, 0.4, 0.1) for step in range(10)]
+    assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325])
+    assert warmup_warmdown(0, 10, 0, 0.0, 0.1) == warmup_warmdown(9, 10, 0, 0.0, 0.1) == 1
+
+
+def test_every_parameter_has_one_optimizer_and_matrices_have_muon():
+    model = small_model(n_embd=48, n_head=2)
+    muon, adamw = pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.1)
+    held = [p for optimizer in (muon, adamw) for group in optimizer.param_groups for p in group["params"]]
+    assert len(held) == len({id(p) for p in held}) == len(list(model.parameters()))
+    assert {id(p) for p in muon.param_groups[0]["params"]} == {id(p) for p in model.transformer.h.parameters()}
+    assert [group["lr"] for group in adamw.param_groups] == pytest.approx([0.032, 1.2, 0.6, 0.005, 0.5, 0.2])  # sqrt(768 / 48) = 4
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    model = small_model()
+    optimizers, before = pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.1), [p.clone() for p in model.parameters()]
+    model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, math.nan)
+    assert not math.isfinite(optimize(optimizers, list(model.parameters()), 1.0, 1.0))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and model.lm_head.weight.grad is None
+
+
+def rules_of(*more: str, world: int = 8) -> dict:
+    args = parse(base_train, ["--data", "x", *more])
+    with torch.device("meta"):
+        return base_train.apply_rules(args, GPT(config_of(args, 32768)), world)
+
+
+def test_depth_12_is_the_reference():
+    rules = rules_of("--depth", "12")
+    # 12 layers of 12 * 768^2, gates of 6 x 12 on half of them, head 32768 x 768, smear gate 24
+    assert rules["weights"] == 12 * 12 * 768 ** 2 + 6 * 6 * 12 + 32768 * 768 + 24
+    assert rules["batch"] == 2 ** 19 and rules["lr_factor"] == 1 and rules["weight_decay"] == pytest.approx(0.28)
+    assert rules["num_steps"] == 12 * rules["weights"] // 2 ** 19
+
+
+def test_a_deeper_model_gets_a_larger_batch_and_less_decay():
+    shallow, deep = rules_of("--depth", "12"), rules_of("--depth", "24")
+    ratio = deep["weights"] / shallow["weights"]
+    assert deep["batch"] == 2 ** round(19 + math.log2(ratio ** 0.383)) == 2 ** 20
+    assert deep["lr_factor"] == pytest.approx(2 ** 0.5) and deep["weight_decay"] == pytest.approx(0.28 * 2 ** 0.5 / ratio)
+    assert rules_of("--depth", "24", "--num-iterations", "7")["num_steps"] == 7
+    flops = 1e18
+    model_flops = 6 * deep["weights"] + 12 * 1536 * (18 * 512 + 6 * 2048)  # SSSL over 24 layers
+    assert rules_of("--depth", "24", "--target-flops", str(flops))["num_steps"] == round(flops / (model_flops * 2 ** 20))
+
+
+def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
+    plan = ["--base", "--depth 12 --num-iterations 100 --window-pattern L", "--gpus", "4", "--mfu", "0.5", "--dollars", "2",
+            "--generator-sft", "--num-steps 10 --examples-per-step 4"]
+    plan_cost.main(parse(plan_cost, plan))
+    lines = capsys.readouterr().out.splitlines()
+    weights = 12 * 12 * 768 ** 2 + 6 * 6 * 12 + 32768 * 768 + 24
+    per_token = 6 * weights + 12 * 768 * 12 * 2048
+    muon = 12 * 5 * (4 * (4 * 768 ** 3) + 4 * 6 * 0 + 4 * 2 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))
+    flops = 100 * (2 ** 19 * per_token + 4 * muon)
+    hours = flops / (4 * 989e12 * 0.5) / 3600
+    assert f"{flops:.2e} FLOPs" in lines[1] and f"{hours:6.2f} h  ${hours * 8:7.2f}" in lines[1]
+    assert f"{10 * 4 * 500 * per_token:.2e} FLOPs" in lines[2]
+    with pytest.raises(BadInput, match="--no-such"):
+        plan_cost.main(parse(plan_cost, ["--base", "--no-such 1"]))
+
+
+# The script
+
+def test_a_run_learns_logs_and_is_read_by_base_eval(base, capsys):
+    train(base, "--num-iterations", "30", "--eval-every", "15", "--embedding-lr", "3", "--matrix-lr", "0.5", "--unembedding-lr", "0.2")
+    records = metrics_of(base)
+    assert [r["step"] for r in records] == list(range(31)) and [r["step"] for r in records if "val_bpb" in r] == [0, 15, 30]
+    assert records[0]["val_bpb"] > 8 and records[-1]["val_bpb"] < 6 and records[0]["loss"] > records[29]["loss"] + 1
+    assert records[7]["tokens"] == 7 * 128 and records[0]["lr_factor"] == 0.5 and all(r["skipped"] == 0 for r in records[:-1])
+    _, meta = load_model("base", "base", torch.device("cpu"), torch.float32)
+    assert meta["val_bpb"] == records[-1]["val_bpb"] and meta["user_config"]["depth"] == 2
+    capsys.readouterr()
+    # The same text, the same tokens: base_eval finds what training found.
+    base_eval.main(parse(base_eval, ["--device-type", "cpu", "--model-tag", "base", "--val-data", str(base / "text" / "shard_00003.jsonl"), "--split-tokens", "256",
+                                     "--device-batch-size", "2", "--max-new-tokens", "4", "--prompts", "3+5"]))
+    out = capsys.readouterr().out
+    assert f"bits per byte {records[-1]['val_bpb']:.4f} on 256 tokens" in out and "CORE left out" in out and "'3+5' -> " in out
+
+
+@pytest.mark.parametrize("stop", [3, 4])
+def test_a_resumed_run_equals_an_uninterrupted_one(base, stop, monkeypatch):
+    """A stop request at step `stop` saves that step; going on gives the same weights, bit for bit, and the same log."""
+    train(base)
+    whole, log = load_model("base", "base", torch.device("cpu"), torch.float32)[0], metrics_of(base)
+    step = base_train.train_step
+
+    def stopping(args, model, optimizers, batches, rules, number, device):
+        if number == stop - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(args, model, optimizers, batches, rules, number, device)
+
+    monkeypatch.setattr(base_train, "train_step", stopping)
+    with pytest.raises(SystemExit) as exit_code:
+        script_main(base_train.main, base_train.make_parser(), flags(base, "--model-tag", "two"))
+    assert exit_code.value.code == 143 and list_steps("base", "two") == [stop]
+    monkeypatch.undo()
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+    train(base, "--model-tag", "two", "--resume-from-step", "auto")
+    resumed = load_model("base", "two", torch.device("cpu"), torch.float32)[0]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    same = ("step", "loss", "grad_norm", "lr_factor", "val_bpb", "epoch", "documents_cut", "tokens")
+    assert [[r.get(k) for k in same] for r in metrics_of(base, "two")] == [[r.get(k) for k in same] for r in log]
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(base, capsys):
+    """SIGKILL leaves nothing half-written: what was saved every 2 steps is there, the rest is done again."""
+    done = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *flags(base, "--num-iterations", "100000", "--save-every", "2")], cwd=ROOT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    while not list_steps("base", "base"):
+        assert done.poll() is None
+        time.sleep(0.05)
+    done.kill()
+    done.wait()
+    steps = list_steps("base", "base")
+    assert steps and all(step % 2 == 0 for step in steps)
+    with pytest.raises(BadInput, match="--num-iterations 8: .* was started with 100000"):
+        train(base, "--resume-from-step", "auto")
+    args = parse(base_train, flags(base, "--num-iterations", "100000", "--save-every", "-1", "--resume-from-step", str(steps[0])))
+    args.model_tag = "base"
+    assert base_train.resume_step("base", "base", str(steps[0]), args, base_train.MAY_CHANGE) == steps[0]
+
+
+def test_a_finished_run_says_so_and_changes_nothing(base, capsys):
+    train(base)
+    before = (base / "base_checkpoints" / "base" / "metrics.jsonl").read_text()
+    train(base, "--resume-from-step", "auto")
+    assert "is finished at step 8" in capsys.readouterr().out
+    assert (base / "base_checkpoints" / "base" / "metrics.jsonl").read_text() == before
+
+
+def test_two_ranks_go_on_together_and_no_other_number_can(base):
+    launch = lambda *more: subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/base_train.py", "--", *flags(base, *more)], cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = launch("--save-every", "5")
+    assert done.returncode == 0, done.stderr[-2000:]
+    whole = load_model("base", "base", torch.device("cpu"), torch.float32)[0]
+    records = metrics_of(base)
+    folder = base / "base_checkpoints" / "base"
+    assert {"train_000005_rank0.pt", "train_000005_rank1.pt", "model_000005.pt"} <= set(os.listdir(folder))
+    with pytest.raises(BadInput, match="saved by 2 ranks"):
+        train(base, "--save-every", "5", "--resume-from-step", "5")
+    done = launch("--save-every", "5", "--resume-from-step", "5")
+    assert done.returncode == 0, done.stderr[-2000:]
+    resumed = load_model("base", "base", torch.device("cpu"), torch.float32)[0]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert [r["loss"] for r in metrics_of(base)[:8]] == [r["loss"] for r in records[:8]]
+
+
+def test_a_loss_that_is_not_finite_three_times_stops_the_run(base, monkeypatch):
+    monkeypatch.setattr(base_train, "supervised_loss", lambda *a: supervised_loss(*a) * math.nan)
+    with pytest.raises(Diverged, match="step 2: loss or gradient was not finite three times"):
+        train(base)
+
+
+def test_the_micro_batch_changes_nothing(base):
+    train(base)
+    train(base, "--model-tag", "two", "--device-batch-size", "4")
+    one, two = ([r["loss"] for r in metrics_of(base, tag)[:8]] for tag in ("base", "two"))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+@pytest.mark.parametrize("more, complaint", [
+    (["--total-batch-size", "100"], "--total-batch-size 100: must be a multiple of --sequence-len 32"),
+    (["--n-head", "3"], "--n-head 3"),
+    (["--warmdown-ratio", "1.5"], "--warmdown-ratio"),
+    (["--matrix-lr", "nan"], "--matrix-lr nan"),
+    (["--resume-from-step", "3"], "no step 3 to continue from; there are: none"),
+    (["--resume-from-step", "soon"], "--resume-from-step soon"),
+    (["--model-tag", "../x"], "--model-tag ../x"),
+    (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--num-iterations", "-1", "--target-param-data-ratio", "0"], "one must be above 0"),
+    (["--num-iterations", "-1", "--target-param-data-ratio", "0.0001"], "not one step"),
+    (["--window-pattern", "X"], "window pattern 'X'"),
+])
+def test_bad_input_is_one_line_before_anything_is_written(base, capsys, more, complaint):
+    with pytest.raises(SystemExit) as exit_code:
+        script_main(base_train.main, base_train.make_parser(), flags(base, *more))
+    err = capsys.readouterr().err.strip().splitlines()
+    assert exit_code.value.code == 2 and complaint in err[-1] and err[-1].startswith("error: ")
+    assert not (base / "base_checkpoints").exists()
+
+
+def test_one_file_is_no_validation(base):
+    with pytest.raises(BadInput, match="is one file"):
+        base_train.main(parse(base_train, ["--data", str(base / "text" / "shard_00000.jsonl"), *TINY]))
+    with pytest.raises(BadInput, match="--val-data"):
+        base_train.main(parse(base_train, ["--data", "owner/corpus", *TINY]))

@@ -1,0 +1,223 @@
+"""
+SFT: what is trained, conversations beside demonstrations, packing, starting from a checkpoint, going on after a stop.
+
+    python -m pytest tests/test_chat_sft.py -q
+"""
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import TASK_FLAGS, parse
+
+from nanochat.checkpoint import list_steps, load_model, save_model
+from nanochat.common import BadInput, path_of, script_main
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.tokenizer import Tokenizer
+from scripts import chat_sft
+from tasks import make_task
+from tasks.conversations import load_conversations
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2", "--sequence-len", "128", "--examples-per-step", "8",
+         "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6"]
+CHATS = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
+         {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12/60?"}, {"role": "assistant", "content": [
+             {"type": "text", "text": "It is "}, {"type": "python", "text": "12/60"}, {"type": "python_output", "text": "0.2"}, {"type": "text", "text": "."}]}]},
+         [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "no"}]]
+
+
+def train(*more: str, role: str = "generator") -> None:
+    chat_sft.main(parse(chat_sft, ["--role", role, *MODEL, *more]))
+
+
+def weights(tag: str, step: int | None = None):
+    return list(load_model("sft", tag, torch.device("cpu"), torch.float32, step)[0].parameters())
+
+
+def equal(a, b) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def metrics_of(base, tag: str) -> list[dict]:
+    return [json.loads(line) for line in (base / "chatsft_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def chats(tmp_path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    return str(path)
+
+
+def examples_of(*more: str, context: int = 128) -> chat_sft.Examples:
+    args = parse(chat_sft, ["--role", "generator", *MODEL, *more])
+    return chat_sft.Examples(args, make_task(args), Tokenizer.load(path_of("tokenizer")), [], context)
+
+
+# Examples
+
+def test_conversations_come_at_even_distances_and_demonstrations_in_between(base, chats):
+    plain, mixed = examples_of(), examples_of("--conversations", chats, "--conversations-share", "0.25")
+    tokenizer, kinds, num_demonstrations = mixed.tokenizer, [], 0
+    rendered = [tokenizer.render_conversation(c["messages"] if isinstance(c, dict) else c, None) for c in CHATS]
+    for i in range(48):
+        example = mixed(i)
+        is_chat = example is None or example in rendered
+        kinds.append(is_chat)
+        if not is_chat:
+            assert example == plain(num_demonstrations)  # the same demonstrations, in the same order
+            num_demonstrations += 1
+    assert kinds == [False, False, False, True] * 12
+    chosen = [mixed(i) for i in range(3, 48, 4)]
+    for epoch in range(4):  # each pass has every conversation once; the one of 220 tokens does not fit 128 and gives None
+        assert sorted(map(str, chosen[3 * epoch: 3 * epoch + 3])) == sorted(map(str, [*rendered[:2], None]))
+
+
+def test_what_the_assistant_says_is_trained_and_the_calculators_output_is_not(base):
+    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    ids, mask = tokenizer.render_conversation(CHATS[1]["messages"], None)
+    special = tokenizer.special
+    trained = [special("<|python_start|>"), *tokenizer.encode("12/60"), special("<|python_end|>")]
+    expected = [(tokenizer.bos, 0), (special("<|user_start|>"), 0), *((t, 0) for t in tokenizer.encode("Be brief.\n\n12/60?")), (special("<|user_end|>"), 0),
+                (special("<|assistant_start|>"), 0), *((t, 1) for t in tokenizer.encode("It is ")), *((t, 1) for t in trained),
+                (special("<|output_start|>"), 0), *((t, 0) for t in tokenizer.encode("0.2")), (special("<|output_end|>"), 0),
+                *((t, 1) for t in tokenizer.encode(".")), (tokenizer.assistant_end, 1)]
+    assert list(zip(ids, mask, strict=True)) == expected
+    with pytest.raises(ValueError, match="part of type 'code'"):
+        tokenizer.render_parts([{"type": "code", "text": "x"}])
+    with pytest.raises(ValueError, match="message 0 is a user's and no text"):
+        tokenizer.render_conversation([{"role": "user", "content": [{"type": "text", "text": "x"}]}], None)
+
+
+@pytest.mark.parametrize("line, complaint", [
+    ("{", "line 2: no json"),
+    ('"text"', "line 2: not a list of messages"),
+    ('{"conversation": []}', "line 2: not a list of messages"),
+    ('[{"role": "user", "content": "a"}]', "roles must alternate"),
+    ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "roles must alternate"),
+    ('[{"role": "user", "content": 3}, {"role": "assistant", "content": "a"}]', "not a list of messages"),
+])
+def test_a_bad_line_of_conversations_is_named(tmp_path, line, complaint):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(CHATS[0]) + "\n" + line + "\n")
+    with pytest.raises(BadInput) as error:
+        load_conversations([str(path)])
+    assert str(path) in str(error.value) and complaint in str(error.value)
+
+
+def test_a_file_named_twice_counts_twice(chats):
+    assert load_conversations([chats, chats]) == 2 * load_conversations([chats])
+
+
+# Training
+
+def test_a_step_lowers_the_mean_loss_of_trained_tokens(base):
+    """The logged loss is the cross-entropy per trained token, by plain forwards over the same examples."""
+    train("--model-tag", "a", "--num-steps", "1", "--seed", "5")
+    args = parse(chat_sft, ["--role", "generator", *MODEL, "--model-tag", "a", "--seed", "5"])
+    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    model = chat_sft.start_model(args, tokenizer, torch.device("cpu"), torch.float32)
+    losses = []
+    for i in range(8):
+        ids, mask = chat_sft.Examples(args, make_task(args), tokenizer, [], 128)(i)
+        nll = F.cross_entropy(model(torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="none")
+        losses += nll[torch.tensor(mask[1:]).bool()].tolist()
+    assert metrics_of(base, "a")[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert metrics_of(base, "a")[0]["trained_tokens"] == len(losses)
+
+
+def test_conversations_that_do_not_fit_are_counted(base, chats, capsys):
+    train("--model-tag", "a", "--conversations", chats, "--conversations-share", "1")
+    # 6 steps of 8 are 16 passes over 3 conversations, one of which is too long
+    assert metrics_of(base, "a")[-1]["conversations_too_long"] == 16
+    assert "16 conversations were longer than the context and left out" in capsys.readouterr().out
+
+
+def test_packed_rows_are_whole_contexts_and_learn(base, monkeypatch):
+    shapes = []
+    loss = chat_sft.supervised_loss
+    monkeypatch.setattr(chat_sft, "supervised_loss", lambda model, ids, mask, n: shapes.append((ids.shape, int(mask.sum()))) or loss(model, ids, mask, n))
+    train("--model-tag", "a", "--pack", "--num-steps", "12", "--micro-batch-tokens", "256")
+    records = metrics_of(base, "a")
+    assert {shape[1] for shape, _ in shapes} == {128} and max(shape[0] for shape, _ in shapes) == 2
+    assert sum(trained for _, trained in shapes) == sum(r["trained_tokens"] for r in records)  # no example is lost in packing
+    assert records[-1]["loss"] < records[0]["loss"]
+
+
+def test_it_starts_from_a_base_model(base):
+    model = GPT(GPTConfig(96, 265, 2, 2, 2, 32, "L"))
+    model.init_weights(torch.Generator().manual_seed(1))
+    save_model("base", "b", 30, model, {"user_config": {}})
+    train("--model-tag", "a", "--from-stage", "base", "--from-tag", "b", "--matrix-lr", "0", "--embedding-lr", "0", "--num-steps", "1")
+    assert equal(weights("a"), list(model.parameters()))
+    assert load_model("sft", "a", torch.device("cpu"), torch.float32)[0].config == model.config
+    train("--model-tag", "a", "--from-stage", "sft", "--num-steps", "1", "--from-step", "1", role="verifier")
+    assert list_steps("sft", "a-ver") == [1] and not equal(weights("a-ver"), weights("a"))
+
+
+@pytest.mark.parametrize("role", ["generator", "verifier"])
+def test_a_stopped_run_goes_on_to_the_same_weights(base, role, monkeypatch):
+    more = ["--model-tag", "tiny", "--verifier-tag", "whole"] if role == "verifier" else ["--model-tag", "whole"]
+    train(*more, role=role)
+    step = chat_sft.train_step
+
+    def stopping(args, model, parameters, optimizers, examples, number, device):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(args, model, parameters, optimizers, examples, number, device)
+
+    monkeypatch.setattr(chat_sft, "train_step", stopping)
+    again = [flag.replace("whole", "two") for flag in more]
+    with pytest.raises(SystemExit) as exit_code:
+        script_main(chat_sft.main, chat_sft.make_parser(), ["--role", role, *MODEL, *again])
+    assert exit_code.value.code == 143 and list_steps("sft", "two") == [4]
+    monkeypatch.setattr(chat_sft, "train_step", step)
+    train(*again, "--resume-from-step", "auto", role=role)
+    assert equal(weights("two"), weights("whole")) and list_steps("sft", "two") == [4, 6]
+    same = ("step", "loss", "grad_norm", "trained_tokens")
+    assert [[r[k] for k in same] for r in metrics_of(base, "two")] == [[r[k] for k in same] for r in metrics_of(base, "whole")]
+
+
+def test_checkpoints_on_the_way_and_a_finished_run(base, capsys):
+    train("--model-tag", "a", "--save-every", "2")
+    assert list_steps("sft", "a") == [2, 4, 6]
+    whole = weights("a")
+    train("--model-tag", "a", "--resume-from-step", "2")
+    assert equal(weights("a"), whole)
+    train("--model-tag", "a", "--resume-from-step", "auto")
+    assert "is finished at step 6" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="--matrix-lr 0.1: .* was started with 0.004"):
+        train("--model-tag", "a", "--resume-from-step", "auto", "--matrix-lr", "0.1")
+
+
+def test_two_ranks_go_on_from_one(base):
+    """What one rank saved, two continue: the examples are the same, and the losses agree to rounding."""
+    train("--model-tag", "a", "--save-every", "2")
+    losses = [r["loss"] for r in metrics_of(base, "a")]
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/chat_sft.py", "--", "--role", "generator",
+                           *MODEL, "--model-tag", "a", "--save-every", "2", "--resume-from-step", "2"],
+                          cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [r["loss"] for r in metrics_of(base, "a")] == pytest.approx(losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("more, complaint", [
+    (["--from-stage", "base"], "no checkpoint a in"),
+    (["--conversations", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--conversations-share", "2"], "--conversations-share 2"),
+    (["--from-tag", "../x"], "--from-tag ../x"),
+    (["--resume-from-step", "5"], "no step 5"),
+])
+def test_bad_input_is_one_line_before_anything_is_written(base, capsys, monkeypatch, more, complaint):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit) as exit_code:
+        script_main(chat_sft.main, chat_sft.make_parser(), ["--role", "generator", *MODEL, "--model-tag", "a", *more])
+    err = capsys.readouterr().err.strip().splitlines()
+    assert exit_code.value.code == 2 and complaint in err[-1] and err[-1].startswith("error: ")
+    assert not (base / "chatsft_checkpoints" / "a").exists()

@@ -1,0 +1,202 @@
+"""
+Packed batches: no token is lost, the stream goes on exactly where it stopped, ranks share documents, bad files are named.
+
+    python -m pytest tests/test_dataloader.py -q
+"""
+import json
+from itertools import islice
+
+import pytest
+import torch
+
+from nanochat import dataloader
+from nanochat.common import BadInput
+from nanochat.dataloader import Documents, PackedBatches, Shelf, find_files, pack_whole, shuffled
+from nanochat.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(iter([]), 265)
+BOS = TOKENIZER.bos
+
+
+@pytest.fixture(autouse=True)
+def small_buffer(monkeypatch):
+    monkeypatch.setattr(dataloader, "BUFFER", 20)
+    monkeypatch.setattr(dataloader, "ENCODE", 8)
+
+
+def text_of(shard: int, i: int) -> str:
+    return f"{shard}-{i}:" + "x" * (7 * i % 41)
+
+
+@pytest.fixture
+def shards(tmp_path) -> list[str]:
+    """Three jsonl files of 60 documents of 5 to 45 bytes; rows have a second column that nothing reads."""
+    paths = []
+    for shard in range(3):
+        path = tmp_path / f"s{shard}.jsonl"
+        path.write_text("".join(json.dumps({"id": i, "text": text_of(shard, i)}) + "\n" for i in range(60)))
+        paths.append(str(path))
+    return paths
+
+
+def take_epoch(documents: Documents) -> list[str]:
+    texts = []
+    for text in documents:
+        if documents.epoch:
+            return texts
+        texts.append(text)
+
+
+def pieces_of(rows: list[list[int]]) -> list[bytes]:
+    """The documents or parts of documents that rows hold, as bytes."""
+    pieces = []
+    for row in rows:
+        assert row[0] == BOS
+        for token in row:
+            if token == BOS:
+                pieces.append(b"")
+            else:
+                pieces[-1] += TOKENIZER.token_bytes(token)
+    return pieces
+
+
+# Documents
+
+def test_a_folder_a_pattern_and_a_list_name_the_same_files(shards, tmp_path):
+    assert find_files([str(tmp_path)]) == find_files([str(tmp_path / "*.jsonl")]) == find_files(shards) == shards
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_ranks_share_an_epoch_between_them(shards, world):
+    parts = [take_epoch(Documents(shards, rank, world)) for rank in range(world)]
+    assert all(parts)
+    assert sorted(sum(parts, [])) == sorted(text_of(shard, i) for shard in range(3) for i in range(60))
+
+
+def test_a_text_file_is_one_document_and_comes_again_each_epoch(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "b.txt").write_text("three")
+    documents = Documents([str(tmp_path)])
+    assert list(islice(documents, 5)) == ["one\n\ntwo\n", "three"] * 2 + ["one\n\ntwo\n"]
+    assert documents.epoch == 2
+
+
+def test_parquet_gives_its_text_column(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    pq.write_table(pa.table({"n": [1, 2, 3], "text": ["a", "b", "c"]}), str(tmp_path / "x.parquet"), row_group_size=2)
+    assert take_epoch(Documents([str(tmp_path / "x.parquet")])) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("world, rank", [(1, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize("num_before", [0, 1, 59, 60, 61, 170, 200])
+def test_documents_go_on_where_they_stopped(shards, world, rank, num_before):
+    straight, stopped = Documents(shards, rank, world), Documents(shards, rank, world)
+    expected = list(islice(straight, num_before + 100))[num_before:]
+    list(islice(stopped, num_before))
+    state = json.loads(json.dumps(stopped.state_dict()))
+    resumed = Documents(shards, rank, world)
+    resumed.load_state_dict(state)
+    assert list(islice(resumed, 100)) == expected
+
+
+@pytest.mark.parametrize("content, ending, complaint", [
+    ("", "jsonl", "is empty"),
+    ('{"txt": "a"}\n', "jsonl", "no column 'text', but txt"),
+    ("{not json\n", "jsonl", "cannot be read"),
+    ("PAR1 not", "parquet", "cannot be read"),
+])
+def test_bad_files_are_named(tmp_path, content, ending, complaint):
+    path = tmp_path / f"bad.{ending}"
+    path.write_text(content)
+    with pytest.raises(BadInput) as error:
+        Documents([str(path)])
+    assert str(path) in str(error.value) and complaint in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_row_without_text_is_named(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "a"}\n{"text": null}\n')
+    with pytest.raises(BadInput, match="bad.jsonl: row 1"):
+        list(islice(Documents([str(path)]), 2))
+
+
+def test_missing_and_mixed_files_are_refused(shards, tmp_path):
+    with pytest.raises(BadInput, match="nowhere: no such file"):
+        find_files([str(tmp_path / "nowhere")])
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(BadInput, match=r"ending in \.jsonl, \.txt"):
+        find_files([str(tmp_path)])
+    (tmp_path / "a.csv").write_text("a")
+    with pytest.raises(BadInput, match=r"\.csv"):
+        find_files([str(tmp_path / "a.csv")])
+
+
+# Packing
+
+def test_rows_are_full_begin_with_bos_and_lose_no_token(shards):
+    """Two epochs' worth of rows: every document of the first epoch is there, whole or in parts that follow bos."""
+    documents = Documents(shards)
+    batches = PackedBatches(documents, TOKENIZER, 4, 33)
+    rows = []
+    while documents.epoch < 2:
+        batch = batches.next_batch()
+        assert batch.shape == (4, 33) and batch.dtype == torch.int64
+        rows += batch.tolist()
+    pieces = pieces_of(rows)
+    whole = [p for p in pieces if p.decode() in {text_of(s, i) for s in range(3) for i in range(60)}]
+    num_bytes = sum(len(text_of(s, i)) for s in range(3) for i in range(60))
+    waiting = sum(length - 1 for length in batches.shelf.lengths)
+    # What came out and what waits is what went in: two epochs and the beginning of a third.
+    assert sum(map(len, pieces)) + waiting >= 2 * num_bytes and (sum(map(len, pieces)) + waiting - 2 * num_bytes) <= 8 * 45
+    assert batches.num_cut > 0 and len(whole) > 200
+
+
+def test_a_document_longer_than_a_row_is_cut_and_its_rest_follows(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("".join(chr(97 + i % 26) for i in range(100)))
+    batches = PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 31)
+    monkeypatch.setattr(dataloader, "BUFFER", 1)
+    monkeypatch.setattr(dataloader, "ENCODE", 1)
+    pieces = pieces_of([batches.next_batch()[0].tolist() for _ in range(3)])
+    assert pieces == [bytes(97 + i % 26 for i in range(start, start + 30)) for start in (0, 30, 60)]
+
+
+def test_documents_without_text_are_counted(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": ""}\n')
+    batches = PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 9)
+    assert pieces_of(batches.next_batch().tolist()) == [b"abc", b"abc", b""]
+    assert batches.num_empty == 24  # every second one of six times eight: five until 20 wait, one when the first was taken
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 5, 40])
+def test_batches_go_on_exactly_where_they_stopped(shards, tmp_path, num_before):
+    make = lambda: PackedBatches(Documents(shards, 1, 2), TOKENIZER, 2, 33)
+    straight, stopped, resumed = make(), make(), make()
+    expected = [straight.next_batch() for _ in range(num_before + 30)][num_before:]
+    for _ in range(num_before):
+        stopped.next_batch()
+    torch.save(stopped.state_dict(), tmp_path / "state.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert all(torch.equal(resumed.next_batch(), batch) for batch in expected)
+    assert resumed.num_cut == straight.num_cut and resumed.documents.epoch == straight.documents.epoch
+
+
+def test_a_shelf_gives_the_longest_that_fits():
+    shelf = Shelf()
+    for length, item in [(3, "a"), (5, "b"), (3, "c"), (9, "d")]:
+        shelf.add(length, item)
+    assert [shelf.take(space) for space in (8, 4, 4, 4, 8, 9)] == ["b", "c", "a", None, None, "d"]
+
+
+def test_pack_whole_keeps_examples_whole_and_pads_untrained():
+    examples = [([i] * n, [0] + [1] * (n - 1)) for i, n in enumerate([4, 7, 3, 10, 2], 1)]
+    rows = pack_whole(examples, 10, 0)
+    assert [ids for ids, _ in rows] == [[4] * 10, [2] * 7 + [3] * 3, [1] * 4 + [5] * 2 + [0] * 4]
+    assert [mask for _, mask in rows] == [[0] + [1] * 9, [0] + [1] * 6 + [0, 1, 1], [0, 1, 1, 1, 0, 1, 0, 0, 0, 0]]
+
+
+def test_shuffled_passes_over_all_rows_each_epoch_in_another_order():
+    row = shuffled(10, seed=3)
+    epochs = [[row(10 * epoch + i) for i in range(10)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
+    assert shuffled(10, seed=3)(17) == epochs[1][7]  # a function of the index, whatever was asked before

@@ -1,0 +1,213 @@
+"""
+The calculator in sampling and in RL: its tokens are forced, recorded, and never trained.
+
+    python -m pytest tests/test_tools.py -q
+"""
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import RL_FLAGS, parse
+
+from nanochat.calculator import Calculator
+from nanochat.engine import generate, row_key
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.roles import Role
+from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.trainer import score, update
+from nanochat.tokenizer import Tokenizer
+from scripts import tango_rl
+
+TOKENIZER = Tokenizer.train(iter([]), 265)
+PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (TOKENIZER.special(f"<|{name}|>") for name in ("python_start", "python_end", "output_start", "output_end"))
+CALL = [PYTHON_START, *TOKENIZER.encode("12/60"), PYTHON_END]
+OUTPUT = [OUTPUT_START, *TOKENIZER.encode("0.2"), OUTPUT_END]
+
+
+def model_of(seed=0) -> GPT:
+    model = GPT(GPTConfig(64, 265, 2, 2, 1, 32, "L"))
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+class Script:
+    """A tool that makes each row say its lines: {row: {position: token}}; notes what it is told."""
+
+    def __init__(self, lines):
+        self.lines, self.heard, self.position = lines, [], {}
+
+    def __call__(self, rows, tokens):
+        due = {}
+        for row, token in zip(rows, tokens, strict=True):
+            self.heard.append((row, token))
+            self.position[row] = self.position.get(row, 0) + 1
+            if self.position[row] in self.lines.get(row, {}):
+                due[row] = self.lines[row][self.position[row]]
+        return due
+
+
+def sample(model, tool=None, prompts=((1, 2, 3), (4,)), num_samples=2, new=12, stop=(), **options):
+    keys = [row_key("tools", i) for i in range(len(prompts) * num_samples)]
+    return generate(model, [list(p) for p in prompts], num_samples, max_new_tokens=new, stop_tokens=list(stop), keys=keys, tool=tool, **options)
+
+
+@torch.no_grad()
+def test_a_forced_token_stands_where_the_tool_put_it_and_the_row_goes_on_from_it():
+    model = model_of()
+    out = sample(model, Script({1: {3: 77, 4: 78}, 2: {1: 9}}))
+    expected = torch.zeros(4, 12, dtype=torch.bool)
+    expected[1, 3] = expected[1, 4] = expected[2, 1] = True
+    assert torch.equal(out.forced, expected) and out.tokens[1, 3:5].tolist() == [77, 78] and out.tokens[2, 1] == 9
+    assert (out.logprobs[out.forced] == 0).all()
+    prompts = [[1, 2, 3]] * 2 + [[4]] * 2
+    for row, prompt in enumerate(prompts):  # sampled tokens have the logprobs of a full forward over all that stands before them, forced or not
+        ids = torch.tensor([prompt + out.tokens[row].tolist()])
+        logprobs = torch.log_softmax(model(ids[:, :-1])[0], dim=-1).gather(1, ids[0, 1:, None])[len(prompt) - 1:, 0]
+        torch.testing.assert_close(out.logprobs[row][~out.forced[row]], logprobs[~out.forced[row]], rtol=1e-4, atol=1e-4)
+
+
+def test_a_silent_tool_changes_nothing():
+    with_tool, without = sample(model_of(), Script({})), sample(model_of())
+    assert torch.equal(with_tool.tokens, without.tokens) and torch.equal(with_tool.logprobs, without.logprobs)
+    assert not with_tool.forced.any() and without.forced is None
+
+
+def test_the_tool_hears_every_token_of_every_row_until_it_ends():
+    model = model_of()
+    tool = Script({})
+    out = sample(model, tool, prompts=[(1, 2, 3), (4,), (7, 8)], num_samples=8, new=40, stop=range(0, 40))
+    assert out.stopped.any()
+    for row in range(24):
+        heard = [token for r, token in tool.heard if r == row]
+        said = out.tokens[row, : out.lengths[row]].tolist()
+        # The last token of all is for nobody: there is none to force behind it.
+        assert heard == (said[:-1] if out.stopped[row] or len(said) == 40 else said)
+
+
+def test_a_stop_token_that_was_drawn_where_another_is_forced_does_not_end_the_row():
+    model = model_of()
+    plain = sample(model)
+    drawn = plain.tokens[0, 1].item()  # row 0 would draw this at position 1
+    out = sample(model, Script({0: {1: 77}}), stop=[drawn])
+    first = [t for t in plain.tokens[0].tolist()].index(drawn)
+    assert first == 1 and out.tokens[0, 1] == 77 and out.lengths[0] > 2
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 1024])
+def test_rows_of_other_batches_are_told_apart(max_rows):
+    out = sample(model_of(), Script({3: {2: 50}, 0: {5: 51}}), max_rows=max_rows)
+    assert torch.equal(out.tokens, sample(model_of(), Script({3: {2: 50}, 0: {5: 51}})).tokens)
+    assert out.forced.nonzero().tolist() == [[0, 5], [3, 2]]
+
+
+def test_the_calculators_output_is_forced_behind_its_call():
+    calculator = Calculator(TOKENIZER)
+
+    class Caller:
+        """Makes row 0 write a call; the rest is the calculator's."""
+        said = 0
+
+        def __call__(self, rows, tokens):
+            due = calculator(rows, tokens)
+            if 0 in rows and self.said < len(CALL) - 1 and 0 not in due:
+                self.said += 1
+                due[0] = CALL[self.said]
+            return due
+
+    out = generate(model_of(), [[*TOKENIZER.encode("x")]], 1, max_new_tokens=30, stop_tokens=[], keys=[1], tool=ForceFirst(CALL[0], Caller()))
+    tokens = out.tokens[0].tolist()
+    at = tokens.index(PYTHON_START)
+    assert tokens[at: at + len(CALL) + len(OUTPUT)] == CALL + OUTPUT
+    assert not out.forced[0, at + len(CALL) + len(OUTPUT):].any()
+
+
+class ForceFirst:
+    """Forces one token at position 1 and hands over to another tool."""
+
+    def __init__(self, token, tool):
+        self.token, self.tool, self.begun = token, tool, False
+
+    def __call__(self, rows, tokens):
+        if not self.begun:
+            self.begun = True
+            return dict.fromkeys(rows, self.token)
+        return self.tool(rows, tokens)
+
+
+# In RL
+
+def rollouts_of(model, tool) -> Rollouts:
+    out = sample(model, tool)
+    return Rollouts([[1, 2, 3], [4]], torch.tensor([0, 0, 1, 1]), out.tokens, out.logprobs, out.lengths, out.stopped, out.forced)
+
+
+LINES = {0: {2: 50, 3: 51}, 1: {1: 60}, 3: {11: 61}}  # row 3's last token
+
+
+def test_forced_tokens_are_neither_trained_nor_counted():
+    model = model_of()
+    rollouts = rollouts_of(model, Script(LINES))
+    assert rollouts.num_trained().tolist() == [10, 11, 12, 11]
+    weights = token_weights(rollouts.num_trained(), "sequence", 12, lambda x: x)
+    torch.testing.assert_close(weights, 1 / (4 * torch.tensor([10.0, 11, 12, 11])))
+    batches = pack(rollouts, torch.ones(4, 12), weights, 10 ** 6, False)
+    assert sum(len(batch.index) for batch in batches) == 44
+    for batch in batches:
+        assert (batch.of_samples(batch.sampler_logprobs) != 0).all()  # a forced token's is 0
+        # The trainer scores what was sampled as the sampler did, with what was forced before it in place.
+        torch.testing.assert_close(score(model, batch, 1.0), batch.of_samples(batch.sampler_logprobs), rtol=1e-4, atol=1e-4)
+
+
+def test_the_gradient_is_that_of_the_sampled_tokens_alone():
+    """Against autograd over plain forwards: -advantage * logprob over the sampled tokens, each rollout averaged, then all."""
+    advantages = torch.linspace(-1, 1, 48).view(4, 12)
+    model = model_of()
+    rollouts = rollouts_of(model, Script(LINES))
+    total = 0.0
+    for row, prompt in enumerate([[1, 2, 3]] * 2 + [[4]] * 2):
+        ids = torch.tensor([prompt + rollouts.tokens[row].tolist()])
+        logprobs = torch.log_softmax(model(ids[:, :-1])[0], dim=-1).gather(1, ids[0, 1:, None])[len(prompt) - 1:, 0]
+        kept = ~rollouts.forced[row]
+        total = total - (advantages[row] * logprobs)[kept].sum() / kept.sum() / 4
+    total.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    grads = []
+    role = Role("generator", model, list(model.parameters()), Keep(model, grads))
+    weights = token_weights(rollouts.num_trained(), "sequence", 12, lambda x: x)
+    update(role, pack(rollouts, advantages, weights, 40, False), PolicyLoss("reinforce"), lr=0.0, max_grad_norm=0, temperature=1.0, device=torch.device("cpu"))
+    for got, wanted in zip(grads, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
+
+
+class Keep(torch.optim.SGD):
+    """An optimizer that keeps the gradients it is stepped with."""
+
+    def __init__(self, model, grads):
+        super().__init__(model.parameters(), lr=0.0)
+        self.grads = grads
+
+    def step(self):
+        self.grads += [p.grad.clone() for group in self.param_groups for p in group["params"]]
+
+
+def test_without_a_tool_nothing_is_masked():
+    model = model_of()
+    rollouts = rollouts_of(model, Script({}))
+    plain = replace(rollouts, forced=None)
+    batches = [pack(r, torch.ones(4, 12), torch.ones(4), 10 ** 6, False) for r in (rollouts, plain)]
+    assert all(torch.equal(a.mask, b.mask) and torch.equal(a.index, b.index) for a, b in zip(*batches, strict=True))
+    assert plain.num_trained().tolist() == rollouts.num_trained().tolist() == [12] * 4
+
+
+def test_rl_with_the_calculator_runs_and_sampler_and_trainer_agree(base):
+    """The tiny generator never calls it: the run equals one without, token for token."""
+    import json
+    for name, more in (("with", ["--calculator"]), ("without", [])):
+        tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", name, "--recipe", "grpo", "--num-steps", "2", *more]))
+    with_it, without = ([json.loads(line) for line in (base / "runs" / name / "metrics.jsonl").read_text().splitlines()] for name in ("with", "without"))
+    assert [r["gen/loss"] for r in with_it] == [r["gen/loss"] for r in without] and len(with_it) == 2
+    assert max(r["gen/rollout_logprobs_diff_max"] for r in with_it) < 1e-3
