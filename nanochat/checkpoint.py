@@ -11,7 +11,7 @@ import re
 
 import torch
 
-from nanochat.common import BadInput, check_unchanged, path_of, rank_and_world, write_json
+from nanochat.common import BadInput, check_unchanged, path_of, print0, rank_and_world, write_json
 from nanochat.gpt import GPT, GPTConfig
 
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older upstream checkpoints, with what they stood for
@@ -85,6 +85,8 @@ def load_meta(path: str) -> tuple[dict, GPTConfig]:
     try:
         with open(path) as f:
             meta = json.load(f)
+        if "window_pattern" not in meta["model_config"]:
+            print0(f"{path}: has no window_pattern, taken as L")
         given = {"window_pattern": "L", **meta["model_config"]}
         config = GPTConfig(**given)
     except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
@@ -104,8 +106,9 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise BadInput(f"{path} holds no state dict")
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
-    for name, value in MAY_BE_MISSING.items():
-        state.setdefault(name, torch.full((config.n_layer,), value))
+    for name in MAY_BE_MISSING.keys() - state.keys():
+        print0(f"{path}: has no {name}, taken as {MAY_BE_MISSING[name]}")
+        state[name] = torch.full((config.n_layer,), MAY_BE_MISSING[name])
     # Stored dtype is kept for upstream's sake elsewhere; on load, master weights are fp32.
     state = {name: tensor.float() for name, tensor in state.items()}
     with torch.device(device):

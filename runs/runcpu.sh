@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job on a laptop CPU, from nothing to a co-trained pair: tokenizer, SFT of generator and verifier, verifier warm-up, interleaved
-# RL, evaluation. About 8 minutes on 2 cores. Finished stages are reused; an interrupted RL run goes on where it was.
+# RL, evaluation. About 8 minutes on 2 cores. Finished stages are reused; an interrupted one goes on where it was.
 #   bash runs/runcpu.sh                  SEED=1 bash runs/runcpu.sh
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
@@ -13,12 +13,12 @@ TAG=chain-s$SEED
 RUN=chain-s$SEED
 launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
 
-[ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || python -m scripts.tok_train --seed "$SEED"
+python -m scripts.tok_train --seed "$SEED" --if-missing
 
 # 1M parameters: 4 layers of width 128
 MODEL="--depth 4 --n-embd 128 --n-head 4 --model-tag $TAG --seed $SEED --device-type cpu"
-has_model "chatsft_checkpoints/$TAG" || launch scripts/chat_sft.py -- --role generator $MODEL
-has_model "chatsft_checkpoints/$TAG-ver" || launch scripts/chat_sft.py -- --role verifier $MODEL
+launch scripts/chat_sft.py -- --role generator $MODEL --resume-from-step auto
+launch scripts/chat_sft.py -- --role verifier $MODEL --resume-from-step auto
 
 # A finished run is evaluated again and prints its table.
 launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \

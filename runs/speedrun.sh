@@ -9,7 +9,8 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 SCALE=${SCALE:-full}
-export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
+[ -n "${WANDB_RUN:-}" ] || export WANDB_MODE=disabled
+export OMP_NUM_THREADS=1
 case $SCALE in
 full)
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
@@ -18,19 +19,26 @@ full)
     DATA=$NANOCHAT_BASE_DIR/base_data_climbmix  # upstream's folder: its shards are found
     DEVICE=
     VOCAB=32768
-    # --depth 24: the one dial. --target-param-data-ratio 8: tokens per weight, a little less than compute-optimal, as upstream's speedrun.
-    # --window-pattern L: every layer sees everything; sliding windows pay with kernels that skip what is masked.
+    # --depth: the one dial; width, batch size, learning rates and weight decay follow (scripts/base_train.py). --target-param-data-ratio: tokens per
+    # weight, a little below the best for the compute, as upstream's speedrun. --window-pattern L: every layer sees all tokens; S pays with kernels that
+    # skip what is masked. --device-batch-size: rows of 2048 tokens through a GPU at once (memory, not results). --save-every: steps between checkpoints.
     BASE="--depth 24 --target-param-data-ratio 8 --window-pattern L --device-batch-size 16 --save-every 1000"
+    # --split-tokens: validation text for bits per byte.
+    BASE_EVAL="--split-tokens 20971520"
     TASK="--task gsm8k"
-    # Nineteen in twenty examples are everyday conversations, the rest GSM8K's solutions, a line a step (6 passes). Rows of 2048 tokens are packed.
-    GENERATOR_SFT="--num-steps 1500 --examples-per-step 256 --conversations HuggingFaceTB/smol-smoltalk --conversations-share 0.95 --pack"
-    VERIFIER_SFT="--num-steps 300 --examples-per-step 128 --num-sampled 4096 --max-new-tokens 256"
+    # --matrix-lr, --embedding-lr: of Muon and AdamW, a quarter of what training from nothing takes. --micro-batch-tokens: through a GPU at once.
     SFT="--matrix-lr 1e-3 --embedding-lr 1e-3 --micro-batch-tokens 32768 --save-every 250"
-    # N_g : N_v = 3 : 1 and 40 verifier steps of warm-up, as the paper; 64 problems x 8 rollouts per step.
+    # Nineteen in twenty examples are everyday conversations (one pass), the rest GSM8K's solutions, one line a step (6 passes). --examples-per-step: per
+    # optimizer step, over all GPUs. --pack: several to a row of 2048 tokens.
+    GENERATOR_SFT="--num-steps 1500 --examples-per-step 256 --conversations HuggingFaceTB/smol-smoltalk --conversations-share 0.95 --pack"
+    # --num-sampled: solutions of the SFT generator, half of what the verifier learns to judge; --max-new-tokens: their length limit.
+    VERIFIER_SFT="--num-steps 300 --examples-per-step 128 --num-sampled 4096 --max-new-tokens 256"
+    # --num-steps: of the generator; a verifier step follows every three, and --warmup-steps come first, as in the paper. --examples-per-step problems with
+    # --num-samples rollouts each. --max-new-tokens, --verifier-max-new-tokens: length limits. --lr: AdamW, of both. --kl-coef: weight of the KL to the
+    # SFT models. --eval-every: generator steps between evaluations on --eval-examples held-out problems.
     RL="--num-steps 200 --warmup-steps 40 --examples-per-step 64 --num-samples 8 --max-new-tokens 256 --verifier-max-new-tokens 384
         --lr 1e-5 --kl-coef 1e-3 --micro-batch-tokens 32768 --eval-every 50 --eval-examples 640 --save-every 50"
     EVAL="-a gsm8k|ARC-Easy|ARC-Challenge|MMLU"
-    BASE_EVAL="--split-tokens 20971520"
     QUESTION="Tom has 3 boxes with 12 pencils each and gives away 7 pencils. How many pencils does he have left?"
     ;;
 tiny)
@@ -40,16 +48,17 @@ tiny)
     DATA=$NANOCHAT_BASE_DIR/text
     DEVICE="--device-type cpu"
     VOCAB=265  # bytes, no merges
-    # 1M parameters. The learning rates are four times the defaults and the weight decay 0: for a batch of 4096 tokens and 0.5M tokens (dev/LOG.md).
+    # 1M parameters, 1M tokens. The learning rates are four times the defaults and the weight decay is 0: the rules are for longer runs (dev/LOG.md).
     BASE="--depth 4 --n-embd 128 --n-head 4 --sequence-len 256 --window-pattern L --num-iterations 250 --total-batch-size 4096 --device-batch-size 8
           --matrix-lr 0.08 --embedding-lr 1.2 --unembedding-lr 0.032 --weight-decay 0 --warmup-steps 20 --eval-every 100 --eval-tokens 65536 --save-every 100"
+    BASE_EVAL="--split-tokens 65536 --device-batch-size 8"
     TASK="--task chain"
+    SFT="--save-every 100"
     GENERATOR_SFT="--num-steps 250"
     VERIFIER_SFT="--num-steps 250 --num-sampled 1024"
-    SFT="--save-every 100"
+    # Without KL, with as many right as wrong solutions to judge, half of them past ones: as runs/runcpu.sh, half as long.
     RL="--num-steps 40 --warmup-steps 20 --eval-every 20 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --save-every 20"
     EVAL="-x 200"
-    BASE_EVAL="--split-tokens 65536 --device-batch-size 8"
     QUESTION="3+5*2-4+1"
     ;;
 *) echo "SCALE=$SCALE: full or tiny" >&2; exit 2 ;;

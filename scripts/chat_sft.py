@@ -25,7 +25,7 @@ from nanochat.gpt import add_model_args, config_of, new_model
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.rl.prompts import generator_prompt, verifier_prompt
-from nanochat.rl.roles import copy_shared_lambdas, share_layers
+from nanochat.rl.roles import check_shared, copy_shared_lambdas, share_layers
 from nanochat.rl.rollouts import Sampler
 from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
@@ -182,10 +182,13 @@ def resolve_tags(args) -> str:
     return args.verifier_tag if args.role == "verifier" else args.model_tag
 
 
-def load_generator(args, tokenizer, model, device, dtype):
-    """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers. Raises BadInput."""
+def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
+    """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers. Raises BadInput, also where a resumed
+    verifier's shared layers are not the generator's."""
     generator, _ = load_model("sft", args.model_tag, device, dtype)
     tokenizer.check_model("generator", generator)
+    if resumed:
+        check_shared(generator, model, args.verifier_shared_layers, args.verifier_tag)
     private = share_layers(generator, model, args.verifier_shared_layers)
     generator.requires_grad_(False)
     for p in private:
@@ -210,7 +213,7 @@ def main(args) -> None:
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
     model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed)[0]
-    generator = load_generator(args, tokenizer, model, device, dtype) if args.role == "verifier" else None
+    generator = load_generator(args, tokenizer, model, device, dtype, resumed is not None) if args.role == "verifier" else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}

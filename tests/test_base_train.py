@@ -186,8 +186,8 @@ def test_a_run_learns_logs_and_is_read_by_base_eval(base, capsys):
     assert meta["val_bpb"] == records[-1]["val_bpb"] and meta["user_config"]["depth"] == 2
     capsys.readouterr()
     # The same text, the same tokens: base_eval finds what training found.
-    base_eval.main(parse(base_eval, ["--device-type", "cpu", "--model-tag", "base", "--val-data", str(base / "text" / "shard_00003.jsonl"), "--split-tokens", "256",
-                                     "--device-batch-size", "2", "--max-new-tokens", "4", "--prompts", "3+5"]))
+    base_eval.main(parse(base_eval, ["--device-type", "cpu", "--model-tag", "base", "--val-data", str(base / "text" / "shard_00003.jsonl"),
+                                     "--split-tokens", "256", "--device-batch-size", "2", "--max-new-tokens", "4", "--prompts", "3+5"]))
     out = capsys.readouterr().out
     assert f"bits per byte {records[-1]['val_bpb']:.4f} on 256 tokens" in out and "CORE left out" in out and "'3+5' -> " in out
 

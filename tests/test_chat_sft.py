@@ -28,7 +28,8 @@ MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", 
          "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6"]
 CHATS = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
          {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12/60?"}, {"role": "assistant", "content": [
-             {"type": "text", "text": "It is "}, {"type": "python", "text": "12/60"}, {"type": "python_output", "text": "0.2"}, {"type": "text", "text": "."}]}]},
+             {"type": "text", "text": "It is "}, {"type": "python", "text": "12/60"}, {"type": "python_output", "text": "0.2"},
+             {"type": "text", "text": "."}]}]},
          [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "no"}]]
 
 
@@ -200,8 +201,8 @@ def test_two_ranks_go_on_from_one(base):
     """What one rank saved, two continue: the examples are the same, and the losses agree to rounding."""
     train("--model-tag", "a", "--save-every", "2")
     losses = [r["loss"] for r in metrics_of(base, "a")]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/chat_sft.py", "--", "--role", "generator",
-                           *MODEL, "--model-tag", "a", "--save-every", "2", "--resume-from-step", "2"],
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/chat_sft.py", "--",
+                           "--role", "generator", *MODEL, "--model-tag", "a", "--save-every", "2", "--resume-from-step", "2"],
                           cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [r["loss"] for r in metrics_of(base, "a")] == pytest.approx(losses, rel=1e-3)

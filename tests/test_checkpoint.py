@@ -310,7 +310,8 @@ def test_an_unknown_step_of_a_run_is_refused_with_those_there_are():
 # Where things are
 
 LAYOUTS = {
-    "today's": ({}, {"sft": "chatsft_checkpoints/d2/model_000007.pt", "base": "base_checkpoints/d2", "rl": "chatrl_checkpoints/d2", "runs": "runs/x"}, "tokenizer"),
+    "today's": ({}, {"sft": "chatsft_checkpoints/d2/model_000007.pt", "base": "base_checkpoints/d2", "rl": "chatrl_checkpoints/d2", "runs": "runs/x"},
+                "tokenizer"),
     "announced": ({"NANOCHAT_EXPERIMENT": "mine"}, {"sft": "experiments/mine/d2/sft/model_000007.pt", "base": "experiments/mine/d2/base",
                                                     "rl": "experiments/mine/d2/rl", "runs": "experiments/mine/runs/x"}, "experiments/mine/tokenizer"),
 }
