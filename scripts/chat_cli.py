@@ -179,7 +179,7 @@ def main(args) -> None:
         except BadInput as error:
             if args.prompt is not None:
                 raise
-            print(f"error: {error}")
+            print(f"\nerror: {error}")
         except KeyboardInterrupt:  # an answer that is not wanted: the conversation goes on as if it had not been asked for
             if args.prompt is not None:
                 raise

@@ -25,7 +25,7 @@ from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flag
 from tasks.multiple_choice import RANDOM_BASELINE, CHOICE_SETS, choice_prompt, load_choices
 
 ENDLESS = 400  # problems of a task that makes its own
-SPLITS = {"test_in": "", "test_out": ", out of distribution"}
+SPLITS = {"test_in": "", "test_out": ", test_out"}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from conftest import RL_FLAGS, TASK_FLAGS, parse
 from nanochat import engine
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
+from nanochat.formats import PAPER
 from nanochat.rl.rollouts import Sampler
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_eval, chat_rl, chat_sft, tango_rl
@@ -27,15 +29,13 @@ from tasks.multiple_choice import choice_prompt, load_choices
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 CHECKPOINT = ["--device-type", "cpu", "-g", "tiny"]
+MIXTURE = ["--last-letter-max-words", "2", "--last-letter-max-letters", "3"]
 ANSI = re.compile("\033\\[[0-9;]*m")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A folder for what `datasets` makes of files, so that tests leave nothing behind."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    if "datasets" in sys.modules:
-        monkeypatch.setattr(sys.modules["datasets"].config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+@pytest.fixture
+def tokenizer(base) -> Tokenizer:
+    return Tokenizer.load(str(base / "tokenizer"))
 
 
 def run(capsys, script, *flags: str) -> str:
@@ -71,6 +71,17 @@ def change_meta(base, **changes) -> None:
     path.write_text(json.dumps({**meta, "user_config": {name: value for name, value in recorded.items() if value is not None}}))
 
 
+def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
+    """Makes the sampler draw these tokens, turn by turn, whatever the logits; those that the tool forces take the places of what stands there."""
+    turns, current = iter(turns), []
+
+    def pick(logits, keys, position, temperature, top_k):
+        if int(position) == 0:
+            current[:] = next(turns)
+        return torch.full((len(logits),), current[int(position)]), torch.zeros(len(logits))
+    monkeypatch.setattr(engine, "pick", pick)
+
+
 # chat_eval
 
 def scores(capsys, *flags: str) -> dict[str, dict[str, str]]:
@@ -96,9 +107,9 @@ def samples(base, task, split: str, num_problems: int, n: int, max_new_tokens: i
 def test_greedy_scores_are_a_naive_count_with_the_checkpoints_flags_unless_others_are_given(capsys, base, flags, task_flags, seed, limit):
     change_meta(base, seed=5, chain_answer="final", max_new_tokens=12)
     shown = scores(capsys, "-x", "30", *flags)
-    assert set(shown) == {"chain", "chain, out of distribution"}
+    assert set(shown) == {"chain", "chain, test_out"}
     task = chain(*task_flags, seed=seed)
-    for split, words in (("test_in", ""), ("test_out", ", out of distribution")):
+    for split, words in (("test_in", ""), ("test_out", ", test_out")):
         texts = samples(base, task, split, 30, 1, limit)
         right = [task.check(task.problem(split, i), text) for i, (text,) in enumerate(texts)]
         labels = [task.step_labels(task.problem(split, i), text) for i, (text,) in enumerate(texts)]
@@ -107,11 +118,6 @@ def test_greedy_scores_are_a_naive_count_with_the_checkpoints_flags_unless_other
         if split == "test_in":
             assert 0 < sum(right) < 30
             assert (float(shown["chain"]["ended"]) < 100) == (limit == 12 and "--chain-max-steps" not in flags)
-
-
-def test_without_max_problems_an_endless_task_is_asked_400_problems(capsys, base, monkeypatch):
-    monkeypatch.setattr(chat_eval, "ENDLESS", 7)
-    assert [line["number"] for line in scores(capsys).values()] == ["7", "7"]
 
 
 def test_pass_and_majority_at_k_are_those_of_the_samples(capsys, base):
@@ -129,28 +135,17 @@ def test_pass_and_majority_at_k_are_those_of_the_samples(capsys, base):
     assert shown["right in every step"] == percent(num_all, 80)
 
 
-def test_a_solution_without_steps_is_not_right_in_every_step_and_still_counts(capsys, base, monkeypatch):
-    """One of two solutions is right: the bare answer. Of all solutions none shows its steps, half are right."""
+def test_a_right_answer_without_steps_is_not_right_in_every_step(capsys, base, tokenizer, monkeypatch):
     task = chain()
-    answers = [f"={task.problem('test_in', 0).answer}", "0+0:0;=00"]
-    assert answers[1][-2:] != task.problem("test_in", 1).answer
-    encode, end = Tokenizer.load(str(base / "tokenizer")).encode, 260
-    assert Tokenizer.load(str(base / "tokenizer")).assistant_end == end
-    rows = [[*encode(a), end] + [end] * 28 for a in answers]
-    monkeypatch.setattr(chat_eval, "SPLITS", {"test_in": ""})
-    order = sorted(range(2), key=lambda i: len(task.problem("test_in", i).prompt))  # as generate takes them
-    monkeypatch.setattr(engine, "pick", lambda logits, keys, t, *_: (
-        torch.tensor([rows[order[b] if len(logits) == 2 else 1][int(t)] for b in range(len(logits))]), torch.zeros(len(logits))))
-    shown = scores(capsys, "-x", "2")["chain"]
-    assert (shown["pass@1"], shown["right in every step"], shown["ended"]) == ("50.0", "0.0", "100.0")
-
-
-MIXTURE = ["--last-letter-max-words", "2", "--last-letter-max-letters", "3"]
+    force_picks(monkeypatch, ([*tokenizer.encode("=" + task.problem(split, 0).answer), tokenizer.assistant_end] for split in ("test_in", "test_out")))
+    monkeypatch.setattr(chat_eval, "ENDLESS", 1)  # problems of a task without end, where -x does not say
+    for shown in scores(capsys).values():
+        assert shown == {"number": "1", "pass@1": "100.0", "right in every step": "0.0", "ended": "100.0"}
 
 
 def test_a_mixture_is_shown_whole_and_by_part(capsys, base):
     shown = scores(capsys, "-a", "mixture|chain", "-x", "40", *MIXTURE)
-    assert list(shown)[:4] == ["mixture", "  chain", "  last_letter", "mixture, out of distribution"] and len(shown) == 8
+    assert list(shown)[:4] == ["mixture", "  chain", "  last_letter", "mixture, test_out"] and len(shown) == 8
     assert shown["  chain"] == scores(capsys, "-x", "20")["chain"] and shown["  chain"]["number"] == "20"
     assert 2 * float(shown["mixture"]["pass@1"]) == float(shown["  chain"]["pass@1"]) + float(shown["  last_letter"]["pass@1"]) > 0
     assert shown["chain"]["number"] == shown["mixture"]["number"] == "40"
@@ -179,69 +174,55 @@ def question(text: str, labels: str = "ABCD", answer: str = "") -> dict:
     return {"question": text, "choices": {"text": [f"{k}" for k, _ in enumerate(labels)], "label": list(labels)}, "answerKey": answer or labels[0]}
 
 
-def write_questions(base, path, num_long: int) -> tuple[str, int]:
-    """Questions of several lengths and letters, every third answer another than the model's. -> their file, how many the model has right, each asked
-    alone and with all its logits looked at."""
-    model, tokenizer = tiny(), Tokenizer.load(str(base / "tokenizer"))
+@pytest.fixture
+def questions(base, tokenizer, tmp_path, monkeypatch) -> str:
+    """A file of 24 questions of several lengths and letters, 16 of which the model has right (each asked alone, with all its logits looked at), and 2 that
+    are longer than its context."""
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing behind
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # for processes that a test starts
+    path, model, said, keyed = tmp_path / "arc.jsonl", tiny(), set(), []
     rows = [question("+".join("012"[(i * k) % 3] for k in range(1, 2 + i % 5)), ("ABCD", "120", "012")[i % 3]) for i in range(24)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    num_right, said, keyed = 0, set(), []
     for i, choice in enumerate(load_choices("ARC-Easy", str(path))):
         logits = model(torch.tensor([tokenizer.render_prompt(choice_prompt(choice))]))[0, -1].tolist()
-        best = max(choice.letters, key=lambda letter: logits[ord(letter)])
+        best, *others = sorted(choice.letters, key=lambda letter: -logits[ord(letter)])
         said.add((choice.letters, best))
-        keyed.append(question(choice.question, "".join(choice.letters), best if i % 3 else next(l for l in choice.letters if l != best)))
-        num_right += i % 3 > 0
+        keyed.append(question(choice.question, "".join(choice.letters), best if i % 3 else others[0]))
     assert len(said) > 3  # not always one letter of a kind
-    keyed += [question("?" * 200)] * num_long
-    path.write_text("".join(json.dumps(row) + "\n" for row in keyed))
-    return str(path), num_right
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*keyed, question("?" * 200), question("!" * 200)]))
+    return str(path)
 
 
-def test_multiple_choice_is_the_likeliest_letter_of_each_question_and_long_ones_are_wrong(capsys, base, tmp_path):
-    path, num_right = write_questions(base, tmp_path / "arc.jsonl", num_long=2)
-    assert num_right == 16
-    line = run(capsys, chat_eval, "-i", "sft", "-a", "ARC-Easy", "--choices", path).splitlines()[1]
+def test_multiple_choice_is_the_likeliest_letter_of_each_question_and_long_ones_are_wrong(capsys, base, tokenizer, questions):
+    line = run(capsys, chat_eval, "-i", "sft", "-a", "ARC-Easy", "--choices", questions).splitlines()[1]
     assert line.split() == f"ARC-Easy 26 questions | accuracy {100 * 16 / 26:.1f}% (chance 25%) | 2 longer than the context".split()
-    choices, tokenizer = load_choices("ARC-Easy", path), Tokenizer.load(str(base / "tokenizer"))
+    choices = load_choices("ARC-Easy", questions)
     for max_tokens in (1, 400):  # a question at a time, and a few
         assert chat_eval.letter_accuracy(tiny(), tokenizer, choices, torch.device("cpu"), max_tokens) == (16 / 26, 2)
-    first = load_choices("ARC-Easy", path, 5)
+    first = load_choices("ARC-Easy", questions, 5)
     accuracy, num_long = chat_eval.letter_accuracy(tiny(), tokenizer, first, torch.device("cpu"))
-    line = run(capsys, chat_eval, "-i", "sft", "-a", "ARC-Easy", "--choices", path, "-x", "5").splitlines()[1]
+    line = run(capsys, chat_eval, "-i", "sft", "-a", "ARC-Easy", "--choices", questions, "-x", "5").splitlines()[1]
     assert f"5 questions | accuracy {100 * accuracy:5.1f}%" in line and ("longer" in line) == (num_long > 0)
 
 
-def test_two_ranks_print_the_numbers_of_one(capsys, base, tmp_path):
-    path, _ = write_questions(base, tmp_path / "arc.jsonl", num_long=1)
-    flags = ["-i", "sft", "-a", "mixture|ARC-Easy", "-x", "17", "-n", "3", "-t", "1", "--choices", path, *MIXTURE]
+def test_two_ranks_print_the_numbers_of_one(capsys, base, questions):
+    flags = ["-i", "sft", "-a", "mixture|ARC-Easy", "-x", "25", "-n", "3", "-t", "1", "--choices", questions, *MIXTURE]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/chat_eval.py", "--", *CHECKPOINT, *flags]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == run(capsys, chat_eval, *flags).splitlines()
-    assert done.stdout.count("\n") == 8
+    assert done.stdout.count("\n") == 8 and "longer than the context" in done.stdout
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["-a", "sudoku"], ["-a sudoku", "chain", "ARC-Easy", "MMLU"]),
-    (["--task", "sudoku"], ["sudoku", "chain", "ARC-Easy"]),
-    (["-a", "chain|"], ["-a chain|", "''"]),
-    (["-x", "0"], ["-x 0"]),
-    (["-n", "2"], ["-n 2", "greedy", "-t"]),
-    (["-n", "0"], ["--num-samples 0"]),
-    (["-m", "0"], ["-m 0"]),
-    (["-m", "126"], ["context 128", "--max-new-tokens"]),
-    (["-t", "-1"], ["--temperature -1"]),
-    (["-t", "nan"], ["--temperature nan"]),
-    (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["--choices nowhere.jsonl", "no such file"]),
-    (["-a", "chain", "--choices", __file__], ["--choices", "MMLU"]),
-    (["-a", "MMLU", "--choices", __file__], ["MMLU", "must end in"]),
-    (["-g", "nobody"], ["nobody", "tiny", "tiny-ver"]),
-    (["-g", "../tiny"], ["-g ../tiny"]),
-    (["-g", ""], ["d<N>", "tiny"]),
-    (["-s", "7"], ["tiny", "no step 7", "200"]),
-    (["-i", "rl"], ["tiny", "chatrl_checkpoints"]),
-    (["--chain-modulus", "77"], ["--chain-modulus 77"]),
+    (["-a", "sudoku"], ["-a sudoku", "chain", "ARC-Easy", "MMLU"]), (["--task", "sudoku"], ["sudoku", "chain", "ARC-Easy"]),
+    (["-a", "chain|"], ["-a chain|", "''"]), (["-x", "0"], ["-x 0"]), (["-n", "2"], ["-n 2", "greedy", "-t"]), (["-n", "0"], ["--num-samples 0"]),
+    (["-m", "0"], ["-m 0"]), (["-m", "126"], ["context 128", "--max-new-tokens"]), (["-t", "-1"], ["--temperature -1"]),
+    (["-t", "nan"], ["--temperature nan"]), (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["--choices nowhere.jsonl", "no such file"]),
+    (["-a", "chain", "--choices", __file__], ["--choices", "MMLU"]), (["-a", "MMLU", "--choices", __file__], ["MMLU", "must end in"]),
+    (["-g", "nobody"], ["nobody", "tiny", "tiny-ver"]), (["-g", "../tiny"], ["-g ../tiny"]), (["-g", ""], ["d<N>", "tiny"]),
+    (["-s", "7"], ["tiny", "no step 7", "200"]), (["-i", "rl"], ["tiny", "chatrl_checkpoints"]), (["--chain-modulus", "77"], ["--chain-modulus 77"]),
     (["--problems", "3"], ["--problems"]),
 ])
 def test_the_evaluation_refuses(capsys, base, flags, words):
@@ -252,7 +233,7 @@ def test_the_evaluation_refuses(capsys, base, flags, words):
 def test_a_checkpoint_that_names_no_task_is_not_evaluated_on_one_by_default(capsys, base):
     change_meta(base, task=None)
     assert "names no task" in refused(capsys, chat_eval, "-i", "sft")
-    assert scores(capsys, "-x", "2", "-a", "chain").keys() == scores(capsys, "-x", "2", "--task", "chain").keys() == {"chain", "chain, out of distribution"}
+    assert scores(capsys, "-x", "2", "-a", "chain").keys() == scores(capsys, "-x", "2", "--task", "chain").keys() == {"chain", "chain, test_out"}
 
 
 # chat_cli
@@ -270,19 +251,8 @@ def prompts_heard(monkeypatch) -> list[list[int]]:
     return heard
 
 
-def force_picks(monkeypatch, *turns: list[int]) -> None:
-    """Makes the sampler draw these tokens, turn by turn, whatever the logits; those that the tool forces take the places of what stands there."""
-    turns, current = iter(turns), []
-
-    def pick(logits, keys, position, temperature, top_k):
-        if int(position) == 0:
-            current[:] = next(turns)
-        return torch.full((len(logits),), current[int(position)]), torch.zeros(len(logits))
-    monkeypatch.setattr(engine, "pick", pick)
-
-
-def test_every_step_is_shown_with_what_the_verifier_says_of_it(capsys, base, monkeypatch):
-    tokenizer, task = Tokenizer.load(str(base / "tokenizer")), chain()
+def test_every_step_is_shown_with_what_the_verifier_says_of_it(capsys, base, tokenizer, monkeypatch):
+    task = chain()
     problems = [task.problem(split, i) for split in ("test_in", "test_out") for i in range(8)]
     sampler = Sampler(task, tokenizer, 0, 20, 20)
     rollouts, solutions = sampler.solve(tiny(), problems, 1, (), greedy=True)
@@ -305,7 +275,8 @@ def test_every_step_is_shown_with_what_the_verifier_says_of_it(capsys, base, mon
     assert talk(capsys, monkeypatch, "-m", "20", "-p", problems[0].prompt)[1:] == ["", blocks[0][0]]
 
 
-def test_colours_are_around_verdicts_and_only_where_they_are_wanted(capsys, base, monkeypatch):
+def test_colours_are_around_verdicts_and_only_where_they_are_wanted(capsys, base, tokenizer, monkeypatch):
+    """A verification that is cut has no verdict, whatever it says: yellow."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     flags = ["--verifier", "tiny-ver", "-m", "20"]
     stdin = "".join(f"{chain().problem('test_in', i).prompt}\n" for i in range(8))
@@ -320,14 +291,16 @@ def test_colours_are_around_verdicts_and_only_where_they_are_wanted(capsys, base
         assert talk(capsys, patch, *flags, stdin=stdin) == coloured
         patch.setenv("NO_COLOR", "1")
         assert talk(capsys, patch, *flags, stdin=stdin) == plain
+    force_picks(monkeypatch, [[*tokenizer.encode("1+1:2;=2"), tokenizer.assistant_end], tokenizer.encode("1+1:2T;=T")])
+    lines = talk(capsys, monkeypatch, "--verifier", "tiny-ver", "-m", "9", "--colour", "always", "-p", "1+1")
+    assert lines[3:] == ["  step 1: 1+1:2  \033[32mright\033[0m", "  verdict: \033[33mno verdict\033[0m", "  (malformed: no_final_verdict)"]
 
 
-def test_what_a_model_writes_cannot_steer_the_terminal(capsys, base, monkeypatch):
+def test_what_a_model_writes_cannot_steer_the_terminal(capsys, base, tokenizer, monkeypatch):
     """Nor forge a line of verdicts: a step is one line."""
-    tokenizer = Tokenizer.load(str(base / "tokenizer"))
     said = "\033[2J\r\x07\x9b1m\u202e\x7f\u2028\n verdict: \033[32mright;=1"
     judged = [*tokenizer.encode("\033[31m1T;=F"), tokenizer.assistant_end]
-    force_picks(monkeypatch, [*tokenizer.encode(said), tokenizer.assistant_end], judged)
+    force_picks(monkeypatch, [[*tokenizer.encode(said), tokenizer.assistant_end], judged])
     lines = talk(capsys, monkeypatch, "--verifier", "tiny-ver", "-p", "1+1")
     assert lines[2:] == ["Assistant: ?[2J???1m???", " verdict: ?[32mright;=1", "  step 1: ?[2J???1m??? verdict: ?[32mright  right", "  verdict: wrong"]
 
@@ -339,21 +312,19 @@ def test_of_all_characters_controls_and_formats_become_question_marks():
         assert chat_cli.printable(chr(code)) == (chr(code) if kept else "?"), hex(code)
 
 
-def test_a_character_split_over_tokens_is_shown_once_it_is_whole(capsys, base, monkeypatch):
-    tokenizer = Tokenizer.load(str(base / "tokenizer"))
+def test_a_character_split_over_tokens_is_shown_once_it_is_whole(capsys, base, tokenizer, monkeypatch):
     tokens = tokenizer.encode("\u00e9\u20ac\U0001f600\u3000a\u00a0b\t")
     assert len(tokens) == 2 + 3 + 4 + 3 + 1 + 2 + 1 + 1
-    force_picks(monkeypatch, [*tokens, 0xc3, ord("c"), tokenizer.assistant_end])
+    force_picks(monkeypatch, [[*tokens, 0xc3, ord("c"), tokenizer.assistant_end]])
     assert talk(capsys, monkeypatch, "-p", "1+1")[2] == "Assistant: \u00e9\u20ac\U0001f600\u3000a\u00a0b\t\ufffdc"
 
 
-def test_calculator_calls_are_shown_with_their_results(capsys, base, monkeypatch):
-    """The zeros stand where the calculator forces <|output_start|>36<|output_end|>. A call without a result is closed too, one that is cut is not."""
-    tokenizer = Tokenizer.load(str(base / "tokenizer"))
+def test_calculator_calls_are_shown_with_their_results(capsys, base, tokenizer, monkeypatch):
+    """The zeros stand where the calculator forces <|output_start|>36<|output_end|>. A call without a result is closed too."""
     encode, start, end = tokenizer.encode, tokenizer.special("<|python_start|>"), tokenizer.special("<|python_end|>")
     heard = prompts_heard(monkeypatch)
-    force_picks(monkeypatch, [*encode("so "), start, *encode("12*3"), end, 0, 0, 0, 0, *encode(" is"), tokenizer.assistant_end],
-                [start, *encode("1/0"), end, *encode("?"), tokenizer.assistant_end], encode("12345678"), [tokenizer.assistant_end])
+    force_picks(monkeypatch, [[*encode("so "), start, *encode("12*3"), end, 0, 0, 0, 0, *encode(" is"), tokenizer.assistant_end],
+                [start, *encode("1/0"), end, *encode("?"), tokenizer.assistant_end], encode("12345678")])
     lines = talk(capsys, monkeypatch, "--format", "chat", "-m", "19", stdin="a\nb\n\n")
     assert [line for line in lines if "Assistant" in line] == ["Assistant: so [12*3 = 36] is", "Assistant: [1/0 = ?]?"]
     answer = [{"type": "text", "text": "so "}, {"type": "python", "text": "12*3"}, {"type": "python_output", "text": "36"}, {"type": "text", "text": " is"}]
@@ -362,8 +333,8 @@ def test_calculator_calls_are_shown_with_their_results(capsys, base, monkeypatch
     assert talk(capsys, monkeypatch, "-p", "c", "-m", "8")[2] == "Assistant: 12345678 [cut at 8 tokens]"
 
 
-def test_a_chat_remembers_until_it_is_cleared_and_ends_at_quit(capsys, base, monkeypatch):
-    tokenizer, heard = Tokenizer.load(str(base / "tokenizer")), prompts_heard(monkeypatch)
+def test_a_chat_remembers_until_it_is_cleared_and_ends_at_quit(capsys, base, tokenizer, monkeypatch):
+    heard = prompts_heard(monkeypatch)
     lines = talk(capsys, monkeypatch, "--format", "chat", "-m", "3", stdin="1+1\n\n  2*2  \nCLEAR\n0-1\nquit\n2+2\n")
     answers = [re.fullmatch(r"Assistant: (.*?)(?: \[cut at 3 tokens\])?", line)[1] for line in lines if "Assistant" in line]
     assert len(answers) == len(heard) == 3 and lines[0].endswith("step 200; chat")
@@ -372,13 +343,13 @@ def test_a_chat_remembers_until_it_is_cleared_and_ends_at_quit(capsys, base, mon
     assert lines.count("User: ") == 6
 
 
-def test_every_message_to_a_model_of_a_task_is_a_problem_of_its_own(capsys, base, monkeypatch):
-    tokenizer, heard = Tokenizer.load(str(base / "tokenizer")), prompts_heard(monkeypatch)
+def test_every_message_to_a_model_of_a_task_is_a_problem_of_its_own(capsys, base, tokenizer, monkeypatch):
+    heard = prompts_heard(monkeypatch)
     talk(capsys, monkeypatch, stdin="1+1\n2*2\n")
     change_meta(base, task="mixture", mixture_tasks="last_letter,chain")
     talk(capsys, monkeypatch, stdin="0-1\nexit\n0-2\n")
-    assert heard == [tokenizer.render_prompt(text) for text in ("1+1", "2*2", "0-1")]
-    assert "<answer>" in tokenizer.decode(talk(capsys, monkeypatch, "--format", "paper", "-m", "1", stdin="1\n") and heard[-1])
+    talk(capsys, monkeypatch, "--format", "paper", "-m", "1", "-p", "1")
+    assert heard == [tokenizer.render_prompt(text) for text in ("1+1", "2*2", "0-1", PAPER.generator_prompt.format(problem="1"))]
 
 
 def test_a_conversation_that_no_longer_fits_is_one_line_and_goes_on(capsys, base, monkeypatch):
@@ -388,28 +359,27 @@ def test_a_conversation_that_no_longer_fits_is_one_line_and_goes_on(capsys, base
     answers = [line for line in lines if "Assistant" in line]
     assert len(answers) == 2 and answers[0] == answers[1]
     assert "134 tokens, the context 128" in refused(capsys, chat_cli, "-p", "1" * 130)
-    force_picks(monkeypatch, [ord("1")] * 20)
+    force_picks(monkeypatch, [[ord("1")] * 20])
     assert "to the verifier, its context 128" in refused(capsys, chat_cli, "-m", "20", "--verifier", "tiny-ver", "-p", "1" * 104)
 
 
-def test_an_interrupted_answer_does_not_end_the_conversation(capsys, base, monkeypatch):
-    tokenizer, heard = Tokenizer.load(str(base / "tokenizer")), prompts_heard(monkeypatch)
+def test_an_interrupted_answer_does_not_end_the_conversation(capsys, base, tokenizer, monkeypatch):
+    heard = prompts_heard(monkeypatch)
 
-    def interrupt(*_):
-        monkeypatch.undo()
+    def interrupted():
+        yield tokenizer.encode("yes")
         raise KeyboardInterrupt
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
-    monkeypatch.setattr(engine, "pick", interrupt)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("1+1\n2+2\n"))
-    out = run(capsys, chat_cli, "-t", "0", "--format", "chat")
-    assert "Assistant:  [stopped]\n" in out and out.count("Assistant: ") == 2 and heard[0] == tokenizer.render_prompt("1+1")
+    force_picks(monkeypatch, interrupted())
+    lines = talk(capsys, monkeypatch, "--format", "chat", "-m", "3", stdin="1+1\n2+2\nquit\n")
+    assert [line for line in lines if "Assistant" in line] == ["Assistant: yes [cut at 3 tokens]", "Assistant:  [stopped]"]
+    assert len(heard) == 2 and lines[-1] == "User: "
 
 
 @pytest.mark.parametrize("word", ["clear", "quit", "exit"])
-def test_a_message_on_the_command_line_is_never_a_command(capsys, base, monkeypatch, word):
+def test_a_message_on_the_command_line_is_never_a_command(capsys, base, tokenizer, monkeypatch, word):
     heard = prompts_heard(monkeypatch)
     assert talk(capsys, monkeypatch, "-p", word, "-m", "4")[2].startswith("Assistant: ")
-    assert heard == [Tokenizer.load(str(base / "tokenizer")).render_prompt(word)]
+    assert heard == [tokenizer.render_prompt(word)]
 
 
 def test_a_verifier_of_a_model_without_a_task_needs_a_format(capsys, base, monkeypatch):
