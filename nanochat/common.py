@@ -331,6 +331,14 @@ def start_run(args, device: torch.device, config: dict, resumed: bool, folder: s
     return run
 
 
+def quiet_datasets():
+    """The `datasets` library, without progress bars and without its calls home, which make opening local files wait for a network."""
+    import datasets
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.disable_progress_bars()
+    return datasets
+
+
 def describe_versions() -> dict:
     """Versions and commit, for config.json."""
     import subprocess

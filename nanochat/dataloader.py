@@ -14,7 +14,7 @@ from itertools import islice
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, quiet_datasets
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 BUFFER = 1000  # documents that wait for a row they fit
@@ -43,8 +43,7 @@ def is_hub_name(sources: list[str]) -> bool:
 
 def open_rows(sources: list[str], column: str):
     """A streaming `datasets` dataset of files or of a hub name, with one column. Raises BadInput."""
-    import datasets
-    datasets.disable_progress_bars()
+    datasets = quiet_datasets()
     files = [] if is_hub_name(sources) else find_files(sources)
     if any(os.path.getsize(name) == 0 for name in files):
         raise BadInput(f"{next(name for name in files if os.path.getsize(name) == 0)}: is empty")

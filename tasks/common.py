@@ -8,7 +8,7 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, quiet_datasets
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
@@ -45,7 +45,7 @@ def in_split(prompt: str, split: str) -> bool:
 def read_table(where: str, columns: tuple[str, ...], *path, **options):
     """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it cannot or a column is
     missing."""
-    import datasets
+    datasets = quiet_datasets()
     try:
         table = datasets.load_dataset(*path, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:

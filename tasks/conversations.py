@@ -4,7 +4,7 @@ Conversations for SFT beside a task's demonstrations: jsonl files, each line a l
 import json
 import os
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, quiet_datasets
 
 
 def check_messages(where: str, messages) -> list[dict]:
@@ -44,10 +44,11 @@ def _from_file(path: str) -> list[list[dict]]:
 
 
 def _from_hub(source: str) -> list[list[dict]]:
-    import datasets
     name, _, split = source.partition(":")
+    if os.path.splitext(name)[1] in (".json", ".jsonl"):
+        raise BadInput(f"{source}: no such file")
     try:
-        rows = datasets.load_dataset(name, split=split or "train")["messages"]
+        rows = quiet_datasets().load_dataset(name, split=split or "train")["messages"]
     except Exception as error:  # datasets raises many types for names that are not there
         raise BadInput(f"{source}: no such file, and cannot be loaded as a datasets name: {' '.join(str(error).split())[:200]}") from None
     return [check_messages(f"{source} row {i}", row) for i, row in enumerate(rows)]
