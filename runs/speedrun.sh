@@ -50,14 +50,14 @@ tiny)
     VOCAB=265  # bytes, no merges
     # 1M parameters, 1M tokens. The learning rates are four times the defaults and the weight decay is 0: the rules are for longer runs (dev/LOG.md).
     BASE="--depth 4 --n-embd 128 --n-head 4 --sequence-len 256 --window-pattern L --num-iterations 250 --total-batch-size 4096 --device-batch-size 8
-          --matrix-lr 0.08 --embedding-lr 1.2 --unembedding-lr 0.032 --weight-decay 0 --warmup-steps 20 --eval-every 100 --eval-tokens 65536 --save-every 100"
+          --matrix-lr 0.08 --embedding-lr 1.2 --unembedding-lr 0.032 --weight-decay 0 --warmup-steps 20 --eval-every 100 --eval-tokens 32768 --save-every 100"
     BASE_EVAL="--split-tokens 65536 --device-batch-size 8"
     TASK="--task chain"
     SFT="--save-every 100"
     GENERATOR_SFT="--num-steps 250"
     VERIFIER_SFT="--num-steps 250 --num-sampled 1024"
     # Without KL, with as many right as wrong solutions to judge, half of them past ones: as runs/runcpu.sh, half as long.
-    RL="--num-steps 40 --warmup-steps 20 --eval-every 20 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --save-every 20"
+    RL="--num-steps 40 --warmup-steps 20 --eval-every 20 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --eval-examples 200 --save-every 20"
     EVAL="-x 200"
     QUESTION="3+5*2-4+1"
     ;;
@@ -65,10 +65,10 @@ tiny)
 esac
 RUN=${WANDB_RUN:-speedrun-$TAG}
 launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
-stage() { echo; echo "== $* ($((SECONDS / 60)) min)"; }
+stage() { echo; echo "== $* ($SECONDS s)"; }
 
 stage "What this will take"
-[ "$SCALE" = tiny ] || python -m scripts.plan_cost --gpus "$NPROC" --base "$BASE" --generator-sft "$GENERATOR_SFT" --verifier-sft "$VERIFIER_SFT" --rl "$RL"
+[ "$SCALE" = tiny ] || python -m scripts.plan_cost --gpus "$NPROC" --base "$BASE" --generator-sft "$GENERATOR_SFT" --verifier-sft "$VERIFIER_SFT" --rl "$RL" --base-eval "$BASE_EVAL"
 
 stage "Text"
 if [ "$SCALE" = tiny ]; then  # 20,000 documents: problem, solution and verification on a line

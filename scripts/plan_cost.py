@@ -15,8 +15,9 @@ from nanochat.bench import decode_floor, prefill_floor
 from nanochat.common import BadInput, check_least, print0, script_main
 from nanochat.gpt import GPT, config_of
 from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
-from scripts import base_train, chat_sft, tango_rl
+from scripts import base_eval, base_train, chat_sft, tango_rl
 
+GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
 BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s of a GPU's memory, from the vendor's data sheets
 
 
@@ -26,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--generator-sft", default="", help="flags of chat_sft")
     parser.add_argument("--verifier-sft", default="")
     parser.add_argument("--rl", default="", help="flags of tango_rl")
+    parser.add_argument("--base-eval", default="", help="flags of base_eval")
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--gpu", choices=list(BANDWIDTH), default="H100")
@@ -63,18 +65,34 @@ def sft_flops(args, sft, model) -> tuple[float, str]:
     return tokens * flops_per_token(model), f"{sft.num_steps:,} steps of {sft.examples_per_step} examples, {tokens / 1e6:.0f}M tokens"
 
 
-def rl_seconds(args, rl, model, speed: tuple[float, float]) -> tuple[float, str]:
-    """Seconds of RL Tango: every generator step samples solutions and one verification of each, every verifier step solutions and verifications."""
+def sampling_seconds(args, model, speed: tuple[float, float], prompts: float, rows: float, prompt_tokens: int) -> float:
+    """Seconds to run prompts and decode rows of --completion-tokens behind them, on one GPU."""
+    floor = decode_floor(model, prompts, rows, prompt_tokens, args.completion_tokens, speed) + prefill_floor(model, prompts, prompt_tokens, speed)
+    return floor / args.decode_efficiency
+
+
+def rl_rows(args, rl, model, speed: tuple[float, float]) -> list[tuple[str, float, str]]:
+    """RL Tango: every generator step samples solutions and one verification of each, every verifier step solutions and verifications. And GRPO alone."""
     verifier_steps = rl.warmup_steps + rl.num_steps * rl.verifier_steps // max(1, rl.generator_steps)
-    P, G, prompt, new = rl.examples_per_step / args.gpus, rl.num_samples, args.prompt_tokens, args.completion_tokens
-    decode = lambda prompts, rows, length: (decode_floor(model, prompts, rows, length, new, speed) + prefill_floor(model, prompts, length, speed)) \
-        / args.decode_efficiency
-    train = lambda prompts, rows, length: (prompts * length + rows * new) * flops_per_token(model) * 4 / 3 / (speed[0] * args.mfu)  # and a reference's forward
-    judged = prompt + new  # what a verifier reads
-    generator_step = decode(P, P * G, prompt) + decode(P * G, P * G, judged) + train(P, P * G, prompt)
-    verifier_step = decode(P, P, prompt) + decode(P, P * G, judged) + train(P, P * G, judged)
-    return (rl.num_steps * generator_step + verifier_steps * verifier_step,
-            f"{rl.num_steps} generator steps of {generator_step:.1f}s, {verifier_steps} verifier steps of {verifier_step:.1f}s")
+    P, G, prompt = rl.examples_per_step / args.gpus, rl.num_samples, args.prompt_tokens
+    judged = prompt + args.completion_tokens  # what a verifier reads
+    sample = lambda *shape: sampling_seconds(args, model, speed, *shape)
+    train = lambda length: (P * length + P * G * args.completion_tokens) * flops_per_token(model) * 4 / 3 / (speed[0] * args.mfu)  # with a reference
+    grpo_step = sample(P, P * G, prompt) + train(prompt)
+    generator_step = grpo_step + sample(P * G, P * G, judged)
+    verifier_step = sample(P, P, prompt) + sample(P, P * G, judged) + train(judged)
+    return [("RL Tango", rl.num_steps * generator_step + verifier_steps * verifier_step,
+             f"{rl.num_steps} generator steps of {generator_step:.1f}s, {verifier_steps} verifier steps of {verifier_step:.1f}s"),
+            ("chat_rl in its place", rl.num_steps * grpo_step, f"{rl.num_steps} steps of {grpo_step:.1f}s")]
+
+
+def evaluation_rows(args, base_eval_args, model, speed: tuple[float, float]) -> list[tuple[str, float, str]]:
+    """Bits per byte; GSM8K's test problems, greedy, and the questions of ARC and MMLU."""
+    forward = flops_per_token(model) / 3 / (args.gpus * speed[0] * args.mfu)  # seconds per token
+    problems = GSM8K_TEST / args.gpus
+    return [("base_eval, bits per byte", base_eval_args.split_tokens * forward, f"{base_eval_args.split_tokens / 1e6:.0f}M tokens"),
+            ("chat_eval", sampling_seconds(args, model, speed, problems, problems, args.prompt_tokens) + QUESTIONS * args.prompt_tokens * forward,
+             f"{GSM8K_TEST:,} solutions, {QUESTIONS:,} questions")]
 
 
 def main(args) -> None:
@@ -89,12 +107,15 @@ def main(args) -> None:
               ("SFT of the generator", *sft_flops(args, parse(chat_sft, args.generator_sft, "--role", "generator"), model)),
               ("SFT of the verifier", *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
     rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
-    rows.append(("RL Tango", *rl_seconds(args, rl, model, (peak, BANDWIDTH[args.gpu]))))
-    total = sum(seconds for _, seconds, _ in rows)
+    speed = (peak, BANDWIDTH[args.gpu])
+    tango, grpo = rl_rows(args, rl, model, speed)
+    text, chat = evaluation_rows(args, parse(base_eval, args.base_eval), model, speed)
+    rows += [tango, text, chat]
+    total = sum(seconds for _, seconds, _ in rows) + chat[1]  # behind SFT and behind RL
     print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training and "
            f"{100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, ${args.dollars:.2f} per GPU and hour; not measured")
-    for name, seconds, what in [*rows, ("in all, without evaluations", total, "")]:
-        print0(f"{name:28s} {seconds / 3600:6.2f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
+    for name, seconds, what in [*rows, ("in all, CORE apart", total, ""), grpo]:
+        print0(f"{name:28s} {seconds / 3600:6.3f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
 
 
 if __name__ == "__main__":

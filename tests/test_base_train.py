@@ -165,10 +165,10 @@ def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
     lines = capsys.readouterr().out.splitlines()
     weights = 12 * 12 * 768 ** 2 + 6 * 6 * 12 + 32768 * 768 + 24
     per_token = 6 * weights + 12 * 768 * 12 * 2048
-    muon = 12 * 5 * (4 * (4 * 768 ** 3) + 4 * 6 * 0 + 4 * 2 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))
+    muon = 12 * 5 * (4 * 6 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))  # 4 square matrices and the MLP's two per layer
     flops = 100 * (2 ** 19 * per_token + 4 * muon)
     hours = flops / (4 * 989e12 * 0.5) / 3600
-    assert f"{flops:.2e} FLOPs" in lines[1] and f"{hours:6.2f} h  ${hours * 8:7.2f}" in lines[1]
+    assert f"{flops:.2e} FLOPs" in lines[1] and f"{hours:6.3f} h  ${hours * 8:7.2f}" in lines[1]
     assert f"{10 * 4 * 500 * per_token:.2e} FLOPs" in lines[2]
     with pytest.raises(BadInput, match="--no-such"):
         plan_cost.main(parse(plan_cost, ["--base", "--no-such 1"]))
