@@ -165,6 +165,13 @@ def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, 
     return load_file(path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt")) if per_rank and rank else saved
 
 
+def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
+    """Says so when an older run left a later step under the tag, which is what loads."""
+    last = list_steps(stage, tag)[-1]
+    if last > step:
+        print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, which is what loads unless a step is given")
+
+
 def resume_step(stage: str, tag: str, wanted: str, args, may_change: set[str]) -> int | None:
     """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what cannot be continued.
 

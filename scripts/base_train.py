@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nanochat.bench import machine_speed
-from nanochat.checkpoint import load_file, load_model, load_training, resume_step, save_model, save_training
+from nanochat.checkpoint import load_file, load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
                              describe_versions, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
 from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
@@ -96,6 +96,13 @@ def apply_rules(args, model, world: int) -> dict:
     lr_factor = math.sqrt(batch / REFERENCE_BATCH)
     return {"weights": weights, "num_steps": num_steps, "batch": batch, "rows": batch // row, "lr_factor": lr_factor,
             "weight_decay": args.weight_decay * lr_factor * reference / tokens}
+
+
+def print_rules(what: str, model, rules: dict, where: str) -> None:
+    num_tokens = rules["num_steps"] * rules["batch"]
+    print0(f"pretraining of {what}: {model.config}, {sum(p.numel() for p in model.parameters()):,} parameters, {rules['weights']:,} in matrices\n"
+           f"{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
+           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight decay {rules['weight_decay']:.4f}, {where}")
 
 
 def split_sources(args) -> tuple[list[str], list[str]]:
@@ -215,11 +222,7 @@ def main(args) -> None:
         saved = load_training("base", tag, resumed, rank, optimizers, per_rank=True)
         batches.load_state_dict(saved["batches"])
         state = saved["state"]
-    num_tokens = rules["num_steps"] * rules["batch"]
-    print0(f"pretraining of {tag}{f' behind step {resumed}' if resumed else ''}: {model.config}, {sum(p.numel() for p in model.parameters()):,} parameters, "
-           f"{rules['weights']:,} in matrices\n{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
-           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight decay {rules['weight_decay']:.4f}, "
-           f"{world} x {device}, {dtype}")
+    print_rules(f"{tag} behind step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
     if state["step"] >= rules["num_steps"]:
         print0(f"{path_of('base', tag)} is finished at step {state['step']}")
         return
@@ -243,11 +246,13 @@ def main(args) -> None:
         run.finish()
         raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} --resume-from-step auto") from None
     save(val_bpb)
-    run.log({"step": state["step"], "tokens": num_tokens, "val_bpb": val_bpb})
+    run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb})
     run.finish()
     print_samples(args, model, tokenizer, val_sources)
     print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, {batches.num_empty} had no text\n"
            f"saved {path_of('base', tag)} at step {state['step']}")
+    if rank == 0:
+        warn_of_later_steps("base", tag, state["step"])
 
 
 if __name__ == "__main__":

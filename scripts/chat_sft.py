@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from nanochat.checkpoint import list_steps, load_model, load_training, resume_step, save_model, save_training
+from nanochat.checkpoint import load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
                              describe_versions, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
 from nanochat.dataloader import pack_whole, shuffled
@@ -249,8 +249,8 @@ def main(args) -> None:
     run.finish()
     left_out = f", {state['too_long']} conversations were longer than the context and left out" if args.conversations else ""
     print0(f"saved {path_of('sft', tag)} at step {args.num_steps}{left_out}")
-    if rank == 0 and list_steps("sft", tag)[-1] != args.num_steps:
-        print0(f"WARNING: {tag} also holds step {list_steps('sft', tag)[-1]}, which is what loads unless --model-step says otherwise")
+    if rank == 0:
+        warn_of_later_steps("sft", tag, args.num_steps)
 
 
 if __name__ == "__main__":

@@ -243,6 +243,13 @@ def test_a_finished_run_says_so_and_changes_nothing(base, capsys):
     assert (base / "base_checkpoints" / "base" / "metrics.jsonl").read_text() == before
 
 
+def test_a_shorter_run_under_the_same_tag_warns_of_the_longer_ones_checkpoint(base, capsys):
+    train(base)
+    assert "WARNING" not in capsys.readouterr().out
+    train(base, "--num-iterations", "2")
+    assert "also holds step 8, of another run, which is what loads" in capsys.readouterr().out
+
+
 def test_two_ranks_go_on_together_and_no_other_number_can(base):
     launch = lambda *more: subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/base_train.py", "--", *flags(base, *more)], cwd=ROOT,
