@@ -335,6 +335,7 @@ def quiet_datasets():
     """The `datasets` library, without progress bars and without its calls home, which make opening local files wait for a network."""
     import datasets
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what fails is raised too, and told in one line
     datasets.disable_progress_bars()
     return datasets
 

@@ -1,24 +1,24 @@
 """
 Packed token batches: documents from text, jsonl or parquet files (or a `datasets` name), streamed and resumable at the exact batch.
 
-Every row begins with bos. Documents are packed by best fit; where none fits, the longest is cut and its rest begins with bos as a document
-of its own: no token is lost, and no row is padded.
+Every row begins with bos. Documents longer than a row are cut into rows; the others are packed by best fit, and where none fits, the longest is cut and
+its rest begins with bos as a document of its own: no token is lost, and no row is padded.
 """
 import glob
 import os
 import random
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 import torch
 
 from nanochat.common import BadInput, quiet_datasets
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
-BUFFER = 1000  # documents that wait for a row they fit
-ENCODE = 128   # documents that are encoded at once
+BUFFER = 1000     # documents that wait for a row they fit
+ENCODE = 128      # documents that are encoded at once, or fewer
+ENCODE_CHARS = 2 ** 18  # as soon as they have so many characters
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a split behind a colon
 
 
@@ -77,7 +77,9 @@ class Documents:
 
     def _texts(self, nothing_yet: bool) -> Iterator[str]:
         while True:
-            for i, row in enumerate(self.rows):
+            rows, i = iter(self.rows), -1
+            while (row := self._next(rows, i)) is not None:
+                i += 1
                 if not isinstance(row["text"], str):
                     raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} in epoch {self.epoch} has no text")
                 nothing_yet = False
@@ -86,6 +88,12 @@ class Documents:
                 raise BadInput(f"{', '.join(self.sources)}: no documents for rank {self.rank} of {self.world}")
             self.epoch += 1
             self.rows = self._open()
+
+    def _next(self, rows, i: int) -> dict | None:
+        try:
+            return next(rows, None)
+        except Exception as error:  # as above: damage behind the first rows shows here
+            raise BadInput(f"{', '.join(self.sources)}: cannot be read behind row {i}: {' '.join(str(error).split())[:200]}") from None
 
     def __iter__(self) -> Iterator[str]:
         return self.iterator
@@ -101,14 +109,14 @@ class Documents:
 
 
 class Shelf:
-    """Items kept by length, of which the longest that fits is taken; among equals the last to come goes first."""
+    """Items kept by length, of which the longest that fits is taken; among equals the first to come goes first."""
 
     def __init__(self):
         self.lengths: list[int] = []  # ascending
         self.items: list = []
 
     def add(self, length: int, item) -> None:
-        at = bisect_right(self.lengths, length)
+        at = bisect_left(self.lengths, length)  # before its equals: the end of a run is taken first
         self.lengths.insert(at, length)
         self.items.insert(at, item)
 
@@ -124,7 +132,7 @@ class Shelf:
 class PackedBatches:
     """Endless batches (B, T + 1) int64 of packed documents: inputs and targets of T tokens per row.
 
-    num_cut, num_empty: documents that were cut over rows, and ones without text, which are left out.
+    num_cut, num_empty: how often a document was cut over rows, and documents without text, which are left out.
     """
 
     def __init__(self, documents: Documents, tokenizer, rows: int, width: int):
@@ -132,12 +140,25 @@ class PackedBatches:
         self.shelf, self.num_cut, self.num_empty = Shelf(), 0, 0
 
     def _refill(self) -> None:
+        first_epoch, num_before = self.documents.epoch, len(self.shelf.items)
         while len(self.shelf.items) < BUFFER:
-            for tokens in self.tokenizer.encode_batch(list(islice(self.documents, ENCODE))):
-                if tokens:
-                    self.shelf.add(len(tokens) + 1, [self.tokenizer.bos, *tokens])
-                else:
-                    self.num_empty += 1
+            texts, num_chars, epoch = [], 0, self.documents.epoch
+            while len(texts) < ENCODE and num_chars < ENCODE_CHARS and self.documents.epoch == epoch:
+                texts.append(next(self.documents.iterator))
+                num_chars += len(texts[-1])
+            for tokens in self.tokenizer.encode_batch(texts):
+                self._add(tokens)
+            if len(self.shelf.items) == num_before and self.documents.epoch > first_epoch + 1:
+                raise BadInput(f"{', '.join(self.documents.sources)}: no document has text")
+
+    def _add(self, tokens: list[int]) -> None:
+        """Puts a document on the shelf, one longer than a row in parts."""
+        room = self.width - 1  # of a row, behind bos
+        self.num_empty += not tokens
+        self.num_cut += len(tokens) > room
+        for start in range(0, len(tokens), room):
+            part = [self.tokenizer.bos, *tokens[start: start + room]]
+            self.shelf.add(len(part), part)
 
     def _row(self) -> list[int]:
         row: list[int] = []

@@ -90,11 +90,16 @@ class Tokenizer:
         """Writes tokenizer.pkl and token_bytes.pt (int32 (V,): bytes per token, 0 for specials) into `folder`."""
         os.makedirs(folder, exist_ok=True)
         num_bytes = [len(self.token_bytes(i)) if i < self._first_special else 0 for i in range(self.vocab_size)]
-        torch.save(torch.tensor(num_bytes, dtype=torch.int32), os.path.join(folder, "token_bytes.pt"))
-        temporary = os.path.join(folder, "tokenizer.pkl.tmp")
-        with open(temporary, "wb") as f:
+        torch.save(torch.tensor(num_bytes, dtype=torch.int32), os.path.join(folder, "token_bytes.pt.tmp"))
+        with open(os.path.join(folder, "tokenizer.pkl.tmp"), "wb") as f:
             pickle.dump(self.encoding, f)
-        os.replace(temporary, os.path.join(folder, "tokenizer.pkl"))
+        for name in ("token_bytes.pt", "tokenizer.pkl"):
+            os.replace(os.path.join(folder, name + ".tmp"), os.path.join(folder, name))
+
+    def equals(self, other: "Tokenizer") -> bool:
+        """Whether both give every text the same ids."""
+        tokens = lambda t: [t.encoding.decode_single_token_bytes(i) for i in range(t.vocab_size)]
+        return self.encoding._pat_str == other.encoding._pat_str and tokens(self) == tokens(other)
 
     def check_model(self, name: str, model) -> None:
         """Raises BadInput unless a model was made for this tokenizer's vocabulary."""

@@ -37,12 +37,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume-from-step", default="-1", help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", required=True, help=".txt, .jsonl or .parquet files (column text), folders, patterns, or one datasets name")
+    data.add_argument("--data", nargs="+", required=True, help="files of one kind, folders, patterns, or one datasets name: "
+                      ".txt (each one document), .jsonl or .parquet (column text)")
     data.add_argument("--val-data", nargs="+", default=[], help="the same for validation; default: the last file of --data, which is then not trained on")
     add_model_args(parser, depth=20, sequence_len=2048, window_pattern="SSSL")
     horizon = parser.add_argument_group("horizon, in order of precedence")
-    horizon.add_argument("--num-iterations", type=int, default=-1, help="optimizer steps")
-    horizon.add_argument("--target-flops", type=float, default=-1.0, help="as many steps as these FLOPs allow")
+    horizon.add_argument("--num-iterations", type=int, default=-1, help="optimizer steps; -1 = by the next")
+    horizon.add_argument("--target-flops", type=float, default=-1.0, help="as many steps as these FLOPs allow; -1 = by the next")
     horizon.add_argument("--target-param-data-ratio", type=float, default=12.0, help="tokens per weight of the matrices")
     training = parser.add_argument_group("training")
     training.add_argument("--device-batch-size", type=int, default=32, help="rows that go through the model at once, per rank; changes no result")
@@ -187,6 +188,8 @@ def check_args(args) -> None:
                        "matrix_lr": 0, "embedding_lr": 0, "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0})
     if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
         raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
+    if args.num_iterations == 0:
+        raise BadInput("--num-iterations 0: must be at least 1, or -1 for the next rule")
     if args.num_iterations < 1 and args.target_flops <= 0 and args.target_param_data_ratio <= 0:
         raise BadInput("--num-iterations, --target-flops, --target-param-data-ratio: one must be above 0")
 
@@ -205,7 +208,8 @@ def main(args) -> None:
     resumed = resume_step("base", tag, args.resume_from_step, args, MAY_CHANGE)
     check_writable(path_of("base", tag))
     documents = Documents(train_sources, rank, world)
-    Documents(val_sources, rank, world)
+    for sources in (train_sources, val_sources):  # bad text shows before anything is written
+        PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
     if resumed is None:
@@ -228,7 +232,12 @@ def main(args) -> None:
         return
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None, path_of("base", tag))
     run.trim("metrics.jsonl", state["step"])
-    evaluate = lambda: bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
+
+    def evaluate() -> float:
+        val_bpb = bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
+        if not math.isfinite(val_bpb):
+            raise Diverged(f"behind step {state['step']}: validation bits per byte are {val_bpb}; lower the learning rates")
+        return val_bpb
 
     def save(val_bpb: float | None = None) -> None:
         save_training("base", tag, state["step"], rank, optimizers, {"batches": batches.state_dict(), "state": dict(state)})

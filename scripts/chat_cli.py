@@ -120,6 +120,8 @@ def choose_format(args, recorded: dict) -> Format | None:
     """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput for --verifier without a task."""
     task = recorded.get("task", "")
     task = recorded["mixture_tasks"].split(",")[0] if task == "mixture" else task
+    if recorded.get("conversations") and recorded.get("conversations_share") == 1:
+        task = ""  # it has never seen the task
     name = args.format or (TASKS[task].fmt.name if task in TASKS else "chat")
     if args.verifier and name == "chat":
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format compact or paper")

@@ -71,6 +71,10 @@ def start_model(args, tokenizer, device, dtype):
         return new_model(config_of(args, tokenizer.vocab_size), 2 * args.seed + (args.role == "verifier"), device, dtype)
     model, _ = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype, None if args.from_step < 0 else args.from_step)
     tokenizer.check_model(f"{args.from_stage} model", model)
+    shape, parser = model.config.asdict() | {"depth": model.config.n_layer}, make_parser()
+    for name in ("depth", "n_embd", "n_head", "n_kv_head", "sequence_len", "window_pattern"):
+        if getattr(args, name) not in (parser.get_default(name), shape[name]):
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the {args.from_stage} model has {shape[name]}, and keeps its shape")
     return model
 
 
@@ -96,7 +100,7 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
         prompt, completion = verifier_prompt(tokenizer, task.fmt, problem.prompt, solution), task.verification_demo(problem, solution, rng)
     completion = [*tokenizer.encode(completion), tokenizer.assistant_end]
     if len(prompt) + len(completion) > context:
-        raise BadInput(f"--sequence-len {context}: demonstration {index} of {task.name} has {len(prompt) + len(completion)} tokens")
+        raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} has {len(prompt) + len(completion)} tokens")
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
 
 
@@ -109,8 +113,9 @@ class Examples:
         self.conversations = load_conversations(args.conversations) if args.conversations else []
         self.share = args.conversations_share if self.conversations else 0.0
         self.row = shuffled(len(self.conversations), args.seed)
-        for i in range(512):  # one that does not fit the context shows now, not in the middle of training
-            self(i)
+        # What does not fit the context shows now, not in the middle of training.
+        if None in (found := [self(i) for i in range(512)]) and found.count(None) == math.floor(512 * self.share):
+            raise BadInput(f"--conversations {' '.join(args.conversations)}: none of the first {found.count(None)} fits the context of {context}")
 
     def __call__(self, index: int) -> tuple[list[int], list[int]] | None:
         """Ids and loss mask, None for a conversation longer than the context: to be counted."""

@@ -11,7 +11,8 @@ import random
 import time
 from itertools import chain
 
-from nanochat.common import add_run_args, check_least, check_writable, path_of, print0, rank_and_world, script_main
+from nanochat.checkpoint import list_tags
+from nanochat.common import BadInput, add_run_args, check_least, check_writable, path_of, print0, rank_and_world, script_main
 from nanochat.dataloader import Documents
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks import add_task_args, make_task, task_texts
@@ -40,6 +41,14 @@ def capped_texts(sources: list[str], max_chars: int, doc_cap: int):
         num_chars += min(len(text), doc_cap)
 
 
+def check_models(folder: str, tokenizer: Tokenizer) -> None:
+    """Raises BadInput when another tokenizer is there that models were made for: with this one they would read and write nonsense."""
+    tags = [f"{stage} {tag}" for stage in ("base", "sft", "rl") for tag in list_tags(stage)]
+    if tags and os.path.exists(os.path.join(folder, "tokenizer.pkl")) and not Tokenizer.load(folder).equals(tokenizer):
+        raise BadInput(f"{folder} holds the tokenizer of {', '.join(tags)}, and this would be another: use it (--if-missing) or set NANOCHAT_BASE_DIR to a "
+                       f"new folder")
+
+
 def main(args) -> None:
     check_least(args, {"num_texts": 1, "max_chars": 1, "doc_cap": 1})
     folder, started = path_of("tokenizer"), time.time()
@@ -50,6 +59,7 @@ def main(args) -> None:
     check_writable(folder)
     texts = capped_texts(args.data, args.max_chars, args.doc_cap) if args.data else chain.from_iterable(task_texts(task, args.num_texts, args.seed))
     tokenizer = Tokenizer.train(texts, args.vocab_size)
+    check_models(folder, tokenizer)
     if rank_and_world()[0] == 0:
         tokenizer.save(folder)
     example = task.solution_demo(task.problem("sft", 0), random.Random(0))

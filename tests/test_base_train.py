@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from conftest import parse
 
 from nanochat.checkpoint import list_steps, load_model
-from nanochat.common import BadInput, Diverged, script_main
+from nanochat.common import BadInput, Diverged, path_of, script_main
 from nanochat.gpt import GPT, GPTConfig, config_of
 from nanochat.loss_eval import bits_per_byte, flops_per_token, matrix_parameters, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
+from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, base_train, plan_cost, task_text, tok_train
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -275,6 +276,22 @@ def test_a_loss_that_is_not_finite_three_times_stops_the_run(base, monkeypatch):
         train(base)
 
 
+def test_a_model_that_is_not_finite_is_not_saved(base):
+    with pytest.raises(Diverged, match="behind step 1: validation bits per byte are nan"):
+        train(base, "--num-iterations", "1", "--matrix-lr", "1e30")
+    assert list_steps("base", "base") == []
+
+
+def test_another_tokenizer_does_not_take_the_place_of_one_that_models_were_made_for(base):
+    train(base, "--num-iterations", "1")
+    again = ["--data", str(base / "text"), "--vocab-size"]
+    tok_train.main(parse(tok_train, [*again, "265"]))  # the same one
+    with pytest.raises(BadInput, match="holds the tokenizer of base base, and this would be another"):
+        tok_train.main(parse(tok_train, [*again, "270"]))
+    tok_train.main(parse(tok_train, [*again, "270", "--if-missing"]))
+    assert Tokenizer.load(path_of("tokenizer")).vocab_size == 265
+
+
 def test_the_micro_batch_changes_nothing(base):
     train(base)
     train(base, "--model-tag", "two", "--device-batch-size", "4")
@@ -291,6 +308,7 @@ def test_the_micro_batch_changes_nothing(base):
     (["--resume-from-step", "soon"], "--resume-from-step soon"),
     (["--model-tag", "../x"], "--model-tag ../x"),
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+    (["--num-iterations", "0"], "--num-iterations 0: must be at least 1"),
     (["--num-iterations", "-1", "--target-param-data-ratio", "0"], "one must be above 0"),
     (["--num-iterations", "-1", "--target-param-data-ratio", "0.0001"], "not one step"),
     (["--window-pattern", "X"], "window pattern 'X'"),

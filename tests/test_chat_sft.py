@@ -140,6 +140,14 @@ def test_conversations_that_do_not_fit_are_counted(base, chats, capsys):
     assert "16 conversations were longer than the context and left out" in capsys.readouterr().out
 
 
+def test_conversations_none_of_which_fits_are_refused(base, tmp_path):
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps(CHATS[2]) + "\n")
+    with pytest.raises(BadInput, match="long.jsonl: none of the first 256 fits the context of 128"):
+        train("--model-tag", "a", "--conversations", str(path))
+    assert list_steps("sft", "a") == []
+
+
 def test_packed_rows_are_whole_contexts_and_learn(base, monkeypatch):
     shapes = []
     loss = chat_sft.supervised_loss
@@ -155,10 +163,14 @@ def test_it_starts_from_a_base_model(base):
     model = GPT(GPTConfig(96, 265, 2, 2, 2, 32, "L"))
     model.init_weights(torch.Generator().manual_seed(1))
     save_model("base", "b", 30, model, {"user_config": {}})
-    train("--model-tag", "a", "--from-stage", "base", "--from-tag", "b", "--matrix-lr", "0", "--embedding-lr", "0", "--num-steps", "1")
+    start = ["--model-tag", "a", "--from-stage", "base", "--from-tag", "b", "--matrix-lr", "0", "--embedding-lr", "0", "--num-steps", "1"]
+    with pytest.raises(BadInput, match="--depth 1: the base model has 2, and keeps its shape"):
+        train(*start)
+    start += ["--depth", "2", "--sequence-len", "96"]
+    train(*start)
     assert equal(weights("a"), list(model.parameters()))
     assert load_model("sft", "a", torch.device("cpu"), torch.float32)[0].config == model.config
-    train("--model-tag", "a", "--from-stage", "sft", "--num-steps", "1", "--from-step", "1", role="verifier")
+    train("--model-tag", "a", "--from-stage", "sft", "--num-steps", "1", "--from-step", "1", "--depth", "2", "--sequence-len", "96", role="verifier")
     assert list_steps("sft", "a-ver") == [1] and not equal(weights("a-ver"), weights("a"))
 
 

@@ -161,11 +161,34 @@ def test_a_document_longer_than_a_row_is_cut_and_its_rest_follows(tmp_path, monk
     assert pieces == [bytes(97 + i % 26 for i in range(start, start + 30)) for start in (0, 30, 60)]
 
 
+def test_one_long_text_is_read_through_before_it_comes_again(tmp_path):
+    """A corpus of one file: every part of it is trained once per pass, not its head again and again."""
+    (tmp_path / "a.txt").write_bytes(text := b"".join(b"%04d" % i for i in range(1000)))
+    batches = PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 5, 41)
+    pieces = pieces_of(sum((batches.next_batch().tolist() for _ in range(20)), []))
+    assert b"".join(pieces) == text
+    assert batches.documents.epoch == 1 and len(batches.shelf.items) <= 200  # little of the next pass waits
+
+
+def test_sources_without_any_text_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(BadInput, match="no document has text"):
+        PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 9).next_batch()
+
+
+def test_damage_behind_the_first_rows_is_one_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"text": "x" * 10 ** 6}) + "\n") * 12 + '{"text": "bro')
+    with pytest.raises(BadInput) as error:
+        list(islice(Documents([str(path)]), 13))
+    assert str(path) in str(error.value) and "cannot be read behind row" in str(error.value) and "\n" not in str(error.value)
+
+
 def test_documents_without_text_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": ""}\n')
     batches = PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 9)
     assert pieces_of(batches.next_batch().tolist()) == [b"abc", b"abc", b""]
-    assert batches.num_empty == 24  # every second one of six times eight: five until 20 wait, one when the first was taken
+    assert batches.num_empty == 21  # 22 texts were read, for 20 to wait when two were taken; one without text between each
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 5, 40])
@@ -185,7 +208,7 @@ def test_a_shelf_gives_the_longest_that_fits():
     shelf = Shelf()
     for length, item in [(3, "a"), (5, "b"), (3, "c"), (9, "d")]:
         shelf.add(length, item)
-    assert [shelf.take(space) for space in (8, 4, 4, 4, 8, 9)] == ["b", "c", "a", None, None, "d"]
+    assert [shelf.take(space) for space in (8, 4, 4, 4, 8, 9)] == ["b", "a", "c", None, None, "d"]
 
 
 def test_pack_whole_keeps_examples_whole_and_pads_untrained():
