@@ -5,6 +5,7 @@ Bad input: one line that names what and where, exit code 2, nothing written; and
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -104,6 +105,7 @@ def test_a_folder_that_cannot_be_written_is_named(capsys, base, monkeypatch, tmp
 
 
 def test_a_model_of_another_vocabulary_is_refused(capsys, base):
+    shutil.rmtree(base / "tokenizer")  # else tok_train itself refuses
     script_main(tok_train.main, tok_train.make_parser(), [*TASK_FLAGS, "--vocab-size", "270"])
     capsys.readouterr()
     assert "vocabulary of 265" in refused(capsys, base, tango_rl, *RL_FLAGS)
