@@ -172,11 +172,12 @@ def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
         print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, which is what loads unless a step is given")
 
 
-def resume_step(stage: str, tag: str, wanted: str, args, may_change: set[str]) -> int | None:
+def resume_step(stage: str, tag: str, args, may_change: set[str]) -> int | None:
     """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what cannot be continued.
 
-    wanted: -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta but for may_change.
+    The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta but for may_change.
     """
+    wanted = args.resume_from_step
     steps = [step for step in list_steps(stage, tag) if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
     if wanted == "-1" or wanted == "auto" and not steps:
         return None

@@ -41,8 +41,8 @@ def is_hub_name(sources: list[str]) -> bool:
     return len(sources) == 1 and not glob.glob(sources[0]) and HUB_NAME.fullmatch(sources[0]) is not None
 
 
-def open_rows(sources: list[str], column: str):
-    """A streaming `datasets` dataset of files or of a hub name, with one column. Raises BadInput."""
+def open_rows(sources: list[str]):
+    """A streaming `datasets` dataset of files or of a hub name, its column `text` alone. Raises BadInput."""
     datasets = quiet_datasets()
     files = [] if is_hub_name(sources) else find_files(sources)
     if any(os.path.getsize(name) == 0 for name in files):
@@ -58,9 +58,9 @@ def open_rows(sources: list[str], column: str):
         columns = rows.column_names or list(next(iter(rows)))
     except Exception as error:  # datasets raises many types for files that are damaged and names that are not there
         raise BadInput(f"{', '.join(sources)}: cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
-    if column not in columns:
-        raise BadInput(f"{', '.join(sources)}: has no column {column!r}, but {', '.join(columns)}")
-    return rows.select_columns([column])
+    if "text" not in columns:
+        raise BadInput(f"{', '.join(sources)}: has no column 'text', but {', '.join(columns)}")
+    return rows.select_columns(["text"])
 
 
 class Documents:
@@ -73,7 +73,7 @@ class Documents:
 
     def _open(self):
         from datasets.distributed import split_dataset_by_node
-        return split_dataset_by_node(open_rows(self.sources, "text"), self.rank, self.world)
+        return split_dataset_by_node(open_rows(self.sources), self.rank, self.world)
 
     def _texts(self, nothing_yet: bool) -> Iterator[str]:
         while True:
@@ -202,6 +202,16 @@ def pack_whole(examples: list[tuple[list[int], list[int]]], width: int, pad: int
         space = width - len(ids)
         rows.append((ids + [pad] * space, mask + [0] * space))
     return rows
+
+
+def length_batches(examples: list, max_tokens: int) -> list[list]:
+    """The examples sorted by length and cut into micro-batches of at most max_tokens tokens, padding included."""
+    batches = []
+    for example in sorted(examples, key=lambda example: len(example[0])):
+        if not batches or (len(batches[-1]) + 1) * len(example[0]) > max_tokens:
+            batches.append([])
+        batches[-1].append(example)
+    return batches
 
 
 def shuffled(num: int, seed: int) -> Callable[[int], int]:

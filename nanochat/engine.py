@@ -168,7 +168,7 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
     unit = unit.repeat_interleave(table.shape[1]).to(hidden.device)        # (U * R,)
     positions = torch.tensor([[len(prompt)] for prompt in prompts], device=hidden.device)[unit]  # (B, 1)
     cache = KVCache(model.config.n_layer, capacity=min(COLUMNS_CUDA, max_new_tokens) if graphs else None)
-    due = torch.full((ended + 1,), -1, device=hidden.device)  # the token that a row must get next, -1 for none
+    due = torch.full((ended + 1,), -1, device=hidden.device) if tool else None  # the token that a row must get next, -1 for none
 
     def record(logits, rows, t):
         """Draws the next token of every row, writes it down and sends rows that have ended to the spare one. -> tokens, rows"""
@@ -181,14 +181,6 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
         stopped = (tokens[:, None] == stop_tokens).any(dim=1)
         out.stopped[rows] = stopped
         return tokens, rows.masked_fill(stopped, ended)
-
-    def ask_tool(tokens, rows):
-        """Tells the tool what the live rows got; leaves in `due` what they must get next."""
-        live = [(row, token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if row < ended]
-        forced = tool([row for row, _ in live], [token for _, token in live])
-        due.fill_(-1)
-        for row, token in forced.items():
-            due[row] = token
 
     def step(tokens, rows, positions, t, last_embedding):
         """One more token for every row; t (1,) tokens have been drawn. A function of device tensors alone."""
@@ -221,8 +213,17 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
             cache.reserve(min(COLUMNS_CUDA, max_new_tokens - cache.capacity))
             replay = Replay(step)
         if tool:
-            ask_tool(*state[:2])
+            ask_tool(tool, *state[:2], due)
         state = replay(*state)
+
+
+def ask_tool(tool: Tool, tokens: torch.Tensor, rows: torch.Tensor, due: torch.Tensor) -> None:
+    """Tells a tool what the live rows got, and leaves in `due` what they must get next. tokens, rows (B,); due has a place per row, the last for ended ones."""
+    live = [(row, token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if row < len(due) - 1]
+    forced = tool([row for row, _ in live], [token for _, token in live])
+    due.fill_(-1)
+    for row, token in forced.items():
+        due[row] = token
 
 
 def uses_graphs(device) -> bool:

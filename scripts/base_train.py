@@ -127,7 +127,7 @@ def validation_batches(args, sources, tokenizer, run):
 
 
 def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
-    """Greedy continuations of the first 8 tokens of validation documents."""
+    """Greedy continuations of the first 8 tokens of the first documents."""
     prompts = [[tokenizer.bos, *tokenizer.encode(text)[:8]] for text in islice(Documents(sources), num)]
     new = min(32, args.sequence_len - max(map(len, prompts)))
     out = generate(model, prompts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens, keys=[row_key(i) for i in range(len(prompts))], temperature=0)
@@ -205,7 +205,7 @@ def main(args) -> None:
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     token_bytes = load_file(path_of("tokenizer", "token_bytes.pt"))
     config_of(args, tokenizer.vocab_size)
-    resumed = resume_step("base", tag, args.resume_from_step, args, MAY_CHANGE)
+    resumed = resume_step("base", tag, args, MAY_CHANGE)
     check_writable(path_of("base", tag))
     documents = Documents(train_sources, rank, world)
     for sources in (train_sources, val_sources):  # bad text shows before anything is written

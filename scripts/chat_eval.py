@@ -16,6 +16,7 @@ import torch
 from nanochat.checkpoint import default_tag, load_model
 from nanochat.common import (BadInput, all_reduce, check_least, check_name, compute_dtype, gather_lists, init_device, path_of, print0, rank_and_world,
                              script_main)
+from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
 from nanochat.rl.evals import majority, pass_at_k
 from nanochat.rl.prompts import check_prompts_fit
@@ -100,20 +101,14 @@ def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 1
     """The share of questions whose right letter is the likeliest of its letters, and how many were longer than the context and count as wrong."""
     rank, world = rank_and_world()
     tokens = {letter: letter_token(tokenizer, letter) for choice in choices for letter in choice.letters}
-    mine = sorted(((tokenizer.render_prompt(choice_prompt(c)), c) for c in choices[rank::world]), key=lambda pair: len(pair[0]))
-    fitting = [pair for pair in mine if len(pair[0]) <= model.config.sequence_len]
-    num_right, start = 0, 0
-    while start < len(fitting):
-        end = start + 1
-        while end < len(fitting) and (end + 1 - start) * len(fitting[end][0]) <= max_tokens:
-            end += 1
-        batch = fitting[start:end]
+    mine = [(tokenizer.render_prompt(choice_prompt(c)), c) for c in choices[rank::world]]
+    fitting, num_right = [pair for pair in mine if len(pair[0]) <= model.config.sequence_len], 0
+    for batch in length_batches(fitting, max_tokens):
         ids, _ = pad_prompts([prompt for prompt, _ in batch], device)
         last = torch.tensor([len(prompt) - 1 for prompt, _ in batch], device=device)
         logits = model.head(model.trunk(ids)[torch.arange(len(batch), device=device), last])  # (B, V)
         for row, (_, choice) in zip(logits.tolist(), batch, strict=True):
             num_right += max(choice.letters, key=lambda letter: row[tokens[letter]]) == choice.answer
-        start = end
     num_right, num_long, total = all_reduce(torch.tensor([num_right, len(mine) - len(fitting), len(mine)], device=device)).tolist()
     return num_right / max(1, total), num_long
 

@@ -19,7 +19,7 @@ import torch
 from nanochat.checkpoint import load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
                              describe_versions, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
-from nanochat.dataloader import pack_whole, shuffled
+from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
 from nanochat.loss_eval import supervised_loss
@@ -105,17 +105,23 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
 
 
 class Examples:
-    """Example i, for any i: a conversation or a demonstration, at even distances by --conversations-share."""
+    """Example i, for any i: a conversation or a demonstration, at even distances by --conversations-share. sampled: solutions that the verifier's
+    demonstrations judge beside corrupted ones."""
 
-    def __init__(self, args, task, tokenizer, sampled: list, context: int):
-        self.demonstration = lambda index: demonstration(args, task, tokenizer, index, sampled, context)
+    def __init__(self, args, task, tokenizer, context: int):
+        self.sampled: list = []
+        self.demonstration = lambda index: demonstration(args, task, tokenizer, index, self.sampled, context)
         self.tokenizer, self.context = tokenizer, context
         self.conversations = load_conversations(args.conversations) if args.conversations else []
         self.share = args.conversations_share if self.conversations else 0.0
         self.row = shuffled(len(self.conversations), args.seed)
-        # What does not fit the context shows now, not in the middle of training.
-        if None in (found := [self(i) for i in range(512)]) and found.count(None) == math.floor(512 * self.share):
-            raise BadInput(f"--conversations {' '.join(args.conversations)}: none of the first {found.count(None)} fits the context of {context}")
+        self.names = " ".join(args.conversations)
+
+    def check(self) -> None:
+        """Raises BadInput when one of the first 512 demonstrations, or none of as many conversations, fits the context: now, not in the middle of training."""
+        num_long = [self(i) for i in range(512)].count(None)
+        if num_long and num_long == math.floor(512 * self.share):
+            raise BadInput(f"--conversations {self.names}: none of the first {num_long} fits the context of {self.context}")
 
     def __call__(self, index: int) -> tuple[list[int], list[int]] | None:
         """Ids and loss mask, None for a conversation longer than the context: to be counted."""
@@ -124,16 +130,6 @@ class Examples:
             return self.demonstration(index - num_before)
         ids, mask = self.tokenizer.render_conversation(self.conversations[self.row(num_before)], None)
         return (ids, mask) if len(ids) <= self.context else None
-
-
-def length_batches(examples: list, max_tokens: int) -> list[list]:
-    """The examples sorted by length and cut into micro-batches of at most max_tokens tokens, padding included."""
-    batches = []
-    for example in sorted(examples, key=lambda example: len(example[0])):
-        if not batches or (len(batches[-1]) + 1) * len(example[0]) > max_tokens:
-            batches.append([])
-        batches[-1].append(example)
-    return batches
 
 
 def train_step(args, model, parameters, optimizers, examples: list, step: int, device) -> tuple[float, float, float]:
@@ -214,7 +210,7 @@ def main(args) -> None:
     uses_wandb(args.run)
     check_writable(path_of("sft", tag))
     tokenizer = Tokenizer.load(path_of("tokenizer"))
-    resumed = resume_step("sft", tag, args.resume_from_step, args, MAY_CHANGE)
+    resumed = resume_step("sft", tag, args, MAY_CHANGE)
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
     model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed)[0]
@@ -227,7 +223,8 @@ def main(args) -> None:
     if state["step"] >= args.num_steps:
         print0(f"{path_of('sft', tag)} is finished at step {state['step']}")
         return
-    Examples(args, task, tokenizer, [], model.config.sequence_len)  # bad ones show before anything is sampled or written
+    examples = Examples(args, task, tokenizer, model.config.sequence_len)
+    examples.check()  # before anything is sampled or written, and with what was sampled below
     print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, {sum(p.numel() for p in parameters):,} parameters trained, "
            f"{device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None, path_of("sft", tag))
@@ -243,8 +240,10 @@ def main(args) -> None:
             save_model("sft", tag, state["step"], model, {"user_config": vars(args), "loss": state["loss"], "val_bpb": None})
 
     try:
-        sampled = sample_solutions(args, task, tokenizer, generator, run) if generator is not None else []
-        train(args, run, model, parameters, optimizers, Examples(args, task, tokenizer, sampled, model.config.sequence_len), state, after_step, save)
+        if generator is not None:
+            examples.sampled = sample_solutions(args, task, tokenizer, generator, run)
+            examples.check()
+        train(args, run, model, parameters, optimizers, examples, state, after_step, save)
     except StopRequested:
         if state["step"]:
             save()

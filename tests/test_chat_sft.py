@@ -58,7 +58,7 @@ def chats(tmp_path) -> str:
 
 def examples_of(*more: str, context: int = 128) -> chat_sft.Examples:
     args = parse(chat_sft, ["--role", "generator", *MODEL, *more])
-    return chat_sft.Examples(args, make_task(args), Tokenizer.load(path_of("tokenizer")), [], context)
+    return chat_sft.Examples(args, make_task(args), Tokenizer.load(path_of("tokenizer")), context)
 
 
 # Examples
@@ -126,7 +126,7 @@ def test_a_step_lowers_the_mean_loss_of_trained_tokens(base):
     model = chat_sft.start_model(args, tokenizer, torch.device("cpu"), torch.float32)
     losses = []
     for i in range(8):
-        ids, mask = chat_sft.Examples(args, make_task(args), tokenizer, [], 128)(i)
+        ids, mask = chat_sft.Examples(args, make_task(args), tokenizer, 128)(i)
         nll = F.cross_entropy(model(torch.tensor([ids[:-1]]))[0], torch.tensor(ids[1:]), reduction="none")
         losses += nll[torch.tensor(mask[1:]).bool()].tolist()
     assert metrics_of(base, "a")[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
