@@ -13,6 +13,8 @@ import torch
 
 from nanochat.common import BadInput, check_unchanged, path_of, print0, rank_and_world, write_json
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf import Decoder, DecoderConfig
+from nanochat.weights import allocate, fill, local_optimizer_state, with_shards
 
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older upstream checkpoints, with what they stood for
 
@@ -32,12 +34,13 @@ def save_atomic(obj, path: str) -> None:
         raise
 
 
-def load_file(path: str, device="cpu"):
-    """torch.load of tensors and plain containers only. Raises BadInput when the file is absent or holds anything else."""
+def load_file(path: str, device="cpu", mmap: bool = False):
+    """torch.load of tensors and plain containers only; with mmap, tensors stay in the file until they are read. Raises BadInput when the file is absent
+    or holds anything else."""
     if not os.path.exists(path):
         raise BadInput(f"{path} is missing")
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many types for a file that is damaged or not allowed
         raise BadInput(f"{path} cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
@@ -74,22 +77,25 @@ def find_step(stage: str, tag: str, step: int | None = None) -> int:
     return steps[-1] if step is None else step
 
 
-def save_model(stage: str, tag: str, step: int, model: GPT, meta: dict) -> None:
-    """Writes a model and its meta; the meta goes last and makes the pair valid."""
-    save_atomic(model.state_dict(), path_of(stage, tag, f"model_{step:06d}.pt"))
+def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict, state: dict | None = None) -> None:
+    """Writes a model and its meta; the meta goes last and makes the pair valid. state: whole tensors, for a model that is sharded."""
+    save_atomic(model.state_dict() if state is None else state, path_of(stage, tag, f"model_{step:06d}.pt"))
     write_json(path_of(stage, tag, f"meta_{step:06d}.json"), {"step": step, "model_config": model.config.asdict(), **meta})
 
 
-def load_meta(path: str) -> tuple[dict, GPTConfig]:
-    """A model's meta and its configuration; only window_pattern may be missing ("L"). Raises BadInput that names the file and the key."""
+def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
+    """A model's meta and its configuration: a GPT's, or with an "architecture" an imported decoder's; only a GPT's window_pattern may be missing ("L").
+    Raises BadInput that names the file and the key."""
     try:
         with open(path) as f:
             meta = json.load(f)
-        if "window_pattern" not in meta["model_config"]:
+        given = dict(meta["model_config"])
+        kind = DecoderConfig if "architecture" in given else GPTConfig
+        if kind is GPTConfig and "window_pattern" not in given:
             print0(f"{path}: has no window_pattern, taken as L")
-        given = {"window_pattern": "L", **meta["model_config"]}
-        config = GPTConfig(**given)
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            given["window_pattern"] = "L"
+        config = kind(**given)
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
         raise BadInput(f"{path} is no model's meta: {error}") from None
     missing = config.asdict().keys() - given.keys()
     if missing:
@@ -97,47 +103,57 @@ def load_meta(path: str) -> tuple[dict, GPTConfig]:
     return meta, config
 
 
-def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None) -> tuple[GPT, dict]:
-    """A model and its meta. Raises BadInput for what is missing, naming it."""
+def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None, sharded: bool = False) -> tuple[GPT | Decoder, dict]:
+    """A model, its weights in fp32 whatever the file has, and its meta. sharded: over all ranks. Raises BadInput for what is missing, naming it."""
     step = find_step(stage, tag, step)
     meta, config = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     path = path_of(stage, tag, f"model_{step:06d}.pt")
-    state = load_file(path, device)
+    state = load_file(path, mmap=True)
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise BadInput(f"{path} holds no state dict")
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
-    for name in MAY_BE_MISSING.keys() - state.keys():
+    kind = GPT if isinstance(config, GPTConfig) else Decoder
+    for name in MAY_BE_MISSING.keys() - state.keys() if kind is GPT else ():
         print0(f"{path}: has no {name}, taken as {MAY_BE_MISSING[name]}")
         state[name] = torch.full((config.n_layer,), MAY_BE_MISSING[name])
-    # Stored dtype is kept for upstream's sake elsewhere; on load, master weights are fp32.
-    state = {name: tensor.float() for name, tensor in state.items()}
-    with torch.device(device):
-        model = GPT(config, dtype)
+    with torch.device("meta"):
+        check_state(state, kind(config), path)
+    model = allocate(kind, config, dtype, device, sharded=sharded)
+    fill(model, state)
+    return model, meta
+
+
+def check_state(state: dict, model, path: str) -> None:
+    """Raises BadInput for the first tensor of a state dict that is missing, of another shape than the model's or not one of its."""
     expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     for name in sorted(expected.keys() | state.keys()):
         got = tuple(state[name].shape) if name in state else None
         if got != expected.get(name):
             raise BadInput(f"{path}: {name} is {got or 'missing'}, expected {expected.get(name) or 'no such tensor'}")
-    model.load_state_dict(state)
-    return model, meta
 
 
-def save_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
-    """Writes an optimizer's state; it is the same on every rank, so rank 0's file stands for all."""
-    save_atomic(optimizer.state_dict(), path_of(stage, tag, f"optim_{step:06d}_rank0.pt"))
+def restore_model(model, state: dict, path: str) -> None:
+    """Gives a model, sharded or not, the weights of a state dict. Raises BadInput where it does not fit."""
+    check_state(state, model, path)
+    fill(model, state)
 
 
-def load_optimizer(stage: str, tag: str, step: int, optimizer) -> None:
-    """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters."""
-    path = path_of(stage, tag, f"optim_{step:06d}_rank0.pt")
+def save_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> None:
+    """Writes an optimizer's state: rank 0's file stands for all ranks, unless the model is sharded; then each writes its part."""
+    save_atomic(local_optimizer_state(optimizer), path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt"))
+
+
+def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> None:
+    """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters, or parts of another size."""
+    path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
     restore_optimizer(optimizer, load_file(path), path)
 
 
 def restore_optimizer(optimizer, saved: dict, path: str) -> None:
     """Gives an optimizer a saved state. Raises BadInput that names the file when it was made for other parameters."""
     try:
-        optimizer.load_state_dict(saved)
-    except (ValueError, KeyError, TypeError) as error:
+        optimizer.load_state_dict(with_shards(saved, optimizer))
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise BadInput(f"{path} does not fit: {error}") from None
     for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes
         if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values() if isinstance(tensor, torch.Tensor)):

@@ -5,7 +5,6 @@ Each prompt is run once (twice where max_rows splits its rows), and its rows rea
 batch; the logprobs of exactly the distribution that was sampled are recorded. Noise is a function of (row key, position) alone, so that
 the rows of a batch may be split over ranks, reordered or resumed without changing what they draw.
 """
-import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from nanochat.attention import FAR, KVCache
 from nanochat.common import BadInput, wide_dtype
 from nanochat.kernels import cpu
+from nanochat.weights import inference_model
 
 COMPACT_BELOW = 0.8    # drop finished rows once less than this share of the batch is alive
 MAX_FILLED = 1.1       # rows of a batch per live one that sharing prompts may cost
@@ -252,25 +252,6 @@ class Replay:
         return state
 
 
-@torch.no_grad()
-def inference_model(model):
-    """The model to sample from: itself, or where activations are narrower than its weights, a copy with weights of their dtype.
-
-    The copy stays with the model and is refreshed when weights have changed, once per update instead of a cast in every forward.
-    """
-    if model.compute_dtype == model.lm_head.weight.dtype:
-        return model
-    versions = [(p.data_ptr(), p._version) for p in model.parameters()]
-    known, twin = model.__dict__.get("inference_copy", (None, None))
-    if twin is None:
-        twin = copy.deepcopy(model).requires_grad_(False).to(model.compute_dtype)
-    if known != versions:
-        for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-            ours.copy_(theirs)
-        model.__dict__["inference_copy"] = (versions, twin)  # not a submodule: state_dict does not see it
-    return twin
-
-
 def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
     """Runs prompts, sorted by length, in pieces of PREFILL_TOKENS. -> their cache, the hidden state (P, C) of each prompt's last token."""
     device, whole, hidden = model.lm_head.weight.device, KVCache(model.config.n_layer), []
@@ -293,7 +274,7 @@ def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
                 getattr(whole, name)[i][start:end, ..., : ids.shape[1], :] = part
         if start == 0:
             whole.positions = positions.new_full((len(prompts), width), FAR)
-            whole.last_embedding = states.new_zeros(len(prompts), 1, states.shape[2])
+            whole.last_embedding = states.new_zeros(len(prompts), *piece.last_embedding.shape[1:])
         whole.positions[start:end, : ids.shape[1]] = positions
         whole.last_embedding[start:end] = piece.last_embedding
         start = end

@@ -42,7 +42,8 @@ class Linear(nn.Linear):
     """A linear layer whose master weight is cast to the activation's dtype."""
 
     def forward(self, x):
-        return linear(x, self.weight.to(x.dtype))
+        y = linear(x, self.weight.to(x.dtype))
+        return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
 def rotary(positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,6 +153,10 @@ class GPT(nn.Module):
             raise BadInput(f"window pattern {config.window_pattern!r}: must be made of S (short) and L (long)")
         self.windows = [self._window(i) for i in range(config.n_layer)]
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.transformer.h
+
     def _window(self, layer: int) -> int:
         """How many tokens back layer `layer` sees: L all, S a quarter of the context (rounded up to 128); the last is L."""
         pattern, length = self.config.window_pattern.upper(), self.config.sequence_len
@@ -179,7 +184,7 @@ class GPT(nn.Module):
     @contextlib.contextmanager
     def joined_projections(self):
         """While it lasts, queries, keys and values are one product by a copy of their weights: for many forwards with the same weights."""
-        layers = [block.attn for block in self.transformer.h]
+        layers = [block.attn for block in self.blocks]
         assert all(attention.c_qkv is None for attention in layers), "one call at a time"
         try:
             for attention in layers:
@@ -228,7 +233,7 @@ class GPT(nn.Module):
         masks = {w: make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype) for w in set(self.windows)}
         x0, final, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
-        for i, block in enumerate(self.transformer.h):
+        for i, block in enumerate(self.blocks):
             resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
             x = mix(x, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None

@@ -6,6 +6,7 @@ import math
 import torch
 
 from nanochat.common import all_reduce
+from nanochat.weights import is_sharded
 
 
 def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
@@ -80,11 +81,12 @@ def warmup_cosine(step: int, num_steps: int, warmup: float = 0.1, final: float =
 
 
 def all_reduce_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Sums gradients over ranks, in one collective. A missing gradient counts as 0, so that all ranks reduce the same shape."""
+    """Sums gradients over ranks, in one collective. A missing gradient counts as 0, so that all ranks reduce the same shape. Those of sharded parameters
+    were summed in the backward pass."""
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    if not torch.distributed.is_initialized():
+    if not torch.distributed.is_initialized() or is_sharded(parameters[0]):
         return
     flat = all_reduce(torch.cat([p.grad.flatten() for p in parameters]))
     for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -93,4 +95,5 @@ def all_reduce_gradients(parameters: list[torch.nn.Parameter]) -> None:
 
 def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
     """The gradient's norm (not finite if any entry is not); scales gradients down to `max_norm` if larger. 0 = no clipping."""
-    return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf))
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
+    return float(norm.full_tensor() if is_sharded(norm) else norm)

@@ -18,8 +18,8 @@ from nanochat.checkpoint import default_tag, list_tags, load_model
 from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, path_of, script_main
 from nanochat.engine import generate, row_key
 from nanochat.formats import COMPACT, PAPER, Format
+from nanochat.hf_tokenizer import load_tokenizer
 from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
-from nanochat.tokenizer import Tokenizer
 from tasks import TASKS
 
 FORMATS = {"compact": COMPACT, "paper": PAPER}
@@ -154,7 +154,7 @@ def main(args) -> None:
     check_name("--verifier", args.verifier or tag)
     if args.prompt is not None and not args.prompt.strip():
         raise BadInput("-p: the message is empty")
-    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
     model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
     tokenizer.check_model("model", model)

@@ -18,10 +18,10 @@ from nanochat.common import (BadInput, all_reduce, check_least, check_name, comp
                              script_main)
 from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
+from nanochat.hf_tokenizer import load_tokenizer
 from nanochat.rl.evals import majority, pass_at_k
 from nanochat.rl.prompts import check_prompts_fit
 from nanochat.rl.rollouts import Sampler
-from nanochat.tokenizer import Tokenizer
 from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flags
 from tasks.multiple_choice import RANDOM_BASELINE, CHOICE_SETS, choice_prompt, load_choices
 
@@ -142,7 +142,7 @@ def main(args) -> None:
     check_args(args)
     tag = args.model_tag or default_tag(args.source)
     check_name("-g", tag)
-    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
     model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
     tokenizer.check_model("model", model)

@@ -22,12 +22,12 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, al
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
+from nanochat.hf_tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.rl.prompts import generator_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, share_layers
 from nanochat.rl.rollouts import Sampler
-from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
 from tasks.conversations import load_conversations
 
@@ -209,7 +209,7 @@ def main(args) -> None:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks")
     uses_wandb(args.run)
     check_writable(path_of("sft", tag))
-    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    tokenizer = load_tokenizer(path_of("tokenizer"))
     resumed = resume_step("sft", tag, args, MAY_CHANGE)
     device = init_device(args.device_type)
     dtype = compute_dtype(device)

@@ -25,6 +25,7 @@ from nanochat.checkpoint import default_tag
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable,
                              choose_run_name, compute_dtype, describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0,
                              rank_and_world, script_main, start_run, uses_wandb, write_json)
+from nanochat.hf_tokenizer import load_tokenizer
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import Evaluation, judge_scores, judged_row, ranking_reversed, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
@@ -32,11 +33,10 @@ from nanochat.rl.prompts import check_prompts_fit, read_solution
 from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
 from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards, verdict_reward
 from nanochat.rl.roles import copy_shared_lambdas, load_roles
-from nanochat.rl.rollouts import Rollouts, Sampler, count_copies, pack, token_weights
+from nanochat.rl.rollouts import Rollouts, Sampler, count_copies, even_out, pack, token_weights
 from nanochat.rl.schedules import LR_SCHEDULES, SCHEDULES, PhaseLengths, exponential_decay
 from nanochat.rl.state import PREFIX, RunState, choose_judged, drop_sets_behind, gather_judgeable, load_set, resolve_resume, save_set
 from nanochat.rl.trainer import score, update
-from nanochat.tokenizer import Tokenizer
 from tasks import add_task_args, make_task
 
 PROGRESS = {"generator": "gen_step", "verifier": "ver_step"}  # the counter that --num-steps bounds
@@ -72,6 +72,10 @@ def make_parser() -> argparse.ArgumentParser:
     models.add_argument("--verifier-tag", default="", help="SFT checkpoint of the verifier; default: <model-tag>-ver")
     models.add_argument("--model-step", type=int, default=-1, help="step of the SFT checkpoints; -1 = the last")
     models.add_argument("--verifier-shared-layers", type=int, default=0, help="lowest layers the verifier shares with the generator")
+    models.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
+                        help="shard weights, gradients and optimizers over the ranks (FSDP2); changes no result")
+    models.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
+                        help="run blocks of imported models again in the backward pass instead of keeping their activations; changes no result")
     play = parser.add_argument_group("schedule")
     play.add_argument("--recipe", default="tango", help=f"one of: {', '.join(RECIPES)}")
     play.add_argument("--num-steps", type=int, default=200, help="generator steps (verifier steps where the generator is fixed)")
@@ -144,6 +148,8 @@ def check_args(args, world: int) -> None:
         raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")
     if args.alpha_start > 0 and args.alpha_end == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start 0 for no step rewards")
+    if args.shard and world == 1:
+        raise BadInput("--shard: there is one rank, so nothing to shard over; start several with torchrun")
     if args.examples_per_step % world or args.eval_examples < world:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks (and --eval-examples at least that)")
     if args.num_samples < 2 and PRESETS[args.advantage].scope == "group" and PRESETS[args.advantage].center != "none":
@@ -271,6 +277,8 @@ def learn(args, run, state, role, experience, loss) -> dict:
     weights = token_weights(rollouts.num_trained(), args.aggregation, limit, all_reduce)
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
     batches = pack(rollouts, experience.advantages, weights, args.micro_batch_tokens, keep_idle, args.prefix_sharing)
+    if args.shard:
+        batches = even_out(batches, rollouts, int(all_reduce(torch.tensor(len(batches), device=run.device), "max")))
     if args.updates_per_batch > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
@@ -368,7 +376,7 @@ def main(args) -> None:
     uses_wandb(args.run)
     for folder in (path_of("runs", args.run), path_of("rl", f"{args.run}-gen")):
         check_writable(folder)
-    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
     recipe = RECIPES[args.recipe]
     roles = load_roles(args, recipe.trained, recipe.judge == "verifier" or "verifier" in recipe.trained, device, compute_dtype(device))
@@ -377,7 +385,7 @@ def main(args) -> None:
     sampled = [task.problem(split, i).prompt for split in ("rl", "test_in", "test_out") for i in range(64)]
     check_prompts_fit(tokenizer, task.fmt, sampled, {name: role.model.config.sequence_len for name, role in roles.items()},
                       args.max_new_tokens, args.verifier_max_new_tokens)
-    state = load_set(args.run, resume_step, roles, device) if resume_step is not None else None
+    state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None
 
     args.run = gather_lists([choose_run_name(args.run)], device)[0]
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed=state is not None)

@@ -10,9 +10,10 @@ from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, frozen_copy, share_layers, trainable_only
+from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, share_layers, trainable_only
 from nanochat.rl.rollouts import Rollouts, pack, token_weights
 from nanochat.rl.trainer import update
+from nanochat.weights import copy_of
 
 N_LAYER = 4
 LAMBDAS = ("resid_lambdas", "x0_lambdas")
@@ -209,7 +210,7 @@ def test_a_verifier_of_another_shape_is_refused_as_bad_input(n_layer, n_embd):
 
 def test_a_reference_is_frozen_and_stays_behind():
     model = tiny_model()
-    reference, before = frozen_copy(model), snapshot(model)
+    reference, before = copy_of(model), snapshot(model)
     assert not any(p.requires_grad for p in reference.parameters()) and all(p.requires_grad for p in model.parameters())
     one_update(model, list(model.parameters()))
     assert all(torch.equal(p, before[name]) for name, p in reference.named_parameters())

@@ -16,9 +16,10 @@ from nanochat.optim import adamw
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.rewards import terminal_rewards
-from nanochat.rl.roles import Role, frozen_copy
+from nanochat.rl.roles import Role
 from nanochat.rl.rollouts import Rollouts, pack, token_weights
 from nanochat.rl.trainer import completion_hidden, score, update
+from nanochat.weights import copy_of
 
 CPU = torch.device("cpu")
 EVERYTHING = 10 ** 9  # max_tokens of one micro-batch
@@ -296,7 +297,7 @@ def test_kl_to_a_copy_of_oneself_changes_nothing_and_to_another_model_pulls():
     advantages = random_advantages(rollouts)
     plain = gradient(packed(rollouts, advantages), model)[0]
     moved = {}
-    for name, reference in (("copy", frozen_copy(model)), ("other", frozen_copy(tiny_model(seed=1)))):
+    for name, reference in (("copy", copy_of(model)), ("other", copy_of(tiny_model(seed=1)))):
         trained = copy.deepcopy(model)
         before = weights_of(trained)
         metrics = step(role_of(trained, reference=reference), packed(rollouts, advantages), PolicyLoss(kl_coef=0.5))

@@ -1,7 +1,6 @@
 """
 A role: a policy with its reference, its optimizer and which of its weights it trains.
 """
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +8,9 @@ import torch
 from nanochat.checkpoint import load_model
 from nanochat.common import BadInput
 from nanochat.gpt import GPT
+from nanochat.hf import Decoder
 from nanochat.optim import adamw
+from nanochat.weights import copy_of, refresh
 
 
 @dataclass
@@ -19,23 +20,17 @@ class Role:
     reference: a frozen copy of the starting weights, None when no KL is asked for. A frozen role has no optimizer.
     """
     name: str
-    model: GPT
+    model: GPT | Decoder
     parameters: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer | None = None
-    reference: GPT | None = None
+    reference: GPT | Decoder | None = None
 
 
-def trainable_only(model: GPT, parameters: list[torch.nn.Parameter]) -> None:
+def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -> None:
     """Makes exactly `parameters` require gradients among the model's: shared blocks cost no backward pass in a verifier phase."""
     chosen = {id(p) for p in parameters}
     for p in model.parameters():
         p.requires_grad_(id(p) in chosen)
-
-
-def frozen_copy(model: GPT) -> GPT:
-    """A reference: its own weights, never trained."""
-    reference = copy.deepcopy(model)
-    return reference.requires_grad_(False)
 
 
 def shared_names(model: GPT, num_layers: int) -> list[str]:
@@ -50,6 +45,8 @@ def shared_names(model: GPT, num_layers: int) -> list[str]:
 
 def check_shapes(generator: GPT, verifier: GPT, num_layers: int) -> None:
     """Raises BadInput unless the verifier can share `num_layers` layers with the generator."""
+    if num_layers and not (isinstance(generator, GPT) and isinstance(verifier, GPT)):
+        raise BadInput(f"--verifier-shared-layers {num_layers}: only nanochat's own models share layers, not imported ones")
     if not 0 <= num_layers <= verifier.config.n_layer:
         raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.config.n_layer} layers")
     if num_layers and generator.config != verifier.config:
@@ -76,7 +73,7 @@ def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.n
 @torch.no_grad()
 def copy_shared_lambdas(generator: GPT, verifier: GPT, num_layers: int) -> None:
     """Brings the verifier's per-layer scalars of the shared layers to the generator's values."""
-    for name in ("resid_lambdas", "x0_lambdas"):
+    for name in ("resid_lambdas", "x0_lambdas") if num_layers else ():
         verifier.get_parameter(name)[:num_layers] = generator.get_parameter(name)[:num_layers]
 
 
@@ -92,22 +89,29 @@ def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> No
 def load_roles(args, trained: set[str], needs_verifier: bool, device, dtype: torch.dtype) -> dict[str, Role]:
     """The roles of a run from their SFT checkpoints; those in `trained` get an optimizer, and a reference when there is a KL term.
 
-    args: model_tag, verifier_tag, model_step (-1 = the last), verifier_shared_layers, lr, verifier_lr, kl_coef. Raises BadInput.
+    args: model_tag, verifier_tag, model_step (-1 = the last), verifier_shared_layers, shard, recompute, lr, verifier_lr, kl_coef. Raises BadInput.
     """
     step = None if args.model_step < 0 else args.model_step
-    generator, _ = load_model("sft", args.model_tag, device, dtype, step)
+    if args.verifier_shared_layers and args.shard:
+        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: cannot go with --shard")
+    generator, _ = load_model("sft", args.model_tag, device, dtype, step, args.shard)
     models = {"generator": (generator, list(generator.parameters()), args.lr)}
     if needs_verifier and args.verifier_shared_layers and "generator" in trained and "verifier" not in trained:
         raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: this recipe keeps the verifier fixed, and shared layers move with "
                        f"the generator")
     if needs_verifier:
-        verifier, _ = load_model("sft", args.verifier_tag, device, dtype, step)
+        verifier, _ = load_model("sft", args.verifier_tag, device, dtype, step, args.shard)
         check_shared(generator, verifier, args.verifier_shared_layers, args.verifier_tag)
         private = share_layers(generator, verifier, args.verifier_shared_layers)
         models["verifier"] = (verifier, private, args.verifier_lr)
     roles = {}
     for name, (model, parameters, lr) in models.items():
+        if args.recompute and not isinstance(model, Decoder):
+            raise BadInput(f"--recompute: the {name} is nanochat's own model; only imported ones can do that")
+        for block in model.blocks:
+            block.recompute = args.recompute
         optimizer = adamw(parameters, lr) if name in trained else None
-        reference = frozen_copy(model) if optimizer and args.kl_coef > 0 else None
+        reference = copy_of(model, sharded=args.shard) if optimizer and args.kl_coef > 0 else None
+        refresh(model)
         roles[name] = Role(name, model, parameters, optimizer, reference)
     return roles

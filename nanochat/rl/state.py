@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from nanochat.checkpoint import load_file, load_optimizer, load_state, save_model, save_optimizer, save_state, saved_steps
-from nanochat.common import BadInput, check_unchanged, gather_lists, path_of, print0
+from nanochat.checkpoint import load_file, load_optimizer, load_state, restore_model, save_model, save_optimizer, save_state, saved_steps
+from nanochat.common import BadInput, all_reduce, check_unchanged, gather_lists, path_of, print0, rank_and_world
 from nanochat.rl.rewards import ClassWeights
 from nanochat.rl.schedules import PhaseLengths, next_phase
+from nanochat.weights import refresh, whole_state
 
 PREFIX = {"generator": "gen", "verifier": "ver"}
 BALANCED_ACC_DECAY = 0.8
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts", "micro_batch_tokens", "lr", "verifier_lr",
-              "prefix_sharing", "max_grad_norm"}
+              "prefix_sharing", "max_grad_norm", "recompute"}
 
 
 @dataclass
@@ -71,14 +72,19 @@ class RunState:
 
 
 def save_set(run, state: RunState, roles: dict, args) -> None:
-    """Writes the complete set of this step, its state last, unless it is there already; rank 0."""
-    if run.rank == 0 and state.step not in saved_steps(run.name):
-        for name, role in roles.items():
-            tag = f"{run.name}-{PREFIX[name]}"
-            save_model("rl", tag, state.step, role.model, {"run": run.name, "role": name, "user_config": vars(args)})
-            if role.optimizer is not None:
-                save_optimizer("rl", tag, state.step, role.optimizer)
-        save_state(run.name, state.step, asdict(state) | {"torch_rng": torch.get_rng_state(), "roles": sorted(roles)})
+    """Writes the complete set of this step, its state last, unless it is there already: rank 0, of sharded optimizers each rank its part."""
+    is_new = run.rank == 0 and state.step not in saved_steps(run.name)
+    if not all_reduce(torch.tensor(int(is_new), device=run.device), "max").item():
+        return
+    for name, role in roles.items():
+        tag, weights = f"{run.name}-{PREFIX[name]}", whole_state(role.model, keep=run.rank == 0)
+        if run.rank == 0:
+            save_model("rl", tag, state.step, role.model, {"run": run.name, "role": name, "user_config": vars(args)}, weights)
+        if role.optimizer is not None and (run.rank == 0 or args.shard):
+            save_optimizer("rl", tag, state.step, role.optimizer, run.rank)
+    all_reduce(torch.zeros(1, device=run.device))  # every rank has written its part
+    if run.rank == 0:
+        save_state(run.name, state.step, asdict(state) | {"torch_rng": torch.get_rng_state(), "roles": sorted(roles), "world": run.world})
 
 
 def resolve_resume(args) -> int | None:
@@ -120,21 +126,23 @@ def drop_sets_behind(run, step: int) -> None:
                 os.remove(os.path.join(folder, name))
 
 
-def load_set(run_name: str, step: int, roles: dict, device) -> RunState:
+def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> RunState:
     """Restores both roles and the state of a step, bit for bit. Raises BadInput for anything that is missing."""
     saved = load_state(run_name, step)
+    rank, world = rank_and_world()
     if saved.pop("roles") != sorted(roles):
         raise BadInput(f"run {run_name} was saved with other roles than {', '.join(sorted(roles))}")
+    saved_world = saved.pop("world", world)
+    if sharded and saved_world != world:
+        raise BadInput(f"run {run_name} has optimizers sharded over {saved_world} ranks and can be continued by as many, not by {world}")
     torch.set_rng_state(saved.pop("torch_rng"))
     for name, role in roles.items():
         tag = f"{run_name}-{PREFIX[name]}"
         path = path_of("rl", tag, f"model_{step:06d}.pt")
-        try:
-            role.model.load_state_dict(load_file(path, device))
-        except RuntimeError as error:
-            raise BadInput(f"{path} does not fit: {' '.join(str(error).split())[:200]}") from None
+        restore_model(role.model, load_file(path, mmap=True), path)
+        refresh(role.model)
         if role.optimizer is not None:
-            load_optimizer("rl", tag, step, role.optimizer)
+            load_optimizer("rl", tag, step, role.optimizer, rank if sharded else 0)
     return RunState(**{**saved, "class_weights": ClassWeights(**saved["class_weights"])})
 
 

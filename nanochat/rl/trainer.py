@@ -13,6 +13,7 @@ from nanochat.optim import all_reduce_gradients, clip_gradients
 from nanochat.rl.losses import KL_ESTIMATORS, PolicyLoss, importance_ratio
 from nanochat.rl.roles import Role, trainable_only
 from nanochat.rl.rollouts import MicroBatch
+from nanochat.weights import free_gathered, refresh
 
 
 def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
@@ -22,19 +23,21 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     prefix = KVCache(model.config.n_layer)
     prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix, last_only=True)  # (U, 1, C)
     first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
-    if T == 1:
-        return first
+    # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights as often.
+    inputs = batch.tokens[:, : max(1, T - 1)]
     prompt_lengths = (batch.prompt_positions < FAR).sum(dim=1)
-    positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(T - 1, device=prompt_lengths.device)
-    rest = model.trunk(batch.tokens[:, :-1], positions=positions, prefix=prefix)  # (U*R, T-1, C)
-    return torch.cat([first, rest], dim=1)
+    positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(inputs.shape[1], device=prompt_lengths.device)
+    rest = model.trunk(inputs, positions=positions, prefix=prefix)  # (U*R, T-1, C)
+    return torch.cat([first, rest[:, : T - 1]], dim=1)
 
 
 @torch.no_grad()
 def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
     """Logprobs of the completion tokens under a model, row by row. -> (M,) fp32"""
     hidden = batch.of_samples(completion_hidden(model, batch))
-    return linear_logprob(hidden, model.lm_head.weight, batch.of_samples(batch.tokens), **model.head_options(temperature))[0]
+    logprobs = linear_logprob(hidden, model.lm_head.weight, batch.of_samples(batch.tokens), **model.head_options(temperature))[0]
+    free_gathered(model)
+    return logprobs
 
 
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float, temperature: float, device,
@@ -57,7 +60,8 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
             old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, **role.model.head_options(temperature))
         total.backward()
         sums += token_sums(batch, loss, total.detach(), logprobs, entropy)
-        gap = torch.maximum(gap, (logprobs - batch.of_samples(batch.sampler_logprobs)).abs().max())
+        if len(batch.index):
+            gap = torch.maximum(gap, (logprobs - batch.of_samples(batch.sampler_logprobs)).abs().max())
     all_reduce_gradients(role.parameters)
     all_reduce(sums)
     all_reduce(gap, "max")
@@ -77,6 +81,7 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
         group["lr"] = lr
     role.optimizer.step()
     role.optimizer.zero_grad(set_to_none=True)
+    refresh(role.model)
     return metrics
 
 

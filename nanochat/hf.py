@@ -1,0 +1,253 @@
+"""
+The decoder of Llama 2/3, Qwen2/2.5 and Qwen3: Hugging Face's parameter names, behind the same trunk and head as the nanochat GPT.
+
+Pre-norm blocks of RMSNorm, grouped-query attention with rotary positions and a gated MLP. What the families differ in is data: biases, norms of
+queries and keys, tied embeddings, rotary scaling (DecoderConfig).
+"""
+import contextlib
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from nanochat.attention import FAR, KVCache, attend, make_mask
+from nanochat.gpt import Linear, at_ends
+from nanochat.ops import rotate, to_units
+
+
+@dataclass
+class DecoderConfig:
+    """The model's shape. rope_scaling: None, or Hugging Face's parameters with their "rope_type"."""
+    architecture: str  # llama, qwen2 or qwen3
+    sequence_len: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_kv_head: int
+    n_embd: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: dict | None
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+
+    def asdict(self) -> dict:
+        return asdict(self)
+
+
+# Rotary frequencies: a config -> (frequencies (D/2,) fp32 on CPU, factor on cos and sin). Formulas as in transformers' modeling_rope_utils.
+
+def plain_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
+    channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
+    return 1.0 / config.rope_theta ** (channel / config.head_dim), 1.0
+
+
+def linear_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
+    """Positions divided by a factor (Chen et al. 2023)."""
+    return plain_frequencies(config)[0] / config.rope_scaling["factor"], 1.0
+
+
+def llama3_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
+    """Low frequencies divided by a factor, high ones kept, those between blended (Llama 3.1)."""
+    given, frequencies = config.rope_scaling, plain_frequencies(config)[0]
+    turns = given["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # over the original context
+    blend = (turns - given["low_freq_factor"]) / (given["high_freq_factor"] - given["low_freq_factor"])
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / given["factor"] + blend * frequencies, 1.0
+
+
+def yarn_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
+    """As llama3's, with a ramp over channels, and a temperature on the scores through cos and sin (Peng et al. 2023)."""
+    given, dim = config.rope_scaling, config.head_dim
+    original = given.get("original_max_position_embeddings") or config.sequence_len
+    channel_of = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+    low, high = channel_of(given.get("beta_fast") or 32), channel_of(given.get("beta_slow") or 1)
+    if given.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    frequencies = plain_frequencies(config)[0]
+    scale_of = lambda m: 0.1 * m * math.log(given["factor"]) + 1 if given["factor"] > 1 else 1.0
+    factor = given.get("attention_factor")
+    if factor is None:
+        m, m_all = given.get("mscale"), given.get("mscale_all_dim")
+        factor = scale_of(m) / scale_of(m_all) if m and m_all else scale_of(1)
+    return frequencies / given["factor"] * ramp + frequencies * (1 - ramp), factor
+
+
+ROPE = {"default": plain_frequencies, "linear": linear_frequencies, "llama3": llama3_frequencies, "yarn": yarn_frequencies}
+
+
+class Norm(nn.Module):
+    """RMSNorm with a learned scale."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
+        self.q_proj = Linear(config.n_embd, config.n_head * config.head_dim, bias=config.qkv_bias)
+        self.k_proj = Linear(config.n_embd, config.n_kv_head * config.head_dim, bias=config.qkv_bias)
+        self.v_proj = Linear(config.n_embd, config.n_kv_head * config.head_dim, bias=config.qkv_bias)
+        self.o_proj = Linear(config.n_head * config.head_dim, config.n_embd, bias=config.out_bias)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
+
+    def heads(self, x, cos_sin, units: int):
+        """Queries, keys and values as attention wants them. x (B, T, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D)."""
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, heads, D)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
+        q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
+        return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
+
+    def forward(self, x, cos_sin, mask, store, prefix, ends):
+        B = len(x)
+        q, k, v = self.heads(x, cos_sin, B if prefix is None else len(prefix[0]))
+        parts, shared = store(k, v), prefix or ()
+        if ends is not None:  # one query per row, behind all keys
+            q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
+            parts, shared = [(k[..., :0, :], v[..., :0, :])], (k[:, :, 0], v[:, :, 0])
+        y = attend(q, parts, mask, *shared)                                            # (U, Hkv, R, group, T, D)
+        return self.o_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, self.n_head * self.head_dim))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.gate_proj = Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.n_embd, bias=config.mlp_bias)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    recompute = False  # in the backward pass, instead of keeping activations
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.input_layernorm, self.self_attn = Norm(config.n_embd, config.norm_eps), Attention(config)
+        self.post_attention_layernorm, self.mlp = Norm(config.n_embd, config.norm_eps), MLP(config)
+
+    def forward(self, x, *context):
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.run, x, *context, use_reentrant=False, preserve_rng_state=False)
+        return self.run(x, *context)
+
+    def run(self, x, cos_sin, mask, store, prefix, ends):
+        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, store, prefix, ends)
+        x = (x if ends is None else at_ends(x, ends)) + y
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """The model. `compute_dtype` is the dtype of activations; parameters stay as they are."""
+
+    def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config, self.compute_dtype = config, compute_dtype
+        self.vocab_size = config.vocab_size
+        self.model = nn.ModuleDict({
+            "embed_tokens": nn.Embedding(config.vocab_size, config.n_embd),
+            "layers": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+            "norm": Norm(config.n_embd, config.norm_eps),
+        })
+        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tied:
+            self.tie()
+
+    def tie(self) -> None:
+        """Makes the head's weight be the embedding's."""
+        self.lm_head.weight = self.model.embed_tokens.weight
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.layers
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Random weights, for tests and rehearsals: normal with this standard deviation, scales 1, biases 0."""
+        for name, p in self.named_parameters():
+            if name.endswith("norm.weight"):
+                p.fill_(1.0)
+            elif name.endswith("bias"):
+                p.zero_()
+            else:
+                p.normal_(0.0, std, generator=generator)
+
+    def joined_projections(self):
+        """Nothing is joined here: at these sizes the products outweigh their calls."""
+        return contextlib.nullcontext()
+
+    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus. positions (B, T) -> two of (B, T, 1, D/2)."""
+        frequencies, factor = ROPE[(self.config.rope_scaling or {}).get("rope_type", "default")](self.config)
+        angles = positions[:, :, None, None].float() * frequencies.to(positions.device)
+        return (angles.cos() * factor).to(self.compute_dtype), (-angles.sin() * factor).to(self.compute_dtype)
+
+    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None, last_only: bool = False):
+        """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
+        assert not last_only or cache is not None and cache.length == 0 and prefix is None
+        B, T = ids.shape
+        if positions is None:
+            positions = torch.arange(T, device=ids.device).expand(B, T)
+        x = self.model.embed_tokens(ids).to(self.compute_dtype)  # (B, T, C)
+        if cache is not None:
+            cache.last_embedding = x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
+            if cache.length == 0 and prefix is None:
+                cache.positions = positions
+        context = self.config.sequence_len
+        cos_sin, mask = self.rotary(positions), make_mask(T, context, context, cache, prefix, positions, x.dtype)
+        ends = None
+        for i, block in enumerate(self.blocks):
+            if i == self.config.n_layer - 1 and last_only and T > 1:
+                ends = (positions < FAR).sum(dim=1) - 1  # the last real token of each row; padding (FAR) stands behind it
+                mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
+            shared = (prefix.k[i][:, :, 0], prefix.v[i][:, :, 0]) if prefix is not None else None
+            x = block(x, cos_sin, mask, Store(cache, i), shared, ends)
+        if cache is not None:
+            cache.length += T
+        return self.model.norm(x)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits, fp32. hidden (..., C) -> (..., V)."""
+        return self.lm_head(hidden).float()
+
+    def head_options(self, temperature: float = 1.0) -> dict:
+        """What a fused LM-head op must know of this head."""
+        return dict(vocab_size=self.vocab_size, softcap=None, temperature=temperature)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits of a plain causal pass. ids (B, T) -> (B, T, V) fp32."""
+        return self.head(self.trunk(ids))
+
+
+class Store:
+    """Puts a layer's new keys and values into a cache, if there is one; gives those of all columns."""
+
+    def __init__(self, cache: KVCache | None, layer: int):
+        self.cache, self.layer, self.called = cache, layer, False
+
+    def __call__(self, k, v):
+        if self.cache is None or self.called:  # called again: the block is run once more for its backward pass
+            return [(k, v)]
+        self.called = True
+        return self.cache.append(self.layer, k, v)

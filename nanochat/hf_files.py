@@ -1,0 +1,208 @@
+"""
+Hugging Face model folders: config.json and sharded safetensors, in and out.
+
+Reading goes tensor by tensor onto the target device, so host memory peaks at about one tensor above the model. Writing gives a folder that
+transformers opens. What a folder asks for and the decoder does not have is an error that names it.
+"""
+import json
+import os
+import re
+import shutil
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.hf import ROPE, Decoder, DecoderConfig
+from nanochat.weights import allocate
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # old Llama files keep it; it follows from the config
+WANTED = ["*.safetensors", "*.json", "*.jinja"]
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SHARD_SIZE = "5GB"
+
+
+def find_folder(source: str) -> str:
+    """The folder that a path names, or what is downloaded for the name of a model on the hub. Raises BadInput."""
+    folder = os.path.expanduser(source)
+    if os.path.isdir(folder):
+        return folder
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
+        raise BadInput(f"--source {source}: no such folder, and not the name of a model on the hub (owner/name)")
+    import huggingface_hub
+    try:
+        return huggingface_hub.snapshot_download(source, allow_patterns=WANTED)
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise BadInput(f"--source {source}: no such folder, and the hub gives nothing: {str(error).splitlines()[0]}") from None
+
+
+def read_json(path: str) -> dict:
+    """A json object of a file. Raises BadInput."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            content = json.load(f)
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise BadInput(f"{path} is no json: {error}") from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{path} holds no json object")
+    return content
+
+
+def rope_of(given: dict, where: str) -> tuple[float, dict | None]:
+    """rope_theta and the scaling of a config.json, of transformers 4 (rope_scaling) or 5 (rope_parameters). Raises BadInput."""
+    parameters = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    theta = parameters.pop("rope_theta", None) or given.get("rope_theta", 10000.0)
+    if "type" in parameters:
+        parameters.setdefault("rope_type", parameters.pop("type"))
+    kind = parameters.get("rope_type", "default")
+    if kind not in ROPE:
+        raise BadInput(f"{where}: rotary scaling {kind!r} is not supported; there are {', '.join(ROPE)}")
+    needed = {"linear": ["factor"], "yarn": ["factor"],
+              "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}.get(kind, [])
+    missing = [key for key in needed if not isinstance(parameters.get(key), (int, float))]
+    if missing:
+        raise BadInput(f"{where}: rotary scaling {kind!r} without {missing[0]}")
+    return float(theta), None if kind == "default" else parameters
+
+
+def refuse_unsupported(given: dict, where: str) -> None:
+    """Raises BadInput for options that change the mathematics and are not there."""
+    found = [given.get("hidden_act", "silu") != "silu" and f"hidden_act {given.get('hidden_act')!r}",
+             given.get("use_sliding_window") and "use_sliding_window",
+             "sliding_attention" in (given.get("layer_types") or []) and "layer_types with sliding_attention",
+             given.get("quantization_config") and "quantization_config",
+             given.get("partial_rotary_factor", 1.0) != 1.0 and "partial_rotary_factor",
+             given.get("pretraining_tp", 1) != 1 and "pretraining_tp"]
+    for what in filter(None, found):
+        raise BadInput(f"{where}: {what} is not supported")
+
+
+def read_config(folder: str) -> DecoderConfig:
+    """The shape that a folder's config.json describes. Raises BadInput that names the file and the key."""
+    path = os.path.join(folder, "config.json")
+    given = read_json(path)
+    kind = given.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise BadInput(f"{path}: architecture {(given.get('architectures') or [kind])[0]!r} is not supported; there are {', '.join(ARCHITECTURES.values())}")
+    refuse_unsupported(given, path)
+    theta, scaling = rope_of(given, path)
+    try:
+        heads, width = int(given["num_attention_heads"]), int(given["hidden_size"])
+        config = DecoderConfig(
+            architecture=kind, sequence_len=int(given["max_position_embeddings"]), vocab_size=int(given["vocab_size"]),
+            n_layer=int(given["num_hidden_layers"]), n_head=heads, n_kv_head=int(given.get("num_key_value_heads") or heads), n_embd=width,
+            head_dim=int(given.get("head_dim") or width // heads), intermediate_size=int(given["intermediate_size"]),
+            norm_eps=float(given.get("rms_norm_eps", 1e-6)), rope_theta=theta, rope_scaling=scaling,
+            qkv_bias=kind == "qwen2" or bool(given.get("attention_bias")), out_bias=kind != "qwen2" and bool(given.get("attention_bias")),
+            mlp_bias=kind == "llama" and bool(given.get("mlp_bias")), qk_norm=kind == "qwen3", tied=bool(given.get("tie_word_embeddings")))
+    except KeyError as error:
+        raise BadInput(f"{path}: {error} is missing") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise BadInput(f"{path}: a number is none: {error}") from None
+    if config.head_dim % 2 or heads % config.n_kv_head:
+        raise BadInput(f"{path}: {heads} heads of {config.head_dim} and {config.n_kv_head} key/value heads: need an even head size, and heads a "
+                       f"multiple of the key/value heads")
+    return config
+
+
+def written_config(config: DecoderConfig, dtype: torch.dtype, token_ids: dict) -> dict:
+    """config.json of a model, in the keys of transformers 4, which 5 reads too. token_ids: bos_token_id and eos_token_id, where known."""
+    own = {"llama": {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}, "qwen2": {"use_sliding_window": False},
+           "qwen3": {"attention_bias": config.qkv_bias, "use_sliding_window": False}}[config.architecture]
+    return {
+        "architectures": [ARCHITECTURES[config.architecture]], "model_type": config.architecture, "hidden_size": config.n_embd,
+        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head, "head_dim": config.head_dim, "hidden_act": "silu", "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.sequence_len, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling, "tie_word_embeddings": config.tied, "attention_dropout": 0.0,
+        "torch_dtype": str(dtype).removeprefix("torch."), **own, **token_ids}
+
+
+def weight_files(folder: str) -> dict[str, str]:
+    """tensor name -> the safetensors file that holds it. Raises BadInput."""
+    from safetensors import SafetensorError, safe_open
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.exists(index):
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict):
+            raise BadInput(f"{index} has no weight_map")
+        paths = {name: os.path.join(folder, os.path.basename(str(file))) for name, file in files.items()}
+        for path in sorted(set(paths.values())):
+            if not os.path.exists(path):
+                raise BadInput(f"{path} is missing; {index} names it")
+        return paths
+    path = os.path.join(folder, "model.safetensors")
+    if not os.path.exists(path):
+        raise BadInput(f"{folder} has neither model.safetensors nor model.safetensors.index.json (only safetensors are read)")
+    try:
+        with safe_open(path, framework="pt") as f:
+            return dict.fromkeys(f.keys(), path)
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from None
+
+
+def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
+    """Raises BadInput for a tensor that is missing, or that the model has no place for."""
+    wanted = dict(model.named_parameters())
+    missing = sorted(wanted.keys() - files.keys())
+    if missing:
+        raise BadInput(f"{folder}: tensor {missing[0]} is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
+    spare = {"lm_head.weight"} if model.config.tied else set()
+    unknown = sorted(name for name in files.keys() - wanted.keys() - spare if not IGNORED.fullmatch(name))
+    if unknown:
+        raise BadInput(f"{folder}: tensor {unknown[0]} has no place in a {model.config.architecture} model" +
+                       (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""))
+
+
+@torch.no_grad()
+def read_model(folder: str, device, compute_dtype: torch.dtype, dtype: torch.dtype | None = None) -> Decoder:
+    """The model of a folder. dtype: of its parameters; by default that of the file's embedding. Raises BadInput that names a file or tensor."""
+    from safetensors import SafetensorError, safe_open
+    config, files = read_config(folder), weight_files(folder)
+    with torch.device("meta"):
+        check_names(folder, Decoder(config), files)
+    model, names_of = None, {}
+    for name, path in files.items():
+        names_of.setdefault(path, []).append(name)
+    try:
+        if dtype is None:
+            with safe_open(files["model.embed_tokens.weight"], framework="pt") as f:
+                dtype = f.get_slice("model.embed_tokens.weight")[:1].dtype
+        model = allocate(Decoder, config, compute_dtype, device, dtype)
+        wanted = dict(model.named_parameters())
+        for path, names in names_of.items():
+            with safe_open(path, framework="pt") as f:
+                for name in names:
+                    if name in wanted:
+                        tensor = f.get_tensor(name)
+                        if tensor.shape != wanted[name].shape or not tensor.is_floating_point():
+                            raise BadInput(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected floats of {tuple(wanted[name].shape)}")
+                        wanted[name].copy_(tensor)
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{folder}: {error}") from None
+    return model
+
+
+def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype, tokenizer) -> None:
+    """Writes a model folder, whole or not at all: config, weights in shards, tokenizer files. Raises BadInput where the folder is there already."""
+    import huggingface_hub
+    if os.path.exists(folder):
+        raise BadInput(f"--to {folder}: exists already")
+    partial = folder.rstrip("/") + ".tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    os.makedirs(partial)
+    try:
+        tokenizer.save(partial)
+        ids = {"eos_token_id": tokenizer.stop_tokens if len(tokenizer.stop_tokens) > 1 else tokenizer.stop_tokens[0], "bos_token_id": tokenizer.bos}
+        with open(os.path.join(partial, "config.json"), "w") as f:
+            json.dump(written_config(config, dtype, ids), f, indent=2)
+        if config.tied:
+            state = {name: x for name, x in state.items() if name != "lm_head.weight"}
+        state = {name: x.to(dtype).contiguous() for name, x in state.items()}
+        huggingface_hub.save_torch_state_dict(state, partial, max_shard_size=SHARD_SIZE)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

@@ -1,0 +1,156 @@
+"""
+Where a model's weights live: allocated without being initialised, sharded over ranks (PyTorch's FSDP2), copied whole to sample from, gathered for
+checkpoints.
+
+A sharded model keeps 1/world of each parameter, its gradient and its optimizer state; a block's weights are gathered while it runs. Everything that
+gathers is a collective: all ranks must call it at the same point.
+"""
+import torch
+import torch.distributed as dist
+
+
+def allocate(kind, config, compute_dtype: torch.dtype, device, dtype: torch.dtype = torch.float32, sharded: bool = False):
+    """A model of class `kind` with parameters of `dtype` that hold nothing yet; sharded: this rank's part of each alone (needs a process group)."""
+    with torch.device("meta"):
+        model = kind(config, compute_dtype).to(dtype)
+    if sharded:
+        shard(model, torch.device(device).type)
+    model.to_empty(device=device)
+    if getattr(config, "tied", False):
+        model.tie()
+    return model
+
+
+def shard(model, device_type: str) -> None:
+    """Makes FSDP2 shard a model's parameters over all ranks, block by block, in place. Gradients are summed, as optim.all_reduce_gradients does for
+    models that are not sharded."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+    narrow = model.compute_dtype if model.compute_dtype != model.lm_head.weight.dtype else None
+    policy = MixedPrecisionPolicy(param_dtype=narrow, reduce_dtype=narrow and torch.float32, cast_forward_inputs=False)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    register_fsdp_forward_method(model, "trunk")
+
+
+def is_sharded(x) -> bool:
+    """Whether a model, or a parameter, is sharded. Known by FSDP2's methods: importing its classes takes a second, which others need not wait."""
+    return hasattr(x, "reshard") or hasattr(x, "full_tensor")
+
+
+@torch.no_grad()
+def inference_model(model):
+    """The model to sample from: itself, or where its weights are sharded or wider than its activations, a whole copy with weights of their dtype.
+
+    The copy stays with the model. It is brought up to date here when weights have changed, once per update instead of a cast in every forward; a sharded
+    model's, which takes all ranks, by `refresh`.
+    """
+    if model.compute_dtype == model.lm_head.weight.dtype and not is_sharded(model):
+        return model
+    known, twin = model.__dict__.get("inference_copy", (None, None))
+    if is_sharded(model):
+        assert twin is not None, "refresh makes it"
+        return twin
+    versions = [(p.data_ptr(), p._version) for p in model.parameters()]
+    if twin is None:
+        twin = copy_of(model)
+    elif known != versions:
+        copy_weights(twin, model)
+    model.__dict__["inference_copy"] = (versions, twin)  # not a submodule: state_dict does not see it
+    return twin
+
+
+def refresh(model) -> None:
+    """Brings the copy that a sharded model is sampled from up to date, or makes it; nothing for another model. A collective."""
+    if is_sharded(model):
+        _, twin = model.__dict__.get("inference_copy", (None, None))
+        if twin is None:
+            model.__dict__["inference_copy"] = (None, copy_of(model))
+        else:
+            copy_weights(twin, model)
+
+
+def copy_of(model, sharded: bool = False):
+    """A copy that is not trained, with weights of the activations' dtype: what a forward of `model` casts them to. A collective for a sharded model,
+    unless the copy is sharded too."""
+    kind = type(model).__bases__[-1] if is_sharded(model) else type(model)  # FSDP2 puts a class of its own before the model's
+    device = model.lm_head.weight.device
+    twin = allocate(kind, model.config, model.compute_dtype, device, model.compute_dtype, sharded).requires_grad_(False)
+    copy_weights(twin, model)
+    return twin
+
+
+@torch.no_grad()
+def copy_weights(twin, model) -> None:
+    """Gives a copy the model's weights. A collective where only the model is sharded."""
+    free_gathered(model)
+    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        if is_sharded(ours):
+            ours.to_local().copy_(theirs.to_local())
+        else:
+            ours.copy_(theirs.full_tensor() if is_sharded(theirs) else theirs)
+
+
+def free_gathered(model) -> None:
+    """Gives back what a forward without a backward leaves gathered: the weights outside of the blocks."""
+    if is_sharded(model):
+        model.reshard()
+
+
+@torch.no_grad()
+def whole_state(model, keep: bool = True) -> dict[str, torch.Tensor]:
+    """The state dict of a model, of a sharded one with whole tensors on CPU, empty on ranks that do not keep it. A collective then."""
+    if not is_sharded(model):
+        return model.state_dict()
+    model.reshard()
+    state = {}
+    for name, p in model.state_dict().items():
+        whole = p.full_tensor()
+        if keep:
+            state[name] = whole.cpu()
+    return state
+
+
+@torch.no_grad()
+def fill(model, state: dict[str, torch.Tensor]) -> None:
+    """Gives a model's parameters the values of whole tensors of these names; of a sharded one, each rank its part."""
+    free_gathered(model)
+    for name, p in model.named_parameters():
+        if is_sharded(p):
+            p.to_local().copy_(part_of(state[name], p))
+        else:
+            p.copy_(state[name])
+
+
+def part_of(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a whole tensor, cut as FSDP2 cuts a parameter."""
+    parts, rank = whole.chunk(p.device_mesh.size(), dim=0), p.device_mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else whole[:0]
+
+
+def local_optimizer_state(optimizer) -> dict:
+    """An optimizer's state dict with this rank's part of every tensor; the whole one where nothing is sharded."""
+    saved = optimizer.state_dict()
+    to_local = lambda x: x.to_local().clone() if is_sharded(x) else x
+    return saved | {"state": {i: {key: to_local(x) for key, x in entry.items()} for i, entry in saved["state"].items()}}
+
+
+def with_shards(saved: dict, optimizer) -> dict:
+    """The inverse of local_optimizer_state: a state dict for `optimizer`. Raises ValueError when a part is not of the shape of this rank's."""
+    if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+        return saved
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return saved | {"state": {i: {key: as_part_of(parameters[i], x) for key, x in entry.items()} for i, entry in saved["state"].items()}}
+
+
+def as_part_of(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x as this rank's part of a tensor that is sharded as p is; x itself where p is whole, or x a counter."""
+    if not is_sharded(p) or not x.dim():
+        return x
+    if x.shape != p.to_local().shape:
+        raise ValueError("it was saved by another number of ranks, or for another model")
+    from torch.distributed.tensor import DTensor
+    return DTensor.from_local(x.to(p.device), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

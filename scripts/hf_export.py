@@ -1,0 +1,45 @@
+"""
+Exports a checkpoint of an imported model, generator or verifier, to a folder that transformers opens.
+
+    python -m scripts.hf_export --model-tag tango-gen --to ~/models/tango-generator
+"""
+import argparse
+import os
+
+import torch
+
+from nanochat.checkpoint import find_step, load_meta, load_model
+from nanochat.common import BadInput, check_name, check_writable, path_of, print0, script_main
+from nanochat.hf import DecoderConfig
+from nanochat.hf_files import DTYPES, write_model
+from nanochat.hf_tokenizer import load_tokenizer
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--stage", choices=["sft", "rl"], default="rl", help="stage of the checkpoint")
+    parser.add_argument("--model-tag", required=True, help="its tag; of a run: <run>-gen or <run>-ver")
+    parser.add_argument("--step", type=int, default=-1, help="-1 = the last")
+    parser.add_argument("--to", required=True, help="the folder to make")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16", help="of the weights")
+    return parser
+
+
+def main(args) -> None:
+    check_name("--model-tag", args.model_tag)
+    folder = os.path.expanduser(args.to)
+    if os.path.exists(folder):
+        raise BadInput(f"--to {folder}: exists already")
+    check_writable(folder)
+    step = find_step(args.stage, args.model_tag, None if args.step < 0 else args.step)
+    _, config = load_meta(path_of(args.stage, args.model_tag, f"meta_{step:06d}.json"))
+    if not isinstance(config, DecoderConfig):
+        raise BadInput(f"--model-tag {args.model_tag}: is nanochat's own model, which transformers does not know; only imported ones can be exported")
+    tokenizer = load_tokenizer(path_of("tokenizer"))
+    model, _ = load_model(args.stage, args.model_tag, torch.device("cpu"), torch.float32, step)
+    write_model(folder, model.config, model.state_dict(), DTYPES[args.dtype], tokenizer)
+    print0(f"{path_of(args.stage, args.model_tag)} at step {step} -> {folder}")
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

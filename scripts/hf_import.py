@@ -1,0 +1,54 @@
+"""
+Imports a Llama 2/3, Qwen2/2.5 or Qwen3 model as an SFT checkpoint, with its tokenizer: what chat_sft, tango_rl, chat_eval and chat_cli start from.
+
+One base directory has one tokenizer: generator and verifier must share theirs. Weights keep the dtype they have in the folder.
+
+    python -m scripts.hf_import --source Qwen/Qwen2.5-Math-7B --model-tag qwen7b              # from the hub
+    python -m scripts.hf_import --source ~/models/Qwen2.5-7B --model-tag qwen7b-ver           # from a folder
+"""
+import argparse
+import os
+
+import torch
+
+from nanochat.checkpoint import list_steps, save_model
+from nanochat.common import BadInput, check_name, check_writable, path_of, print0, script_main
+from nanochat.hf_files import find_folder, read_model
+from nanochat.hf_tokenizer import HFTokenizer, load_tokenizer
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--source", required=True, help="a model folder (config.json, safetensors, tokenizer.json), or the name of a model on the hub")
+    parser.add_argument("--model-tag", required=True, help="tag of the checkpoint; tango_rl takes <tag>-ver for the verifier")
+    return parser
+
+
+def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> None:
+    """Makes it the base directory's tokenizer. Raises BadInput where that has another."""
+    folder = path_of("tokenizer")
+    if not any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.pkl", "tokenizer.json")):
+        tokenizer.save(folder)
+    elif not tokenizer.equals(load_tokenizer(folder)):
+        raise BadInput(f"--source {source}: its tokenizer is not the one in {folder}; give NANOCHAT_BASE_DIR another folder")
+
+
+def main(args) -> None:
+    check_name("--model-tag", args.model_tag)
+    if list_steps("sft", args.model_tag):
+        raise BadInput(f"--model-tag {args.model_tag}: {path_of('sft', args.model_tag)} has a checkpoint already")
+    check_writable(path_of("sft", args.model_tag))
+    folder = find_folder(args.source)
+    tokenizer = HFTokenizer.load(folder)
+    model = read_model(folder, torch.device("cpu"), torch.float32)
+    tokenizer.check_model("model", model)
+    keep_tokenizer(tokenizer, args.source)
+    save_model("sft", args.model_tag, 0, model, {"imported_from": args.source})
+    number = sum(p.numel() for p in model.parameters())
+    print0(f"{args.source}: {model.config.architecture}, {number / 1e9:.3f}B parameters in {next(model.parameters()).dtype}, context "
+           f"{model.config.sequence_len}" + ("" if tokenizer.has_template else "; its tokenizer has no chat template: prompts are plain text"))
+    print0(f"checkpoint: {path_of('sft', args.model_tag)}")
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())
