@@ -14,7 +14,7 @@ import torch
 from nanochat.common import BadInput, check_unchanged, path_of, print0, rank_and_world, write_json
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf import Decoder, DecoderConfig
-from nanochat.weights import allocate, fill, local_optimizer_state, with_shards
+from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, with_shards
 
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older upstream checkpoints, with what they stood for
 
@@ -161,24 +161,28 @@ def restore_optimizer(optimizer, saved: dict, path: str) -> None:
 
 
 def save_training(stage: str, tag: str, step: int, rank: int, optimizers: list, state: dict) -> None:
-    """Writes what supervised training goes on from: rank 0 the optimizers, every rank its own state. Before the model, whose meta makes the step
-    valid; under a name that upstream's scripts do not take for an optimizer of theirs."""
-    states = [optimizer.state_dict() for optimizer in optimizers] if rank == 0 else []
+    """Writes what supervised training goes on from: rank 0 the optimizers (of a sharded model each rank its part), every rank its own state. Before the
+    model, whose meta makes the step valid; under a name that upstream's scripts do not take for an optimizer of theirs."""
+    is_mine = rank == 0 or any(is_sharded(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    states = [local_optimizer_state(optimizer) for optimizer in optimizers] if is_mine else []
     save_atomic({"optimizers": states, "world": rank_and_world()[1], **state}, path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt"))
 
 
 def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, per_rank: bool) -> dict:
-    """Restores optimizers, and gives this rank's state. per_rank: the states differ, so the number of ranks may not. Raises BadInput."""
+    """Restores optimizers, and gives this rank's state. per_rank: states, or parts of sharded optimizers, differ, so the number of ranks may not. Raises
+    BadInput."""
     path = path_of(stage, tag, f"train_{step:06d}_rank0.pt")
     saved = load_file(path)
     world = rank_and_world()[1]
     if per_rank and saved["world"] != world:
         raise BadInput(f"{path}: was saved by {saved['world']} ranks and can be continued by as many, not by {world}")
-    if len(saved["optimizers"]) != len(optimizers):
-        raise BadInput(f"{path} does not fit: it has {len(saved['optimizers'])} optimizers, not {len(optimizers)}")
-    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+    mine = load_file(path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt")) if per_rank and rank else saved
+    states = mine["optimizers"] or saved["optimizers"]
+    if len(states) != len(optimizers):
+        raise BadInput(f"{path} does not fit: it has {len(states)} optimizers, not {len(optimizers)}")
+    for optimizer, state in zip(optimizers, states, strict=True):
         restore_optimizer(optimizer, state, path)
-    return load_file(path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt")) if per_rank and rank else saved
+    return mine
 
 
 def warn_of_later_steps(stage: str, tag: str, step: int) -> None:

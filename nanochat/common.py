@@ -10,11 +10,13 @@ import re
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+NUM_WAITING = 8  # threads of in_threads
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
 
@@ -191,6 +193,13 @@ def gather_lists(items: list, device) -> list:
     parts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return [item for part, s in zip(parts, sizes, strict=True) for item in json.loads(bytes(part[: int(s)].tolist()))]
+
+
+def in_threads(function, *columns: list) -> list:
+    """function(*row) of every row of these columns, in order, in a few threads: for what waits for other processes."""
+    rows = list(zip(*columns, strict=True))
+    with ThreadPoolExecutor(NUM_WAITING) as threads:
+        return list(threads.map(lambda row: function(*row), rows))
 
 
 def write_json(path: str, record: dict) -> None:

@@ -164,6 +164,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
+        self.frequencies, self.rope_factor = None, 1.0  # kept from the first forward on: a CUDA graph can capture no copy from the host
         self.vocab_size = config.vocab_size
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.n_embd),
@@ -199,9 +200,11 @@ class Decoder(nn.Module):
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus. positions (B, T) -> two of (B, T, 1, D/2)."""
-        frequencies, factor = ROPE[(self.config.rope_scaling or {}).get("rope_type", "default")](self.config)
-        angles = positions[:, :, None, None].float() * frequencies.to(positions.device)
-        return (angles.cos() * factor).to(self.compute_dtype), (-angles.sin() * factor).to(self.compute_dtype)
+        if self.frequencies is None or self.frequencies.device != positions.device:
+            frequencies, self.rope_factor = ROPE[(self.config.rope_scaling or {}).get("rope_type", "default")](self.config)
+            self.frequencies = frequencies.to(positions.device)
+        angles = positions[:, :, None, None].float() * self.frequencies
+        return (angles.cos() * self.rope_factor).to(self.compute_dtype), (-angles.sin() * self.rope_factor).to(self.compute_dtype)
 
     def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None, last_only: bool = False):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""

@@ -4,7 +4,9 @@ Hugging Face model folders: config.json and sharded safetensors, in and out.
 Reading goes tensor by tensor onto the target device, so host memory peaks at about one tensor above the model. Writing gives a folder that
 transformers opens. What a folder asks for and the decoder does not have is an error that names it.
 """
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +21,12 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 IGNORED = re.compile(r".*rotary_emb\.inv_freq")  # old Llama files keep it; it follows from the config
 WANTED = ["*.safetensors", "*.json", "*.jinja"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors call them
 SHARD_SIZE = "5GB"
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def find_folder(source: str) -> str:
@@ -33,7 +40,7 @@ def find_folder(source: str) -> str:
     try:
         return huggingface_hub.snapshot_download(source, allow_patterns=WANTED)
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise BadInput(f"--source {source}: no such folder, and the hub gives nothing: {str(error).splitlines()[0]}") from None
+        raise BadInput(f"--source {source}: no such folder, and the hub gives nothing: {one_line(error)}") from None
 
 
 def read_json(path: str) -> dict:
@@ -50,31 +57,54 @@ def read_json(path: str) -> dict:
     return content
 
 
+def value_of(given: dict, key: str, kind: type, where: str, default=None):
+    """A value of a config.json: a positive int or float, or a bool. null, or no such key: the default. Raises BadInput that names the file and the key."""
+    value = default if given.get(key) is None else given[key]
+    if value is None:
+        raise BadInput(f"{where}: {key} is missing")
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or kind is not bool and not 0 < value < math.inf:
+        expected = {int: "a positive whole number", float: "a positive number", bool: "true or false"}[kind]
+        raise BadInput(f"{where}: {key} is {value!r}, expected {expected}")
+    return value
+
+
 def rope_of(given: dict, where: str) -> tuple[float, dict | None]:
     """rope_theta and the scaling of a config.json, of transformers 4 (rope_scaling) or 5 (rope_parameters). Raises BadInput."""
-    parameters = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or given.get("rope_theta", 10000.0)
+    parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise BadInput(f"{where}: rotary scaling is {parameters!r}, expected an object")
+    parameters = dict(parameters)
+    theta = value_of({"rope_theta": parameters.pop("rope_theta", None) or given.get("rope_theta")}, "rope_theta", float, where, 10000.0)
     if "type" in parameters:
         parameters.setdefault("rope_type", parameters.pop("type"))
     kind = parameters.get("rope_type", "default")
     if kind not in ROPE:
         raise BadInput(f"{where}: rotary scaling {kind!r} is not supported; there are {', '.join(ROPE)}")
+    if parameters.pop("partial_rotary_factor", None) not in (None, 1):
+        raise BadInput(f"{where}: partial_rotary_factor is not supported")
+    if kind in ("llama3", "yarn") and "original_max_position_embeddings" in given:  # some files have it there
+        parameters["original_max_position_embeddings"] = given["original_max_position_embeddings"]
     needed = {"linear": ["factor"], "yarn": ["factor"],
               "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}.get(kind, [])
-    missing = [key for key in needed if not isinstance(parameters.get(key), (int, float))]
+    missing = [key for key in needed if parameters.get(key) is None]
     if missing:
         raise BadInput(f"{where}: rotary scaling {kind!r} without {missing[0]}")
-    return float(theta), None if kind == "default" else parameters
+    for key, value in parameters.items():
+        if key != "rope_type" and not isinstance(value, (int, float, type(None))) or key in needed and not 0 < value < math.inf:
+            raise BadInput(f"{where}: {key} of rotary scaling {kind!r} is {value!r}, expected a {'positive ' * (key in needed)}number")
+    return theta, None if kind == "default" else parameters
 
 
 def refuse_unsupported(given: dict, where: str) -> None:
     """Raises BadInput for options that change the mathematics and are not there."""
     found = [given.get("hidden_act", "silu") != "silu" and f"hidden_act {given.get('hidden_act')!r}",
              given.get("use_sliding_window") and "use_sliding_window",
-             "sliding_attention" in (given.get("layer_types") or []) and "layer_types with sliding_attention",
+             {*map(str, given.get("layer_types") or [])} - {"full_attention"} and "layer_types other than full_attention",
              given.get("quantization_config") and "quantization_config",
-             given.get("partial_rotary_factor", 1.0) != 1.0 and "partial_rotary_factor",
-             given.get("pretraining_tp", 1) != 1 and "pretraining_tp"]
+             given.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor",
+             given.get("pretraining_tp") not in (None, 1) and "pretraining_tp"]
     for what in filter(None, found):
         raise BadInput(f"{where}: {what} is not supported")
 
@@ -88,19 +118,20 @@ def read_config(folder: str) -> DecoderConfig:
         raise BadInput(f"{path}: architecture {(given.get('architectures') or [kind])[0]!r} is not supported; there are {', '.join(ARCHITECTURES.values())}")
     refuse_unsupported(given, path)
     theta, scaling = rope_of(given, path)
-    try:
-        heads, width = int(given["num_attention_heads"]), int(given["hidden_size"])
-        config = DecoderConfig(
-            architecture=kind, sequence_len=int(given["max_position_embeddings"]), vocab_size=int(given["vocab_size"]),
-            n_layer=int(given["num_hidden_layers"]), n_head=heads, n_kv_head=int(given.get("num_key_value_heads") or heads), n_embd=width,
-            head_dim=int(given.get("head_dim") or width // heads), intermediate_size=int(given["intermediate_size"]),
-            norm_eps=float(given.get("rms_norm_eps", 1e-6)), rope_theta=theta, rope_scaling=scaling,
-            qkv_bias=kind == "qwen2" or bool(given.get("attention_bias")), out_bias=kind != "qwen2" and bool(given.get("attention_bias")),
-            mlp_bias=kind == "llama" and bool(given.get("mlp_bias")), qk_norm=kind == "qwen3", tied=bool(given.get("tie_word_embeddings")))
-    except KeyError as error:
-        raise BadInput(f"{path}: {error} is missing") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise BadInput(f"{path}: a number is none: {error}") from None
+
+    def count(key: str, default: int | None = None) -> int:
+        return value_of(given, key, int, path, default)
+
+    def flag(key: str) -> bool:
+        return value_of(given, key, bool, path, False)
+
+    heads, width = count("num_attention_heads"), count("hidden_size")
+    config = DecoderConfig(
+        architecture=kind, sequence_len=count("max_position_embeddings"), vocab_size=count("vocab_size"), n_layer=count("num_hidden_layers"),
+        n_head=heads, n_kv_head=count("num_key_value_heads", heads), n_embd=width, head_dim=count("head_dim", width // heads),
+        intermediate_size=count("intermediate_size"), norm_eps=value_of(given, "rms_norm_eps", float, path, 1e-6), rope_theta=theta,
+        rope_scaling=scaling, qkv_bias=kind == "qwen2" or flag("attention_bias"), out_bias=kind != "qwen2" and flag("attention_bias"),
+        mlp_bias=kind == "llama" and flag("mlp_bias"), qk_norm=kind == "qwen3", tied=flag("tie_word_embeddings"))
     if config.head_dim % 2 or heads % config.n_kv_head:
         raise BadInput(f"{path}: {heads} heads of {config.head_dim} and {config.n_kv_head} key/value heads: need an even head size, and heads a "
                        f"multiple of the key/value heads")
@@ -122,7 +153,6 @@ def written_config(config: DecoderConfig, dtype: torch.dtype, token_ids: dict) -
 
 def weight_files(folder: str) -> dict[str, str]:
     """tensor name -> the safetensors file that holds it. Raises BadInput."""
-    from safetensors import SafetensorError, safe_open
     index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index):
         files = read_json(index).get("weight_map")
@@ -136,11 +166,8 @@ def weight_files(folder: str) -> dict[str, str]:
     path = os.path.join(folder, "model.safetensors")
     if not os.path.exists(path):
         raise BadInput(f"{folder} has neither model.safetensors nor model.safetensors.index.json (only safetensors are read)")
-    try:
-        with safe_open(path, framework="pt") as f:
-            return dict.fromkeys(f.keys(), path)
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"{path} cannot be read: {error}") from None
+    with opened(path) as f:
+        return dict.fromkeys(f.keys(), path)
 
 
 def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
@@ -159,30 +186,51 @@ def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
 @torch.no_grad()
 def read_model(folder: str, device, compute_dtype: torch.dtype, dtype: torch.dtype | None = None) -> Decoder:
     """The model of a folder. dtype: of its parameters; by default that of the file's embedding. Raises BadInput that names a file or tensor."""
-    from safetensors import SafetensorError, safe_open
     config, files = read_config(folder), weight_files(folder)
     with torch.device("meta"):
         check_names(folder, Decoder(config), files)
-    model, names_of = None, {}
+    names_of: dict[str, list[str]] = {}
     for name, path in files.items():
         names_of.setdefault(path, []).append(name)
-    try:
-        if dtype is None:
-            with safe_open(files["model.embed_tokens.weight"], framework="pt") as f:
-                dtype = f.get_slice("model.embed_tokens.weight")[:1].dtype
-        model = allocate(Decoder, config, compute_dtype, device, dtype)
-        wanted = dict(model.named_parameters())
-        for path, names in names_of.items():
-            with safe_open(path, framework="pt") as f:
-                for name in names:
-                    if name in wanted:
-                        tensor = f.get_tensor(name)
-                        if tensor.shape != wanted[name].shape or not tensor.is_floating_point():
-                            raise BadInput(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected floats of {tuple(wanted[name].shape)}")
-                        wanted[name].copy_(tensor)
-    except (SafetensorError, OSError) as error:
-        raise BadInput(f"{folder}: {error}") from None
+    if dtype is None:
+        path = files["model.embed_tokens.weight"]
+        with opened(path) as f:
+            stored = f.get_slice("model.embed_tokens.weight").get_dtype()
+        if stored not in STORED:
+            raise BadInput(f"{path}: model.embed_tokens.weight is {stored}, expected one of {', '.join(STORED)}")
+        dtype = STORED[stored]
+    model = allocate(Decoder, config, compute_dtype, device, dtype)
+    wanted = dict(model.named_parameters())
+    for path, names in names_of.items():
+        with opened(path) as f:
+            for name in names:
+                if name in wanted:
+                    read_tensor(f, path, name, wanted[name])
+    if config.tied and "lm_head.weight" in files:
+        path, head = files["lm_head.weight"], model.lm_head.weight
+        with opened(path) as f:
+            if not torch.equal(f.get_tensor("lm_head.weight").to(head), head):
+                raise BadInput(f"{path}: lm_head.weight is not the embedding, though config.json has tie_word_embeddings")
     return model
+
+
+@contextlib.contextmanager
+def opened(path: str):
+    """A safetensors file. Raises BadInput that names it where it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(path, framework="pt") as f:
+            yield f
+    except (SafetensorError, OSError) as error:
+        raise BadInput(f"{path} cannot be read: {one_line(error)}") from None
+
+
+def read_tensor(f, path: str, name: str, p: torch.Tensor) -> None:
+    """Copies a tensor of a file into a parameter. A function, so that the tensor is gone before the next one is read. Raises BadInput."""
+    tensor = f.get_tensor(name)
+    if tensor.shape != p.shape or not tensor.is_floating_point():
+        raise BadInput(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected floats of {tuple(p.shape)}")
+    p.copy_(tensor)
 
 
 def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype, tokenizer) -> None:

@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from datetime import datetime
 from itertools import chain
+from pathlib import Path
 from secrets import token_hex
 
 import jinja2
@@ -29,7 +30,8 @@ NO_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% if m.role
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
 PROBE = "probe-4711"
-MARKS = range(0x100000, 0x10FFFE)  # private use plane 16: fences; plane 15 holds the control tokens' inner names
+TAG = re.compile(r"[^\w\s]\S*\w\S*[^\w\s]")  # <start_of_turn> or [INST]; other words and newlines that are added tokens stay text
+MARKS = [chr(i) for i in range(0x100000, 0x10FFFE)]  # private use plane 16, more than a context holds; the control tokens' inner names are of plane 15
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, SyntaxError, TypeError, ValueError)
 
 
@@ -47,16 +49,29 @@ class Generation(Extension):
 class Namespace(jinja2.utils.Namespace):
     """jinja's namespace without names like __html__, which python itself would call outside of the sandbox."""
 
-    def __init__(*args, **kwargs):
-        self, *args = args
-        jinja2.utils.Namespace.__init__(self)
+    def __init__(self, *args, **kwargs):
+        super().__init__()
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
     def __setitem__(self, name, value):
         if str(name).startswith("_"):
             raise SecurityError(f"a namespace cannot hold {name!r}")
-        jinja2.utils.Namespace.__setitem__(self, name, value)
+        super().__setitem__(name, value)
+
+
+def one_line(message) -> str:
+    return " ".join(str(message).split())
+
+
+def any_of(texts) -> re.Pattern:
+    """Finds the longest of these texts at the leftmost place, as the library does."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def scalars(text: str) -> str:
+    """The text with lone surrogates, which are no characters, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def refuse(message) -> None:
@@ -65,10 +80,6 @@ def refuse(message) -> None:
 
 def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def one_line(message) -> str:
-    return " ".join(str(message).split())
 
 
 class ChatTemplate:
@@ -82,8 +93,7 @@ class ChatTemplate:
         self.source, self.path, self.variables = source, path, variables
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
         env.filters["tojson"] = tojson
-        env.globals |= {"raise_exception": refuse, "strftime_now": lambda format: datetime.now().strftime(format), "namespace": Namespace,
-                        "dict": lambda *args, **kwargs: dict(*args, **kwargs)}
+        env.globals |= {"raise_exception": refuse, "strftime_now": lambda format: datetime.now().strftime(format), "namespace": Namespace}
         try:
             self.compiled = env.from_string(source)
             self.strings = {node.value for node in env.parse(source).find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
@@ -92,9 +102,8 @@ class ChatTemplate:
 
     def render(self, messages: list[dict], generate: bool) -> str:
         """The text of a conversation, with the beginning of an assistant's turn if `generate`. Raises BadInput where the template fails or refuses."""
-        copies = [dict(message) for message in messages]
         try:
-            return self.compiled.render(**self.variables, messages=copies, tools=None, documents=None, add_generation_prompt=generate)
+            return self.compiled.render(**self.variables, messages=messages, tools=None, documents=None, add_generation_prompt=generate)
         except BadInput as error:
             raise BadInput(f"{self.path}: {error}") from None
         except TEMPLATE_ERRORS as error:
@@ -102,24 +111,18 @@ class ChatTemplate:
 
 
 class Fence:
-    """Makes copies of messages out of which no control token can arise, also not together with what the template writes around them.
+    """Copies of texts out of which no control token can arise, also not together with what a template writes around them.
 
-    A mark stands around every character but whitespace (templates trim it) and but the strings that the template looks for, such as "</think>".
-    Of those, only such as can share no character with a control token are left whole.
+    A mark stands around every character but whitespace, which templates trim, and but the strings that the template looks for, such as "</think>":
+    those that can share no character with a control token.
     """
 
     def __init__(self, controls: set[str], strings: set[str]):
-        beginnings = {name[:n] for name in controls for n in range(1, len(name))}
-        endings = {name[n:] for name in controls for n in range(1, len(name))}
-        inside = "\0".join(controls)
-
-        def apart(string: str) -> bool:
-            parts = range(1, len(string))
-            return not (string in inside or any(name in string for name in controls)
-                        or any(string[n:] in beginnings or string[:n] in endings for n in parts))
-
-        whole = sorted((s for s in strings if len(s) > 1 and apart(s)), key=len, reverse=True)
-        self.whole = re.compile(f"({'|'.join(map(re.escape, whole)) or '(?!)'})")
+        beginnings, endings = {name[:n] for name in controls for n in range(1, len(name))}, {name[n:] for name in controls for n in range(1, len(name))}
+        inside, control = "\0".join(controls), any_of(controls)
+        apart = lambda s: not (s in inside or control.search(s) or any(s[n:] in beginnings or s[:n] in endings for n in range(1, len(s))))
+        whole = [s for s in strings if len(s) > 1 and apart(s)]
+        self.whole = re.compile(f"({any_of(whole).pattern})")
 
     def text(self, text: str, mark: str) -> str:
         fenced = lambda match: mark + mark.join(match[0]) + mark
@@ -128,11 +131,9 @@ class Fence:
 
 def plain_messages(messages: list[dict]) -> list[dict]:
     """Roles and texts of a conversation; an assistant's parts are joined. Raises ValueError for a wrong order, BadInput for parts that are no text."""
-    if not messages:
-        raise ValueError("a conversation without messages")
-    first = int(messages[0]["role"] == "system")
-    if first and (len(messages) < 2 or messages[1]["role"] != "user"):
-        raise ValueError("a system message must be followed by a user turn")
+    first = int(bool(messages) and messages[0]["role"] == "system")
+    if len(messages) == first:
+        raise ValueError("a conversation without a user's turn")
     texts = []
     for i, message in enumerate(messages):
         role = "system" if i < first else ("user", "assistant")[(i - first) % 2]
@@ -154,21 +155,19 @@ def plain_messages(messages: list[dict]) -> list[dict]:
 
 def read_files(folder: str) -> dict[str, bytes]:
     """The files of a tokenizer that `folder` holds, by name. Raises BadInput for one that cannot be read, or without tokenizer.json."""
-    files = {}
-    for name in FILES:
-        # As in transformers, config.json is asked for eos and bos only where there is no generation_config.json.
-        if os.path.exists(os.path.join(folder, name)) and not (name == "config.json" and "generation_config.json" in files):
-            try:
-                with open(os.path.join(folder, name), "rb") as f:
-                    files[name] = f.read()
-            except OSError as error:
-                raise BadInput(f"{os.path.join(folder, name)}: {error.strerror}") from None
-    if "tokenizer.json" not in files:
+    # As in transformers, config.json is asked for eos and bos only where there is no generation_config.json.
+    names = [name for name in FILES if os.path.exists(os.path.join(folder, name))]
+    if "tokenizer.json" not in names:
         raise BadInput(f"no tokenizer at {os.path.join(folder, 'tokenizer.json')}")
-    return files
+    names = names[:-1] if names[-2:] == ["generation_config.json", "config.json"] else names
+    try:
+        return {name: Path(folder, name).read_bytes() for name in names}
+    except OSError as error:
+        raise BadInput(f"{error.filename}: {error.strerror}") from None
 
 
 def parse_text(path: str, content: bytes) -> str:
+    """The text of a file. Raises BadInput."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -187,8 +186,7 @@ def parse_json(path: str, content: bytes) -> dict:
 
 
 def parse_tokenizer(path: str, content: bytes) -> tuple[tokenizers.Tokenizer, dict, bool]:
-    """The tokenizer of a tokenizer.json, its settings as the library writes them, and whether tokens are in the alphabet of bytes or else hold
-    U+2581 for a space. Raises BadInput, also for a third kind."""
+    """The tokenizer, its settings as the library writes them, whether tokens are in the alphabet of bytes (else a space is U+2581). Raises BadInput."""
     content = parse_text(path, content)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
@@ -205,49 +203,44 @@ def parse_tokenizer(path: str, content: bytes) -> tuple[tokenizers.Tokenizer, di
     return tokenizer, settings, byte_level
 
 
-def token_text(token) -> str | None:
-    """The text of a special token in tokenizer_config.json: a string or an object with `content`."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) and token else None
+def special_tokens(path: str, config: dict) -> tuple[dict[str, str], set[str]]:
+    """bos_token, eos_token and the like of a tokenizer_config.json by name, and the texts of all tokens that it calls special. Raises BadInput."""
+    text = lambda token: token["content"] if isinstance(token, dict) else token
+    listed = lambda name: list(config[name].values()) if isinstance(config.get(name), dict) else config.get(name) or []
+    try:
+        named = {name: text(config[name]) for name in NAMED_TOKENS if config.get(name)}
+        known = [token for token in listed("added_tokens_decoder") if token["special"]]
+        return named, {*named.values(), *map(text, [*known, *listed("additional_special_tokens"), *listed("extra_special_tokens")])}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise BadInput(f"{path}: damaged special tokens: {one_line(repr(error))}") from None
 
 
 def chat_template_of(path: str, config: dict) -> str | None:
     """The chat template of a tokenizer_config.json, or None. Of several with names, the default one. Raises BadInput."""
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        if "default" not in named:
-            raise BadInput(f"{path}: of the chat templates {', '.join(map(str, named))} none is named default")
-        template = named["default"]
+        template = next((entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"), [])
     if template is not None and not isinstance(template, str):
-        raise BadInput(f"{path}: chat_template is {type(template).__name__}, not text")
+        raise BadInput(f"{path}: chat_template is neither text nor a list in which one is named default")
     return template
 
 
 def token_ids(path: str, value, tokens: dict[int, str]) -> list[int]:
     """The ids of an eos_token_id or bos_token_id: a number, a list or nothing. Raises BadInput for what is no token's."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    wrong = [i for i in ids if type(i) is not int or i not in tokens]
-    if wrong:
+    if wrong := [i for i in ids if type(i) is not int or i not in tokens]:
         raise BadInput(f"{path}: {wrong[0]!r} is no token's id")
     return ids
 
 
 # The tokenizer
 
-def any_of(texts) -> re.Pattern:
-    """Finds the longest of these texts at the leftmost place, as the library does."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
 def renamed(path: str, settings: dict, inner: dict[str, str]) -> tokenizers.Tokenizer:
     """The tokenizer with other names for some added tokens, ids unchanged: it no longer finds the old names in any text. Raises BadInput."""
     settings = {**json.loads(json.dumps(settings)), "post_processor": None}
     model, ids = settings["model"], {token["content"]: token["id"] for token in settings["added_tokens"]}
-    for name in ids.keys() & inner.keys():
-        model["vocab"].pop(name, None)
     # The library numbers added tokens by itself unless the vocabulary holds them.
-    model["vocab"] |= {inner.get(name, name): i for name, i in ids.items()}
+    model["vocab"] = {text: i for text, i in model["vocab"].items() if text not in inner} | {inner.get(name, name): i for name, i in ids.items()}
     model["unk_token"] = inner.get(model["unk_token"], model["unk_token"])
     for token in settings["added_tokens"]:
         token["content"] = inner.get(token["content"], token["content"])
@@ -274,10 +267,9 @@ class HFTokenizer:
         self.tokens = {i: text for text, i in self.ids.items()}
         self.vocab_size = max(self.tokens) + 1
         config = parse_json(path("tokenizer_config.json"), files.get("tokenizer_config.json", b"{}"))
-        named = {name: text for name in NAMED_TOKENS if (text := token_text(config.get(name)))}
-        for name in ("bos_token", "eos_token"):
-            if name in named and named[name] not in self.ids:
-                raise BadInput(f"{path('tokenizer_config.json')}: {name} is {named[name]!r}, which tokenizer.json lacks")
+        named, special = special_tokens(path("tokenizer_config.json"), config)
+        if lacking := [name for name in ("bos_token", "eos_token") if name in named and named[name] not in self.ids]:
+            raise BadInput(f"{path('tokenizer_config.json')}: {lacking[0]} is {named[lacking[0]]!r}, which tokenizer.json lacks")
         where = path("config.json" if "config.json" in files else "generation_config.json")
         generation = parse_json(where, files.get(os.path.basename(where), b"{}"))
         eos_ids, bos_ids = (token_ids(where, generation.get(name), self.tokens) for name in ("eos_token_id", "bos_token_id"))
@@ -287,27 +279,22 @@ class HFTokenizer:
         self.bos = self.ids[named["bos_token"]] if "bos_token" in named else next(iter(bos_ids), None)
 
         self.template = self._load_template(path, config, named, original)
-        special = {*named.values(), self.tokens.get(self.eos), *map(token_text, config.get("additional_special_tokens") or [])}
-        special |= {token_text(token) for token in (config.get("added_tokens_decoder") or {}).values() if token.get("special")}
-        self._set_controls(path("tokenizer.json"), special & self.ids.keys())
+        self._set_controls(path("tokenizer.json"), {self.tokens[self.eos], named.get("bos_token")}, special)
         self.assistant_end = self._find_assistant_end()
         self.stop_tokens = list(dict.fromkeys([*eos_ids, self.eos, self.assistant_end]))
 
     @classmethod
     def load(cls, folder: str) -> "HFTokenizer":
-        """Opens tokenizer.json in `folder`, and beside it, where they exist: tokenizer_config.json, chat_template.jinja, generation_config.json or
-        else config.json. Raises BadInput."""
+        """Opens tokenizer.json in `folder`, and of the other FILES there those that are beside it. Raises BadInput."""
         return cls(read_files(folder), folder)
 
     def save(self, folder: str) -> None:
         """Writes the files that it was read from into `folder`, byte for byte. Raises BadInput where another tokenizer's would change their meaning."""
         os.makedirs(folder, exist_ok=True)
-        for name in ("tokenizer_config.json", "chat_template.jinja"):
-            if name not in self.files and os.path.exists(os.path.join(folder, name)):
-                raise BadInput(f"{os.path.join(folder, name)} is of another tokenizer: move it away")
+        if there := [name for name in {"tokenizer_config.json", "chat_template.jinja"} - self.files.keys() if os.path.exists(os.path.join(folder, name))]:
+            raise BadInput(f"{os.path.join(folder, there[0])} is of another tokenizer: move it away")
         for name, content in self.files.items():
-            with open(os.path.join(folder, name + ".tmp"), "wb") as f:
-                f.write(content)
+            Path(folder, name + ".tmp").write_bytes(content)
             os.replace(os.path.join(folder, name + ".tmp"), os.path.join(folder, name))
 
     def _load_template(self, path, config: dict, named: dict, original: tokenizers.Tokenizer) -> ChatTemplate:
@@ -320,29 +307,27 @@ class HFTokenizer:
         adds_bos = self.bos is not None and config.get("add_bos_token", self.bos in original.encode("").ids)
         return ChatTemplate(NO_TEMPLATE, where, {"bos_token": self.tokens[self.bos] if adds_bos else "", "eos_token": self.tokens[self.eos]})
 
-    def _set_controls(self, path: str, special: set[str]) -> None:
+    def _set_controls(self, path: str, ends: set, special: set[str]) -> None:
+        """Finds the control tokens and makes the tokenizer that knows them by their inner names only. ends: eos and bos."""
         added = {token["content"]: token for token in self.settings["added_tokens"]}
-        plain = {"id": 0, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        self.settings["added_tokens"] += [{**plain, "id": self.ids[name], "content": name} for name in special - added.keys()]
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        words = {*ends, self.settings["model"]["unk_token"]} - {None, *added}  # special though the file has them among its ordinary tokens
+        self.settings["added_tokens"] += [{"id": self.ids[name], "content": name, **plain} for name in sorted(words)]
         added |= {token["content"]: token for token in self.settings["added_tokens"]}
-        self._added = any_of(added)
-        special |= {name for name, token in added.items() if token["special"]}
-        special |= set(self._added.findall(self._frame()))
-        short = [name for name in special if len(name) == 1]
-        if short:
+        self._added, self._added_ids = any_of(added), {self.ids[name] for name in added}
+        special = special & added.keys() | {name for name, token in added.items() if token["special"]}
+        special |= {name for name in self._added.findall(self._frame()) if TAG.fullmatch(name)}
+        if short := [name for name in special if len(name) == 1]:
             raise BadInput(f"{path}: the special token {short[0]!r} is one character, which no text could hold as text")
-        # Random: no text can hold them. Behind each other they cannot be confused, all have one length.
+        # Random, so that no text can hold them; of one length, so that they cannot be confused behind each other.
         self._inner = {name: f"\U000f0000{token_hex(8)}{i:06x}\U000f0001" for i, name in enumerate(sorted(special))}
         self._inner_ids = {inner: self.ids[name] for name, inner in self._inner.items()}
-        self._inner_name = any_of(self._inner.values())
-        self._controls = set(self._inner_ids.values())
+        self._inner_name, self._controls = any_of(self._inner_ids), set(self._inner_ids.values())
         self._fence = Fence(special, self.template.strings)
         self._tokenizer = renamed(path, self.settings, self._inner)
-        self._added_ids = {self.ids[name] for name in added}
 
     def _frame(self) -> str:
-        """What the template writes around turns: some files do not call these tokens special. What stands before the last answer is left out, as it may
-        be <think>, which a model may say."""
+        """What the template writes around turns: some files do not call these tokens special. Not what begins the last answer: a model may say <think>."""
         turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
         try:
             text = self.template.render(turns, True)
@@ -358,8 +343,8 @@ class HFTokenizer:
 
     def equals(self, other) -> bool:
         """Whether both give every text the same ids. Chat templates may differ."""
-        names = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-        return isinstance(other, HFTokenizer) and all(self.settings[name] == other.settings[name] for name in names)
+        parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+        return isinstance(other, HFTokenizer) and all(self.settings[part] == other.settings[part] for part in parts)
 
     def check_model(self, name: str, model) -> None:
         """Raises BadInput unless a model has an embedding for every token. It may have more: vocabularies are padded."""
@@ -382,13 +367,12 @@ class HFTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of one token. A control token or an id without a token is "?": inside a completion it is noise, and no mark holds a "?"."""
-        if token in self._controls or token not in self.tokens:
+        text = self.tokens.get(token)
+        if token in self._controls or text is None:
             return b"?"
-        text = self.tokens[token]
-        if token in self._added_ids:
-            return text.encode()
         if self._byte_level:
-            return bytes(BYTE_OF[c] for c in text) if all(c in BYTE_OF for c in text) else text.encode()
+            spelled = token not in self._added_ids and all(c in BYTE_OF for c in text)
+            return bytes(BYTE_OF[c] for c in text) if spelled else text.encode()
         if self.settings["model"]["byte_fallback"] and re.fullmatch("<0x[0-9A-F]{2}>", text):
             return bytes.fromhex(text[3:5])
         return text.replace("\u2581", " ").encode()
@@ -438,37 +422,23 @@ class HFTokenizer:
     def _render(self, messages: list[dict], generate: bool) -> str:
         """The rendered conversation, with the inner names of those control tokens that the template wrote."""
         messages = [{**message, "content": scalars(message["content"])} for message in messages]
-        used = set("".join(message["content"] for message in messages) + self.template.source)
-        mark = next((chr(i) for i in MARKS if chr(i) not in used), None)
-        if mark is None:
-            raise BadInput("a conversation holds every character of the last private use plane")
+        used = set(chain(self.template.source, *(message["content"] for message in messages)))
+        mark = next(mark for mark in MARKS if mark not in used)
         name_inside = lambda text: self._added.sub(lambda match: self._inner.get(match[0], match[0]), text)
         plain = self.template.render(messages, generate)
         fenced = self.template.render([{**m, "content": self._fence.text(m["content"], mark)} for m in messages], generate)
-        named = name_inside(fenced)
-        if fenced.replace(mark, "") != plain:
-            # The template looks at the text in a way that sees the marks (its length, say): without them, if that adds no control token.
-            without = name_inside(plain)
-            if self._inner_name.findall(without) == self._inner_name.findall(named):
-                return without
-        return named.replace(mark, "")
+        named, without = name_inside(fenced), name_inside(plain)
+        # A template may look at the text in a way that sees the marks (its length, say): then without them, if that adds no control token.
+        seen = fenced.replace(mark, "") != plain and self._inner_name.findall(without) == self._inner_name.findall(named)
+        return without if seen else named.replace(mark, "")
 
     def _encode_rendered(self, text: str) -> tokenizers.Encoding:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         written = [self._inner_ids[name] for name in self._inner_name.findall(text)]
-        unknown = self._tokenizer.token_to_id(self.settings["model"]["unk_token"] or "")
+        unknown = self.ids.get(self.settings["model"]["unk_token"])  # what stands for a character that has no token
         if [i for i in written if i != unknown] != [i for i in encoding.ids if i in self._controls and i != unknown]:
             raise BadInput(f"{self.template.path}: the tokenizer does not find the special tokens of its chat template where that puts them")
         return encoding
-
-
-def scalars(text: str) -> str:
-    """The text with lone surrogates, which are no characters, replaced by U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def load_tokenizer(folder: str) -> Tokenizer | HFTokenizer:

@@ -18,7 +18,7 @@ from nanochat.checkpoint import default_tag, list_tags, load_model
 from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, path_of, script_main
 from nanochat.engine import generate, row_key
 from nanochat.formats import COMPACT, PAPER, Format
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf_tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from tasks import TASKS
 
@@ -162,14 +162,17 @@ def main(args) -> None:
     verifier = load_verifier(args, tokenizer, device) if args.verifier else None
     colour = args.colour == "always" or args.colour == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print(f"{tag} of {path_of(args.source)}, step {meta['step']}; " + (f"problems in the format {fmt.name}" if fmt else "chat"))
-    history, turn = [], 0  # tokens of the conversation
+    history, messages, turn = [], [], 0  # of the conversation: tokens, and what was said
     while (said := read_message() if args.prompt is None else args.prompt) is not None:
         if args.prompt is None and said.lower() in ("clear", ""):
-            history = [] if said else history
+            history, messages = ([], []) if said else (history, messages)
             continue
         try:
             text = fmt.generator_prompt.format(problem=said) if fmt else said
-            prompt = history + tokenizer.render_prompt(text)[1 if history else 0:]
+            if isinstance(tokenizer, HFTokenizer):  # a template of its own, which may say more than the turns
+                prompt = tokenizer.render_chat([*messages, {"role": "user", "content": text}])
+            else:
+                prompt = history + tokenizer.render_prompt(text)[1 if history else 0:]
             tokens = answer(args, model, tokenizer, prompt, turn)
             print()
             if fmt:  # every message is a problem of its own
@@ -178,6 +181,8 @@ def main(args) -> None:
                     show_verdicts(fmt, solution.text, verify(args, verifier, tokenizer, fmt, said, solution.text, len(solution.step_ends)), colour)
             else:
                 history = prompt + tokens
+                said_by_model = tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.stop_tokens else tokens)
+                messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said_by_model}]
         except BadInput as error:
             if args.prompt is not None:
                 raise

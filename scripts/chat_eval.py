@@ -19,13 +19,12 @@ from nanochat.common import (BadInput, all_reduce, check_least, check_name, comp
 from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
 from nanochat.hf_tokenizer import load_tokenizer
-from nanochat.rl.evals import majority, pass_at_k
+from nanochat.rl.evals import answers_of, majority, outcomes_of, pass_at_k, problems_of
 from nanochat.rl.prompts import check_prompts_fit
 from nanochat.rl.rollouts import Sampler
 from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flags
 from tasks.multiple_choice import RANDOM_BASELINE, CHOICE_SETS, choice_prompt, load_choices
 
-ENDLESS = 400  # problems of a task that makes its own
 SPLITS = {"test_in": "", "test_out": ", test_out"}
 
 
@@ -53,20 +52,22 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
     """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right in every step (None where the
     task has no labels of steps), whether the most frequent answer is right, and how many ended."""
     rank, world = rank_and_world()
-    there_are, n = getattr(task, "num_problems", lambda split: None)(split), args.num_samples
-    num_problems = there_are or ENDLESS if args.max_problems < 0 else min(args.max_problems, there_are or args.max_problems)
-    problems = [task.problem(split, i) for i in range(num_problems)]
+    n = args.num_samples
+    problems = problems_of(task, split, args.max_problems)
+    if not problems:
+        return []
     # On all ranks before any work: a rank that failed alone would leave the others waiting, and only rank 0 speaks.
     check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems], {"generator": model.config.sequence_len}, args.max_new_tokens, 0)
     problems = problems[rank::world]
     rollouts, solutions = sampler.solve(model, problems, n, ("chat_eval", split), greedy=args.temperature == 0)
     stopped, rows, has_labels = rollouts.stopped.tolist(), [], getattr(task, "has_step_labels", True)
+    outcomes = outcomes_of(task, [problem for problem in problems for _ in range(n)], solutions)
     for i, problem in enumerate(problems):
         mine = solutions[i * n: (i + 1) * n]
-        right = [task.check(problem, s.text) is True for s in mine]
+        right = [outcome is True for outcome in outcomes[i * n: (i + 1) * n]]
         labels = [task.step_labels(problem, s.text) for s in mine]
         all_right = sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True)) if has_labels else None
-        answers = [task.fmt.answer(s.text) for s in mine]
+        answers = answers_of(task, mine)
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
         rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)], sum(stopped[i * n: (i + 1) * n])])
@@ -90,7 +91,8 @@ def evaluate_task(args, name: str, model, tokenizer, device) -> None:
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k, calculator=args.calculator)
     for split, words in SPLITS.items():
         rows = solve(args, task, split, model, sampler, device)
-        print_rows(args, name + words, rows)
+        if rows:  # a finite task may have no test_out
+            print_rows(args, name + words, rows)
         parts = list(dict.fromkeys(row[0] for row in rows))
         for part in parts if len(parts) > 1 else []:
             print_rows(args, f"  {part}{words}", [row for row in rows if row[0] == part])

@@ -8,6 +8,8 @@ problems come from the sft split. Either starts from random weights or, with --f
     python -m scripts.chat_sft --role generator --model-tag d4
     torchrun --standalone --nproc_per_node=2 scripts/chat_sft.py --role verifier --model-tag d4     # writes d4-ver
     python -m scripts.chat_sft --role generator --model-tag d24 --from-stage base --task gsm8k --conversations chats.jsonl --conversations-share 0.5 --pack
+    torchrun --standalone --nproc_per_node=8 scripts/chat_sft.py --role generator --model-tag qwen-sft --from-stage sft --from-tag qwen7b --task gsm8k \
+        --embedding-lr 5e-6 --shard --recompute                                                     # an imported model: AdamW for all of it
 """
 import argparse
 import math
@@ -22,17 +24,19 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, al
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
+from nanochat.hf import Decoder
 from nanochat.hf_tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.rl.prompts import generator_prompt, verifier_prompt
-from nanochat.rl.roles import check_shared, copy_shared_lambdas, share_layers
+from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
 from nanochat.rl.rollouts import Sampler
+from nanochat.weights import whole_state
 from tasks import add_task_args, make_task
 from tasks.conversations import load_conversations
 
 SAMPLED_FROM = 10_000_000  # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
-MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens"}
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -61,7 +65,11 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument("--pack", action=argparse.BooleanOptionalAction, default=False,
                           help="several examples per row of the whole context, as in pretraining; a row's later examples see its earlier ones")
     training.add_argument("--matrix-lr", type=float, default=4e-3, help="Muon, for the blocks' matrices")
-    training.add_argument("--embedding-lr", type=float, default=4e-3, help="AdamW, for everything else")
+    training.add_argument("--embedding-lr", type=float, default=4e-3, help="AdamW, for everything else; of an imported model for all of it")
+    training.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
+                          help="shard an imported model's weights, gradients and optimizer over the ranks (FSDP2); changes no result")
+    training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
+                          help="run its blocks again in the backward pass instead of keeping their activations; changes no result")
     return parser
 
 
@@ -69,12 +77,12 @@ def start_model(args, tokenizer, device, dtype):
     """The model to train: random from the seed and the role, or a checkpoint's. Raises BadInput."""
     if not args.from_stage:
         return new_model(config_of(args, tokenizer.vocab_size), 2 * args.seed + (args.role == "verifier"), device, dtype)
-    model, _ = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype, None if args.from_step < 0 else args.from_step)
+    model, _ = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype, None if args.from_step < 0 else args.from_step, args.shard)
     tokenizer.check_model(f"{args.from_stage} model", model)
     shape, parser = model.config.asdict() | {"depth": model.config.n_layer}, make_parser()
     for name in ("depth", "n_embd", "n_head", "n_kv_head", "sequence_len", "window_pattern"):
-        if getattr(args, name) not in (parser.get_default(name), shape[name]):
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the {args.from_stage} model has {shape[name]}, and keeps its shape")
+        if getattr(args, name) not in (parser.get_default(name), shape.get(name)):
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the {args.from_stage} model has {shape.get(name)}, and keeps its shape")
     return model
 
 
@@ -138,7 +146,10 @@ def train_step(args, model, parameters, optimizers, examples: list, step: int, d
     loss = torch.zeros((), device=device)
     if args.pack:
         examples = pack_whole(examples, model.config.sequence_len, 0)
-    for batch in length_batches(examples, args.micro_batch_tokens):
+    batches = list(length_batches(examples, args.micro_batch_tokens))
+    if args.shard:  # all ranks gather weights as often: some train nothing
+        batches += [[([0, 0], [0, 0])]] * (int(all_reduce(torch.tensor(len(batches), device=device), "max")) - len(batches))
+    for batch in batches:
         ids, mask = (pad_prompts([example[i] for example in batch], device)[0] for i in range(2))
         batch_loss = supervised_loss(model, ids, mask, max(1.0, num_tokens))
         batch_loss.backward()
@@ -205,6 +216,8 @@ def main(args) -> None:
     task = make_task(args)
     tag = resolve_tags(args)
     rank, world = rank_and_world()
+    if args.shard and world == 1:
+        raise BadInput("--shard: there is one rank, so nothing to shard over; start several with torchrun")
     if args.examples_per_step % world:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks")
     uses_wandb(args.run)
@@ -213,13 +226,16 @@ def main(args) -> None:
     resumed = resume_step("sft", tag, args, MAY_CHANGE)
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
-    model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed)[0]
+    model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed, args.shard)[0]
+    if args.shard and not isinstance(model, Decoder):
+        raise BadInput("--shard: Muon needs whole matrices; only imported models, which AdamW trains, can be sharded here")
+    set_recompute(model, args.recompute, args.role)
     generator = load_generator(args, tokenizer, model, device, dtype, resumed is not None) if args.role == "verifier" else None
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
     if resumed is not None:
-        state = load_training("sft", tag, resumed, rank, optimizers, per_rank=False)["state"]
+        state = load_training("sft", tag, resumed, rank, optimizers, per_rank=args.shard)["state"]
     if state["step"] >= args.num_steps:
         print0(f"{path_of('sft', tag)} is finished at step {state['step']}")
         return
@@ -235,9 +251,12 @@ def main(args) -> None:
             copy_shared_lambdas(generator, model, args.verifier_shared_layers)
 
     def save() -> None:
+        weights = whole_state(model, keep=rank == 0)
+        if rank == 0 or args.shard:
+            save_training("sft", tag, state["step"], rank, optimizers, {"state": dict(state)})
+        all_reduce(torch.zeros(1, device=device))  # every rank has written its part
         if rank == 0:
-            save_training("sft", tag, state["step"], 0, optimizers, {"state": dict(state)})
-            save_model("sft", tag, state["step"], model, {"user_config": vars(args), "loss": state["loss"], "val_bpb": None})
+            save_model("sft", tag, state["step"], model, {"user_config": vars(args), "loss": state["loss"], "val_bpb": None}, weights)
 
     try:
         if generator is not None:

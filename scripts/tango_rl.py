@@ -27,7 +27,7 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, al
                              rank_and_world, script_main, start_run, uses_wandb, write_json)
 from nanochat.hf_tokenizer import load_tokenizer
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
-from nanochat.rl.evals import Evaluation, judge_scores, judged_row, ranking_reversed, reward_metrics
+from nanochat.rl.evals import Evaluation, judge_scores, judged_row, outcomes_of, problems_of, ranking_reversed, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.prompts import check_prompts_fit, read_solution
 from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
@@ -194,7 +194,7 @@ def generator_rollouts(args, run, state, sampler, roles):
     run.check_stop()
     solved = time.time()
     problems = [p for p in problems for _ in range(G)]
-    outcomes = [task.check(p, s.text) for p, s in zip(problems, solutions, strict=True)]                       # eq. 2
+    outcomes = outcomes_of(task, problems, solutions)                                                         # eq. 2
     labels = [task.step_labels(p, s.text) for p, s in zip(problems, solutions, strict=True)]
     sampled, verifications, verdicts = [rollouts], None, labels
     if recipe.judge == "verifier":
@@ -219,7 +219,7 @@ def generator_rollouts(args, run, state, sampler, roles):
                                 "rewards/step/mean": [x for v in verdicts if v and recipe.judge for x in v],
                                 "step_label_mean": [x for v in labels for x in v]}, run.device)
     if verifications:
-        rows = [judged_row(task, *row) for row in zip(problems, solutions, verifications, strict=True)]
+        rows = [judged_row(task, *row) for row in zip(problems, solutions, outcomes, verifications, strict=True)]
         metrics |= {f"verdicts/{name}": value for name, value in judge_scores(gather_lists(rows, run.device)).items()}
     judged = [[p.index, c, o] for p, c, o in zip(problems, rollouts.completions(), outcomes, strict=True)]
     records = rollout_records("generator", task.fmt, problems, solutions, verifications, rollouts, advantages, outcomes, labels,
@@ -233,7 +233,7 @@ def verifier_rollouts(args, run, state, sampler, roles):
     task, G, started = sampler.task, args.num_samples, time.time()
     problems = next_problems(args, run, state, task)
     fresh_rollouts, solutions = sampler.solve(roles["generator"].model, problems, 1, ("judged", state.step))
-    outcomes = [task.check(p, s.text) for p, s in zip(problems, solutions, strict=True)]
+    outcomes = outcomes_of(task, problems, solutions)
     run.check_stop()
     solved = time.time()
     fresh = [[p.index, c, o] for p, c, o in zip(problems, fresh_rollouts.completions(), outcomes, strict=True)]
@@ -257,7 +257,7 @@ def verifier_rollouts(args, run, state, sampler, roles):
         num_right, num_wrong = all_reduce(torch.tensor([outcomes.count(True) / G, outcomes.count(False) / G], device=run.device)).tolist()
         class_weights.observe(num_right, num_wrong)
         advantages = advantages * torch.tensor([[class_weights.weight(o)] for o in outcomes], device=run.device)
-    rows = [judged_row(task, *row) for row in zip(problems, solutions, verifications, strict=True)]
+    rows = [judged_row(task, *row) for row in zip(problems, solutions, outcomes, verifications, strict=True)]
     metrics = {"sampled_tokens": count_tokens([fresh_rollouts, rollouts])}
     metrics |= judge_scores(gather_lists(rows, run.device)) | reward_metrics(rewards, G, rollouts, run.device)
     metrics |= mean_over_ranks({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],
@@ -382,7 +382,8 @@ def main(args) -> None:
     roles = load_roles(args, recipe.trained, recipe.judge == "verifier" or "verifier" in recipe.trained, device, compute_dtype(device))
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
-    sampled = [task.problem(split, i).prompt for split in ("rl", "test_in", "test_out") for i in range(64)]
+    task.problem("test_in", 0)  # what is trained on and evaluated must be there
+    sampled = [problem.prompt for split in ("rl", "test_in", "test_out") for problem in (problems_of(task, split, 64) or [task.problem("rl", 0)])]
     check_prompts_fit(tokenizer, task.fmt, sampled, {name: role.model.config.sequence_len for name, role in roles.items()},
                       args.max_new_tokens, args.verifier_max_new_tokens)
     state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None

@@ -1,12 +1,14 @@
 """Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
 import argparse
 import random
+from functools import partial
 
 from nanochat.common import BadInput
-from tasks import chain, gsm8k, last_letter, mixture
+from tasks import chain, competition, gsm8k, last_letter, mixture
 
-TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K}
-MODULES = (chain, last_letter, mixture, gsm8k)
+TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
+         **{name: partial(competition.Competition, name) for name in competition.SETS}}
+MODULES = (chain, last_letter, mixture, gsm8k, competition)
 
 
 def add_task_args(parser) -> None:

@@ -4,14 +4,18 @@ What every task offers, and helpers to make one.
 A task is any object with `name`, `fmt` (nanochat.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label text;
 they never run models.
 """
+import functools
 import random
 import zlib
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, quiet_datasets
+from nanochat.formats import Format
+from tasks.grading import extracted, grade
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
+BOX = "\\boxed{"
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,48 @@ def draw_prompt(draw, split: str) -> str:
 def in_split(prompt: str, split: str) -> bool:
     """Whether a problem text belongs to the split."""
     return zlib.crc32(prompt.encode()) % 10 in SPLIT_BUCKETS[split]
+
+
+@functools.lru_cache(maxsize=16)  # a run is in one epoch per split, at most two where a batch crosses into the next
+def epoch_order(seed: int, split: str, epoch: int, size: int) -> tuple[int, ...]:
+    """The order in which an epoch goes through `size` problems of a split: each once, another order in every epoch."""
+    order = list(range(size))
+    random.Random(f"{seed}-{split}-epoch-{epoch}").shuffle(order)
+    return tuple(order)
+
+
+def nth_of_epochs(items: list, seed: int, split: str, index: int):
+    """Item `index` of an endless pass over the items of a finite split, epoch after epoch."""
+    epoch, position = divmod(index, len(items))
+    return items[epoch_order(seed, split, epoch, len(items))[position]]
+
+
+def answering_part(fmt: Format, solution: str) -> str:
+    """The part of a solution whose answer counts, for tasks.grading; "" where none does.
+
+    Where the format's answer tag is there, only what stands in it counts (its last box, or all of it where it has none), and it must be the end of
+    the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18, "..<answer>\\boxed{18}</answer> or 19" nothing. A text without
+    the tag, as pretrained models write it, is read as it is: its last box, else what follows "####".
+    """
+    opening, closing = fmt.answer_open.removesuffix(BOX), fmt.answer_close.removeprefix("}")
+    _, found, tail = solution.partition(opening)
+    if not found:
+        return solution
+    tail = tail.rstrip()
+    answer = tail.removesuffix(closing).strip()
+    if not answer or not tail.endswith(closing) or any(mark in answer for mark in (opening, closing) if mark):
+        return ""
+    return answer if BOX in answer else f"{BOX}{answer}}}"
+
+
+def read_answer(fmt: Format, solution: str) -> str | None:
+    """What a solution answers, as text; None where nothing can be read."""
+    return extracted(answering_part(fmt, solution))
+
+
+def check_answer(fmt: Format, problem: Problem, solution: str) -> bool | None:
+    """Whether what a solution answers equals the gold answer as mathematics; None where that cannot be scored, False where nothing can be read."""
+    return grade(completion=answering_part(fmt, solution), gold=problem.answer)
 
 
 def read_table(where: str, columns: tuple[str, ...], *path, **options):

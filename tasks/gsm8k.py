@@ -14,8 +14,8 @@ from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput
-from nanochat.formats import PAPER
-from tasks.common import Problem, in_split, read_table
+from nanochat.formats import PAPER, Format
+from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 ANSWER = re.compile(rf"-?{INTEGER}(?:\.[0-9]*)?|-?\.[0-9]+")
@@ -124,6 +124,18 @@ def decimal_text(value: float) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
+def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -> str:
+    """A verification with this final verdict: a step is wrong iff it is none of the gold steps and states an equation that does not hold."""
+    analyses, verdicts = [], []
+    for start, end in fmt.step_spans(solution):
+        step = fmt.step_body(solution[start:end])
+        known, found = step in gold, equations(step)
+        parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}" for left, value, stated, holds in found]
+        analyses.append("; ".join(parts) or NO_EQUATION)
+        verdicts.append(known or all(holds for *_, holds in found))
+    return fmt.render_verification(analyses, verdicts, verdict)
+
+
 def add_args(parser):
     group = parser.add_argument_group("task gsm8k")
     group.add_argument("--gsm8k-data", default="openai/gsm8k", metavar="SOURCE",
@@ -137,7 +149,7 @@ class GSM8K:
     has_step_labels = False
 
     def __init__(self, args, seed: int):
-        self.seed, self.orders = seed, {}
+        self.seed = seed
         rows = {name: read_split(args.gsm8k_data, name) for name in ("train", "test")}
         self.worked = {question: worked for name in rows for question, worked in rows[name] if gold_answer(worked) is not None}
         self.num_dropped = sum(gold_answer(worked) is None for name in rows for _, worked in rows[name])
@@ -153,13 +165,7 @@ class GSM8K:
 
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless and share no problem."""
-        questions = self.splits[split]
-        epoch, position = divmod(index, len(questions))
-        if (split, epoch) not in self.orders:
-            order = list(range(len(questions)))
-            random.Random(f"{self.seed}-{split}-epoch-{epoch}").shuffle(order)
-            self.orders[split, epoch] = order
-        question = questions[self.orders[split, epoch][position]]
+        question = nth_of_epochs(self.splits[split], self.seed, split, index)
         return Problem(split, index, question, gold_answer(self.worked[question]))
 
     def num_problems(self, split: str) -> int:
@@ -167,9 +173,12 @@ class GSM8K:
         return len(self.splits[split])
 
     def check(self, problem: Problem, solution: str) -> bool | None:
-        """The outcome: whether the answer is the gold one, as text or as a number. "18", "18.0" and "$18" are the same, "18 eggs" is none."""
-        answer = self.fmt.answer(solution)
-        return answer == problem.answer or number(answer) is not None and number(answer) == number(problem.answer)
+        """The outcome: whether the answer is the gold one; None where it cannot be scored."""
+        return check_answer(self.fmt, problem, solution)
+
+    def read_answer(self, solution: str) -> str | None:
+        """What a solution answers; None where nothing can be read."""
+        return read_answer(self.fmt, solution)
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
         """None are known."""
@@ -204,11 +213,4 @@ class GSM8K:
         """A demonstration for the verifier: a step is wrong iff it is no line of the dataset's solution and states an equation that does not hold;
         the final verdict is the outcome. `rng` is not used."""
         gold = {without_marks(line) for line in worked_lines(self.worked.get(problem.prompt, ""))}
-        analyses, verdicts = [], []
-        for start, end in self.fmt.step_spans(solution):
-            step = self.fmt.step_body(solution[start:end])
-            known, found = step in gold, equations(step)
-            parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}" for left, value, stated, holds in found]
-            analyses.append("; ".join(parts) or NO_EQUATION)
-            verdicts.append(known or all(holds for *_, holds in found))
-        return self.fmt.render_verification(analyses, verdicts, self.check(problem, solution))
+        return judge_equations(self.fmt, solution, gold, self.check(problem, solution) is True)

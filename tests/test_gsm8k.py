@@ -106,7 +106,7 @@ def test_every_epoch_has_each_problem_once_in_an_order_of_its_own(task):
 def test_a_problem_is_a_function_of_seed_split_and_index(task):
     again, other = (GSM8K.__new__(GSM8K) for _ in range(2))
     for copy, seed in ((again, 0), (other, 1)):
-        copy.__dict__ = {**vars(task), "seed": seed, "orders": {}}
+        copy.__dict__ = {**vars(task), "seed": seed}
     for split in SPLITS:
         problems = [task.problem(split, i) for i in range(150)]
         assert problems == [again.problem(split, i) for i in reversed(range(150))][::-1]
@@ -149,10 +149,16 @@ def test_a_number_is_one_plain_number(text, value):
 
 
 @pytest.mark.parametrize("answer, right", [
-    ("72", True), ("72.00", True), ("$72", True), ("72 ", True), ("73", False), ("7,2", False), ("72 clips", False), ("", False), ("-72", False),
+    ("72", True), ("72.00", True), ("$72", True), ("72 ", True), ("72 clips", True), ("\\frac{144}{2}", True),
+    ("73", False), ("7,2", False), ("72 or 73", False), ("", False), ("-72", False), ("clips", False),
 ])
 def test_the_outcome_is_the_number(task, answer, right):
     assert task.check(problem_of(CLIPS), f"<think></think><answer>\\boxed{{{answer}}}</answer>") is right
+
+
+def test_a_box_or_a_mark_is_read_where_the_format_is_not_kept(task):
+    assert task.check(problem_of(CLIPS), "In all \\boxed{72}.") is task.check(problem_of(CLIPS), CLIPS[1]) is True
+    assert task.check(problem_of(CLIPS), "In all 72.") is task.check(problem_of(CLIPS), "\\boxed{72} <answer>\\boxed{24}</answer>") is False
 
 
 def test_a_gold_answer_has_no_commas_and_no_dollar_sign():

@@ -6,6 +6,7 @@ Tasks: problems and splits, gold answers, gold step labels, demonstrations.
 import argparse
 import inspect
 import random
+import threading
 from dataclasses import replace
 from itertools import combinations
 
@@ -14,16 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import BadInput
-from nanochat.formats import Format
+from nanochat.formats import COMPACT, PAPER, Format
 from nanochat.rl.prompts import parse_verification
 from tasks import MODULES, TASKS, add_task_args, make_task
 from tasks.chain import STEP
-from tasks.common import Problem
+from nanochat.rl.evals import outcomes_of
+from nanochat.rl.prompts import Solution
+from tasks.common import Problem, check_answer, epoch_order, nth_of_epochs
 from tasks.mixture import PARTS
 
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")
 SPLITS = ("sft", "rl", "test_in", "test_out")
-GENERATED = [name for name in TASKS if name != "gsm8k"]  # gsm8k needs its data: test_gsm8k.py
+GENERATED = ["chain", "last_letter", "mixture"]  # the others need their data: test_gsm8k.py, test_competition.py
 EVERY_TASK = pytest.mark.parametrize("name", GENERATED)
 ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"], "last_letter": ["--last-letter-verifier-error", "0"]}
 EIGHT_STEPS = {"chain": ["--chain-min-steps", "8", "--chain-max-steps", "8"],
@@ -72,6 +75,13 @@ def test_the_flags_of_a_task_begin_with_its_name(name):
 def test_an_unknown_task_is_bad_input():
     with pytest.raises(BadInput, match="--task sorting: there are chain"):
         task_of("sorting")
+
+
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in GENERATED])
+def test_a_task_of_a_data_set_has_one_flag_for_its_sources(name):
+    parser = argparse.ArgumentParser(add_help=False)
+    add_task_args(parser)
+    assert [flag for flag in parser._option_string_actions if flag.startswith(f"--{name}-")] == [f"--{name}-data"]
 
 
 # Problems and splits
@@ -304,6 +314,78 @@ def test_any_text_gets_one_label_per_step_and_a_verification_in_format(name, sol
     assert type(task.check(problem, solution)) is bool
     verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(0)), len(labels))
     assert verification.unmet == () and verification.step_verdicts == labels
+
+
+# Data sets: the order of epochs, answers as mathematics
+
+def test_the_order_of_an_epoch_is_a_function_of_seed_split_epoch_and_size():
+    """Written down once: checkpoints hold the place in this order."""
+    assert epoch_order(0, "rl", 0, 7) == (3, 5, 2, 6, 0, 1, 4)
+    assert epoch_order(0, "rl", 1, 7) == (6, 2, 0, 1, 4, 3, 5)
+    assert epoch_order(3, "test_in", 0, 7) == (0, 2, 5, 6, 4, 3, 1)
+
+
+def test_items_come_epoch_after_epoch():
+    items = list("abcdefg")
+    assert "".join(nth_of_epochs(items, 0, "rl", i) for i in range(14)) == "dfcgabe" + "gcabedf"
+    assert nth_of_epochs(items, 0, "rl", 7) == nth_of_epochs(items, 0, "rl", 7) == "g"
+
+
+def answered(answer: str) -> str:
+    return PAPER.render_solution(["So \\boxed{5}."], answer)
+
+
+@pytest.mark.parametrize("gold, solution, right", [
+    # what stands in the answer counts
+    ("72", answered("72"), True), ("72", answered(" 72.00 "), True), ("72", answered("72 clips"), True), ("72", answered("-72"), False),
+    ("72", answered("7,2"), False), ("5", answered("72"), False), ("\\frac{1}{2}", answered("0.5"), True), ("(1,2)", answered("(2, 1)"), False),
+    ("72", answered("72") + " \n", True),
+    # not as the format wants it, and plain all the same
+    ("72", "<answer>72</answer>", True), ("72", "<answer>\n\\boxed{72}\n</answer>", True), ("72", "<answer>It is \\boxed{72}.</answer>", True),
+    ("72", "It is 5. <answer> $72$ </answer>", True),
+    # one guess
+    ("72", answered("72 or 73"), False), ("72", answered("72, 73"), False), ("72", answered("\\{72, 73\\}"), False),
+    ("72", answered("72} or \\boxed{73"), False),
+    ("72", answered("72") + answered("73"), False), ("72", answered("73") + answered("72"), False), ("72", answered("72") + " or 73", False),
+    ("73", answered("72") + " or \\boxed{73}</answer>", False),
+    # nothing that can be read, and boxes before the answer are none
+    ("5", answered(""), False), ("5", "\\boxed{5}<answer></answer>", False), ("5", "\\boxed{5}<answer>", False), ("5", "<answer>\\boxed{5}", False),
+    ("5", "<answer>\\boxed{5</answer>", False), ("5", "\\boxed{5}</answer><answer>", False), ("72", "\\boxed{5}<answer>\\boxed{72}</answer>", True),
+    # without the tag: the last box, else ####
+    ("72", "It is 72, \\boxed{72}.", True), ("72", "\\boxed{5}, no, \\boxed{72}", True), ("5", "\\boxed{5}, no, \\boxed{72}", False),
+    ("72", "So\n#### 72", True), ("72", "72", False), ("72", "", False), ("72", "\\boxed{72", False), ("72", "<ANSWER>72</ANSWER>", False),
+    ("72", "\\boxed{72}</answer>", True),
+    # a gold that says nothing
+    ("<?", answered("x"), None), ("", answered("x"), None),
+])
+def test_an_answer_is_checked_as_mathematics_where_the_format_has_it(gold, solution, right):
+    assert check_answer(PAPER, Problem("rl", 0, "?", gold), solution) is right
+
+
+def test_other_formats_have_their_answers_checked_too():
+    problem = Problem("rl", 0, "3+5*2", "86")
+    assert check_answer(COMPACT, problem, "3+5:8;8*2:6;=86") is check_answer(COMPACT, problem, "=086.0") is True
+    assert check_answer(COMPACT, problem, "3+5:8;=8") is check_answer(COMPACT, problem, "=85=86") is check_answer(COMPACT, problem, "=") is False
+
+
+def test_many_solutions_are_checked_in_order_and_at_the_same_time():
+    meeting = threading.Barrier(4, timeout=20)
+
+    class Slow:
+        def check(self, problem, solution):
+            meeting.wait()  # passes only when four wait together
+            return {"right": True, "wrong": False, "?": None}[solution]
+
+    solutions = [Solution(text, []) for text in ("right", "wrong", "?", "right")] * 3
+    assert outcomes_of(Slow(), [CHAIN] * 12, solutions) == [True, False, None, True] * 3
+    assert outcomes_of(Slow(), [], []) == []
+    with pytest.raises(ValueError):
+        outcomes_of(Slow(), [CHAIN], solutions[:2])
+
+
+def test_what_goes_wrong_in_a_check_is_raised():
+    with pytest.raises(AttributeError):
+        outcomes_of(task_of("chain"), [None], [Solution("=1", [])])
 
 
 # Demonstrations

@@ -8,8 +8,28 @@ from statistics import pstdev
 
 import torch
 
-from nanochat.common import all_reduce, gather_lists, mean_over_ranks
+from nanochat.common import all_reduce, gather_lists, in_threads, mean_over_ranks
 from nanochat.rl.prompts import read_solution
+
+
+ENDLESS = 400  # problems that stand for all of a task that makes its own
+
+
+def problems_of(task, split: str, num: int) -> list:
+    """The first `num` problems of a split (-1: all, ENDLESS where they are made), or as many as a finite one has: none is counted twice."""
+    size = task.num_problems(split) if hasattr(task, "num_problems") else ENDLESS if num < 0 else num
+    return [task.problem(split, i) for i in range(size if num < 0 else min(num, size))]
+
+
+def outcomes_of(task, problems: list, solutions: list) -> list[bool | None]:
+    """The outcome of each solution, many at a time: grading may wait for worker processes."""
+    return in_threads(lambda problem, solution: task.check(problem, solution.text), problems, solutions)
+
+
+def answers_of(task, solutions: list) -> list[str | None]:
+    """What solutions answer, for votes: as the task reads it, else as its format does. None where nothing can be read."""
+    read = getattr(task, "read_answer", task.fmt.answer)
+    return [read(solution.text) for solution in solutions]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -59,9 +79,9 @@ def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) 
     return 2 * a * b / (a + b) if a + b else 0.0
 
 
-def judged_row(task, problem, solution, verification) -> list:
+def judged_row(task, problem, solution, outcome: bool | None, verification) -> list:
     """What judge_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step verdicts, unmet."""
-    return [task.check(problem, solution.text), task.step_labels(problem, solution.text), verification.verdict, verification.step_verdicts,
+    return [outcome, task.step_labels(problem, solution.text), verification.verdict, verification.step_verdicts,
             list(verification.unmet)]
 
 
@@ -124,7 +144,7 @@ class Evaluation:
 
     def __init__(self, sampler, run, num_examples: int, num_samples: int):
         self.sampler, self.run, self.task, self.num_samples = sampler, run, sampler.task, num_samples
-        self.splits = {name: [self.task.problem(name, i) for i in range(num_examples)] for name in ("test_in", "test_out")}
+        self.splits = {name: problems_of(self.task, name, num_examples) for name in ("test_in", "test_out")}  # a finite task may have no test_out
 
     def _shard(self, items: list) -> list:
         return items[self.run.rank:: self.run.world]
@@ -141,13 +161,13 @@ class Evaluation:
         return self._gather(rollouts.completions())
 
     def generator_scores(self, generator) -> dict:
-        """Greedy pass@1 on both splits; pass@k and maj@k of sampled solutions in distribution."""
+        """Greedy pass@1 on both splits, None for one without problems."""
         scores = {}
         for split, name in (("test_in", "gen/pass1_in"), ("test_out", "gen/pass1_out")):
             problems = self._shard(self.splits[split])
             _, solutions = self.sampler.solve(generator, problems, 1, ("eval",), greedy=True)
-            right = self._gather([self.task.check(p, s.text) for p, s in zip(problems, solutions, strict=True)])
-            scores[name] = sum(r is True for r in right) / len(right)
+            right = self._gather(outcomes_of(self.task, problems, solutions))
+            scores[name] = sum(r is True for r in right) / len(right) if right else None
         return scores
 
     def sampled_scores(self, generator, num_problems: int) -> dict:
@@ -155,10 +175,10 @@ class Evaluation:
         problems, k = self._shard(self.splits["test_in"][:num_problems]), self.num_samples
         rollouts, solutions = self.sampler.solve(generator, problems, k, ("health",))
         repeated = [p for p in problems for _ in range(k)]
-        right = [self.task.check(p, s.text) is True for p, s in zip(repeated, solutions, strict=True)]
+        right = [r is True for r in outcomes_of(self.task, repeated, solutions)]
         rows = []
         for i in range(0, len(right), k):
-            answers = [self.task.fmt.answer(s.text) for s in solutions[i: i + k]]
+            answers = answers_of(self.task, solutions[i: i + k])
             vote = majority(answers)
             rows.append([sum(right[i: i + k]), vote is not None and right[i + answers.index(vote)], int(rollouts.stopped[i: i + k].sum())])
         rows = self._gather(rows)
@@ -176,7 +196,8 @@ class Evaluation:
         problems, completions = self._shard(self.splits[split]), self._shard(completions)
         solutions = [read_solution(self.sampler.tokenizer, self.task.fmt, tokens) for tokens in completions]
         _, verifications = self.sampler.verify(verifier, problems, solutions, 1, ("eval",), greedy=True)
-        return judge_scores(self._gather([judged_row(self.task, *row) for row in zip(problems, solutions, verifications, strict=True)]))
+        outcomes = outcomes_of(self.task, problems, solutions)
+        return judge_scores(self._gather([judged_row(self.task, *row) for row in zip(problems, solutions, outcomes, verifications, strict=True)]))
 
     def __call__(self, roles: dict, fixed: dict[str, list[list[int]]]) -> dict:
         """All scores that a run reports, by their names in the log: gen/pass1_{in,out} and ver/<score>_{fixed,fixed_out,current}; the verifier's are
@@ -187,6 +208,7 @@ class Evaluation:
             return scores
         current = self.sampled_solutions(generator, "test_in", ("current",))
         for kind, split, completions in (("fixed", "test_in", fixed["test_in"]), ("fixed_out", "test_out", fixed["test_out"]), ("current", "test_in", current)):
-            judged = self.verifier_scores(roles["verifier"].model, split, completions)
-            scores |= {f"ver/{name}_{kind}": value for name, value in judged.items()}
+            if self.splits[split]:
+                judged = self.verifier_scores(roles["verifier"].model, split, completions)
+                scores |= {f"ver/{name}_{kind}": value for name, value in judged.items()}
         return scores

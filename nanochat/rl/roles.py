@@ -33,6 +33,14 @@ def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -
         p.requires_grad_(id(p) in chosen)
 
 
+def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
+    """Makes a model's blocks run again in the backward pass, or not. Raises BadInput for nanochat's own models, which keep their activations."""
+    if recompute and not isinstance(model, Decoder):
+        raise BadInput(f"--recompute: the {name} is nanochat's own model; only imported ones can do that")
+    for block in model.blocks:
+        block.recompute = recompute
+
+
 def shared_names(model: GPT, num_layers: int) -> list[str]:
     """Names of the parameters that `num_layers` shared layers share whole: embedding, smear, and blocks and value embeddings below."""
     names = ["transformer.wte.weight", "smear_gate.weight", "smear_lambda"] if num_layers else []
@@ -106,10 +114,7 @@ def load_roles(args, trained: set[str], needs_verifier: bool, device, dtype: tor
         models["verifier"] = (verifier, private, args.verifier_lr)
     roles = {}
     for name, (model, parameters, lr) in models.items():
-        if args.recompute and not isinstance(model, Decoder):
-            raise BadInput(f"--recompute: the {name} is nanochat's own model; only imported ones can do that")
-        for block in model.blocks:
-            block.recompute = args.recompute
+        set_recompute(model, args.recompute, name)
         optimizer = adamw(parameters, lr) if name in trained else None
         reference = copy_of(model, sharded=args.shard) if optimizer and args.kl_coef > 0 else None
         refresh(model)

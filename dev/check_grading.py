@@ -1,0 +1,63 @@
+"""
+The complete checks of tasks.grading on GSM8K and MATH, and how many answers it grades in a second.
+
+    python dev/check_grading.py ../shared/data
+
+Prints: bad golds; every pair of a gold and the next row's that is True though the texts differ, or None; golds that pass as ordinary and that
+math-verify cannot parse; answers graded per second. Takes minutes: math-verify needs tens of milliseconds for each of some thousand pairs.
+"""
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from tasks import grading
+from tasks.grading import compare, grade, is_ordinary, read, readable, unspaced
+
+
+def golds_of(folder: str, name: str, *files: str) -> list[str]:
+    rows = [json.loads(line) for file in files for line in open(os.path.join(folder, name, f"{file}.jsonl"), encoding="utf-8")]
+    return [row["answer"].rpartition("####")[2].strip() for row in rows]
+
+
+def graded(pool, pairs: list[tuple[str, str]]) -> list[bool | None]:
+    return list(pool.map(lambda pair: grade(completion=f"\\boxed{{{pair[1]}}}", gold=pair[0]), pairs))
+
+
+def varied(gold: str, k: int) -> str:
+    """The gold in another form."""
+    left = f"\\left{gold}\\right" if gold[0] == "(" else gold
+    forms = [gold, f"${gold}$", f"{gold}.", f"x = {gold}", gold.replace("frac", "dfrac"), left, gold.replace(" ", "")]
+    return forms[k % len(forms)]
+
+
+def main(folder: str):
+    with ThreadPoolExecutor(4) as pool:
+        for name, files in (("gsm8k", ("train", "test")), ("math", ("train", "test500"))):
+            golds = golds_of(folder, name, *files)
+            start = time.monotonic()
+            bad = [gold for gold in golds if not readable(gold)]
+            print(f"{name}: {len(golds)} golds, {len(bad)} bad: {bad} ({time.monotonic() - start:.1f} s)")
+            golds = [gold for gold in golds if gold not in bad]
+
+            pairs = [(gold, varied(gold, k)) for k, gold in enumerate(golds)]
+            ordinary = [pair for pair in pairs if compare(*map(read, pair)) is not None]
+            read.cache_clear()
+            start = time.monotonic()
+            wrong = [pair for pair, verdict in zip(ordinary, graded(pool, ordinary), strict=True) if verdict is not True]
+            print(f"{name}: {len(ordinary)} of {len(pairs)} varied forms need no worker, {len(ordinary) / (time.monotonic() - start):.0f}/s; not True: {wrong}")
+
+            pairs = list(zip(golds, golds[1:] + golds[:1], strict=True))
+            asked = sum(compare(*map(read, pair)) is None for pair in pairs)
+            start = time.monotonic()
+            verdicts = graded(pool, pairs)
+            equal = {pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is not False and unspaced(pair[0]) != unspaced(pair[1])}
+            print(f"{name}: next rows: {asked} of {len(pairs)} pairs to workers, {time.monotonic() - start:.1f} s; equal or None: {sorted(equal)}")
+
+            bodies = sorted({grading.for_worker(reading) for reading in map(read, golds) if reading.value is None and is_ordinary(reading.body)})
+            print(f"{name}: {len(bodies)} ordinary formulas; not parsed: {[body for body in bodies if not grading.parsable(gold=body)]}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

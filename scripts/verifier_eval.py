@@ -1,0 +1,297 @@
+"""
+Evaluates a verifier: the first errors it finds in ProcessBench, and the solutions it chooses out of a generator's n. Either part, or both.
+
+ProcessBench: each solution is put into the format of --format (its answer is what its last step has in \\boxed{}, else empty; format marks inside steps
+become "?") and verified k times. The first steps judged wrong vote.
+Best of n: n sampled solutions of each test_in problem, each verified k times; the task and its flags are those of the generator's checkpoint, unless given.
+What does not fit the verifier's context is never cut: it is counted, and has no verdicts.
+
+    python -m scripts.verifier_eval --verifier-tag d4-ver --processbench Qwen/ProcessBench
+    python -m scripts.verifier_eval --verifier-tag first-ver --verifier-source rl --generator-tag first-gen --generator-source rl \\
+        --num-samples 8 --num-verifications 4 --temperature 1 --out scores.json
+    torchrun --standalone --nproc_per_node=8 scripts/verifier_eval.py -- --verifier-tag d4-ver --processbench folder
+"""
+import argparse
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+from nanochat.checkpoint import load_model
+from nanochat.common import (BadInput, check_least, check_name, compute_dtype, gather_lists, init_device, path_of, print0, rank_and_world, script_main,
+                             write_json)
+from nanochat.formats import COMPACT, PAPER
+from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.rl.evals import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
+from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
+from nanochat.rl.rollouts import Sampler, count_copies
+from nanochat.rl.voting import SCORES, aligned, calibration, choose, final_share, first_error_scores, mean_scores, step_share
+from tasks import add_task_args, complete_task_args, make_task, task_flags
+from tasks.common import Problem
+from tasks.processbench import HUB, Judged, load_processbench, solution_text
+
+FORMATS = {"paper": PAPER, "compact": COMPACT}
+CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--verifier-tag", required=True)
+    parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
+    parser.add_argument("--step", type=int, default=-1, help="of the verifier's checkpoint; -1 = the last")
+    parser.add_argument("--num-verifications", type=int, default=1, help="per solution")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of the verifier; 0 = greedy, for one verification")
+    parser.add_argument("--top-k", type=int, default=0, help="of both; 0 = the full softmax")
+    parser.add_argument("--verifier-max-new-tokens", type=int, default=-1, help="-1 = as in the checkpoint's RL, else 256, at most half its context")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+    parser.add_argument("--seed", type=int, default=None, help="of problems and sampling noise; default: the checkpoint's (the generator's if there is one)")
+    parser.add_argument("--out", default="", metavar="FILE.json", help="writes all numbers and every single prediction there")
+    group = parser.add_argument_group("ProcessBench")
+    group.add_argument("--processbench", default="", metavar="SOURCE", help=f"a .jsonl, .json or .parquet file, a folder of them, or a hub name ({HUB})")
+    group.add_argument("--subset", default="", help="one subset; default: all")
+    group.add_argument("--max-examples", type=int, default=-1, help="per subset; -1 = all")
+    group.add_argument("--format", choices=list(FORMATS), default="paper", help="that the verifier was trained with")
+    group = parser.add_argument_group("best of n")
+    group.add_argument("--generator-tag", default="")
+    group.add_argument("--generator-source", choices=["sft", "rl"], default="sft")
+    group.add_argument("--generator-step", type=int, default=-1)
+    group.add_argument("--num-samples", type=int, default=8, help="solutions per problem")
+    group.add_argument("--generator-temperature", type=float, default=1.0)
+    group.add_argument("--max-new-tokens", type=int, default=-1, help="of a solution; -1 = as in the checkpoint's training, else 256")
+    group.add_argument("--max-problems", type=int, default=-1, help=f"-1 = all there are, {ENDLESS} of tasks that make their own")
+    group.add_argument("--score", choices=list(SCORES), default="final", help="of a solution: share of verifications that call it CORRECT, share of "
+                       "its steps judged right, or the share for its weakest step")
+    group.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True, help="solutions may call the calculator")
+    add_task_args(parser)
+    parser.set_defaults(**dict.fromkeys(task_flags()))
+    return parser
+
+
+def check_out(path: str) -> None:
+    """Raises BadInput unless the file can be written: tried with the folder, since a superuser's permissions say nothing."""
+    trial = f"{path}.trial{rank_and_world()[0]}"
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(0, "is a folder")
+        with open(trial, "w"):
+            pass
+        os.remove(trial)
+    except OSError as error:
+        raise BadInput(f"--out {path}: cannot be written ({error.strerror})") from None
+
+
+def check_args(args) -> None:
+    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "temperature": 0, "generator_temperature": 0,
+                       "top_k": 0, "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
+    for name in ("verifier_max_new_tokens", "max_new_tokens", "max_examples", "max_problems"):
+        if getattr(args, name) == 0:
+            raise BadInput(f"--{name.replace('_', '-')} 0: must be at least 1, or -1")
+    if not args.processbench and not args.generator_tag:
+        raise BadInput("nothing to evaluate on: give --processbench, --generator-tag or both")
+    if args.subset and not args.processbench:
+        raise BadInput(f"--subset {args.subset}: is for --processbench")
+    given = [name for name in task_flags() if getattr(args, name) is not None]
+    if given and not args.generator_tag:
+        raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")
+    for count, greedy, flag in (("num_verifications", args.temperature == 0, "--temperature"),
+                                ("num_samples", args.generator_tag and args.generator_temperature == 0, "--generator-temperature")):
+        if getattr(args, count) > 1 and greedy:
+            raise BadInput(f"--{count.replace('_', '-')} {getattr(args, count)}: greedy ones are all the same; give {flag} above 0")
+    check_name("--verifier-tag", args.verifier_tag)
+    check_name("--generator-tag", args.generator_tag or args.verifier_tag)
+    if args.out:
+        check_out(args.out)
+
+
+def gathered(rows: list[dict], key: str, device) -> list[dict]:
+    """The rows of all ranks, by ascending key: the same list on any number of ranks."""
+    return sorted(gather_lists(rows, device), key=lambda row: row[key])
+
+
+def verify_fitting(args, problems: list[Problem], solutions: list[Solution], verifier, sampler: Sampler, stream: tuple) -> list[list[Verification]]:
+    """The k verifications of each solution of this rank; none of one that does not fit the verifier's context."""
+    k, room = args.num_verifications, verifier.config.sequence_len - args.verifier_max_new_tokens
+    prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text) for p, s in zip(problems, solutions, strict=True)]
+    fits, copies = [len(prompt) <= room for prompt in prompts], count_copies(problems)
+    kept = [[x for x, fit in zip(row, fits, strict=True) if fit] for row in (problems, solutions, copies)]
+    _, verifications = sampler.verify(verifier, *kept[:2], k, stream, greedy=args.temperature == 0, copies=kept[2])
+    groups = iter([verifications[i: i + k] for i in range(0, len(verifications), k)])
+    return [next(groups) if fit else [] for fit in fits]
+
+
+# ProcessBench
+
+def verify_samples(args, samples: list[Judged], verifier, sampler, device) -> list[dict]:
+    """Per sample of one subset, over all ranks: what k verifications said. predictions: the first step each judges wrong, -1 for none, None where its text
+    leaves that open; prediction: their majority; verdicts: the final ones; malformed: how many miss a criterion of the format."""
+    rank, world = rank_and_world()
+    k, fmt, tokenizer = args.num_verifications, sampler.task.fmt, sampler.tokenizer
+    mine = samples[rank::world]
+    problems = [Problem(s.subset, s.row, s.problem, "") for s in mine]  # names the noise
+    solutions = [read_solution(tokenizer, fmt, tokenizer.encode(solution_text(fmt, s))) for s in mine]
+    assert [len(solution.step_ends) for solution in solutions] == [len(s.steps) for s in mine]
+    rows = []
+    for sample, said in zip(mine, verify_fitting(args, problems, solutions, verifier, sampler, ("processbench",)), strict=True):
+        predictions = [first_error(aligned(v.step_verdicts, len(sample.steps))) for v in said] or [None] * k
+        rows.append({"subset": sample.subset, "row": sample.row, "label": sample.label, "final_answer_correct": sample.final_answer_correct,
+                     "too_long": not said, "prediction": majority(predictions), "predictions": predictions,
+                     "verdicts": [v.verdict for v in said] or [None] * k, "malformed": sum(bool(v.unmet) for v in said)})
+    return gathered(rows, "row", device)
+
+
+def processbench_scores(rows: list[dict], k: int) -> dict:
+    """Scores of these rows of `verify_samples`: the vote's, and ("single") the mean of each of the k verifications' own; parse_fail: share of malformed
+    verifications; votes: readable votes per sample; calibration of the share of CORRECT final verdicts, where k > 1, without samples that are too long."""
+    labels = [row["label"] for row in rows]
+    asked = [row for row in rows if not row["too_long"]]
+    shares = [final_share(row["verdicts"], []) for row in asked]
+    single = mean_scores([first_error_scores(labels, [row["predictions"][g] for row in rows]) for g in range(k)])
+    return {"n": len(rows), **first_error_scores(labels, [row["prediction"] for row in rows]), "single": single,
+            "parse_fail": sum(row["malformed"] for row in asked) / (k * len(asked)) if asked else None,
+            "votes": sum(p is not None for row in rows for p in row["predictions"]) / len(rows), "too_long": len(rows) - len(asked),
+            "calibration": calibration(shares, [row["final_answer_correct"] for row in asked]) if k > 1 else None}
+
+
+def shown(value: float | None, digits: int = 1, factor: float = 100) -> str:
+    return "-" if value is None else f"{factor * value:.{digits}f}"
+
+
+def print_subset(name: str, scores: dict, k: int) -> None:
+    single = [shown(scores["single"][s]) for s in ("error_acc", "correct_acc", "f1")] if k > 1 else []
+    cells = [shown(scores[s]) for s in ("error_acc", "correct_acc", "f1")] + single
+    if "n" in scores:
+        cells += [shown(scores["parse_fail"]), shown(scores["votes"], 2, 1), str(scores["too_long"])]
+    print0(f"{name:16s} {scores.get('n', ''):>6} " + " ".join(f"{cell:>10}" for cell in cells))
+
+
+def print_calibration(scores: dict[str, dict]) -> None:
+    """Per subset ECE, Brier score and AUROC of the final verdicts, and the reliability table of all together."""
+    print0("\nfinal verdict, share of CORRECT against final_answer_correct\n" + f"{'':16s} {'n':>6} {'ECE':>10} {'Brier':>10} {'AUROC':>10}")
+    for name, row in scores.items():
+        if row["calibration"] is not None:
+            print0(f"{name:16s} {row['calibration']['count']:>6} " + " ".join(f"{shown(row['calibration'][s], 3, 1):>10}" for s in ("ece", "brier", "auroc")))
+    print0(f"{'share of CORRECT':16s} {'n':>6} {'mean':>10} {'right':>10}")
+    for b in (scores["all"]["calibration"] or {"bins": []})["bins"]:
+        print0(f"{shown(b['low'], 0) + ' to ' + shown(b['high'], 0):16s} {b['count']:>6} {shown(b['mean_share']):>10} {shown(b['right']):>10}")
+
+
+def evaluate_processbench(args, samples: list[Judged], verifier, sampler, device) -> dict:
+    """Verifies and prints ProcessBench subset by subset; all numbers and rows."""
+    k, rows, scores = args.num_verifications, [], {}
+    print0(f"\nProcessBench, {args.processbench}, format {args.format}: {k} verification{'s' * (k > 1)} each; percent; votes: readable ones per sample" +
+           (f"; single: mean of the {k} verifications alone" if k > 1 else ""))
+    names = ["erroneous", "correct", "F1"] + ["single err", "single cor", "single F1"] * (k > 1) + ["parse fail", "votes", "too long"]
+    print0(f"{'subset':16s} {'n':>6} " + " ".join(f"{name:>10}" for name in names))
+    for subset in dict.fromkeys(s.subset for s in samples):
+        part = verify_samples(args, [s for s in samples if s.subset == subset], verifier, sampler, device)
+        scores[subset] = processbench_scores(part, k)
+        print_subset(subset, scores[subset], k)
+        rows += part
+    average = mean_scores(list(scores.values())) | {"single": mean_scores([s["single"] for s in scores.values()])}
+    print_subset("average", average, k)
+    num_long = sum(row["too_long"] for row in rows)
+    if num_long:
+        print0(f"{num_long} of {len(rows)} do not fit the verifier's context {verifier.config.sequence_len} with {args.verifier_max_new_tokens} new tokens: "
+               f"not cut, not verified, counted as wrong")
+    whole = processbench_scores(rows, k)
+    if k > 1:
+        print_calibration({**scores, "all": whole})
+    else:
+        print0("calibration of the final verdict needs --num-verifications above 1")
+    return {"subsets": scores, "average": average, "calibration": whole["calibration"], "samples": rows}
+
+
+# Best of n
+
+def verified_solutions(args, task, generator, verifier, sampler, device) -> list[dict]:
+    """Per test_in problem, over all ranks, lists over its n solutions: answers, outcomes, verdicts (n, k), step_verdicts (n, k, K), scores, tie_breaks (the
+    share of steps judged right), too_long (for the verifier), malformed (verifications that miss a criterion of the format)."""
+    rank, world = rank_and_world()
+    n, k = args.num_samples, args.num_verifications
+    task.problem("test_in", 0)  # there must be some
+    problems = problems_of(task, "test_in", args.max_problems)
+    # On all ranks before any work: a rank that failed alone would leave the others waiting.
+    check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems], {"generator": generator.config.sequence_len}, args.max_new_tokens, 0)
+    problems = [p for p in problems[rank::world] for _ in range(n)]
+    solver = replace(sampler, temperature=args.generator_temperature or 1.0, calculator=args.calculator)
+    _, solutions = solver.solve(generator, problems[::n], n, ("best_of_n",), greedy=args.generator_temperature == 0)
+    rows: dict[int, dict] = {}
+    verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
+    outcomes, answers = outcomes_of(task, problems, solutions), answers_of(task, solutions)
+    for problem, solution, outcome, answer, said in zip(problems, solutions, outcomes, answers, verifications, strict=True):
+        num_steps = len(solution.step_ends)
+        verdicts, step_verdicts = [v.verdict for v in said] or [None] * k, [aligned(v.step_verdicts, num_steps) for v in said] or [[None] * num_steps] * k
+        row = rows.setdefault(problem.index, {"index": problem.index})
+        for name, value in (("answers", answer), ("outcomes", outcome), ("verdicts", verdicts),
+                            ("step_verdicts", step_verdicts), ("scores", SCORES[args.score](verdicts, step_verdicts)),
+                            ("tie_breaks", step_share(verdicts, step_verdicts)), ("too_long", not said), ("malformed", sum(bool(v.unmet) for v in said))):
+            row.setdefault(name, []).append(value)
+    return gathered(list(rows.values()), "index", device)
+
+
+def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict:
+    """Samples, verifies and prints; all numbers and rows."""
+    n, k = args.num_samples, args.num_verifications
+    rows = verified_solutions(args, task, generator, verifier, sampler, device)
+    for row in rows:
+        row["choice"] = choose(row["answers"], row["outcomes"], row["scores"], row["tie_breaks"])
+    scored, total = [row["choice"] for row in rows if row["choice"] is not None], n * len(rows)
+    count = lambda name: sum(sum(row[name]) for row in rows)
+    verified = k * (total - count("too_long"))
+    scores = {"problems": len(rows), "problems_left_out": len(rows) - len(scored), "unscorable": sum(o is None for row in rows for o in row["outcomes"]),
+              "too_long": count("too_long"), "unread_answers": sum(answer is None for row in rows for answer in row["answers"]) / total,
+              "parse_fail": count("malformed") / verified if verified else None,
+              **{name: sum(choice[name] for choice in scored) / len(scored) if scored else None for name in CHOICES}}
+    print0(f"\nbest of {n}, task {args.task}: {k} verification{'s' * (k > 1)} of each solution, score {args.score}; percent\n"
+           f"{len(rows)} problems | " + " | ".join(f"{name.removesuffix('@n')}{f'@{n}' * (name != 'pass@1')} {shown(scores[name])}" for name in CHOICES) +
+           f" | answers unread {shown(scores['unread_answers'])} | parse failures {shown(scores['parse_fail'])}")
+    if scores["unscorable"]:
+        print0(f"{scores['unscorable']} solutions cannot be scored and are left out, with them {scores['problems_left_out']} whole problems")
+    if scores["too_long"]:
+        print0(f"{scores['too_long']} of {total} solutions do not fit the verifier's context: not cut, not verified, score 0")
+    return {**scores, "samples": rows}
+
+
+def load(stage: str, tag: str, step: int, tokenizer, device):
+    """A model, the flags that it was trained with and its step."""
+    model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step)
+    tokenizer.check_model(tag, model)
+    print0(f"{path_of(stage, tag)} at step {meta['step']}")
+    return model, meta.get("user_config", {}), meta["step"]
+
+
+def main(args) -> None:
+    check_args(args)
+    samples = load_processbench(args.processbench, args.subset, args.max_examples) if args.processbench else []
+    tokenizer = load_tokenizer(path_of("tokenizer"))
+    device = init_device(args.device_type)
+    verifier, recorded, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device)
+    context = verifier.config.sequence_len
+    if args.verifier_max_new_tokens < 0:
+        args.verifier_max_new_tokens = recorded.get("verifier_max_new_tokens", min(256, context // 2))
+    if args.verifier_max_new_tokens >= context:
+        raise BadInput(f"--verifier-max-new-tokens {args.verifier_max_new_tokens}: the verifier's context is {context}")
+    generator = None
+    if args.generator_tag:
+        generator, recorded, args.generator_step = load(args.generator_source, args.generator_tag, args.generator_step, tokenizer, device)
+        if not (args.task or recorded.get("task")):
+            raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
+        if args.max_new_tokens < 0:
+            args.max_new_tokens = recorded.get("max_new_tokens", min(256, generator.config.sequence_len // 2))
+    complete_task_args(args, recorded)
+    task = make_task(args) if args.generator_tag else None
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens, args.temperature or 1.0, args.top_k)
+    print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, " +
+           (f"temperature {args.temperature}" if args.temperature else "greedy"))
+    numbers = {"args": vars(args)}
+    if args.processbench:
+        # The sampler asks a task for its format alone when it verifies.
+        reader = replace(sampler, task=SimpleNamespace(fmt=FORMATS[args.format]))
+        numbers["processbench"] = evaluate_processbench(args, samples, verifier, reader, device)
+    if args.generator_tag:
+        numbers["best_of_n"] = evaluate_best_of_n(args, task, generator, verifier, sampler, device)
+    if args.out and rank_and_world()[0] == 0:
+        write_json(args.out, numbers)
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

@@ -1,0 +1,261 @@
+"""
+Competition mathematics: MATH, Eurus-2 (what RL Tango trains on), and for evaluation only AIME, AMC and OlympiadBench.
+
+A set is a row of SETS, a way to write its rows down is a reader in READERS. The first part of a set to train on is dealt to sft and rl by a hash of the
+problem; a problem that a test part has too is left out of it. An epoch goes through a split's problems in an order of its own, so the splits are endless.
+Nobody has labelled steps, so `step_labels` knows none; sources with worked solutions give demonstrations, the others serve RL and evaluation.
+"""
+import os
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from nanochat.common import BadInput, in_threads, print0
+from nanochat.formats import PAPER
+from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table
+from tasks.grading import boxed, readable
+from tasks.gsm8k import ANSWER, judge_equations, mistaken
+
+FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::(\w+))?")
+TO_TRAIN, TO_TEST = ("train", "test_in", "test_out"), ("test_in", "test_out")
+
+
+class MathSet(NamedTuple):
+    """Where the parts of a set come from, in the order of `parts`: by default, and by the names of the files in a folder. Last ones may be missing."""
+    parts: tuple[str, ...]
+    sources: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+MATH_500 = "HuggingFaceH4/MATH-500:test"
+SETS = {
+    "math": MathSet(TO_TRAIN, ("DigitalLearningGmbH/MATH-lighteval:train", MATH_500), ("train", "test500")),
+    "eurus": MathSet(TO_TRAIN, ("PRIME-RL/Eurus-2-RL-Data:train", "PRIME-RL/Eurus-2-RL-Data:validation", MATH_500), ("train", "validation")),
+    "aime": MathSet(TO_TEST, ("HuggingFaceH4/aime_2024:train", "math-ai/aime25:test"), ("aime24", "aime25")),
+    "amc": MathSet(TO_TEST, ("math-ai/amc23:test",), ("amc23",)),
+    "olympiad": MathSet(TO_TEST, ("Hothan/OlympiadBench/OE_TO_maths_en_COMP:train",), ("olympiad",)),
+}
+
+
+# Reading rows
+
+@dataclass(frozen=True)
+class Row:
+    """A problem, its gold answer and its worked solution, "" where the source has none."""
+    problem: str
+    answer: str
+    solution: str
+
+
+def text_of(row: dict, *columns: str) -> str:
+    """The text, or the number as text, in the first of these columns that has one. Raises ValueError where none has."""
+    for column in columns:
+        if isinstance(row.get(column), str | int | float) and not isinstance(row[column], bool):
+            return str(row[column]).strip()
+    raise ValueError(f"has no text for {' or '.join(columns)}")
+
+
+def read_plain(row: dict) -> Row:
+    """{"problem" or "question", "answer", "solution"}; without an answer it is the last box of the solution."""
+    solution = row["solution"].strip() if isinstance(row.get("solution"), str) else ""
+    from_solution = solution and row.get("answer") is None
+    return Row(text_of(row, "problem", "question"), (boxed(solution) or "") if from_solution else text_of(row, "answer"), solution)
+
+
+# What Eurus asks behind each problem; the format's own prompt says how to answer.
+EURUS_TRAILER = "Present the answer in LaTex format: \\boxed{Your answer}"
+
+
+def read_eurus(row: dict) -> Row | None:
+    """{"prompt": messages, "reward_model": {"ground_truth"}, "ability"}; None for what is no mathematics: the set has programs too."""
+    if row.get("ability") not in (None, "math"):
+        return None
+    asked = [message for message in row["prompt"] if message["role"] == "user"]
+    if not asked:
+        raise ValueError("prompt has no message of a user")
+    return Row(text_of(asked[-1], "content").removesuffix(EURUS_TRAILER).strip(), text_of(row["reward_model"], "ground_truth"), "")
+
+
+def read_olympiad(row: dict) -> Row:
+    """{"question", "final_answer": list of answers, "solution": list}; several answers are one list, without dollar signs."""
+    answers, solutions = (list(row.get(column) or []) for column in ("final_answer", "solution"))
+    if not all(isinstance(text, str) for text in answers + solutions):
+        raise ValueError("final_answer and solution must be lists of texts")
+    answer = ", ".join(re.sub(r"(?<!\\)\$", "", text).strip() for text in answers)
+    return Row(text_of(row, "question"), answer, "\n".join(solutions).strip())
+
+
+READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}  # by a column that only such sources have; others are plain
+
+
+def open_source(flag: str, source: str):
+    """(the words that an error begins with, the table) of a file or a dataset of the hub. Raises BadInput."""
+    where, path = f"{flag} {source}", os.path.expanduser(source)
+    kind, hub = FILES.get(os.path.splitext(path)[1]), HUB_NAME.fullmatch(source)
+    if kind and os.path.isfile(path):
+        return path, read_table(path, (), kind, data_files=path, split="train")
+    if os.path.isdir(path):
+        raise BadInput(f"{where}: is a folder, which stands for all parts: give it alone")
+    if kind or not hub:
+        raise BadInput(f"{where}: no such file" + ("" if kind else f" that ends in {', '.join(FILES)}, and no name of a dataset, owner/name"))
+    name, config, split = hub.groups()
+    where += ": no such file, and as a dataset"
+    return where, read_table(where, (), *([name, config] if config else [name]), split=split or "train")
+
+
+def read_rows(flag: str, source: str) -> list[Row | None]:
+    """The rows of a source, None where one is no mathematics. Raises BadInput, for a malformed row with its number from 1."""
+    where, table = open_source(flag, source)
+    read = next((read for column, read in READERS.items() if column in table.column_names), read_plain)
+    rows = []
+    for number, row in enumerate(table, 1):
+        try:
+            rows.append(read(row))
+            if rows[-1] is not None and not rows[-1].problem:
+                raise ValueError("the problem is empty")
+        except KeyError as error:
+            raise BadInput(f"{where}: row {number}: {error} is missing") from None
+        except (TypeError, AttributeError):
+            raise BadInput(f"{where}: row {number}: a column is empty or not of the type it should have") from None
+        except ValueError as error:
+            raise BadInput(f"{where}: row {number}: {error}") from None
+    return rows
+
+
+def same_text(problem: str) -> str:
+    """What two copies of a problem have in common: its words, whatever the white space between them."""
+    return " ".join(problem.split())
+
+
+def usable(rows: list[Row | None], held_out: set[str]) -> tuple[list[Row], Counter]:
+    """The rows to train or test on, in order, and how many others there are, by reason. held_out: `same_text` of problems that may not be among them."""
+    dropped, copies = Counter(), {}
+    answers = list(dict.fromkeys(row.answer for row in rows if row))
+    # Asked again where the answer is no: a worker may have run out of time, and every rank must come to the same problems.
+    gradable = dict(zip(answers, in_threads(lambda answer: readable(answer) or readable(answer), answers), strict=True))
+    for row in rows:
+        if row is None:
+            dropped["no mathematics"] += 1
+        elif same_text(row.problem) in held_out:
+            dropped["also in a test part"] += 1
+        elif not gradable[row.answer]:
+            dropped["without an answer that can be graded"] += 1
+        else:
+            copies.setdefault(same_text(row.problem), []).append(row)
+    kept = []
+    for first, *others in copies.values():
+        # Compared as text: a comparison as mathematics may run out of time, and every rank must come to the same problems.
+        agree = all(same_text(row.answer) == same_text(first.answer) for row in others)
+        kept += [first] if agree else []
+        dropped["repeated" if agree else "repeated with another answer"] += len(others) + (not agree)
+    return kept, +dropped
+
+
+# Worked solutions
+
+BLOCK = re.compile(r"\\begin\{([a-z]+\*?)\}.*?\\end\{\1\}|\\\[.*?\\\]|\$\$.*?\$\$|\[asy\].*?\[/asy\]", re.DOTALL)
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z$\\])")
+
+
+def solution_steps(solution: str) -> list[str]:
+    """The steps of a worked solution: its lines, or the sentences of a single one. Displayed formulas are not torn apart."""
+    whole = BLOCK.sub(lambda block: " ".join(block[0].split()), solution)
+    lines = [line.strip() for line in whole.split("\n") if line.strip()]
+    return lines if len(lines) > 1 else [step for line in lines for step in SENTENCE_END.split(line)]
+
+
+def add_args(parser):
+    group = parser.add_argument_group("competition mathematics")
+    for name, row in SETS.items():
+        group.add_argument(f"--{name}-data", nargs="+", default=list(row.sources), metavar="SOURCE",
+                           help=f"{', '.join(row.parts)}: each a {', '.join(FILES)} file or a dataset of the hub (owner/name[/configuration][:split]), "
+                                f"last ones may be left out; or one folder with {', '.join(row.files)} as such files; default: {' '.join(row.sources)}")
+
+
+class Competition:
+    """One of SETS as a task. dropped[part, reason] and num_dropped: rows of its sources that are in no split."""
+    fmt = PAPER
+    has_step_labels = False
+
+    def __init__(self, name: str, args, seed: int):
+        self.name, self.seed, self.flag = name, seed, f"--{name}-data"
+        rows = {part: read_rows(self.flag, source) for part, source in self._sources(getattr(args, f"{name}_data"))}
+        held_out = {same_text(row.problem) for part in rows if part != "train" for row in rows[part] if row}
+        self.splits, self.solutions, self.dropped = {"sft": [], "rl": [], "test_in": [], "test_out": []}, {}, Counter()
+        for part in rows:
+            kept, dropped = usable(rows[part], held_out if part == "train" else set())
+            self.dropped.update({(part, reason): count for reason, count in dropped.items()})
+            has_solutions = any(row.solution for row in kept)  # without them there is no SFT, and all is for RL
+            for row in kept:
+                split = part if part != "train" else "sft" if has_solutions and in_split(row.problem, "sft") else "rl"
+                self.splits[split].append((row.problem, row.answer))
+                self.solutions |= {row.problem: row.solution} if row.solution else {}
+        self.num_dropped = self.dropped.total()
+        self._print_counts()
+
+    def _sources(self, given: list[str]) -> list[tuple[str, str]]:
+        """(part, source) of the sources given by flag; those of a folder are its files. Raises BadInput."""
+        parts, _, files = SETS[self.name]
+        folder = os.path.expanduser(given[0])
+        if len(given) == 1 and os.path.isdir(folder):
+            given = []
+            for file in files:
+                found = [path for end in FILES if os.path.isfile(path := os.path.join(folder, file + end))]
+                if len(found) != 1:
+                    raise BadInput(f"{self.flag} {folder}: has {len(found)} files {file} that end in {', '.join(FILES)}, needs one")
+                given += found
+        if len(given) > len(parts):
+            raise BadInput(f"{self.flag} {' '.join(given)}: at most {len(parts)} sources, of {', '.join(parts)}")
+        return list(zip(parts, given, strict=False))
+
+    def _print_counts(self) -> None:
+        counts = ", ".join(f"{len(problems)} {split}" for split, problems in self.splits.items() if problems)
+        dropped = ", ".join(f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items())
+        print0(f"{self.name}: {counts or 'no'} problems" + (f"; left out: {dropped}" if dropped else ""))
+
+    def problem(self, split: str, index: int) -> Problem:
+        """Problem `index` of a split; the splits are endless. Raises BadInput for a split without problems."""
+        if not self.splits[split]:
+            raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is {', '.join(SETS[self.name].parts)})")
+        return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
+
+    def num_problems(self, split: str) -> int:
+        """Problems of a split before they come again; 0 where it has none."""
+        return len(self.splits[split])
+
+    def check(self, problem: Problem, solution: str) -> bool | None:
+        """The outcome: whether the answer equals the gold one as mathematics; None where that cannot be scored."""
+        return check_answer(self.fmt, problem, solution)
+
+    def read_answer(self, solution: str) -> str | None:
+        """What a solution answers; None where nothing can be read."""
+        return read_answer(self.fmt, solution)
+
+    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
+        """None are known."""
+        return []
+
+    def _steps(self, problem: Problem) -> list[str]:
+        if problem.prompt not in self.solutions:
+            raise BadInput(f"task {self.name}: nothing to demonstrate, {self.flag} has no worked solution (column solution) of {problem.prompt[:40]!r}")
+        return solution_steps(self.solutions[problem.prompt])
+
+    def solution_demo(self, problem: Problem, rng: random.Random) -> str:
+        """The source's own solution, a line or a sentence a step; `rng` is not used. Raises BadInput where there is none."""
+        return self.fmt.render_solution(self._steps(problem), problem.answer)
+
+    def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
+        """The source's solution, half of the time with another answer: a slip of a number, or what another problem asks for. Raises BadInput."""
+        steps, answer = self._steps(problem), problem.answer
+        if rng.random() < 0.5:
+            others = (rng.choice(self.splits[problem.split])[1] for _ in range(20))
+            answer = mistaken(answer, rng) if ANSWER.fullmatch(answer) else next((other for other in others if other != answer), answer)
+        return self.fmt.render_solution(steps, answer)
+
+    def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
+        """A demonstration for the verifier: a step is wrong iff it is none of the source's solution and states an equation that does not hold; the final
+        verdict is the outcome. `rng` is not used. Raises BadInput."""
+        return judge_equations(self.fmt, solution, set(self._steps(problem)), self.check(problem, solution) is True)

@@ -1,0 +1,129 @@
+"""
+ProcessBench (Zheng et al. 2024, arXiv 2412.06559): solutions of math problems, in each of which people marked the first wrong step.
+
+A verifier is evaluated on it and never trained, so it is no task. Which answer a solution gives is not in the data, only whether it is right.
+"""
+import os
+import random
+import re
+from dataclasses import dataclass
+
+from nanochat.common import BadInput
+from tasks.common import read_table
+from tasks.multiple_choice import READERS
+
+HUB = "Qwen/ProcessBench"
+SUBSETS = ("gsm8k", "math", "olympiadbench", "omnimath")  # the hub's splits, as the paper orders them
+COLUMNS = ("problem", "steps", "label", "final_answer_correct")
+BOXED = "\\boxed{"
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One solution. label: index from 0 of its first wrong step, -1 where none is; (subset, row) names it: its row in the table, from 1."""
+    problem: str
+    steps: tuple[str, ...]
+    label: int
+    final_answer_correct: bool
+    subset: str
+    row: int
+
+
+def read_row(row: dict, subset: str, number: int) -> Judged:
+    """The sample of a row. Raises ValueError that says what is wrong with it."""
+    problem, steps, label, correct = (row[column] for column in COLUMNS)
+    if not isinstance(problem, str) or not problem.strip():
+        raise ValueError("problem must be a text that is not empty")
+    if not isinstance(steps, list) or not steps:
+        raise ValueError("steps must be a list that is not empty")
+    for k, step in enumerate(steps):
+        if not isinstance(step, str) or not step.strip():
+            raise ValueError(f"step {k} must be a text that is not empty")
+    # True is an int too, and one missing label makes floats of a whole column.
+    if isinstance(label, bool) or not isinstance(label, int | float) or not -1 <= label < len(steps) or label != int(label):
+        raise ValueError(f"label {label!r} must be from -1 to {len(steps) - 1}, the index of one of {len(steps)} steps or -1")
+    if not isinstance(correct, bool):
+        raise ValueError(f"final_answer_correct {correct!r} must be true or false")
+    return Judged(problem, tuple(steps), int(label), correct, subset, number)
+
+
+def _stem(path: str) -> str:
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+def find_tables(source: str, subset: str) -> dict[str, tuple]:
+    """Per subset what datasets.load_dataset is to open, as (arguments, options). Raises BadInput for what is not there."""
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        files = sorted(os.path.join(path, name) for name in os.listdir(path) if os.path.splitext(name)[1] in (".jsonl", ".json"))
+        twice = [file for file, other in zip(files[1:], files, strict=False) if _stem(file) == _stem(other)]
+        if twice:
+            raise BadInput(f"{source}: subset {_stem(twice[0])} has two files")
+        files.sort(key=lambda file: (SUBSETS.index(_stem(file)) if _stem(file) in SUBSETS else len(SUBSETS), file))
+    elif os.path.isfile(path):
+        if os.path.splitext(path)[1] not in READERS:
+            raise BadInput(f"{source}: a file must end in {', '.join(READERS)}")
+        files = [path]
+    elif os.path.splitext(path)[1] in READERS or not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", source):
+        raise BadInput(f"{source}: no such file or folder")
+    else:
+        return {name: ((source,), {"split": name}) for name in ([subset] if subset else SUBSETS)}
+    found = {_stem(file): ((READERS[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"}) for file in files}
+    if not found:
+        raise BadInput(f"{source}: has no <subset>.jsonl or <subset>.json")
+    if subset and subset not in found:
+        raise BadInput(f"{source}: has no subset {subset}, only {', '.join(found)}")
+    return {subset: found[subset]} if subset else found
+
+
+def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -1) -> list[Judged]:
+    """The samples of one subset or ("") of all, in the tables' order; of each at most `max_examples` (-1: all), a fixed random choice, a larger one
+    holding the smaller, since rows may be sorted by label.
+
+    source: a dataset on the hub whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its subset's; or a folder with one
+    <subset>.jsonl or .json each. Raises BadInput, for a malformed row with its file and its number from 1.
+    """
+    samples = []
+    for name, (arguments, options) in find_tables(source, subset).items():
+        is_file = "data_files" in options
+        where = options["data_files"] if is_file else f"{source}, split {name}"
+        if is_file and not os.path.getsize(where):
+            raise BadInput(f"{where}: is empty")  # datasets would fail with StopIteration
+        table = read_table(where if is_file else f"{source}: no such file or folder, and as a dataset, split {name}", COLUMNS, *arguments, **options)
+        rows = []
+        for number, row in enumerate(table, 1):
+            try:
+                rows.append(read_row(row, name, number))
+            except ValueError as error:
+                raise BadInput(f"{where}: row {number}: {error}") from None
+        if 0 <= max_examples < len(rows):
+            order = list(range(len(rows)))
+            random.Random(0).shuffle(order)
+            rows = [rows[i] for i in sorted(order[:max_examples])]
+        samples += rows
+    return samples
+
+
+def boxed(text: str) -> str:
+    """What stands in the last \\boxed{...} of a text, braces balanced: "so \\boxed{\\frac{1}{2}}." -> "\\frac{1}{2}"; "" where there is none or it is
+    not closed."""
+    at = text.rfind(BOXED)
+    depth = 1
+    for end in range(at + len(BOXED), len(text) if at >= 0 else 0):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[at + len(BOXED): end].strip()
+    return ""
+
+
+def without_solution_marks(fmt, text: str) -> str:
+    """`text` with every mark of a solution replaced by "?", so that a step can never end itself, the thinking or the solution. No mark holds a "?"."""
+    marks = (fmt.think_open, fmt.step_open, fmt.step_close, fmt.think_close, fmt.answer_open, fmt.answer_close)
+    return re.sub("|".join(re.escape(mark) for mark in marks if mark), "?", text)
+
+
+def solution_text(fmt, judged: Judged) -> str:
+    """The sample as a solution in a format. It has exactly len(judged.steps) steps: marks inside of them become "?". Its answer is what the last step
+    has in \\boxed{}, empty where that is nothing."""
+    steps = [without_solution_marks(fmt, step) for step in judged.steps]
+    return fmt.render_solution(steps, without_solution_marks(fmt, boxed(judged.steps[-1])))

@@ -1,0 +1,447 @@
+"""
+Model folders: what transformers writes is read, what is written transformers reads, and bad folders are one line that names file and cause.
+
+    python -m pytest tests/test_hf_files.py -q
+"""
+import os
+import re
+import shutil
+import weakref
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanochat import hf_files
+from nanochat.checkpoint import load_model, save_model
+from nanochat.common import BadInput
+from nanochat.engine import generate
+from nanochat.hf import Decoder
+from nanochat.hf_files import find_folder, read_config, read_model, write_model
+from nanochat.optim import adamw
+from nanochat.rl.rollouts import Rollouts
+from nanochat.weights import allocate, fill
+from test_hf import CPU, FAMILIES, ROPES, imported, random_ids, read, reference_model, small_config, write
+from test_trainer import packed, random_advantages, role_of, step
+
+EMBEDDING, UP = "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+class Letters:
+    """A tokenizer as write_model wants one, that transformers can open: one token per letter."""
+    bos, stop_tokens = 3, [5, 7]
+
+    def save(self, folder):
+        vocabulary = {chr(97 + i): i for i in range(26)}
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
+        content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
+                   "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}, "model": model}
+        write(folder, "tokenizer.json", content)
+        write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def change(folder, name="config.json", drop=(), **values):
+    content = {key: value for key, value in read(folder, name).items() if key not in drop}
+    write(folder, name, content | values)
+
+
+def tensors_of(folder):
+    return safetensors.torch.load_file(os.path.join(folder, "model.safetensors"))
+
+
+def write_tensors(folder, tensors):
+    safetensors.torch.save_file(tensors, os.path.join(folder, "model.safetensors"), {"format": "pt"})
+
+
+@torch.no_grad()
+def largest_gap(model, ours):
+    ids = random_ids(2, 40, vocab_size=min(ours.vocab_size, 97))
+    theirs = model(ids)
+    return float((getattr(theirs, "logits", theirs) - ours(ids)).abs().max())
+
+
+def files_of(folder):
+    return sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+
+
+# Writing
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trained_model_goes_back_to_transformers(family, tied, tmp_path):
+    model = reference_model(family, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True, rope_parameters={**ROPES["yarn"], "rope_theta": 1e4})
+    ours = imported(model, tmp_path / "in")
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    out = generate(ours, prompts, 3, max_new_tokens=12, stop_tokens=list(range(20)), keys=list(range(6)))
+    rollouts = Rollouts(prompts, torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
+    metrics = step(role_of(ours, adamw(ours.parameters(), 1e-2)), packed(rollouts, random_advantages(rollouts), max_tokens=40), lr=1e-2, max_grad_norm=1.0)
+    assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0 and metrics["rollout_logprobs_diff_max"] < 1e-4
+    assert largest_gap(model, ours) > 0.1
+    write_model(str(tmp_path / "out"), ours.config, ours.state_dict(), torch.float32, Letters())
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert back.config.eos_token_id == [5, 7] and back.config.bos_token_id == 3 and back.dtype == torch.float32
+    assert largest_gap(back, ours) < 3e-5
+    before, after = ours.state_dict(), back.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert ("lm_head.weight" in tensors_of(tmp_path / "out")) != tied
+    assert largest_gap(read_model(str(tmp_path / "out"), CPU, torch.float32), ours) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("cab") == [2, 0, 1]
+
+
+def test_bf16_is_written_and_read_by_both(tmp_path):
+    ours = imported(reference_model("llama"), tmp_path / "in")
+    write_model(str(tmp_path / "out"), ours.config, ours.state_dict(), torch.bfloat16, Letters())
+    rounded = {name: x.bfloat16() for name, x in ours.state_dict().items()}
+    back, again = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), read_model(str(tmp_path / "out"), CPU, torch.float32)
+    assert back.dtype == torch.bfloat16
+    for state in (tensors_of(tmp_path / "out"), back.state_dict(), again.state_dict()):
+        assert state.keys() == rounded.keys() and all(torch.equal(state[name], x) for name, x in rounded.items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_sharded_folders_are_written_and_read_by_both(tied, tmp_path, monkeypatch):
+    model = reference_model("qwen2", tie_word_embeddings=tied)
+    ours = imported(model, tmp_path / "in")
+    monkeypatch.setattr(hf_files, "SHARD_SIZE", "30KB")
+    write_model(str(tmp_path / "out"), ours.config, ours.state_dict(), torch.float32, Letters())
+    index = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"]
+    assert len(set(index.values())) > 4 and sorted(set(index.values())) == files_of(tmp_path / "out")
+    assert ("lm_head.weight" in index) != tied
+    assert largest_gap(model, read_model(str(tmp_path / "out"), CPU, torch.float32)) < 3e-5
+    assert largest_gap(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), ours) < 3e-5
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    assert len(files_of(tmp_path / "theirs")) > 4
+    assert largest_gap(model, read_model(str(tmp_path / "theirs"), CPU, torch.float32)) < 3e-5
+
+
+class Failing(Letters):
+    stop_tokens = [5]
+
+    def __init__(self, error):
+        self.error = error
+
+    def save(self, folder):
+        super().save(folder)
+        raise self.error
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    ours = imported(reference_model("llama"), tmp_path / "in")
+    target = str(tmp_path / "out")
+    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+        with pytest.raises(type(error)):
+            write_model(target, ours.config, ours.state_dict(), torch.float32, Failing(error))
+        assert os.listdir(tmp_path) == ["in"]
+    save_file, calls = safetensors.torch.save_file, []
+
+    def full_disk(tensors, path, *args, **options):
+        calls.append(path)
+        if len(calls) > 2:
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path, *args, **options)
+
+    monkeypatch.setattr(hf_files, "SHARD_SIZE", "30KB")
+    monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_model(target, ours.config, ours.state_dict(), torch.float32, Letters())
+    assert len(calls) == 3 and os.listdir(tmp_path) == ["in"]
+
+
+def test_a_folder_that_is_there_is_not_written_over(tmp_path):
+    ours = imported(reference_model("llama"), tmp_path)
+    before = tensors_of(tmp_path)
+    for target in (str(tmp_path), f"{tmp_path}/", str(tmp_path / "config.json")):
+        with pytest.raises(BadInput, match=f"--to {re.escape(target)}: exists already"):
+            write_model(target, ours.config, {name: x + 1 for name, x in ours.state_dict().items()}, torch.float32, Letters())
+    assert all(torch.equal(x, before[name]) for name, x in tensors_of(tmp_path).items())
+
+
+# Reading
+
+def test_parameters_keep_the_files_dtype_or_take_the_one_asked_for(tmp_path):
+    model = reference_model("qwen3").bfloat16()
+    model.save_pretrained(tmp_path)
+    for asked, dtype in ((None, torch.bfloat16), (torch.float32, torch.float32), (torch.float16, torch.float16)):
+        ours = read_model(str(tmp_path), CPU, torch.float32, asked)
+        assert ours.compute_dtype == torch.float32
+        for name, p in ours.named_parameters():
+            assert p.dtype == dtype and p.requires_grad and torch.equal(p, model.get_parameter(name).to(dtype)), name
+
+
+@torch.no_grad()
+def test_bf16_is_as_close_to_fp32_as_transformers_bf16(tmp_path):
+    model = reference_model("qwen3", tie_word_embeddings=True)
+    ids = random_ids(4, 90)
+    exact = model(ids).logits
+    model.bfloat16().save_pretrained(tmp_path)
+    ours, model = read_model(str(tmp_path), CPU, torch.bfloat16), AutoModelForCausalLM.from_pretrained(tmp_path)  # its own rounds rotary frequencies
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16} and ours.trunk(ids).dtype == torch.bfloat16
+    error, theirs = ((logits - exact).square().mean().sqrt() for logits in (ours(ids), model(ids).logits.float()))
+    assert 0.5 * theirs < error < 1.2 * theirs
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_tensor_of_a_file_is_held_at_a_time(tied, tmp_path, monkeypatch):
+    model = reference_model("llama", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    alive, read_names, opened = weakref.WeakSet(), [], []
+
+    class Counting:
+        def __init__(self, path, framework):
+            opened.append(path)
+            self.file = safetensors_open(path, framework=framework)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def get_tensor(self, name):
+            assert not alive
+            read_names.append(name)
+            tensor = self.file.get_tensor(name)
+            alive.add(tensor)
+            return tensor
+
+    safetensors_open = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    ours = read_model(str(tmp_path), CPU, torch.float32)
+    assert not alive and len(set(opened)) > 3
+    assert sorted(read_names) == sorted(dict(model.named_parameters()))
+    assert largest_gap(model, ours) < 3e-5
+
+
+def test_buffers_of_old_files_and_a_repeated_head_are_left_aside(tmp_path):
+    model = reference_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    tensors = tensors_of(tmp_path)
+    write_tensors(tmp_path, tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "lm_head.weight": tensors[EMBEDDING].clone()})
+    ours = read_model(str(tmp_path), CPU, torch.float32)
+    assert largest_gap(model, ours) < 3e-5 and ours.lm_head.weight is ours.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_keeps_an_imported_model(tied, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    model = reference_model("qwen2", tie_word_embeddings=tied, rope_parameters={**ROPES["yarn, mscale"], "rope_theta": 1e4}).bfloat16()
+    model.save_pretrained(tmp_path / "in")
+    ours = read_model(str(tmp_path / "in"), CPU, torch.float32)
+    save_model("sft", "imported", 0, ours, {})
+    loaded, meta = load_model("sft", "imported", CPU, torch.float32)
+    assert loaded.config == ours.config and meta["model_config"]["architecture"] == "qwen2"
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32} and {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    assert len(list(loaded.parameters())) == len(list(ours.parameters())) == len(list(model.parameters()))
+    assert largest_gap(ours, loaded) < 1e-6
+    assert largest_gap(AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32), loaded) < 3e-5
+
+
+def test_allocated_weights_are_filled_in_their_own_dtype_and_stay_tied():
+    config = small_config("qwen3", tied=True)
+    source = Decoder(config)
+    source.init_weights(torch.Generator().manual_seed(0))
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        model = allocate(Decoder, config, torch.float32, CPU, dtype)
+        assert model.compute_dtype == torch.float32 and model.lm_head.weight is model.model.embed_tokens.weight
+        fill(model, source.state_dict())
+        for name, p in model.named_parameters():
+            assert p.dtype == dtype and p.device == CPU and p.requires_grad and torch.equal(p, source.get_parameter(name).to(dtype))
+
+
+
+# Bad folders
+
+def refused(call, *parts):
+    """Asserts that a call raises BadInput of one line that has these parts."""
+    with pytest.raises(BadInput) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 500
+    for part in parts:
+        assert part in message, message
+
+
+LLAMA3 = {**ROPES["llama3"], "rope_theta": 1e4}
+BAD_VALUES = [  # changes of config.json, what the message says
+    *[({key: value}, f"{key} is {value!r}") for key in ("num_attention_heads", "num_hidden_layers", "vocab_size") for value in (0, -4, "4", 4.0, True, [4])],
+    *[({key: value}, f"{key} is {value!r}") for key in ("num_key_value_heads", "head_dim", "hidden_size", "intermediate_size") for value in (0, "48")],
+    ({"num_key_value_heads": 3}, "4 heads of 12 and 3 key/value heads"),
+    ({"head_dim": 15}, "4 heads of 15"),
+    *[({"rms_norm_eps": value}, f"rms_norm_eps is {value!r}") for value in ("1e-5", 0.0, -1.0, float("inf"), float("nan"))],
+    *[({key: value}, f"{key} is {value!r}") for key in ("tie_word_embeddings", "attention_bias", "mlp_bias") for value in ("false", 1)],
+    ({"rope_parameters": None, "rope_theta": "1e4"}, "rope_theta is '1e4'"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta is -1"),
+    *[({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, f"rotary scaling '{kind}' is not supported") for kind in ("dynamic", "longrope", "su")],
+    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic' is not supported"),
+    *[({"rope_parameters": {**LLAMA3, key: None}}, f"rotary scaling 'llama3' without {key}") for key in ROPES["llama3"].keys() - {"rope_type"}],
+    *[({"rope_parameters": {"rope_type": kind}}, f"rotary scaling '{kind}' without factor") for kind in ("linear", "yarn")],
+    *[({"rope_parameters": {**ROPES["yarn"], "factor": value}}, f"factor of rotary scaling 'yarn' is {value!r}") for value in ("4", 0, -1.0, {})],
+    ({"rope_parameters": {**ROPES["yarn"], "attention_factor": "1"}}, "attention_factor of rotary scaling 'yarn' is '1'"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention of rotary scaling 'default'"),
+    ({"rope_parameters": ["linear", 2.0]}, "rotary scaling is ['linear', 2.0]"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ({"use_sliding_window": True}, "use_sliding_window is not supported"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types other than full_attention is not supported"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+    ({"pretraining_tp": 2}, "pretraining_tp is not supported"),
+    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported; there are LlamaForCausalLM, Qwen2"),
+    ({"model_type": "gpt2", "architectures": None}, "'gpt2' is not supported"),
+]
+
+
+@pytest.fixture(scope="module")
+def good_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("good")
+    reference_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good_folder, tmp_path):
+    """A copy of a good folder, to spoil."""
+    target = tmp_path / "folder"
+    shutil.copytree(good_folder, target)
+    return target
+
+
+def test_values_that_a_configuration_may_not_have_are_named(folder):
+    good = read(folder)
+    read_config(str(folder))
+    for values, said in BAD_VALUES:
+        write(folder, "config.json", good | values)
+        refused(lambda: read_config(str(folder)), str(folder / "config.json"), said)
+
+
+def test_keys_that_a_configuration_lacks_are_named(folder):
+    good = read(folder)
+    for key in ("hidden_size", "max_position_embeddings", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        write(folder, "config.json", {name: value for name, value in good.items() if name != key})
+        refused(lambda: read_config(str(folder)), str(folder / "config.json"), f"{key} is missing")
+    change(folder, drop=["model_type"], architectures=None)
+    refused(lambda: read_config(str(folder)), str(folder / "config.json"), "architecture None is not supported")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_json_files_that_hold_something_else_are_named(name, folder):
+    for content, said in ((b"[1, 2]", "holds no json object"), (b"no json", "is no json"), (b"", "is no json"), (b"\xff\xfe\x00", "is no json")):
+        (folder / name).write_bytes(content)
+        refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder / name), said)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder / name), "Is a directory")
+    (folder / name).rmdir()
+    if name == "config.json":
+        refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder / name), "No such file")
+
+
+def without(tensors, *names):
+    return {name: x for name, x in tensors.items() if name not in names}
+
+
+BAD_TENSORS = {
+    "missing": (lambda t: without(t, UP), [f"tensor {UP} is missing"]),
+    "two missing": (lambda t: without(t, UP, "lm_head.weight"), ["tensor lm_head.weight is missing (and 1 more)"]),
+    "extra": (lambda t: t | {"model.layers.3.mlp.up_proj.weight": t[UP].clone()}, ["tensor model.layers.3.mlp.up_proj.weight has no place in a llama model"]),
+    "a bias": (lambda t: t | {UP.replace("weight", "bias"): torch.ones(80)}, [f"tensor {UP.replace('weight', 'bias')} has no place"]),
+    "transposed": (lambda t: t | {UP: t[UP].T.contiguous()}, ["model.safetensors: ", f"{UP} is torch.float32 (48, 80), expected floats of (80, 48)"]),
+    "whole numbers": (lambda t: t | {UP: t[UP].to(torch.int8)}, ["model.safetensors: ", f"{UP} is torch.int8"]),
+    "embedding of whole numbers": (lambda t: t | {EMBEDDING: t[EMBEDDING].to(torch.uint8)}, ["model.safetensors: ", f"{EMBEDDING} is U8"]),
+    "embedding that is a number": (lambda t: t | {EMBEDDING: torch.tensor(1.0)}, ["model.safetensors: ", f"{EMBEDDING} is torch.float32 (), expected"]),
+    "nothing": (lambda t: {}, ["is missing (and 29 more)"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TENSORS)
+def test_tensors_that_do_not_fit_are_named(case, folder):
+    spoil, said = BAD_TENSORS[case]
+    write_tensors(folder, spoil(tensors_of(folder)))
+    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder), *said)
+
+
+def test_a_head_of_its_own_in_a_tied_model_is_an_error(folder):
+    change(folder, tie_word_embeddings=True)
+    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder / "model.safetensors"), "lm_head.weight is not the embedding")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_damaged_weights_are_named(sharded, good_folder, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(good_folder, folder)
+    if sharded:
+        AutoModelForCausalLM.from_pretrained(good_folder).save_pretrained(folder, max_shard_size="60KB")
+        (folder / "model.safetensors").unlink(missing_ok=True)
+    path = folder / files_of(folder)[-1]
+    content = path.read_bytes()
+    for damaged in (content[: len(content) // 2], content[:5], b"version https://git-lfs.github.com/spec/v1\n", b""):
+        path.write_bytes(damaged)
+        refused(lambda: read_model(str(folder), CPU, torch.float32), f"{path} cannot be read")
+
+
+def test_weights_of_another_format_are_no_model(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder), "neither model.safetensors nor", "only safetensors are read")
+
+
+def test_an_index_that_is_wrong_is_named(folder):
+    index = folder / "model.safetensors.index.json"
+    names = dict.fromkeys(tensors_of(folder), "model.safetensors")
+    for content, said in (({}, f"{index} has no weight_map"), ({"weight_map": [1]}, f"{index} has no weight_map"),
+                          ({"weight_map": names | {UP: "model-00002.safetensors"}}, f"{folder / 'model-00002.safetensors'} is missing; {index} names it"),
+                          ({"weight_map": without(names, UP)}, f"tensor {UP} is missing"), ({"weight_map": names | {UP: 7}}, f"{folder / '7'} is missing"),
+                          ({"weight_map": names | {UP: "."}}, "cannot be read"), ({"weight_map": names | {"x": "model.safetensors"}}, "tensor x has no place")):
+        write(folder, index.name, content)
+        refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder), said)
+    write_tensors(folder, without(tensors_of(folder), UP))
+    write(folder, index.name, {"weight_map": names})
+    refused(lambda: read_model(str(folder), CPU, torch.float32), f"{folder / 'model.safetensors'} cannot be read", UP)
+
+
+def test_an_index_cannot_name_files_outside_of_its_folder(folder, tmp_path):
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    names = safetensors.torch.load_file(tmp_path / "outside.safetensors")
+    for path in ("../outside.safetensors", str(tmp_path / "outside.safetensors"), "x/../../outside.safetensors"):
+        write(folder, "model.safetensors.index.json", {"weight_map": dict.fromkeys(names, path)})
+        refused(lambda: read_model(str(folder), CPU, torch.float32), f"{folder / 'outside.safetensors'} is missing")
+
+
+# Where models come from
+
+def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert find_folder(str(tmp_path)) == str(tmp_path) and find_folder("~") == str(tmp_path) and not asked
+    assert find_folder("Qwen/Qwen2.5-0.5B_x") == str(tmp_path)
+    (name, patterns), = asked
+    assert name == "Qwen/Qwen2.5-0.5B_x" and "*.safetensors" in patterns and "*.json" in patterns and not any("bin" in p or p == "*" for p in patterns)
+    for source in ("nowhere", "a/b/c", "../absent", "./absent", "/no/such", "~/nothing", "", "a/", "a b/c"):
+        refused(lambda source=source: find_folder(source), f"--source {source}: no such folder, and not the name of a model")
+    assert len(asked) == 1
+
+
+def test_a_hub_that_gives_nothing_is_one_line(monkeypatch):
+    response = SimpleNamespace(headers={}, request=None)
+    for error, said in ((huggingface_hub.errors.LocalEntryNotFoundError("Cannot find\nthe thing"), "Cannot find"),
+                        (huggingface_hub.errors.RepositoryNotFoundError("404 Client Error.\n\nRepository Not Found", response=response), "404"),
+                        (huggingface_hub.errors.HFValidationError("Repo id must"), "Repo id must"), (OSError(), "OSError"), (ConnectionError("off"), "off")):
+        def fail(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+        refused(lambda: find_folder("owner/name"), "--source owner/name: no such folder, and the hub gives nothing: ", said)

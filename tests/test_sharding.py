@@ -1,0 +1,196 @@
+"""
+Weights, gradients and optimizers sharded over ranks: the same steps as one rank's, saved and continued, on one machine and on two.
+
+    python -m pytest tests/test_sharding.py -q
+"""
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import RL_FLAGS, parse
+
+from nanochat import checkpoint
+from nanochat.common import BadInput, all_reduce
+from nanochat.engine import generate
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf import Decoder, DecoderConfig
+from nanochat.optim import adamw
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.roles import Role, set_recompute
+from nanochat.rl.rollouts import Rollouts, even_out, pack, token_weights
+from nanochat.rl.state import load_set
+from nanochat.rl.trainer import update
+from nanochat.weights import allocate, copy_of, fill, inference_model, is_sharded, refresh, whole_state
+from scripts import tango_rl
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MODELS = {
+    "gpt": (GPT, GPTConfig(64, 265, 3, 2, 1, 48, "SSL")),
+    "tied": (Decoder, DecoderConfig("qwen2", 64, 97, 3, 4, 2, 32, 8, 48, 1e-6, 1e4, None, True, False, False, False, True)),
+    "untied": (Decoder, DecoderConfig("qwen3", 64, 101, 2, 4, 1, 32, 16, 48, 1e-6, 1e4, None, False, False, False, True, False)),
+}
+LOSS = PolicyLoss("ppo_clip", kl="k3", kl_coef=0.1)
+
+
+def random_state(name: str) -> dict:
+    """Every parameter random, whole tensors."""
+    kind, config = MODELS[name]
+    draw, model = torch.Generator().manual_seed(3), allocate(kind, config, torch.float64, "cpu", torch.float64)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model.state_dict()
+
+
+def make_role(name: str, sharded: bool) -> Role:
+    kind, config = MODELS[name]
+    model = allocate(kind, config, torch.float64, "cpu", torch.float64, sharded)
+    fill(model, random_state(name))
+    refresh(model)
+    if kind is Decoder:
+        set_recompute(model, True, "model")
+    parameters = list(model.parameters())
+    return Role("generator", model, parameters, adamw(parameters, 1e-2), copy_of(model, sharded=sharded))
+
+
+def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
+    """This rank's share of 8 groups of 2, and their advantages. The last group teaches nothing and has single tokens, so that ranks differ in work."""
+    draw = torch.Generator().manual_seed(5)
+    widths, lengths = [3, 9, 5, 7, 4, 6, 8, 2], [4, 9, 2, 7, 5, 1, 8, 3, 6, 6, 2, 9, 1, 4, 1, 1]
+    prompts = [torch.randint(97, (n,), generator=draw).tolist() for n in widths]
+    tokens, advantages = torch.randint(97, (16, 9), generator=draw), torch.randn(16, 9, generator=draw)
+    advantages[14:] = 0
+    groups = range(rank, 8, world)
+    rows = [n for g in groups for n in (2 * g, 2 * g + 1)]
+    rollouts = Rollouts([prompts[g] for g in groups], torch.arange(len(groups)).repeat_interleave(2), tokens[rows], torch.zeros(len(rows), 9),
+                        torch.tensor(lengths)[rows], torch.ones(len(rows), dtype=torch.bool))
+    return rollouts, advantages[rows]
+
+
+def take_steps(name: str, rank: int, world: int, num_steps: int = 3, role: Role | None = None) -> tuple[Role, list[dict]]:
+    role = role or make_role(name, sharded=world > 1)
+    metrics = []
+    for _ in range(num_steps):
+        rollouts, advantages = rollouts_of(rank, world)
+        weights = token_weights(rollouts.lengths, "token", 9, all_reduce)
+        batches = pack(rollouts, advantages, weights, 40, keep_idle=False)
+        if world > 1:
+            most = int(all_reduce(torch.tensor(len(batches)), "max"))
+            assert rank or len(batches) <= most
+            batches = even_out(batches, rollouts, most)
+        metrics.append(update(role, batches, LOSS, lr=1e-2, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu")))
+    return role, metrics
+
+
+def run_rank(rank: int, world: int, port: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NANOCHAT_BASE_DIR": folder}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {}
+    for name in MODELS:
+        role, metrics = take_steps(name, rank, world)
+        assert is_sharded(role.model) and sum(p.to_local().numel() for p in role.parameters) < 0.7 * sum(p.numel() for p in role.parameters)
+        state = whole_state(role.model, keep=rank == 0)
+        sampled = generate(inference_model(role.model), [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0], keys=[1, 2], temperature=0.0)
+        # Saved here and restored into a fresh role: the next step is the same.
+        checkpoint.save_optimizer("rl", name, 3, role.optimizer, rank)
+        fresh = make_role(name, sharded=True)
+        whole = [state]
+        dist.broadcast_object_list(whole)
+        checkpoint.restore_model(fresh.model, whole[0], "broadcast")
+        checkpoint.load_optimizer("rl", name, 3, fresh.optimizer, rank)
+        straight, continued = (take_steps(name, rank, world, 1, r)[1] for r in (role, fresh))
+        assert straight == continued, name
+        try:  # another rank's part
+            saved = checkpoint.load_file(f"{folder}/chatrl_checkpoints/{name}/optim_000003_rank{rank}.pt")
+            checkpoint.restore_optimizer(fresh.optimizer, shorter(saved), "a part")
+            refused = ""
+        except BadInput as error:
+            refused = str(error)
+        found[name] = {"metrics": metrics + straight, "state": state, "tokens": sampled.tokens, "refused": refused}
+    torch.save(found, f"{folder}/found{rank}.pt")
+    dist.destroy_process_group()
+
+
+def shorter(saved: dict) -> dict:
+    """An optimizer's part as it would be on more ranks."""
+    for entry in saved["state"].values():
+        entry["exp_avg"] = entry["exp_avg"][:-1]
+    return saved
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_four_sharded_ranks_take_the_steps_of_one(tmp_path):
+    """Losses, gradient norms and weights, in fp64; what they sample; a step behind a save and a restore is the same to the bit."""
+    torch.multiprocessing.spawn(run_rank, args=(4, free_port(), str(tmp_path)), nprocs=4)
+    ranks = [torch.load(tmp_path / f"found{rank}.pt", weights_only=True) for rank in range(4)]
+    for name in MODELS:
+        role, expected = take_steps(name, 0, 1)
+        state = {key: x.clone() for key, x in role.model.state_dict().items()}
+        tokens = generate(role.model, [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0], keys=[1, 2], temperature=0.0).tokens
+        expected += take_steps(name, 0, 1, 1, role)[1]
+        for rank in ranks:
+            for ours, theirs in zip(rank[name]["metrics"], expected, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7), name
+            assert torch.equal(rank[name]["tokens"], tokens)
+            assert "another number of ranks" in rank[name]["refused"]
+        assert len({m["loss"] for m in expected}) == 4 and expected[1]["kl"] > 0
+        for key, x in ranks[0][name]["state"].items():
+            torch.testing.assert_close(x, state[key], rtol=1e-6, atol=1e-8)
+        assert not ranks[1][name]["state"]
+
+
+# The trainer
+
+def launch(base, *flags: str, launcher=("--standalone", "--nproc_per_node=2"), wait: bool = True):
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "scripts/tango_rl.py", "--", *RL_FLAGS, *flags]
+    process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return (process.communicate()[0], process.returncode) if wait else process
+
+
+def steps_of(base, run: str) -> list[dict]:
+    """metrics.jsonl without timings."""
+    lines = (base / "runs" / run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "tokens_per_s"))} for line in lines]
+
+
+def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
+    """One rank; two sharded ones; these behind an earlier step once more; two machines of one rank each."""
+    tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", "whole"]))
+    out, code = launch(base, "--run", "parts", "--shard", "--save-every", "1")
+    assert code == 0, out[-2000:]
+    straight, whole = steps_of(base, "parts"), steps_of(base, "whole")
+    assert any(record.get("gen/grad_norm", 0) > 0.01 for record in whole)
+    for a, b in zip(whole, straight, strict=True):
+        for name in ("loss", "grad_norm", "reward", "entropy"):
+            key = f"{'gen' if a['role'] == 'generator' else 'ver'}/{name}"
+            assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5), (a["step"], key)
+
+    assert {f"optim_000003_rank{r}.pt" for r in (0, 1)} < set(os.listdir(base / "chatrl_checkpoints" / "parts-ver"))
+    with pytest.raises(BadInput, match="sharded over 2 ranks and can be continued by as many, not by 1"):
+        load_set("parts", 3, {"generator": None, "verifier": None}, torch.device("cpu"), sharded=True)
+    out, code = launch(base, "--run", "parts", "--shard", "--save-every", "1", "--resume-from-step", "3")
+    assert code == 0 and "behind step 3" in out, out[-2000:]
+    assert steps_of(base, "parts") == straight and len(straight) == 7  # to the bit
+
+    port = free_port()
+    nodes = [launch(base, "--run", "nodes", "--shard", wait=False, launcher=("--nnodes=2", "--nproc_per_node=1", f"--node-rank={rank}",
+                    "--master-addr=127.0.0.1", f"--master-port={port}")) for rank in (0, 1)]
+    outs = [node.communicate()[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outs[0][-2000:] + outs[1][-2000:]
+    assert steps_of(base, "nodes") == straight
+
+
+def test_sharding_takes_several_ranks(base):
+    with pytest.raises(BadInput, match="nothing to shard over"):
+        tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--shard"]))

@@ -1,0 +1,421 @@
+"""
+verifier_eval: its numbers against naive counts of texts that are sampled, read and voted over here.
+
+    python -m pytest tests/test_verifier_eval.py
+"""
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+
+import datasets
+import pytest
+import torch
+from conftest import TASK_FLAGS, parse
+
+from nanochat.checkpoint import load_model
+from nanochat.common import script_main
+from nanochat.engine import generate, row_key
+from nanochat.rl import rollouts
+from nanochat.tokenizer import Tokenizer
+from scripts import chat_sft, verifier_eval
+from tasks import TASKS, make_task
+from tasks.chain import Chain
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VERIFIER = ["--device-type", "cpu", "--verifier-tag", "tiny-ver", "--verifier-max-new-tokens", "36"]
+SAMPLED = ["--num-verifications", "3", "--temperature", "1"]
+
+
+def chain(*flags: str):
+    return make_task(parse(chat_sft, [*TASK_FLAGS, "--role", "generator", *flags]))
+
+
+def chain_rows(indices) -> list[dict]:
+    """Samples of chain solutions: each problem's corrupted solution with its gold step labels."""
+    task, rows = chain(), []
+    for i in indices:
+        problem = task.problem("test_in", i)
+        text = task.corrupted_solution(problem, random.Random(i))
+        labels = task.step_labels(problem, text)
+        rows.append({"problem": problem.prompt, "steps": text.split(";")[:-1], "final_answer_correct": task.check(problem, text),
+                     "label": labels.index(False) if False in labels else -1})
+    return rows
+
+
+def write(path, rows: list[dict]) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def bench(base, tmp_path, monkeypatch) -> dict[str, list[dict]]:
+    """A folder of two subsets of unlike size, named by $BENCH; its rows."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing behind
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # for processes that a test starts
+    monkeypatch.setenv("BENCH", str(tmp_path / "bench"))
+    rows = {"gsm8k": chain_rows(range(20)), "math": chain_rows(range(20, 47))}
+    for name, part in rows.items():
+        for row in part[::4]:  # a wrong step may end in a right answer, and a misread answer stand behind right ones
+            row["final_answer_correct"] = not row["final_answer_correct"]
+        write(tmp_path / "bench" / f"{name}.jsonl", part)
+        assert {row["label"] for row in part} == {-1, 0, 1} and {row["final_answer_correct"] for row in part} == {True, False}
+    return rows
+
+
+def run(capsys, *flags: str) -> list[str]:
+    capsys.readouterr()
+    script_main(verifier_eval.main, verifier_eval.make_parser(), [*VERIFIER, *flags])
+    return capsys.readouterr().out.splitlines()
+
+
+def on_bench(capsys, tmp_path, *flags: str) -> tuple[dict, list[str]]:
+    """The numbers of a ProcessBench run, and what it prints."""
+    out = str(tmp_path / "out.json")
+    lines = run(capsys, "--processbench", os.environ["BENCH"], "--format", "compact", "--out", out, *flags)
+    with open(out) as f:
+        return json.load(f)["processbench"], lines
+
+
+def refused(capsys, *flags: str) -> str:
+    """Runs with input that must be refused before any work; its one line."""
+    with pytest.raises(SystemExit) as stop:
+        run(capsys, *flags)
+    done = capsys.readouterr()
+    assert stop.value.code == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1, done.err
+    assert "percent" not in done.out
+    return done.err
+
+
+def sampled(tag: str, prompts: list[str], keys: list[tuple], greedy: bool, limit: int) -> list[tuple[str, bool]]:
+    """The text that a tiny model writes behind each prompt, and whether it ended."""
+    tokenizer = Tokenizer.load(os.path.join(os.environ["NANOCHAT_BASE_DIR"], "tokenizer"))
+    model, _ = load_model("sft", tag, torch.device("cpu"), torch.float32)
+    out = generate(model, [tokenizer.render_prompt(prompt) for prompt in prompts], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens,
+                   keys=[row_key(*key) for key in keys], temperature=0.0 if greedy else 1.0)
+    rows = zip(out.tokens.tolist(), out.lengths.tolist(), out.stopped.tolist(), strict=True)
+    return [(tokenizer.decode(tokens[: n - ended]), ended) for tokens, n, ended in rows]
+
+
+def read(text: str, ended: bool, num_steps: int) -> tuple[list[bool | None], bool | None]:
+    """The step verdicts, one per step, and the final verdict of a compact verification, read by eye: "3+5:8T;8*2:5F;=F"."""
+    letter = {"T": True, "F": False}
+    body, mark, final = text.rpartition("=")
+    body = body if mark else text
+    said = [letter.get(max(part, key=lambda c: (c in "TF") * (part.rfind(c) + 1), default="")) for part in body.split(";")[:-1]]
+    return [said[k] if k < len(said) else None for k in range(num_steps)], letter.get(final.strip()) if mark and ended else None
+
+
+def naive_judgments(subset: str, rows: list[dict], k: int, greedy: bool) -> list[tuple[list[int | None], list[bool | None]]]:
+    """Per row the k first errors and the k final verdicts."""
+    prompts = [f"{row['problem']}|{''.join(step + ';' for step in row['steps'])}=|{len(row['steps'])}" for row in rows for _ in range(k)]
+    keys = [(0, "processbench", subset, number, 0, g) for number in range(1, len(rows) + 1) for g in range(k)]
+    said = [read(*text, int(prompt[-1])) for prompt, text in zip(prompts, sampled("tiny-ver", prompts, keys, greedy, 36), strict=True)]
+    found = [steps.index(False) if False in steps else None if None in steps else -1 for steps, _ in said]
+    return [(found[i: i + k], [verdict for _, verdict in said[i: i + k]]) for i in range(0, len(said), k)]
+
+
+def naive_vote(predictions: list) -> int | None:
+    readable = [p for p in predictions if p is not None]
+    return max(readable, key=lambda p: (readable.count(p), -readable.index(p))) if readable else None
+
+
+def naive_f1(samples: list[tuple[int, int | None]]) -> list[float]:
+    """error_acc, correct_acc, f1 of (label, prediction) pairs."""
+    wrong, right = [p == l for l, p in samples if l != -1], [p == -1 for l, p in samples if l == -1]
+    a, b = sum(wrong) / len(wrong), sum(right) / len(right)
+    return [a, b, 2 / (1 / a + 1 / b) if a and b else 0.0]
+
+
+def three(scores: dict) -> list[float]:
+    return [scores["error_acc"], scores["correct_acc"], scores["f1"]]
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_processbench_is_a_naive_count_of_texts_sampled_by_hand(capsys, bench, tmp_path, k):
+    got, lines = on_bench(capsys, tmp_path, *(SAMPLED if k == 3 else []))
+    averages, unlike_single = [], 0
+    for subset, rows in bench.items():
+        judged = naive_judgments(subset, rows, k, greedy=k == 1)
+        labels = [row["label"] for row in rows]
+        kept = [s for s in got["samples"] if s["subset"] == subset]
+        assert [(s["row"], s["label"], s["predictions"], s["verdicts"]) for s in kept] == [
+            (number, row["label"], *said) for number, (row, said) in enumerate(zip(rows, judged, strict=True), 1)]
+        assert [s["prediction"] for s in kept] == [naive_vote(predictions) for predictions, _ in judged]
+        scores = got["subsets"][subset]
+        expected = naive_f1([(l, naive_vote(predictions)) for l, (predictions, _) in zip(labels, judged, strict=True)])
+        assert three(scores) == pytest.approx(expected) and scores["n"] == len(rows) and scores["too_long"] == 0
+        single = [naive_f1([(l, predictions[g]) for l, (predictions, _) in zip(labels, judged, strict=True)]) for g in range(k)]
+        assert three(scores["single"]) == pytest.approx([sum(column) / k for column in zip(*single, strict=True)])
+        unlike_single += three(scores["single"]) != three(scores)
+        assert scores["votes"] == pytest.approx(sum(p is not None for predictions, _ in judged for p in predictions) / len(rows))
+        averages.append(expected)
+        (line,) = [line for line in lines if line.startswith(subset) and "." in line.split()[2]][:1]
+        assert line.split()[:5] == [subset, str(len(rows)), *(f"{100 * x:.1f}" for x in expected)]
+    average = [sum(column) / 2 for column in zip(*averages, strict=True)]
+    assert three(got["average"]) == pytest.approx(average) and average[2] > 0
+    assert ["average", *(f"{100 * x:.1f}" for x in average)] in [line.split()[:4] for line in lines]
+    assert (unlike_single > 0) == (k == 3) and len({p for s in got["samples"] for p in s["predictions"]}) >= 3
+
+
+def test_calibration_is_of_the_shares_of_correct_final_verdicts(capsys, bench, tmp_path):
+    got, lines = on_bench(capsys, tmp_path, *SAMPLED)
+    pairs = [(sum(v is True for v in s["verdicts"]) / 3, s["final_answer_correct"]) for s in got["samples"]]
+    assert len({p for p, _ in pairs}) == 4
+    right, wrong = [p for p, y in pairs if y], [p for p, y in pairs if not y]
+    ece = sum(abs(sum(y - p for p, y in pairs if p == share)) for share in {p for p, _ in pairs}) / len(pairs)  # thirds are in bins of their own
+    whole = got["calibration"]
+    assert (whole["count"], whole["ece"], whole["brier"]) == (47, pytest.approx(ece), pytest.approx(sum((p - y) ** 2 for p, y in pairs) / 47))
+    assert whole["auroc"] == pytest.approx(sum((p > q) + (p == q) / 2 for p, q in product(right, wrong)) / len(right) / len(wrong))
+    assert [b["count"] for b in whole["bins"]] == [n for _, n in sorted(Counter(p for p, _ in pairs).items())]
+    assert [sum(b["count"] for b in got["subsets"][s]["calibration"]["bins"]) for s in bench] == [20, 27]
+    assert ["all", "47", *(f"{whole[name]:.3f}" for name in ("ece", "brier", "auroc"))] in [line.split() for line in lines]
+    alone, lines = on_bench(capsys, tmp_path)
+    assert alone["calibration"] is None and "calibration of the final verdict needs --num-verifications above 1" in lines
+
+
+def test_one_verification_is_sampled_where_a_temperature_is_given(capsys, bench, tmp_path):
+    greedy, drawn, again = (on_bench(capsys, tmp_path, *flags)[0]["samples"] for flags in ([], ["--temperature", "1"], ["--temperature", "1"]))
+    assert drawn == again != greedy
+    other = on_bench(capsys, tmp_path, "--temperature", "1", "--seed", "1")[0]["samples"]
+    assert other != drawn and on_bench(capsys, tmp_path, "--seed", "1")[0]["samples"] == greedy
+
+
+def test_a_subset_and_a_limit_choose_the_same_rows_with_the_same_verdicts(capsys, bench, tmp_path):
+    whole = on_bench(capsys, tmp_path, *SAMPLED)[0]["samples"]
+    part, lines = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math", "--max-examples", "5")
+    assert len(part["samples"]) == 5 and all(s in whole and s["subset"] == "math" for s in part["samples"]) and list(part["subsets"]) == ["math"]
+
+
+def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just_fits_is_read(capsys, bench, base, tmp_path):
+    """A prompt of at most 128 - 36 = 92 tokens fits. A bytewise tokenizer: "problem|1+1:2;=|1" and 4 marks around it."""
+    tokenizer, rows = Tokenizer.load(str(base / "tokenizer")), chain_rows(range(4))
+    for length in (70, 71, 72):
+        rows.append({"problem": "1" * length, "steps": ["1+1:2"], "label": -1, "final_answer_correct": True})
+    sizes = [len(tokenizer.render_prompt(f"{row['problem']}|1+1:2;=|1")) for row in rows[4:]]
+    shift = 92 - sizes[0]
+    for row in rows[4:]:
+        row["problem"] = "1" * (len(row["problem"]) + shift)  # 92, 93, 94 tokens
+    write(tmp_path / "bench" / "math.jsonl", rows)
+    got, lines = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")
+    assert [s["too_long"] for s in got["samples"]] == [False] * 5 + [True] * 2 and got["subsets"]["math"]["too_long"] == 2
+    for s in got["samples"][5:]:
+        assert (s["prediction"], s["predictions"], s["verdicts"]) == (None, [None] * 3, [None] * 3)
+    right = [s["prediction"] == -1 for s in got["samples"] if s["label"] == -1]
+    assert got["subsets"]["math"]["correct_acc"] == sum(right) / len(right) and len(right) >= 4
+    assert got["calibration"]["count"] == 5 and any("2 of 7 do not fit the verifier's context 128 with 36 new tokens" in line for line in lines)
+    assert got["subsets"]["math"]["parse_fail"] == sum(s["malformed"] for s in got["samples"]) / 15
+    # Nothing else moves: the others' verdicts are those without the long ones.
+    write(tmp_path / "bench" / "math.jsonl", rows[:5])
+    assert on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")[0]["samples"] == got["samples"][:5]
+
+
+def test_where_nothing_fits_all_is_wrong_and_nothing_is_calibrated(capsys, bench, tmp_path):
+    long = {"problem": "1" * 200, "steps": ["1+1:2"], "final_answer_correct": True}
+    write(tmp_path / "bench" / "math.jsonl", [{**long, "label": 0}, {**long, "label": -1}])
+    got, _ = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")
+    assert three(got["average"]) == [0, 0, 0] and got["calibration"] is None and got["subsets"]["math"]["parse_fail"] is None
+
+
+def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, tmp_path, monkeypatch):
+    heard, sample = [], rollouts.generate
+    monkeypatch.setattr(rollouts, "generate", lambda model, prompts, *args, **options: heard.extend(prompts) or sample(model, prompts, *args, **options))
+    steps = ["1+1:2;1*1:1", "=2", "|9T;=T"]
+    write(tmp_path / "bench" / "math.jsonl", [{"problem": "1+1|F", "steps": steps, "label": 2, "final_answer_correct": False}])
+    got, _ = on_bench(capsys, tmp_path, "--subset", "math")
+    tokenizer = Tokenizer.load(os.path.join(os.environ["NANOCHAT_BASE_DIR"], "tokenizer"))
+    assert heard == [tokenizer.render_prompt("1+1??|1+1:2?1*1:1;?2;?9????;=|3")]
+    assert got["subsets"]["math"]["correct_acc"] is None and got["average"]["f1"] is None
+
+
+# Best of n
+
+def naive_solutions(task, num_problems: int, n: int, k: int) -> list[list[tuple]]:
+    """Per problem and solution: whether it is right, its answer, the k final verdicts, the k step verdicts."""
+    names = [(i, j) for i in range(num_problems) for j in range(n)]
+    problems = [task.problem("test_in", i) for i, _ in names]
+    texts = [text for text, _ in sampled("tiny", [p.prompt for p in problems], [(0, "best_of_n", "test_in", i, 0, j) for i, j in names], False, 28)]
+    num_steps = [text.split("=")[0].count(";") for text in texts]
+    quoted = ["".join("?" if c in "TF|" else c for c in text) for text in texts]
+    prompts = [f"{p.prompt}|{text}|{steps}" for p, text, steps in zip(problems, quoted, num_steps, strict=True) for _ in range(k)]
+    keys = [(0, "best_of_n", "verify", "test_in", i, j, g) for i, j in names for g in range(k)]
+    said = [read(*text, num_steps[i // k]) for i, text in enumerate(sampled("tiny-ver", prompts, keys, False, 36))]
+    solutions = [(task.check(p, text), text.partition("=")[2].strip() if "=" in text else None, [v for _, v in said[i * k: (i + 1) * k]],
+                  [v for v, _ in said[i * k: (i + 1) * k]]) for i, (p, text) in enumerate(zip(problems, texts, strict=True))]
+    return [solutions[i: i + n] for i in range(0, len(solutions), n)]
+
+
+def naive_choices(solutions: list[tuple], score: str) -> list[float]:
+    """pass@1, maj, bon, weighted, pass@n of one problem, with fractions."""
+    right, answers, scores, ties = [r for r, *_ in solutions], [a for _, a, *_ in solutions], [], []
+    for _, _, verdicts, step_verdicts in solutions:
+        k, votes = len(verdicts), [sum(row[s] is True for row in step_verdicts) for s in range(len(step_verdicts[0]))]
+        by_name = {"final": Fraction(sum(v is True for v in verdicts), k), "steps": Fraction(sum(votes), k * max(1, len(votes))),
+                   "min_step": Fraction(min(votes, default=0), k)}
+        scores.append(by_name[score])
+        ties.append(by_name["steps"])
+    order = {a: -answers.index(a) for a in answers if a is not None}
+    vote = max(order, key=lambda a: (answers.count(a), order[a]), default=None)
+    weighted = max(order, key=lambda a: (sum(s for b, s in zip(answers, scores, strict=True) if b == a), order[a]), default=None)
+    best = sorted(range(len(right)), key=lambda j: (-scores[j], -ties[j], j))[0]
+    outcome = {a: right[answers.index(a)] for a in order} | {None: False}
+    return [sum(right) / len(right), outcome[vote], right[best], outcome[weighted], any(right)]
+
+
+@pytest.mark.parametrize("score", ["final", "steps", "min_step"])
+def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_path, score):
+    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "40", "--score", score, *SAMPLED, "--out", str(tmp_path / "o.json"))
+    table = [naive_choices(solutions, score) for solutions in naive_solutions(chain(), 40, 4, 3)]
+    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
+    names = ["pass@1", "maj", "bon", "weighted", "pass@n"]
+    assert [[row["choice"][name] for name in names] for row in got["samples"]] == table
+    means = [sum(column) / 40 for column in zip(*table, strict=True)]
+    assert [got[name] for name in names] == pytest.approx(means) and 0 < means[0] < means[4] < 1 and len(set(means)) >= 3
+    assert " | ".join(f"{name} {100 * x:.1f}" for name, x in zip(("pass@1", "maj@4", "bon@4", "weighted@4", "pass@4"), means, strict=True)) in lines[-1]
+    assert lines[-1].startswith("40 problems | ") and got["too_long"] == got["unscorable"] == 0
+    assert 0 < got["unread_answers"] == sum(a is None for row in got["samples"] for a in row["answers"]) / 160
+
+
+def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(verifier_eval, "ENDLESS", 3)
+    flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out", str(tmp_path / "o.json")]
+    run(capsys, *flags)
+    numbers = json.loads((tmp_path / "o.json").read_text())
+    args = numbers["args"]
+    assert (args["task"], args["chain_modulus"], args["seed"], args["max_new_tokens"], args["step"], args["generator_step"]) == ("chain", 3, 0, 28, 200, 200)
+    assert len(numbers["best_of_n"]["samples"]) == 3
+    run(capsys, *flags, "--chain-modulus", "4", "--seed", "7", "--max-new-tokens", "20", "--max-problems", "4")
+    other = json.loads((tmp_path / "o.json").read_text())
+    assert (other["args"]["chain_modulus"], other["args"]["chain_max_steps"], other["args"]["seed"], other["args"]["max_new_tokens"]) == (4, 2, 7, 20)
+    assert len(other["best_of_n"]["samples"]) == 4
+
+
+def test_what_cannot_be_scored_is_left_out_and_counted_and_a_finite_split_ends(capsys, base, tmp_path, monkeypatch):
+    class Partly(Chain):
+        """Three problems; answers that begin with 1 cannot be scored, of the first problem none can."""
+        def num_problems(self, split):
+            return 3
+
+        def check(self, problem, solution):
+            return None if problem.index == 0 or "=1" in solution else super().check(problem, solution)
+    monkeypatch.setitem(TASKS, "chain", Partly)
+    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "6", *SAMPLED, "--out", str(tmp_path / "o.json"))
+    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
+    outcomes = [row["outcomes"] for row in got["samples"]]
+    assert len(outcomes) == 3 and got["problems_left_out"] == sum(set(row) == {None} for row in outcomes) >= 1
+    assert got["unscorable"] == sum(row.count(None) for row in outcomes) > 6
+    kept = [[o for o in row if o is not None] for row in outcomes]
+    assert got["pass@1"] == pytest.approx(sum(sum(row) / len(row) for row in kept if row) / sum(map(bool, kept)))
+    assert f"{got['unscorable']} solutions cannot be scored and are left out, with them {got['problems_left_out']} whole problems" in lines
+    assert got["samples"][0]["choice"] is None
+    for asked, there_are in (("9", 3), ("2", 2)):
+        assert run(capsys, "--generator-tag", "tiny", "--num-samples", "2", "--max-problems", asked)[-2].startswith(f"{there_are} problems | ")
+
+
+def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(capsys, base, tmp_path):
+    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "10", *SAMPLED, "--verifier-max-new-tokens", "106",
+                "--out", str(tmp_path / "o.json"))
+    got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
+    too_long = [long for row in got["samples"] for long in row["too_long"]]
+    assert 0 < got["too_long"] == sum(too_long) < 40
+    for row in got["samples"]:
+        for long, verdicts, score in zip(row["too_long"], row["verdicts"], row["scores"], strict=True):
+            assert not long or verdicts == [None] * 3 and score == 0
+    assert any(line.startswith(f"{got['too_long']} of 40 solutions do not fit") for line in lines)
+    assert got["parse_fail"] == sum(sum(row["malformed"]) for row in got["samples"]) / (3 * (40 - got["too_long"]))
+
+
+# Checkpoints, ranks, refusing
+
+def test_stage_and_step_name_the_verifier_and_rl_says_how_long_it_may_write(capsys, bench, base, tmp_path):
+    before, after = base / "chatsft_checkpoints" / "tiny-ver", base / "chatrl_checkpoints" / "r-ver"
+    after.mkdir(parents=True)
+    meta = json.loads((before / "meta_000200.json").read_text())
+    for step, changes in ((5, {}), (9, {"verifier_max_new_tokens": 30})):
+        (after / f"meta_{step:06d}.json").write_text(json.dumps({**meta, "step": step, "user_config": {**meta["user_config"], **changes}}))
+        (after / f"model_{step:06d}.pt").write_bytes((before / "model_000200.pt").read_bytes())
+    flags = ["--verifier-source", "rl", "--verifier-tag", "r-ver", "--max-examples", "5"]
+    expected, _ = on_bench(capsys, tmp_path, "--max-examples", "5")
+    assert on_bench(capsys, tmp_path, *flags) [0] == expected
+    on_bench(capsys, tmp_path, *flags, "--verifier-max-new-tokens", "-1")
+    args = json.loads((tmp_path / "out.json").read_text())["args"]
+    assert (args["step"], args["verifier_max_new_tokens"]) == (9, 30)
+    on_bench(capsys, tmp_path, *flags, "--verifier-max-new-tokens", "-1", "--step", "5")
+    args = json.loads((tmp_path / "out.json").read_text())["args"]
+    assert (args["step"], args["verifier_max_new_tokens"]) == (5, 64)  # half of the context 128
+
+
+def test_two_ranks_print_and_write_the_numbers_of_one(capsys, bench, base, tmp_path):
+    write(tmp_path / "bench" / "omnimath.jsonl", [{**chain_rows([3])[0], "problem": "1" * 200}])  # fewer samples than ranks, and none that fits
+    flags = ["--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--generator-tag", "tiny", "--num-samples", "3",
+             "--max-problems", "7", "--out"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/verifier_eval.py", "--", *VERIFIER, *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path / "two.json")], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == run(capsys, *flags, str(tmp_path / "one.json"))
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert one.pop("args")["out"] != two.pop("args")["out"] and one == two
+    assert len(one["processbench"]["samples"]) == 48 and len(one["best_of_n"]["samples"]) == 7
+    assert not [name for name in os.listdir(tmp_path) if ".tmp" in name or "trial" in name]
+
+
+ON_TASK = ["--generator-tag", "tiny"]
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([], ["--processbench", "--generator-tag"]), (["--processbench", "none.jsonl"], ["none.jsonl: no such file"]),
+    (["--processbench", "BENCH", "--subset", "algebra"], ["no subset algebra", "gsm8k, math"]), ([*ON_TASK, "--subset", "math"], ["--subset math"]),
+    (["--processbench", "BENCH", "--num-verifications", "2"], ["--num-verifications 2", "--temperature above 0"]),
+    ([*ON_TASK, "--generator-temperature", "0"], ["--num-samples 8", "--generator-temperature above 0"]),
+    (["--processbench", "BENCH", "--task", "chain"], ["--task chain: is for --generator-tag"]),
+    (["--processbench", "BENCH", "--max-examples", "0"], ["--max-examples 0"]), ([*ON_TASK, "--max-problems", "0"], ["--max-problems 0"]),
+    (["--processbench", "BENCH", "--num-verifications", "0"], ["--num-verifications 0"]), ([*ON_TASK, "--num-samples", "0"], ["--num-samples 0"]),
+    (["--processbench", "BENCH", "--temperature", "-1"], ["--temperature -1"]), ([*ON_TASK, "--score", "best"], ["--score", "min_step"]),
+    (["--processbench", "BENCH", "--verifier-max-new-tokens", "128"], ["--verifier-max-new-tokens 128", "context is 128"]),
+    (["--processbench", "BENCH", "--verifier-tag", "nobody"], ["nobody", "tiny-ver"]), (["--processbench", "BENCH", "--step", "7"], ["no step 7"]),
+    (["--processbench", "BENCH", "--verifier-tag", "../x"], ["--verifier-tag ../x"]), (["--generator-tag", "nobody"], ["nobody", "tiny"]),
+    ([*ON_TASK, "--generator-step", "7"], ["no step 7"]), ([*ON_TASK, "--max-new-tokens", "126"], ["context 128", "--max-new-tokens"]),
+    ([*ON_TASK, "--task", "sudoku"], ["--task sudoku"]), ([*ON_TASK, "--chain-modulus", "77"], ["--chain-modulus 77"]),
+    (["--processbench", "BENCH", "--format", "chat"], ["--format", "compact"]),
+])
+def test_the_evaluation_refuses(capsys, bench, flags, words):
+    line = refused(capsys, *[os.environ["BENCH"] if flag == "BENCH" else flag for flag in flags])
+    assert all(word in line for word in words), line
+
+
+def test_a_malformed_row_is_refused_before_a_model_is_asked_for(capsys, bench, tmp_path):
+    path = write(tmp_path / "bench" / "math.jsonl", [*chain_rows([1]), {**chain_rows([1])[0], "label": 9}])
+    assert f"{path}: row 2: label 9" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody")
+
+
+def test_a_generator_that_names_no_task_needs_one(capsys, base):
+    path = base / "chatsft_checkpoints" / "tiny" / "meta_000200.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({**meta, "user_config": {}}))
+    assert "names no task" in refused(capsys, *ON_TASK)
+    assert run(capsys, *ON_TASK, "--task", "chain", "--max-problems", "1", "--max-new-tokens", "20")[-1].startswith("1 problems | ")
+
+
+def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, bench, tmp_path):
+    (tmp_path / "folder").mkdir()
+    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is a folder"), ("/proc/o.json", "cannot be written")):
+        line = refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out", str(path))  # before the tag is looked at
+        assert f"--out {path}: cannot be written" in line and words in line
+    there_were = sorted(os.listdir(tmp_path))
+    assert "nobody" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out", str(tmp_path / "o.json"))
+    assert sorted(os.listdir(tmp_path)) == sorted({*there_were, "cache"})
+
+
+def test_a_run_that_fails_leaves_the_file_that_was_there(capsys, bench, tmp_path, monkeypatch):
+    out = tmp_path / "o.json"
+    out.write_text("before")
+    monkeypatch.setattr(verifier_eval, "print_calibration", lambda scores: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run(capsys, "--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--out", str(out))
+    assert out.read_text() == "before"
