@@ -259,7 +259,7 @@ class HFTokenizer:
     Control tokens are those that its files call special, and those without that name that the template frames turns with. has_template: whether it
     came with a chat template (a base model's prompt is the text and a blank line). eos, bos: ids, bos is None where there is none.
     """
-
+    has_calculator = False
     def __init__(self, files: dict[str, bytes], folder: str):
         self.files, path = files, lambda name: os.path.join(folder, name)
         original, self.settings, self._byte_level = parse_tokenizer(path("tokenizer.json"), files["tokenizer.json"])

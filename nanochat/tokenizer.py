@@ -48,6 +48,7 @@ def check_encoding(ranks: dict[bytes, int], specials: dict[str, int]) -> None:
 
 class Tokenizer:
     """A tiktoken encoding with nanochat's special tokens and conversation format."""
+    has_calculator = True  # tokens that call it
 
     def __init__(self, encoding: tiktoken.Encoding):
         self.encoding = encoding
@@ -99,7 +100,7 @@ class Tokenizer:
     def equals(self, other: "Tokenizer") -> bool:
         """Whether both give every text the same ids."""
         tokens = lambda t: [t.encoding.decode_single_token_bytes(i) for i in range(t.vocab_size)]
-        return self.encoding._pat_str == other.encoding._pat_str and tokens(self) == tokens(other)
+        return isinstance(other, Tokenizer) and self.encoding._pat_str == other.encoding._pat_str and tokens(self) == tokens(other)
 
     def check_model(self, name: str, model) -> None:
         """Raises BadInput unless a model was made for this tokenizer's vocabulary."""

@@ -58,9 +58,9 @@ class Speaker:
     """The sampler's tool of a conversation: prints each token as it comes and does what the calculator says."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.calculator = tokenizer, Calculator(tokenizer)
+        self.tokenizer, self.calculator = tokenizer, Calculator(tokenizer) if tokenizer.has_calculator else None
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.shown = {tokenizer.special(name): text for name, text in SHOWN.items()}
+        self.shown = {tokenizer.special(name): text for name, text in SHOWN.items()} if self.calculator else {}
 
     def say(self, token: int) -> None:
         if token not in self.tokenizer.stop_tokens:
@@ -70,6 +70,8 @@ class Speaker:
     def __call__(self, rows: list[int], tokens: list[int]) -> dict[int, int]:
         for token in tokens:
             self.say(token)
+        if self.calculator is None:
+            return {}
         forced = self.calculator(rows, tokens)
         if self.calculator.python_end in tokens and not forced:
             print("?]", end="", flush=True)

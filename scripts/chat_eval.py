@@ -88,7 +88,8 @@ def print_rows(args, name: str, rows: list[list]) -> None:
 def evaluate_task(args, name: str, model, tokenizer, device) -> None:
     """Prints a generative task's scores on both test splits, a mixture's also by part."""
     task = make_task(argparse.Namespace(**{**vars(args), "task": name}))
-    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k, calculator=args.calculator)
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k,
+                      calculator=args.calculator and tokenizer.has_calculator)
     for split, words in SPLITS.items():
         rows = solve(args, task, split, model, sampler, device)
         if rows:  # a finite task may have no test_out

@@ -377,6 +377,8 @@ def main(args) -> None:
     for folder in (path_of("runs", args.run), path_of("rl", f"{args.run}-gen")):
         check_writable(folder)
     tokenizer = load_tokenizer(path_of("tokenizer"))
+    if args.calculator and not tokenizer.has_calculator:
+        raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
     recipe = RECIPES[args.recipe]
     roles = load_roles(args, recipe.trained, recipe.judge == "verifier" or "verifier" in recipe.trained, device, compute_dtype(device))

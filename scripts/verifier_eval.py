@@ -212,7 +212,7 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
     # On all ranks before any work: a rank that failed alone would leave the others waiting.
     check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems], {"generator": generator.config.sequence_len}, args.max_new_tokens, 0)
     problems = [p for p in problems[rank::world] for _ in range(n)]
-    solver = replace(sampler, temperature=args.generator_temperature or 1.0, calculator=args.calculator)
+    solver = replace(sampler, temperature=args.generator_temperature or 1.0, calculator=args.calculator and sampler.tokenizer.has_calculator)
     _, solutions = solver.solve(generator, problems[::n], n, ("best_of_n",), greedy=args.generator_temperature == 0)
     rows: dict[int, dict] = {}
     verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
