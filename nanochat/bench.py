@@ -69,15 +69,21 @@ def machine_speed(device, dtype) -> tuple[float, float]:
     return tuple(all_reduce(torch.tensor([2 * size ** 3 / product, 2 * length / copy], device=device)).tolist())
 
 
+def is_matrix(name: str) -> bool:
+    """Whether a parameter of this name is one of a block's matrices, in nanochat's names or Hugging Face's."""
+    return (".c_" in name or "_proj." in name) and name.endswith("weight")
+
+
 def matrix_weights(model) -> int:
     """Weights of the blocks' matrix products."""
-    return sum(p.numel() for name, p in model.named_parameters() if ".c_" in name)
+    return sum(p.numel() for name, p in model.blocks.named_parameters() if is_matrix(f".{name}"))
 
 
 def prompt_weights(model) -> int:
     """Of these, what every token of a prompt needs: the last layer gives keys and values alone."""
-    last = f"transformer.h.{model.config.n_layer - 1}."
-    return sum(p.numel() for name, p in model.named_parameters() if ".c_" in name and (not name.startswith(last) or ".c_k." in name or ".c_v." in name))
+    last, keys_and_values = f"{model.config.n_layer - 1}.", (".c_k.", ".c_v.", "k_proj", "v_proj")
+    return sum(p.numel() for name, p in model.blocks.named_parameters()
+               if is_matrix(f".{name}") and (not name.startswith(last) or any(part in name for part in keys_and_values)))
 
 
 def prefill_floor(model, prompts: int, prompt_len: int, speed) -> float:
@@ -90,10 +96,10 @@ def decode_floor(model, prompts: int, rows: int, prompt_len: int, completion_len
     once for all their rows)."""
     config, itemsize = model.config, model.compute_dtype.itemsize
     weights = matrix_weights(model) + model.lm_head.weight.numel()
-    cached = 2 * config.n_layer * config.n_kv_head * (config.n_embd // config.n_head) * itemsize  # bytes per token
+    cached = 2 * config.n_layer * config.n_kv_head * config.head_dim * itemsize  # bytes per token
     seconds = 0.0
     for t in range(completion_len):
         read = weights * itemsize + cached * (prompts * prompt_len + rows * t)
-        work = rows * (2 * weights + 4 * config.n_layer * config.n_embd * (prompt_len + t))
+        work = rows * (2 * weights + 4 * config.n_layer * config.n_head * config.head_dim * (prompt_len + t))
         seconds += max(read / speed[1], work / speed[0])
     return seconds

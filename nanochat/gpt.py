@@ -34,6 +34,10 @@ class GPTConfig:
     n_embd: int = 768
     window_pattern: str = "SSSL"
 
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
     def asdict(self) -> dict:
         return asdict(self)
 
@@ -69,7 +73,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.n_head, self.n_kv_head = config.n_head, config.n_kv_head
-        self.head_dim = config.n_embd // config.n_head
+        self.head_dim = config.head_dim
         self.c_q = Linear(config.n_embd, self.n_head * self.head_dim, bias=False)
         self.c_k = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
         self.c_v = Linear(config.n_embd, self.n_kv_head * self.head_dim, bias=False)
@@ -136,7 +140,7 @@ class GPT(nn.Module):
         self.config, self.compute_dtype = config, compute_dtype
         self.vocab_size = config.vocab_size
         rows = -(-config.vocab_size // 64) * 64  # padded to a multiple of 64
-        kv_dim = config.n_kv_head * (config.n_embd // config.n_head)
+        kv_dim = config.n_kv_head * config.head_dim
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(rows, config.n_embd),
             "h": nn.ModuleList([Block(config, i) for i in range(config.n_layer)]),
@@ -229,7 +233,7 @@ class GPT(nn.Module):
             cache.last_embedding = unsmeared
             if cache.length == 0 and prefix is None:
                 cache.positions = positions
-        cos_sin = rotary(positions, self.config.n_embd // self.config.n_head, x.dtype)
+        cos_sin = rotary(positions, self.config.head_dim, x.dtype)
         masks = {w: make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype) for w in set(self.windows)}
         x0, final, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))

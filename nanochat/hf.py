@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
         self.frequencies, self.rope_factor = None, 1.0  # kept from the first forward on: a CUDA graph can capture no copy from the host
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.windows = config.vocab_size, [config.sequence_len] * config.n_layer
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.n_embd),
             "layers": nn.ModuleList([Block(config) for _ in range(config.n_layer)]),

@@ -49,14 +49,17 @@ def bits_per_byte(model, batches: Iterable[torch.Tensor], token_bytes: torch.Ten
 
 def matrix_parameters(model) -> int:
     """Weights that multiply every token: the blocks' matrices and the LM head. Embeddings are looked up. (The scaling parameters of nanochat.)"""
-    return sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(("transformer.wte", "value_embeds")))
+    looked_up = ("transformer.wte", "value_embeds", "model.embed_tokens")
+    tied = model.lm_head.weight.numel() if getattr(model.config, "tied", False) else 0
+    return tied + sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(looked_up))
 
 
-def flops_per_token(model) -> float:
-    """FLOPs of forward and backward per token: 6 per weight, and 12 * heads * head size * tokens seen for attention (PaLM, appendix B)."""
+def flops_per_token(model, length: int | None = None) -> float:
+    """FLOPs of forward and backward per token: 6 per weight, and 12 * heads * head size * tokens seen for attention (PaLM, appendix B). length: of the
+    sequences, by default the context."""
     config = model.config
-    seen = sum(min(window, config.sequence_len) for window in model.windows)
-    return 6 * matrix_parameters(model) + 12 * config.n_embd * seen
+    seen = sum(min(window, length or config.sequence_len) for window in model.windows)
+    return 6 * matrix_parameters(model) + 12 * config.n_head * config.head_dim * seen
 
 
 def peak_flops(device: torch.device) -> float | None:

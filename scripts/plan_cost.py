@@ -11,14 +11,13 @@ import shlex
 
 import torch
 
-from nanochat.bench import decode_floor, prefill_floor
 from nanochat.common import BadInput, check_least, print0, script_main
 from nanochat.gpt import GPT, config_of
 from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
+from nanochat.plan import BANDWIDTH, Lengths, Speed, sampling_seconds, tango_seconds
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
-BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s of a GPU's memory, from the vendor's data sheets
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,34 +64,23 @@ def sft_flops(args, sft, model) -> tuple[float, str]:
     return tokens * flops_per_token(model), f"{sft.num_steps:,} steps of {sft.examples_per_step} examples, {tokens / 1e6:.0f}M tokens"
 
 
-def sampling_seconds(args, model, speed: tuple[float, float], prompts: float, rows: float, prompt_tokens: int) -> float:
-    """Seconds to run prompts and decode rows of --completion-tokens behind them, on one GPU."""
-    floor = decode_floor(model, prompts, rows, prompt_tokens, args.completion_tokens, speed) + prefill_floor(model, prompts, prompt_tokens, speed)
-    return floor / args.decode_efficiency
-
-
-def rl_rows(args, rl, model, speed: tuple[float, float]) -> list[tuple[str, float, str]]:
-    """RL Tango: every generator step samples solutions and one verification of each, every verifier step solutions and verifications. And GRPO alone."""
+def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
+    """RL Tango, and GRPO alone."""
     verifier_steps = rl.warmup_steps + rl.num_steps * rl.verifier_steps // max(1, rl.generator_steps)
-    P, G, prompt = rl.examples_per_step / args.gpus, rl.num_samples, args.prompt_tokens
-    judged = prompt + args.completion_tokens  # what a verifier reads
-    sample = lambda *shape: sampling_seconds(args, model, speed, *shape)
-    train = lambda length: (P * length + P * G * args.completion_tokens) * flops_per_token(model) * 4 / 3 / (speed[0] * args.mfu)  # with a reference
-    grpo_step = sample(P, P * G, prompt) + train(prompt)
-    generator_step = grpo_step + sample(P * G, P * G, judged)
-    verifier_step = sample(P, P, prompt) + sample(P, P * G, judged) + train(judged)
-    return [("RL Tango", rl.num_steps * generator_step + verifier_steps * verifier_step,
-             f"{rl.num_steps} generator steps of {generator_step:.1f}s, {verifier_steps} verifier steps of {verifier_step:.1f}s"),
-            ("chat_rl in its place", rl.num_steps * grpo_step, f"{rl.num_steps} steps of {grpo_step:.1f}s")]
+    lengths = Lengths(args.prompt_tokens, args.completion_tokens, args.completion_tokens)
+    seconds = tango_seconds(model, model, rl.examples_per_step / args.gpus, rl.num_samples, lengths, speed)
+    return [("RL Tango", rl.num_steps * seconds["generator"] + verifier_steps * seconds["verifier"],
+             f"{rl.num_steps} generator steps of {seconds['generator']:.1f}s, {verifier_steps} verifier steps of {seconds['verifier']:.1f}s"),
+            ("chat_rl in its place", rl.num_steps * seconds["grpo"], f"{rl.num_steps} steps of {seconds['grpo']:.1f}s")]
 
 
-def evaluation_rows(args, base_eval_args, model, speed: tuple[float, float]) -> list[tuple[str, float, str]]:
+def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str, float, str]]:
     """Bits per byte; GSM8K's test problems, greedy, and the questions of ARC and MMLU."""
-    forward = flops_per_token(model) / 3 / (args.gpus * speed[0] * args.mfu)  # seconds per token
+    forward = flops_per_token(model) / 3 / (args.gpus * speed.limits[0] * args.mfu)  # seconds per token
     problems = GSM8K_TEST / args.gpus
     return [("base_eval, bits per byte", base_eval_args.split_tokens * forward, f"{base_eval_args.split_tokens / 1e6:.0f}M tokens"),
-            ("chat_eval", sampling_seconds(args, model, speed, problems, problems, args.prompt_tokens) + QUESTIONS * args.prompt_tokens * forward,
-             f"{GSM8K_TEST:,} solutions, {QUESTIONS:,} questions")]
+            ("chat_eval", sampling_seconds(model, problems, problems, args.prompt_tokens, args.completion_tokens, speed)
+             + QUESTIONS * args.prompt_tokens * forward, f"{GSM8K_TEST:,} solutions, {QUESTIONS:,} questions")]
 
 
 def main(args) -> None:
@@ -107,7 +95,7 @@ def main(args) -> None:
               ("SFT of the generator", *sft_flops(args, parse(chat_sft, args.generator_sft, "--role", "generator"), model)),
               ("SFT of the verifier", *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
     rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
-    speed = (peak, BANDWIDTH[args.gpu])
+    speed = Speed(args.gpu, args.mfu, args.decode_efficiency)
     tango, grpo = rl_rows(args, rl, model, speed)
     text, chat = evaluation_rows(args, parse(base_eval, args.base_eval), model, speed)
     rows += [tango, text, chat]

@@ -11,6 +11,7 @@ How this departs from the paper:
 
     python -m scripts.tango_rl --model-tag d4                                                # one CPU or GPU
     torchrun --standalone --nproc_per_node=8 scripts/tango_rl.py -- --model-tag d4 --run tango
+    torchrun --standalone --nproc_per_node=8 scripts/tango_rl.py -- --model-tag qwen7b --run qwen --shard --recompute --dry-run
 """
 import argparse
 import os
@@ -26,13 +27,14 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, al
                              choose_run_name, compute_dtype, describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0,
                              rank_and_world, script_main, start_run, uses_wandb, write_json)
 from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.plan import Speed, describe_run, gpu_name
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import Evaluation, judge_scores, judged_row, outcomes_of, problems_of, ranking_reversed, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
-from nanochat.rl.prompts import check_prompts_fit, read_solution
+from nanochat.rl.prompts import check_prompts_fit, generator_prompt, read_solution
 from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
 from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards, verdict_reward
-from nanochat.rl.roles import copy_shared_lambdas, load_roles
+from nanochat.rl.roles import copy_shared_lambdas, load_configs, load_roles
 from nanochat.rl.rollouts import Rollouts, Sampler, count_copies, even_out, pack, token_weights
 from nanochat.rl.schedules import LR_SCHEDULES, SCHEDULES, PhaseLengths, exponential_decay
 from nanochat.rl.state import PREFIX, RunState, choose_judged, drop_sets_behind, gather_judgeable, load_set, resolve_resume, save_set
@@ -65,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add_run_args(parser)
     parser.add_argument("--resume-from-step", default="-1", help="continue --run from this step, or from its last with 'auto'; -1 = a fresh run")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
     add_task_args(parser)
     models = parser.add_argument_group("models")
@@ -91,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
     rollout.add_argument("--verifier-max-new-tokens", type=int, default=112)
     rollout.add_argument("--temperature", type=float, default=1.0)
     rollout.add_argument("--top-k", type=int, default=0, help="0 = the full softmax; anything else biases the ratio")
+    rollout.add_argument("--max-rows", type=int, default=1024, help="rollouts per rank that decode together; changes memory, no result")
     rollout.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
                          help="solutions may call the calculator (python_start ... python_end); its output is forced and not trained")
     rewards = parser.add_argument_group("rewards and advantages")
@@ -137,7 +141,7 @@ def check_args(args, world: int) -> None:
         if getattr(args, name) not in table:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(table)}")
     check_least(args, {
-        "num_steps": 0, "generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "examples_per_step": 1, "num_samples": 1,
+        "num_steps": 0, "generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1,
         "max_new_tokens": 1, "verifier_max_new_tokens": 1, "top_k": 0, "updates_per_batch": 1, "micro_batch_tokens": 1,
         "eval_examples": 1, "replay_size": 0, "gamma": 0, "kl_coef": 0, "alpha_start": 0, "alpha_end": 0, "lr": 0,
         "verifier_lr": 0, "verifier_replay": 0, "save_every": 0, "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1,
@@ -329,6 +333,7 @@ def train(args, run, state, sampler, roles, evaluate) -> None:
         record |= {f"{PREFIX[name]}/{key}": value for key, value in metrics.items()}
         record |= {"timing_s/eval": evaluated - started, **{f"timing_s/{key}": value for key, value in experience.seconds.items()},
                    "timing_s/update": updated - sampled, "timing_s/step": updated - started,
+                   **({"peak_memory_gb": torch.cuda.max_memory_allocated(run.device) / 1e9} if run.device.type == "cuda" else {}),
                    "tokens_per_s": metrics["completions/mean_length"] * metrics["num_rollouts"] / (updated - evaluated)}
         state.last_eval, state.class_weights = evaluated_at, experience.class_weights
         state.judged_pool = (state.judged_pool + experience.judgeable)[-args.replay_size:] if args.replay_size else []
@@ -353,8 +358,9 @@ def start(args, run, roles, evaluate) -> RunState:
     problems = [evaluate.task.problem("rl", i) for i in range(4)]
     rollouts, _ = evaluate.sampler.solve(roles["generator"].model, problems, args.num_samples, ("health",))
     run.check_stop()
-    batch, = pack(rollouts, torch.ones_like(rollouts.sampler_logprobs), torch.ones(len(rollouts.lengths), device=run.device), 10 ** 9, True)
-    gap = (score(roles["generator"].model, batch, args.temperature) - batch.of_samples(batch.sampler_logprobs)).abs().max().item()
+    ones = torch.ones_like(rollouts.sampler_logprobs)
+    batches = pack(rollouts, ones, ones[:, 0], args.micro_batch_tokens, True)
+    gap = max((score(roles["generator"].model, b, args.temperature) - b.of_samples(b.sampler_logprobs)).abs().max().item() for b in batches)
     health_check(state.before, evaluate.sampled_scores(roles["generator"].model, 64), gap)
     state.start_seconds = time.time() - started
     return state
@@ -381,19 +387,27 @@ def main(args) -> None:
         raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
     recipe = RECIPES[args.recipe]
-    roles = load_roles(args, recipe.trained, recipe.judge == "verifier" or "verifier" in recipe.trained, device, compute_dtype(device))
+    needs_verifier = recipe.judge == "verifier" or "verifier" in recipe.trained
+    task.problem("test_in", 0)  # what is trained on and evaluated must be there
+    problems = [task.problem("rl", 0), *(problem for split in ("rl", "test_in", "test_out") for problem in problems_of(task, split, -1))]
+    prompts = [problem.prompt for problem in problems]
+    if args.dry_run:
+        lengths = [len(generator_prompt(tokenizer, task.fmt, prompt)) for prompt in prompts[:1000]]
+        memory = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None
+        print0("\n".join(describe_run(args, load_configs(args, needs_verifier), recipe.trained, lengths, world, compute_dtype(device), device.type,
+                                      memory, Speed(gpu_name(device)))))
+        return
+    roles = load_roles(args, recipe.trained, needs_verifier, device, compute_dtype(device))
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
-    task.problem("test_in", 0)  # what is trained on and evaluated must be there
-    sampled = [problem.prompt for split in ("rl", "test_in", "test_out") for problem in (problems_of(task, split, 64) or [task.problem("rl", 0)])]
-    check_prompts_fit(tokenizer, task.fmt, sampled, {name: role.model.config.sequence_len for name, role in roles.items()},
+    check_prompts_fit(tokenizer, task.fmt, prompts, {name: role.model.config.sequence_len for name, role in roles.items()},
                       args.max_new_tokens, args.verifier_max_new_tokens)
     state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None
 
     args.run = gather_lists([choose_run_name(args.run)], device)[0]
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed=state is not None)
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens, args.temperature, args.top_k, run.should_stop,
-                      args.calculator)
+                      args.calculator, args.max_rows)
     evaluate = Evaluation(sampler, run, args.eval_examples, args.num_samples)
     print0(f"run {args.run} in {run.folder}: {args.recipe} on {world} x {device}" + (f", continued behind step {state.step}" if state else ""))
     try:

@@ -55,6 +55,8 @@ def main(args) -> None:
     if args.if_missing and os.path.exists(os.path.join(folder, "tokenizer.pkl")):
         print0(f"tokenizer: {Tokenizer.load(folder).vocab_size} ids in {folder}, as it was")
         return
+    if os.path.exists(os.path.join(folder, "tokenizer.json")):
+        raise BadInput(f"{folder} holds an imported tokenizer: set NANOCHAT_BASE_DIR to a new folder")
     task = make_task(args)
     check_writable(folder)
     texts = capped_texts(args.data, args.max_chars, args.doc_cap) if args.data else chain.from_iterable(task_texts(task, args.num_texts, args.seed))

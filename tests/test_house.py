@@ -31,7 +31,8 @@ LEVELS = [
     {"nanochat.rl.page", "nanochat.rl.voting"},
     {"scripts.tok_train", "scripts.tok_eval", "scripts.task_text", "scripts.base_train", "scripts.base_eval", "scripts.chat_sft", "scripts.chat_eval",
      "scripts.chat_cli", "scripts.tango_rl", "scripts.report", "scripts.bench_step", "scripts.bench_kernels", "scripts.bench_engine",
-     "scripts.hf_import", "scripts.hf_export", "scripts.hf_random", "scripts.verifier_eval"},
+     "scripts.hf_import", "scripts.hf_export", "scripts.hf_random", "scripts.verifier_eval",
+     "scripts.plan_memory"},
     {"scripts.chat_rl", "scripts.plan_cost"},  # tango_rl with one role; what the others' flags cost
 ]
 ONLY_TORCH = ("nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules")

@@ -25,7 +25,12 @@ def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, i
 
     contexts: tokens that each role's model can hold. A quoted solution is counted at max_new_tokens.
     """
-    longest = max(problems, key=lambda problem: len(tokenizer.encode(problem)))
+    longest, most = "", -1
+    for problem in sorted(set(problems), key=lambda problem: len(problem.encode()), reverse=True):
+        if len(problem.encode()) <= most:  # a token has at least one byte: none of the rest has more tokens
+            break
+        if (num_tokens := len(tokenizer.encode(problem))) > most:
+            longest, most = problem, num_tokens
     lengths = {"generator": len(generator_prompt(tokenizer, fmt, longest)) + max_new_tokens,
                "verifier": len(verifier_prompt(tokenizer, fmt, longest, "")) + max_new_tokens + verifier_max_new_tokens}
     for role, context in contexts.items():

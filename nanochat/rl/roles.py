@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat.checkpoint import load_model
-from nanochat.common import BadInput
+from nanochat.checkpoint import find_step, load_meta, load_model
+from nanochat.common import BadInput, path_of
 from nanochat.gpt import GPT
 from nanochat.hf import Decoder
 from nanochat.optim import adamw
@@ -92,6 +92,13 @@ def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> No
         if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
             raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "
                            f"train it with chat_sft --role verifier --verifier-shared-layers {num_layers}")
+
+
+def load_configs(args, needs_verifier: bool) -> dict:
+    """The shapes of the roles that load_roles would load. Raises BadInput."""
+    tags = {"generator": args.model_tag} | ({"verifier": args.verifier_tag} if needs_verifier else {})
+    steps = {name: find_step("sft", tag, None if args.model_step < 0 else args.model_step) for name, tag in tags.items()}
+    return {name: load_meta(path_of("sft", tag, f"meta_{steps[name]:06d}.json"))[1] for name, tag in tags.items()}
 
 
 def load_roles(args, trained: set[str], needs_verifier: bool, device, dtype: torch.dtype) -> dict[str, Role]:

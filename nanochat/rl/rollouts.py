@@ -60,6 +60,7 @@ class Sampler:
     top_k: int = 0
     should_stop: Callable[[], bool] = lambda: False
     calculator: bool = False  # for solutions
+    max_rows: int = 1024      # that decode together
 
     def solve(self, model, problems: list, num_samples: int, stream: tuple, greedy: bool = False) -> tuple[Rollouts, list[Solution]]:
         """`num_samples` solutions of each of P problems. stream names the occasion, for example ("generator", step)."""
@@ -86,7 +87,7 @@ class Sampler:
                 for problem, copy in zip(problems, copies, strict=True) for g in range(num_samples)]
         temperature, top_k = (0.0, 0) if greedy else (self.temperature, self.top_k)
         out = generate(model, prompts, num_samples, max_new_tokens=max_new_tokens, stop_tokens=self.tokenizer.stop_tokens, keys=keys,
-                       temperature=temperature, top_k=top_k, should_stop=self.should_stop, tool=tool)
+                       temperature=temperature, top_k=top_k, max_rows=self.max_rows, should_stop=self.should_stop, tool=tool)
         group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
         return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped, out.forced)
 

@@ -19,7 +19,8 @@ PREFIX = {"generator": "gen", "verifier": "ver"}
 BALANCED_ACC_DECAY = 0.8
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts", "micro_batch_tokens", "lr", "verifier_lr",
-              "prefix_sharing", "max_grad_norm", "recompute"}
+              "prefix_sharing", "max_grad_norm", "recompute", "max_rows",
+              "dry_run"}
 
 
 @dataclass

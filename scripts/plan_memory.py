@@ -1,0 +1,78 @@
+"""
+What fits where: the memory per rank of a co-training run, by the number of ranks, with and without sharding and recomputing. Nothing is loaded.
+
+A model is a name below, a folder or hub name with a config.json, or the tag of an SFT checkpoint. The other flags are tango_rl's; its --dry-run shows the
+same plan for a run's own settings. Left out: about 1 GB of CUDA context and libraries, fragmentation, and buffers of the collectives.
+
+    python -m scripts.plan_memory --generator qwen2.5-math-7b --verifier qwen2.5-7b --examples-per-step 256 --num-samples 5 --max-new-tokens 2048
+"""
+import argparse
+
+from nanochat.checkpoint import find_step, list_steps, load_meta
+from nanochat.common import BadInput, check_least, path_of, print0, script_main
+from nanochat.hf_files import DTYPES, find_folder, read_config
+from nanochat.plan import Config, Setting, memory_plan, show_plan, variants
+from nanochat.shapes import SHAPES, shape_of
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--generator", required=True, help=f"one of: {', '.join(SHAPES)}; or a folder, a hub name, the tag of an SFT checkpoint")
+    parser.add_argument("--verifier", default="", help="the same; default: as the generator; none = no verifier")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="GPUs")
+    parser.add_argument("--memory", type=float, default=80.0, help="of one, in GB (10^9 bytes)")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of activations")
+    parser.add_argument("--prompt-tokens", type=int, default=300, help="longest problem")
+    parser.add_argument("--max-new-tokens", type=int, default=1024)
+    parser.add_argument("--verifier-max-new-tokens", type=int, default=1024)
+    parser.add_argument("--examples-per-step", type=int, default=256)
+    parser.add_argument("--num-samples", type=int, default=5)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
+    parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together")
+    parser.add_argument("--kl-coef", type=float, default=1e-3, help="0 = no reference")
+    return parser
+
+
+def config_named(name: str) -> Config:
+    """The shape of a model that a flag names. Raises BadInput."""
+    if name in SHAPES:
+        return shape_of(name)
+    if "/" not in name and list_steps("sft", name):
+        return load_meta(path_of("sft", name, f"meta_{find_step('sft', name):06d}.json"))[1]
+    try:
+        return read_config(find_folder(name))
+    except BadInput as error:
+        raise BadInput(f"{name}: no known shape ({', '.join(SHAPES)}), no SFT checkpoint, and as a folder or hub name: {error}") from None
+
+
+def main(args) -> None:
+    check_least(args, {"memory": 0, "prompt_tokens": 1, "max_new_tokens": 1, "verifier_max_new_tokens": 1, "examples_per_step": 1, "num_samples": 1,
+                       "micro_batch_tokens": 1, "max_rows": 1, "kl_coef": 0})
+    if min(args.ranks) < 1:
+        raise BadInput(f"--ranks {min(args.ranks)}: must be at least 1")
+    generator = config_named(args.generator)
+    verifier = None if args.verifier == "none" else config_named(args.verifier or args.generator)
+    trained = {"generator", "verifier"} if verifier else {"generator"}
+    setting = Setting(dtype=DTYPES[args.dtype], examples_per_step=args.examples_per_step, num_samples=args.num_samples,
+                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, verifier_max_new_tokens=args.verifier_max_new_tokens,
+                      micro_batch_tokens=args.micro_batch_tokens, max_rows=args.max_rows, reference=args.kl_coef > 0)
+    print0(f"{'ranks':>5s} {'--shard':>8s} {'--recompute':>12s} {'stays':>9s} {'sampling':>9s} {'update':>9s} {'peak':>9s}  GB per rank")
+    best = None
+    for variant in variants(setting, sorted(set(args.ranks))):
+        plan = memory_plan(generator, verifier, variant, trained)
+        phases = {kind: max((size for name, size in plan["phases"].items() if name.startswith(kind)), default=0) for kind in ("sampling", "updating")}
+        held, fits = plan["peak"] - max(plan["phases"].values()), plan["peak"] / 1e9 <= args.memory
+        best = best or (variant, plan) if fits else best
+        yes = lambda flag: "yes" if flag else "no"
+        print0(f"{variant.ranks:5d} {yes(variant.shard):>8s} {yes(variant.recompute):>12s} {held / 1e9:9.2f} {phases['sampling'] / 1e9:9.2f} "
+               f"{phases['updating'] / 1e9:9.2f} {plan['peak'] / 1e9:9.2f}  {'fits' if fits else 'does not fit'} {args.memory:g} GB")
+    if best:
+        chosen, plan = best
+        print0(f"\nthe first that fits, {chosen.ranks} rank(s){' --shard' * chosen.shard}{' --recompute' * chosen.recompute}:")
+        print0("\n".join(show_plan(plan, args.memory)))
+    else:
+        print0("\nnothing fits: lower --max-rows (sampling), --micro-batch-tokens (update), the lengths, or take more ranks with --shard")
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

@@ -1,0 +1,239 @@
+"""
+Imported models through the scripts: a random model of Qwen2.5's shape is written, imported, trained, continued, exported, and opened by transformers.
+
+    python -m pytest tests/test_qwen.py
+"""
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import TASK_FLAGS, parse
+from safetensors.torch import load_file
+from test_bad_input import refused
+from test_tango_rl import assert_same_weights, records, weights
+
+from nanochat.checkpoint import list_steps, load_model, save_model
+from nanochat.common import path_of
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf import Decoder
+from nanochat.hf_tokenizer import HFTokenizer, load_tokenizer
+from scripts import base_train, chat_cli, chat_eval, chat_sft, hf_export, hf_import, hf_random, tango_rl, tok_train, verifier_eval
+
+DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "shared", "data")
+REAL, CPU = os.path.join(DATA, "gsm8k"), torch.device("cpu")
+SHAPE = ["--shape", "qwen2.5-0.5b", "--n-layer", "2", "--n-embd", "64"]
+# A random model is never right and never in form, so rewards teach nothing: what moves the weights is the entropy bonus, and then the KL term.
+RL = ["--task", "gsm8k", "--gsm8k-data", REAL, "--device-type", "cpu", "--model-tag", "q", "--run", "r", "--max-new-tokens", "24",
+      "--verifier-max-new-tokens", "24", "--examples-per-step", "2", "--num-samples", "2", "--eval-examples", "2", "--warmup-steps", "1",
+      "--generator-steps", "1", "--num-steps", "3", "--save-every", "1", "--lr", "1e-3", "--entropy-coef", "0.01"]
+ROLES = {"gen": "q", "ver": "q-ver"}  # and the tags that they start from
+LAST = 6                              # v, then g v g v g
+TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0.2*50 = 10", "naïve 東京 🙂", "a <|im_end|> in a text"]
+CHAIN = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "c", "--max-new-tokens", "28"]
+
+
+def run(script, *flags) -> None:
+    script.main(parse(script, [str(flag) for flag in flags]))
+
+
+def model_of(stage: str, tag: str, step: int | None = None) -> Decoder:
+    return load_model(stage, tag, CPU, torch.float32, step)[0]
+
+
+def state_of(stage: str, tag: str, step: int | None = None) -> dict[str, torch.Tensor]:
+    return model_of(stage, tag, step).state_dict()
+
+
+def losses_of(base, tag: str) -> list[float]:
+    return [json.loads(line)["loss"] for line in (base / "chatsft_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
+
+
+# Two random models on real problems
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with two random models, and a base directory (NANOCHAT_BASE_DIR) with both imported and a run of them on GSM8K that saved every step."""
+    if not os.path.isdir(REAL):
+        pytest.skip(f"{REAL} is absent; set NANOCHAT_DATA to a folder with gsm8k/train.jsonl and test.jsonl")
+    import datasets
+    folder = tmp_path_factory.mktemp("qwen")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "datasets"))
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))
+        for seed, (role, tag) in enumerate(ROLES.items()):
+            run(hf_random, *SHAPE, "--vocab-size", 1024, "--sequence-len", 1024, "--texts", f"{REAL}/train.jsonl", "--to", folder / role, "--seed", seed)
+            run(hf_import, "--source", folder / role, "--model-tag", tag)
+        run(tango_rl, *RL, "--recompute")
+        yield folder
+
+
+@pytest.fixture
+def trained_copy(trained, tmp_path, monkeypatch):
+    """A private copy of its base directory, set as NANOCHAT_BASE_DIR."""
+    shutil.copytree(trained / "base", tmp_path / "base")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    return tmp_path / "base"
+
+
+def test_an_import_has_the_weights_and_the_tokenizer_of_its_folder(trained):
+    for role, tag in ROLES.items():
+        stored = torch.load(path_of("sft", tag, "model_000000.pt"), weights_only=True)
+        expected = load_file(trained / role / "model.safetensors")
+        assert stored.keys() - expected.keys() == {"lm_head.weight"} and torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+        assert all(x.dtype == torch.bfloat16 and torch.equal(x, stored[name]) for name, x in expected.items())
+    assert not torch.equal(state_of("sft", "q")["lm_head.weight"], state_of("sft", "q-ver")["lm_head.weight"])
+    tokenizer, source = load_tokenizer(path_of("tokenizer")), HFTokenizer.load(str(trained / "gen"))
+    assert 900 < tokenizer.vocab_size <= 1024 and tokenizer.equals(source) and tokenizer.render_prompt(TEXTS[0]) == source.render_prompt(TEXTS[0])
+    assert len(tokenizer.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])  # it has learnt merges
+
+
+def test_roles_move_in_turns_and_every_tensor_moves(trained):
+    log = records(trained / "base", "r")
+    assert [record["role"] for record in log] == ["verifier", "generator"] * 3
+    for record in log:
+        prefix, other = ("gen", "ver") if record["role"] == "generator" else ("ver", "gen")
+        assert record[f"{prefix}/grad_norm"] > 0 and record[f"{prefix}/skipped"] == 0 and record[f"{prefix}/rollout_logprobs_diff_max"] < 1e-4
+        before, after = (state_of("rl", f"r-{other}", step) if step else state_of("sft", ROLES[other]) for step in (record["step"], record["step"] + 1))
+        assert_same_weights(before, after)
+    for role, tag in ROLES.items():
+        before, after = state_of("sft", tag), state_of("rl", f"r-{role}", LAST)
+        assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+@pytest.mark.parametrize("flag", ["--recompute", "--no-recompute"])
+def test_resume_continues_bit_for_bit_also_with_activations_kept(trained, trained_copy, flag):
+    run(tango_rl, *RL, flag, "--resume-from-step", 2)
+    assert len(records(trained_copy, "r")) == LAST and records(trained_copy, "r") == records(trained / "base", "r")
+    assert records(trained_copy, "r", "rollouts.jsonl") == records(trained / "base", "r", "rollouts.jsonl")
+    assert_same_weights(weights(trained_copy, "r", LAST), weights(trained / "base", "r", LAST))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
+    """Its logits, ids and chat turns are those of the checkpoint; imported again it is the checkpoint."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = tmp_path / "export"
+    run(hf_export, "--model-tag", f"r-{role}", "--to", folder, "--dtype", "float32")
+    theirs, model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model_of("rl", f"r-{role}")
+    their_tokenizer, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(path_of("tokenizer"))
+    assert type(theirs).__name__ == "Qwen2ForCausalLM" and theirs.generation_config.eos_token_id == tokenizer.stop_tokens
+    for text in TEXTS:
+        assert tokenizer.encode(text) == their_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    chat = [{"role": "user", "content": TEXTS[0]}]
+    prompt = tokenizer.render_prompt(TEXTS[0])
+    assert prompt == their_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        ids = torch.tensor([prompt])
+        logits, at_start = model(ids), model_of("sft", ROLES[role])(ids)
+        assert (logits - theirs(ids).logits).abs().max() < 1e-5 < 1e-2 < (logits - at_start).abs().max()
+    run(hf_import, "--source", folder, "--model-tag", "again")
+    assert_same_weights(torch.load(path_of("sft", "again", "model_000000.pt"), weights_only=True), model.state_dict())
+
+
+def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, trained_copy, tmp_path):
+    run(hf_export, "--model-tag", "r-gen", "--step", 2, "--to", tmp_path / "export")
+    exported, expected = load_file(tmp_path / "export" / "model.safetensors"), state_of("rl", "r-gen", 2)
+    assert all(x.dtype == torch.bfloat16 and torch.equal(x, expected[name].bfloat16()) for name, x in exported.items())
+    assert len(exported) == len(expected) - 1  # the head is the embedding
+    run(hf_export, "--stage", "sft", "--model-tag", "q", "--to", tmp_path / "untrained")
+    assert (tmp_path / "untrained" / "model.safetensors").read_bytes() == (trained / "gen" / "model.safetensors").read_bytes()
+
+
+# A model that learns
+
+def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkeypatch, capsys):
+    """SFT of both roles, stopped halfway and continued; RL; then chat_eval, verifier_eval and chat_cli."""
+    base = tmp_path / "base"
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+    run(hf_random, *SHAPE, "--vocab-size", 512, "--sequence-len", 256, "--to", tmp_path / "random")
+    run(hf_import, "--source", tmp_path / "random", "--model-tag", "c")
+    before = state_of("sft", "c")
+    sft = [*CHAIN, "--from-stage", "sft", "--num-sampled", 8, "--examples-per-step", 8]
+    run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40)
+    losses, straight = losses_of(base, "c"), state_of("sft", "c", 60)
+    assert len(losses) == 60 and sum(losses[-5:]) / 5 < 0.5 * losses[0]
+    assert list_steps("sft", "c") == [0, 40, 60] and not any(torch.equal(before[name], straight[name]) for name in before)
+    os.remove(path_of("sft", "c", "model_000060.pt"))
+    run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40, "--resume-from-step", "auto", "--recompute")
+    assert losses_of(base, "c") == losses
+    assert_same_weights(state_of("sft", "c", 60), straight)
+    run(chat_sft, *sft, "--role", "verifier", "--num-steps", 4)
+    assert losses_of(base, "c-ver")[-1] < losses_of(base, "c-ver")[0]
+
+    run(tango_rl, *CHAIN, "--run", "g", "--recipe", "grpo", "--num-steps", 2, "--examples-per-step", 4, "--num-samples", 4, "--eval-examples", 4,
+        "--lr", "1e-3")
+    log = records(base, "g")
+    assert [record["role"] for record in log] == ["generator"] * 2 and all(record["gen/skipped"] == 0 for record in log)
+    capsys.readouterr()
+    run(chat_eval, "-i", "rl", "-g", "g-gen", "-x", 4, "--device-type", "cpu")
+    out = capsys.readouterr().out
+    assert "g-gen at step 2" in out and "4 problems | pass@1" in out
+    run(verifier_eval, "--verifier-tag", "c-ver", "--generator-tag", "g-gen", "--generator-source", "rl", "--num-samples", 2, "--max-problems", 2,
+        "--verifier-max-new-tokens", 20, "--device-type", "cpu", "--out", tmp_path / "scores.json")
+    assert json.loads((tmp_path / "scores.json").read_text())["best_of_n"]
+    capsys.readouterr()
+    run(chat_cli, "-i", "rl", "-g", "g-gen", "--verifier", "c-ver", "-p", "1+2", "-m", 20, "-t", 0, "--device-type", "cpu")
+    out = capsys.readouterr().out
+    assert "format compact" in out and "Assistant: " in out and "verdict: " in out
+
+
+# Bad input
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base directory with an imported pair, whose tokens are bytes, and a model of nanochat's own; the pair's folder beside it."""
+    folder = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))
+        run(hf_random, *SHAPE, "--vocab-size", 512, "--sequence-len", 256, "--to", folder / "random")
+        for tag in ("c", "c-ver"):
+            run(hf_import, "--source", folder / "random", "--model-tag", tag)
+        save_model("sft", "own", 0, GPT(GPTConfig(sequence_len=64, vocab_size=300, n_layer=1, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L")), {})
+        for name, text in (("a.txt", "ever and ever and ever\n" * 20), ("b.txt", "never and never\n" * 20)):
+            (folder / name).write_text(text)
+        run(hf_random, *SHAPE, "--vocab-size", 512, "--texts", folder / "a.txt", "--to", folder / "other")
+    return folder
+
+
+@pytest.fixture
+def made_copy(made, tmp_path, monkeypatch):
+    shutil.copytree(made, tmp_path / "made")
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "made" / "base"))
+    return tmp_path / "made"
+
+
+@pytest.mark.parametrize("script, flags, words", [
+    (hf_import, ["--source", "random", "--model-tag", "c"], ["--model-tag c", "has a checkpoint already"]),
+    (hf_import, ["--source", "other", "--model-tag", "d"], ["other", "its tokenizer is not the one in"]),
+    (hf_import, ["--source", "nowhere", "--model-tag", "d"], ["nowhere", "no such folder"]),
+    (tango_rl, [*CHAIN, "--calculator"], ["--calculator", "imported"]),
+    (tango_rl, [*CHAIN, "--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "imported"]),
+    (tango_rl, [*CHAIN, "--verifier-tag", "own", "--recompute"], ["--recompute", "verifier is nanochat's own"]),
+    (hf_export, ["--stage", "sft", "--model-tag", "own", "--to", "new"], ["--model-tag own", "nanochat's own model"]),
+    (hf_export, ["--stage", "sft", "--model-tag", "c", "--to", "other"], ["--to ", "exists already"]),
+    (hf_export, ["--model-tag", "c", "--to", "new"], ["no checkpoint c"]),
+    (hf_random, [*SHAPE, "--to", "other"], ["--to ", "exists already"]),
+    (hf_random, [*SHAPE, "--to", "new", "--texts", "nothing.txt"], ["nothing.txt", "no such file"]),
+    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--n-embd", "128"], ["--n-embd 128", "the sft model has 64"]),
+    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--depth", "3"], ["--depth 3", "the sft model has 2"]),
+    (chat_sft, [*CHAIN, "--role", "verifier", "--from-stage", "sft", "--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "imported"]),
+    (chat_sft, [*CHAIN, "--role", "generator", "--recompute"], ["--recompute", "nanochat's own"]),
+    (tok_train, TASK_FLAGS, ["imported", "tokenizer"]),
+    (chat_eval, ["-i", "sft", "-g", "c", "--device-type", "cpu"], ["-g c", "names no task"]),
+    (base_train, ["--data", "a.txt", "b.txt", "--depth", "1", "--device-type", "cpu"], ["tokenizer.pkl"]),
+])
+def test_what_does_not_go_with_imported_models_is_one_line(capsys, made_copy, monkeypatch, script, flags, words):
+    monkeypatch.chdir(made_copy)
+    line = refused(capsys, made_copy, script, *flags)
+    assert line.startswith("error: ") and "\n" not in line
+    for word in words:
+        assert word in line, line
+
+
+def test_an_import_into_a_directory_with_a_tokenizer_of_ours_is_refused(capsys, made_copy, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made_copy / "fresh"))
+    run(tok_train, *TASK_FLAGS)
+    capsys.readouterr()
+    assert "its tokenizer is not the one in" in refused(capsys, made_copy, hf_import, "--source", str(made_copy / "random"), "--model-tag", "c")
