@@ -120,7 +120,7 @@ def test_the_file_tree_of_the_readme_is_the_tree():
 def test_flags_and_metrics_of_the_readme_exist():
     parsers = [module.make_parser() for name in modules() if name.startswith("scripts.") for module in [importlib.import_module(name)]]
     known = {flag for parser in parsers for flag in parser._option_string_actions} | {"--upstream"}
-    known |= {"--standalone", "--nproc_per_node", "--help"}
+    known |= {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help"}
     with open(os.path.join(ROOT, "runs", "fig4.sh")) as f:
         known |= set(re.findall(r" (--[a-z]+)\) [A-Z\[]", f.read()))  # the cases of its argument loop
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", readme())) <= known
