@@ -282,7 +282,7 @@ def learn(args, run, state, role, experience, loss) -> dict:
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
     batches = pack(rollouts, experience.advantages, weights, args.micro_batch_tokens, keep_idle, args.prefix_sharing)
     if args.shard:
-        batches = even_out(batches, rollouts, int(all_reduce(torch.tensor(len(batches), device=run.device), "max")))
+        batches = even_out(batches, int(all_reduce(torch.tensor(len(batches), device=run.device), "max")), run.device)
     if args.updates_per_batch > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)

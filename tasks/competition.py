@@ -5,6 +5,7 @@ A set is a row of SETS, a way to write its rows down is a reader in READERS. The
 problem; a problem that a test part has too is left out of it. An epoch goes through a split's problems in an order of its own, so the splits are endless.
 Nobody has labelled steps, so `step_labels` knows none; sources with worked solutions give demonstrations, the others serve RL and evaluation.
 """
+import math
 import os
 import random
 import re
@@ -20,6 +21,7 @@ from tasks.gsm8k import ANSWER, judge_equations, mistaken
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::(\w+))?")
+MAX_PROBLEM = 3000  # characters of a problem to train on; of MATH two have more. The longest prompt takes from every completion's room
 TO_TRAIN, TO_TEST = ("train", "test_in", "test_out"), ("test_in", "test_out")
 
 
@@ -130,8 +132,9 @@ def same_text(problem: str) -> str:
     return " ".join(problem.split())
 
 
-def usable(rows: list[Row | None], held_out: set[str]) -> tuple[list[Row], Counter]:
-    """The rows to train or test on, in order, and how many others there are, by reason. held_out: `same_text` of problems that may not be among them."""
+def usable(rows: list[Row | None], held_out: set[str], longest: float = math.inf) -> tuple[list[Row], Counter]:
+    """The rows to train or test on, in order, and how many others there are, by reason. held_out: `same_text` of problems that may not be among them;
+    longest: characters of a problem."""
     dropped, copies = Counter(), {}
     answers = list(dict.fromkeys(row.answer for row in rows if row))
     # Asked again where the answer is no: a worker may have run out of time, and every rank must come to the same problems.
@@ -139,6 +142,8 @@ def usable(rows: list[Row | None], held_out: set[str]) -> tuple[list[Row], Count
     for row in rows:
         if row is None:
             dropped["no mathematics"] += 1
+        elif len(row.problem) > longest:
+            dropped[f"longer than {longest} characters"] += 1
         elif same_text(row.problem) in held_out:
             dropped["also in a test part"] += 1
         elif not gradable[row.answer]:
@@ -186,7 +191,7 @@ class Competition:
         held_out = {same_text(row.problem) for part in rows if part != "train" for row in rows[part] if row}
         self.splits, self.solutions, self.dropped = {"sft": [], "rl": [], "test_in": [], "test_out": []}, {}, Counter()
         for part in rows:
-            kept, dropped = usable(rows[part], held_out if part == "train" else set())
+            kept, dropped = usable(rows[part], held_out, MAX_PROBLEM) if part == "train" else usable(rows[part], set())
             self.dropped.update({(part, reason): count for reason, count in dropped.items()})
             has_solutions = any(row.solution for row in kept)  # without them there is no SFT, and all is for RL
             for row in kept:

@@ -112,6 +112,13 @@ def test_a_folder_stands_for_all_parts(name, tmp_path):
         task_of(name, str(tmp_path))
 
 
+def test_long_problems_are_left_out_of_training_alone(tmp_path):
+    """At most 3000 characters to train on; a test set is what it is."""
+    rows = [{"problem": letter * size, "answer": "1"} for letter, size in (("a", 3000), ("b", 3001))]
+    task = task_of("math", write(tmp_path / "train.jsonl", rows), write(tmp_path / "test.jsonl", [{"problem": "c" * 3001, "answer": "1"}]))
+    assert (task.num_problems("rl"), task.num_problems("test_in"), task.dropped) == (1, 1, {("train", "longer than 3000 characters"): 1})
+
+
 def test_json_and_parquet_files_are_read_too(tmp_path):
     import datasets
     datasets.Dataset.from_list([OLYMPIAD]).to_parquet(str(tmp_path / "olympiad.parquet"))
@@ -330,10 +337,11 @@ def test_without_worked_solutions_there_is_nothing_to_demonstrate(tmp_path):
 
 def test_the_real_files_have_the_known_sizes_and_share_nothing(real):
     lost = real.dropped["train", "without an answer that can be graded"]  # two have none; the rest is up to the parser
-    assert 2 <= lost <= 5 and real.dropped == {("train", "repeated"): 2, ("train", "without an answer that can be graded"): lost}
+    assert 2 <= lost <= 5 and real.dropped == {("train", "repeated"): 2, ("train", "longer than 3000 characters"): 2,
+                                                ("train", "without an answer that can be graded"): lost}
     assert real.num_problems("test_in") == 500 and real.num_problems("test_out") == 0 and real.num_problems("rl") > 5300
     texts = [text for split in ("sft", "rl", "test_in") for text in prompts(real, split)]
-    assert len({" ".join(text.split()) for text in texts}) == len(texts) == 8890 + 500 - 2 - lost
+    assert len({" ".join(text.split()) for text in texts}) == len(texts) == 8890 + 500 - 2 - 2 - lost
 
 
 def test_every_real_gold_answer_is_right_when_it_is_given_back(real):

@@ -118,7 +118,8 @@ def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
     run(hf_export, "--model-tag", f"r-{role}", "--to", folder, "--dtype", "float32")
     theirs, model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model_of("rl", f"r-{role}")
     their_tokenizer, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(path_of("tokenizer"))
-    assert type(theirs).__name__ == "Qwen2ForCausalLM" and theirs.generation_config.eos_token_id == tokenizer.stop_tokens
+    assert type(theirs).__name__ == "Qwen2ForCausalLM"
+    assert theirs.generation_config.eos_token_id == tokenizer.stop_tokens == [tokenizer.special(name) for name in ("<|im_end|>", "<|endoftext|>")]
     for text in TEXTS:
         assert tokenizer.encode(text) == their_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     chat = [{"role": "user", "content": TEXTS[0]}]

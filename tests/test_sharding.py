@@ -81,7 +81,7 @@ def take_steps(name: str, rank: int, world: int, num_steps: int = 3, role: Role 
         if world > 1:
             most = int(all_reduce(torch.tensor(len(batches)), "max"))
             assert rank or len(batches) <= most
-            batches = even_out(batches, rollouts, most)
+            batches = even_out(batches, most, "cpu")
         metrics.append(update(role, batches, LOSS, lr=1e-2, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu")))
     return role, metrics
 

@@ -152,18 +152,16 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
     return [_micro_batch(rollouts, batch, lengths, advantages, weights) for batch in batches]
 
 
-def even_out(batches: list[MicroBatch], rollouts: Rollouts, num: int) -> list[MicroBatch]:
-    """Adds micro-batches that train no token until there are `num`: ranks that shard weights must run as many as each other."""
-    n = int(rollouts.lengths.argmin())
-    zeros = torch.zeros_like(rollouts.sampler_logprobs)
-    unit = ([n], 0, 1, int(rollouts.group_id[n]))
-    return batches + [_micro_batch(rollouts, [unit], [0] * len(rollouts.lengths), zeros, zeros[:, 0]) for _ in range(num - len(batches))]
+def even_out(batches: list[MicroBatch], num: int, device) -> list[MicroBatch]:
+    """Adds micro-batches of one token that is not trained until there are `num`: ranks that shard weights must run as many as each other."""
+    token, zero = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, 1, device=device)
+    return batches + [MicroBatch(token, token, token, token.bool(), token[0, :0], zero, zero, zero) for _ in range(num - len(batches))]
 
 
 def _micro_batch(rollouts, units, lengths, advantages, weights) -> MicroBatch:
     device = rollouts.tokens.device
     rows = [n for unit in units for n in unit[0]]
-    T = max(1, *(lengths[n] for n in rows))
+    T = max(lengths[n] for n in rows)
     mask = torch.arange(T) < torch.tensor([[lengths[n]] for n in rows])  # (U*R, T)
     if rollouts.forced is not None:
         mask &= ~rollouts.forced[rows, :T].cpu()
