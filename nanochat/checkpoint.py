@@ -103,8 +103,10 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
     return meta, config
 
 
-def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None, sharded: bool = False) -> tuple[GPT | Decoder, dict]:
-    """A model, its weights in fp32 whatever the file has, and its meta. sharded: over all ranks. Raises BadInput for what is missing, naming it."""
+def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None, sharded: bool = False,
+               trained: bool = True) -> tuple[GPT | Decoder, dict]:
+    """A model and its meta. dtype: of activations. Its weights are fp32 whatever the file has, or where it is not trained of the activations' dtype, which is
+    what sampling casts them to. sharded: over all ranks. Raises BadInput for what is missing, naming it."""
     step = find_step(stage, tag, step)
     meta, config = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     path = path_of(stage, tag, f"model_{step:06d}.pt")
@@ -118,7 +120,7 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
         state[name] = torch.full((config.n_layer,), MAY_BE_MISSING[name])
     with torch.device("meta"):
         check_state(state, kind(config), path)
-    model = allocate(kind, config, dtype, device, sharded=sharded)
+    model = allocate(kind, config, dtype, device, torch.float32 if trained else dtype, sharded)
     fill(model, state)
     return model, meta
 
@@ -146,7 +148,7 @@ def save_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) ->
 def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> None:
     """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters, or parts of another size."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
-    restore_optimizer(optimizer, load_file(path), path)
+    restore_optimizer(optimizer, load_file(path, mmap=True), path)
 
 
 def restore_optimizer(optimizer, saved: dict, path: str) -> None:
@@ -192,10 +194,11 @@ def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
         print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, which is what loads unless a step is given")
 
 
-def resume_step(stage: str, tag: str, args, may_change: set[str]) -> int | None:
+def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> int | None:
     """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what cannot be continued.
 
-    The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta but for may_change.
+    The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta but for may_change;
+    defaults are of flags that it may not know.
     """
     wanted = args.resume_from_step
     steps = [step for step in list_steps(stage, tag) if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
@@ -207,7 +210,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str]) -> int | None:
     if step not in steps:
         raise BadInput(f"{path_of(stage, tag)} has no step {step} to continue from; there are: {', '.join(map(str, steps)) or 'none'}")
     meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
-    check_unchanged(f"{path_of(stage, tag)}", meta["user_config"], args, may_change)
+    check_unchanged(f"{path_of(stage, tag)}", meta["user_config"], args, may_change, defaults)
     return step
 
 

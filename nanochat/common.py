@@ -73,8 +73,15 @@ def check_least(args, least: dict[str, float]) -> None:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least {low}")
 
 
-def check_unchanged(what: str, before: dict, args, may_change: set[str]) -> list[str]:
-    """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes, in words."""
+def flag_defaults(parser) -> dict:
+    """The flags of a parser and their defaults."""
+    return {action.dest: action.default for action in parser._actions}
+
+
+def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:
+    """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes, in words. A flag that did not exist
+    then counts as its default."""
+    before = defaults | before
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():
         if name not in may_change:
@@ -133,7 +140,8 @@ def init_device(device_type: str) -> torch.device:
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for half a second at every new shape, and micro-batches have many
     if rank_and_world()[1] > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+        # One rank may write checkpoints of many GB, or wait for graders, while the others are in a collective.
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
     return device
 
 

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 
 import torch
 
@@ -238,14 +239,19 @@ def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tenso
     import huggingface_hub
     if os.path.exists(folder):
         raise BadInput(f"--to {folder}: exists already")
-    partial = folder.rstrip("/") + ".tmp"
-    shutil.rmtree(partial, ignore_errors=True)
-    os.makedirs(partial)
+    parent = os.path.dirname(os.path.abspath(folder))
+    os.makedirs(parent, exist_ok=True)
+    partial = tempfile.mkdtemp(dir=parent, prefix=f".{os.path.basename(folder)}-")
     try:
+        os.chmod(partial, 0o755)  # mkdtemp makes it for its owner alone
         tokenizer.save(partial)
         ids = {"eos_token_id": tokenizer.stop_tokens if len(tokenizer.stop_tokens) > 1 else tokenizer.stop_tokens[0], "bos_token_id": tokenizer.bos}
-        with open(os.path.join(partial, "config.json"), "w") as f:
-            json.dump(written_config(config, dtype, ids), f, indent=2)
+        generation = os.path.join(partial, "generation_config.json")  # transformers stops at its tokens, not at config.json's
+        before = read_json(generation) if os.path.exists(generation) else {}
+        written = {"config.json": written_config(config, dtype, ids), "generation_config.json": before | ids}
+        for name, content in written.items():
+            with open(os.path.join(partial, name), "w") as f:
+                json.dump(content, f, indent=2)
         if config.tied:
             state = {name: x for name, x in state.items() if name != "lm_head.weight"}
         state = {name: x.to(dtype).contiguous() for name, x in state.items()}

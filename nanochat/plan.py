@@ -89,7 +89,8 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, rows: int, pr
         caches = prefix + rows * new_tokens * per_token * (1 + 2 / (2 * config.n_layer))  # columns move layer by layer
     width = 2 * 4 * config.n_embd if isinstance(config, GPTConfig) else 3 * config.intermediate_size
     prefill = min(PREFILL_TOKENS, prompts * prompt_tokens) * narrow * (width + 4 * config.n_embd)
-    return int(max(caches + logits, prefix + prefill))
+    joined = 0 if isinstance(config, DecoderConfig) else config.n_layer * config.n_embd * (config.n_head + 2 * config.n_kv_head) * config.head_dim
+    return int(max(caches + logits, prefix + prefill) + narrow * joined)  # joined: queries, keys and values as one matrix (GPT.joined_projections)
 
 
 def block_activations(config: Config, setting: Setting, seen: float) -> float:
@@ -136,6 +137,13 @@ def update_bytes(config: Config, setting: Setting, prompt_tokens: int, new_token
             "logits and the head's gradient": max(chunk + 4 * sizes.head, 2 * 4 * sizes.head)}
 
 
+def step_bytes(config: Config, setting: Setting) -> int:
+    """What an optimizer step holds beside the gradients on CUDA: AdamW's square roots; and before it, the sum over ranks of gradients that are not sharded."""
+    if setting.device_type != "cuda":
+        return 0
+    return 4 * sizes_of(config).total // setting.shards
+
+
 def memory_plan(generator: Config, verifier: Config | None, setting: Setting, trained: set[str]) -> dict:
     """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident}, "peak": bytes}."""
     models = {"generator": generator} | ({"verifier": verifier} if verifier else {})
@@ -148,7 +156,8 @@ def memory_plan(generator: Config, verifier: Config | None, setting: Setting, tr
         phases[f"sampling {P * G} verifications, one each"] = sampling_bytes(verifier, setting, P * G, P * G, *lengths["verifier"])
         phases[f"sampling {P * G} verifications of {P} solutions"] = sampling_bytes(verifier, setting, P, P * G, *lengths["verifier"])
     for name in sorted(trained & models.keys()):
-        phases[f"updating the {name}"] = sum(update_bytes(models[name], setting, *lengths[name]).values())
+        update = update_bytes(models[name], setting, *lengths[name])
+        phases[f"updating the {name}"] = max(sum(update.values()), update["gradients"] + step_bytes(models[name], setting))
     held = sum(sum(parts.values()) for parts in resident.values())
     return {"resident": resident, "phases": phases, "peak": held + max(phases.values())}
 
@@ -208,25 +217,28 @@ def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new
     return floor / speed.decode_efficiency
 
 
-def tango_seconds(generator, verifier, problems: float, num_samples: int, lengths: Lengths, speed: Speed, context: int | None = None) -> dict[str, float]:
+def tango_seconds(generator, verifier, problems: float, num_samples: int, lengths: Lengths, speed: Speed, context: int | None = None,
+                  reference: bool = True, recompute: bool = False) -> dict[str, float]:
     """Seconds of a generator step of GRPO alone and of RL Tango, and of a verifier step, on each of the GPUs that share the work evenly.
 
     Every generator step samples solutions and one verification of each, every verifier step solutions and a group of verifications. problems: per GPU.
-    context: the tokens that attention sees, by default each model's whole context.
+    context: the tokens that attention sees, by default each model's whole context. reference: there is a KL term.
     """
     P, G, judged = problems, num_samples, lengths.prompt + lengths.solution  # judged: what a verifier reads
-    train = lambda model, prompt, new: (P * prompt + P * G * new) * flops_per_token(model, context) * 4 / 3 / (speed.limits[0] * speed.mfu)  # with a reference
+    passes = (3 + reference + recompute) / 3  # a reference runs forward, as a block that is run again
+    train = lambda model, prompt, new: (P * prompt + P * G * new) * flops_per_token(model, context) * passes / (speed.limits[0] * speed.mfu)
     solve = lambda rows: sampling_seconds(generator, P, rows, lengths.prompt, lengths.solution, speed)
     grpo = solve(P * G) + train(generator, lengths.prompt, lengths.solution)
     verify = lambda prompts: sampling_seconds(verifier, prompts, P * G, judged, lengths.verification, speed)
     return {"grpo": grpo, "generator": grpo + verify(P * G), "verifier": solve(P) + verify(P) + train(verifier, judged, lengths.verification)}
 
 
-def describe_run(args, configs: dict[str, Config], trained: set[str], prompt_lengths: list[int], ranks: int, dtype: torch.dtype, device_type: str,
-                 memory_gb: float | None, speed: Speed) -> list[str]:
+def describe_run(args, configs: dict[str, Config], trained: set[str], prompt_lengths: list[int], ranks: int, dtype: torch.dtype,
+                 device: torch.device) -> list[str]:
     """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. configs: of the roles; prompt_lengths: of problems."""
-    generator, verifier = configs["generator"], configs.get("verifier")
-    setting = Setting(ranks, args.shard, args.recompute, dtype, device_type, args.examples_per_step, args.num_samples, max(prompt_lengths),
+    generator, verifier, speed = configs["generator"], configs.get("verifier"), Speed(gpu_name(device))
+    memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None
+    setting = Setting(ranks, args.shard, args.recompute, dtype, device.type, args.examples_per_step, args.num_samples, max(prompt_lengths),
                       args.max_new_tokens, args.verifier_max_new_tokens, args.micro_batch_tokens, args.max_rows, args.kl_coef > 0)
     lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()), ""]
     lines += show_plan(memory_plan(generator, verifier, setting, trained), memory_gb)
@@ -239,10 +251,13 @@ def describe_run(args, configs: dict[str, Config], trained: set[str], prompt_len
     for share, words in ((2, "half of their limits"), (1, "their limits")):
         lengths = Lengths(sum(prompt_lengths) // len(prompt_lengths), limits[0] // share, limits[1] // share)
         models = [model_of(config, torch.bfloat16) for config in (generator, verifier or generator)]
-        seconds = tango_seconds(*models, P / ranks, G, lengths, speed, sum((lengths.prompt, lengths.solution, lengths.verification)))
+        context = lengths.prompt + lengths.solution + lengths.verification
+        seconds = tango_seconds(*models, P / ranks, G, lengths, speed, context, args.kl_coef > 0, args.recompute)
         per_step = {"generator": seconds["generator" if verifier else "grpo"], "verifier": seconds["verifier"]}
         hours = sum(steps[role] * per_step[role] for role in steps) / 3600
         shown = ", ".join(f"{count} {role} steps of {per_step[role]:.1f}s" for role, count in steps.items() if count)
         lines.append(f"{hours:.2f} hours if completions run to {words}: {shown}, evaluation apart")
+    on_disk = sum(4 * sizes_of(config).total * (3 if name in trained else 1) for name, config in configs.items())
+    lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); --save-every {args.save_every}, none is removed")
     return [*lines, f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and {100 * speed.decode_efficiency:.0f}% of "
             f"the bandwidth's speed in decoding; nothing was measured or loaded"]

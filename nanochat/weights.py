@@ -91,7 +91,7 @@ def copy_weights(twin, model) -> None:
         if is_sharded(ours):
             ours.to_local().copy_(theirs.to_local())
         else:
-            ours.copy_(theirs.full_tensor() if is_sharded(theirs) else theirs)
+            ours.copy_(theirs.to(ours.dtype).full_tensor() if is_sharded(theirs) else theirs)
 
 
 def free_gathered(model) -> None:

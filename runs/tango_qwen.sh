@@ -17,28 +17,28 @@ SCALE=${SCALE:-7b}
 export OMP_NUM_THREADS=1
 DEVICE=
 # --lr: of both roles; --kl-coef: weight of the KL to the starting models; --micro-batch-tokens: through a model at once; --max-rows: rollouts per GPU that
-# decode together; --recompute: blocks run again in the backward pass (these three: memory, not results). --eval-examples: of MATH-500, greedy.
+# decode together; --save-every: a set of the 7B pair takes 183 GB on disk; --recompute: blocks run again in the backward pass (these three: memory, not results). --eval-examples: of MATH-500, greedy.
 RL="--task eurus --num-steps 200 --warmup-steps 40 --generator-steps 3 --verifier-steps 1 --num-samples 5 --alpha-start 0.1 --alpha-end 0.001
     --gamma 0.8 --kl-coef 0.001 --lr 1e-6 --temperature 1.0 --max-new-tokens 2048 --verifier-max-new-tokens 2048 --recompute
-    --micro-batch-tokens 8192 --eval-every 20 --eval-examples 500 --save-every 20"
+    --micro-batch-tokens 8192 --eval-every 20 --eval-examples 500 --save-every 100"
 SFT="--task math --num-steps 100 --examples-per-step 64 --embedding-lr 5e-6 --micro-batch-tokens 8192 --recompute"
 [ -z "${SFT_CONVERSATIONS:-}" ] || SFT="${SFT/--num-steps 100/--num-steps 800} --conversations $SFT_CONVERSATIONS --conversations-share 1.0"
-EVAL="-a math|aime|amc|olympiad -m 2048"
+EVAL="-a math|aime|amc|olympiad -m 2048 --max-rows 64"
 PROCESSBENCH="--processbench Qwen/ProcessBench"
 case $SCALE in
 7b)
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-qwen7b}
-    NPROC=${NPROC:-8} GENERATOR=Qwen/Qwen2.5-Math-7B VERIFIER=Qwen/Qwen2.5-7B TAG=qwen7b
+    NPROC=${NPROC:-8} GENERATOR=Qwen/Qwen2.5-Math-7B VERIFIER=Qwen/Qwen2.5-7B TAG=qwen7b JUDGE=qwen7b-ver
     RL="$RL --examples-per-step 256 --max-rows 32 --shard" SFT="$SFT --shard"
     ;;
 1.5b)
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-qwen1.5b}
-    NPROC=${NPROC:-1} GENERATOR=Qwen/Qwen2.5-Math-1.5B VERIFIER=Qwen/Qwen2.5-1.5B TAG=qwen1.5b
+    NPROC=${NPROC:-1} GENERATOR=Qwen/Qwen2.5-Math-1.5B VERIFIER=Qwen/Qwen2.5-1.5B TAG=qwen1.5b JUDGE=qwen1.5b-ver
     RL="$RL --examples-per-step 64 --max-rows 64"
     ;;
 tiny)
     export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-qwen-tiny}
-    NPROC=${NPROC:-2} GENERATOR=$NANOCHAT_BASE_DIR/random-generator VERIFIER=$NANOCHAT_BASE_DIR/random-verifier TAG=qwen-tiny
+    NPROC=${NPROC:-2} GENERATOR=$NANOCHAT_BASE_DIR/random-generator VERIFIER=$NANOCHAT_BASE_DIR/random-verifier TAG=qwen-tiny JUDGE=qwen-tiny-judge
     DEVICE="--device-type cpu"
     CHAIN="--task chain --chain-modulus 3 --chain-min-steps 1 --chain-max-steps 3"
     SFT="$CHAIN --num-steps 250 --embedding-lr 3e-3 --recompute --shard --max-new-tokens 48"
@@ -60,22 +60,19 @@ if [ "$SCALE" = tiny ]; then
     [ -d "$GENERATOR" ] || python -m scripts.hf_random $SHAPE --seed 0 --to "$GENERATOR"
     [ -d "$VERIFIER" ] || python -m scripts.hf_random $SHAPE --seed 1 --to "$VERIFIER"
 fi
-[ -e "$SAVED/$TAG-start/meta_000000.json" ] || python -m scripts.hf_import --source "$GENERATOR" --model-tag "$TAG-start"
+imported() { [ -e "$SAVED/$2/meta_000000.json" ] || python -m scripts.hf_import --source "$1" --model-tag "$2"; }
+imported "$GENERATOR" "$TAG-start"
+imported "$VERIFIER" "$JUDGE"
+
+stage "What RL will take"
+launch scripts/tango_rl.py -- --model-tag "$TAG-start" --verifier-tag "$JUDGE" $RL $DEVICE --dry-run
 
 stage "SFT of the generator"
 launch scripts/chat_sft.py -- --run "$RUN-sft" --role generator --model-tag "$TAG" --from-stage sft --from-tag "$TAG-start" $SFT $DEVICE --resume-from-step auto
 launch scripts/chat_eval.py -- -i sft -g "$TAG" $EVAL $DEVICE
-
-stage "The verifier"  # as imported: it has been through instruction data; random layers have not, and learn their format first
-if [ "$SCALE" = tiny ]; then
-    [ -e "$SAVED/$TAG-judge/meta_000000.json" ] || python -m scripts.hf_import --source "$VERIFIER" --model-tag "$TAG-judge"
-    launch scripts/chat_sft.py -- --run "$RUN-ver" --role verifier --model-tag "$TAG" --from-stage sft --from-tag "$TAG-judge" $SFT $DEVICE --resume-from-step auto
-else
-    [ -e "$SAVED/$TAG-ver/meta_000000.json" ] || python -m scripts.hf_import --source "$VERIFIER" --model-tag "$TAG-ver"
+if [ "$SCALE" = tiny ]; then  # a large verifier has been through instruction data; random layers learn their format here
+    launch scripts/chat_sft.py -- --run "$RUN-ver" --role verifier --model-tag "$TAG" --from-stage sft --from-tag "$JUDGE" $SFT $DEVICE --resume-from-step auto
 fi
-
-stage "What RL will take"
-launch scripts/tango_rl.py -- --run "$RUN" --model-tag "$TAG" $RL $DEVICE --resume-from-step auto --dry-run
 
 stage "RL Tango"  # writes chatrl_checkpoints/<run>-gen and <run>-ver
 launch scripts/tango_rl.py -- --run "$RUN" --model-tag "$TAG" $RL $DEVICE --resume-from-step auto
@@ -84,7 +81,7 @@ python -m scripts.report "$RUN"
 stage "Evaluation"
 launch scripts/chat_eval.py -- -i rl -g "$RUN-gen" $EVAL $DEVICE
 launch scripts/verifier_eval.py -- --verifier-tag "$RUN-ver" --verifier-source rl $PROCESSBENCH --generator-tag "$RUN-gen" --generator-source rl \
-    --num-samples 8 --num-verifications 4 --temperature 1 --max-problems 100 $DEVICE
+    --num-samples 8 --num-verifications 4 --temperature 1 --max-problems 100 --max-rows 64 $DEVICE
 
 stage "Export"
 for role in gen ver; do

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from nanochat.bench import machine_speed
 from nanochat.checkpoint import load_file, load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
-                             describe_versions, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
+                             describe_versions, flag_defaults, init_device, path_of, print0, rank_and_world, script_main, start_run,
+                             uses_wandb)
 from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
@@ -205,7 +206,7 @@ def main(args) -> None:
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     token_bytes = load_file(path_of("tokenizer", "token_bytes.pt"))
     config_of(args, tokenizer.vocab_size)
-    resumed = resume_step("base", tag, args, MAY_CHANGE)
+    resumed = resume_step("base", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     check_writable(path_of("base", tag))
     documents = Documents(train_sources, rank, world)
     for sources in (train_sources, val_sources):  # bad text shows before anything is written

@@ -132,7 +132,7 @@ def choose_format(args, recorded: dict) -> Format | None:
 
 def load_verifier(args, tokenizer, device):
     stage = args.source if args.verifier in list_tags(args.source) else "sft"
-    verifier, _ = load_model(stage, args.verifier, device, compute_dtype(device))
+    verifier, _ = load_model(stage, args.verifier, device, compute_dtype(device), trained=False)
     tokenizer.check_model("verifier", verifier)
     return verifier
 
@@ -158,7 +158,7 @@ def main(args) -> None:
         raise BadInput("-p: the message is empty")
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
+    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step, trained=False)
     tokenizer.check_model("model", model)
     fmt = choose_format(args, meta.get("user_config", {}))
     verifier = load_verifier(args, tokenizer, device) if args.verifier else None

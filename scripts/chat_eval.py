@@ -40,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-n", "--num-samples", type=int, default=1, help="per problem; pass@k and maj@k are shown from 2 on")
     parser.add_argument("-k", "--top-k", type=int, default=0, help="0 = the full softmax")
     parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True, help="solutions may call the calculator")
+    parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together; changes memory, no result")
     parser.add_argument("--choices", default="", help="file of the multiple-choice set, in place of the one that datasets loads")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
     parser.add_argument("--seed", type=int, default=None, help="default: the checkpoint's")
@@ -89,7 +90,7 @@ def evaluate_task(args, name: str, model, tokenizer, device) -> None:
     """Prints a generative task's scores on both test splits, a mixture's also by part."""
     task = make_task(argparse.Namespace(**{**vars(args), "task": name}))
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, args.temperature or 1.0, args.top_k,
-                      calculator=args.calculator and tokenizer.has_calculator)
+                      calculator=args.calculator and tokenizer.has_calculator, max_rows=args.max_rows)
     for split, words in SPLITS.items():
         rows = solve(args, task, split, model, sampler, device)
         if rows:  # a finite task may have no test_out
@@ -126,7 +127,7 @@ def letter_token(tokenizer, letter: str) -> int:
 def check_args(args) -> None:
     if 0 <= args.max_problems < rank_and_world()[1]:
         raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
-    check_least(args, {"max_problems": -1, "num_samples": 1, "top_k": 0, "temperature": 0, "step": -1, "max_new_tokens": -1})
+    check_least(args, {"max_problems": -1, "num_samples": 1, "max_rows": 1, "top_k": 0, "temperature": 0, "step": -1, "max_new_tokens": -1})
     if args.max_new_tokens == 0:
         raise BadInput("-m 0: must be at least 1, or -1")
     asked = args.task_name or args.task or ""
@@ -147,7 +148,7 @@ def main(args) -> None:
     check_name("-g", tag)
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step)
+    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step, trained=False)
     tokenizer.check_model("model", model)
     recorded = meta.get("user_config", {})
     if not (args.task_name or args.task or recorded.get("task")):

@@ -20,7 +20,7 @@ import torch
 
 from nanochat.checkpoint import load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
-                             describe_versions, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
+                             describe_versions, flag_defaults, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
@@ -197,7 +197,7 @@ def resolve_tags(args) -> str:
 def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
     """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers. Raises BadInput, also where a resumed
     verifier's shared layers are not the generator's."""
-    generator, _ = load_model("sft", args.model_tag, device, dtype)
+    generator, _ = load_model("sft", args.model_tag, device, dtype, trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
     tokenizer.check_model("generator", generator)
     if resumed:
         check_shared(generator, model, args.verifier_shared_layers, args.verifier_tag)
@@ -223,7 +223,7 @@ def main(args) -> None:
     uses_wandb(args.run)
     check_writable(path_of("sft", tag))
     tokenizer = load_tokenizer(path_of("tokenizer"))
-    resumed = resume_step("sft", tag, args, MAY_CHANGE)
+    resumed = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
     model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed, args.shard)[0]
@@ -262,6 +262,8 @@ def main(args) -> None:
         if generator is not None:
             examples.sampled = sample_solutions(args, task, tokenizer, generator, run)
             examples.check()
+            if not args.verifier_shared_layers:
+                generator = None  # its memory is the training's
         train(args, run, model, parameters, optimizers, examples, state, after_step, save)
     except StopRequested:
         if state["step"]:

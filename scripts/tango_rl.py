@@ -17,6 +17,7 @@ import argparse
 import os
 import random
 import time
+import zlib
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,14 +25,14 @@ import torch
 
 from nanochat.checkpoint import default_tag
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable,
-                             choose_run_name, compute_dtype, describe_versions, gather_lists, init_device, mean_over_ranks, path_of, print0,
+                             choose_run_name, compute_dtype, describe_versions, flag_defaults, gather_lists, init_device, mean_over_ranks, path_of, print0,
                              rank_and_world, script_main, start_run, uses_wandb, write_json)
 from nanochat.hf_tokenizer import load_tokenizer
-from nanochat.plan import Speed, describe_run, gpu_name
+from nanochat.plan import describe_run
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import Evaluation, judge_scores, judged_row, outcomes_of, problems_of, ranking_reversed, reward_metrics
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
-from nanochat.rl.prompts import check_prompts_fit, generator_prompt, read_solution
+from nanochat.rl.prompts import check_prompts_fit, generator_prompt, longest_problem, read_solution
 from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
 from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards, verdict_reward
 from nanochat.rl.roles import copy_shared_lambdas, load_configs, load_roles
@@ -42,7 +43,6 @@ from nanochat.rl.trainer import score, update
 from tasks import add_task_args, make_task
 
 PROGRESS = {"generator": "gen_step", "verifier": "ver_step"}  # the counter that --num-steps bounds
-
 
 
 class Recipe(NamedTuple):
@@ -273,6 +273,11 @@ def verifier_rollouts(args, run, state, sampler, roles):
                       {"gen": solved - started, "verify": verified - solved, "reward": time.time() - verified})
 
 
+def even_batches(args, run, batches: list) -> list:
+    """With --shard as many micro-batches as any rank has; those that are added train nothing."""
+    return even_out(batches, int(all_reduce(torch.tensor(len(batches), device=run.device), "max")), run.device) if args.shard else batches
+
+
 def learn(args, run, state, role, experience, loss) -> dict:
     """The policy-gradient step(s) on one batch of rollouts (Tango eq. 1)."""
     progress = (state.gen_step if role.name == "generator" else state.ver_step) / max(1, args.num_steps - 1)
@@ -281,8 +286,7 @@ def learn(args, run, state, role, experience, loss) -> dict:
     weights = token_weights(rollouts.num_trained(), args.aggregation, limit, all_reduce)
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
     batches = pack(rollouts, experience.advantages, weights, args.micro_batch_tokens, keep_idle, args.prefix_sharing)
-    if args.shard:
-        batches = even_out(batches, int(all_reduce(torch.tensor(len(batches), device=run.device), "max")), run.device)
+    batches = even_batches(args, run, batches)
     if args.updates_per_batch > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
@@ -359,11 +363,23 @@ def start(args, run, roles, evaluate) -> RunState:
     rollouts, _ = evaluate.sampler.solve(roles["generator"].model, problems, args.num_samples, ("health",))
     run.check_stop()
     ones = torch.ones_like(rollouts.sampler_logprobs)
-    batches = pack(rollouts, ones, ones[:, 0], args.micro_batch_tokens, True)
-    gap = max((score(roles["generator"].model, b, args.temperature) - b.of_samples(b.sampler_logprobs)).abs().max().item() for b in batches)
+    batches = even_batches(args, run, pack(rollouts, ones, ones[:, 0], args.micro_batch_tokens, True))
+    gaps = [score(roles["generator"].model, b, args.temperature) - b.of_samples(b.sampler_logprobs) for b in batches]
+    gap = torch.cat(gaps).abs().max().item()
     health_check(state.before, evaluate.sampled_scores(roles["generator"].model, 64), gap)
     state.start_seconds = time.time() - started
     return state
+
+
+def check_problems(args, task, tokenizer, configs: dict, device) -> list[str]:
+    """The problems' texts, all of a finite task. Raises BadInput where one does not fit a role's context, a split is missing or ranks have others."""
+    task.problem("test_in", 0)  # what is evaluated must be there
+    problems = [task.problem("rl", 0), *(problem for split in ("rl", "test_in", "test_out") for problem in problems_of(task, split, -1))]
+    if len(set(gather_lists([zlib.crc32("\n".join(problem.prompt + problem.answer for problem in problems).encode())], device))) > 1:
+        raise BadInput(f"--task {args.task}: the ranks have loaded different problems; are their files the same?")
+    prompts, contexts = [problem.prompt for problem in problems], {name: config.sequence_len for name, config in configs.items()}
+    check_prompts_fit(tokenizer, task.fmt, prompts, contexts, args.max_new_tokens, args.verifier_max_new_tokens)
+    return prompts
 
 
 def main(args) -> None:
@@ -378,30 +394,25 @@ def main(args) -> None:
     check_name("--verifier-tag", args.verifier_tag)
     args.verifier_lr = args.lr if args.verifier_lr is None else args.verifier_lr
     choose_run_name(args.run)
-    resume_step = resolve_resume(args)
+    resume_step = resolve_resume(args, flag_defaults(make_parser()))
     uses_wandb(args.run)
-    for folder in (path_of("runs", args.run), path_of("rl", f"{args.run}-gen")):
-        check_writable(folder)
+    check_writable(path_of("runs", args.run))
+    check_writable(path_of("rl", f"{args.run}-gen"))
     tokenizer = load_tokenizer(path_of("tokenizer"))
     if args.calculator and not tokenizer.has_calculator:
         raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
     recipe = RECIPES[args.recipe]
     needs_verifier = recipe.judge == "verifier" or "verifier" in recipe.trained
-    task.problem("test_in", 0)  # what is trained on and evaluated must be there
-    problems = [task.problem("rl", 0), *(problem for split in ("rl", "test_in", "test_out") for problem in problems_of(task, split, -1))]
-    prompts = [problem.prompt for problem in problems]
+    configs = load_configs(args, needs_verifier)
+    prompts = check_problems(args, task, tokenizer, configs, device)
     if args.dry_run:
-        lengths = [len(generator_prompt(tokenizer, task.fmt, prompt)) for prompt in prompts[:1000]]
-        memory = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None
-        print0("\n".join(describe_run(args, load_configs(args, needs_verifier), recipe.trained, lengths, world, compute_dtype(device), device.type,
-                                      memory, Speed(gpu_name(device)))))
+        lengths = [len(generator_prompt(tokenizer, task.fmt, prompt)) for prompt in (*prompts[:1000], longest_problem(tokenizer, prompts))]
+        print0("\n".join(describe_run(args, configs, recipe.trained, lengths, world, compute_dtype(device), device)))
         return
     roles = load_roles(args, recipe.trained, needs_verifier, device, compute_dtype(device))
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
-    check_prompts_fit(tokenizer, task.fmt, prompts, {name: role.model.config.sequence_len for name, role in roles.items()},
-                      args.max_new_tokens, args.verifier_max_new_tokens)
     state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None
 
     args.run = gather_lists([choose_run_name(args.run)], device)[0]

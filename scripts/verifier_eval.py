@@ -42,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0, help="of the verifier; 0 = greedy, for one verification")
     parser.add_argument("--top-k", type=int, default=0, help="of both; 0 = the full softmax")
     parser.add_argument("--verifier-max-new-tokens", type=int, default=-1, help="-1 = as in the checkpoint's RL, else 256, at most half its context")
+    parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together; changes memory, no result")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
     parser.add_argument("--seed", type=int, default=None, help="of problems and sampling noise; default: the checkpoint's (the generator's if there is one)")
     parser.add_argument("--out", default="", metavar="FILE.json", help="writes all numbers and every single prediction there")
@@ -80,7 +81,7 @@ def check_out(path: str) -> None:
 
 
 def check_args(args) -> None:
-    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "temperature": 0, "generator_temperature": 0,
+    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1, "temperature": 0, "generator_temperature": 0,
                        "top_k": 0, "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
     for name in ("verifier_max_new_tokens", "max_new_tokens", "max_examples", "max_problems"):
         if getattr(args, name) == 0:
@@ -253,7 +254,7 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
 
 def load(stage: str, tag: str, step: int, tokenizer, device):
     """A model, the flags that it was trained with and its step."""
-    model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step)
+    model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
     tokenizer.check_model(tag, model)
     print0(f"{path_of(stage, tag)} at step {meta['step']}")
     return model, meta.get("user_config", {}), meta["step"]
@@ -279,7 +280,8 @@ def main(args) -> None:
             args.max_new_tokens = recorded.get("max_new_tokens", min(256, generator.config.sequence_len // 2))
     complete_task_args(args, recorded)
     task = make_task(args) if args.generator_tag else None
-    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens, args.temperature or 1.0, args.top_k)
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens, args.temperature or 1.0, args.top_k,
+                      max_rows=args.max_rows)
     print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, " +
            (f"temperature {args.temperature}" if args.temperature else "greedy"))
     numbers = {"args": vars(args)}

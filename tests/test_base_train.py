@@ -233,7 +233,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(base, capsys):
         train(base, "--resume-from-step", "auto")
     args = parse(base_train, flags(base, "--num-iterations", "100000", "--save-every", "-1", "--resume-from-step", str(steps[0])))
     args.model_tag = "base"
-    assert base_train.resume_step("base", "base", args, base_train.MAY_CHANGE) == steps[0]
+    assert base_train.resume_step("base", "base", args, base_train.MAY_CHANGE, {}) == steps[0]
 
 
 def test_a_finished_run_says_so_and_changes_nothing(base, capsys):

@@ -330,6 +330,7 @@ def test_no_tensor_is_larger_than_a_chunk(use_triton):
 def test_chunks_are_small_on_cpu_and_even_on_cuda(V, N):
     """CPU: 1 MiB of fp32, but at least 128 rows. CUDA: at most 8192 rows and about 2 GiB, in chunks that differ by less than 128 rows each."""
     assert rows_of_chunk(N, V, torch.float32, False) == max(128, 2 ** 18 // V)
+    assert rows_of_chunk(0, V, torch.bfloat16, True) == 128  # a micro-batch that trains nothing
     R = rows_of_chunk(N, V, torch.bfloat16, True)
     num_chunks = -(-N // R)
     assert R % 128 == 0 and R <= 8192 + 128 and R * V * 2 < 1.05 * 2 ** 31 and num_chunks * R - N < 128 * num_chunks

@@ -31,7 +31,8 @@ RL = ["--task", "gsm8k", "--gsm8k-data", REAL, "--device-type", "cpu", "--model-
 ROLES = {"gen": "q", "ver": "q-ver"}  # and the tags that they start from
 LAST = 6                              # v, then g v g v g
 TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0.2*50 = 10", "naïve 東京 🙂", "a <|im_end|> in a text"]
-CHAIN = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "c", "--max-new-tokens", "28"]
+CHAIN = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "c", "--max-new-tokens", "28", "--num-steps", "1", "--examples-per-step", "4"]
+TANGO = [*CHAIN, "--eval-examples", "4", "--num-samples", "4"]
 
 
 def run(script, *flags) -> None:
@@ -163,8 +164,7 @@ def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkey
     run(chat_sft, *sft, "--role", "verifier", "--num-steps", 4)
     assert losses_of(base, "c-ver")[-1] < losses_of(base, "c-ver")[0]
 
-    run(tango_rl, *CHAIN, "--run", "g", "--recipe", "grpo", "--num-steps", 2, "--examples-per-step", 4, "--num-samples", 4, "--eval-examples", 4,
-        "--lr", "1e-3")
+    run(tango_rl, *TANGO, "--run", "g", "--recipe", "grpo", "--num-steps", 2, "--lr", "1e-3")
     log = records(base, "g")
     assert [record["role"] for record in log] == ["generator"] * 2 and all(record["gen/skipped"] == 0 for record in log)
     capsys.readouterr()
@@ -191,7 +191,7 @@ def made(tmp_path_factory):
         run(hf_random, *SHAPE, "--vocab-size", 512, "--sequence-len", 256, "--to", folder / "random")
         for tag in ("c", "c-ver"):
             run(hf_import, "--source", folder / "random", "--model-tag", tag)
-        save_model("sft", "own", 0, GPT(GPTConfig(sequence_len=64, vocab_size=300, n_layer=1, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L")), {})
+        save_model("sft", "own", 0, GPT(GPTConfig(sequence_len=256, vocab_size=300, n_layer=1, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L")), {})
         for name, text in (("a.txt", "ever and ever and ever\n" * 20), ("b.txt", "never and never\n" * 20)):
             (folder / name).write_text(text)
         run(hf_random, *SHAPE, "--vocab-size", 512, "--texts", folder / "a.txt", "--to", folder / "other")
@@ -209,9 +209,9 @@ def made_copy(made, tmp_path, monkeypatch):
     (hf_import, ["--source", "random", "--model-tag", "c"], ["--model-tag c", "has a checkpoint already"]),
     (hf_import, ["--source", "other", "--model-tag", "d"], ["other", "its tokenizer is not the one in"]),
     (hf_import, ["--source", "nowhere", "--model-tag", "d"], ["nowhere", "no such folder"]),
-    (tango_rl, [*CHAIN, "--calculator"], ["--calculator", "imported"]),
-    (tango_rl, [*CHAIN, "--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "imported"]),
-    (tango_rl, [*CHAIN, "--verifier-tag", "own", "--recompute"], ["--recompute", "verifier is nanochat's own"]),
+    (tango_rl, [*TANGO, "--calculator"], ["--calculator", "imported"]),
+    (tango_rl, [*TANGO, "--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "imported"]),
+    (tango_rl, [*TANGO, "--verifier-tag", "own", "--recompute"], ["--recompute", "verifier is nanochat's own"]),
     (hf_export, ["--stage", "sft", "--model-tag", "own", "--to", "new"], ["--model-tag own", "nanochat's own model"]),
     (hf_export, ["--stage", "sft", "--model-tag", "c", "--to", "other"], ["--to ", "exists already"]),
     (hf_export, ["--model-tag", "c", "--to", "new"], ["no checkpoint c"]),

@@ -17,7 +17,7 @@ def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: 
         return max(128, 2 ** 18 // num_columns)
     most = max(128, min(8192, 2 ** 31 // (num_columns * dtype.itemsize)))
     num_chunks = max(1, -(-num_rows // most))
-    return round_up(-(-num_rows // num_chunks), 128)
+    return round_up(max(1, -(-num_rows // num_chunks)), 128)
 
 
 def logit_chunks(hidden, weight, vocab_size: int, rows_per_chunk: int | None, use_triton: bool):

@@ -20,17 +20,23 @@ def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
     return tokenizer.render_prompt(text)
 
 
-def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, int], max_new_tokens: int, verifier_max_new_tokens: int) -> None:
-    """Raises BadInput when the longest of these problems, with the completions asked for, exceeds a role's context.
-
-    contexts: tokens that each role's model can hold. A quoted solution is counted at max_new_tokens.
-    """
+def longest_problem(tokenizer, problems: list[str]) -> str:
+    """The problem with the most tokens."""
     longest, most = "", -1
     for problem in sorted(set(problems), key=lambda problem: len(problem.encode()), reverse=True):
         if len(problem.encode()) <= most:  # a token has at least one byte: none of the rest has more tokens
             break
         if (num_tokens := len(tokenizer.encode(problem))) > most:
             longest, most = problem, num_tokens
+    return longest
+
+
+def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, int], max_new_tokens: int, verifier_max_new_tokens: int) -> None:
+    """Raises BadInput when the longest of these problems, with the completions asked for, exceeds a role's context.
+
+    contexts: tokens that each role's model can hold. A quoted solution is counted at max_new_tokens.
+    """
+    longest = longest_problem(tokenizer, problems)
     lengths = {"generator": len(generator_prompt(tokenizer, fmt, longest)) + max_new_tokens,
                "verifier": len(verifier_prompt(tokenizer, fmt, longest, "")) + max_new_tokens + verifier_max_new_tokens}
     for role, context in contexts.items():

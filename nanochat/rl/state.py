@@ -83,13 +83,15 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
             save_model("rl", tag, state.step, role.model, {"run": run.name, "role": name, "user_config": vars(args)}, weights)
         if role.optimizer is not None and (run.rank == 0 or args.shard):
             save_optimizer("rl", tag, state.step, role.optimizer, run.rank)
+        del weights  # before the next role's are gathered
     all_reduce(torch.zeros(1, device=run.device))  # every rank has written its part
     if run.rank == 0:
         save_state(run.name, state.step, asdict(state) | {"torch_rng": torch.get_rng_state(), "roles": sorted(roles), "world": run.world})
 
 
-def resolve_resume(args) -> int | None:
-    """The step that --resume-from-step means for --run: None for a fresh start. Raises BadInput for what cannot be continued."""
+def resolve_resume(args, defaults: dict) -> int | None:
+    """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not have known.
+    Raises BadInput for what cannot be continued."""
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
         if os.path.exists(os.path.join(folder, "config.json")):
@@ -106,7 +108,7 @@ def resolve_resume(args) -> int | None:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
     with open(os.path.join(folder, "config.json")) as f:
         before = json.load(f)["args"]
-    changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE)
+    changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE, defaults)
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
 
