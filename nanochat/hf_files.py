@@ -98,11 +98,16 @@ def rope_of(given: dict, where: str) -> tuple[float, dict | None]:
     return theta, None if kind == "default" else parameters
 
 
+def listed(value) -> list:
+    """A list as it is, nothing as an empty one, anything else as its only entry."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
 def refuse_unsupported(given: dict, where: str) -> None:
     """Raises BadInput for options that change the mathematics and are not there."""
     found = [given.get("hidden_act", "silu") != "silu" and f"hidden_act {given.get('hidden_act')!r}",
              given.get("use_sliding_window") and "use_sliding_window",
-             {*map(str, given.get("layer_types") or [])} - {"full_attention"} and "layer_types other than full_attention",
+             any(kind != "full_attention" for kind in listed(given.get("layer_types"))) and "layer_types other than full_attention",
              given.get("quantization_config") and "quantization_config",
              given.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor",
              given.get("pretraining_tp") not in (None, 1) and "pretraining_tp"]
@@ -114,9 +119,10 @@ def read_config(folder: str) -> DecoderConfig:
     """The shape that a folder's config.json describes. Raises BadInput that names the file and the key."""
     path = os.path.join(folder, "config.json")
     given = read_json(path)
-    kind = given.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise BadInput(f"{path}: architecture {(given.get('architectures') or [kind])[0]!r} is not supported; there are {', '.join(ARCHITECTURES.values())}")
+    kind, named = given.get("model_type"), given.get("architectures")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        shown = kind if not isinstance(kind, str) else named[0] if isinstance(named, list) and named else named or kind
+        raise BadInput(f"{path}: architecture {shown!r} is not supported; there are {', '.join(ARCHITECTURES.values())}")
     refuse_unsupported(given, path)
     theta, scaling = rope_of(given, path)
 
@@ -171,6 +177,24 @@ def weight_files(folder: str) -> dict[str, str]:
         return dict.fromkeys(f.keys(), path)
 
 
+def check_tensors(folder: str, config: DecoderConfig, files: dict[str, str]) -> None:
+    """Raises BadInput for a tensor that is missing, that the model has no place for, or of another shape: before anything is allocated."""
+    if config.n_layer > 1000 + len(files):  # even without weights a model takes time
+        raise BadInput(f"{folder}: tensor model.layers.{config.n_layer - 1}.input_layernorm.weight is missing")
+    with torch.device("meta"):
+        model = Decoder(config)
+    check_names(folder, model, files)
+    for path in sorted(set(files.values())):
+        with opened(path) as f:
+            there = set(f.keys())
+            for name, p in model.named_parameters():
+                if files[name] == path and name in there:
+                    part = f.get_slice(name)
+                    if tuple(part.get_shape()) != tuple(p.shape):
+                        stored = STORED.get(part.get_dtype(), part.get_dtype())
+                        raise BadInput(f"{path}: {name} is {stored} {tuple(part.get_shape())}, expected floats of {tuple(p.shape)}")
+
+
 def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
     """Raises BadInput for a tensor that is missing, or that the model has no place for."""
     wanted = dict(model.named_parameters())
@@ -188,8 +212,7 @@ def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
 def read_model(folder: str, device, compute_dtype: torch.dtype, dtype: torch.dtype | None = None) -> Decoder:
     """The model of a folder. dtype: of its parameters; by default that of the file's embedding. Raises BadInput that names a file or tensor."""
     config, files = read_config(folder), weight_files(folder)
-    with torch.device("meta"):
-        check_names(folder, Decoder(config), files)
+    check_tensors(folder, config, files)
     names_of: dict[str, list[str]] = {}
     for name, path in files.items():
         names_of.setdefault(path, []).append(name)

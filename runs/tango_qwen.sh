@@ -3,7 +3,7 @@
 #
 #   bash runs/tango_qwen.sh                    Qwen2.5-Math-7B, verified by Qwen2.5-7B, on 8 GPUs of 80 GB
 #   SCALE=1.5b bash runs/tango_qwen.sh         Qwen2.5-Math-1.5B, verified by Qwen2.5-1.5B, on one GPU of 80 GB
-#   SCALE=tiny bash runs/tango_qwen.sh         two random layers and the chain task on a CPU: a rehearsal without a download, 5 minutes
+#   SCALE=tiny bash runs/tango_qwen.sh         three random layers and the chain task on a CPU: a rehearsal without a download, 5 minutes
 #
 # As the paper (dev/LOG.md has its numbers): the models, the problems (Eurus-2), 5 rollouts of 256 problems, 3 generator steps per verifier step behind 40
 # warm-up steps, 200 generator steps, alpha .1 -> .001, lr 1e-6, KL .001, gamma .8. Not as the paper: its SFT data is not public, so SFT has MATH's worked
@@ -41,8 +41,8 @@ tiny)
     NPROC=${NPROC:-2} GENERATOR=$NANOCHAT_BASE_DIR/random-generator VERIFIER=$NANOCHAT_BASE_DIR/random-verifier TAG=qwen-tiny JUDGE=qwen-tiny-judge
     DEVICE="--device-type cpu"
     CHAIN="--task chain --chain-modulus 3 --chain-min-steps 1 --chain-max-steps 3"
-    SFT="$CHAIN --num-steps 250 --embedding-lr 3e-3 --recompute --shard --max-new-tokens 48"
-    RL="$CHAIN --num-steps 12 --warmup-steps 4 --examples-per-step 16 --num-samples 8 --max-new-tokens 48 --verifier-max-new-tokens 64 --lr 3e-4
+    SFT="$CHAIN --num-steps 400 --embedding-lr 2e-3 --recompute --shard --max-new-tokens 48"
+    RL="$CHAIN --num-steps 20 --warmup-steps 5 --examples-per-step 32 --num-samples 8 --max-new-tokens 48 --verifier-max-new-tokens 64 --lr 1e-4 --kl-coef 0
         --recompute --shard --eval-examples 100 --save-every 5"
     EVAL="-x 100"
     PROCESSBENCH=
@@ -56,7 +56,7 @@ stage() { echo; echo "== $* ($SECONDS s)"; }
 
 stage "Models"
 if [ "$SCALE" = tiny ]; then
-    SHAPE="--shape qwen2.5-0.5b --n-layer 2 --n-embd 64 --vocab-size 320 --sequence-len 512 --std 0.05 --dtype float32"
+    SHAPE="--shape qwen2.5-0.5b --n-layer 3 --n-embd 128 --vocab-size 320 --sequence-len 512 --std 0.05 --dtype float32"
     [ -d "$GENERATOR" ] || python -m scripts.hf_random $SHAPE --seed 0 --to "$GENERATOR"
     [ -d "$VERIFIER" ] || python -m scripts.hf_random $SHAPE --seed 1 --to "$VERIFIER"
 fi

@@ -77,8 +77,9 @@ def start_model(args, tokenizer, device, dtype):
     """The model to train: random from the seed and the role, or a checkpoint's. Raises BadInput."""
     if not args.from_stage:
         return new_model(config_of(args, tokenizer.vocab_size), 2 * args.seed + (args.role == "verifier"), device, dtype)
-    model, _ = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype, None if args.from_step < 0 else args.from_step, args.shard)
+    model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype, None if args.from_step < 0 else args.from_step, args.shard)
     tokenizer.check_model(f"{args.from_stage} model", model)
+    print0(f"starting from {path_of(args.from_stage, args.from_tag or args.model_tag)} at step {meta['step']}")
     shape, parser = model.config.asdict() | {"depth": model.config.n_layer}, make_parser()
     for name in ("depth", "n_embd", "n_head", "n_kv_head", "sequence_len", "window_pattern"):
         if getattr(args, name) not in (parser.get_default(name), shape.get(name)):

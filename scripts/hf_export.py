@@ -28,8 +28,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(args) -> None:
     check_name("--model-tag", args.model_tag)
     folder = os.path.expanduser(args.to)
-    if os.path.exists(folder):
-        raise BadInput(f"--to {folder}: exists already")
+    if not folder or os.path.exists(folder):
+        raise BadInput(f"--to {args.to}: {'exists already' if folder else 'is empty'}")
     check_writable(folder)
     step = find_step(args.stage, args.model_tag, None if args.step < 0 else args.step)
     _, config = load_meta(path_of(args.stage, args.model_tag, f"meta_{step:06d}.json"))

@@ -49,7 +49,10 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=min(vocab_size, 4096) - len(SPECIALS), show_progress=False,
                                              initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train(files, trainer)
+    try:
+        tokenizer.train(files, trainer)
+    except Exception as error:  # the library raises nothing more exact
+        raise BadInput(f"--texts: {error}") from None
     tokenizer.add_special_tokens(SPECIALS)
     config = {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"}
     eos = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
@@ -71,6 +74,8 @@ def main(args) -> None:
     missing = [path for path in args.texts if not os.path.isfile(path)]
     if missing:
         raise BadInput(f"--texts {missing[0]}: no such file")
+    if not folder or os.path.exists(folder):
+        raise BadInput(f"--to {args.to}: {'exists already' if folder else 'is empty'}")
     check_writable(folder)
     tokenizer = make_tokenizer(args.texts, config.vocab_size)
     model = allocate(Decoder, config, torch.float32, "cpu", DTYPES[args.dtype])

@@ -14,6 +14,7 @@ from itertools import chain
 from nanochat.checkpoint import list_tags
 from nanochat.common import BadInput, add_run_args, check_least, check_writable, path_of, print0, rank_and_world, script_main
 from nanochat.dataloader import Documents
+from nanochat.hf_tokenizer import load_tokenizer
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks import add_task_args, make_task, task_texts
 
@@ -52,10 +53,11 @@ def check_models(folder: str, tokenizer: Tokenizer) -> None:
 def main(args) -> None:
     check_least(args, {"num_texts": 1, "max_chars": 1, "doc_cap": 1})
     folder, started = path_of("tokenizer"), time.time()
-    if args.if_missing and os.path.exists(os.path.join(folder, "tokenizer.pkl")):
-        print0(f"tokenizer: {Tokenizer.load(folder).vocab_size} ids in {folder}, as it was")
+    imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
+    if args.if_missing and (imported or os.path.exists(os.path.join(folder, "tokenizer.pkl"))):
+        print0(f"tokenizer: {load_tokenizer(folder).vocab_size} ids in {folder}, as it was")
         return
-    if os.path.exists(os.path.join(folder, "tokenizer.json")):
+    if imported:
         raise BadInput(f"{folder} holds an imported tokenizer: set NANOCHAT_BASE_DIR to a new folder")
     task = make_task(args)
     check_writable(folder)
