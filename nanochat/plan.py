@@ -4,6 +4,8 @@ The memory that a co-training run needs on each rank, and the hours it takes, co
 Memory is counted tensor by tensor, as the code makes them: what stays (weights, optimizer, reference, the copy to sample from), and what sampling and the
 update hold at their peaks. Left out: the CUDA context and libraries (about 1 GB), fragmentation, and buffers of the collectives.
 """
+import functools
+import json
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,6 +60,12 @@ def model_of(config: Config, dtype: torch.dtype = torch.float32):
 
 
 def sizes_of(config: Config) -> Sizes:
+    return _sizes(type(config), json.dumps(config.asdict()))
+
+
+@functools.cache  # laying out a model of 28 layers takes a while, also without its weights
+def _sizes(kind, shape: str) -> Sizes:
+    config = kind(**json.loads(shape))
     model = model_of(config)
     total, blocks = (sum(p.numel() for p in part.parameters()) for part in (model, model.blocks))
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() == 2)

@@ -3,7 +3,7 @@
 #
 #   bash runs/tango_qwen.sh                    Qwen2.5-Math-7B, verified by Qwen2.5-7B, on 8 GPUs of 80 GB
 #   SCALE=1.5b bash runs/tango_qwen.sh         Qwen2.5-Math-1.5B, verified by Qwen2.5-1.5B, on one GPU of 80 GB
-#   SCALE=tiny bash runs/tango_qwen.sh         three random layers and the chain task on a CPU: a rehearsal without a download, 5 minutes
+#   SCALE=tiny bash runs/tango_qwen.sh         three random layers and the chain task on a CPU: a rehearsal without a download, under 10 minutes
 #
 # As the paper (dev/LOG.md has its numbers): the models, the problems (Eurus-2), 5 rollouts of 256 problems, 3 generator steps per verifier step behind 40
 # warm-up steps, 200 generator steps, alpha .1 -> .001, lr 1e-6, KL .001, gamma .8. Not as the paper: its SFT data is not public, so SFT has MATH's worked

@@ -6,10 +6,11 @@ What is decided for all of them:
 
 - A number stands for itself: 0.333333 is not 1/3 (and 3.14 is not pi); 1,000, 1000.0 and 10^3 are the same.
 - A percent sign is a unit or a hundredth: 50\\% is 50 and is 1/2. Other units, degrees and currencies are left out, but two known ones that
-  differ are different answers (5 cm, 5 inches).
+  differ, or differ in their power, are different answers (5 cm, 5 inches, 5 cm^2).
 - A base is part of a gold: 10_2 is not 10_3 and not 2; an answer may leave it out. An answer of another base than a plain gold's ten is wrong.
 - "x = 5" and "5" are the same, "x = 5" and "y = 5" are not.
-- Words are compared as words, case aside: \\text{(B)}, B and (b) are the same; a time of day is words.
+- Words are compared as words, case aside: \\text{(B)}, B and (b) are the same; a time of day is words. So are two answers of letters only: AB is not BA.
+- i is the imaginary unit where that makes two answers equal.
 """
 import re
 from fractions import Fraction
@@ -63,15 +64,21 @@ def extracted(completion: str, extract: tuple[str, ...] = ("boxed", "hash")) -> 
 # One spelling
 
 SIGNS = str.maketrans({"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "°": "^\\circ ", "∞": "\\infty ", "∪": "\\cup ",
-                       "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "\u00a0": " ", "½": "\\frac{1}{2}", "′": "'", "%": "\\%"})
+                       "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "\u00a0": " ", "′": "'", "%": "\\%", "√": "\\sqrt ", "∅": "\\emptyset ", "€": "", "£": "",
+                       **{"½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"[k]: f"\\frac{{{'112131234151357'[k]}}}{{{'233445555668888'[k]}}}" for k in range(15)}})
+WIDE = {ord("０") + digit: str(digit) for digit in range(10)}
+POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+CURRENCIES = [(re.compile(rf"\s*-?\s*{sign}"), unit) for sign, unit in ((r"\\\$", "dollar"), (r"(?:€|\\euro(?![a-z]))", "euro"), (r"(?:£|\\pounds)", "pound"))]
 SPELLINGS = {
     **dict.fromkeys(["!", "(", ")", "[", "]", "$", "left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "displaystyle",
                      "textstyle"], ""),
     **dict.fromkeys([",", ":", ";", ">", " ", "\n", "quad", "qquad"], " "),
     **dict.fromkeys(["dfrac", "tfrac", "cfrac"], "\\frac"),
     **dict.fromkeys(["mbox", "mathrm", "mathbf", "mathit", "textbf", "textit", "textrm", "textnormal", "textsf", "mathsf"], "\\text"),
+    **dict.fromkeys(["euro", "pounds"], ""), "varnothing": "\\emptyset",
     "leq": "\\le", "geq": "\\ge", "neq": "\\ne", "lbrace": "\\{", "rbrace": "\\}", "degree": "^\\circ", "%": "%",
 }
+DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 GROUPED = re.compile(r"([^,(\[]*?)(?<![0-9.])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?![0-9])([^,(\[]*)", re.DOTALL)
 REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"\s+", " "),
@@ -79,7 +86,10 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r",?\s*\\text\{,?\s*(?:and|or)\}|,?\s+(?:and|or)\s+", ","),
     (r"\\text\{(?:percent|pct)\}|(?<=[0-9])\s*(?:percent|pct)\b", "%"),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ) ?", r"^\\circ "),
+    (r"\\text\{([^{}^]*)\^([0-9])\}", r"\\text{\1}^\2"),
+    (r"\\log ?_ ?([0-9])", r"\\log_{\1}"),
     (r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])", ""),  # a space counts in "1 1/2", "two lines" and "\pi r" only
+    (rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\^[0-9])? ?[({{]?)({DECIMAL})\^\\circ ?", r"\1\\frac{\2\\pi}{180}"),
     (r"\\frac ?([0-9]|\\pi) ?([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
     (r"\\frac ?([0-9])(?=\{)", r"\\frac{\1}"),
     (r"(\\frac\{[^{}]*\})([0-9])(?![0-9])", r"\1{\2}"),
@@ -91,6 +101,9 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
 
 def tidy(text: str) -> str:
     """An answer in one spelling of spaces, fractions, thousands and wrappers; equal ones mean the same."""
+    text = re.sub("⁻?[⁰¹²³⁴-⁹]+", lambda match: f"^{{{match[0]}}}" if match[0][1:] else "^" + match[0], text.translate(WIDE))
+    text = text.translate(POWERS)
+    text = re.sub(r"√\s*([0-9.]*[0-9]|[A-Za-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<=[0-9])(?:\{,\}|,\\! ?|\\,)(?=[0-9]{3}(?![0-9]))", "", text)  # signs that only thousands have
     text = re.sub(r"^\s*\*\*(.*)\*\*\s*$", r"\1", text, flags=re.DOTALL)
     if grouped := GROUPED.fullmatch(text):  # the only commas there are, and in no bracket: (1,234) is a point, "1, 234" a list
@@ -110,10 +123,10 @@ def unspaced(text: str) -> str:
 
 # Reading an answer
 
-DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<whole>[0-9]+) ?(?=\\frac|(?<= )[0-9]+/))?(?:\\frac\{{(?P<top>-?{DECIMAL})\}}\{{(?P<bottom>-?{DECIMAL})\}}"
                     rf"|(?P<left>{DECIMAL})(?:/(?P<right>{DECIMAL})|[eE](?P<e>[-+]?[0-9]{{1,3}})"
                     rf"|(?:\\times|\\cdot|\*) ?10\^(?:(?P<ten>[0-9])|\{{(?P<tens>[-+]?[0-9]{{1,3}})\}}))?)(?P<percent>%?)")
+REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)(?:\{([0-9]+)\}|([0-9]))(%?)")
 BASED = re.compile(r"(?:\\text\{)?(-?[0-9A-Za-z.]+)\}?_\{?([0-9]{1,2})\}?")
 NAMED = re.compile(r"((?:\\[a-z]+|[A-Za-z]{1,2})(?:_\w|_\{\w+\})?|[a-z]\([a-z]\))=([^=<>]+)")
 TIME = re.compile(r"[0-9]{1,2}(?::[0-9]{2})*[ap]m")
@@ -138,6 +151,7 @@ month months
 year years
 cent cents
 dollar dollars usd
+euro euros
 degree degrees
 g gram grams gm
 kg kilogram kilograms
@@ -161,6 +175,11 @@ class Reading(NamedTuple):
 
 def plain_number(text: str) -> tuple[Fraction, bool] | None:
     """The value of a tidy number and whether it has a percent sign; None where it is anything else. Takes time linear in the text."""
+    if match := REPEATING.fullmatch(text):
+        sign, whole, start, *period, percent = match.groups("")
+        period = "".join(period)
+        value = Fraction(int(whole + start + period) - int(whole + start or 0), 10 ** len(start) * (10 ** len(period) - 1))
+        return -value if sign else value, bool(percent)
     match = NUMBER.fullmatch(text)
     if match is None:
         return None
@@ -189,23 +208,30 @@ def words_of(text: str) -> str | None:
 
 
 def without_unit(text: str) -> tuple[str, frozenset[str]]:
-    """A tidy answer without the unit at its end, and the known units of that: "5\\text{ sq. cm}" -> ("5", {"cm"})."""
+    """A tidy answer without the unit at its end, and the known units of that: "5\\text{ sq. cm}" -> ("5", {"cm^2"})."""
     if text.endswith("^\\circ"):
         return text[: -len("^\\circ")], frozenset(["degree"])
-    match = re.fullmatch(r"(.*[^\\ ,(]) ?\\text\{([A-Za-z][A-Za-z ./-]*)\}(?:\^[0-9])?", text) or \
-        re.fullmatch(r"(.*[0-9}%)])( ?[A-Za-z][A-Za-z .]*)(?:\^[0-9])?", text)
+    match = re.fullmatch(r"(.*[^\\ ,(]) ?\\text\{([A-Za-z][A-Za-z ./-]*)\}(?:\^([0-9]))?", text) or \
+        re.fullmatch(r"(.*[0-9}%)])( ?[A-Za-z][A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^([0-9]))?", text)
     if match is None:
         return text, frozenset()
     words = re.findall("[a-z]+", match[2].lower())
-    known = frozenset(KNOWN_UNITS[word] for word in words if word in KNOWN_UNITS)
+    known = frozenset(KNOWN_UNITS[word] + power_of(before, after) for before, word, after in
+                      zip(["", *words], words, [*words[1:], match[3] or ""], strict=False) if word in KNOWN_UNITS)
     # 5x, 5 ab and 5m are products unless they are marked as text; "5 eggs" and "5cm" are not
     if "\\text" in match[0][match.end(1):]:
         is_unit = known or len(words[0]) > 1
     elif known:
-        is_unit = len(words[0]) > 1
+        is_unit = len(words[0]) > 1 and ("/" not in match[2] or words[-1] in KNOWN_UNITS)
     else:
-        is_unit = len(words[0]) > 2 and match[0][match.end(1):] == match[2] and match[2][0] == " " and plain_number(match[1])
+        is_unit = len(words[0]) > 2 and "/" not in match[2] and match[0][match.end(1):] == match[2] and match[2][0] == " " and plain_number(match[1])
     return (match[1], known) if is_unit and not NO_UNIT.intersection(words) else (text, frozenset())
+
+
+def power_of(before: str, after: str) -> str:
+    """The power of a unit between these words, the last of them its exponent: "^2" in "sq cm", "cm squared" and "cm^2"."""
+    power = "2" if before in ("sq", "square") or after == "squared" else "3" if before in ("cu", "cubic") or after == "cubed" else after
+    return f"^{power}" if power.isdigit() and power != "1" else ""
 
 
 @lru_cache(maxsize=10_000)
@@ -219,8 +245,7 @@ def read(text: str) -> Reading:
         return Reading(whole, "", frozenset(), None, False, None, words)
     name, body = match.groups() if (match := NAMED.fullmatch(whole)) else ("", whole)
     body, units = without_unit(body)
-    if re.match(r"\s*-?\s*\\\$", text):
-        units |= {"dollar"}
+    units |= {unit for sign, unit in CURRENCIES if sign.match(text)}
     based = BASED.fullmatch(body)
     base = (based[1].upper(), int(based[2])) if based and is_based(based[1], int(based[2])) else None
     value, percent = plain_number(body) or (None, False)
@@ -244,7 +269,9 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
         return gold.words == (answer.words if answer.words is not None else spelled(answer.body))
     if answer.words is not None and (gold.value is not None or gold.base):
         return False
-    if gold.units and answer.units and not gold.units & answer.units:
+    if re.fullmatch("[A-Za-z]{2,}", gold.body) and not gold.name and (answer.words is not None or re.fullmatch("[A-Za-z]{2,}", answer.body)):
+        return spelled(gold.body) == spelled(answer.body)  # words, or points and names of two or three letters: no products
+    if gold.units - answer.units and answer.units - gold.units:
         return False
     same_name = not (gold.name and answer.name) or gold.name == answer.name
     if gold.base:
@@ -276,7 +303,7 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
 def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "hash")) -> bool | None:
     """Whether the answer of a completion is the gold one: True, False, or None where nobody can tell.
 
-    extract: the EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, braces that do not close, nothing
+    extract: the EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, brackets that do not close, nothing
     in them, more than MAX_ANSWER characters) is False: silence must not pay. None: the gold cannot be parsed, or the worker ran out of
     time or memory or died. Such a None is not remembered: the same pair is tried again.
     May be called from several threads; each call takes at most TIMEOUT seconds of a worker, plus its start where it must be replaced.
@@ -288,6 +315,10 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
         return None
     if unspaced(gold) == unspaced(answer):
         return True
+    if not is_closed(tidy(answer)):
+        return False
+    if not is_closed(tidy(gold)):
+        return None
     gold_reading, answer_reading = read(gold), read(answer)
     verdict = compare(gold_reading, answer_reading)
     if verdict is not None:
@@ -307,7 +338,7 @@ def readable(gold: str) -> bool:
 
     math-verify takes tens of milliseconds, so it is only asked about what holds other than well-known commands and signs, in order and closed.
     """
-    if len(gold) > MAX_ANSWER or boxed(f"\\boxed{{{gold}}}") != gold or not tidy(gold):
+    if len(gold) > MAX_ANSWER or boxed(f"\\boxed{{{gold}}}") != gold or not tidy(gold) or not is_closed(tidy(gold)):
         return False
     reading = read(gold)
     if reading.words is not None or reading.value is not None or reading.base:
@@ -324,8 +355,12 @@ def readable(gold: str) -> bool:
 
 def is_ordinary(body: str) -> bool:
     """Whether a formula is of the common kind that math-verify is known to parse."""
-    closed = all(sum(map(body.count, opening)) == sum(map(body.count, closing)) for opening, closing in (("([", ")]"), ("{", "}")))
-    return closed and ORDINARY.fullmatch(body) is not None
+    return is_closed(body) and ORDINARY.fullmatch(body) is not None
+
+
+def is_closed(text: str) -> bool:
+    """Whether a tidy answer has as many opening brackets as closing ones, [0,1) counted as closed."""
+    return all(sum(map(text.count, opening)) == sum(map(text.count, closing)) for opening, closing in (("([", ")]"), ("{", "}")))
 
 
 def for_worker(reading: Reading) -> str:

@@ -37,6 +37,7 @@ def load():
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import I
 
     # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched for in text or boxes.
     reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False)
@@ -52,9 +53,17 @@ def load():
             return []
         return [expression for expression in found if not isinstance(expression, str)]
 
+    def imaginary(expression):
+        return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})
+
     def equal(gold: list, answer: list) -> bool:
+        return same(gold, answer) or any(symbol.name == "i" for expression in [*gold, *answer] for symbol in getattr(expression, "free_symbols", ())) and \
+            same(gold, answer, imaginary)
+
+    def same(gold: list, answer: list, change=lambda expression: expression) -> bool:
         try:
-            return verify(gold, answer, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+            return verify([*map(change, gold)], [*map(change, answer)], float_rounding=12, allow_set_relation_comp=True, timeout_seconds=None,
+                          raise_on_error=True)
         except MemoryError:
             raise
         except Exception:  # sympy cannot compare them, so it has not found them equal

@@ -21,6 +21,7 @@ from nanochat import engine
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.formats import PAPER
+from nanochat.rl import evals
 from nanochat.rl.rollouts import Sampler
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_eval, chat_rl, chat_sft, tango_rl
@@ -138,7 +139,7 @@ def test_pass_and_majority_at_k_are_those_of_the_samples(capsys, base):
 def test_a_right_answer_without_steps_is_not_right_in_every_step(capsys, base, tokenizer, monkeypatch):
     task = chain()
     force_picks(monkeypatch, ([*tokenizer.encode("=" + task.problem(split, 0).answer), tokenizer.assistant_end] for split in ("test_in", "test_out")))
-    monkeypatch.setattr(chat_eval, "ENDLESS", 1)  # problems of a task without end, where -x does not say
+    monkeypatch.setattr(evals, "ENDLESS", 1)  # problems of a task without end, where -x does not say
     for shown in scores(capsys).values():
         assert shown == {"number": "1", "pass@1": "100.0", "right in every step": "0.0", "ended": "100.0"}
 

@@ -32,7 +32,6 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = {
     "gpt": (GPT, GPTConfig(64, 265, 3, 2, 1, 48, "SSL")),
     "tied": (Decoder, DecoderConfig("qwen2", 64, 97, 3, 4, 2, 32, 8, 48, 1e-6, 1e4, None, True, False, False, False, True)),
-    "untied": (Decoder, DecoderConfig("qwen3", 64, 101, 2, 4, 1, 32, 16, 48, 1e-6, 1e4, None, False, False, False, True, False)),
 }
 LOSS = PolicyLoss("ppo_clip", kl="k3", kl_coef=0.1)
 
@@ -71,7 +70,7 @@ def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
     return rollouts, advantages[rows]
 
 
-def take_steps(name: str, rank: int, world: int, num_steps: int = 3, role: Role | None = None) -> tuple[Role, list[dict]]:
+def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role | None = None) -> tuple[Role, list[dict]]:
     role = role or make_role(name, sharded=world > 1)
     metrics = []
     for _ in range(num_steps):
@@ -143,7 +142,7 @@ def test_four_sharded_ranks_take_the_steps_of_one(tmp_path):
                 assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7), name
             assert torch.equal(rank[name]["tokens"], tokens)
             assert "another number of ranks" in rank[name]["refused"]
-        assert len({m["loss"] for m in expected}) == 4 and expected[1]["kl"] > 0
+        assert len({m["loss"] for m in expected}) == 3 and expected[1]["kl"] > 0
         for key, x in ranks[0][name]["state"].items():
             torch.testing.assert_close(x, state[key], rtol=1e-6, atol=1e-8)
         assert not ranks[1][name]["state"]

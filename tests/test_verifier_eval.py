@@ -20,7 +20,7 @@ from conftest import TASK_FLAGS, parse
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.engine import generate, row_key
-from nanochat.rl import rollouts
+from nanochat.rl import evals, rollouts
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, verifier_eval
 from tasks import TASKS, make_task
@@ -282,7 +282,7 @@ def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_p
 
 
 def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(verifier_eval, "ENDLESS", 3)
+    monkeypatch.setattr(evals, "ENDLESS", 3)
     flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out", str(tmp_path / "o.json")]
     run(capsys, *flags)
     numbers = json.loads((tmp_path / "o.json").read_text())
