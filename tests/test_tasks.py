@@ -5,7 +5,10 @@ Tasks: problems and splits, gold answers, gold step labels, demonstrations.
 """
 import argparse
 import inspect
+import os
 import random
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from itertools import combinations
@@ -386,6 +389,23 @@ def test_many_solutions_are_checked_in_order_and_at_the_same_time():
 def test_what_goes_wrong_in_a_check_is_raised():
     with pytest.raises(AttributeError):
         outcomes_of(task_of("chain"), [None], [Solution("=1", [])])
+
+
+def test_graders_do_not_count_the_trainers_memory_as_theirs():
+    """A process of 800 MB whose answers need math-verify: one worker serves them all."""
+    code = """
+held = bytearray(b"1") * (800 << 20)
+from tasks.grading import grade
+from tasks.grading_worker import WORKERS
+for k in range(2, 6):
+    assert grade(completion=f"\\\\boxed{{{k}(x+1)}}", gold=f"{k}x+{k}") is True, k
+    worker, = [slot for slot in list(WORKERS.slots.queue) if slot is not None]
+    print(worker.process.pid)
+"""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+    assert len(done.stdout.split()) == 4 and len(set(done.stdout.split())) == 1
 
 
 # Demonstrations
