@@ -5,7 +5,7 @@
 #   SCALE=1.5b bash runs/tango_qwen.sh         Qwen2.5-Math-1.5B, verified by Qwen2.5-1.5B, on one GPU of 80 GB
 #   SCALE=tiny bash runs/tango_qwen.sh         three random layers and the chain task on a CPU: a rehearsal without a download, under 10 minutes
 #
-# As the paper (dev/LOG.md has its numbers): the models, the problems (Eurus-2), 5 rollouts of 256 problems, 3 generator steps per verifier step behind 40
+# As the paper: the models, the problems (Eurus-2), 5 rollouts of 256 problems, 3 generator steps per verifier step behind 40
 # warm-up steps, 200 generator steps, alpha .1 -> .001, lr 1e-6, KL .001, gamma .8. Not as the paper: its SFT data is not public, so SFT has MATH's worked
 # solutions, 100 steps of 64 and not 800 (give SFT_CONVERSATIONS=file.jsonl for your own); the 1.5B version has 64 problems per step. Nobody has run the
 # two large sizes yet: memory and hours that the script prints are computed.
@@ -17,7 +17,8 @@ SCALE=${SCALE:-7b}
 export OMP_NUM_THREADS=1
 DEVICE=
 # --lr: of both roles; --kl-coef: weight of the KL to the starting models; --micro-batch-tokens: through a model at once; --max-rows: rollouts per GPU that
-# decode together; --save-every: a set of the 7B pair takes 183 GB on disk; --recompute: blocks run again in the backward pass (these three: memory, not results). --eval-examples: of MATH-500, greedy.
+# decode together; --recompute: blocks run again in the backward pass (these three: memory, not results). --save-every: a 7B pair's
+# set takes 183 GB on disk. --eval-examples: of MATH-500, greedy.
 RL="--task eurus --num-steps 200 --warmup-steps 40 --generator-steps 3 --verifier-steps 1 --num-samples 5 --alpha-start 0.1 --alpha-end 0.001
     --gamma 0.8 --kl-coef 0.001 --lr 1e-6 --temperature 1.0 --max-new-tokens 2048 --verifier-max-new-tokens 2048 --recompute
     --micro-batch-tokens 8192 --eval-every 20 --eval-examples 500 --save-every 100"
