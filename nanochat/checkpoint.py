@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import re
+import zlib
 
 import torch
 
@@ -110,10 +111,7 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
     step = find_step(stage, tag, step)
     meta, config = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     path = path_of(stage, tag, f"model_{step:06d}.pt")
-    state = load_file(path, mmap=True)
-    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
-        raise BadInput(f"{path} holds no state dict")
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in load_state_dict(path).items()}
     kind = GPT if isinstance(config, GPTConfig) else Decoder
     for name in MAY_BE_MISSING.keys() - state.keys() if kind is GPT else ():
         print0(f"{path}: has no {name}, taken as {MAY_BE_MISSING[name]}")
@@ -123,6 +121,24 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
     model = allocate(kind, config, dtype, device, torch.float32 if trained else dtype, sharded)
     fill(model, state)
     return model, meta
+
+
+def fingerprint(path: str) -> int:
+    """A number that tells a model file's weights from others': a checksum of the names, shapes and first values of all
+    tensors. Raises BadInput where the file holds no tensors."""
+    found = 0
+    for name, tensor in sorted(load_state_dict(path).items()):
+        first = tensor.flatten()[:256].float().tolist()
+        found = zlib.crc32(f"{name.removeprefix('_orig_mod.')} {tuple(tensor.shape)} {first}".encode(), found)
+    return found
+
+
+def load_state_dict(path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a model file, which stay in it until they are read. Raises BadInput where it holds anything else."""
+    state = load_file(path, mmap=True)
+    if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
+        raise BadInput(f"{path} holds no state dict")
+    return state
 
 
 def check_state(state: dict, model, path: str) -> None:

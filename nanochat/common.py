@@ -1,15 +1,19 @@
 """
 What every script needs: bad input, device and ranks, the run and its folder, collectives. Importing it does nothing.
 """
+import contextlib
 import ctypes
 import datetime
 import fcntl
+import functools
 import json
+import math
 import os
 import re
 import signal
 import sys
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -33,24 +37,21 @@ class Diverged(Exception):
 
 
 def script_main(main, parser, argv: list[str] | None = None) -> None:
-    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged into code 1. A leading `--` is dropped."""
-    def refuse(message: str):
-        raise BadInput(message)
-
-    def complain(line: str) -> None:
-        if rank_and_world()[0] == 0:
-            print(line, file=sys.stderr)
-
+    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged into code 1. A leading `--` is
+    dropped. parser: an ArgumentParser, or a function that makes it from the arguments."""
     argv = sys.argv[1:] if argv is None else argv
-    parser.error = refuse  # one line instead of the usage
+    argv = argv[1:] if argv[:1] == ["--"] else argv
     code = 0
     try:
-        main(parser.parse_args(argv[1:] if argv[:1] == ["--"] else argv))
+        parser = parser(argv) if callable(parser) else parser
+        parser.error = functools.partial(refuse, getattr(parser, "explain", str))  # one line instead of the usage
+        main(parser.parse_args(argv))
     except BadInput as error:
         complain(f"error: {error}")
         code = 2
     except Diverged as error:
-        complain(f"stopped: {error}")
+        if rank_and_world()[0] == 0:
+            print(f"stopped: {error}", file=sys.stderr)
         code = 1
     except StopRequested as stop:
         print0(stop)
@@ -63,6 +64,25 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
         os._exit(code)
     if code:
         sys.exit(code)
+
+
+def refuse(explain, message: str) -> None:
+    """Raises BadInput with argparse's message, as `explain` puts it."""
+    raise BadInput(explain(message))
+
+
+def complain(line: str) -> None:
+    """Says what is wrong, once: of several ranks with the same complaint the first, and any rank that is alone with its."""
+    _, world = rank_and_world()
+    is_first = True
+    if world > 1 and "MASTER_PORT" in os.environ:
+        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # nobody to ask: say it
+            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                  timeout=datetime.timedelta(seconds=10))
+            key = f"complaint/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{zlib.crc32(line.encode())}"
+            is_first = store.add(key, 1) == 1
+    if is_first:
+        print(line, file=sys.stderr, flush=True)
 
 
 def check_least(args, least: dict[str, float]) -> None:
@@ -178,6 +198,27 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return tensor
 
 
+def barrier() -> None:
+    """Waits, on the host too, until every rank is here; nothing where there is one rank."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def gather_tensor(x: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks joined in rank order, on every rank: x (n, ...), n may differ between ranks, the rest not."""
+    if not dist.is_initialized():
+        return x
+    size = torch.tensor([len(x)], device=x.device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(s) for s in sizes)
+    padded = x.new_zeros(longest, *x.shape[1:])
+    padded[: len(x)] = x
+    parts = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(s)] for part, s in zip(parts, sizes, strict=True)])
+
+
 def mean_over_ranks(values: dict[str, list], device) -> dict[str, float | None]:
     """The mean of each list of numbers over all ranks, None entries left out; None where nothing is left. One collective; the ranks must
     have the same keys."""
@@ -251,8 +292,10 @@ class Run:
                 self.wandb.log(record, step=record["step"])
 
     def append(self, name: str, record: dict) -> None:
+        """Appends a line of json to a file of the run; numbers that are not finite become null, as json has none."""
+        known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
         with open(os.path.join(self.folder, name), "a") as f:
-            f.write(json.dumps(record) + "\n")
+            f.write(json.dumps(known, allow_nan=False) + "\n")
 
     def trim(self, name: str, step: int) -> None:
         """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from."""

@@ -6,6 +6,7 @@ update hold at their peaks. Left out: the CUDA context and libraries (about 1 GB
 """
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf import Decoder, DecoderConfig
 from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
+from nanochat.rl.prompts import longest_problem
 
 BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s of a GPU's memory, from the vendor's data sheets
 Config = GPTConfig | DecoderConfig
@@ -23,24 +25,39 @@ Config = GPTConfig | DecoderConfig
 
 @dataclass(frozen=True)
 class Setting:
-    """What memory depends on besides the models. Lengths in tokens, the largest there are; counts over all ranks, as tango_rl's flags."""
+    """What memory depends on besides the models and what is sampled; as tango_rl's flags."""
     ranks: int = 1
     shard: bool = False
     recompute: bool = False
     dtype: torch.dtype = torch.bfloat16  # of activations
     device_type: str = "cuda"
-    examples_per_step: int = 32
-    num_samples: int = 8
-    prompt_tokens: int = 200
-    max_new_tokens: int = 96
-    verifier_max_new_tokens: int = 112
     micro_batch_tokens: int = 4096
     max_rows: int = 1024
-    reference: bool = True
 
     @property
     def shards(self) -> int:
         return self.ranks if self.shard else 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a role holds: an optimizer (it is trained), a reference."""
+    trained: bool = True
+    reference: bool = True
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a step draws from a role under one label, at most. Prompts over all ranks, samples of each, the longest prompt
+    and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it."""
+    role: str
+    label: str
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    new_tokens: int
+    times: int = 1
+    trained: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,12 +89,14 @@ def _sizes(kind, shape: str) -> Sizes:
     return Sizes(total, blocks // config.n_layer, total - blocks, model.lm_head.weight.numel(), matrices)
 
 
-def resident_bytes(config: Config, setting: Setting, trained: bool) -> dict[str, int]:
-    """What a role holds all the time: fp32 weights, AdamW's two moments, the reference and the copy that is sampled from."""
+def resident_bytes(config: Config, setting: Setting, held: Held) -> dict[str, int]:
+    """What a role holds all the time. A trained one: fp32 weights, AdamW's two moments and the copy that is sampled from; one
+    that only samples: weights of the activations' dtype, whole on each rank."""
     total, narrow = sizes_of(config).total, setting.dtype.itemsize
-    has_copy = setting.shard or setting.dtype != torch.float32
-    return {"weights, fp32": 4 * total // setting.shards, "AdamW": 8 * total // setting.shards if trained else 0,
-            "reference": narrow * total // setting.shards if trained and setting.reference else 0, "copy to sample from": narrow * total if has_copy else 0}
+    has_copy = held.trained and (setting.shard or setting.dtype != torch.float32)
+    shards = setting.shards if held.trained else 1
+    return {"weights": (4 if held.trained else narrow) * total // shards, "AdamW": 8 * total // shards if held.trained else 0,
+            "reference": narrow * total // shards if held.reference else 0, "copy to sample from": narrow * total if has_copy else 0}
 
 
 def cache_bytes_per_token(config: Config, setting: Setting) -> int:
@@ -113,9 +132,9 @@ def block_activations(config: Config, setting: Setting, seen: float) -> float:
     return attention + 4 * C + 4 * config.intermediate_size + 2 * (queries + keys) * config.qk_norm  # norms; gate, its silu, up, their product
 
 
-def activation_bytes(config: Config, setting: Setting, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
+def activation_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
     """What a micro-batch keeps for its backward pass and what that holds on its way; and its number of trained tokens."""
-    rows = max(1, min(setting.num_samples, (setting.micro_batch_tokens - prompt_tokens) // new_tokens))
+    rows = max(1, min(samples, (setting.micro_batch_tokens - prompt_tokens) // new_tokens))
     units = max(1, setting.micro_batch_tokens // (prompt_tokens + rows * new_tokens))
     prompts, trained = units * prompt_tokens, units * rows * new_tokens
     C, L, keys = config.n_embd, config.n_layer, 2 * config.n_kv_head * config.head_dim
@@ -128,11 +147,11 @@ def activation_bytes(config: Config, setting: Setting, prompt_tokens: int, new_t
     return int(setting.dtype.itemsize * (kept + trained * (4 * C + passing))), trained
 
 
-def update_bytes(config: Config, setting: Setting, prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """What the update of a role holds at its peak: gradients (all there from the second micro-batch on), weights gathered or cast, activations, and
-    logits with the LM head's gradient."""
+def update_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: int, new_tokens: int) -> dict[str, int]:
+    """What the update of a role on groups of `samples` holds at its peak: gradients (all there from the second micro-batch on),
+    weights gathered or cast, activations, and logits with the LM head's gradient."""
     sizes, narrow, L = sizes_of(config), setting.dtype.itemsize, config.n_layer
-    activations, trained = activation_bytes(config, setting, prompt_tokens, new_tokens)
+    activations, trained = activation_bytes(config, setting, samples, prompt_tokens, new_tokens)
     if setting.shard:  # two blocks gathered, one with its gradient, and the rest with its own
         cast = narrow * (2 * sizes.block + sizes.rest) + (narrow + 4) * sizes.block + narrow * sizes.rest
     elif narrow < 4:  # each of the two passes keeps its casts
@@ -152,22 +171,22 @@ def step_bytes(config: Config, setting: Setting) -> int:
     return 4 * sizes_of(config).total // setting.shards
 
 
-def memory_plan(generator: Config, verifier: Config | None, setting: Setting, trained: set[str]) -> dict:
+def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[Draw], setting: Setting) -> dict:
     """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident}, "peak": bytes}."""
-    models = {"generator": generator} | ({"verifier": verifier} if verifier else {})
-    resident = {name: resident_bytes(config, setting, name in trained) for name, config in models.items()}
-    P, G = max(1, setting.examples_per_step // setting.ranks), setting.num_samples
-    lengths = {"generator": (setting.prompt_tokens, setting.max_new_tokens),
-               "verifier": (setting.prompt_tokens + setting.max_new_tokens, setting.verifier_max_new_tokens)}
-    phases = {f"sampling {P * G} solutions of {P} problems": sampling_bytes(generator, setting, P, P * G, *lengths["generator"])}
-    if verifier:
-        phases[f"sampling {P * G} verifications, one each"] = sampling_bytes(verifier, setting, P * G, P * G, *lengths["verifier"])
-        phases[f"sampling {P * G} verifications of {P} solutions"] = sampling_bytes(verifier, setting, P, P * G, *lengths["verifier"])
-    for name in sorted(trained & models.keys()):
-        update = update_bytes(models[name], setting, *lengths[name])
-        phases[f"updating the {name}"] = max(sum(update.values()), update["gradients"] + step_bytes(models[name], setting))
-    held = sum(sum(parts.values()) for parts in resident.values())
-    return {"resident": resident, "phases": phases, "peak": held + max(phases.values())}
+    resident = {name: resident_bytes(config, setting, held[name]) for name, config in configs.items()}
+    phases: dict[str, int] = {}
+    for draw in draws:
+        P = max(1, draw.prompts // setting.ranks)
+        size = sampling_bytes(configs[draw.role], setting, P, P * draw.samples, draw.prompt_tokens, draw.new_tokens)
+        phases[f"sampling {draw.label}: {P} x {draw.samples} of the {draw.role}"] = size
+    for draw in draws:
+        if draw.trained:
+            parts = update_bytes(configs[draw.role], setting, draw.samples, draw.prompt_tokens, draw.new_tokens)
+            size = max(sum(parts.values()), parts["gradients"] + step_bytes(configs[draw.role], setting))
+            name = f"updating the {draw.role}"
+            phases[name] = max(phases.get(name, 0), size)
+    total = sum(sum(parts.values()) for parts in resident.values())
+    return {"resident": resident, "phases": phases, "peak": total + max(phases.values())}
 
 
 def show_plan(plan: dict, limit_gb: float | None) -> list[str]:
@@ -211,61 +230,61 @@ def gpu_name(device: torch.device) -> str:
     return next((known for known in BANDWIDTH if known in name), "H100")
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Mean lengths in tokens."""
-    prompt: int
-    solution: int
-    verification: int
-
-
 def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new_tokens: int, speed: Speed) -> float:
     """Seconds to run prompts and decode rows behind them, on one GPU."""
     floor = decode_floor(model, prompts, rows, prompt_tokens, new_tokens, speed.limits) + prefill_floor(model, prompts, prompt_tokens, speed.limits)
     return floor / speed.decode_efficiency
 
 
-def tango_seconds(generator, verifier, problems: float, num_samples: int, lengths: Lengths, speed: Speed, context: int | None = None,
-                  reference: bool = True, recompute: bool = False) -> dict[str, float]:
-    """Seconds of a generator step of GRPO alone and of RL Tango, and of a verifier step, on each of the GPUs that share the work evenly.
-
-    Every generator step samples solutions and one verification of each, every verifier step solutions and a group of verifications. problems: per GPU.
-    context: the tokens that attention sees, by default each model's whole context. reference: there is a KL term.
-    """
-    P, G, judged = problems, num_samples, lengths.prompt + lengths.solution  # judged: what a verifier reads
-    passes = (3 + reference + recompute) / 3  # a reference runs forward, as a block that is run again
-    train = lambda model, prompt, new: (P * prompt + P * G * new) * flops_per_token(model, context) * passes / (speed.limits[0] * speed.mfu)
-    solve = lambda rows: sampling_seconds(generator, P, rows, lengths.prompt, lengths.solution, speed)
-    grpo = solve(P * G) + train(generator, lengths.prompt, lengths.solution)
-    verify = lambda prompts: sampling_seconds(verifier, prompts, P * G, judged, lengths.verification, speed)
-    return {"grpo": grpo, "generator": grpo + verify(P * G), "verifier": solve(P) + verify(P) + train(verifier, judged, lengths.verification)}
+def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed: Speed, context: int | None = None) -> dict[str, float]:
+    """Seconds of sampling a draw, and of the update on it where there is one, on each of the GPUs that share it evenly. Lengths
+    in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole context."""
+    model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
+    seconds = {"sampling": sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed), "update": 0.0}
+    if draw.trained:
+        passes = (3 + held.reference + setting.recompute) / 3  # a reference runs forward, as a block that is run again
+        tokens = P * draw.prompt_tokens + P * draw.samples * new
+        seconds["update"] = tokens * flops_per_token(model, context) * passes / (speed.limits[0] * speed.mfu)
+    return seconds
 
 
-def describe_run(args, configs: dict[str, Config], trained: set[str], prompt_lengths: list[int], ranks: int, dtype: torch.dtype,
-                 device: torch.device) -> list[str]:
-    """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. configs: of the roles; prompt_lengths: of problems."""
-    generator, verifier, speed = configs["generator"], configs.get("verifier"), Speed(gpu_name(device))
+# A run's plan, from what its recipe declares
+
+def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[Draw]:
+    """A recipe's calls as draws. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that completions
+    run to."""
+    return [Draw(call.role, call.label, call.num_prompts, call.num_samples, prompt_tokens(call.wrap) + int(share * call.quoted),
+                 max(1, int(share * call.max_new_tokens)), call.times, call.trained) for call in calls]
+
+
+def held_by(specs: dict, kl_coef: float) -> dict[str, Held]:
+    """What each role of a recipe holds. specs: its RoleSpecs."""
+    return {name: Held(spec.trained, spec.reference or (spec.trained and kl_coef > 0)) for name, spec in specs.items()}
+
+
+def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, totals: dict[str, int], tokenizer, fmt,
+                 problems: list[str], ranks: int, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. specs, configs: of the roles;
+    calls: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
+    speed, held = Speed(gpu_name(device)), held_by(specs, args.kl_coef)
     memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None
-    setting = Setting(ranks, args.shard, args.recompute, dtype, device.type, args.examples_per_step, args.num_samples, max(prompt_lengths),
-                      args.max_new_tokens, args.verifier_max_new_tokens, args.micro_batch_tokens, args.max_rows, args.kl_coef > 0)
+    setting = Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows)
+    longest, first = longest_problem(tokenizer, problems), problems[:1000]
+    most = functools.cache(lambda wrap: len(wrap(tokenizer, fmt, longest)))
+    mean = functools.cache(lambda wrap: sum(len(wrap(tokenizer, fmt, problem)) for problem in first) // len(first))
     lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()), ""]
-    lines += show_plan(memory_plan(generator, verifier, setting, trained), memory_gb)
-    P, G, limits = args.examples_per_step, args.num_samples, (args.max_new_tokens, args.verifier_max_new_tokens)
-    lines += ["", f"tokens per generator step, at most: {P * G * limits[0]:,} of solutions" + f", {P * G * limits[1]:,} of verifications" * bool(verifier)]
-    lines += [f"tokens per verifier step, at most: {P * limits[0]:,} of solutions, {P * G * limits[1]:,} of verifications"] * ("verifier" in trained)
-    steps = {"generator": args.num_steps if "generator" in trained else 0, "verifier": 0}
-    if "verifier" in trained:
-        steps["verifier"] = args.warmup_steps + args.num_steps * args.verifier_steps // args.generator_steps if steps["generator"] else args.num_steps
-    for share, words in ((2, "half of their limits"), (1, "their limits")):
-        lengths = Lengths(sum(prompt_lengths) // len(prompt_lengths), limits[0] // share, limits[1] // share)
-        models = [model_of(config, torch.bfloat16) for config in (generator, verifier or generator)]
-        context = lengths.prompt + lengths.solution + lengths.verification
-        seconds = tango_seconds(*models, P / ranks, G, lengths, speed, context, args.kl_coef > 0, args.recompute)
-        per_step = {"generator": seconds["generator" if verifier else "grpo"], "verifier": seconds["verifier"]}
-        hours = sum(steps[role] * per_step[role] for role in steps) / 3600
-        shown = ", ".join(f"{count} {role} steps of {per_step[role]:.1f}s" for role, count in steps.items() if count)
-        lines.append(f"{hours:.2f} hours if completions run to {words}: {shown}, evaluation apart")
-    on_disk = sum(4 * sizes_of(config).total * (3 if name in trained else 1) for name, config in configs.items())
+    lines += show_plan(memory_plan(configs, held, draws_of(calls, most), setting), memory_gb)
+    lines += ["", "tokens per step, at most: " + ", ".join(
+        f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.label} ({draw.role})" for draw in draws_of(calls, most))]
+    lines += ["updates: " + ", ".join(f"{count} of the {role}" for role, count in totals.items())]
+    for share, words in ((0.5, "half of their limits"), (1.0, "their limits")):
+        total, shown, context = 0.0, [], max(mean(call.wrap) + int(share * (call.quoted + call.max_new_tokens)) for call in calls)
+        for draw in draws_of(calls, mean, share):
+            seconds = draw_seconds(configs[draw.role], draw, held[draw.role], setting, speed, context)
+            total += draw.times * sum(seconds.values())
+            shown.append(f"{draw.label} {sum(seconds.values()):.1f}s x {draw.times}")
+        lines.append(f"{total / 3600:.2f} hours if completions run to {words}: {', '.join(shown)}, evaluation apart")
+    on_disk = sum((12 if held[name].trained else 4) * sizes_of(config).total for name, config in configs.items())
     lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); --save-every {args.save_every}, none is removed")
     return [*lines, f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and {100 * speed.decode_efficiency:.0f}% of "
             f"the bandwidth's speed in decoding; nothing was measured or loaded"]

@@ -26,7 +26,9 @@ from nanochat.kernels import cpu
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role
-from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.packing import pack, token_weights
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import update
 
 
@@ -64,7 +66,7 @@ def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tup
     out = generate(role.model, prompts, num_samples, max_new_tokens=length, stop_tokens=[], keys=keys)
     assert out.tokens.shape == (len(prompts) * num_samples, length)
     group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
-    return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
+    return Rollouts([Prompt(ids) for ids in prompts], group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
 
 
 def judged_prompts(rollouts: Rollouts) -> list[list[int]]:

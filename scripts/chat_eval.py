@@ -19,9 +19,9 @@ from nanochat.common import (BadInput, all_reduce, check_least, check_name, comp
 from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
 from nanochat.hf_tokenizer import load_tokenizer
-from nanochat.rl.evals import answers_of, majority, outcomes_of, pass_at_k, problems_of
+from nanochat.rl.scores import answers_of, majority, outcomes_of, pass_at_k, problems_of
 from nanochat.rl.prompts import check_prompts_fit
-from nanochat.rl.rollouts import Sampler
+from nanochat.rl.sampling import Sampler
 from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flags
 from tasks.multiple_choice import RANDOM_BASELINE, CHOICE_SETS, choice_prompt, load_choices
 
@@ -62,13 +62,13 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
     problems = problems[rank::world]
     rollouts, solutions = sampler.solve(model, problems, n, ("chat_eval", split), greedy=args.temperature == 0)
     stopped, rows, has_labels = rollouts.stopped.tolist(), [], getattr(task, "has_step_labels", True)
-    outcomes = outcomes_of(task, [problem for problem in problems for _ in range(n)], solutions)
+    outcomes = outcomes_of(task, [problem for problem in problems for _ in range(n)], rollouts.texts)
     for i, problem in enumerate(problems):
         mine = solutions[i * n: (i + 1) * n]
         right = [outcome is True for outcome in outcomes[i * n: (i + 1) * n]]
         labels = [task.step_labels(problem, s.text) for s in mine]
         all_right = sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True)) if has_labels else None
-        answers = answers_of(task, mine)
+        answers = answers_of(task, [s.text for s in mine])
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
         rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)], sum(stopped[i * n: (i + 1) * n])])

@@ -19,7 +19,7 @@ import time
 import torch
 
 from nanochat.checkpoint import load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, barrier, check_least, check_name, check_writable, compute_dtype,
                              describe_versions, flag_defaults, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
@@ -30,7 +30,7 @@ from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.rl.prompts import generator_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
-from nanochat.rl.rollouts import Sampler
+from nanochat.rl.sampling import Sampler
 from nanochat.weights import whole_state
 from tasks import add_task_args, make_task
 from tasks.conversations import load_conversations
@@ -255,7 +255,7 @@ def main(args) -> None:
         weights = whole_state(model, keep=rank == 0)
         if rank == 0 or args.shard:
             save_training("sft", tag, state["step"], rank, optimizers, {"state": dict(state)})
-        all_reduce(torch.zeros(1, device=device))  # every rank has written its part
+        barrier()  # every rank has written its part
         if rank == 0:
             save_model("sft", tag, state["step"], model, {"user_config": vars(args), "loss": state["loss"], "val_bpb": None}, weights)
 

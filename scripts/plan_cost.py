@@ -8,13 +8,16 @@ The flags are those of the scripts themselves. Nothing here was measured: traini
 """
 import argparse
 import shlex
+from dataclasses import replace
 
 import torch
 
 from nanochat.common import BadInput, check_least, print0, script_main
 from nanochat.gpt import GPT, config_of
 from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
-from nanochat.plan import BANDWIDTH, Lengths, Speed, sampling_seconds, tango_seconds
+from nanochat.plan import BANDWIDTH, Held, Setting, Speed, draw_seconds, draws_of, sampling_seconds
+from nanochat.recipes import grpo, tango
+from nanochat.rl.prompts import empty_verifier_prompt
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
@@ -66,12 +69,16 @@ def sft_flops(args, sft, model) -> tuple[float, str]:
 
 def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
     """RL Tango, and GRPO alone."""
-    verifier_steps = rl.warmup_steps + rl.num_steps * rl.verifier_steps // max(1, rl.generator_steps)
-    lengths = Lengths(args.prompt_tokens, args.completion_tokens, args.completion_tokens)
-    seconds = tango_seconds(model, model, rl.examples_per_step / args.gpus, rl.num_samples, lengths, speed)
-    return [("RL Tango", rl.num_steps * seconds["generator"] + verifier_steps * seconds["verifier"],
-             f"{rl.num_steps} generator steps of {seconds['generator']:.1f}s, {verifier_steps} verifier steps of {seconds['verifier']:.1f}s"),
-            ("chat_rl in its place", rl.num_steps * seconds["grpo"], f"{rl.num_steps} steps of {seconds['grpo']:.1f}s")]
+    setting = Setting(ranks=args.gpus)
+    quoted = {empty_verifier_prompt: args.completion_tokens}
+    rows = []
+    for name, recipe in (("RL Tango", tango), ("chat_rl in its place", grpo)):
+        draws = [replace(draw, prompt_tokens=args.prompt_tokens + quoted.get(call.wrap, 0), new_tokens=args.completion_tokens)
+                 for call in recipe.calls(rl) for draw in draws_of([call], lambda wrap: 0)]
+        seconds = {draw.label: sum(draw_seconds(model.config, draw, Held(), setting, speed).values()) for draw in draws}
+        total = sum(draw.times * seconds[draw.label] for draw in draws)
+        rows.append((name, total, ", ".join(f"{draw.label} {seconds[draw.label]:.1f}s x {draw.times}" for draw in draws)))
+    return rows
 
 
 def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str, float, str]]:

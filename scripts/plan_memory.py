@@ -11,7 +11,8 @@ import argparse
 from nanochat.checkpoint import find_step, list_steps, load_meta
 from nanochat.common import BadInput, check_least, path_of, print0, script_main
 from nanochat.hf_files import DTYPES, find_folder, read_config
-from nanochat.plan import Config, Setting, memory_plan, show_plan, variants
+from nanochat.plan import Config, Held, Setting, draws_of, memory_plan, show_plan, variants
+from nanochat.recipes import grpo, tango
 from nanochat.shapes import SHAPES, shape_of
 
 
@@ -50,16 +51,18 @@ def main(args) -> None:
                        "micro_batch_tokens": 1, "max_rows": 1, "kl_coef": 0})
     if min(args.ranks) < 1:
         raise BadInput(f"--ranks {min(args.ranks)}: must be at least 1")
-    generator = config_named(args.generator)
-    verifier = None if args.verifier == "none" else config_named(args.verifier or args.generator)
-    trained = {"generator", "verifier"} if verifier else {"generator"}
-    setting = Setting(dtype=DTYPES[args.dtype], examples_per_step=args.examples_per_step, num_samples=args.num_samples,
-                      prompt_tokens=args.prompt_tokens, max_new_tokens=args.max_new_tokens, verifier_max_new_tokens=args.verifier_max_new_tokens,
-                      micro_batch_tokens=args.micro_batch_tokens, max_rows=args.max_rows, reference=args.kl_coef > 0)
+    configs = {"generator": config_named(args.generator)}
+    if args.verifier != "none":
+        configs["verifier"] = config_named(args.verifier or args.generator)
+    recipe = tango if "verifier" in configs else grpo
+    plan_args = argparse.Namespace(**vars(args), num_steps=1, warmup_steps=0, verifier_steps=1, generator_steps=1)
+    draws = draws_of(recipe.calls(plan_args), lambda wrap: args.prompt_tokens)
+    held = {name: Held(True, args.kl_coef > 0) for name in configs}
+    setting = Setting(dtype=DTYPES[args.dtype], micro_batch_tokens=args.micro_batch_tokens, max_rows=args.max_rows)
     print0(f"{'ranks':>5s} {'--shard':>8s} {'--recompute':>12s} {'stays':>9s} {'sampling':>9s} {'update':>9s} {'peak':>9s}  GB per rank")
     best = None
     for variant in variants(setting, sorted(set(args.ranks))):
-        plan = memory_plan(generator, verifier, variant, trained)
+        plan = memory_plan(configs, held, draws, variant)
         phases = {kind: max((size for name, size in plan["phases"].items() if name.startswith(kind)), default=0) for kind in ("sampling", "updating")}
         held, fits = plan["peak"] - max(plan["phases"].values()), plan["peak"] / 1e9 <= args.memory
         best = best or (variant, plan) if fits else best

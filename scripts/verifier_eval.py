@@ -21,9 +21,10 @@ from nanochat.common import (BadInput, check_least, check_name, compute_dtype, g
                              write_json)
 from nanochat.formats import COMPACT, PAPER
 from nanochat.hf_tokenizer import load_tokenizer
-from nanochat.rl.evals import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
+from nanochat.rl.scores import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
 from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
-from nanochat.rl.rollouts import Sampler, count_copies
+from nanochat.rl.prompts import count_copies
+from nanochat.rl.sampling import Sampler
 from nanochat.rl.voting import SCORES, aligned, calibration, choose, final_share, first_error_scores, mean_scores, step_share
 from tasks import add_task_args, complete_task_args, make_task, task_flags
 from tasks.common import Problem
@@ -217,7 +218,8 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
     _, solutions = solver.solve(generator, problems[::n], n, ("best_of_n",), greedy=args.generator_temperature == 0)
     rows: dict[int, dict] = {}
     verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
-    outcomes, answers = outcomes_of(task, problems, solutions), answers_of(task, solutions)
+    texts = [solution.text for solution in solutions]
+    outcomes, answers = outcomes_of(task, problems, texts), answers_of(task, texts)
     for problem, solution, outcome, answer, said in zip(problems, solutions, outcomes, answers, verifications, strict=True):
         num_steps = len(solution.step_ends)
         verdicts, step_verdicts = [v.verdict for v in said] or [None] * k, [aligned(v.step_verdicts, num_steps) for v in said] or [[None] * num_steps] * k

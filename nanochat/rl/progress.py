@@ -1,87 +1,115 @@
 """
 What a run shows while it goes: the health check, a line per step, rollout records and the final table.
 """
-from nanochat.common import print0
+import torch
 
-TABLE = {
-    "gen/pass1_in": "generator greedy pass@1, in distribution",
-    "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)",
-    "ver/outcome_f1_fixed": "verifier outcome F1 (macro), fixed solutions",
-    "ver/balanced_acc_fixed": "verifier balanced accuracy, fixed solutions",
-    "ver/step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
-    "ver/step_f1_fixed_out": "verifier step F1, fixed solutions, out of distribution",
-    "ver/step_f1_current": "verifier step F1, current generator's solutions",
-    "ver/parse_fail_fixed": "verifier parse failures",
-}
+from nanochat.common import print0
+from nanochat.rl.evals import sampled_scores
+from nanochat.rl.play import Play, Update
+from nanochat.rl.prompts import read_solution
+from nanochat.rl.roles import short_name
+from nanochat.rl.trainer import score
 
 
 def percent(value: float | None) -> str:
     return "    -" if value is None else f"{100 * value:5.1f}"
 
 
-def print_table(before: dict, after: dict) -> None:
-    """Before RL -> after RL, in percent and points."""
+def print_table(before: dict, after: dict, words: dict[str, str] | None = None) -> None:
+    """Before RL -> after RL, in percent and points. words: the scores to show and what they are; by default all, by name."""
     print0(f"\n{'held-out evaluation (percent)':58s} before    after   change")
-    for name, label in TABLE.items():
+    for name, label in (words or {name: name for name in after}).items():
         if name in after:
             old, new = before.get(name), after[name]
             change = f"{100 * (new - old):+6.1f}" if None not in (old, new) else "     -"
             print0(f"{label:58s}  {percent(old)} -> {percent(new)}   {change}")
 
 
-def print_step(record: dict, role: str, seconds_left: float) -> None:
-    """One line per optimizer step."""
-    prefix = "gen" if role == "generator" else "ver"
-    get = lambda name: record.get(f"{prefix}/{name}")
-    number = lambda name: "-" if get(name) is None else f"{get(name):.3f}"
-    shown = f"reward {number('reward')} ± {number('reward_std')} | no signal {100 * get('frac_reward_zero_std'):3.0f}%"
-    shown += f" | len {get('completions/mean_length'):5.1f} | entropy {get('entropy'):.3f} | grad {get('grad_norm'):.2f}"
-    if role == "generator":
-        shown += f" | alpha {record['gen/alpha']:.3f}"
-    else:
-        shown += f" | balanced acc {percent(get('balanced_acc'))} | step F1 {percent(get('step_f1'))}"
-        if get("pred_pos_rate") in (0.0, 1.0):
-            shown += " | WARNING: constant verifier"
-    print0(f"step {record['step']:4d} {role:9s} | {shown} | {record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left")
+def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
+    """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it."""
+    parts = [step_of_role(record, role, shown.get(role, [])) for role in roles]
+    left = f"{record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left"
+    print0(f"step {record['step']:4d} {' || '.join(parts) or 'no update'} | {left}")
 
 
-def rollout_records(role: str, fmt, problems, solutions, verifications, rollouts, advantages, outcomes, labels, rows) -> list[dict]:
-    """The given rows of a step's rollouts for rollouts.jsonl: texts, verdicts, gold labels, and the advantages of the trained tokens.
-    step_spans: characters [start, end) of the steps in the solution; step_ends: their last tokens."""
-    records = []
-    for n in rows:
-        records.append({
-            "role": role, "problem": problems[n].prompt, "gold": problems[n].answer, "solution": solutions[n].text, "outcome": outcomes[n],
-            "step_labels": labels[n], "step_spans": fmt.step_spans(solutions[n].text), "step_ends": solutions[n].step_ends,
-            "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
-            "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
-            **({"verification": None} if verifications is None else {
-                "verification": verifications[n].text, "step_verdicts": verifications[n].step_verdicts, "verdict": verifications[n].verdict,
-                "unmet": list(verifications[n].unmet)})})
+def step_of_role(record: dict, role: str, shown: list[str]) -> str:
+    """A role's part of a step's line."""
+    get = lambda name: record.get(f"{short_name(role)}/{name}")
+    number = lambda name, digits=3: "-" if get(name) is None else f"{get(name):.{digits}f}"
+    text = f"{role:9s}"
+    if get("num_rollouts") is not None:
+        text += f" | reward {number('reward')} ± {number('reward_std')} | no signal {number('frac_reward_zero_std', 2)}"
+        text += f" | len {number('completions/mean_length', 1)}"
+    text += f" | entropy {number('entropy')} | grad {number('grad_norm', 2)}"
+    text += "".join(f" | {name.replace('_', ' ')} {number(name)}" for name in shown)
+    text += " | WARNING: constant verifier" if get("pred_pos_rate") in (0.0, 1.0) else ""
+    return text + (" | SKIPPED: not finite" if get("skipped") else "")
+
+
+def rollout_records(t: Play, update: Update) -> list[dict]:
+    """The first rollout of the first --log-rollouts groups of each part of an update, for rollouts.jsonl: texts, gold labels,
+    the recipe's columns and the advantages of the tokens. step_spans: characters [start, end) of the steps in the solution;
+    step_ends: their last tokens; completion: what was written, where it is not the solution."""
+    records, fmt = [], t.task.fmt
+    for rollouts, advantages in update.parts:
+        first = {g: n for n, g in reversed(list(enumerate(rollouts.group_id.tolist())))}
+        for n in sorted(first.values())[: t.args.log_rollouts]:
+            prompt = rollouts.prompts[int(rollouts.group_id[n])]
+            tokens = rollouts.tokens[n, : rollouts.lengths[n]].tolist()
+            solution = prompt.solution or read_solution(t.tokenizer, fmt, tokens)
+            is_quoted = {} if prompt.solution is None or "verification" in rollouts.columns else {"completion": rollouts.texts[n]}
+            records.append({
+                "role": update.role, "problem": prompt.problem.prompt, "gold": prompt.problem.answer, "solution": solution.text,
+                "outcome": None, "step_labels": t.task.step_labels(prompt.problem, solution.text),
+                "step_spans": fmt.step_spans(solution.text), "step_ends": solution.step_ends,
+                "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
+                "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
+                **is_quoted, **{name: values[n] for name, values in rollouts.columns.items()}})
     return records
 
 
-def health_check(scores: dict, sampled: dict, logprob_gap: float | None) -> list[str]:
-    """Prints what RL starts from and returns the warnings: each names the likely cause."""
+def logprob_gap(t: Play, role: str) -> float:
+    """The largest difference between the logprobs of sampler and trainer, over solutions of a few problems."""
+    rollouts = t.solve(role, [t.task.problem("rl", i) for i in range(4)], t.args.num_samples, "health")
+    ones = torch.ones_like(rollouts.sampler_logprobs)
+    batches = t.even(t.micro_batches(rollouts, ones, ones[:, 0], keep_idle=True))
+    gaps = [score(t.roles[role].model, b, t.args.temperature) - b.at_trained(b.sampler_logprobs) for b in batches]
+    return torch.cat(gaps).abs().max().item()
+
+
+# Largest difference of logprobs that two ways to add up the same numbers may have. bf16 logits of 16 to 32 are spaced .125:
+# each of the two logits that make a logprob may be off by half of that, in either of the two ways.
+LARGEST_GAP = {torch.float32: 0.1, torch.bfloat16: 0.5}
+
+
+def health_check(t: Play, role: str) -> list[str]:
+    """Prints what RL starts from and returns the warnings: each names the likely cause. role: the one that solves."""
+    sampled, gap, scores = sampled_scores(t, role, 64), logprob_gap(t, role), t.state.before
     print0("health check of the starting point")
     for name, value in sampled.items():
-        print0(f"  generator {name:22s} {percent(value)}%")
-    for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1"):
-        if f"ver/{name}_fixed" in scores:
-            print0(f"  verifier  {name:22s} {percent(scores[f'ver/{name}_fixed'])}%")
-    if logprob_gap is not None:
-        print0(f"  sampler vs trainer, largest logprob difference {logprob_gap:.2e}")
+        print0(f"  {role:9s} {name:22s} {percent(value)}%")
+    judged = {name: scores[f"ver/{name}_fixed"] for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1")
+              if f"ver/{name}_fixed" in scores}
+    for name, value in judged.items():
+        print0(f"  verifier  {name:22s} {percent(value)}%")
+    print0(f"  sampler vs trainer, largest logprob difference {gap:.2e}")
+    warnings = health_warnings(sampled, judged, gap, t.roles[role].model.compute_dtype)
+    for warning in warnings:
+        print0(f"  WARNING: {warning}")
+    return warnings
+
+
+def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype) -> list[str]:
+    """What is wrong with a start. sampled: of `sampled_scores`; judged: a verifier's scores, {} without one."""
     warnings = []
     if sampled["pass@1"] == 0:
         warnings.append("no sampled solution is right: RL finds nothing to reinforce; give SFT longer or easier problems")
     if sampled["end_token_rate"] < 0.5:
         warnings.append("under half of the completions end: SFT never taught the end token, or --max-new-tokens is too small")
-    if scores.get("ver/parse_fail_fixed", 0) > 0.5:
+    if judged.get("parse_fail", 0) > 0.5:
         warnings.append("under half of the verifications parse: the verifier has not learned its format; train its SFT longer")
-    elif scores.get("ver/pred_pos_rate_fixed") in (0.0, 1.0) or scores.get("ver/balanced_acc_fixed") == 0.5:
+    elif judged.get("pred_pos_rate") in (0.0, 1.0) or judged.get("balanced_acc") == 0.5:
         warnings.append("the verifier is constant (balanced accuracy 0.5): SFT it on balanced solutions, and use --verifier-balance")
-    if logprob_gap is not None and logprob_gap > 0.1:
+    if gap > LARGEST_GAP.get(dtype, 0.1):
         warnings.append("sampler and trainer disagree on logprobs: check --top-k, --temperature and dtypes")
-    for warning in warnings:
-        print0(f"  WARNING: {warning}")
     return warnings

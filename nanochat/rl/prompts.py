@@ -2,10 +2,59 @@
 What each role reads and writes: prompts, reasoning steps with their token positions, verdicts.
 """
 from bisect import bisect_right
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from nanochat.common import BadInput
+from tasks.common import Problem
+
+
+@dataclass
+class Solution:
+    """A generator's completion, read: its text, and per reasoning step the index of its last token in the completion."""
+    text: str
+    step_ends: list[int]
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What a model is asked: its token ids; the problem it is about, whose (split, index) keys the sampling noise; `copy`,
+    which tells prompts about one problem apart for the noise; and the solution that it quotes, if it quotes one."""
+    ids: list[int]
+    problem: Problem | None = None
+    copy: int = 0
+    solution: Solution | None = None
+
+
+def count_copies(names: list) -> list[int]:
+    """How often each entry has occurred before in the list: ["a", "b", "a"] -> [0, 0, 1]."""
+    seen: Counter = Counter()
+    copies = []
+    for name in names:
+        copies.append(seen[name])
+        seen[name] += 1
+    return copies
+
+
+def numbered(prompts: list[Prompt], copies: list[int] | None = None) -> list[Prompt]:
+    """The prompts with `copies`; by default prompts about one problem are counted as they come."""
+    copies = count_copies([prompt.problem for prompt in prompts]) if copies is None else copies
+    return [replace(prompt, copy=copy) for prompt, copy in zip(prompts, copies, strict=True)]
+
+
+def solve_prompts(tokenizer, fmt, problems: list[Problem]) -> list[Prompt]:
+    """The generator's prompts for these problems."""
+    return numbered([Prompt(generator_prompt(tokenizer, fmt, problem.prompt), problem) for problem in problems])
+
+
+def verify_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solution],
+                   copies: list[int] | None = None) -> list[Prompt]:
+    """The verifier's prompts; solutions[i] solves problems[i]."""
+    pairs = zip(problems, solutions, strict=True)
+    prompts = [Prompt(verifier_prompt(tokenizer, fmt, p.prompt, s.text), p, solution=s) for p, s in pairs]
+    return numbered(prompts, copies)
 
 
 def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
@@ -31,25 +80,34 @@ def longest_problem(tokenizer, problems: list[str]) -> str:
     return longest
 
 
-def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, int], max_new_tokens: int, verifier_max_new_tokens: int) -> None:
+def empty_verifier_prompt(tokenizer, fmt, problem: str) -> list[int]:
+    """The verifier's prompt but for the solution that it quotes."""
+    return verifier_prompt(tokenizer, fmt, problem, "")
+
+
+def check_fit(role: str, wrap: Callable, quoted: int, max_new_tokens: int, context: int, tokenizer, fmt,
+              problem: str) -> None:
+    """Raises BadInput when a prompt, what it quotes and its completion exceed a role's context.
+
+    wrap(tokenizer, fmt, problem) gives the prompt but for `quoted` tokens of completions; problem: the longest.
+    """
+    length = len(wrap(tokenizer, fmt, problem)) + quoted + max_new_tokens
+    if length > context:
+        raise BadInput(f"the {role}'s longest prompt and completion have up to {length} tokens, its context {context}; "
+                       f"lower --max-new-tokens or --verifier-max-new-tokens, or train with a larger --sequence-len")
+
+
+def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, int], max_new_tokens: int,
+                      verifier_max_new_tokens: int) -> None:
     """Raises BadInput when the longest of these problems, with the completions asked for, exceeds a role's context.
 
-    contexts: tokens that each role's model can hold. A quoted solution is counted at max_new_tokens.
+    contexts: tokens that the generator's and the verifier's model can hold. A quoted solution counts max_new_tokens.
     """
     longest = longest_problem(tokenizer, problems)
-    lengths = {"generator": len(generator_prompt(tokenizer, fmt, longest)) + max_new_tokens,
-               "verifier": len(verifier_prompt(tokenizer, fmt, longest, "")) + max_new_tokens + verifier_max_new_tokens}
+    calls = {"generator": (generator_prompt, 0, max_new_tokens),
+             "verifier": (empty_verifier_prompt, max_new_tokens, verifier_max_new_tokens)}
     for role, context in contexts.items():
-        if lengths[role] > context:
-            raise BadInput(f"the {role}'s longest prompt and completion have up to {lengths[role]} tokens, its context {context}; "
-                           f"lower --max-new-tokens or --verifier-max-new-tokens, or train with a larger --sequence-len")
-
-
-@dataclass
-class Solution:
-    """A generator's completion, read: its text, and per reasoning step the index of its last token in the completion."""
-    text: str
-    step_ends: list[int]
+        check_fit(role, *calls[role], context, tokenizer, fmt, longest)
 
 
 def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:

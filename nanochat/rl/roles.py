@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanochat.checkpoint import find_step, load_meta, load_model
+from nanochat.checkpoint import find_step, fingerprint, load_meta, load_model
 from nanochat.common import BadInput, path_of
 from nanochat.gpt import GPT
 from nanochat.hf import Decoder
@@ -13,17 +13,52 @@ from nanochat.optim import adamw
 from nanochat.weights import copy_of, refresh
 
 
+@dataclass(frozen=True)
+class RoleSpec:
+    """What a recipe says of a role.
+
+    tag: the flag that names its SFT checkpoint, whose default is --model-tag with `ending` behind it; lr: the flag of its
+    learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also without a
+    KL term; shares: the role whose lowest layers can be its own too, as many as --verifier-shared-layers says.
+    """
+    tag: str = "--model-tag"
+    ending: str = ""
+    lr: str = "--lr"
+    trained: bool = True
+    reference: bool = False
+    shares: str | None = None
+
+
+def short_name(role: str) -> str:
+    """A role's prefix in logs and the ending of its checkpoints: generator -> gen."""
+    return role[:3]
+
+
+def value_of(args, flag: str):
+    """The value of a flag by its name on the command line."""
+    return getattr(args, flag.removeprefix("--").replace("-", "_"))
+
+
+def trained_roles(specs: dict[str, RoleSpec]) -> list[str]:
+    """The roles that have an optimizer, in the recipe's order; the steps of the first are what --num-steps counts."""
+    return [name for name, spec in specs.items() if spec.trained]
+
+
 @dataclass
 class Role:
-    """generator or verifier. `parameters` are the ones its updates move: all of the model, or the private part of a shared trunk.
+    """A role of a run. `parameters` are the ones its updates move: all of the model, or the private part of a shared trunk.
 
-    reference: a frozen copy of the starting weights, None when no KL is asked for. A frozen role has no optimizer.
+    reference: a frozen copy of the starting weights, or None. A role that is not trained has no optimizer, and weights of
+    the activations' dtype. trunk_of: the role that owns its lowest `num_shared` layers.
     """
     name: str
     model: GPT | Decoder
     parameters: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer | None = None
     reference: GPT | Decoder | None = None
+    lr: float = 0.0
+    trunk_of: str | None = None
+    num_shared: int = 0
 
 
 def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -> None:
@@ -94,36 +129,63 @@ def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> No
                            f"train it with chat_sft --role verifier --verifier-shared-layers {num_layers}")
 
 
-def load_configs(args, needs_verifier: bool) -> dict:
-    """The shapes of the roles that load_roles would load. Raises BadInput."""
-    tags = {"generator": args.model_tag} | ({"verifier": args.verifier_tag} if needs_verifier else {})
-    steps = {name: find_step("sft", tag, None if args.model_step < 0 else args.model_step) for name, tag in tags.items()}
-    return {name: load_meta(path_of("sft", tag, f"meta_{steps[name]:06d}.json"))[1] for name, tag in tags.items()}
+@dataclass(frozen=True)
+class Start:
+    """The SFT checkpoint that a role starts from, and the fingerprint of its weights (checkpoint.fingerprint)."""
+    tag: str
+    step: int
+    fingerprint: int
 
 
-def load_roles(args, trained: set[str], needs_verifier: bool, device, dtype: torch.dtype) -> dict[str, Role]:
-    """The roles of a run from their SFT checkpoints; those in `trained` get an optimizer, and a reference when there is a KL term.
+def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) -> dict[str, Start]:
+    """Where each role starts from. recorded: as a run that is continued wrote it down; then those steps are taken.
 
-    args: model_tag, verifier_tag, model_step (-1 = the last), verifier_shared_layers, shard, recompute, lr, verifier_lr, kl_coef. Raises BadInput.
+    Raises BadInput for a checkpoint that is missing, or no longer what the run started from.
     """
-    step = None if args.model_step < 0 else args.model_step
-    if args.verifier_shared_layers and args.shard:
-        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: cannot go with --shard")
-    generator, _ = load_model("sft", args.model_tag, device, dtype, step, args.shard)
-    models = {"generator": (generator, list(generator.parameters()), args.lr)}
-    if needs_verifier and args.verifier_shared_layers and "generator" in trained and "verifier" not in trained:
-        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: this recipe keeps the verifier fixed, and shared layers move with "
-                       f"the generator")
-    if needs_verifier:
-        verifier, _ = load_model("sft", args.verifier_tag, device, dtype, step, args.shard)
-        check_shared(generator, verifier, args.verifier_shared_layers, args.verifier_tag)
-        private = share_layers(generator, verifier, args.verifier_shared_layers)
-        models["verifier"] = (verifier, private, args.verifier_lr)
-    roles = {}
-    for name, (model, parameters, lr) in models.items():
-        set_recompute(model, args.recompute, name)
-        optimizer = adamw(parameters, lr) if name in trained else None
-        reference = copy_of(model, sharded=args.shard) if optimizer and args.kl_coef > 0 else None
+    starts = {}
+    for name, spec in specs.items():
+        tag, step = value_of(args, spec.tag), None if args.model_step < 0 else args.model_step
+        if recorded:
+            step = recorded[name]["step"]
+        step = find_step("sft", tag, step)
+        starts[name] = Start(tag, step, fingerprint(path_of("sft", tag, f"model_{step:06d}.pt")))
+        if recorded and starts[name].fingerprint != recorded[name]["fingerprint"]:
+            raise BadInput(f"{path_of('sft', tag)}: step {step} is not what the run started from; its SFT was done again, "
+                           f"so the run cannot go on with it as its reference")
+    return starts
+
+
+def load_configs(starts: dict[str, Start]) -> dict:
+    """The shapes of the roles that load_roles would load. Raises BadInput."""
+    return {name: load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[1] for name, start in starts.items()}
+
+
+def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device, dtype: torch.dtype) -> dict[str, Role]:
+    """The roles of a run from their SFT checkpoints; those that are trained get an optimizer, and a reference where there
+    is a KL term or the recipe asks for one.
+
+    args: shard, recompute, kl_coef, the learning rates, and verifier_shared_layers where a role can share. Raises BadInput.
+    """
+    roles: dict[str, Role] = {}
+    for name, spec in specs.items():
+        start, num_shared = starts[name], args.verifier_shared_layers if spec.shares else 0
+        sharded = args.shard and spec.trained
+        if num_shared and args.shard:
+            raise BadInput(f"--verifier-shared-layers {num_shared}: cannot go with --shard")
+        if num_shared and specs[spec.shares].trained and not spec.trained:
+            raise BadInput(f"--verifier-shared-layers {num_shared}: this recipe keeps the {name} fixed, and shared layers move "
+                           f"with the {spec.shares}")
+        # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
+        is_wide = spec.trained or any(other.shares == name and args.verifier_shared_layers for other in specs.values())
+        model, _ = load_model("sft", start.tag, device, dtype, start.step, sharded, trained=is_wide)
+        parameters = list(model.parameters())
+        if spec.shares:
+            check_shared(roles[spec.shares].model, model, num_shared, start.tag)
+            parameters = share_layers(roles[spec.shares].model, model, num_shared)
+        set_recompute(model, args.recompute and spec.trained, name)
+        optimizer = adamw(parameters, value_of(args, spec.lr)) if spec.trained else None
+        has_reference = spec.reference or (spec.trained and args.kl_coef > 0)
+        reference = copy_of(model, sharded=sharded) if has_reference else None
         refresh(model)
-        roles[name] = Role(name, model, parameters, optimizer, reference)
+        roles[name] = Role(name, model, parameters, optimizer, reference, value_of(args, spec.lr), spec.shares, num_shared)
     return roles

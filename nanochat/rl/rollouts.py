@@ -1,35 +1,51 @@
 """
-Rollouts: sampling them, and packing them into micro-batches whose rows share their prompts.
+Rollouts: completions with the prompts that they stand behind.
 
-P prompts, G samples each, N = P*G rollouts, T tokens; a micro-batch has U units of R rows: unit u is (part of) one group, whose prompt is
-run once.
+P prompts, N rollouts, T tokens.
 """
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+from torch.nn.functional import pad
 
-from nanochat.calculator import Calculator
-from nanochat.engine import generate, pad_prompts, row_key
-from nanochat.rl.losses import AGGREGATIONS
-from nanochat.rl.prompts import Solution, Verification, generator_prompt, parse_verification, read_solution, verifier_prompt
+from nanochat.rl.prompts import Prompt
+from tasks.common import Problem
 
 
 @dataclass
 class Rollouts:
-    """N sampled completions of P prompts. tokens (N, T) int64, sampler_logprobs (N, T) fp32, lengths (N,), stopped (N,) bool (finish reason
-    "stop", else "length"), group_id (N,) int64: the prompt of each; forced (N, T) bool: tokens that came from the calculator, never trained, or None."""
-    prompts: list[list[int]]
+    """N completions of P prompts.
+
+    tokens (N, T) int64, the end token included; lengths (N,) int64; stopped (N,) bool: it ended itself (finish reason
+    "stop", else "length"); group_id (N,) int64: the prompt of each. sampler_logprobs (N, T) fp32: as it was drawn, NaN
+    for tokens that were not drawn from a role behind this prompt. forced (N, T) bool: tokens that a tool put there,
+    never trained, or None. targets (N, T) int64: what each position is asked to predict, None for the tokens themselves.
+    limit: tokens that a completion may have. texts: the completions as text, without their end token. columns: what
+    rollouts.jsonl is to say of each, beside what every rollout has.
+    """
+    prompts: list[Prompt]
     group_id: torch.Tensor
     tokens: torch.Tensor
     sampler_logprobs: torch.Tensor
     lengths: torch.Tensor
     stopped: torch.Tensor
     forced: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    limit: int = 0
+    texts: list[str] = field(default_factory=list)
+    columns: dict[str, list] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Tokens that are trained: all up to the length but those that were forced. -> (N, T) bool"""
+        inside = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+        return inside if self.forced is None else inside & ~self.forced
 
     def num_trained(self) -> torch.Tensor:
-        """Sampled tokens of each rollout: its length without what was forced. -> (N,) int64"""
+        """Trained tokens of each rollout. -> (N,) int64"""
         return self.lengths if self.forced is None else self.lengths - self.forced.sum(dim=1)
 
     def completions(self) -> list[list[int]]:
@@ -37,137 +53,61 @@ class Rollouts:
         lengths = self.lengths.tolist()
         return [row[:n] for row, n in zip(self.tokens.tolist(), lengths, strict=True)]
 
+    def prompt_of(self) -> list[Prompt]:
+        """The prompt of each rollout."""
+        return [self.prompts[g] for g in self.group_id.tolist()]
 
-def count_copies(names: list) -> list[int]:
-    """How often each entry has occurred before in the list: ["a", "b", "a"] -> [0, 0, 1]."""
-    seen: Counter = Counter()
-    copies = []
-    for name in names:
-        copies.append(seen[name])
-        seen[name] += 1
-    return copies
+    def problems(self) -> list[Problem]:
+        """The problem that each rollout is about."""
+        return [prompt.problem for prompt in self.prompt_of()]
 
+    def select(self, rows: list[int]) -> "Rollouts":
+        """These rollouts, in this order; prompts that lose all theirs are left out."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        taken = {name: None if getattr(self, name) is None else getattr(self, name)[index] for name in PER_ROLLOUT}
+        columns = {name: [values[n] for n in rows] for name, values in self.columns.items()}
+        chosen = replace(self, **taken, texts=[self.texts[n] for n in rows] if self.texts else [], columns=columns)
+        return chosen.behind(chosen.prompt_of())
 
-@dataclass
-class Sampler:
-    """What all sampling of a run shares. Noise is keyed by (seed, stream, problem, copy, sample): the same on one rank and on many."""
-    task: object
-    tokenizer: object
-    seed: int
-    max_new_tokens: int
-    verifier_max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    should_stop: Callable[[], bool] = lambda: False
-    calculator: bool = False  # for solutions
-    max_rows: int = 1024      # that decode together
+    def behind(self, prompts: list[Prompt]) -> "Rollouts":
+        """The same completions behind other prompts, one for each rollout. Equal prompts about one problem make a group.
 
-    def solve(self, model, problems: list, num_samples: int, stream: tuple, greedy: bool = False) -> tuple[Rollouts, list[Solution]]:
-        """`num_samples` solutions of each of P problems. stream names the occasion, for example ("generator", step)."""
-        prompts = [generator_prompt(self.tokenizer, self.task.fmt, problem.prompt) for problem in problems]
-        tool = Calculator(self.tokenizer) if self.calculator else None
-        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.max_new_tokens, greedy, tool=tool)
-        return rollouts, [read_solution(self.tokenizer, self.task.fmt, tokens) for tokens in rollouts.completions()]
-
-    def verify(self, model, problems: list, solutions: list[Solution], num_samples: int, stream: tuple,
-               greedy: bool = False, copies: list[int] | None = None) -> tuple[Rollouts, list[Verification]]:
-        """`num_samples` verifications of each solution; problems[i] is what solutions[i] solves. copies[i] tells solutions of one problem
-        apart for the noise; by default they are counted here."""
-        fmt = self.task.fmt
-        prompts = [verifier_prompt(self.tokenizer, fmt, p.prompt, s.text) for p, s in zip(problems, solutions, strict=True)]
-        rollouts = self._sample(model, problems, prompts, num_samples, stream, self.verifier_max_new_tokens, greedy, copies)
-        num_steps = [len(s.step_ends) for s in solutions for _ in range(num_samples)]
-        stopped = rollouts.stopped.tolist()
-        texts = [self.tokenizer.decode(c[:-1] if ended else c) for c, ended in zip(rollouts.completions(), stopped, strict=True)]
-        return rollouts, [parse_verification(fmt, *row) for row in zip(texts, num_steps, stopped, strict=True)]
-
-    def _sample(self, model, problems, prompts, num_samples, stream, max_new_tokens, greedy, copies=None, tool=None) -> Rollouts:
-        copies = count_copies(problems) if copies is None else copies
-        keys = [row_key(self.seed, *stream, problem.split, problem.index, copy, g)
-                for problem, copy in zip(problems, copies, strict=True) for g in range(num_samples)]
-        temperature, top_k = (0.0, 0) if greedy else (self.temperature, self.top_k)
-        out = generate(model, prompts, num_samples, max_new_tokens=max_new_tokens, stop_tokens=self.tokenizer.stop_tokens, keys=keys,
-                       temperature=temperature, top_k=top_k, max_rows=self.max_rows, should_stop=self.should_stop, tool=tool)
-        group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
-        return Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped, out.forced)
+        Where a prompt changes, the completion was not drawn from there: its sampler_logprobs become NaN.
+        """
+        groups: dict[tuple, int] = {}
+        distinct, group_id = [], []
+        for prompt in prompts:
+            key = (tuple(prompt.ids), prompt.problem, prompt.copy)
+            if key not in groups:
+                groups[key] = len(groups)
+                distinct.append(prompt)
+            group_id.append(groups[key])
+        moved = [new.ids != old.ids for new, old in zip(prompts, self.prompt_of(), strict=True)]
+        device = self.tokens.device
+        logprobs = self.sampler_logprobs.masked_fill(torch.tensor(moved, dtype=torch.bool, device=device)[:, None], float("nan"))
+        return replace(self, prompts=distinct, group_id=torch.tensor(group_id, dtype=torch.long, device=device),
+                       sampler_logprobs=logprobs)
 
 
-@dataclass
-class MicroBatch:
-    """U units of R rows. prompt_ids, prompt_positions (U, Tp); tokens (U*R, T) int64; mask (U*R, T) bool: sampled tokens, all trained, M in number;
-    index (M,) int64: their places, row by row; advantages, weights, sampler_logprobs (U*R, T) fp32; old_logprobs, ref_logprobs (M,) fp32 or None."""
-    prompt_ids: torch.Tensor
-    prompt_positions: torch.Tensor
-    tokens: torch.Tensor
-    mask: torch.Tensor
-    index: torch.Tensor
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    sampler_logprobs: torch.Tensor
-    old_logprobs: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None
-
-    def of_samples(self, x: torch.Tensor) -> torch.Tensor:
-        """The entries of x (U*R, T, ...) at sampled tokens. Unlike x[mask] it does not wait for the device. -> (M, ...)"""
-        return x.flatten(0, 1).index_select(0, self.index)
+PER_ROLLOUT = ("group_id", "tokens", "sampler_logprobs", "lengths", "stopped", "forced", "targets")  # tensors, a row each
 
 
-def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, reduce) -> torch.Tensor:
-    """The weight of each trained token of a rollout, from the sizes of the whole batch over all ranks. lengths (N,) int64: trained tokens -> (N,) fp32."""
-    sizes = reduce(torch.stack([lengths.sum(), torch.tensor(len(lengths), device=lengths.device)]).float())
-    num_tokens, num_rollouts = sizes.clamp(min=1).tolist()
-    return AGGREGATIONS[aggregation](lengths.float(), num_tokens, num_rollouts, max_new_tokens)
+def join(parts: list[Rollouts]) -> Rollouts:
+    """All rollouts of the parts, one after the other; those behind equal prompts about one problem are one group."""
+    width = max(part.tokens.shape[1] for part in parts)
 
+    def stacked(name: str) -> torch.Tensor | None:
+        rows = [getattr(part, name) for part in parts]
+        if all(row is None for row in rows):
+            return None
+        missing = {"forced": lambda part: torch.zeros_like(part.tokens, dtype=torch.bool), "targets": lambda part: part.tokens}
+        rows = [missing[name](part) if row is None else row for row, part in zip(rows, parts, strict=True)]
+        return torch.cat([pad(row, (0, width - row.shape[1])) if row.dim() == 2 else row for row in rows])
 
-def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, max_tokens: int, keep_idle: bool,
-         prefix_sharing: bool = True) -> list[MicroBatch]:
-    """Micro-batches of at most `max_tokens` tokens (one unit may exceed it), sorted by length. Without prefix_sharing every unit is one row,
-    and a group's prompt is run once per rollout; the gradient is the same.
-
-    advantages (N, T), weights (N,). Groups whose advantages are all 0 teach nothing and are left out, unless keep_idle (a loss with KL
-    or entropy terms). The weights were taken over the whole batch before, so neither this nor the split changes the gradient.
-    """
-    lengths, widths = rollouts.lengths.tolist(), [len(p) for p in rollouts.prompts]
-    idle = (advantages == 0).all(dim=1).tolist()
-    groups: dict[int, list[int]] = {}
-    for n, g in enumerate(rollouts.group_id.tolist()):
-        groups.setdefault(g, []).append(n)
-    units = []  # (rows, tokens of a prompt, tokens of the longest completion, group)
-    for g, rows in groups.items():
-        if keep_idle or not all(idle[n] for n in rows):
-            longest = max(lengths[n] for n in rows)
-            per_unit = min(len(rows), max(1, (max_tokens - widths[g]) // longest)) if prefix_sharing else 1
-            units += [(rows[i: i + per_unit], widths[g], longest, g) for i in range(0, len(rows), per_unit)]
-    units.sort(key=lambda unit: (len(unit[0]), unit[2], unit[1]))
-    batches, current = [], []
-    for unit in units:
-        grown = current + [unit]
-        R = len(unit[0])
-        size = len(grown) * (max(u[1] for u in grown) + R * max(u[2] for u in grown))
-        if current and (len(current[0][0]) != R or size > max_tokens):
-            batches.append(current)
-            grown = [unit]
-        current = grown
-    batches += [current] if current else []
-    return [_micro_batch(rollouts, batch, lengths, advantages, weights) for batch in batches]
-
-
-def even_out(batches: list[MicroBatch], num: int, device) -> list[MicroBatch]:
-    """Adds micro-batches of one token that is not trained until there are `num`: ranks that shard weights must run as many as each other."""
-    token, zero = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, 1, device=device)
-    return batches + [MicroBatch(token, token, token, token.bool(), token[0, :0], zero, zero, zero) for _ in range(num - len(batches))]
-
-
-def _micro_batch(rollouts, units, lengths, advantages, weights) -> MicroBatch:
-    device = rollouts.tokens.device
-    rows = [n for unit in units for n in unit[0]]
-    T = max(lengths[n] for n in rows)
-    mask = torch.arange(T) < torch.tensor([[lengths[n]] for n in rows])  # (U*R, T)
-    if rollouts.forced is not None:
-        mask &= ~rollouts.forced[rows, :T].cpu()
-    index = mask.flatten().nonzero().squeeze(1)
-    rows, mask, index = torch.tensor(rows, device=device), mask.to(device), index.to(device)
-    prompts = [rollouts.prompts[g] for *_, g in units]
-    ids, positions = pad_prompts(prompts, device)
-    return MicroBatch(ids, positions, rollouts.tokens[rows, :T], mask, index, advantages[rows, :T], weights[rows, None].expand(-1, T),
-                      rollouts.sampler_logprobs[rows, :T])
+    group_id = torch.cat([part.group_id + sum(len(other.prompts) for other in parts[:i]) for i, part in enumerate(parts)])
+    shared = set.intersection(*(set(part.columns) for part in parts))
+    whole = Rollouts([prompt for part in parts for prompt in part.prompts], group_id,
+                     **{name: stacked(name) for name in PER_ROLLOUT if name != "group_id"},
+                     limit=max(part.limit for part in parts), texts=[text for part in parts for text in part.texts],
+                     columns={name: [value for part in parts for value in part.columns[name]] for name in shared})
+    return whole.behind(whole.prompt_of())

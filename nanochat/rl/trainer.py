@@ -12,7 +12,7 @@ from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.optim import all_reduce_gradients, clip_gradients
 from nanochat.rl.losses import KL_ESTIMATORS, PolicyLoss, importance_ratio
 from nanochat.rl.roles import Role, trainable_only
-from nanochat.rl.rollouts import MicroBatch
+from nanochat.rl.packing import MicroBatch
 from nanochat.weights import free_gathered, refresh
 
 
@@ -33,9 +33,10 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
 
 @torch.no_grad()
 def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
-    """Logprobs of the completion tokens under a model, row by row. -> (M,) fp32"""
-    hidden = batch.of_samples(completion_hidden(model, batch))
-    logprobs = linear_logprob(hidden, model.lm_head.weight, batch.of_samples(batch.tokens), **model.head_options(temperature))[0]
+    """Logprobs of the targets at trained tokens under a model, row by row. -> (M,) fp32"""
+    hidden = batch.at_trained(completion_hidden(model, batch))
+    targets = batch.at_trained(batch.targets)
+    logprobs = linear_logprob(hidden, model.lm_head.weight, targets, **model.head_options(temperature))[0]
     free_gathered(model)
     return logprobs
 
@@ -54,22 +55,24 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     for batch in batches:
         if loss.kl_coef and batch.ref_logprobs is None:
             batch.ref_logprobs = score(role.reference, batch, temperature)
-        hidden = batch.of_samples(completion_hidden(role.model, batch))  # (M, C)
+        hidden = batch.at_trained(completion_hidden(role.model, batch))  # (M, C)
+        targets, advantages, weights = (batch.at_trained(x) for x in (batch.targets, batch.advantages, batch.weights))
         total, logprobs, entropy = linear_policy_loss(
-            hidden, role.model.lm_head.weight, *(batch.of_samples(x) for x in (batch.tokens, batch.advantages, batch.weights)), loss=loss,
-            old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs, **role.model.head_options(temperature))
+            hidden, role.model.lm_head.weight, targets, advantages, weights, loss=loss, old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs, **role.model.head_options(temperature))
         total.backward()
         sums += token_sums(batch, loss, total.detach(), logprobs, entropy)
         if len(batch.index):
-            gap = torch.maximum(gap, (logprobs - batch.of_samples(batch.sampler_logprobs)).abs().max())
+            gap = torch.maximum(gap, (logprobs - sampler_logprobs(batch, logprobs)).abs().max())
     all_reduce_gradients(role.parameters)
     all_reduce(sums)
     all_reduce(gap, "max")
     check_stop()
     grad_norm = clip_gradients(role.parameters, max_grad_norm)
     values = dict(zip(SUMS, sums.tolist(), strict=True))
-    num_tokens = max(values.pop("num_tokens"), 1.0)
-    metrics = {"loss": values.pop("loss"), **{name: value / num_tokens for name, value in values.items()}}
+    num_tokens, num_drawn = (max(values.pop(name), 1.0) for name in ("num_tokens", "num_drawn"))
+    metrics = {"loss": values.pop("loss"), "rollout_probs_diff_mean": values.pop("rollout_probs_diff_mean") / num_drawn,
+               **{name: value / num_tokens for name, value in values.items()}}
     if not loss.kl_coef:
         metrics["kl"] = None  # not measured without a reference
     metrics |= {"grad_norm": grad_norm, "lr": lr, "rollout_logprobs_diff_max": float(gap), "skipped": 0}
@@ -85,18 +88,27 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     return metrics
 
 
-SUMS = ("num_tokens", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high", "rollout_probs_diff_mean")
+SUMS = ("num_tokens", "num_drawn", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high", "rollout_probs_diff_mean")
+
+
+def sampler_logprobs(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
+    """The sampler's logprobs of trained tokens; `logprobs` itself for tokens that were not drawn from this prompt or that
+    are not what their position is asked to predict, so that they show no difference. -> (M,)"""
+    drawn = batch.at_trained(batch.sampler_logprobs)
+    comparable = ~drawn.isnan() & (batch.at_trained(batch.targets) == batch.at_trained(batch.tokens))
+    return torch.where(comparable, drawn, logprobs)
 
 
 def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
     """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),) wide"""
     zero = torch.zeros((), device=logprobs.device)
-    advantages, low, high = batch.of_samples(batch.advantages), zero, zero
+    advantages, low, high = batch.at_trained(batch.advantages), zero, zero
     if batch.old_logprobs is not None:
         ratio = importance_ratio(logprobs, batch.old_logprobs)
         low = ((ratio < 1 - loss.clip_low) & (advantages < 0)).sum()
         high = ((ratio > 1 + loss.clip_high) & (advantages > 0)).sum()
     kl = zero if batch.ref_logprobs is None else KL_ESTIMATORS["k3"](logprobs, batch.ref_logprobs).sum()
-    probs_diff = (logprobs.exp() - batch.of_samples(batch.sampler_logprobs).exp()).abs().sum()
+    probs_diff = (logprobs.exp() - sampler_logprobs(batch, logprobs).exp()).abs().sum()
     num_tokens = torch.full((), logprobs.numel(), dtype=wide_dtype(logprobs.device), device=logprobs.device)
-    return torch.stack([x.to(wide_dtype(x.device)) for x in (num_tokens, total, entropy.sum(), kl, low, high, probs_diff)])
+    num_drawn = num_tokens - batch.at_trained(batch.sampler_logprobs).isnan().sum()
+    return torch.stack([x.to(wide_dtype(x.device)) for x in (num_tokens, num_drawn, total, entropy.sum(), kl, low, high, probs_diff)])

@@ -1,0 +1,21 @@
+"""Fixed verifier: RL Tango (arXiv 2505.15034, section 4.3) with the verifier as its SFT left it."""
+from nanochat.recipes import tango
+from nanochat.recipes.tango import TABLE, check, evaluate  # noqa: F401
+from nanochat.rl.roles import RoleSpec
+
+TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process", credit="z-score per source")
+ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
+SHOWN = {"generator": ["alpha"]}
+
+
+def add_args(group):
+    tango.add_alpha_args(group)
+    tango.add_verdict_args(group)
+
+
+def calls(args):
+    return tango.generator_calls(args)
+
+
+def play(t):
+    yield from tango.generator_step(t, judge="verifier")

@@ -1,0 +1,18 @@
+"""Gold steps: RL Tango's generator (arXiv 2505.15034) with the task's own step labels in the verifier's place; the upper bound."""
+from nanochat.common import BadInput
+from nanochat.recipes import tango
+from nanochat.recipes.grpo import ROLES, calls, evaluate  # noqa: F401
+
+TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score per source")
+SHOWN = {"generator": ["alpha"]}
+add_args = tango.add_alpha_args
+
+
+def check(args, task):
+    tango.check(args, task)
+    if not getattr(task, "has_step_labels", True):
+        raise BadInput(f"--recipe gold_steps: task {task.name} has no gold labels of steps")
+
+
+def play(t):
+    yield from tango.generator_step(t, judge="gold")

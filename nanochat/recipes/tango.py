@@ -1,0 +1,239 @@
+"""RL Tango (Zha et al. 2025): a generator and its generative verifier, trained in turns by GRPO. arXiv 2505.15034.
+
+Equations, sections and the algorithm are the paper's. Departures:
+1. Verifier batches can be balanced between right and wrong solutions (--verifier-balance) and hold past ones
+   (--verifier-replay).
+2. The warm-up may end at a bar of balanced accuracy instead of a count (--schedule adaptive).
+3. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
+4. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
+"""
+import argparse
+import random
+from dataclasses import asdict
+
+import torch
+
+from nanochat.common import BadInput, check_least
+from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
+from nanochat.rl.evals import log_rewards, mean_advantages, scores_of_pair, scores_of_verdicts, verification_columns
+from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
+from nanochat.rl.prompts import count_copies, empty_verifier_prompt
+from nanochat.rl.rewards import (ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards,
+                                 verdict_reward)
+from nanochat.rl.roles import RoleSpec
+from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
+from nanochat.rl.scores import ranking_reversed
+
+TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process", credit="z-score per source")
+ROLES = {"generator": RoleSpec("--model-tag"),
+         "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
+SHOWN = {"generator": ["alpha"], "verifier": ["balanced_acc", "step_f1"]}
+TABLE = {
+    "gen/pass1_in": "generator greedy pass@1, in distribution",
+    "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)",
+    "ver/outcome_f1_fixed": "verifier outcome F1 (macro), fixed solutions",
+    "ver/balanced_acc_fixed": "verifier balanced accuracy, fixed solutions",
+    "ver/step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
+    "ver/step_f1_fixed_out": "verifier step F1, fixed solutions, out of distribution",
+    "ver/step_f1_current": "verifier step F1, current generator's solutions",
+    "ver/parse_fail_fixed": "verifier parse failures",
+}
+BALANCED_ACC_DECAY = 0.8
+
+
+# Flags
+
+def add_args(group) -> None:
+    add_schedule_args(group)
+    add_alpha_args(group)
+    add_verifier_args(group)
+
+
+def add_schedule_args(group) -> None:
+    group.add_argument("--schedule", default="fixed", help=f"one of: {', '.join(SCHEDULES)}")
+    group.add_argument("--generator-steps", type=int, default=3, help="N_g: generator steps per phase")
+    group.add_argument("--verifier-steps", type=int, default=1, help="N_v: verifier steps per phase")
+    group.add_argument("--warmup-steps", type=int, default=40, help="verifier steps before the first generator step")
+    group.add_argument("--balanced-acc-bar", type=float, default=0.9,
+                       help="schedule adaptive: verifier phases end at this balanced accuracy")
+
+
+def add_alpha_args(group) -> None:
+    group.add_argument("--alpha-start", type=float, default=0.3, help="weight of the step advantage at the start (eq. 7; there 0.1)")
+    group.add_argument("--alpha-end", type=float, default=0.03, help="and at the end, decaying exponentially (there 0.001)")
+    group.add_argument("--combine", default="advantages", help="what the outcome and the step reward are combined as, one of: "
+                       f"{', '.join(COMBINE)}; the paper found rewards, normalised together, worse")
+
+
+def add_verdict_args(group) -> None:
+    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+
+
+def add_verifier_args(group) -> None:
+    add_verdict_args(group)
+    group.add_argument("--gamma", type=float, default=0.8, help="weight of the verifier's format reward (eq. 8)")
+    group.add_argument("--class-weights", action=argparse.BooleanOptionalAction, default=True,
+                       help="class-aware verifier advantages (eq. 9)")
+    group.add_argument("--verifier-balance", action=argparse.BooleanOptionalAction, default=False,
+                       help="judge as many right as wrong solutions, drawing on past ones")
+    group.add_argument("--verifier-replay", type=float, default=0.0, help="share of past solutions in verifier batches")
+    group.add_argument("--replay-size", type=int, default=2048, help="past solutions kept")
+
+
+LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier_max_new_tokens": 1, "alpha_start": 0, "alpha_end": 0,
+         "gamma": 0, "verifier_replay": 0, "replay_size": 0}
+
+
+def check(args, task) -> None:
+    """Raises BadInput for settings of this family that cannot work."""
+    given = vars(args)
+    for name, table in {"schedule": SCHEDULES, "combine": COMBINE}.items():
+        if name in given and given[name] not in table:
+            raise BadInput(f"--{name} {given[name]}: there are {', '.join(table)}")
+    check_least(args, {name: low for name, low in LEAST.items() if name in given})
+    if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
+        raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")
+    if given.get("alpha_start", 0) > 0 and given["alpha_end"] == 0:
+        raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start 0 for no "
+                       "step rewards")
+
+
+# What a run is made of
+
+def updates(args) -> dict[str, int]:
+    return {"generator": args.num_steps, "verifier": args.warmup_steps + args.num_steps * args.verifier_steps // args.generator_steps}
+
+
+def generator_calls(args, judged: bool = True) -> list[Call]:
+    """What a generator step samples: solutions and, where a verifier judges them, one verification of each."""
+    P, G = args.examples_per_step, args.num_samples
+    calls = [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True)]
+    return calls + [Call("verifier", "verdicts", P * G, 1, args.verifier_max_new_tokens, args.num_steps, wrap=empty_verifier_prompt,
+                         quoted=args.max_new_tokens)] * judged
+
+
+def verifier_calls(args, times: int) -> list[Call]:
+    """What a verifier step samples: a solution of each problem, and a group of verifications of it."""
+    P, G = args.examples_per_step, args.num_samples
+    return [Call("generator", "judged", P, 1, args.max_new_tokens, times),
+            Call("verifier", "verifier", P, G, args.verifier_max_new_tokens, times, trained=True, wrap=empty_verifier_prompt,
+                 quoted=args.max_new_tokens)]
+
+
+def calls(args) -> list[Call]:
+    return generator_calls(args) + verifier_calls(args, updates(args)["verifier"])
+
+
+# Algorithm 1
+
+def play(t: Play, reward: str = "steps"):
+    """N_g generator steps, then N_v verifier steps, behind a warm-up of the verifier alone."""
+    phase, phase_steps = phase_of(t)
+    t.memory["phase"], t.memory["phase_steps"] = phase, phase_steps + 1
+    t.log(None, {"phase": phase})
+    yield from generator_step(t, judge="verifier", reward=reward) if phase == "generator" else verifier_step(t)
+
+
+def generator_step(t: Play, judge: str | None, reward: str = "steps"):
+    """M solutions of each problem, one verification of each, and an update of the generator (section 2).
+
+    judge: who says which steps are right: "verifier", "gold" (an oracle) or None; reward: what it adds to the outcome, its
+    verdicts on the "steps" or its final "verdict".
+    """
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    outcomes, steps = t.check(solutions), t.read_solutions(solutions)
+    labels = [t.task.step_labels(problem, text) for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
+    solutions.columns = {"outcome": outcomes}
+    verifications, verdicts = None, labels
+    if judge == "verifier":
+        verifications = t.read_verifications(t.verify("verifier", solutions, 1, "verdicts"))
+        solutions.columns |= verification_columns(verifications)
+        verdicts = [v.usable_steps for v in verifications]
+    alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator")) if judge else 0.0
+    sources = [(1 - alpha, outcome_rewards(outcomes, solutions.lengths))]                                       # eq. 2
+    if judge and reward == "steps":
+        sources.append((alpha, step_rewards([s.step_ends for s in steps], verdicts, t.device)))                 # eq. 3
+    elif judge:
+        sources.append((alpha, outcome_rewards([v.verdict for v in verifications], solutions.lengths)))
+    combine = COMBINE[t.args.combine if judge else "advantages"]
+    advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)  # eq. 4-7
+    log_rewards(t, "generator", solutions, outcomes)
+    t.log("generator", {"alpha": alpha} | t.mean({
+        "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
+        "reasoning_steps": [len(s.step_ends) for s in steps],
+        "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in steps if s.step_ends],
+        "frac_ranking_reversed": ranking_reversed(outcomes, mean_advantages(solutions, advantages), t.args.num_samples),
+        "step_abstained": [v is None for v in verdicts] if judge else [],
+        "rewards/step/mean": [x for v in verdicts if v and judge for x in v], "step_label_mean": [x for v in labels for x in v]}))
+    if verifications:
+        scores = scores_of_verdicts(t, solutions, outcomes, verifications)
+        t.log("generator", {f"verdicts/{name}": value for name, value in scores.items()})
+    if wants_pool(t.args):
+        t.memory["pool"] = extended(t.memory.get("pool"), scored_solutions(t, solutions, outcomes), t.args.replay_size)
+    yield Update("generator", [(solutions, advantages)])                                                        # eq. 1
+
+
+def verifier_step(t: Play):
+    """One solution of each problem (or past ones), a group of verifications of each, and an update of the verifier (section 3)."""
+    G = t.args.num_samples
+    fresh_solutions = t.solve("generator", t.problems(), 1, "judged")
+    fresh = scored_solutions(t, fresh_solutions, t.check(fresh_solutions))
+    candidates = extended(fresh, t.memory["pool"], len(fresh["problem"]) + t.args.replay_size) if t.memory.get("pool") else fresh
+    outcomes = candidates["outcome"].tolist()
+    chosen = choose_solutions(outcomes[: len(fresh["outcome"])], outcomes[len(fresh["outcome"]):], t.args.examples_per_step,
+                              t.args.verifier_replay, t.args.verifier_balance, random.Random(f"{t.args.seed}-{t.step}"))
+    copies = count_copies(candidates["problem"][chosen].tolist())[t.run.rank:: t.run.world]
+    chosen = chosen[t.run.rank:: t.run.world]
+    problems = [t.task.problem("rl", index) for index in candidates["problem"][chosen].tolist()]
+    solutions = t.written("generator", t.solve_prompts(problems), completions_of(candidates, chosen))
+    rollouts = t.verify("verifier", solutions, G, "verifier", copies=copies)
+    solutions = solutions.select([n for n in range(len(solutions)) for _ in range(G)])
+    verifications, outcomes = t.read_verifications(rollouts), [outcomes[n] for n in chosen for _ in range(G)]
+    rewards = [verdict_reward(v.verdict, o, v.unmet, t.args.gamma) for v, o in zip(verifications, outcomes, strict=True)]  # eq. 8
+    advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id, rollouts.tokens.shape[1],
+                                   PRESETS[t.args.advantage], t.reduce)
+    if t.args.class_weights:                                                                                     # eq. 9
+        weights = ClassWeights(**t.memory.get("class_weights", {}))
+        counts = torch.tensor([outcomes.count(True) / G, outcomes.count(False) / G], device=t.device)
+        weights.observe(*t.reduce(counts).tolist())
+        advantages = advantages * torch.tensor([[weights.weight(o)] for o in outcomes], device=t.device).view(-1, 1)
+        t.memory["class_weights"] = asdict(weights)
+        t.log("verifier", {"class_weight/right": weights.weight(True), "class_weight/wrong": weights.weight(False)})
+    rollouts.columns = {"outcome": outcomes} | verification_columns(verifications)
+    scores = scores_of_verdicts(t, solutions, outcomes, verifications)
+    t.log("verifier", scores)
+    log_rewards(t, "verifier", rollouts, rewards)
+    t.log("verifier", t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],
+                              "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}))
+    if scores["balanced_acc"] is not None:
+        before = t.memory.get("balanced_acc")
+        t.memory["balanced_acc"] = (scores["balanced_acc"] if before is None else
+                                    BALANCED_ACC_DECAY * before + (1 - BALANCED_ACC_DECAY) * scores["balanced_acc"])
+    if wants_pool(t.args):
+        t.memory["pool"] = extended(t.memory.get("pool"), fresh, t.args.replay_size)
+    yield Update("verifier", [(rollouts, advantages)])
+
+
+def wants_pool(args) -> bool:
+    """Whether a run keeps past solutions."""
+    given = vars(args)
+    return bool(given.get("replay_size")) and (given.get("verifier_balance", False) or given.get("verifier_replay", 0) > 0)
+
+
+def phase_of(t: Play) -> tuple[str, int]:
+    """The phase of the next step, and how many steps of it are made."""
+    lengths = PhaseLengths(t.args.warmup_steps, t.args.generator_steps, t.args.verifier_steps, t.args.balanced_acc_bar)
+    before = t.memory.get("phase", "warmup"), t.memory.get("phase_steps", 0)
+    return next_phase(*before, t.memory.get("balanced_acc"), lengths, SCHEDULES[t.args.schedule])
+
+
+# Evaluation
+
+def eval_step(t: Play) -> int:
+    """Evaluations go by the generator's steps; those of the warm-up are counted down to 0."""
+    return t.steps["verifier"] - t.args.warmup_steps if phase_of(t)[0] == "warmup" else t.steps["generator"]
+
+
+def evaluate(t: Play) -> dict:
+    return scores_of_pair(t)

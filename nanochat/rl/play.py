@@ -1,0 +1,298 @@
+"""
+What a recipe may do in one step: sample, score, check, learn. It knows roles by their names and no algorithm.
+
+P prompts, N rollouts, T tokens.
+"""
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from nanochat.common import BadInput, Run, all_reduce, gather_lists, mean_over_ranks
+from nanochat.engine import Tool
+from nanochat.rl.losses import AGGREGATIONS, PolicyLoss
+from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
+from nanochat.rl.prompts import Prompt, Solution, Verification, generator_prompt, solve_prompts, verify_prompts
+from nanochat.rl.roles import Role, copy_shared_lambdas, short_name
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.sampling import Sampler, read_solutions, read_verifications
+from nanochat.rl.schedules import LR_SCHEDULES
+from nanochat.rl.scores import outcomes_of, problems_of
+from nanochat.rl.state import RunState
+from nanochat.rl.trainer import score, update
+from nanochat.weights import copy_weights, refresh
+from tasks.common import Problem
+
+
+class Call(NamedTuple):
+    """What a recipe samples (or is given as text) under one label in a step, at most: the context check, the memory plan and
+    the hours follow from it.
+
+    num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update learns
+    from it. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of completions that stand in it.
+    """
+    role: str
+    label: str
+    num_prompts: int
+    num_samples: int
+    max_new_tokens: int
+    times: int
+    trained: bool = False
+    wrap: Callable = generator_prompt
+    quoted: int = 0
+
+
+class Update(NamedTuple):
+    """What a recipe yields; the loop makes one optimizer step of it.
+
+    parts: rollouts and their advantages (N, T), which share the step; loss: None = as the flags say; per: one of
+    AGGREGATIONS, None = as the flags say; lr: None = the role's own.
+    """
+    role: str
+    parts: list[tuple[Rollouts, torch.Tensor]]
+    loss: PolicyLoss | None = None
+    per: str | None = None
+    lr: float | None = None
+
+
+@dataclass
+class Play:
+    """One run as a recipe sees it. `totals` are the updates of each role in a whole run, `calls` what the recipe declares
+    that it samples. What a step draws and logs is collected here until the step is over."""
+    args: object
+    run: Run
+    sampler: Sampler
+    roles: dict[str, Role]
+    calls: dict[str, Call]
+    totals: dict[str, int]
+    state: RunState
+    loss: PolicyLoss
+    evaluating: bool = False  # draws then belong to no step, and are not counted
+    has_moved: bool = False   # an update of this step was made: it is carried through
+    num_drawn: int = 0        # problems taken in this step
+    sampled: int = 0          # tokens of this rank in this step
+    metrics: dict = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def task(self):
+        return self.sampler.task
+
+    @property
+    def tokenizer(self):
+        return self.sampler.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.device
+
+    @property
+    def memory(self) -> dict:
+        """Plain values and tensors that are saved with the run: pools, averages, the phase."""
+        return self.state.memory
+
+    @property
+    def step(self) -> int:
+        """The number of the step, from 0."""
+        return self.state.step
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Updates that each role has made."""
+        return self.state.role_steps
+
+    def progress(self, role: str) -> float:
+        """How far a role is through its updates of the run, from 0 at its first to 1 at its last."""
+        return min(1.0, self.steps[role] / max(1, self.totals[role] - 1))
+
+    # Problems and prompts
+
+    def problems(self, num: int | None = None, split: str = "rl") -> list[Problem]:
+        """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another split."""
+        rank, world = self.run.rank, self.run.world
+        if split != "rl":
+            return problems_of(self.task, split, num)[rank::world]
+        num = self.args.examples_per_step if num is None else num
+        first = self.state.cursor + self.num_drawn
+        self.num_drawn += num
+        return [self.task.problem("rl", i) for i in range(first + rank, first + num, world)]
+
+    def solve_prompts(self, problems: list[Problem]) -> list[Prompt]:
+        """The generator's prompts."""
+        return solve_prompts(self.tokenizer, self.task.fmt, problems)
+
+    def verify_prompts(self, solutions: Rollouts, copies: list[int] | None = None) -> list[Prompt]:
+        """The verifier's prompts, one for each solution. copies: see `verify_prompts` of rl.prompts."""
+        return verify_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions), copies)
+
+    # Sampling
+
+    def sample(self, role: str, prompts: list[Prompt], num_samples: int, label: str, *, greedy: bool = False,
+               tool: Tool | None = None) -> Rollouts:
+        """`num_samples` completions of each prompt, drawn from a role. label names the draw; the recipe's `calls` declare it.
+        Raises ValueError for more than was declared."""
+        started = time.time()
+        stream = (label,) if self.evaluating else (label, self.step)
+        model = self.roles[role].model
+        rollouts = self.sampler.sample(model, prompts, num_samples, stream, self._limit(role, label, len(prompts), num_samples),
+                                       greedy, tool)
+        self.check_stop()
+        if not self.evaluating:
+            self.sampled += int(rollouts.lengths.sum())
+        name = f"timing_s/{short_name(role)}"
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - started
+        return rollouts
+
+    def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *, greedy: bool = False) -> Rollouts:
+        """`num_samples` solutions of each problem, with the calculator where --calculator says so."""
+        tool = self.sampler.calculator_tool()
+        return self.sample(role, self.solve_prompts(problems), num_samples, label, greedy=greedy, tool=tool)
+
+    def verify(self, role: str, solutions: Rollouts, num_samples: int, label: str, *, greedy: bool = False,
+               copies: list[int] | None = None) -> Rollouts:
+        """`num_samples` verifications of each solution."""
+        return self.sample(role, self.verify_prompts(solutions, copies), num_samples, label, greedy=greedy)
+
+    def written(self, role: str, prompts: list[Prompt], completions: list[str] | list[list[int]]) -> Rollouts:
+        """Given completions as rollouts of a role, one for each prompt. Text is encoded as ordinary text and ended; token ids
+        stand as they are. Raises BadInput for one that does not fit the role's context."""
+        end, context = self.tokenizer.stop_tokens[0], self.roles[role].model.config.sequence_len
+        rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
+        for prompt, row in zip(prompts, rows, strict=True):
+            if len(prompt.ids) + len(row) > context:
+                raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}: the {role}'s "
+                               f"context is {context}")
+        lengths = [len(row) for row in rows]
+        width = max(lengths, default=1)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=self.device)
+        tokens = tokens.view(len(rows), width)
+        stopped = [row[-1] in self.tokenizer.stop_tokens for row in rows]
+        unknown = torch.full(tokens.shape, float("nan"), device=self.device)
+        texts = [self.tokenizer.decode(row[:-1] if ended else row) for row, ended in zip(rows, stopped, strict=True)]
+        limit = max(call.max_new_tokens for call in self.calls.values() if call.role == role)
+        return Rollouts(prompts, torch.arange(len(rows), device=self.device), tokens, unknown,
+                        torch.tensor(lengths, dtype=torch.long, device=self.device),
+                        torch.tensor(stopped, dtype=torch.bool, device=self.device), limit=limit, texts=texts)
+
+    def _limit(self, role: str, label: str, num_prompts: int, num_samples: int) -> int:
+        """Tokens that a completion may have. Raises ValueError for what the recipe has not declared."""
+        if self.evaluating:
+            return max(call.max_new_tokens for call in self.calls.values() if call.role == role)
+        call = self.calls.get(label)
+        most = -(-call.num_prompts // self.run.world) if call else 0
+        if call is None or call.role != role or num_prompts > most or num_samples > call.num_samples:
+            raise ValueError(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its calls() declare "
+                             f"{call or 'no such label'}")
+        return call.max_new_tokens
+
+    # Reading
+
+    def check(self, rollouts: Rollouts) -> list[bool | None]:
+        """The outcome of each solution by the task's gold check; None where it cannot be scored."""
+        return outcomes_of(self.task, rollouts.problems(), rollouts.texts)
+
+    def read_solutions(self, rollouts: Rollouts) -> list[Solution]:
+        """The completions read as solutions: their text and where their reasoning steps end."""
+        return read_solutions(self.tokenizer, self.task.fmt, rollouts)
+
+    def read_verifications(self, rollouts: Rollouts) -> list[Verification]:
+        """The completions read as verifications."""
+        return read_verifications(self.task.fmt, rollouts)
+
+    # Scoring and weights
+
+    def micro_batches(self, rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor,
+                      keep_idle: bool) -> list[MicroBatch]:
+        """Rollouts as micro-batches."""
+        return pack(rollouts, advantages, weights, self.args.micro_batch_tokens, keep_idle, self.args.prefix_sharing)
+
+    def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """With --shard as many micro-batches as any rank has; those that are added train nothing."""
+        if not self.args.shard:
+            return batches
+        most = int(self.reduce(torch.tensor(len(batches), device=self.device), "max"))
+        return pad_batches(batches, most, self.device)
+
+    def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False,
+                 targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logprobs of the tokens, or of `targets` (N, T) in their places, under a role or its starting weights; no gradient.
+        -> (N, T) fp32 in the order of the rollouts, 0 where a token is not trained"""
+        scored = rollouts if targets is None else replace(rollouts, targets=targets)
+        model = self.roles[role].reference if reference else self.roles[role].model
+        out = torch.zeros(scored.tokens.shape, device=self.device)
+        for batch in self.even(self.micro_batches(scored, out, out[:, 0], keep_idle=True)):
+            logprobs, places = score(model, batch, self.args.temperature), torch.zeros(batch.tokens.numel(), device=self.device)
+            if len(batch.index):  # an added micro-batch is of no rollout
+                places[batch.index] = logprobs
+                out[batch.rows, : batch.tokens.shape[1]] = places.view_as(batch.tokens)
+        self.check_stop()
+        return out
+
+    def copy_weights(self, source: str, target: str) -> None:
+        """Gives a role another's present weights: a snapshot. It is saved with the run."""
+        copy_weights(self.roles[target].model, self.roles[source].model)
+        refresh(self.roles[target].model)
+
+    # Over ranks, and the log
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """The sum or max over ranks, in place."""
+        return all_reduce(tensor, op)
+
+    def gather(self, rows: list) -> list:
+        """Rows (json values) of all ranks, which dealt them out in turn, back in the order of the whole."""
+        self.check_stop()
+        world, rank = self.run.world, self.run.rank
+        numbered = gather_lists([[i * world + rank, row] for i, row in enumerate(rows)], self.device)
+        return [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
+
+    def mean(self, values: dict[str, list]) -> dict[str, float | None]:
+        """The mean of each list over all ranks, None left out."""
+        return mean_over_ranks(values, self.device)
+
+    def log(self, role: str | None, values: dict) -> None:
+        """Adds to the step's record in metrics.jsonl, under the role's prefix."""
+        prefix = f"{short_name(role)}/" if role else ""
+        self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
+
+    def check_stop(self) -> None:
+        """Stops the run on all ranks if any was told to, unless an update of this step was made."""
+        if not self.has_moved:
+            self.run.check_stop()
+
+    def should_stop(self) -> bool:
+        """Whether this rank may break off what it samples."""
+        return not self.has_moved and self.run.should_stop()
+
+
+def apply_update(t: Play, wanted: Update) -> dict:
+    """The optimizer step(s) of an update; their metrics. With --updates-per-batch above 1 the last one's, and how many of
+    them were skipped."""
+    args, role, loss = t.args, t.roles[wanted.role], wanted.loss or t.loss
+    sizes = batch_sizes(torch.cat([rollouts.num_trained() for rollouts, _ in wanted.parts]), t.reduce)
+    keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
+    batches = []
+    for rollouts, advantages in wanted.parts:
+        lengths = rollouts.num_trained().float()
+        weights = AGGREGATIONS[wanted.per or args.aggregation](lengths, *sizes, rollouts.limit)
+        batches += t.micro_batches(rollouts, advantages, weights, keep_idle)
+    batches = t.even(batches)
+    if args.updates_per_batch > 1:
+        for batch in batches:
+            batch.old_logprobs = score(role.model, batch, args.temperature)
+    base_lr = role.lr if wanted.lr is None else wanted.lr
+    lr, num_skipped = base_lr * LR_SCHEDULES[args.lr_schedule](t.progress(role.name)), 0
+    for _ in range(args.updates_per_batch):
+        metrics = update(role, batches, loss, lr=lr, max_grad_norm=args.max_grad_norm, temperature=args.temperature,
+                         device=t.device, check_stop=t.check_stop)
+        t.has_moved = True  # until the state has moved too, nothing may stop this step
+        num_skipped += metrics["skipped"]
+    for other in t.roles.values():
+        if other.trunk_of == role.name:
+            copy_shared_lambdas(role.model, other.model, other.num_shared)
+    t.steps[role.name] += 1
+    in_a_row = t.state.skipped_in_a_row
+    in_a_row[role.name] = in_a_row.get(role.name, 0) + 1 if num_skipped else 0
+    return metrics | {"skipped": num_skipped}

@@ -1,0 +1,60 @@
+"""
+What a run may be continued with.
+"""
+import json
+import os
+import re
+
+from nanochat.checkpoint import saved_steps
+from nanochat.common import BadInput, check_unchanged, path_of, print0
+
+# Flags that may differ between a run and its continuation; any other would make it another run.
+MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts", "micro_batch_tokens",
+              "lr", "verifier_lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
+
+
+def resolve_resume(args, defaults: dict) -> int | None:
+    """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
+    have known. Raises BadInput for what cannot be continued."""
+    folder, steps = path_of("runs", args.run), saved_steps(args.run)
+    if args.resume_from_step == "-1":
+        if os.path.exists(os.path.join(folder, "config.json")):
+            raise BadInput(f"--run {args.run}: {folder} exists; take another name or continue it with --resume-from-step auto")
+        return None
+    if args.run == "dummy":
+        raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy run's is dummy-<n>)")
+    if args.resume_from_step != "auto" and not re.fullmatch("[0-9]+", args.resume_from_step):
+        raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
+    if args.resume_from_step == "auto" and not steps:
+        return None
+    step = steps[-1] if args.resume_from_step == "auto" else int(args.resume_from_step)
+    if step not in steps:
+        raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
+    changed = check_unchanged(f"run {args.run}", read_config(args.run)["args"], args, MAY_CHANGE, defaults)
+    print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
+    return step
+
+
+def read_config(run_name: str) -> dict:
+    """A run's config.json. Raises BadInput where it is none."""
+    path = path_of("runs", run_name, "config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            config = json.load(f)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict) or "args" not in config:
+        raise BadInput(f"{path} is no run's configuration")
+    return config
+
+
+def check_recipe_text(run_name: str, text: str | None) -> None:
+    """Raises BadInput unless a recipe outside of the repository is, word for word, the one that the run was started with."""
+    path = path_of("runs", run_name, "recipe.py")
+    recorded = None
+    if os.path.exists(path):
+        with open(path, encoding="utf-8") as f:
+            recorded = f.read()
+    if recorded != text:
+        raise BadInput(f"run {run_name} was started with another text of this recipe ({path}); a continued run cannot change it: "
+                       f"start a new run, or put the old text back")
