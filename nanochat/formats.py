@@ -28,6 +28,7 @@ class Format:
     reserved: tuple[str, ...]  # what quoted text may not contain: the marks that only a verification has
     generator_prompt: str      # template with {problem}
     verifier_prompt: str       # template with {problem}, {solution} and {num_steps}
+    refine_prompt: str         # template with {problem}, {solution} and {critique}: a second attempt
 
     def render_solution(self, steps: list[str], answer: str) -> str:
         """The text of a solution with these step bodies and this answer."""
@@ -91,6 +92,8 @@ PAPER = Format(
     verifier_prompt="Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse each, end each analysis with "
                     "\\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, then judge the whole, in this form: <step_verification><step>...</step>..."
                     "</step_verification><final_verification>\\boxed{{...}}</final_verification>",
+    refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem again, step by step, in this "
+                  "form: <think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
 )
 
 COMPACT = Format(
@@ -99,4 +102,5 @@ COMPACT = Format(
     verification_open="", verification_close="", final_open="=", final_close="",
     correct="T", incorrect="F", reserved=("T", "F", "|"),
     generator_prompt="{problem}", verifier_prompt="{problem}|{solution}|{num_steps}",
+    refine_prompt="{solution}|{critique}|{problem}",  # the problem last, as a first attempt has it
 )

@@ -87,4 +87,9 @@ def constant(lengths, num_tokens, num_rollouts, max_new_tokens):
     return torch.full_like(lengths, 1.0 / (num_rollouts * max_new_tokens))
 
 
-AGGREGATIONS = {"token": token_mean, "sequence": sequence_mean, "constant": constant}
+def rollout_sum(lengths, num_tokens, num_rollouts, max_new_tokens):
+    """Sum over a rollout's tokens, mean over rollouts: losses of whole sequences' logprobs, such as DPO's."""
+    return torch.full_like(lengths, 1.0 / num_rollouts)
+
+
+AGGREGATIONS = {"token": token_mean, "sequence": sequence_mean, "constant": constant, "rollout": rollout_sum}

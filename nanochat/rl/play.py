@@ -14,7 +14,7 @@ from nanochat.common import BadInput, Run, all_reduce, gather_lists, mean_over_r
 from nanochat.engine import Tool
 from nanochat.rl.losses import AGGREGATIONS, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
-from nanochat.rl.prompts import Prompt, Solution, Verification, generator_prompt, solve_prompts, verify_prompts
+from nanochat.rl.prompts import Prompt, Solution, Verification, generator_prompt, refine_prompts, solve_prompts, verify_prompts
 from nanochat.rl.roles import Role, copy_shared_lambdas, short_name
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.sampling import Sampler, read_solutions, read_verifications
@@ -126,6 +126,10 @@ class Play:
     def verify_prompts(self, solutions: Rollouts, copies: list[int] | None = None) -> list[Prompt]:
         """The verifier's prompts, one for each solution. copies: see `verify_prompts` of rl.prompts."""
         return verify_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions), copies)
+
+    def refine_prompts(self, solutions: Rollouts, critiques: list[str], copies: list[int] | None = None) -> list[Prompt]:
+        """The generator's prompts for a second attempt, one for each solution, which they quote with its critique."""
+        return refine_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions), critiques, copies)
 
     # Sampling
 

@@ -57,6 +57,19 @@ def verify_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solu
     return numbered(prompts, copies)
 
 
+def refine_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solution], critiques: list[str],
+                   copies: list[int] | None = None) -> list[Prompt]:
+    """The generator's prompts for a second attempt at each problem, behind the first one and a critique of it."""
+    rows = zip(problems, solutions, critiques, strict=True)
+    prompts = [Prompt(refine_prompt(tokenizer, fmt, p.prompt, s.text, c), p, solution=s) for p, s, c in rows]
+    return numbered(prompts, copies)
+
+
+def refine_prompt(tokenizer, fmt, problem: str, solution: str = "", critique: str = "") -> list[int]:
+    """Token ids of the prompt for a second attempt. No judgment is read from a generator's prompt, so marks may stand in it."""
+    return tokenizer.render_prompt(fmt.refine_prompt.format(problem=problem, solution=solution, critique=critique))
+
+
 def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
     """Token ids of the generator's prompt."""
     return tokenizer.render_prompt(fmt.generator_prompt.format(problem=problem))
