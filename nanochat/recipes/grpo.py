@@ -11,7 +11,7 @@ ROLES = {"generator": RoleSpec("--model-tag")}
 
 
 def calls(args):
-    return tango.generator_calls(args, judged=False)
+    return tango.solution_calls(args)
 
 
 def play(t):

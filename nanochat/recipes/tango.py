@@ -105,12 +105,16 @@ def updates(args) -> dict[str, int]:
     return {"generator": args.num_steps, "verifier": args.warmup_steps + args.num_steps * args.verifier_steps // args.generator_steps}
 
 
-def generator_calls(args, judged: bool = True) -> list[Call]:
-    """What a generator step samples: solutions and, where a verifier judges them, one verification of each."""
-    P, G = args.examples_per_step, args.num_samples
-    calls = [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True)]
-    return calls + [Call("verifier", "verdicts", P * G, 1, args.verifier_max_new_tokens, args.num_steps, wrap=empty_verifier_prompt,
-                         quoted=args.max_new_tokens)] * judged
+def solution_calls(args) -> list[Call]:
+    """What a generator step samples without a verifier: a group of solutions of each problem."""
+    return [Call("generator", "generator", args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps, trained=True)]
+
+
+def generator_calls(args) -> list[Call]:
+    """What a generator step samples: solutions, and one verification of each."""
+    num_solutions = args.examples_per_step * args.num_samples
+    return solution_calls(args) + [Call("verifier", "verdicts", num_solutions, 1, args.verifier_max_new_tokens, args.num_steps,
+                                        wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
 
 
 def verifier_calls(args, times: int) -> list[Call]:
