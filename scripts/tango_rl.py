@@ -50,10 +50,17 @@ def make_parser(argv: list[str] | tuple = (), recipe: str = "tango") -> argparse
     parser.add_argument("--list-recipes", action="store_true", help="print what each recipe is, and stop")
     add_common_args(parser)
     add_task_args(parser)
-    name = parser.parse_known_args([word for word in argv if word not in ("-h", "--help")])[0].recipe
+    name = recipe_of(argv, recipe)
     add_recipe_args(parser, recipes.load(name), name)
     parser.explain = partial(explain_unknown_flag, name=recipes.short(name))
     return parser
+
+
+def recipe_of(argv: list[str] | tuple, default: str) -> str:
+    """The recipe that the arguments name; what else is wrong with them is said later."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", nargs="?", default=default)
+    return parser.parse_known_args(list(argv))[0].recipe or default
 
 
 def add_recipe_args(parser, recipe, name: str) -> None:

@@ -11,10 +11,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any module of ours is imported
 # The smallest chain that RL can work on: two operations at most, results modulo 3.
 TASK_FLAGS = ["--chain-modulus", "3", "--chain-min-steps", "1", "--chain-max-steps", "2"]
-RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28", "--verifier-max-new-tokens", "36",
-            "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3", "--warmup-steps", "2",
-            "--generator-steps", "2", "--num-steps", "4", "--verifier-balance", "--verifier-replay", "0.5", "--alpha-start", "0.5",
-            "--alpha-end", "0.05"]
+COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28", "--examples-per-step", "4",
+                   "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3", "--num-steps", "4"]
+TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"], ["--verifier-balance"],
+               ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
+RL_FLAGS = [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS for word in words)]
 
 
 def pytest_collection_modifyitems(items):
@@ -25,7 +26,16 @@ def pytest_collection_modifyitems(items):
 
 
 def parse(script, flags: list[str]) -> argparse.Namespace:
-    return script.make_parser().parse_args(flags)
+    """The flags as the script reads them; a trainer's parser depends on the recipe among them."""
+    is_trainer = script.__name__ in ("scripts.tango_rl", "scripts.chat_rl")
+    return (script.make_parser(flags) if is_trainer else script.make_parser()).parse_args(flags)
+
+
+def rl_flags(*flags: str) -> list[str]:
+    """The flags of a short run, with those of tango's that the recipe named in `flags` knows too."""
+    from scripts import tango_rl
+    known = tango_rl.make_parser(list(flags))._option_string_actions
+    return [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS if words[0] in known for word in words), *flags]
 
 
 @pytest.fixture(scope="session")

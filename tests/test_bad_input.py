@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import RL_FLAGS, TASK_FLAGS
+from conftest import RL_FLAGS, TASK_FLAGS, rl_flags
 
 from nanochat.common import script_main
 from scripts import chat_sft, tango_rl, tok_train
@@ -26,7 +26,7 @@ def refused(capsys, base, script, *flags: str) -> str:
     """Runs a script that must refuse its input; its line."""
     before = files_under(base)
     with pytest.raises(SystemExit) as stop:
-        script_main(script.main, script.make_parser(), list(flags))
+        script_main(script.main, script.make_parser, list(flags)) if script is tango_rl else script_main(script.main, script.make_parser(), list(flags))
     assert stop.value.code == 2
     assert files_under(base) == before
     return capsys.readouterr().err.strip()
@@ -37,7 +37,9 @@ def refused(capsys, base, script, *flags: str) -> str:
     (["--num-samples", "1", "--advantage", "rloo"], ["--num-samples 1", "rloo"]),
     (["--task", "sudoku"], ["--task sudoku", "chain", "last_letter"]),
     (["--advantage", "gae"], ["--advantage gae", "grpo", "rloo", "reinforce++", "dr_grpo"]),
-    (["--recipe", "prime"], ["--recipe prime", "tango", "grpo"]),
+    (["--recipe", "nobody"], ["--recipe nobody", "tango", "grpo"]),
+    (["--recipe", "no/such.py"], ["--recipe no/such.py", "no such file"]),
+    (["--recipe", "grpo"], ["a flag of recipe", "tango", "not of grpo"]),
     (["--loss", "dpo"], ["--loss dpo", "ppo_clip"]),
     (["--kl", "k4"], ["--kl k4", "k3"]),
     (["--model-tag", "d99"], ["d99", "chatsft_checkpoints", "tiny", "tiny-ver"]),
@@ -60,7 +62,7 @@ def refused(capsys, base, script, *flags: str) -> str:
     (["--lr", "nan"], ["--lr nan"]),
     (["--verifier-lr", "-1"], ["--verifier-lr -1"]),
     (["--alpha-end", "0"], ["--alpha-end 0"]),
-    (["--recipe", "fixed_verifier", "--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "fixed"]),
+    (["--recipe", "fixed_verifier", "--verifier-shared-layers", "1"], ["a flag of recipe", "fixed_verifier"]),
 ])
 def test_the_trainer_refuses(capsys, base, flags, words):
     if flags == ["--device-type", "cuda"] and __import__("torch").cuda.is_available():
@@ -93,7 +95,7 @@ def test_a_recipe_without_verifier_needs_none_and_others_say_so(capsys, base):
     for name in os.listdir(base / "chatsft_checkpoints" / "tiny-ver"):
         os.remove(base / "chatsft_checkpoints" / "tiny-ver" / name)
     assert "tiny-ver" in refused(capsys, base, tango_rl, *RL_FLAGS)
-    script_main(tango_rl.main, tango_rl.make_parser(), [*RL_FLAGS, "--recipe", "grpo", "--num-steps", "1"])
+    script_main(tango_rl.main, tango_rl.make_parser, rl_flags("--recipe", "grpo", "--num-steps", "1"))
 
 
 def test_a_folder_that_cannot_be_written_is_named(capsys, base, monkeypatch, tmp_path):
@@ -124,11 +126,11 @@ def test_missing_tokenizer_is_named(capsys, tmp_path, monkeypatch):
 
 def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base):
     run = ["--run", "r", "--save-every", "1"]
-    script_main(tango_rl.main, tango_rl.make_parser(), [*RL_FLAGS, *run, "--num-steps", "1", "--recipe", "grpo"])
+    script_main(tango_rl.main, tango_rl.make_parser, rl_flags(*run, "--num-steps", "1", "--recipe", "grpo"))
     capsys.readouterr()
-    assert "--resume-from-step auto" in refused(capsys, base, tango_rl, *RL_FLAGS, *run, "--recipe", "grpo")
+    assert "--resume-from-step auto" in refused(capsys, base, tango_rl, *rl_flags(*run, "--recipe", "grpo"))
     for flag, value in (("--model-tag", "d4"), ("--task", "last_letter"), ("--chain-modulus", "4"), ("--seed", "3"), ("--recipe", "tango")):
-        line = refused(capsys, base, tango_rl, *RL_FLAGS, *run, "--recipe", "grpo", "--resume-from-step", "auto", flag, value)
+        line = refused(capsys, base, tango_rl, *rl_flags(*run, "--recipe", "grpo", "--resume-from-step", "auto", flag, value))
         assert f"{flag} {value}" in line and "cannot change" in line
 
 
@@ -138,7 +140,7 @@ def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base
     ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.tango_rl"]])
 def test_every_way_to_start_the_trainer(base, launcher):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *launcher, *RL_FLAGS, "--recipe", "grpo", "--num-steps", "1"], env=env, cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, *launcher, *rl_flags("--recipe", "grpo", "--num-steps", "1")], env=env, cwd=ROOT, capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     folder = done.stdout.strip().splitlines()[-1]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.evals import balanced_accuracy, first_error, first_error_f1, judge_scores, macro_f1, majority, pass_at_k, ranking_reversed
-from nanochat.rl.state import BALANCED_ACC_DECAY, RunState, choose_judged
+from nanochat.rl.scores import balanced_accuracy, first_error, first_error_f1, judge_scores, macro_f1, majority, pass_at_k, ranking_reversed
+from nanochat.rl.pool import choose_solutions
 
 T, F = True, False
 SETTINGS = settings(max_examples=100, deadline=None)
@@ -203,12 +203,14 @@ def test_judge_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():
 # Which solutions a verifier step judges
 
 def entries(outcomes: list[bool], first: int = 0) -> list[list]:
-    """[problem index, completion, outcome], as choose_judged takes them."""
+    """[problem index, completion, outcome], to be told apart."""
     return [[first + i, [65 + i], outcome] for i, outcome in enumerate(outcomes)]
 
 
-def choose(fresh, pool, num, replay=0.0, balance=False):
-    return choose_judged(fresh, pool, num, replay, balance, random.Random(0))
+def choose(fresh, pool, num, replay=0.0, balance=False, rng=None):
+    """The entries that choose_solutions names."""
+    places = choose_solutions([e[2] for e in fresh], [e[2] for e in pool], num, replay, balance, rng or random.Random(0))
+    return [(fresh + pool)[place] for place in places]
 
 
 def num_right(chosen) -> int:
@@ -218,7 +220,7 @@ def num_right(chosen) -> int:
 def test_plain_tango_judges_the_fresh_solutions_in_order():
     fresh, pool, rng = entries([T, F, F, F, T]), entries([T] * 5, first=100), random.Random(0)
     before = rng.getstate()
-    assert choose_judged(fresh, pool, 4, 0.0, False, rng) == fresh[:4]
+    assert choose(fresh, pool, 4, 0.0, False, rng) == fresh[:4]
     assert rng.getstate() == before  # no chance in it
 
 
@@ -237,7 +239,7 @@ def test_replay_from_a_short_pool_is_filled_up_with_fresh_solutions():
 
 def test_which_past_solutions_are_replayed_is_chance_that_the_seed_decides():
     fresh, pool = entries([F] * 8), entries([T] * 20, first=100)
-    picks = [choose_judged(fresh, pool, 8, 0.5, False, random.Random(seed)) for seed in (0, 0, 1)]
+    picks = [choose(fresh, pool, 8, 0.5, False, random.Random(seed)) for seed in (0, 0, 1)]
     assert picks[0] == picks[1] != picks[2]
 
 
@@ -271,7 +273,7 @@ def test_balance_prefers_fresh_solutions():
 def test_balance_keeps_the_share_of_replay():
     fresh, pool = entries([T, F] * 4), entries([T, F] * 10, first=100)
     for seed in range(20):
-        chosen = choose_judged(fresh, pool, 8, 0.25, True, random.Random(seed))
+        chosen = choose(fresh, pool, 8, 0.25, True, random.Random(seed))
         past = [entry for entry in chosen if entry[0] >= 100]
         # 6 fresh ones come first, T F T F T F, and leave room for one past one of each kind.
         assert num_right(chosen) == 4 and len(past) == 2
@@ -281,18 +283,8 @@ def test_balance_keeps_the_share_of_replay():
 @given(fresh=st.lists(st.booleans(), max_size=8), pool=st.lists(st.booleans(), max_size=8), num=st.integers(0, 8),
        replay=st.sampled_from([0.0, 0.25, 0.5, 1.0]), seed=st.integers(0, 3))
 def test_balance_takes_as_many_as_there_are_none_twice_and_as_even_as_can_be(fresh, pool, num, replay, seed):
-    chosen = choose_judged(entries(fresh), entries(pool, first=100), num, replay, True, random.Random(seed))
+    chosen = choose(entries(fresh), entries(pool, first=100), num, replay, True, random.Random(seed))
     all_there = fresh + pool
     assert len(chosen) == min(num, len(all_there)) == len({entry[0] for entry in chosen})
     assert num_right(chosen) >= min(num // 2, sum(all_there))
     assert len(chosen) - num_right(chosen) >= min(num - num // 2, all_there.count(False))
-
-
-def test_the_moving_average_of_balanced_accuracy_by_hand():
-    """0.5, then 0.8 * 0.5 + 0.2 * 1 = 0.6; a batch of one class says nothing."""
-    state = RunState()
-    state.observe_balanced_acc(None)
-    assert state.balanced_acc is None
-    for value in (0.5, None, 1.0):
-        state.observe_balanced_acc(value)
-    assert BALANCED_ACC_DECAY == 0.8 and state.balanced_acc == pytest.approx(0.6, rel=1e-12)

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import BadInput
-from nanochat.rl.evals import judge_scores
+from nanochat.rl.scores import judge_scores
 from nanochat.rl.prompts import parse_verification
 from tasks.chain import Chain
 from tasks.common import Problem

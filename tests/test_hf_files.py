@@ -23,6 +23,7 @@ from nanochat.engine import generate
 from nanochat.hf import Decoder
 from nanochat.hf_files import find_folder, read_config, read_model, write_model
 from nanochat.optim import adamw
+from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.weights import allocate, fill
 from test_hf import CPU, FAMILIES, ROPES, imported, random_ids, read, reference_model, small_config, write
@@ -77,7 +78,7 @@ def test_a_trained_model_goes_back_to_transformers(family, tied, tmp_path):
     ours = imported(model, tmp_path / "in")
     prompts = [[3, 1, 4, 1, 5], [9, 2]]
     out = generate(ours, prompts, 3, max_new_tokens=12, stop_tokens=list(range(20)), keys=list(range(6)))
-    rollouts = Rollouts(prompts, torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
+    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
     metrics = step(role_of(ours, adamw(ours.parameters(), 1e-2)), packed(rollouts, random_advantages(rollouts), max_tokens=40), lr=1e-2, max_grad_norm=1.0)
     assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0 and metrics["rollout_logprobs_diff_max"] < 1e-4
     assert largest_gap(model, ours) > 0.1

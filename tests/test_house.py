@@ -9,33 +9,17 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 
+from nanochat import recipes
+from scripts import tango_rl
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# A module imports from lower levels, or from its own where a line below says so. Level by level, from the ground up.
-LEVELS = [
-    {"nanochat.common", "nanochat.formats", "nanochat.kernels.launch", "nanochat.kernels.cpu", "nanochat.calculator", "nanochat.weights",
-     "tasks.grading_worker"},
-    {"nanochat.ops", "nanochat.tokenizer", "nanochat.optim", "nanochat.dataloader", "tasks.grading"},
-    {"nanochat.attention", "nanochat.hf_tokenizer", "tasks.common", "tasks.conversations"},
-    {"nanochat.gpt", "tasks.chain", "tasks.last_letter", "tasks.gsm8k", "tasks.multiple_choice"},
-    {"nanochat.hf", "tasks.mixture", "tasks.competition", "tasks.processbench"},
-    {"nanochat.engine", "nanochat.checkpoint", "nanochat.hf_files", "nanochat.shapes", "nanochat.kernels.linear_logprob",
-     "nanochat.kernels.group_advantages", "tasks"},
-    {"nanochat.kernels.linear_policy_loss"},
-    {"nanochat.rl.prompts", "nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules"},
-    {"nanochat.rl.rewards", "nanochat.bench", "nanochat.loss_eval", "nanochat.core_eval"},
-    {"nanochat.rl.rollouts", "nanochat.rl.roles", "nanochat.plan"},
-    {"nanochat.rl.trainer", "nanochat.rl.evals", "nanochat.rl.progress", "nanochat.rl.state", "nanochat.rl.report"},
-    {"nanochat.rl.page", "nanochat.rl.voting"},
-    {"scripts.tok_train", "scripts.tok_eval", "scripts.task_text", "scripts.base_train", "scripts.base_eval", "scripts.chat_sft", "scripts.chat_eval",
-     "scripts.chat_cli", "scripts.tango_rl", "scripts.report", "scripts.bench_step", "scripts.bench_kernels", "scripts.bench_engine",
-     "scripts.hf_import", "scripts.hf_export", "scripts.hf_random", "scripts.verifier_eval",
-     "scripts.plan_memory"},
-    {"scripts.chat_rl", "scripts.plan_cost"},  # tango_rl with one role; what the others' flags cost
-]
-ONLY_TORCH = ("nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules")
+# A package imports from itself and from those behind it.
+PACKAGES = ("scripts", "nanochat.recipes", "nanochat.rl", "tasks", "nanochat")
+FORMULAS = ("nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules")  # torch alone: anything may import them
 
 
 def modules() -> dict[str, str]:
@@ -60,19 +44,38 @@ def imports_of(path: str) -> set[str]:
     return names & modules().keys()
 
 
-def test_every_module_has_a_level():
-    assert set().union(*LEVELS) == set(modules())
+def package_of(module: str) -> str:
+    """The first of PACKAGES that a module is in; formulas are ground that everything stands on."""
+    return "nanochat" if module in FORMULAS else next(p for p in PACKAGES if module == p or module.startswith(p + "."))
 
 
 def test_imports_point_down_only():
-    level = {module: i for i, names in enumerate(LEVELS) for module in names}
-    upward = [(module, other) for module, path in modules().items() for other in imports_of(path) if other != module and level[other] >= level[module]]
+    level = {package: i for i, package in enumerate(PACKAGES)}
+    upward = [(module, other) for module, path in modules().items() for other in imports_of(path)
+              if level[package_of(other)] < level[package_of(module)]]
     assert not upward
 
 
-@pytest.mark.parametrize("module", ONLY_TORCH)
+def test_no_modules_import_each_other_in_a_circle():
+    TopologicalSorter({module: imports_of(path) - {module} for module, path in modules().items()}).prepare()
+
+
+@pytest.mark.parametrize("module", FORMULAS)
 def test_the_formulas_import_nothing_of_ours_but_kernels(module):
     assert {name for name in imports_of(modules()[module]) if not name.startswith("nanochat.kernels.")} == set()
+
+
+FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_verifier": "tango", "fixed_generator": "tango",
+            "outcome_verifier": "tango", "spin": "dpo", "dpo": "dpo"}
+
+
+def test_recipes_import_verbs_and_siblings_alone():
+    for module, path in modules().items():
+        if module.startswith("nanochat.recipes."):
+            name = module.rpartition(".")[2]
+            others = {other for other in imports_of(path) if not other.startswith("nanochat.rl.")} - {"nanochat.common", "nanochat.recipes"}
+            strangers = {other for other in others if FAMILIES.get(other.removeprefix("nanochat.recipes.")) != FAMILIES.get(name, name)}
+            assert not strangers, (module, strangers)
 
 
 def test_importing_every_module_does_no_work(tmp_path):
@@ -119,19 +122,9 @@ def test_the_file_tree_of_the_readme_is_the_tree():
 
 def test_flags_and_metrics_of_the_readme_exist():
     parsers = [module.make_parser() for name in modules() if name.startswith("scripts.") for module in [importlib.import_module(name)]]
+    parsers += [tango_rl.make_parser(["--recipe", name]) for name in recipes.names()]
     known = {flag for parser in parsers for flag in parser._option_string_actions} | {"--upstream"}
     known |= {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help"}
     with open(os.path.join(ROOT, "runs", "fig4.sh")) as f:
         known |= set(re.findall(r" (--[a-z]+)\) [A-Z\[]", f.read()))  # the cases of its argument loop
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", readme())) <= known
-
-
-def test_files_and_functions_stay_readable():
-    """The usual sizes: files to 450 lines, functions to 70 (argument parsers aside)."""
-    for module, path in modules().items():
-        with open(path) as f:
-            source = f.read()
-        assert source.count("\n") <= 450, module
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef) and node.name != "make_parser":
-                assert node.end_lineno - node.lineno < 70, (module, node.name)

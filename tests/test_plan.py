@@ -14,11 +14,14 @@ from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf import Decoder
 from nanochat.optim import adamw
-from nanochat.plan import (Lengths, Setting, Speed, memory_plan, model_of, resident_bytes, sampling_bytes, sizes_of, tango_seconds, update_bytes,
-                           variants)
+from nanochat.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, memory_plan, resident_bytes, sampling_bytes, sizes_of,
+                           update_bytes, variants)
+from nanochat.recipes import tango
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role, set_recompute
-from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.packing import pack, token_weights
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import update
 from nanochat.shapes import SHAPES, shape_of
 from nanochat.weights import allocate, copy_of, inference_model
@@ -28,8 +31,7 @@ PROMPTS, GROUP, PROMPT, NEW, VOCABULARY = 4, 4, 100, 60, 4096
 SMALL = dict(n_layer=4, n_embd=256, n_head=4, n_kv_head=2, head_dim=64, intermediate_size=1024, vocab_size=VOCABULARY, sequence_len=512)
 CONFIGS = {"gpt": GPTConfig(512, VOCABULARY, 4, 4, 2, 256, "L"), "tied": replace(shape_of("qwen2.5-0.5b"), **SMALL),
            "qk_norm": replace(shape_of("qwen3-8b"), **SMALL)}
-SETTING = Setting(dtype=torch.float32, device_type="cpu", examples_per_step=PROMPTS, num_samples=GROUP, prompt_tokens=PROMPT, max_new_tokens=NEW,
-                  micro_batch_tokens=800)  # two groups
+SETTING = Setting(dtype=torch.float32, device_type="cpu", micro_batch_tokens=800)  # two groups
 
 
 def allocated(action) -> tuple[int, int]:
@@ -48,7 +50,7 @@ def rollouts() -> Rollouts:
     prompts = [torch.randint(VOCABULARY, (PROMPT,), generator=draw).tolist() for _ in range(PROMPTS)]
     tokens = torch.randint(VOCABULARY, (N, NEW), generator=draw)
     group_id, stopped = torch.arange(PROMPTS).repeat_interleave(GROUP), torch.ones(N, dtype=torch.bool)
-    return Rollouts(prompts, group_id, tokens, torch.zeros(N, NEW), torch.full((N,), NEW), stopped)
+    return Rollouts([Prompt(ids) for ids in prompts], group_id, tokens, torch.zeros(N, NEW), torch.full((N,), NEW), stopped)
 
 
 def measure(name: str, setting: Setting) -> dict[str, int]:
@@ -74,7 +76,7 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
 
     resident = allocated(make)[1]
     role, = found
-    sample = lambda: generate(role.model, batch.prompts, GROUP, max_new_tokens=NEW, stop_tokens=[], keys=list(range(PROMPTS * GROUP)))
+    sample = lambda: generate(role.model, [prompt.ids for prompt in batch.prompts], GROUP, max_new_tokens=NEW, stop_tokens=[], keys=list(range(PROMPTS * GROUP)))
     return {"resident": resident, "update": allocated(lambda: step(role))[0], "sampling": allocated(sample)[0]}
 
 
@@ -83,8 +85,8 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
     """What stays to 2%, an update to 7%, sampling to 12%."""
     setting = replace(SETTING, recompute=recompute)
     measured = measure(name, setting)
-    assert sum(resident_bytes(CONFIGS[name], setting, True).values()) == pytest.approx(measured["resident"], rel=0.02)
-    assert sum(update_bytes(CONFIGS[name], setting, PROMPT, NEW).values()) == pytest.approx(measured["update"], rel=0.07)
+    assert sum(resident_bytes(CONFIGS[name], setting, Held()).values()) == pytest.approx(measured["resident"], rel=0.02)
+    assert sum(update_bytes(CONFIGS[name], setting, GROUP, PROMPT, NEW).values()) == pytest.approx(measured["update"], rel=0.07)
     assert sampling_bytes(CONFIGS[name], setting, PROMPTS, PROMPTS * GROUP, PROMPT, NEW) == pytest.approx(measured["sampling"], rel=0.12)
 
 
@@ -92,10 +94,10 @@ def test_planned_memory_is_near_what_is_allocated_in_bf16():
     """In all to 10%; the copy to sample from and the narrow reference are counted. (On CPU bf16 has no fused norms and attention: its update takes a tenth
     more than planned.)"""
     setting = replace(SETTING, dtype=torch.bfloat16)
-    measured, parts = measure("tied", setting), resident_bytes(CONFIGS["tied"], setting, True)
+    measured, parts = measure("tied", setting), resident_bytes(CONFIGS["tied"], setting, Held())
     assert sum(parts.values()) == pytest.approx(measured["resident"], rel=0.02)
     assert parts["reference"] == parts["copy to sample from"] == 2 * sizes_of(CONFIGS["tied"]).total
-    planned = sum(parts.values()) + sum(update_bytes(CONFIGS["tied"], setting, PROMPT, NEW).values())
+    planned = sum(parts.values()) + sum(update_bytes(CONFIGS["tied"], setting, GROUP, PROMPT, NEW).values())
     assert planned == pytest.approx(measured["resident"] + measured["update"], rel=0.1)
 
 
@@ -111,24 +113,38 @@ def test_sizes_are_the_published_ones():
 
 
 def test_sharding_divides_what_is_divided():
-    """7B on 8 ranks by hand: weights 4, AdamW 8, reference 2 bytes per parameter, an eighth of each; the copy whole."""
+    """7B on 8 ranks by hand: weights 4, AdamW 8, reference 2 bytes per parameter, an eighth of each; the copy whole. A role
+    that only samples has narrow weights, whole on each rank."""
     config, total = shape_of("qwen2.5-7b"), sizes_of(shape_of("qwen2.5-7b")).total
-    parts = resident_bytes(config, Setting(ranks=8, shard=True), True)
-    assert parts == {"weights, fp32": 4 * total // 8, "AdamW": total, "reference": 2 * total // 8, "copy to sample from": 2 * total}
-    assert resident_bytes(config, Setting(ranks=8), False) == {"weights, fp32": 4 * total, "AdamW": 0, "reference": 0, "copy to sample from": 2 * total}
-    whole, shards = (update_bytes(config, Setting(ranks=8, shard=shard, recompute=True), 300, 1024) for shard in (False, True))
+    parts = resident_bytes(config, Setting(ranks=8, shard=True), Held())
+    assert parts == {"weights": 4 * total // 8, "AdamW": total, "reference": 2 * total // 8, "copy to sample from": 2 * total}
+    for setting in (Setting(ranks=8), Setting(ranks=8, shard=True)):
+        assert resident_bytes(config, setting, Held(False, False)) == {"weights": 2 * total, "AdamW": 0, "reference": 0, "copy to sample from": 0}
+    whole, shards = (update_bytes(config, Setting(ranks=8, shard=shard, recompute=True), 8, 300, 1024) for shard in (False, True))
     assert whole["gradients"] == 8 * shards["gradients"] and whole["activations"] == shards["activations"]
+
+
+def tango_plan(setting: Setting, **lengths) -> dict:
+    """The plan of RL Tango, 32 x 8, on two models of 1.5B."""
+    args = parse(tango_rl, ["--model-tag", "x"])
+    draws = draws_of(tango.calls(args), lambda wrap: 200)
+    config = shape_of("qwen2.5-1.5b")
+    return memory_plan({"generator": config, "verifier": config}, {"generator": Held(), "verifier": Held()}, draws, setting)
 
 
 def test_the_plan_adds_what_stays_to_the_largest_phase():
     config = shape_of("qwen2.5-1.5b")
-    plan = memory_plan(config, config, Setting(), {"generator", "verifier"})
+    plan = tango_plan(Setting())
     held = sum(sum(parts.values()) for parts in plan["resident"].values())
-    assert plan["peak"] == held + max(plan["phases"].values()) and len(plan["phases"]) == 5
-    alone = memory_plan(config, None, Setting(), {"generator"})
+    assert plan["peak"] == held + max(plan["phases"].values())
+    assert list(plan["phases"]) == ["sampling generator: 32 x 8 of the generator", "sampling verdicts: 256 x 1 of the verifier",
+                                    "sampling judged: 32 x 1 of the generator", "sampling verifier: 32 x 8 of the verifier",
+                                    "updating the generator", "updating the verifier"]
+    draws = [Draw("generator", "generator", 32, 8, 200, 96, trained=True)]
+    alone = memory_plan({"generator": config}, {"generator": Held()}, draws, Setting())
     assert set(alone["resident"]) == {"generator"} and alone["peak"] < plan["peak"] - held // 2 + 1
-    fewer = memory_plan(config, config, Setting(max_rows=16), {"generator", "verifier"})
-    assert fewer["phases"]["sampling 256 verifications, one each"] < plan["phases"]["sampling 256 verifications, one each"] / 4
+    verdicts = "sampling verdicts: 256 x 1 of the verifier"
+    assert tango_plan(Setting(max_rows=16))["phases"][verdicts] < plan["phases"][verdicts] / 4
 
 
 def test_variants_shard_over_several_ranks_only():
@@ -136,13 +152,19 @@ def test_variants_shard_over_several_ranks_only():
         (1, False, False), (1, False, True), (4, False, False), (4, False, True), (4, True, False), (4, True, True)]
 
 
-def test_seconds_of_a_step_are_the_sum_of_its_parts():
-    """Twice the problems take twice the training; a generator step of RL Tango is GRPO's and the verifications."""
-    model, speed, lengths = model_of(shape_of("qwen2.5-1.5b"), torch.bfloat16), Speed(), Lengths(200, 500, 400)
-    seconds = tango_seconds(model, model, 8, 4, lengths, speed, 1100)
-    assert seconds["generator"] > seconds["grpo"] > 0 and seconds["verifier"] > 0
-    faster = tango_seconds(model, model, 8, 4, lengths, Speed(mfu=0.7, decode_efficiency=0.4), 1100)
+def test_seconds_of_a_draw_go_with_its_size():
+    """Twice the problems take twice the training, twice the speed half of everything; what is only sampled trains nothing."""
+    config, setting = shape_of("qwen2.5-1.5b"), Setting()
+    draw = Draw("generator", "generator", 8, 4, 200, 500, trained=True)
+    seconds = draw_seconds(config, draw, Held(), setting, Speed(), 1100)
+    assert min(seconds.values()) > 0
+    assert draw_seconds(config, replace(draw, prompts=16), Held(), setting, Speed(), 1100)["update"] == pytest.approx(2 * seconds["update"])
+    faster = draw_seconds(config, draw, Held(), setting, Speed(mfu=0.7, decode_efficiency=0.4), 1100)
     assert all(faster[name] == pytest.approx(seconds[name] / 2) for name in seconds)
+    assert draw_seconds(config, replace(draw, trained=False), Held(), setting, Speed(), 1100) == {**seconds, "update": 0.0}
+    # A reference adds a forward to the forward and the two that a backward costs.
+    alone = draw_seconds(config, draw, Held(reference=False), setting, Speed(), 1100)
+    assert seconds["update"] == pytest.approx(alone["update"] * 4 / 3)
 
 
 def test_plan_memory_prints_what_fits(capsys):
@@ -161,6 +183,7 @@ def test_a_dry_run_plans_and_writes_nothing(base, capsys):
     tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", "planned", "--dry-run"]))
     out = capsys.readouterr().out
     assert "--model-tag tiny" in out and "--verifier-tag tiny-ver" in out and "peak: all that stays" in out and "hours if completions" in out
-    assert "tokens per generator step, at most: 448 of solutions, 576 of verifications" in out  # 4 problems x 4 samples x 28 and 36 tokens
-    assert "4 generator steps" in out and "4 verifier steps" in out  # the warm-up's 2, and 4 * 1 // 2
+    # 4 problems x 4 samples x 28 and 36 tokens; 4 solutions are judged
+    assert "at most: 448 of generator (generator), 576 of verdicts (verifier), 112 of judged (generator), 576 of verifier" in out
+    assert "updates: 4 of the generator, 4 of the verifier" in out  # the warm-up's 2, and 4 * 1 // 2
     assert sorted(str(path) for path in base.rglob("*")) == before

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nanochat.common import BadInput
 from nanochat.formats import COMPACT, PAPER
-from nanochat.rl.evals import first_error, first_error_f1
+from nanochat.rl.scores import first_error, first_error_f1
 from nanochat.rl.prompts import verifier_prompt
 from nanochat.rl.voting import (SCORES, aligned, auroc, best_of_n, brier, calibration, choose, expected_calibration_error, first_error_scores, mean_scores,
                                 reliability, weighted_vote)

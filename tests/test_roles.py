@@ -11,7 +11,9 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, share_layers, trainable_only
-from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.packing import pack, token_weights
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import update
 from nanochat.weights import copy_of
 
@@ -48,7 +50,7 @@ def one_update(model, parameters):
     draw = torch.Generator().manual_seed(7)
     tokens = torch.randint(265, (4, 6), generator=draw)
     lengths = torch.tensor([6, 3, 5, 6])
-    rollouts = Rollouts([[1, 2, 3], [4, 5]], torch.tensor([0, 0, 1, 1]), tokens, torch.zeros(4, 6), lengths, torch.ones(4, dtype=torch.bool))
+    rollouts = Rollouts([Prompt([1, 2, 3]), Prompt([4, 5])], torch.tensor([0, 0, 1, 1]), tokens, torch.zeros(4, 6), lengths, torch.ones(4, dtype=torch.bool))
     weights = token_weights(lengths, "token", 6, lambda x: x)
     batches = pack(rollouts, torch.randn(4, 6, generator=draw), weights, 10 ** 9, False)
     role = Role("verifier", model, parameters, adamw(parameters, 1e-3))

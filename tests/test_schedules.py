@@ -6,7 +6,6 @@ Who moves next, alpha and the learning rate, step by step.
 import pytest
 
 from nanochat.rl.schedules import FOLLOWS, LR_SCHEDULES, SCHEDULES, PhaseLengths, adaptive, exponential_decay, fixed, next_phase
-from nanochat.rl.state import RunState
 
 
 def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=lambda step: None) -> str:
@@ -82,16 +81,6 @@ def test_an_adaptive_run_step_by_step():
 
 def test_a_run_without_generator_steps_trains_the_verifier_also_above_the_bar():
     assert phases(PhaseLengths(0, 0, 2, bar=0.7), 5, adaptive, lambda step: 0.8) == "vvvvv"
-
-
-def test_a_warm_up_step_trains_the_verifier():
-    state, roles = RunState(), []
-    for _ in range(7):
-        role = state.enter_phase(PhaseLengths(2, 3, 1), fixed)
-        state.advance(role, num_problems=4, sampled_tokens=10, skipped=False, seconds=1.0)
-        roles.append(role[0])
-    assert "".join(roles) == "vv" "gggv" "g"
-    assert (state.step, state.gen_step, state.ver_step, state.cursor, state.phase, state.phase_steps) == (7, 4, 3, 28, "generator", 1)
 
 
 # alpha

@@ -22,7 +22,9 @@ from nanochat.hf import Decoder, DecoderConfig
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role, set_recompute
-from nanochat.rl.rollouts import Rollouts, even_out, pack, token_weights
+from nanochat.rl.packing import pack, pad_batches, token_weights
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.state import load_set
 from nanochat.rl.trainer import update
 from nanochat.weights import allocate, copy_of, fill, inference_model, is_sharded, refresh, whole_state
@@ -65,7 +67,7 @@ def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
     advantages[14:] = 0
     groups = range(rank, 8, world)
     rows = [n for g in groups for n in (2 * g, 2 * g + 1)]
-    rollouts = Rollouts([prompts[g] for g in groups], torch.arange(len(groups)).repeat_interleave(2), tokens[rows], torch.zeros(len(rows), 9),
+    rollouts = Rollouts([Prompt(prompts[g]) for g in groups], torch.arange(len(groups)).repeat_interleave(2), tokens[rows], torch.zeros(len(rows), 9),
                         torch.tensor(lengths)[rows], torch.ones(len(rows), dtype=torch.bool))
     return rollouts, advantages[rows]
 
@@ -80,7 +82,7 @@ def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role 
         if world > 1:
             most = int(all_reduce(torch.tensor(len(batches)), "max"))
             assert rank or len(batches) <= most
-            batches = even_out(batches, most, "cpu")
+            batches = pad_batches(batches, most, "cpu")
         metrics.append(update(role, batches, LOSS, lr=1e-2, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu")))
     return role, metrics
 

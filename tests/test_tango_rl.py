@@ -12,9 +12,11 @@ import sys
 
 import pytest
 import torch
-from conftest import RL_FLAGS, TASK_FLAGS, parse
+from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat.common import BadInput, Diverged, StopRequested, lock_run
+from nanochat.rl import evals
+from nanochat.rl.play import Play
 from scripts import chat_sft, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -22,7 +24,7 @@ TIMINGS = ("timing_s/", "tokens_per_s")
 
 
 def train(*flags: str) -> None:
-    tango_rl.main(parse(tango_rl, [*RL_FLAGS, *flags]))
+    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
 
 
 def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
@@ -156,10 +158,10 @@ def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
 
 
 @pytest.mark.parametrize("where, name, call", [
-    ("rollout", "solve", 10), ("verification", "verify", 6), ("update", "learn", 4), ("evaluation", "generator_scores", 2)])
+    ("rollout", "solve", 10), ("verification", "verify", 6), ("update", "apply_update", 4), ("evaluation", "pass_at_1", 2)])
 def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypatch, where, name, call):
     """solve and verify also serve the evaluation at the start; the calls were chosen to hit the loop."""
-    owner = {"learn": tango_rl, "generator_scores": tango_rl.Evaluation}.get(name, tango_rl.Sampler)
+    owner = {"apply_update": tango_rl, "pass_at_1": evals}.get(name, Play)
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name, call)
         with pytest.raises(StopRequested, match="--resume-from-step auto"):

@@ -22,8 +22,7 @@ from nanochat.formats import COMPACT, PAPER, Format
 from nanochat.rl.prompts import parse_verification
 from tasks import MODULES, TASKS, add_task_args, make_task
 from tasks.chain import STEP
-from nanochat.rl.evals import outcomes_of
-from nanochat.rl.prompts import Solution
+from nanochat.rl.scores import outcomes_of
 from tasks.common import Problem, check_answer, epoch_order, nth_of_epochs
 from tasks.mixture import PARTS
 
@@ -379,16 +378,16 @@ def test_many_solutions_are_checked_in_order_and_at_the_same_time():
             meeting.wait()  # passes only when four wait together
             return {"right": True, "wrong": False, "?": None}[solution]
 
-    solutions = [Solution(text, []) for text in ("right", "wrong", "?", "right")] * 3
-    assert outcomes_of(Slow(), [CHAIN] * 12, solutions) == [True, False, None, True] * 3
+    texts = ["right", "wrong", "?", "right"] * 3
+    assert outcomes_of(Slow(), [CHAIN] * 12, texts) == [True, False, None, True] * 3
     assert outcomes_of(Slow(), [], []) == []
     with pytest.raises(ValueError):
-        outcomes_of(Slow(), [CHAIN], solutions[:2])
+        outcomes_of(Slow(), [CHAIN], texts[:2])
 
 
 def test_what_goes_wrong_in_a_check_is_raised():
     with pytest.raises(AttributeError):
-        outcomes_of(task_of("chain"), [None], [Solution("=1", [])])
+        outcomes_of(task_of("chain"), [None], ["=1"])
 
 
 def test_graders_do_not_count_the_trainers_memory_as_theirs():

@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import RL_FLAGS, parse
+from conftest import parse, rl_flags
 
 from nanochat.calculator import Calculator
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role
-from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.packing import pack, token_weights
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import score, update
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
@@ -141,7 +143,7 @@ class ForceFirst:
 
 def rollouts_of(model, tool) -> Rollouts:
     out = sample(model, tool)
-    return Rollouts([[1, 2, 3], [4]], torch.tensor([0, 0, 1, 1]), out.tokens, out.logprobs, out.lengths, out.stopped, out.forced)
+    return Rollouts([Prompt([1, 2, 3]), Prompt([4])], torch.tensor([0, 0, 1, 1]), out.tokens, out.logprobs, out.lengths, out.stopped, out.forced)
 
 
 LINES = {0: {2: 50, 3: 51}, 1: {1: 60}, 3: {11: 61}}  # row 3's last token
@@ -156,9 +158,9 @@ def test_forced_tokens_are_neither_trained_nor_counted():
     batches = pack(rollouts, torch.ones(4, 12), weights, 10 ** 6, False)
     assert sum(len(batch.index) for batch in batches) == 44
     for batch in batches:
-        assert (batch.of_samples(batch.sampler_logprobs) != 0).all()  # a forced token's is 0
+        assert (batch.at_trained(batch.sampler_logprobs) != 0).all()  # a forced token's is 0
         # The trainer scores what was sampled as the sampler did, with what was forced before it in place.
-        torch.testing.assert_close(score(model, batch, 1.0), batch.of_samples(batch.sampler_logprobs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(score(model, batch, 1.0), batch.at_trained(batch.sampler_logprobs), rtol=1e-4, atol=1e-4)
 
 
 def test_the_gradient_is_that_of_the_sampled_tokens_alone():
@@ -207,7 +209,7 @@ def test_rl_with_the_calculator_runs_and_sampler_and_trainer_agree(base):
     """The tiny generator never calls it: the run equals one without, token for token."""
     import json
     for name, more in (("with", ["--calculator"]), ("without", [])):
-        tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", name, "--recipe", "grpo", "--num-steps", "2", *more]))
+        tango_rl.main(parse(tango_rl, rl_flags("--run", name, "--recipe", "grpo", "--num-steps", "2", *more)))
     with_it, without = ([json.loads(line) for line in (base / "runs" / name / "metrics.jsonl").read_text().splitlines()] for name in ("with", "without"))
     assert [r["gen/loss"] for r in with_it] == [r["gen/loss"] for r in without] and len(with_it) == 2
     assert max(r["gen/rollout_logprobs_diff_max"] for r in with_it) < 1e-3

@@ -17,7 +17,9 @@ from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import Role
-from nanochat.rl.rollouts import Rollouts, pack, token_weights
+from nanochat.rl.packing import pack, token_weights
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import completion_hidden, score, update
 from nanochat.weights import copy_of
 
@@ -42,7 +44,7 @@ def random_rollouts(prompt_lengths, completion_lengths, seed=0):
     N, T = len(lengths), int(lengths.max())
     tokens = torch.randint(265, (N, T), generator=draw) * (torch.arange(T) < lengths[:, None])
     group_id = torch.arange(len(prompts)).repeat_interleave(N // len(prompts))
-    return Rollouts(prompts, group_id, tokens, torch.zeros(N, T), lengths, torch.ones(N, dtype=torch.bool))
+    return Rollouts([Prompt(ids) for ids in prompts], group_id, tokens, torch.zeros(N, T), lengths, torch.ones(N, dtype=torch.bool))
 
 
 def random_advantages(rollouts, seed=1):
@@ -86,7 +88,7 @@ def assert_close(a, b, tolerance):
 
 def full_rows(model, rollouts, n):
     """Hidden states (T, C) that predict rollout n's tokens, from a plain forward over prompt + completion."""
-    prompt, completion = rollouts.prompts[int(rollouts.group_id[n])], rollouts.completions()[n]
+    prompt, completion = rollouts.prompts[int(rollouts.group_id[n])].ids, rollouts.completions()[n]
     return model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1]
 
 
@@ -144,7 +146,7 @@ def test_completions_of_one_token_need_no_second_forward():
 def test_scores_equal_plain_forwards_and_what_the_sampler_recorded(temperature):
     model, prompts = tiny_model(), [[3, 1, 4], [1, 5, 9, 2, 6]]
     out = generate(model, prompts, 3, max_new_tokens=9, stop_tokens=list(range(30)), keys=[row_key(i) for i in range(6)], temperature=temperature)
-    rollouts = Rollouts(prompts, torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
+    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
     for batch in packed(rollouts, torch.ones_like(out.logprobs), max_tokens=20):
         logprobs = score(model, batch, temperature)
         torch.testing.assert_close(logprobs, batch.sampler_logprobs[batch.mask], rtol=0, atol=1e-5)
@@ -197,7 +199,7 @@ def test_every_rollout_is_in_exactly_one_micro_batch():
             U, B = len(batch.prompt_ids), len(batch.tokens)
             assert U == 1 or batch.prompt_ids.numel() + batch.tokens.numel() <= max_tokens
             for row, n in enumerate(batch_rows(batch, rollouts)):
-                prompt, T = rollouts.prompts[int(rollouts.group_id[n])], int(rollouts.lengths[n])
+                prompt, T = rollouts.prompts[int(rollouts.group_id[n])].ids, int(rollouts.lengths[n])
                 assert batch.prompt_ids[row // (B // U), : len(prompt)].tolist() == prompt
                 assert batch.mask[row].sum() == T and batch.mask[row, :T].all()
                 assert torch.equal(batch.advantages[row, :T], advantages[n, :T])

@@ -20,7 +20,7 @@ from conftest import TASK_FLAGS, parse
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.engine import generate, row_key
-from nanochat.rl import evals, rollouts
+from nanochat.rl import sampling, scores
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, verifier_eval
 from tasks import TASKS, make_task
@@ -223,8 +223,8 @@ def test_where_nothing_fits_all_is_wrong_and_nothing_is_calibrated(capsys, bench
 
 
 def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, tmp_path, monkeypatch):
-    heard, sample = [], rollouts.generate
-    monkeypatch.setattr(rollouts, "generate", lambda model, prompts, *args, **options: heard.extend(prompts) or sample(model, prompts, *args, **options))
+    heard, sample = [], sampling.generate
+    monkeypatch.setattr(sampling, "generate", lambda model, prompts, *args, **options: heard.extend(prompts) or sample(model, prompts, *args, **options))
     steps = ["1+1:2;1*1:1", "=2", "|9T;=T"]
     write(tmp_path / "bench" / "math.jsonl", [{"problem": "1+1|F", "steps": steps, "label": 2, "final_answer_correct": False}])
     got, _ = on_bench(capsys, tmp_path, "--subset", "math")
@@ -282,7 +282,7 @@ def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_p
 
 
 def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(evals, "ENDLESS", 3)
+    monkeypatch.setattr(scores, "ENDLESS", 3)
     flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out", str(tmp_path / "o.json")]
     run(capsys, *flags)
     numbers = json.loads((tmp_path / "o.json").read_text())
