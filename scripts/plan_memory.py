@@ -64,10 +64,10 @@ def main(args) -> None:
     for variant in variants(setting, sorted(set(args.ranks))):
         plan = memory_plan(configs, held, draws, variant)
         phases = {kind: max((size for name, size in plan["phases"].items() if name.startswith(kind)), default=0) for kind in ("sampling", "updating")}
-        held, fits = plan["peak"] - max(plan["phases"].values()), plan["peak"] / 1e9 <= args.memory
+        resident, fits = plan["peak"] - max(plan["phases"].values()), plan["peak"] / 1e9 <= args.memory
         best = best or (variant, plan) if fits else best
         yes = lambda flag: "yes" if flag else "no"
-        print0(f"{variant.ranks:5d} {yes(variant.shard):>8s} {yes(variant.recompute):>12s} {held / 1e9:9.2f} {phases['sampling'] / 1e9:9.2f} "
+        print0(f"{variant.ranks:5d} {yes(variant.shard):>8s} {yes(variant.recompute):>12s} {resident / 1e9:9.2f} {phases['sampling'] / 1e9:9.2f} "
                f"{phases['updating'] / 1e9:9.2f} {plan['peak'] / 1e9:9.2f}  {'fits' if fits else 'does not fit'} {args.memory:g} GB")
     if best:
         chosen, plan = best
