@@ -13,7 +13,7 @@ import torch
 from nanochat.bench import decode_floor, prefill_floor
 from nanochat.engine import COLUMNS_CUDA, COMPACT_BELOW_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Decoder, DecoderConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
 

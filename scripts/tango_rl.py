@@ -27,7 +27,7 @@ from nanochat.checkpoint import default_tag
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable,
                              choose_run_name, compute_dtype, describe_versions, flag_defaults, gather_lists, init_device, mean_over_ranks, path_of, print0,
                              rank_and_world, script_main, start_run, uses_wandb, write_json)
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.plan import describe_run
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import Evaluation, judge_scores, judged_row, outcomes_of, problems_of, ranking_reversed, reward_metrics

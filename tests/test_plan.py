@@ -12,7 +12,7 @@ from conftest import RL_FLAGS, parse
 from nanochat.common import BadInput
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Decoder
+from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
 from nanochat.plan import (Lengths, Setting, Speed, memory_plan, model_of, resident_bytes, sampling_bytes, sizes_of, tango_seconds, update_bytes,
                            variants)
@@ -20,7 +20,7 @@ from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role, set_recompute
 from nanochat.rl.rollouts import Rollouts, pack, token_weights
 from nanochat.rl.trainer import update
-from nanochat.shapes import SHAPES, shape_of
+from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
 

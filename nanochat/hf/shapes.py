@@ -2,7 +2,7 @@
 The shapes of well-known models, for planning memory and for rehearsals with random weights. Figures from the models' public config.json.
 """
 from nanochat.common import BadInput
-from nanochat.hf import DecoderConfig
+from nanochat.hf.decoder import DecoderConfig
 
 LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # name: architecture, context, vocabulary, layers, heads, key/value heads, width, head size, MLP width, tied, rope_theta, rotary scaling

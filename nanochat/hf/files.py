@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 from nanochat.common import BadInput
-from nanochat.hf import ROPE, Decoder, DecoderConfig
+from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.weights import allocate
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
