@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat.bench import decode_floor, prefill_floor
 from nanochat.engine import COLUMNS_CUDA, COMPACT_BELOW_CUDA, PREFILL_TOKENS
+from nanochat.flops import PEAK_FLOPS, decode_floor, flops_per_token, prefill_floor
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.linear_logprob import rows_of_chunk
-from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
 
 BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s of a GPU's memory, from the vendor's data sheets
 Config = GPTConfig | DecoderConfig

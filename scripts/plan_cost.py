@@ -12,8 +12,8 @@ import shlex
 import torch
 
 from nanochat.common import BadInput, check_least, print0, script_main
+from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.gpt import GPT, config_of
-from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
 from nanochat.plan import BANDWIDTH, Lengths, Speed, sampling_seconds, tango_seconds
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
