@@ -22,7 +22,7 @@ LEVELS = [
     {"nanochat.gpt", "tasks.chain", "tasks.last_letter", "tasks.gsm8k", "tasks.multiple_choice"},
     {"nanochat.hf.decoder", "tasks.mixture", "tasks.competition", "tasks.processbench"},
     {"nanochat.engine", "nanochat.checkpoint", "nanochat.hf.files", "nanochat.hf.shapes", "nanochat.kernels.linear_logprob",
-     "nanochat.kernels.group_advantages", "tasks"},
+     "tasks"},
     {"nanochat.kernels.linear_policy_loss"},
     {"nanochat.rl.prompts", "nanochat.rl.advantages", "nanochat.rl.losses", "nanochat.rl.schedules"},
     {"nanochat.rl.rewards", "nanochat.bench", "nanochat.loss_eval", "nanochat.core_eval"},
