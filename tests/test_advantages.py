@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.advantages import CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, merge, source_advantages
+from nanochat.rl.advantages import (CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, merge, source_advantages,
+                                    whiten)
 from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
 
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
@@ -400,3 +401,42 @@ def test_a_source_without_weight_does_not_move_what_others_are_measured_against(
     for preset in PRESETS.values():
         merged = merge([(1.0, outcome), (0.0, steps)], group_id, 2, preset)
         torch.testing.assert_close(merged, source_advantages(outcome, group_id, 2, preset))
+
+
+# Whitening
+
+# The masked are 1, 2 | 3, 6: mean 12 / 4 = 3; deviations -2, -1 | 0, 3; squares 4 + 1 + 0 + 9 = 14;
+# unbiased variance 14 / 3.
+UNWHITE, MASK = torch.tensor([[1.0, 2.0, 9.0], [float("nan"), 3.0, 6.0]]), torch.tensor([[1, 1, 0], [0, 1, 1]])
+W = (14 / 3) ** 0.5
+WHITE = [[-2 / W, -1 / W, 0.0], [0.0, 0.0, 3 / W]]
+
+
+def test_whitening_by_hand():
+    assert_rows(whiten(UNWHITE, MASK), WHITE)
+    assert torch.equal(whiten(UNWHITE, MASK.bool()), whiten(UNWHITE, MASK))
+
+
+@pytest.mark.parametrize("split", [0, 1, 2])
+def test_whitening_on_two_ranks_equals_one(split):
+    """Also where a rank has no rollout."""
+    def work(rank, reduce):
+        rows = slice(0, split) if rank == 0 else slice(split, 2)
+        return whiten(UNWHITE[rows], MASK[rows], reduce)
+    assert_rows(torch.cat(on_two_ranks(work)), WHITE)
+
+
+def test_whitening_of_equal_advantages_or_less_than_two_gives_exactly_zero():
+    advantages = torch.tensor([[1.8, 1.8, 5.0], [1.8, 0.3, 0.2]])
+    for mask in ([[1, 1, 0], [1, 0, 0]], [[0, 0, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]):
+        assert torch.equal(whiten(advantages, torch.tensor(mask)), torch.zeros(2, 3))
+    equal = lambda rank, reduce: whiten(advantages[rank:rank + 1], torch.tensor([[1, 1 - rank, 0]]), reduce)
+    assert torch.equal(torch.cat(on_two_ranks(equal)), torch.zeros(2, 3))
+
+
+def test_whitening_adds_epsilon_and_loses_nothing_far_from_zero():
+    """0 and 2e-6 as in the test of epsilon above. 1e6 + (-1, 0, 1), ten thousand times: mean 1e6, variance 2/3; in fp32
+    their sum would be inexact."""
+    assert_rows(whiten(torch.tensor([[0.0, 2e-6]]), torch.ones(1, 2)), [[1 - 2 ** 0.5, 2 ** 0.5 - 1]])
+    offset = torch.tensor([-1.0, 0.0, 1.0]).repeat(10000)[None]
+    torch.testing.assert_close(whiten(1e6 + offset, torch.ones(1, 30000)), offset * 1.5 ** 0.5, rtol=1e-4, atol=1e-6)

@@ -14,7 +14,7 @@ from test_kernels import assert_close, entropy_and_square, full_logprobs, in_fp6
 
 from nanochat.kernels.linear_logprob import linear_logprob, logprob_rows
 from nanochat.kernels.linear_policy_loss import linear_policy_loss, policy_rows
-from nanochat.rl.advantages import PRESETS, blend
+from nanochat.rl.advantages import PRESETS, blend, whiten
 from nanochat.rl.losses import PolicyLoss
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -102,14 +102,14 @@ def test_bf16_is_as_exact_as_the_naive_computation():
 def test_nothing_waits_for_the_gpu():
     inputs = gpu_case(1500)
     sources = [(0.5, sparse_case(seed, 64, K, 50, "cuda")) for seed, K in ((0, 3), (1, 1))]
-    group_id = torch.arange(64, device="cuda") // 8
+    group_id, mask = torch.arange(64, device="cuda") // 8, torch.ones(64, 50, dtype=torch.bool, device="cuda")
 
     def work():
         for loss in (GPU_LOSS, entropy_and_square):
             run(linear_policy_loss, inputs, loss=loss, rows_per_chunk=512, **GPU_HEAD)
         linear_logprob(*(inputs[name] for name in ("hidden", "weight", "targets")), **GPU_HEAD)
         for preset in PRESETS.values():
-            blend(sources, group_id, 50, preset)
+            whiten(blend(sources, group_id, 50, preset), mask)
     work()  # compiling may wait
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -172,3 +172,14 @@ def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, nu
 
 
 COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge}
+
+
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alone) -> torch.Tensor:
+    """Advantages (N, T) less their mean, over their unbiased standard deviation plus EPSILON, both over the masked
+    tokens of all ranks: REINFORCE++ (Hu 2025), masked_whiten of verl. mask (N, T) is 1 or True where a token counts.
+
+    0 off the mask, and everywhere when the masked advantages are all equal or fewer than two. Every rank must call it.
+    """
+    wide = advantages.to(torch.float32 if advantages.device.type == "mps" else torch.float64)  # MPS has no float64
+    one_group = torch.zeros(len(advantages), dtype=torch.int64, device=advantages.device)
+    return normalised(wide, mask.bool(), one_group, 1, PRESETS["reinforce++"], reduce).to(advantages.dtype)
