@@ -17,7 +17,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LEVELS = [
     {"nanochat.common", "nanochat.formats", "nanochat.kernels.launch", "nanochat.kernels.cpu", "nanochat.calculator", "nanochat.weights",
      "nanochat.flops", "tasks.grading_worker"},
-    {"nanochat.ops", "nanochat.tokenizer", "nanochat.optim", "nanochat.dataloader", "tasks.grading"},
+    {"nanochat.hf.chat_template", "nanochat.ops", "nanochat.tokenizer", "nanochat.optim", "nanochat.dataloader", "tasks.grading"},
     {"nanochat.attention", "nanochat.hf.tokenizer", "tasks.common", "tasks.conversations"},
     {"nanochat.gpt", "tasks.chain", "tasks.last_letter", "tasks.gsm8k", "tasks.multiple_choice"},
     {"nanochat.hf.decoder", "tasks.mixture", "tasks.competition", "tasks.processbench"},
