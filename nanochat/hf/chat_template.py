@@ -58,25 +58,30 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
 class ChatTemplate:
     """A compiled chat template, with what transformers offers one.
 
-    The sandbox refuses attributes that lead out of a template and ranges above 100,000. It bounds neither time nor memory: nested loops or
-    "x" * 10 ** 10 hang the process or fill it, so a template from a stranger is to be read before it is run.
+    The sandbox refuses attributes that lead out of a template and ranges above 100,000. It bounds neither time nor
+    memory: nested loops or "x" * 10 ** 10 hang the process or fill it, so a template from a stranger is to be read
+    before it is run.
     """
 
     def __init__(self, source: str, path: str, variables: dict[str, str]):
         self.source, self.path, self.variables = source, path, variables
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
         env.filters["tojson"] = tojson
-        env.globals |= {"raise_exception": refuse, "strftime_now": lambda format: datetime.now().strftime(format), "namespace": Namespace}
+        now = lambda format: datetime.now().strftime(format)
+        env.globals |= {"raise_exception": refuse, "strftime_now": now, "namespace": Namespace}
         try:
             self.compiled = env.from_string(source)
-            self.strings = {node.value for node in env.parse(source).find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
+            constants = env.parse(source).find_all(jinja2.nodes.Const)
+            self.strings = {node.value for node in constants if isinstance(node.value, str)}
         except TEMPLATE_ERRORS as error:
             raise BadInput(f"{path}: the chat template is broken: {one_line(error)}") from None
 
     def render(self, messages: list[dict], generate: bool) -> str:
-        """The text of a conversation, with the beginning of an assistant's turn if `generate`. Raises BadInput where the template fails or refuses."""
+        """The text of a conversation, with the beginning of an assistant's turn if `generate`. Raises BadInput where
+        the template fails or refuses."""
         try:
-            return self.compiled.render(**self.variables, messages=messages, tools=None, documents=None, add_generation_prompt=generate)
+            return self.compiled.render(**self.variables, messages=messages, tools=None, documents=None,
+                                        add_generation_prompt=generate)
         except BadInput as error:
             raise BadInput(f"{self.path}: {error}") from None
         except TEMPLATE_ERRORS as error:
@@ -84,17 +89,19 @@ class ChatTemplate:
 
 
 class Fence:
-    """Copies of texts out of which no control token can arise, also not together with what a template writes around them.
+    """Copies of texts out of which no control token can arise, also not together with what a template writes around
+    them.
 
-    A mark stands around every character but whitespace, which templates trim, and but the strings that the template looks for, such as "</think>":
-    those that can share no character with a control token.
+    A mark stands around every character but whitespace, which templates trim, and but the strings that the template
+    looks for, such as "</think>": those that can share no character with a control token.
     """
 
     def __init__(self, controls: set[str], strings: set[str]):
-        beginnings, endings = {name[:n] for name in controls for n in range(1, len(name))}, {name[n:] for name in controls for n in range(1, len(name))}
+        beginnings = {name[:n] for name in controls for n in range(1, len(name))}
+        endings = {name[n:] for name in controls for n in range(1, len(name))}
         inside, control = "\0".join(controls), any_of(controls)
-        apart = lambda s: not (s in inside or control.search(s) or any(s[n:] in beginnings or s[:n] in endings for n in range(1, len(s))))
-        whole = [s for s in strings if len(s) > 1 and apart(s)]
+        touches = lambda s: any(s[n:] in beginnings or s[:n] in endings for n in range(1, len(s)))
+        whole = [s for s in strings if len(s) > 1 and not (s in inside or control.search(s) or touches(s))]
         self.whole = re.compile(f"({any_of(whole).pattern})")
 
     def text(self, text: str, mark: str) -> str:
@@ -103,7 +110,8 @@ class Fence:
 
 
 def plain_messages(messages: list[dict]) -> list[dict]:
-    """Roles and texts of a conversation; an assistant's parts are joined. Raises ValueError for a wrong order, BadInput for parts that are no text."""
+    """Roles and texts of a conversation; an assistant's parts are joined. Raises ValueError for a wrong order, BadInput
+    for parts that are no text."""
     first = int(bool(messages) and messages[0]["role"] == "system")
     if len(messages) == first:
         raise ValueError("a conversation without a user's turn")
@@ -116,7 +124,8 @@ def plain_messages(messages: list[dict]) -> list[dict]:
         if role == "assistant" and not isinstance(content, str):
             for part in content:
                 if part["type"] != "text":
-                    raise BadInput(f"message {i} has a part of type {part['type']!r}: with an imported tokenizer there is only text")
+                    raise BadInput(f"message {i} has a part of type {part['type']!r}: with an imported tokenizer there "
+                                   f"is only text")
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             raise ValueError(f"message {i} is a {role}'s and no text")
