@@ -1,5 +1,5 @@
 """
-What the benchmarks share: random models, timing, this machine's speeds and the floors that follow from them.
+What the benchmarks share: random models, timing, this machine's speeds.
 """
 import time
 
@@ -67,39 +67,3 @@ def machine_speed(device, dtype) -> tuple[float, float]:
     product = min(seconds_of(lambda: matmul(a, b), device) for _ in range(5))
     copy = min(seconds_of(lambda: target.copy_(source), device) for _ in range(5))
     return tuple(all_reduce(torch.tensor([2 * size ** 3 / product, 2 * length / copy], device=device)).tolist())
-
-
-def is_matrix(name: str) -> bool:
-    """Whether a parameter of this name is one of a block's matrices, in nanochat's names or Hugging Face's."""
-    return (".c_" in name or "_proj." in name) and name.endswith("weight")
-
-
-def matrix_weights(model) -> int:
-    """Weights of the blocks' matrix products."""
-    return sum(p.numel() for name, p in model.blocks.named_parameters() if is_matrix(f".{name}"))
-
-
-def prompt_weights(model) -> int:
-    """Of these, what every token of a prompt needs: the last layer gives keys and values alone."""
-    last, keys_and_values = f"{model.config.n_layer - 1}.", (".c_k.", ".c_v.", "k_proj", "v_proj")
-    return sum(p.numel() for name, p in model.blocks.named_parameters()
-               if is_matrix(f".{name}") and (not name.startswith(last) or any(part in name for part in keys_and_values)))
-
-
-def prefill_floor(model, prompts: int, prompt_len: int, speed) -> float:
-    """Seconds that running prompts takes at least: their matrix products."""
-    return 2 * prompt_weights(model) * prompts * prompt_len / speed[0]
-
-
-def decode_floor(model, prompts: int, rows: int, prompt_len: int, completion_len: int, speed) -> float:
-    """Seconds that decoding takes at least: per step, the rows' products, or reading the weights and every cached token once (prompts are cached
-    once for all their rows)."""
-    config, itemsize = model.config, model.compute_dtype.itemsize
-    weights = matrix_weights(model) + model.lm_head.weight.numel()
-    cached = 2 * config.n_layer * config.n_kv_head * config.head_dim * itemsize  # bytes per token
-    seconds = 0.0
-    for t in range(completion_len):
-        read = weights * itemsize + cached * (prompts * prompt_len + rows * t)
-        work = rows * (2 * weights + 4 * config.n_layer * config.n_head * config.head_dim * (prompt_len + t))
-        seconds += max(read / speed[1], work / speed[0])
-    return seconds

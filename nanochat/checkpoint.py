@@ -14,7 +14,7 @@ import torch
 
 from nanochat.common import BadInput, check_unchanged, path_of, print0, rank_and_world, write_json
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Decoder, DecoderConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, with_shards
 
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older upstream checkpoints, with what they stood for

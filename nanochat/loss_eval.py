@@ -1,5 +1,5 @@
 """
-The supervised loss of next tokens, bits per byte, and what a token costs in FLOPs.
+The supervised loss of next tokens, and bits per byte.
 """
 import math
 from collections.abc import Iterable
@@ -11,13 +11,11 @@ from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.rl.losses import PolicyLoss
 
-# Dense bf16 FLOP/s by what a device's name holds; from the vendors' data sheets.
-PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
-
 
 def supervised_loss(model, ids: torch.Tensor, mask: torch.Tensor | None, num_tokens: float) -> torch.Tensor:
-    """The cross-entropy of next tokens, summed and divided by num_tokens. ids (B, T + 1) int64; mask (B, T + 1): 1 where a token is trained, None for
-    all. Logits never exist as a whole: it is the fused policy loss "reinforce" with advantages of 1."""
+    """The cross-entropy of next tokens, summed and divided by num_tokens. ids (B, T + 1) int64; mask (B, T + 1): 1
+    where a token is trained, None for all. Logits never exist as a whole: it is the fused policy loss "reinforce" with
+    advantages of 1."""
     hidden, targets = model.trunk(ids[:, :-1]), ids[:, 1:]  # (B, T, C), (B, T)
     if mask is None:
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
@@ -25,14 +23,16 @@ def supervised_loss(model, ids: torch.Tensor, mask: torch.Tensor | None, num_tok
         trained = mask[:, 1:].bool()
         hidden, targets = hidden[trained], targets[trained]  # (M, C), (M,)
     ones = torch.ones(len(targets), device=ids.device)
-    return linear_policy_loss(hidden, model.lm_head.weight, targets, ones, ones / num_tokens, loss=PolicyLoss("reinforce"), **model.head_options())[0]
+    return linear_policy_loss(hidden, model.lm_head.weight, targets, ones, ones / num_tokens,
+                              loss=PolicyLoss("reinforce"), **model.head_options())[0]
 
 
 @torch.no_grad()
 def bits_per_byte(model, batches: Iterable[torch.Tensor], token_bytes: torch.Tensor) -> float:
     """The negative log2-likelihood of text per byte of it, over all ranks: comparable between tokenizers.
 
-    batches: (B, T + 1) int64 each; every rank gives the same number. token_bytes (V,): bytes per token, 0 for special tokens, which do not count.
+    batches: (B, T + 1) int64 each; every rank gives the same number. token_bytes (V,): bytes per token, 0 for special
+    tokens, which do not count.
     """
     device = model.lm_head.weight.device
     sums = torch.zeros(2, dtype=wide_dtype(device), device=device)
@@ -41,30 +41,8 @@ def bits_per_byte(model, batches: Iterable[torch.Tensor], token_bytes: torch.Ten
         ids = ids.to(device)
         targets = ids[:, 1:].flatten()
         num_bytes = token_bytes[targets]
-        logprobs = linear_logprob(model.trunk(ids[:, :-1]).flatten(0, 1), model.lm_head.weight, targets, **model.head_options())[0]
+        hidden = model.trunk(ids[:, :-1]).flatten(0, 1)
+        logprobs = linear_logprob(hidden, model.lm_head.weight, targets, **model.head_options())[0]
         sums += torch.stack([-(logprobs * (num_bytes > 0)).sum().to(sums.dtype), num_bytes.sum().to(sums.dtype)])
     nats, num_bytes = all_reduce(sums).tolist()
     return nats / math.log(2) / num_bytes if num_bytes else math.inf
-
-
-def matrix_parameters(model) -> int:
-    """Weights that multiply every token: the blocks' matrices and the LM head. Embeddings are looked up. (The scaling parameters of nanochat.)"""
-    looked_up = ("transformer.wte", "value_embeds", "model.embed_tokens")
-    tied = model.lm_head.weight.numel() if getattr(model.config, "tied", False) else 0
-    return tied + sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith(looked_up))
-
-
-def flops_per_token(model, length: int | None = None) -> float:
-    """FLOPs of forward and backward per token: 6 per weight, and 12 * heads * head size * tokens seen for attention (PaLM, appendix B). length: of the
-    sequences, by default the context."""
-    config = model.config
-    seen = sum(min(window, length or config.sequence_len) for window in model.windows)
-    return 6 * matrix_parameters(model) + 12 * config.n_head * config.head_dim * seen
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 FLOP/s by its name, None where it is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)

@@ -22,8 +22,9 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, al
                              uses_wandb)
 from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
 from nanochat.engine import generate, row_key
+from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
-from nanochat.loss_eval import bits_per_byte, flops_per_token, matrix_parameters, peak_flops, supervised_loss
+from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.tokenizer import Tokenizer
 

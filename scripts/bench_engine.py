@@ -14,9 +14,10 @@ import statistics
 
 import torch
 
-from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, decode_floor, machine_speed, random_model, seconds_of
+from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, machine_speed, random_model, seconds_of
 from nanochat.common import BadInput, check_least, init_device, print0, script_main
 from nanochat.engine import generate, row_key
+from nanochat.flops import decode_floor
 
 
 def make_parser() -> argparse.ArgumentParser:

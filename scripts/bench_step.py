@@ -18,10 +18,10 @@ import time
 
 import torch
 
-from nanochat.bench import (DTYPES, MODEL_LEAST, add_model_args, decode_floor, machine_speed, matrix_weights, prefill_floor, prompt_weights,
-                            random_model, synchronize)
+from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, machine_speed, random_model, synchronize
 from nanochat.common import BadInput, all_reduce, check_least, init_device, print0, rank_and_world, script_main
 from nanochat.engine import generate, row_key
+from nanochat.flops import decode_floor, matrix_weights, prefill_floor, prompt_weights
 from nanochat.kernels import cpu
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss

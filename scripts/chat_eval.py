@@ -18,7 +18,7 @@ from nanochat.common import (BadInput, all_reduce, check_least, check_name, comp
                              script_main)
 from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import answers_of, majority, outcomes_of, pass_at_k, problems_of
 from nanochat.rl.prompts import check_prompts_fit
 from nanochat.rl.sampling import Sampler

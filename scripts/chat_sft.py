@@ -24,8 +24,8 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, al
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
-from nanochat.hf import Decoder
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf.decoder import Decoder
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.rl.prompts import generator_prompt, verifier_prompt

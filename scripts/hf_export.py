@@ -10,9 +10,9 @@ import torch
 
 from nanochat.checkpoint import find_step, load_meta, load_model
 from nanochat.common import BadInput, check_name, check_writable, path_of, print0, script_main
-from nanochat.hf import DecoderConfig
-from nanochat.hf_files import DTYPES, write_model
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf.decoder import DecoderConfig
+from nanochat.hf.files import DTYPES, write_model
+from nanochat.hf.tokenizer import load_tokenizer
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -13,8 +13,8 @@ import torch
 
 from nanochat.checkpoint import list_steps, save_model
 from nanochat.common import BadInput, check_name, check_writable, path_of, print0, script_main
-from nanochat.hf_files import find_folder, read_model
-from nanochat.hf_tokenizer import HFTokenizer, load_tokenizer
+from nanochat.hf.files import find_folder, read_model
+from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 
 
 def make_parser() -> argparse.ArgumentParser:

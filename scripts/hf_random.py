@@ -13,10 +13,10 @@ import tokenizers
 import torch
 
 from nanochat.common import BadInput, check_least, check_writable, print0, script_main
-from nanochat.hf import Decoder
-from nanochat.hf_files import DTYPES, write_model
-from nanochat.hf_tokenizer import HFTokenizer
-from nanochat.shapes import SHAPES, shape_of
+from nanochat.hf.decoder import Decoder
+from nanochat.hf.files import DTYPES, write_model
+from nanochat.hf.shapes import SHAPES, shape_of
+from nanochat.hf.tokenizer import HFTokenizer
 from nanochat.weights import allocate
 
 QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

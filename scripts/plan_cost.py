@@ -14,8 +14,8 @@ import torch
 
 from nanochat.common import BadInput, check_least, print0, script_main
 from nanochat.gpt import GPT, config_of
-from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
-from nanochat.plan import BANDWIDTH, Held, Setting, Speed, draw_seconds, draws_of, sampling_seconds
+from nanochat.flops import PEAK_FLOPS, flops_per_token
+from nanochat.rl.plan import BANDWIDTH, Held, Setting, Speed, draw_seconds, draws_of, sampling_seconds
 from nanochat.recipes import grpo, tango
 from nanochat.rl.prompts import empty_verifier_prompt
 from scripts import base_eval, base_train, chat_sft, tango_rl

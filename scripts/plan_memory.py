@@ -10,10 +10,10 @@ import argparse
 
 from nanochat.checkpoint import find_step, list_steps, load_meta
 from nanochat.common import BadInput, check_least, path_of, print0, script_main
-from nanochat.hf_files import DTYPES, find_folder, read_config
-from nanochat.plan import Config, Held, Setting, draws_of, memory_plan, show_plan, variants
+from nanochat.hf.files import DTYPES, find_folder, read_config
+from nanochat.rl.plan import Config, Held, Setting, draws_of, memory_plan, show_plan, variants
 from nanochat.recipes import grpo, tango
-from nanochat.shapes import SHAPES, shape_of
+from nanochat.hf.shapes import SHAPES, shape_of
 
 
 def make_parser() -> argparse.ArgumentParser:

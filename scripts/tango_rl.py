@@ -24,8 +24,8 @@ from nanochat.checkpoint import default_tag
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_least, check_name, check_writable,
                              choose_run_name, compute_dtype, describe_versions, flag_defaults, gather_lists, init_device, path_of,
                              print0, rank_and_world, script_main, start_run, uses_wandb, write_json)
-from nanochat.hf_tokenizer import load_tokenizer
-from nanochat.plan import describe_run
+from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.rl.plan import describe_run
 from nanochat.rl.advantages import PRESETS
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.play import Play, apply_update

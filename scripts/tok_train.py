@@ -14,7 +14,7 @@ from itertools import chain
 from nanochat.checkpoint import list_tags
 from nanochat.common import BadInput, add_run_args, check_least, check_writable, path_of, print0, rank_and_world, script_main
 from nanochat.dataloader import Documents
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks import add_task_args, make_task, task_texts
 

@@ -20,7 +20,7 @@ from nanochat.checkpoint import load_model
 from nanochat.common import (BadInput, check_least, check_name, compute_dtype, gather_lists, init_device, path_of, print0, rank_and_world, script_main,
                              write_json)
 from nanochat.formats import COMPACT, PAPER
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
 from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
 from nanochat.rl.prompts import count_copies

@@ -10,13 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.advantages import CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, merge, source_advantages
+from nanochat.rl.advantages import (CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, merge, source_advantages,
+                                    whiten)
 from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
 
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
 
 
-def outcome_advantages(values: list, preset: str, group_id: list | None = None, T: int = 1, lengths: list | None = None) -> torch.Tensor:
+def outcome_advantages(values: list, preset: str, group_id: list | None = None, T: int = 1,
+                       lengths: list | None = None) -> torch.Tensor:
     """Advantages (N, T) of one reward per rollout; all rollouts are one group unless group_id says otherwise."""
     rewards = terminal_rewards(values, torch.tensor(lengths or [T] * len(values), dtype=torch.long))
     return source_advantages(rewards, torch.tensor(group_id or [0] * len(values), dtype=torch.long), T, PRESETS[preset])
@@ -50,8 +52,10 @@ def test_presets_of_one_group_by_hand(preset, expected):
 
 
 def test_a_terminal_reward_reaches_every_token_of_its_rollout_and_none_behind_it():
-    """Lengths 3 and 1 of T = 4: 1 - 1/2 = 0.5 on three tokens, -0.5 on one; reinforce spreads over the whole row, which the mask cuts."""
-    assert_rows(outcome_advantages([1, 0], "dr_grpo", T=4, lengths=[3, 1]), [[0.5, 0.5, 0.5, 0.0], [-0.5, 0.0, 0.0, 0.0]])
+    """Lengths 3 and 1 of T = 4: 1 - 1/2 = 0.5 on three tokens, -0.5 on one; reinforce spreads over the whole row, which
+    the mask cuts."""
+    assert_rows(outcome_advantages([1, 0], "dr_grpo", T=4, lengths=[3, 1]),
+                [[0.5, 0.5, 0.5, 0.0], [-0.5, 0.0, 0.0, 0.0]])
     assert_rows(outcome_advantages([1, 0], "reinforce", T=4, lengths=[3, 1]), [[1.0] * 4, [0.0] * 4])
 
 
@@ -59,11 +63,13 @@ def test_reinforce_plus_plus_normalises_over_the_batch_and_not_over_groups():
     """[1, 0 | 0, 0]: batch mean 1/4, std 1/2 as above; the second group gets -0.5 where GRPO gives 0."""
     assert_rows(outcome_advantages([1, 0, 0, 0], "reinforce++", group_id=[0, 0, 1, 1]), [[1.5], [-0.5], [-0.5], [-0.5]])
     # [1, 0]: deviations 1/2 and -1/2, variance (1/4 + 1/4) / 1, std sqrt(1/2).
-    assert_rows(outcome_advantages([1, 0, 0, 0], "grpo", group_id=[0, 0, 1, 1]), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0], [0.0]])
+    assert_rows(outcome_advantages([1, 0, 0, 0], "grpo", group_id=[0, 0, 1, 1]),
+                [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0], [0.0]])
 
 
 def test_epsilon_keeps_tiny_differences_small():
-    """[0, 2e-6]: deviations -1e-6 and 1e-6, std sqrt(2) 1e-6; divided by sqrt(2) 1e-6 + 1e-6: 1 / 2.414214 = 0.414214, not 0.707107."""
+    """[0, 2e-6]: deviations -1e-6 and 1e-6, std sqrt(2) 1e-6; divided by sqrt(2) 1e-6 + 1e-6: 1 / 2.414214 = 0.414214,
+    not 0.707107."""
     assert_rows(outcome_advantages([0.0, 2e-6], "grpo"), [[1 - 2 ** 0.5], [2 ** 0.5 - 1]])
 
 
@@ -89,7 +95,8 @@ def test_a_group_of_one_among_others_gets_zero(preset):
 # Abstaining
 
 def test_an_abstaining_rollout_gets_zero_and_moves_no_baseline():
-    """[1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1) = 0.707107, so +-0.707107; counted as 0 the None would make the mean 1/3."""
+    """[1, 0, None]: mean 1/2, std sqrt((1/4 + 1/4) / 1) = 0.707107, so +-0.707107; counted as 0 the None would make the
+    mean 1/3."""
     assert_rows(outcome_advantages([1, 0, None], "grpo"), [[0.5 ** 0.5], [-(0.5 ** 0.5)], [0.0]])
     assert_rows(outcome_advantages([1, 0, None], "rloo"), [[1.0], [-1.0], [0.0]])
     assert_rows(outcome_advantages([1, 0, None], "dr_grpo"), [[0.5], [-0.5], [0.0]])
@@ -108,7 +115,8 @@ def test_leaving_an_abstaining_rollout_out_changes_nothing_for_the_others(preset
 def test_what_stands_at_an_invalid_entry_does_not_matter(preset):
     values = torch.tensor([[1.0], [0.0], [float("nan")]])
     rewards = SparseRewards(values, torch.zeros(3, 1, dtype=torch.long), torch.tensor([[True], [True], [False]]))
-    assert torch.equal(source_advantages(rewards, torch.zeros(3, dtype=torch.long), 1, PRESETS[preset]), outcome_advantages([1, 0, None], preset))
+    advantages = source_advantages(rewards, torch.zeros(3, dtype=torch.long), 1, PRESETS[preset])
+    assert torch.equal(advantages, outcome_advantages([1, 0, None], preset))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -125,15 +133,16 @@ STEP_ENDS = [[1, 3], [1], [0, 2]]
 VERDICTS = [[True, False], [True], [True, True]]
 LENGTHS = [5, 3, 4]
 # eq. 3: rewards 1/2, -1/2 | 1 | 1/2, 1/2.
-# eq. 5: mean of all five = 2 / 5 = 0.4; deviations 0.1, -0.9 | 0.6 | 0.1, 0.1; squares 0.01 + 0.81 + 0.36 + 0.01 + 0.01 = 1.2;
-#        unbiased variance 1.2 / 4 = 0.3; std sqrt(0.3) = 0.547723.
+# eq. 5: mean of all five = 2 / 5 = 0.4; deviations 0.1, -0.9 | 0.6 | 0.1, 0.1;
+#        squares 0.01 + 0.81 + 0.36 + 0.01 + 0.01 = 1.2; unbiased variance 1.2 / 4 = 0.3; std sqrt(0.3) = 0.547723.
 S = 0.3 ** 0.5
 A_STEP = [  # eq. 6: the sum of the steps that end at or behind a token
     [-0.8 / S, -0.8 / S, -0.9 / S, -0.9 / S, 0.0],  # 0.1 - 0.9 up to token 1, then -0.9 up to token 3
     [0.6 / S, 0.6 / S, 0.0, 0.0, 0.0],
     [0.2 / S, 0.1 / S, 0.1 / S, 0.0, 0.0],          # 0.1 + 0.1 at token 0, then 0.1
 ]
-# eq. 4: outcomes 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3; variance (4 + 1 + 1) / 9 / 2 = 1/3; (2/3) / sqrt(1/3) = 2 / sqrt(3).
+# eq. 4: outcomes 1, 0, 0: mean 1/3, deviations 2/3, -1/3, -1/3; variance (4 + 1 + 1) / 9 / 2 = 1/3;
+#        (2/3) / sqrt(1/3) = 2 / sqrt(3).
 OUTCOMES = [True, False, False]
 R = 3 ** -0.5
 A_OUT = [[2 * R] * 5, [-R, -R, -R, 0.0, 0.0], [-R, -R, -R, -R, 0.0]]
@@ -145,15 +154,18 @@ def test_tango_step_advantages_by_hand():
 
 
 def test_tango_blend_by_hand():
-    """eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.866025 - 0.365148 = 0.500877."""
+    """eq. 7 with alpha 1/4. First token of the first rollout: 0.75 * 1.154701 - 0.25 * 1.460593 = 0.866025 - 0.365148
+    = 0.500877."""
     group_id = torch.zeros(3, dtype=torch.long)
     outcome = source_advantages(outcome_rewards(OUTCOMES, torch.tensor(LENGTHS)), group_id, 5, PRESETS["grpo"])
     assert_rows(outcome, A_OUT)
-    sources = [(0.75, outcome_rewards(OUTCOMES, torch.tensor(LENGTHS))), (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
+    sources = [(0.75, outcome_rewards(OUTCOMES, torch.tensor(LENGTHS))),
+               (0.25, step_rewards(STEP_ENDS, VERDICTS, "cpu"))]
     blended = blend(sources, group_id, 5, PRESETS["grpo"])
-    assert_rows(blended, [[0.75 * o + 0.25 * s for o, s in zip(*rows, strict=True)] for rows in zip(A_OUT, A_STEP, strict=True)])
+    torch.testing.assert_close(blended, 0.75 * torch.tensor(A_OUT) + 0.25 * torch.tensor(A_STEP), rtol=1e-5, atol=1e-6)
     assert blended[0, 0].item() == pytest.approx(0.500877, rel=1e-5)
-    assert blended[0, 4].item() == pytest.approx(0.75 * 2 * R, rel=1e-5)  # behind the last step the outcome alone speaks
+    # Behind the last step the outcome alone speaks.
+    assert blended[0, 4].item() == pytest.approx(0.75 * 2 * R, rel=1e-5)
 
 
 def test_a_rollout_without_step_verdicts_leaves_the_others_as_they_are():
@@ -165,7 +177,8 @@ def test_a_rollout_without_step_verdicts_leaves_the_others_as_they_are():
 
 def test_rloo_baseline_of_steps_is_the_mean_over_the_other_rollouts_steps():
     """Rewards 1/2, -1/2 | 1. Baseline of the first: 1, so -1/2 and -3/2; of the second: (1/2 - 1/2) / 2 = 0, so 1."""
-    assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], "rloo", T=4), [[-2.0, -2.0, -1.5, -1.5], [1.0, 1.0, 1.0, 0.0]])
+    assert_rows(step_advantages([[1, 3], [2]], [[True, False], [True]], "rloo", T=4),
+                [[-2.0, -2.0, -1.5, -1.5], [1.0, 1.0, 1.0, 0.0]])
 
 
 def test_dr_grpo_steps_by_hand():
@@ -182,7 +195,8 @@ def test_rloo_gives_zero_where_no_other_rollout_of_the_group_was_judged():
 
 @pytest.mark.parametrize("preset", PRESETS)
 @settings(max_examples=25, deadline=None)
-@given(judged=st.lists(st.none() | st.lists(st.booleans(), max_size=4), min_size=1, max_size=6), num_groups=st.integers(1, 3))
+@given(judged=st.lists(st.none() | st.lists(st.booleans(), max_size=4), min_size=1, max_size=6),
+       num_groups=st.integers(1, 3))
 def test_step_advantages_are_finite_whatever_is_judged(preset, judged, num_groups):
     step_ends = [[2 * k for k in range(len(verdicts or []))] for verdicts in judged]
     advantages = step_advantages(step_ends, judged, preset, T=8, group_id=[n % num_groups for n in range(len(judged))])
@@ -202,6 +216,49 @@ def test_two_steps_that_end_at_one_token_both_count_there():
 def test_equal_step_rewards_give_exactly_zero(preset):
     """Three rollouts of three right steps: nine times 1/3."""
     assert torch.equal(step_advantages([[0, 1, 2]] * 3, [[True] * 3] * 3, preset, T=3), torch.zeros(3, 3))
+
+
+# Against the definition
+
+def sparse_case(seed: int, N: int, K: int, T: int, device: str = "cpu") -> SparseRewards:
+    """Random rewards of a few values; some rollouts abstain, some have fewer entries; what is invalid is nonsense."""
+    draw = torch.Generator().manual_seed(seed)
+    values = torch.randint(-2, 3, (N, K), generator=draw) / 2
+    valid = (torch.rand(N, K, generator=draw) < 0.7) & (torch.rand(N, 1, generator=draw) < 0.8)
+    values[~valid] = float("nan")
+    return SparseRewards(*(x.to(device) for x in (values, torch.randint(T, (N, K), generator=draw), valid)))
+
+
+def naive_advantages(sources, group_id, T: int):
+    """Tango eq. 4-7 with loops, in fp64."""
+    groups, result = group_id.tolist(), torch.zeros(len(group_id), T, dtype=torch.float64)
+    for weight, rewards in sources:
+        columns = (rewards.values.tolist(), rewards.token_index.tolist(), rewards.valid.tolist())
+        entries = [[(v, at) for v, at, ok in zip(*row, strict=True) if ok] for row in zip(*columns, strict=True)]
+        for n, row in enumerate(entries):
+            of_group = [v for m, other in enumerate(entries) if groups[m] == groups[n] for v, _ in other]
+            of_group = torch.tensor(of_group, dtype=torch.float64)
+            if len(set(of_group.tolist())) > 1:
+                for v, at in row:
+                    result[n, : at + 1] += weight * (v - of_group.mean()) / (of_group.std() + 1e-6)
+    return result
+
+
+@pytest.mark.parametrize("N, K, T", [(12, 1, 5), (12, 3, 7), (20, 17, 150), (1, 1, 1)])
+def test_grpo_is_eq_4_to_7(N, K, T):
+    """Two sources; chances are that some group is alike, some of one entry, some of none."""
+    for seed in range(3):
+        sources = [(0.75, sparse_case(2 * seed, N, 1, T)), (0.25, sparse_case(2 * seed + 1, N, K, T))]
+        draw = torch.Generator().manual_seed(seed)
+        group_id = torch.tensor([7, -3, 10 ** 12, 0])[torch.randint(4, (N,), generator=draw)]
+        actual, expected = blend(sources, group_id, T, PRESETS["grpo"]), naive_advantages(sources, group_id, T)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+        assert not actual[(expected == 0).all(dim=1)].any()
+
+
+def test_a_reward_that_is_no_number_shows_in_its_group_only():
+    advantages = outcome_advantages([1.0, float("nan"), 1.0, 0.0], "grpo", group_id=[0, 0, 1, 1])
+    assert advantages.isnan().squeeze(1).tolist() == [True, True, False, False]
 
 
 # Groups and ranks
@@ -229,7 +286,7 @@ def test_a_shift_of_all_rewards_changes_nothing(center, scale):
 
 
 def on_two_ranks(work) -> list:
-    """work(rank, reduce) on two threads, whose reduce exchanges tensors as all_reduce would. -> [result of 0, result of 1]"""
+    """work(rank, reduce) on two threads, whose reduce exchanges tensors as all_reduce would. -> [result of 0, of 1]"""
     barrier, slots, results, errors = threading.Barrier(2, timeout=10), [None, None], [None, None], []
 
     def run(rank):
@@ -264,9 +321,11 @@ def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
         rows = slice(0, split) if rank == 0 else slice(split, 5)
         part = SparseRewards(whole.values[rows], whole.token_index[rows], whole.valid[rows])
         return source_advantages(part, group_id[rows], 4, PRESETS["reinforce++"], reduce)
-    # 1/2, -1/2, 1, -1, 1: mean 0.2; deviations 0.3, -0.7, 0.8, -1.2, 0.8; squares 0.09 + 0.49 + 0.64 + 1.44 + 0.64 = 3.3; std sqrt(3.3 / 4)
+    # 1/2, -1/2, 1, -1, 1: mean 0.2; deviations 0.3, -0.7, 0.8, -1.2, 0.8;
+    # squares 0.09 + 0.49 + 0.64 + 1.44 + 0.64 = 3.3; std sqrt(3.3 / 4)
     s = (3.3 / 4) ** 0.5
-    expected = [[-0.4 / s, -0.4 / s, -0.7 / s, -0.7 / s], [0.8 / s, 0.8 / s, 0, 0], [0] * 4, [-1.2 / s, 0, 0, 0], [0.8 / s] * 4]
+    expected = [[-0.4 / s, -0.4 / s, -0.7 / s, -0.7 / s], [0.8 / s, 0.8 / s, 0, 0], [0] * 4, [-1.2 / s, 0, 0, 0],
+                [0.8 / s] * 4]
     assert_rows(source_advantages(whole, group_id, 4, PRESETS["reinforce++"]), expected)
     assert_rows(torch.cat(on_two_ranks(work)), expected)
 
@@ -274,8 +333,9 @@ def test_reinforce_plus_plus_on_two_ranks_equals_one_batch(split):
 def test_rewards_that_are_equal_on_each_rank_alone_still_carry_signal():
     """[1, 1 | 0, 0]: mean 1/2, std sqrt(4 / 4 / 3) = sqrt(1/3), so +-0.866025. Equal on both ranks: exactly 0."""
     def work(values):
-        return lambda rank, reduce: source_advantages(terminal_rewards([values[rank]] * 2, torch.tensor([1, 1])), torch.tensor([0, 0]), 1,
-                                                      PRESETS["reinforce++"], reduce)
+        rewards = [terminal_rewards([value] * 2, torch.tensor([1, 1])) for value in values]
+        return lambda rank, reduce: source_advantages(rewards[rank], torch.tensor([0, 0]), 1, PRESETS["reinforce++"],
+                                                      reduce)
     h = 0.75 ** 0.5
     assert_rows(torch.cat(on_two_ranks(work([1, 0]))), [[h], [h], [-h], [-h]])
     assert torch.equal(torch.cat(on_two_ranks(work([1.8, 1.8]))), torch.zeros(4, 1))
@@ -300,10 +360,24 @@ def test_blend_is_the_weighted_sum(preset):
     assert a.abs().sum() > 0 and b.abs().sum() > 0
 
 
+def test_sources_may_have_a_preset_each():
+    """Outcomes 1, 0 by rloo: 1 and -1. Steps 1/2, -1/2 | 1 by dr_grpo as by hand above: to go -2/3, -5/6 | 2/3."""
+    sources = [(0.75, terminal_rewards([1, 0], torch.tensor([4, 4]))),
+               (0.25, step_rewards([[1, 3], [2]], [[True, False], [True]], "cpu"))]
+    group_id, presets = torch.zeros(2, dtype=torch.long), [PRESETS["rloo"], PRESETS["dr_grpo"]]
+    first, second = 0.75 - 0.25 * 2 / 3, 0.75 - 0.25 * 5 / 6
+    expected = [[first, first, second, second], [-0.75 + 0.25 * 2 / 3] * 3 + [-0.75]]
+    assert_rows(blend(sources, group_id, 4, presets), expected)
+    with pytest.raises(ValueError):
+        blend(sources, group_id, 4, presets[:1])
+
+
 def test_merged_rewards_are_normalised_together():
-    """Weights 1/2: outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1. Mean 1/6 over all six entries; what stands at or
-    behind a token, deviations added: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12 and -1/6 - 5/12."""
-    sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))), (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
+    """Weights 1/2: outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1. Mean 1/6 over all six
+    entries; what stands at or behind a token, deviations added: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12
+    and -1/6 - 5/12."""
+    sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))),
+               (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
     group_id = torch.zeros(2, dtype=torch.long)
     assert_rows(merge(sources, group_id, 2, PRESETS["dr_grpo"]), [[1 / 2, 5 / 12], [-1 / 2, -7 / 12]])
     scaled = merge(sources, group_id, 2, PRESETS["grpo"])  # sum of squares 16+4+1+1+1+25 = 48 over 144, unbiased: 1/15
@@ -315,12 +389,54 @@ def test_merging_one_source_is_normalising_it():
     group_id = torch.zeros(2, dtype=torch.long)
     for preset in PRESETS.values():
         if preset.scale != "none":  # a common factor falls out of what is divided by its spread
-            torch.testing.assert_close(merge([(0.3, rewards)], group_id, 2, preset), source_advantages(rewards, group_id, 2, preset), rtol=1e-3, atol=1e-4)
+            merged = merge([(0.3, rewards)], group_id, 2, preset)
+            torch.testing.assert_close(merged, source_advantages(rewards, group_id, 2, preset), rtol=1e-3, atol=1e-4)
 
 
 def test_a_source_without_weight_does_not_move_what_others_are_measured_against():
     """alpha 0: the merged reward is the outcome's alone."""
-    outcome, steps = outcome_rewards([True, False], torch.tensor([2, 2])), step_rewards([[0, 1], [1]], [[True, True], [False]], "cpu")
+    outcome = outcome_rewards([True, False], torch.tensor([2, 2]))
+    steps = step_rewards([[0, 1], [1]], [[True, True], [False]], "cpu")
     group_id = torch.zeros(2, dtype=torch.long)
     for preset in PRESETS.values():
-        torch.testing.assert_close(merge([(1.0, outcome), (0.0, steps)], group_id, 2, preset), source_advantages(outcome, group_id, 2, preset))
+        merged = merge([(1.0, outcome), (0.0, steps)], group_id, 2, preset)
+        torch.testing.assert_close(merged, source_advantages(outcome, group_id, 2, preset))
+
+
+# Whitening
+
+# The masked are 1, 2 | 3, 6: mean 12 / 4 = 3; deviations -2, -1 | 0, 3; squares 4 + 1 + 0 + 9 = 14;
+# unbiased variance 14 / 3.
+UNWHITE, MASK = torch.tensor([[1.0, 2.0, 9.0], [float("nan"), 3.0, 6.0]]), torch.tensor([[1, 1, 0], [0, 1, 1]])
+W = (14 / 3) ** 0.5
+WHITE = [[-2 / W, -1 / W, 0.0], [0.0, 0.0, 3 / W]]
+
+
+def test_whitening_by_hand():
+    assert_rows(whiten(UNWHITE, MASK), WHITE)
+    assert torch.equal(whiten(UNWHITE, MASK.bool()), whiten(UNWHITE, MASK))
+
+
+@pytest.mark.parametrize("split", [0, 1, 2])
+def test_whitening_on_two_ranks_equals_one(split):
+    """Also where a rank has no rollout."""
+    def work(rank, reduce):
+        rows = slice(0, split) if rank == 0 else slice(split, 2)
+        return whiten(UNWHITE[rows], MASK[rows], reduce)
+    assert_rows(torch.cat(on_two_ranks(work)), WHITE)
+
+
+def test_whitening_of_equal_advantages_or_less_than_two_gives_exactly_zero():
+    advantages = torch.tensor([[1.8, 1.8, 5.0], [1.8, 0.3, 0.2]])
+    for mask in ([[1, 1, 0], [1, 0, 0]], [[0, 0, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]):
+        assert torch.equal(whiten(advantages, torch.tensor(mask)), torch.zeros(2, 3))
+    equal = lambda rank, reduce: whiten(advantages[rank:rank + 1], torch.tensor([[1, 1 - rank, 0]]), reduce)
+    assert torch.equal(torch.cat(on_two_ranks(equal)), torch.zeros(2, 3))
+
+
+def test_whitening_adds_epsilon_and_loses_nothing_far_from_zero():
+    """0 and 2e-6 as in the test of epsilon above. 1e6 + (-1, 0, 1), ten thousand times: mean 1e6, variance 2/3; in fp32
+    their sum would be inexact."""
+    assert_rows(whiten(torch.tensor([[0.0, 2e-6]]), torch.ones(1, 2)), [[1 - 2 ** 0.5, 2 ** 0.5 - 1]])
+    offset = torch.tensor([-1.0, 0.0, 1.0]).repeat(10000)[None]
+    torch.testing.assert_close(whiten(1e6 + offset, torch.ones(1, 30000)), offset * 1.5 ** 0.5, rtol=1e-4, atol=1e-6)

@@ -20,8 +20,9 @@ from conftest import parse
 
 from nanochat.checkpoint import list_steps, load_model
 from nanochat.common import BadInput, Diverged, path_of, script_main
+from nanochat.flops import flops_per_token, matrix_parameters
 from nanochat.gpt import GPT, GPTConfig, config_of
-from nanochat.loss_eval import bits_per_byte, flops_per_token, matrix_parameters, supervised_loss
+from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, base_train, plan_cost, task_text, tok_train

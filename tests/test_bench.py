@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from nanochat import bench
+from nanochat import bench, flops
 from nanochat.common import script_main
 from nanochat.gpt import GPT, GPTConfig
 from scripts import bench_engine, bench_kernels, bench_step
@@ -89,14 +89,14 @@ def test_floors_are_the_formulas():
     # 2 layers of width 24: per layer q and c_proj 24x24, k and v 24x12, MLP 2 x 24x96.
     model = GPT(GPTConfig(64, 70, 2, 2, 1, 24, "L"))
     blocks, head = 2 * (2 * 24 * 24 + 2 * 24 * 12 + 2 * 24 * 96), 128 * 24
-    assert bench.matrix_weights(model) == blocks
+    assert flops.matrix_weights(model) == blocks
     # Of the last layer a prompt needs keys and values alone.
-    assert bench.prefill_floor(model, 3, 5, (1e6, 1e6)) == pytest.approx(2 * (blocks // 2 + 2 * 24 * 12) * 15 / 1e6)
+    assert flops.prefill_floor(model, 3, 5, (1e6, 1e6)) == pytest.approx(2 * (blocks // 2 + 2 * 24 * 12) * 15 / 1e6)
     # Memory alone: weights, and of every cached token 2 layers x (k, v) x 12 numbers; 3 prompts of 5 tokens, 6 rows.
     reads = [4 * (blocks + head) + 4 * 48 * (15 + 6 * t) for t in range(4)]
-    assert bench.decode_floor(model, 3, 6, 5, 4, (1e18, 1e6)) == pytest.approx(sum(reads) / 1e6)
+    assert flops.decode_floor(model, 3, 6, 5, 4, (1e18, 1e6)) == pytest.approx(sum(reads) / 1e6)
     work = [6 * (2 * (blocks + head) + 4 * 2 * 24 * (5 + t)) for t in range(4)]
-    assert bench.decode_floor(model, 3, 6, 5, 4, (1e6, 1e18)) == pytest.approx(sum(work) / 1e6)
+    assert flops.decode_floor(model, 3, 6, 5, 4, (1e6, 1e18)) == pytest.approx(sum(work) / 1e6)
 
 
 def test_the_random_model_uses_every_weight():

@@ -15,8 +15,8 @@ from transformers.utils import logging
 
 from nanochat.attention import FAR, RECENT, KVCache
 from nanochat.engine import generate, row_key
-from nanochat.hf import ROPE, Decoder, DecoderConfig
-from nanochat.hf_files import read_config, read_model, written_config
+from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
+from nanochat.hf.files import read_config, read_model, written_config
 from nanochat.rl.trainer import completion_hidden
 from test_trainer import batch_rows, full_rows, packed, random_advantages, random_rollouts
 

@@ -16,12 +16,12 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanochat import hf_files
 from nanochat.checkpoint import load_model, save_model
 from nanochat.common import BadInput
 from nanochat.engine import generate
-from nanochat.hf import Decoder
-from nanochat.hf_files import find_folder, read_config, read_model, write_model
+from nanochat.hf.decoder import files
+from nanochat.hf.decoder import Decoder
+from nanochat.hf.files import find_folder, read_config, read_model, write_model
 from nanochat.optim import adamw
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
@@ -108,7 +108,7 @@ def test_bf16_is_written_and_read_by_both(tmp_path):
 def test_sharded_folders_are_written_and_read_by_both(tied, tmp_path, monkeypatch):
     model = reference_model("qwen2", tie_word_embeddings=tied)
     ours = imported(model, tmp_path / "in")
-    monkeypatch.setattr(hf_files, "SHARD_SIZE", "30KB")
+    monkeypatch.setattr(files, "SHARD_SIZE", "30KB")
     write_model(str(tmp_path / "out"), ours.config, ours.state_dict(), torch.float32, Letters())
     index = read(tmp_path / "out", "model.safetensors.index.json")["weight_map"]
     assert len(set(index.values())) > 4 and sorted(set(index.values())) == files_of(tmp_path / "out")
@@ -146,7 +146,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         save_file(tensors, path, *args, **options)
 
-    monkeypatch.setattr(hf_files, "SHARD_SIZE", "30KB")
+    monkeypatch.setattr(files, "SHARD_SIZE", "30KB")
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         write_model(target, ours.config, ours.state_dict(), torch.float32, Letters())

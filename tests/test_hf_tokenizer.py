@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Library
 
 from nanochat.common import BadInput
 from nanochat.formats import PAPER
-from nanochat.hf_tokenizer import HFTokenizer, load_tokenizer
+from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import read_solution
 from nanochat.tokenizer import Tokenizer
 

@@ -12,11 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat.common import BadInput
-from nanochat.kernels.group_advantages import group_advantages
 from nanochat.kernels.launch import jit, tl
 from nanochat.kernels.linear_logprob import linear_logprob, rows_of_chunk
 from nanochat.kernels.linear_policy_loss import LOG_RATIO_LIMIT, kl_term, linear_policy_loss, policy_term
-from nanochat.rl.advantages import SparseRewards
 from nanochat.rl.losses import KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from scripts import bench_kernels
 
@@ -334,60 +332,6 @@ def test_chunks_are_small_on_cpu_and_even_on_cuda(V, N):
     R = rows_of_chunk(N, V, torch.bfloat16, True)
     num_chunks = -(-N // R)
     assert R % 128 == 0 and R <= 8192 + 128 and R * V * 2 < 1.05 * 2 ** 31 and num_chunks * R - N < 128 * num_chunks
-
-
-# Advantages
-
-def sparse_case(seed: int, N: int, K: int, T: int) -> SparseRewards:
-    """Random rewards of a few values; some rollouts abstain, some have fewer entries; what is invalid holds nonsense."""
-    draw = torch.Generator().manual_seed(seed)
-    values = torch.randint(-2, 3, (N, K), generator=draw) / 2
-    valid = (torch.rand(N, K, generator=draw) < 0.7) & (torch.rand(N, 1, generator=draw) < 0.8)
-    values[~valid] = float("nan")
-    return SparseRewards(*(x.to(DEVICE) for x in (values, torch.randint(T, (N, K), generator=draw), valid)))
-
-
-def naive_advantages(sources, group_id, T: int):
-    """Tango eq. 4-7 with loops, in fp64."""
-    groups, result = group_id.tolist(), torch.zeros(len(group_id), T, dtype=torch.float64)
-    for weight, rewards in sources:
-        entries = [[(v, at) for v, at, ok in zip(*row, strict=True) if ok]
-                   for row in zip(rewards.values.tolist(), rewards.token_index.tolist(), rewards.valid.tolist(), strict=True)]
-        for n, row in enumerate(entries):
-            of_group = torch.tensor([v for m, other in enumerate(entries) if groups[m] == groups[n] for v, _ in other], dtype=torch.float64)
-            if len(set(of_group.tolist())) > 1:
-                for v, at in row:
-                    result[n, : at + 1] += weight * (v - of_group.mean()) / (of_group.std() + 1e-6)
-    return result
-
-
-@BOTH
-@pytest.mark.parametrize("N, K, T", [(12, 1, 5), (12, 3, 7), (20, 17, 150), (1, 1, 1)])
-def test_group_advantages_are_eq_4_to_7(N, K, T, use_triton):
-    """Two sources; groups by any numbers, in any order; chances are that some group is alike, some of one entry, some of none."""
-    for seed in range(3):
-        sources = [(0.75, sparse_case(2 * seed, N, 1, T)), (0.25, sparse_case(2 * seed + 1, N, K, T))]
-        group_id = torch.tensor([7, -3, 10 ** 12, 0])[torch.randint(4, (N,), generator=torch.Generator().manual_seed(seed))].to(DEVICE)
-        actual, expected = group_advantages(sources, group_id, T, use_triton).cpu(), naive_advantages(sources, group_id, T)
-        assert_close([actual], [expected], rtol=1e-5, atol=1e-5)
-        assert torch.equal(actual[(expected == 0).all(dim=1)], torch.zeros(int((expected == 0).all(dim=1).sum()), T))
-
-
-@BOTH
-def test_equal_rewards_and_single_ones_give_exactly_zero(use_triton):
-    """Groups of three times 1.8, of one 0.3 beside abstainers, and of none."""
-    values = torch.tensor([1.8, 1.8, 1.8, 0.3, 5.0, 5.0, 5.0], device=DEVICE)[:, None]
-    rewards = SparseRewards(values, torch.zeros(7, 1, dtype=torch.int64, device=DEVICE), torch.tensor([1, 1, 1, 1, 0, 0, 0], device=DEVICE).bool()[:, None])
-    group_id = torch.tensor([0, 0, 0, 1, 1, 2, 2], device=DEVICE)
-    assert not group_advantages([(1.0, rewards)], group_id, 3, use_triton).any()
-
-
-@BOTH
-def test_a_reward_that_is_no_number_shows_in_its_group_only(use_triton):
-    values = torch.tensor([1.0, float("nan"), 1.0, 0.0], device=DEVICE)[:, None]
-    rewards = SparseRewards(values, torch.zeros(4, 1, dtype=torch.int64, device=DEVICE), torch.ones(4, 1, dtype=torch.bool, device=DEVICE))
-    advantages = group_advantages([(1.0, rewards)], torch.tensor([0, 0, 1, 1], device=DEVICE), 1, use_triton)
-    assert advantages.isnan().squeeze(1).tolist() == [True, True, False, False]
 
 
 # The benchmark

@@ -9,11 +9,12 @@ import sys
 
 import pytest
 import torch
-from test_kernels import assert_close, entropy_and_square, full_logprobs, in_fp64, plain, run, sparse_case
+from test_advantages import sparse_case
+from test_kernels import assert_close, entropy_and_square, full_logprobs, in_fp64, plain, run
 
-from nanochat.kernels.group_advantages import group_advantages, rollout_rows
 from nanochat.kernels.linear_logprob import linear_logprob, logprob_rows
 from nanochat.kernels.linear_policy_loss import linear_policy_loss, policy_rows
+from nanochat.rl.advantages import PRESETS, blend, whiten
 from nanochat.rl.losses import PolicyLoss
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -42,9 +43,8 @@ def compile_kernels() -> None:
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    fp32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs", "values", "out"], "*fp32")
-    types = fp32 | dict.fromkeys(["targets", "token_index", "order", "first", "last"], "*i64") | dict.fromkeys(["stride", "vocab_size", "K", "T"], "i32")
-    types |= {"valid": "*u8"}
+    fp32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs"], "*fp32")
+    types = fp32 | {"targets": "*i64", "stride": "i32", "vocab_size": "i32"}
 
     def compiled(kernel, z_type="*bf16", **constants):
         signature = {name: "constexpr" if name in constants else types.get(name, z_type if name == "z_pointer" else "fp32") for name in kernel.arg_names}
@@ -59,7 +59,6 @@ def compile_kernels() -> None:
         for flags in (dict(LOSS="ppo_clip", KL="k3", HAS_OLD=True), dict(LOSS="reinforce", KL="", HAS_OLD=False)):
             ptx = compiled(policy_rows, z_type, LIMIT=20.0, HAS_DUAL_CLIP=has_softcap, WITH_GRADIENT=True, **head, **flags)
             assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # 16 bytes a thread
-    compiled(rollout_rows, EPS=1e-6, BLOCK_K=16, BLOCK_T=128)
     print("compiled")
 
 
@@ -102,14 +101,15 @@ def test_bf16_is_as_exact_as_the_naive_computation():
 @gpu
 def test_nothing_waits_for_the_gpu():
     inputs = gpu_case(1500)
-    sources, group_id = [(0.5, sparse_case(0, 64, 3, 50)), (0.5, sparse_case(1, 64, 1, 50))], torch.arange(64, device="cuda") // 8
+    sources = [(0.5, sparse_case(seed, 64, K, 50, "cuda")) for seed, K in ((0, 3), (1, 1))]
+    group_id, mask = torch.arange(64, device="cuda") // 8, torch.ones(64, 50, dtype=torch.bool, device="cuda")
 
     def work():
         for loss in (GPU_LOSS, entropy_and_square):
             run(linear_policy_loss, inputs, loss=loss, rows_per_chunk=512, **GPU_HEAD)
         linear_logprob(*(inputs[name] for name in ("hidden", "weight", "targets")), **GPU_HEAD)
-        for use_triton in (True, False):
-            group_advantages(sources, group_id, 50, use_triton)
+        for preset in PRESETS.values():
+            whiten(blend(sources, group_id, 50, preset), mask)
     work()  # compiling may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -121,13 +121,12 @@ def test_nothing_waits_for_the_gpu():
 @gpu
 def test_other_lengths_compile_nothing_new():
     def num_compiled() -> int:
-        return sum(len(caches[0]) for kernel in (logprob_rows, policy_rows, rollout_rows) for caches in kernel.device_caches.values())
+        return sum(len(caches[0]) for kernel in (logprob_rows, policy_rows) for caches in kernel.device_caches.values())
 
     def work(N):
         inputs = gpu_case(N)
         run(linear_policy_loss, inputs, loss=GPU_LOSS, **GPU_HEAD)
         linear_logprob(*(inputs[name] for name in ("hidden", "weight", "targets")), **GPU_HEAD)
-        group_advantages([(1.0, sparse_case(0, N, 1 + N % 16, N))], torch.arange(N, device="cuda") // 8, N)
     work(64)
     before = num_compiled()
     for N in (1, 17, 100, 1023):

@@ -12,9 +12,9 @@ from conftest import RL_FLAGS, parse
 from nanochat.common import BadInput
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Decoder
+from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
-from nanochat.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, memory_plan, resident_bytes, sampling_bytes, sizes_of,
+from nanochat.rl.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, memory_plan, resident_bytes, sampling_bytes, sizes_of,
                            update_bytes, variants)
 from nanochat.recipes import tango
 from nanochat.rl.losses import PolicyLoss
@@ -23,7 +23,7 @@ from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import update
-from nanochat.shapes import SHAPES, shape_of
+from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
 
@@ -76,7 +76,8 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
 
     resident = allocated(make)[1]
     role, = found
-    sample = lambda: generate(role.model, [prompt.ids for prompt in batch.prompts], GROUP, max_new_tokens=NEW, stop_tokens=[], keys=list(range(PROMPTS * GROUP)))
+    prompts, keys = [prompt.ids for prompt in batch.prompts], list(range(PROMPTS * GROUP))
+    sample = lambda: generate(role.model, prompts, GROUP, max_new_tokens=NEW, stop_tokens=[], keys=keys)
     return {"resident": resident, "update": allocated(lambda: step(role))[0], "sampling": allocated(sample)[0]}
 
 

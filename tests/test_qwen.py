@@ -17,8 +17,8 @@ from test_tango_rl import assert_same_weights, records, weights
 from nanochat.checkpoint import list_steps, load_model, save_model
 from nanochat.common import path_of
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Decoder
-from nanochat.hf_tokenizer import HFTokenizer, load_tokenizer
+from nanochat.hf.decoder import Decoder
+from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from scripts import base_train, chat_cli, chat_eval, chat_sft, hf_export, hf_import, hf_random, tango_rl, tok_train, verifier_eval
 
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "shared", "data")

@@ -18,7 +18,7 @@ from nanochat import checkpoint
 from nanochat.common import BadInput, all_reduce
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Decoder, DecoderConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role, set_recompute

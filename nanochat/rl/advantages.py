@@ -1,24 +1,25 @@
 """
 Credit assignment: sparse rewards -> one advantage per token.
 
-Per reward source: centre and scale within a scope (the group, or the whole batch), spread over tokens; then a weighted sum of the sources.
+Per reward source: centre and scale within a scope (the group, or the whole batch), spread over tokens; then a weighted
+sum of the sources. There is no loop over rollouts, and nothing waits for the device.
 N rollouts, K reward entries per rollout, T tokens.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nanochat.kernels.group_advantages import (alone, center_mean, first_of_group, group_advantages, group_sum, normalised, scale_std,
-                                               spread_return_to_go)
+EPSILON = 1e-6  # added to standard deviations, as the paper's trainer did
 
 
 @dataclass
 class SparseRewards:
-    """The rewards of one source. Entry (n, j) gives rollout n `values[n, j]` at token `token_index[n, j]` where `valid[n, j]`.
+    """The rewards of one source. Entry (n, j) gives rollout n `values[n, j]` at token `token_index[n, j]` where
+    `valid[n, j]`.
 
-    values (N, K) fp32, token_index (N, K) int64, valid (N, K) bool. A rollout without valid entries abstains: it is left out of every
-    baseline and its advantage is 0.
+    values (N, K) fp32, token_index (N, K) int64, valid (N, K) bool. A rollout without valid entries abstains: it is
+    left out of every baseline and its advantage is 0.
     """
     values: torch.Tensor
     token_index: torch.Tensor
@@ -34,14 +35,44 @@ class Preset:
     spread: str
 
 
+# Groups, and sums over ranks. reduce(tensor, op) sums ("sum") or maximises ("max") over ranks.
+
+def alone(tensor, op: str = "sum"):
+    """The reduce of one rank."""
+    return tensor
+
+
+def first_of_group(group_id):
+    """Where the group of each rollout begins when rollouts are sorted by group_id: a name of the group below N. (N,)"""
+    return torch.searchsorted(group_id.sort().values, group_id)
+
+
+def group_sum(x, group_id, num_groups, reduce):
+    """The sum over each group's entries. x (N, K) -> (num_groups,)"""
+    return reduce(torch.zeros(num_groups, dtype=x.dtype, device=x.device).index_add_(0, group_id, x.sum(dim=1)))
+
+
+def group_max(x, group_id, num_groups, reduce):
+    """The largest of each group's entries. x (N, K) -> (num_groups,)"""
+    lowest = torch.full((num_groups,), float("-inf"), dtype=x.dtype, device=x.device)
+    return reduce(lowest.scatter_reduce_(0, group_id, x.amax(dim=1), "amax"), "max")
+
+
 # Baselines: (values, valid, group_id, num_groups, reduce) -> (N, K)
 
 def center_none(values, valid, group_id, num_groups, reduce):
     return torch.zeros_like(values)
 
 
+def center_mean(values, valid, group_id, num_groups, reduce):
+    """The mean over all entries of the group."""
+    total, count = (group_sum(x, group_id, num_groups, reduce) for x in (values, valid.to(values.dtype)))
+    return (total / count)[group_id][:, None].expand_as(values)
+
+
 def center_loo(values, valid, group_id, num_groups, reduce):
-    """Leave one out (RLOO): the mean over the entries of the group's other rollouts; the entry itself where there are none."""
+    """Leave one out (RLOO): the mean over the entries of the group's other rollouts; the entry itself where there are
+    none."""
     valid = valid.to(values.dtype)
     total, count = (group_sum(x, group_id, num_groups, reduce)[group_id] - x.sum(dim=1) for x in (values, valid))
     return torch.where(count[:, None] > 0, (total / count)[:, None], values)
@@ -56,6 +87,13 @@ def scale_none(values, valid, group_id, num_groups, reduce):
     return torch.ones_like(values)
 
 
+def scale_std(values, valid, group_id, num_groups, reduce):
+    """The unbiased standard deviation over all entries of the group, plus EPSILON."""
+    count = group_sum(valid.to(values.dtype), group_id, num_groups, reduce)
+    squares = group_sum(values ** 2, group_id, num_groups, reduce)
+    return ((squares / (count - 1)).sqrt() + EPSILON)[group_id][:, None].expand_as(values)
+
+
 SCALE: dict[str, Callable] = {"none": scale_none, "std": scale_std}
 
 
@@ -64,6 +102,12 @@ SCALE: dict[str, Callable] = {"none": scale_none, "std": scale_std}
 def spread_terminal(values, token_index, num_tokens):
     """Every token gets the sum of the rollout's entries."""
     return values.sum(dim=1, keepdim=True).expand(-1, num_tokens)
+
+
+def spread_return_to_go(values, token_index, num_tokens):
+    """A token gets the sum of the entries that stand at or behind it (Tango eq. 6)."""
+    per_token = torch.zeros(len(values), num_tokens, dtype=values.dtype, device=values.device)
+    return per_token.scatter_add_(1, token_index, values).flip(1).cumsum(1).flip(1)
 
 
 SPREAD: dict[str, Callable] = {"terminal": spread_terminal, "return_to_go": spread_return_to_go}
@@ -77,33 +121,65 @@ PRESETS = {
 }
 
 
-def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens: int, preset: Preset, reduce: Callable = alone) -> torch.Tensor:
-    """Advantages (N, T) of one source. group_id (N,) int64 names the group of each rollout, in any order.
+def normalised(values, valid, group_id, num_groups: int, preset: Preset, reduce: Callable):
+    """Entries less the preset's centre, over its scale. -> (N, K), 0 where invalid and, except with center none, in
+    groups whose entries are all equal."""
+    values = values.masked_fill(~valid, 0.0)
+    where = (valid, group_id, num_groups, reduce)
+    centred = (values - CENTER[preset.center](values, *where)).masked_fill(~valid, 0.0)
+    result = (centred / SCALE[preset.scale](centred, *where)).masked_fill(~valid, 0.0)
+    if preset.center == "none":
+        return result
+    largest, smallest = (sign * group_max((sign * values).masked_fill(~valid, float("-inf")), *where[1:])
+                         for sign in (1, -1))
+    return result.masked_fill((largest <= smallest)[group_id][:, None], 0.0)
 
-    A group whose entries are all equal gets exactly 0, so does one with a single entry (except with center none). reduce(tensor, op) sums
-    ("sum") or maximises ("max") over ranks; it is called only for scope "batch".
+
+def source_advantages(rewards: SparseRewards, group_id: torch.Tensor, num_tokens: int, preset: Preset,
+                      reduce: Callable = alone) -> torch.Tensor:
+    """Advantages (N, T) of one source. group_id (N,) int64 names groups by any numbers, in any order.
+
+    A group whose entries are all equal gets exactly 0, so does one with a single entry (except with center none).
+    reduce is called only for scope "batch": groups never straddle ranks.
     """
-    if preset == PRESETS["grpo"]:
-        return group_advantages([(1.0, rewards)], group_id, num_tokens)
-    groups = (torch.zeros_like(group_id), 1) if preset.scope == "batch" else (first_of_group(group_id), max(1, len(group_id)))
-    reduce = reduce if preset.scope == "batch" else alone  # groups never straddle ranks
-    values = normalised(rewards, *groups, CENTER[preset.center], SCALE[preset.scale], reduce, zero_if_equal=preset.center != "none")
+    if preset.scope == "batch":
+        groups = torch.zeros_like(group_id), 1
+    else:
+        groups, reduce = (first_of_group(group_id), max(1, len(group_id))), alone
+    values = normalised(rewards.values, rewards.valid, *groups, preset, reduce)
     return SPREAD[preset.spread](values, rewards.token_index, num_tokens)
 
 
-def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int, preset: Preset, reduce: Callable = alone) -> torch.Tensor:
-    """The weighted sum of the sources' advantages (N, T), for Tango (1 - alpha) * A_out + alpha * A_step (eq. 7)."""
-    if preset == PRESETS["grpo"]:
-        return group_advantages(sources, group_id, num_tokens)
-    return sum(weight * source_advantages(rewards, group_id, num_tokens, preset, reduce) for weight, rewards in sources)
+def blend(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int,
+          preset: Preset | Sequence[Preset], reduce: Callable = alone) -> torch.Tensor:
+    """The weighted sum of the sources' advantages (N, T), for Tango (1 - alpha) * A_out + alpha * A_step (eq. 7).
+    preset: one for all sources, or one per source."""
+    presets = [preset] * len(sources) if isinstance(preset, Preset) else preset
+    return sum(weight * source_advantages(rewards, group_id, num_tokens, own, reduce)
+               for (weight, rewards), own in zip(sources, presets, strict=True))
 
 
-def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int, preset: Preset, reduce: Callable = alone) -> torch.Tensor:
-    """Advantages (N, T) of the weighted rewards of all sources normalised together: what Tango section 2 found worse than eq. 7."""
-    sources = [(weight, rewards) for weight, rewards in sources if weight]  # one without weight must not move the baseline either
-    values = torch.cat([weight * rewards.values for weight, rewards in sources], dim=1)  # (N, K1 + K2)
-    merged = SparseRewards(values, *(torch.cat([getattr(rewards, name) for _, rewards in sources], dim=1) for name in ("token_index", "valid")))
+def merge(sources: list[tuple[float, SparseRewards]], group_id: torch.Tensor, num_tokens: int, preset: Preset,
+          reduce: Callable = alone) -> torch.Tensor:
+    """Advantages (N, T) of the weighted rewards of all sources normalised together: what Tango section 2 found worse
+    than eq. 7."""
+    sources = [(weight, rewards) for weight, rewards in sources if weight]  # else it would still move the baseline
+    joined = lambda parts: torch.cat(list(parts), dim=1)  # (N, K1 + K2)
+    merged = SparseRewards(joined(weight * rewards.values for weight, rewards in sources),
+                           joined(rewards.token_index for _, rewards in sources),
+                           joined(rewards.valid for _, rewards in sources))
     return source_advantages(merged, group_id, num_tokens, preset, reduce)
 
 
 COMBINE: dict[str, Callable] = {"advantages": blend, "rewards": merge}
+
+
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alone) -> torch.Tensor:
+    """Advantages (N, T) less their mean, over their unbiased standard deviation plus EPSILON, both over the masked
+    tokens of all ranks: REINFORCE++ (Hu 2025), masked_whiten of verl. mask (N, T) is 1 or True where a token counts.
+
+    0 off the mask, and everywhere when the masked advantages are all equal or fewer than two. Every rank must call it.
+    """
+    wide = advantages.to(torch.float32 if advantages.device.type == "mps" else torch.float64)  # MPS has no float64
+    one_group = torch.zeros(len(advantages), dtype=torch.int64, device=advantages.device)
+    return normalised(wide, mask.bool(), one_group, 1, PRESETS["reinforce++"], reduce).to(advantages.dtype)

@@ -8,7 +8,7 @@ import torch
 from nanochat.checkpoint import find_step, fingerprint, load_meta, load_model
 from nanochat.common import BadInput, path_of
 from nanochat.gpt import GPT
-from nanochat.hf import Decoder
+from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
 from nanochat.weights import copy_of, refresh
 

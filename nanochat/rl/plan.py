@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat.bench import decode_floor, prefill_floor
+from nanochat.flops import decode_floor, prefill_floor
 from nanochat.engine import COLUMNS_CUDA, COMPACT_BELOW_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf import Decoder, DecoderConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.linear_logprob import rows_of_chunk
-from nanochat.loss_eval import PEAK_FLOPS, flops_per_token
+from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.rl.prompts import longest_problem
 
 BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s of a GPU's memory, from the vendor's data sheets

@@ -1,160 +1,46 @@
 """
 A tokenizer of the Hugging Face kind (tokenizer.json and its chat template) behind the interface of nanochat.tokenizer.
 
-Text of a message never becomes a control token, whatever it holds. Inside, the control tokens have random names: only what the chat template itself
-writes is given these names before encoding, so "<|im_end|>" in a message is text like any other.
+Text of a message never becomes a control token, whatever it holds. Inside, the control tokens have random names: only
+what the chat template itself writes is given these names before encoding, so "<|im_end|>" in a message is text like any
+other.
 """
 import json
 import os
 import re
 from bisect import bisect_right
-from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
 
-import jinja2
 import tokenizers
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from nanochat.common import BadInput
+from nanochat.hf.chat_template import ChatTemplate, Fence, any_of, one_line, plain_messages
 from nanochat.tokenizer import Tokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 # Base models have no template: texts joined by blank lines, a completion ends with eos.
-NO_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}" \
+NO_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}" \
+              "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}" \
               "{% if m.role != 'assistant' or not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
 # The GPT-2 alphabet, which writes a byte as one character: printable Latin-1 as itself, the other bytes from U+0100 on.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in PRINTABLE)}
+OTHER = [b for b in range(256) if b not in PRINTABLE]
+BYTE_OF = {chr(b): b for b in PRINTABLE} | {chr(256 + n): b for n, b in enumerate(OTHER)}
 PROBE = "probe-4711"
-TAG = re.compile(r"[^\w\s]\S*\w\S*[^\w\s]")  # <start_of_turn> or [INST]; other words and newlines that are added tokens stay text
-MARKS = [chr(i) for i in range(0x100000, 0x10FFFE)]  # private use plane 16, more than a context holds; the control tokens' inner names are of plane 15
-TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, SyntaxError, TypeError, ValueError)
-
-
-# Chat templates
-
-class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: marks for a trainer's mask, which is found in another way here."""
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class Namespace(jinja2.utils.Namespace):
-    """jinja's namespace without names like __html__, which python itself would call outside of the sandbox."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name, value):
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
-
-
-def one_line(message) -> str:
-    return " ".join(str(message).split())
-
-
-def any_of(texts) -> re.Pattern:
-    """Finds the longest of these texts at the leftmost place, as the library does."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
-def scalars(text: str) -> str:
-    """The text with lone surrogates, which are no characters, replaced by U+FFFD."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def refuse(message) -> None:
-    raise BadInput(f"the chat template refuses: {one_line(message)}")
-
-
-def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class ChatTemplate:
-    """A compiled chat template, with what transformers offers one.
-
-    The sandbox refuses attributes that lead out of a template and ranges above 100,000. It bounds neither time nor memory: nested loops or
-    "x" * 10 ** 10 hang the process or fill it, so a template from a stranger is to be read before it is run.
-    """
-
-    def __init__(self, source: str, path: str, variables: dict[str, str]):
-        self.source, self.path, self.variables = source, path, variables
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-        env.filters["tojson"] = tojson
-        env.globals |= {"raise_exception": refuse, "strftime_now": lambda format: datetime.now().strftime(format), "namespace": Namespace}
-        try:
-            self.compiled = env.from_string(source)
-            self.strings = {node.value for node in env.parse(source).find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
-        except TEMPLATE_ERRORS as error:
-            raise BadInput(f"{path}: the chat template is broken: {one_line(error)}") from None
-
-    def render(self, messages: list[dict], generate: bool) -> str:
-        """The text of a conversation, with the beginning of an assistant's turn if `generate`. Raises BadInput where the template fails or refuses."""
-        try:
-            return self.compiled.render(**self.variables, messages=messages, tools=None, documents=None, add_generation_prompt=generate)
-        except BadInput as error:
-            raise BadInput(f"{self.path}: {error}") from None
-        except TEMPLATE_ERRORS as error:
-            raise BadInput(f"{self.path}: the chat template fails: {one_line(error)}") from None
-
-
-class Fence:
-    """Copies of texts out of which no control token can arise, also not together with what a template writes around them.
-
-    A mark stands around every character but whitespace, which templates trim, and but the strings that the template looks for, such as "</think>":
-    those that can share no character with a control token.
-    """
-
-    def __init__(self, controls: set[str], strings: set[str]):
-        beginnings, endings = {name[:n] for name in controls for n in range(1, len(name))}, {name[n:] for name in controls for n in range(1, len(name))}
-        inside, control = "\0".join(controls), any_of(controls)
-        apart = lambda s: not (s in inside or control.search(s) or any(s[n:] in beginnings or s[:n] in endings for n in range(1, len(s))))
-        whole = [s for s in strings if len(s) > 1 and apart(s)]
-        self.whole = re.compile(f"({any_of(whole).pattern})")
-
-    def text(self, text: str, mark: str) -> str:
-        fenced = lambda match: mark + mark.join(match[0]) + mark
-        return "".join(part if i % 2 else re.sub(r"\S+", fenced, part) for i, part in enumerate(self.whole.split(text)))
-
-
-def plain_messages(messages: list[dict]) -> list[dict]:
-    """Roles and texts of a conversation; an assistant's parts are joined. Raises ValueError for a wrong order, BadInput for parts that are no text."""
-    first = int(bool(messages) and messages[0]["role"] == "system")
-    if len(messages) == first:
-        raise ValueError("a conversation without a user's turn")
-    texts = []
-    for i, message in enumerate(messages):
-        role = "system" if i < first else ("user", "assistant")[(i - first) % 2]
-        if message["role"] != role:
-            raise ValueError(f"message {i} is from {message['role']}, expected {role}")
-        content = message["content"]
-        if role == "assistant" and not isinstance(content, str):
-            for part in content:
-                if part["type"] != "text":
-                    raise BadInput(f"message {i} has a part of type {part['type']!r}: with an imported tokenizer there is only text")
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str):
-            raise ValueError(f"message {i} is a {role}'s and no text")
-        texts.append({"role": role, "content": content})
-    return texts
+# <start_of_turn> or [INST]; other words and newlines that are added tokens stay text.
+TAG = re.compile(r"[^\w\s]\S*\w\S*[^\w\s]")
+# Private use plane 16, more than a context holds; the control tokens' inner names are of plane 15.
+MARKS = [chr(i) for i in range(0x100000, 0x10FFFE)]
 
 
 # Files
 
 def read_files(folder: str) -> dict[str, bytes]:
-    """The files of a tokenizer that `folder` holds, by name. Raises BadInput for one that cannot be read, or without tokenizer.json."""
+    """The files of a tokenizer that `folder` holds, by name. Raises BadInput for one that cannot be read, or without
+    tokenizer.json."""
     # As in transformers, config.json is asked for eos and bos only where there is no generation_config.json.
     names = [name for name in FILES if os.path.exists(os.path.join(folder, name))]
     if "tokenizer.json" not in names:
@@ -186,7 +72,8 @@ def parse_json(path: str, content: bytes) -> dict:
 
 
 def parse_tokenizer(path: str, content: bytes) -> tuple[tokenizers.Tokenizer, dict, bool]:
-    """The tokenizer, its settings as the library writes them, whether tokens are in the alphabet of bytes (else a space is U+2581). Raises BadInput."""
+    """The tokenizer, its settings as the library writes them, whether tokens are in the alphabet of bytes (else a space
+    is U+2581). Raises BadInput."""
     content = parse_text(path, content)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(content)
@@ -195,38 +82,46 @@ def parse_tokenizer(path: str, content: bytes) -> tuple[tokenizers.Tokenizer, di
     tokenizer.no_padding()
     tokenizer.no_truncation()
     settings = json.loads(tokenizer.to_str())
-    model, steps = settings["model"], json.dumps([settings[name] for name in ("normalizer", "pre_tokenizer", "decoder")], ensure_ascii=False)
+    steps = [settings[name] for name in ("normalizer", "pre_tokenizer", "decoder")]
+    model, steps = settings["model"], json.dumps(steps, ensure_ascii=False)
     byte_level = '"ByteLevel"' in steps
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     if model["type"] != "BPE" or affixes or not byte_level and "\u2581" not in steps:
-        raise BadInput(f"{path}: a {model['type']} tokenizer of another kind than byte-level BPE or BPE with U+2581 for a space")
+        raise BadInput(f"{path}: a {model['type']} tokenizer of another kind than byte-level BPE or BPE with U+2581 "
+                       f"for a space")
     return tokenizer, settings, byte_level
 
 
 def special_tokens(path: str, config: dict) -> tuple[dict[str, str], set[str]]:
-    """bos_token, eos_token and the like of a tokenizer_config.json by name, and the texts of all tokens that it calls special. Raises BadInput."""
+    """bos_token, eos_token and the like of a tokenizer_config.json by name, and the texts of all tokens that it calls
+    special. Raises BadInput."""
     text = lambda token: token["content"] if isinstance(token, dict) else token
     listed = lambda name: list(config[name].values()) if isinstance(config.get(name), dict) else config.get(name) or []
     try:
         named = {name: text(config[name]) for name in NAMED_TOKENS if config.get(name)}
         known = [token for token in listed("added_tokens_decoder") if token["special"]]
-        return named, {*named.values(), *map(text, [*known, *listed("additional_special_tokens"), *listed("extra_special_tokens")])}
+        known += [*listed("additional_special_tokens"), *listed("extra_special_tokens")]
+        return named, {*named.values(), *map(text, known)}
     except (AttributeError, KeyError, TypeError) as error:
         raise BadInput(f"{path}: damaged special tokens: {one_line(repr(error))}") from None
 
 
 def chat_template_of(path: str, config: dict) -> str | None:
-    """The chat template of a tokenizer_config.json, or None. Of several with names, the default one. Raises BadInput."""
+    """The chat template of a tokenizer_config.json, or None. Of several with names, the default one.
+    Raises BadInput."""
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = next((entry.get("template") for entry in template if isinstance(entry, dict) and entry.get("name") == "default"), [])
+        default = (entry.get("template") for entry in template
+                   if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next(default, [])
     if template is not None and not isinstance(template, str):
         raise BadInput(f"{path}: chat_template is neither text nor a list in which one is named default")
     return template
 
 
 def token_ids(path: str, value, tokens: dict[int, str]) -> list[int]:
-    """The ids of an eos_token_id or bos_token_id: a number, a list or nothing. Raises BadInput for what is no token's."""
+    """The ids of an eos_token_id or bos_token_id: a number, a list or nothing.
+    Raises BadInput for what is no token's."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if wrong := [i for i in ids if type(i) is not int or i not in tokens]:
         raise BadInput(f"{path}: {wrong[0]!r} is no token's id")
@@ -235,12 +130,19 @@ def token_ids(path: str, value, tokens: dict[int, str]) -> list[int]:
 
 # The tokenizer
 
+def scalars(text: str) -> str:
+    """The text with lone surrogates, which are no characters, replaced by U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def renamed(path: str, settings: dict, inner: dict[str, str]) -> tokenizers.Tokenizer:
-    """The tokenizer with other names for some added tokens, ids unchanged: it no longer finds the old names in any text. Raises BadInput."""
+    """The tokenizer with other names for some added tokens, ids unchanged: it no longer finds the old names in any
+    text. Raises BadInput."""
     settings = {**json.loads(json.dumps(settings)), "post_processor": None}
     model, ids = settings["model"], {token["content"]: token["id"] for token in settings["added_tokens"]}
     # The library numbers added tokens by itself unless the vocabulary holds them.
-    model["vocab"] = {text: i for text, i in model["vocab"].items() if text not in inner} | {inner.get(name, name): i for name, i in ids.items()}
+    unchanged = {text: i for text, i in model["vocab"].items() if text not in inner}
+    model["vocab"] = unchanged | {inner.get(name, name): i for name, i in ids.items()}
     model["unk_token"] = inner.get(model["unk_token"], model["unk_token"])
     for token in settings["added_tokens"]:
         token["content"] = inner.get(token["content"], token["content"])
@@ -254,10 +156,12 @@ def renamed(path: str, settings: dict, inner: dict[str, str]) -> tokenizers.Toke
 
 
 class HFTokenizer:
-    """A byte pair tokenizer from a folder in the format of Hugging Face, with the interface of nanochat.tokenizer.Tokenizer.
+    """A byte pair tokenizer from a folder in the format of Hugging Face, with the interface of
+    nanochat.tokenizer.Tokenizer.
 
-    Control tokens are those that its files call special, and those without that name that the template frames turns with. has_template: whether it
-    came with a chat template (a base model's prompt is the text and a blank line). eos, bos: ids, bos is None where there is none.
+    Control tokens are those that its files call special, and those without that name that the template frames turns
+    with. has_template: whether it came with a chat template (a base model's prompt is the text and a blank line). eos,
+    bos: ids, bos is None where there is none.
     """
     has_calculator = False
     def __init__(self, files: dict[str, bytes], folder: str):
@@ -269,12 +173,15 @@ class HFTokenizer:
         config = parse_json(path("tokenizer_config.json"), files.get("tokenizer_config.json", b"{}"))
         named, special = special_tokens(path("tokenizer_config.json"), config)
         if lacking := [name for name in ("bos_token", "eos_token") if name in named and named[name] not in self.ids]:
-            raise BadInput(f"{path('tokenizer_config.json')}: {lacking[0]} is {named[lacking[0]]!r}, which tokenizer.json lacks")
+            raise BadInput(f"{path('tokenizer_config.json')}: {lacking[0]} is {named[lacking[0]]!r}, "
+                           f"which tokenizer.json lacks")
         where = path("config.json" if "config.json" in files else "generation_config.json")
         generation = parse_json(where, files.get(os.path.basename(where), b"{}"))
-        eos_ids, bos_ids = (token_ids(where, generation.get(name), self.tokens) for name in ("eos_token_id", "bos_token_id"))
+        eos_ids, bos_ids = (token_ids(where, generation.get(name), self.tokens)
+                            for name in ("eos_token_id", "bos_token_id"))
         if "eos_token" not in named and not eos_ids:
-            raise BadInput(f"{folder}: no eos_token in tokenizer_config.json and no eos_token_id in {os.path.basename(where)}")
+            raise BadInput(f"{folder}: no eos_token in tokenizer_config.json and no eos_token_id in "
+                           f"{os.path.basename(where)}")
         self.eos = self.ids[named["eos_token"]] if "eos_token" in named else eos_ids[0]
         self.bos = self.ids[named["bos_token"]] if "bos_token" in named else next(iter(bos_ids), None)
 
@@ -289,9 +196,11 @@ class HFTokenizer:
         return cls(read_files(folder), folder)
 
     def save(self, folder: str) -> None:
-        """Writes the files that it was read from into `folder`, byte for byte. Raises BadInput where another tokenizer's would change their meaning."""
+        """Writes the files that it was read from into `folder`, byte for byte. Raises BadInput where another
+        tokenizer's would change their meaning."""
         os.makedirs(folder, exist_ok=True)
-        if there := [name for name in {"tokenizer_config.json", "chat_template.jinja"} - self.files.keys() if os.path.exists(os.path.join(folder, name))]:
+        others = {"tokenizer_config.json", "chat_template.jinja"} - self.files.keys()
+        if there := [name for name in others if os.path.exists(os.path.join(folder, name))]:
             raise BadInput(f"{os.path.join(folder, there[0])} is of another tokenizer: move it away")
         for name, content in self.files.items():
             Path(folder, name + ".tmp").write_bytes(content)
@@ -305,13 +214,16 @@ class HFTokenizer:
         if self.has_template:
             return ChatTemplate(source, where, named)
         adds_bos = self.bos is not None and config.get("add_bos_token", self.bos in original.encode("").ids)
-        return ChatTemplate(NO_TEMPLATE, where, {"bos_token": self.tokens[self.bos] if adds_bos else "", "eos_token": self.tokens[self.eos]})
+        bos = self.tokens[self.bos] if adds_bos else ""
+        return ChatTemplate(NO_TEMPLATE, where, {"bos_token": bos, "eos_token": self.tokens[self.eos]})
 
     def _set_controls(self, path: str, ends: set, special: set[str]) -> None:
-        """Finds the control tokens and makes the tokenizer that knows them by their inner names only. ends: eos and bos."""
+        """Finds the control tokens and makes the tokenizer that knows them by their inner names only.
+        ends: eos and bos."""
         added = {token["content"]: token for token in self.settings["added_tokens"]}
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        words = {*ends, self.settings["model"]["unk_token"]} - {None, *added}  # special though the file has them among its ordinary tokens
+        # Special though the file has them among its ordinary tokens.
+        words = {*ends, self.settings["model"]["unk_token"]} - {None, *added}
         self.settings["added_tokens"] += [{"id": self.ids[name], "content": name, **plain} for name in sorted(words)]
         added |= {token["content"]: token for token in self.settings["added_tokens"]}
         self._added, self._added_ids = any_of(added), {self.ids[name] for name in added}
@@ -327,7 +239,8 @@ class HFTokenizer:
         self._tokenizer = renamed(path, self.settings, self._inner)
 
     def _frame(self) -> str:
-        """What the template writes around turns: some files do not call these tokens special. Not what begins the last answer: a model may say <think>."""
+        """What the template writes around turns: some files do not call these tokens special. Not what begins the last
+        answer: a model may say <think>."""
         turns = [{"role": role, "content": PROBE} for role in ("user", "assistant", "user")]
         try:
             text = self.template.render(turns, True)
@@ -347,9 +260,11 @@ class HFTokenizer:
         return isinstance(other, HFTokenizer) and all(self.settings[part] == other.settings[part] for part in parts)
 
     def check_model(self, name: str, model) -> None:
-        """Raises BadInput unless a model has an embedding for every token. It may have more: vocabularies are padded."""
+        """Raises BadInput unless a model has an embedding for every token.
+        It may have more: vocabularies are padded."""
         if model.vocab_size < self.vocab_size:
-            raise BadInput(f"the {name} has a vocabulary of {model.vocab_size}, the tokenizer one of {self.vocab_size}: it was trained with another")
+            raise BadInput(f"the {name} has a vocabulary of {model.vocab_size}, the tokenizer one of "
+                           f"{self.vocab_size}: it was trained with another")
 
     def special(self, name: str) -> int:
         """The id of a special or added token. Raises BadInput where there is none."""
@@ -363,10 +278,12 @@ class HFTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """encode of each text, in a few threads."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(map(scalars, texts)), add_special_tokens=False)]
+        encodings = self._tokenizer.encode_batch_fast(list(map(scalars, texts)), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of one token. A control token or an id without a token is "?": inside a completion it is noise, and no mark holds a "?"."""
+        """The bytes of one token. A control token or an id without a token is "?": inside a completion it is noise, and
+        no mark holds a "?"."""
         text = self.tokens.get(token)
         if token in self._controls or text is None:
             return b"?"
@@ -386,18 +303,21 @@ class HFTokenizer:
         return self.render_chat([{"role": "user", "content": user}])
 
     def render_chat(self, messages: list[dict]) -> list[int]:
-        """A conversation that ends with the user's turn, up to where the assistant begins. Raises as render_conversation does."""
+        """A conversation that ends with the user's turn, up to where the assistant begins.
+        Raises as render_conversation does."""
         messages = plain_messages(messages)
         if messages[-1]["role"] != "user":
             raise ValueError(f"the last message is from {messages[-1]['role']}, expected user")
         return self._encode_rendered(self._render(messages, True)).ids
 
     def render_conversation(self, messages: list[dict], context: int | None) -> tuple[list[int], list[int]]:
-        """Token ids of a conversation and the loss mask: 1 on what the assistant says and its end token, 0 on a token that the prompt has a part of.
+        """Token ids of a conversation and the loss mask: 1 on what the assistant says and its end token, 0 on a token
+        that the prompt has a part of.
 
-        messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts {"type": "text", "text": str}), turns alternating from
-        the user's. Raises ValueError for a wrong order; BadInput for a conversation longer than `context` (it never cuts), for one that the template
-        refuses, and where the template writes turns otherwise when others follow: what is trained would not be what is sampled.
+        messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts {"type": "text",
+        "text": str}), turns alternating from the user's. Raises ValueError for a wrong order; BadInput for a
+        conversation longer than `context` (it never cuts), for one that the template refuses, and where the template
+        writes turns otherwise when others follow: what is trained would not be what is sampled.
         """
         messages = plain_messages(messages)
         text = self._render(messages, False)
@@ -409,14 +329,18 @@ class HFTokenizer:
         return encoding.ids, [bisect_right(bounds, start) % 2 for start, _ in encoding.offsets]
 
     def _span(self, messages: list[dict], i: int, text: str) -> tuple[int, int]:
-        """Where in the rendered `text` message i, an assistant's, begins and ends, its end token included. Raises BadInput for a template that rewrites."""
+        """Where in the rendered `text` message i, an assistant's, begins and ends, its end token included. Raises
+        BadInput for a template that rewrites."""
         prompt, turn = self._render(messages[:i], True), self._render(messages[: i + 1], False)
-        ends = [match.end() for match in self._inner_name.finditer(turn, len(prompt)) if self._inner_ids[match[0]] == self.assistant_end]
+        ends = [match.end() for match in self._inner_name.finditer(turn, len(prompt))
+                if self._inner_ids[match[0]] == self.assistant_end]
         end = ends[0] if ends else len(turn)
         if not turn.startswith(prompt):
-            raise BadInput(f"{self.template.path}: the chat template begins the answer, message {i}, otherwise than when it asks for one")
+            raise BadInput(f"{self.template.path}: the chat template begins the answer, message {i}, "
+                           f"otherwise than when it asks for one")
         if not text.startswith(turn[:end]):
-            raise BadInput(f"{self.template.path}: the chat template rewrites message {i} or an earlier one when others follow; give one answer at a time")
+            raise BadInput(f"{self.template.path}: the chat template rewrites message {i} or an earlier one "
+                           f"when others follow; give one answer at a time")
         return len(prompt), end
 
     def _render(self, messages: list[dict], generate: bool) -> str:
@@ -426,18 +350,22 @@ class HFTokenizer:
         mark = next(mark for mark in MARKS if mark not in used)
         name_inside = lambda text: self._added.sub(lambda match: self._inner.get(match[0], match[0]), text)
         plain = self.template.render(messages, generate)
-        fenced = self.template.render([{**m, "content": self._fence.text(m["content"], mark)} for m in messages], generate)
+        fenced = [{**message, "content": self._fence.text(message["content"], mark)} for message in messages]
+        fenced = self.template.render(fenced, generate)
         named, without = name_inside(fenced), name_inside(plain)
-        # A template may look at the text in a way that sees the marks (its length, say): then without them, if that adds no control token.
-        seen = fenced.replace(mark, "") != plain and self._inner_name.findall(without) == self._inner_name.findall(named)
-        return without if seen else named.replace(mark, "")
+        # A template may look at the text in a way that sees the marks (its length, say): then without them, if that
+        # adds no control token.
+        if fenced.replace(mark, "") != plain and self._inner_name.findall(without) == self._inner_name.findall(named):
+            return without
+        return named.replace(mark, "")
 
     def _encode_rendered(self, text: str) -> tokenizers.Encoding:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         written = [self._inner_ids[name] for name in self._inner_name.findall(text)]
         unknown = self.ids.get(self.settings["model"]["unk_token"])  # what stands for a character that has no token
         if [i for i in written if i != unknown] != [i for i in encoding.ids if i in self._controls and i != unknown]:
-            raise BadInput(f"{self.template.path}: the tokenizer does not find the special tokens of its chat template where that puts them")
+            raise BadInput(f"{self.template.path}: the tokenizer does not find the special tokens of its chat template "
+                           f"where that puts them")
         return encoding
 
 

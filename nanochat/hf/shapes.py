@@ -1,11 +1,14 @@
 """
-The shapes of well-known models, for planning memory and for rehearsals with random weights. Figures from the models' public config.json.
+The shapes of well-known models, for planning memory and for rehearsals with random weights. Figures from the models'
+public config.json.
 """
 from nanochat.common import BadInput
-from nanochat.hf import DecoderConfig
+from nanochat.hf.decoder import DecoderConfig
 
-LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# name: architecture, context, vocabulary, layers, heads, key/value heads, width, head size, MLP width, tied, rope_theta, rotary scaling
+LLAMA31 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8192}
+# name: architecture, context, vocabulary, layers, heads, key/value heads, width, head size, MLP width, tied,
+# rope_theta, rotary scaling
 SHAPES = {
     "qwen2.5-0.5b": ("qwen2", 32768, 151936, 24, 14, 2, 896, 64, 4864, True, 1e6, None),
     "qwen2.5-1.5b": ("qwen2", 131072, 151936, 28, 12, 2, 1536, 128, 8960, True, 1e6, None),
@@ -29,5 +32,6 @@ def shape_of(name: str) -> DecoderConfig:
     if name not in SHAPES:
         raise BadInput(f"no shape is known as {name!r}; there are {', '.join(SHAPES)}")
     kind, context, vocab_size, layers, heads, kv_heads, width, head_dim, mlp, tied, theta, scaling = SHAPES[name]
-    return DecoderConfig(kind, context, vocab_size, layers, heads, kv_heads, width, head_dim, mlp, 1e-5 if kind == "llama" else 1e-6, theta, scaling,
+    eps = 1e-5 if kind == "llama" else 1e-6
+    return DecoderConfig(kind, context, vocab_size, layers, heads, kv_heads, width, head_dim, mlp, eps, theta, scaling,
                          qkv_bias=kind == "qwen2", out_bias=False, mlp_bias=False, qk_norm=kind == "qwen3", tied=tied)

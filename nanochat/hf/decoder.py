@@ -1,8 +1,9 @@
 """
-The decoder of Llama 2/3, Qwen2/2.5 and Qwen3: Hugging Face's parameter names, behind the same trunk and head as the nanochat GPT.
+The decoder of Llama 2/3, Qwen2/2.5 and Qwen3: Hugging Face's parameter names, behind the same trunk and head as the
+nanochat GPT.
 
-Pre-norm blocks of RMSNorm, grouped-query attention with rotary positions and a gated MLP. What the families differ in is data: biases, norms of
-queries and keys, tied embeddings, rotary scaling (DecoderConfig).
+Pre-norm blocks of RMSNorm, grouped-query attention with rotary positions and a gated MLP. What the families differ in
+is data: biases, norms of queries and keys, tied embeddings, rotary scaling (DecoderConfig).
 """
 import contextlib
 import math
@@ -43,7 +44,8 @@ class DecoderConfig:
         return asdict(self)
 
 
-# Rotary frequencies: a config -> (frequencies (D/2,) fp32 on CPU, factor on cos and sin). Formulas as in transformers' modeling_rope_utils.
+# Rotary frequencies: a config -> (frequencies (D/2,) fp32 on CPU, factor on cos and sin). Formulas as in transformers'
+# modeling_rope_utils.
 
 def plain_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
     channel = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
@@ -65,7 +67,8 @@ def llama3_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
 
 
 def yarn_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
-    """As llama3's, with a ramp over channels, and a temperature on the scores through cos and sin (Peng et al. 2023)."""
+    """As llama3's, with a ramp over channels, and a temperature on the scores through cos and sin
+    (Peng et al. 2023)."""
     given, dim = config.rope_scaling, config.head_dim
     original = given.get("original_max_position_embeddings") or config.sequence_len
     channel_of = lambda turns: dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
@@ -83,7 +86,8 @@ def yarn_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
     return frequencies / given["factor"] * ramp + frequencies * (1 - ramp), factor
 
 
-ROPE = {"default": plain_frequencies, "linear": linear_frequencies, "llama3": llama3_frequencies, "yarn": yarn_frequencies}
+ROPE = {"default": plain_frequencies, "linear": linear_frequencies, "llama3": llama3_frequencies,
+        "yarn": yarn_frequencies}
 
 
 class Norm(nn.Module):
@@ -109,8 +113,10 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = Norm(config.head_dim, config.norm_eps), Norm(config.head_dim, config.norm_eps)
 
     def heads(self, x, cos_sin, units: int):
-        """Queries, keys and values as attention wants them. x (B, T, C) -> q (U, Hkv, R, group, T, D), k and v (U, Hkv, R, T, D)."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))  # (B, T, heads, D)
+        """Queries, keys and values as attention wants them. x (B, T, C) -> q (U, Hkv, R, group, T, D),
+        k and v (U, Hkv, R, T, D)."""
+        apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
+        q, k, v = apart(self.q_proj(x)), apart(self.k_proj(x)), apart(self.v_proj(x))
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
@@ -164,7 +170,8 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
         self.config, self.compute_dtype = config, compute_dtype
-        self.frequencies, self.rope_factor = None, 1.0  # kept from the first forward on: a CUDA graph can capture no copy from the host
+        # Kept from the first forward on: a CUDA graph can capture no copy from the host.
+        self.frequencies, self.rope_factor = None, 1.0
         self.vocab_size, self.windows = config.vocab_size, [config.sequence_len] * config.n_layer
         self.model = nn.ModuleDict({
             "embed_tokens": nn.Embedding(config.vocab_size, config.n_embd),
@@ -199,14 +206,18 @@ class Decoder(nn.Module):
         return contextlib.nullcontext()
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus. positions (B, T) -> two of (B, T, 1, D/2)."""
+        """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus.
+        positions (B, T) -> two of (B, T, 1, D/2)."""
         if self.frequencies is None or self.frequencies.device != positions.device:
-            frequencies, self.rope_factor = ROPE[(self.config.rope_scaling or {}).get("rope_type", "default")](self.config)
+            kind = (self.config.rope_scaling or {}).get("rope_type", "default")
+            frequencies, self.rope_factor = ROPE[kind](self.config)
             self.frequencies = frequencies.to(positions.device)
         angles = positions[:, :, None, None].float() * self.frequencies
-        return (angles.cos() * self.rope_factor).to(self.compute_dtype), (-angles.sin() * self.rope_factor).to(self.compute_dtype)
+        cos, sin = angles.cos() * self.rope_factor, -angles.sin() * self.rope_factor
+        return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
-    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None, last_only: bool = False):
+    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
+              last_only: bool = False):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
@@ -222,7 +233,8 @@ class Decoder(nn.Module):
         ends = None
         for i, block in enumerate(self.blocks):
             if i == self.config.n_layer - 1 and last_only and T > 1:
-                ends = (positions < FAR).sum(dim=1) - 1  # the last real token of each row; padding (FAR) stands behind it
+                # The last real token of each row; padding (FAR) stands behind it.
+                ends = (positions < FAR).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
             shared = (prefix.k[i][:, :, 0], prefix.v[i][:, :, 0]) if prefix is not None else None
             x = block(x, cos_sin, mask, Store(cache, i), shared, ends)

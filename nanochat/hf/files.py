@@ -1,8 +1,8 @@
 """
 Hugging Face model folders: config.json and sharded safetensors, in and out.
 
-Reading goes tensor by tensor onto the target device, so host memory peaks at about one tensor above the model. Writing gives a folder that
-transformers opens. What a folder asks for and the decoder does not have is an error that names it.
+Reading goes tensor by tensor onto the target device, so host memory peaks at about one tensor above the model. Writing
+gives a folder that transformers opens. What a folder asks for and the decoder does not have is an error that names it.
 """
 import contextlib
 import json
@@ -15,7 +15,7 @@ import tempfile
 import torch
 
 from nanochat.common import BadInput
-from nanochat.hf import ROPE, Decoder, DecoderConfig
+from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.weights import allocate
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -40,7 +40,8 @@ def find_folder(source: str) -> str:
     import huggingface_hub
     try:
         return huggingface_hub.snapshot_download(source, allow_patterns=WANTED)
-    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError, ValueError) as error:
+    except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError,
+            ValueError) as error:
         raise BadInput(f"--source {source}: no such folder, and the hub gives nothing: {one_line(error)}") from None
 
 
@@ -59,7 +60,8 @@ def read_json(path: str) -> dict:
 
 
 def value_of(given: dict, key: str, kind: type, where: str, default=None):
-    """A value of a config.json: a positive int or float, or a bool. null, or no such key: the default. Raises BadInput that names the file and the key."""
+    """A value of a config.json: a positive int or float, or a bool. null, or no such key: the default. Raises BadInput
+    that names the file and the key."""
     value = default if given.get(key) is None else given[key]
     if value is None:
         raise BadInput(f"{where}: {key} is missing")
@@ -72,12 +74,14 @@ def value_of(given: dict, key: str, kind: type, where: str, default=None):
 
 
 def rope_of(given: dict, where: str) -> tuple[float, dict | None]:
-    """rope_theta and the scaling of a config.json, of transformers 4 (rope_scaling) or 5 (rope_parameters). Raises BadInput."""
+    """rope_theta and the scaling of a config.json, of transformers 4 (rope_scaling) or 5 (rope_parameters).
+    Raises BadInput."""
     parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
         raise BadInput(f"{where}: rotary scaling is {parameters!r}, expected an object")
     parameters = dict(parameters)
-    theta = value_of({"rope_theta": parameters.pop("rope_theta", None) or given.get("rope_theta")}, "rope_theta", float, where, 10000.0)
+    theta = {"rope_theta": parameters.pop("rope_theta", None) or given.get("rope_theta")}
+    theta = value_of(theta, "rope_theta", float, where, 10000.0)
     if "type" in parameters:
         parameters.setdefault("rope_type", parameters.pop("type"))
     kind = parameters.get("rope_type", "default")
@@ -87,14 +91,16 @@ def rope_of(given: dict, where: str) -> tuple[float, dict | None]:
         raise BadInput(f"{where}: partial_rotary_factor is not supported")
     if kind in ("llama3", "yarn") and "original_max_position_embeddings" in given:  # some files have it there
         parameters["original_max_position_embeddings"] = given["original_max_position_embeddings"]
-    needed = {"linear": ["factor"], "yarn": ["factor"],
-              "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]}.get(kind, [])
+    llama3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+    needed = {"linear": ["factor"], "yarn": ["factor"], "llama3": llama3}.get(kind, [])
     missing = [key for key in needed if parameters.get(key) is None]
     if missing:
         raise BadInput(f"{where}: rotary scaling {kind!r} without {missing[0]}")
     for key, value in parameters.items():
-        if key != "rope_type" and not isinstance(value, (int, float, type(None))) or key in needed and not 0 < value < math.inf:
-            raise BadInput(f"{where}: {key} of rotary scaling {kind!r} is {value!r}, expected a {'positive ' * (key in needed)}number")
+        no_number = key != "rope_type" and not isinstance(value, (int, float, type(None)))
+        if no_number or key in needed and not 0 < value < math.inf:
+            raise BadInput(f"{where}: {key} of rotary scaling {kind!r} is {value!r}, "
+                           f"expected a {'positive ' * (key in needed)}number")
     return theta, None if kind == "default" else parameters
 
 
@@ -105,9 +111,10 @@ def listed(value) -> list:
 
 def refuse_unsupported(given: dict, where: str) -> None:
     """Raises BadInput for options that change the mathematics and are not there."""
+    partial_attention = any(kind != "full_attention" for kind in listed(given.get("layer_types")))
     found = [given.get("hidden_act", "silu") != "silu" and f"hidden_act {given.get('hidden_act')!r}",
              given.get("use_sliding_window") and "use_sliding_window",
-             any(kind != "full_attention" for kind in listed(given.get("layer_types"))) and "layer_types other than full_attention",
+             partial_attention and "layer_types other than full_attention",
              given.get("quantization_config") and "quantization_config",
              given.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor",
              given.get("pretraining_tp") not in (None, 1) and "pretraining_tp"]
@@ -122,7 +129,8 @@ def read_config(folder: str) -> DecoderConfig:
     kind, named = given.get("model_type"), given.get("architectures")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         shown = kind if not isinstance(kind, str) else named[0] if isinstance(named, list) and named else named or kind
-        raise BadInput(f"{path}: architecture {shown!r} is not supported; there are {', '.join(ARCHITECTURES.values())}")
+        raise BadInput(f"{path}: architecture {shown!r} is not supported; there are "
+                       f"{', '.join(ARCHITECTURES.values())}")
     refuse_unsupported(given, path)
     theta, scaling = rope_of(given, path)
 
@@ -134,26 +142,32 @@ def read_config(folder: str) -> DecoderConfig:
 
     heads, width = count("num_attention_heads"), count("hidden_size")
     config = DecoderConfig(
-        architecture=kind, sequence_len=count("max_position_embeddings"), vocab_size=count("vocab_size"), n_layer=count("num_hidden_layers"),
-        n_head=heads, n_kv_head=count("num_key_value_heads", heads), n_embd=width, head_dim=count("head_dim", width // heads),
-        intermediate_size=count("intermediate_size"), norm_eps=value_of(given, "rms_norm_eps", float, path, 1e-6), rope_theta=theta,
-        rope_scaling=scaling, qkv_bias=kind == "qwen2" or flag("attention_bias"), out_bias=kind != "qwen2" and flag("attention_bias"),
+        architecture=kind, sequence_len=count("max_position_embeddings"), vocab_size=count("vocab_size"),
+        n_layer=count("num_hidden_layers"), n_head=heads, n_kv_head=count("num_key_value_heads", heads), n_embd=width,
+        head_dim=count("head_dim", width // heads), intermediate_size=count("intermediate_size"),
+        norm_eps=value_of(given, "rms_norm_eps", float, path, 1e-6), rope_theta=theta, rope_scaling=scaling,
+        qkv_bias=kind == "qwen2" or flag("attention_bias"), out_bias=kind != "qwen2" and flag("attention_bias"),
         mlp_bias=kind == "llama" and flag("mlp_bias"), qk_norm=kind == "qwen3", tied=flag("tie_word_embeddings"))
     if config.head_dim % 2 or heads % config.n_kv_head:
-        raise BadInput(f"{path}: {heads} heads of {config.head_dim} and {config.n_kv_head} key/value heads: need an even head size, and heads a "
-                       f"multiple of the key/value heads")
+        raise BadInput(f"{path}: {heads} heads of {config.head_dim} and {config.n_kv_head} key/value heads: "
+                       f"need an even head size, and heads a multiple of the key/value heads")
     return config
 
 
 def written_config(config: DecoderConfig, dtype: torch.dtype, token_ids: dict) -> dict:
-    """config.json of a model, in the keys of transformers 4, which 5 reads too. token_ids: bos_token_id and eos_token_id, where known."""
-    own = {"llama": {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}, "qwen2": {"use_sliding_window": False},
+    """config.json of a model, in the keys of transformers 4, which 5 reads too. token_ids: bos_token_id and
+    eos_token_id, where known."""
+    own = {"llama": {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias},
+           "qwen2": {"use_sliding_window": False},
            "qwen3": {"attention_bias": config.qkv_bias, "use_sliding_window": False}}[config.architecture]
     return {
-        "architectures": [ARCHITECTURES[config.architecture]], "model_type": config.architecture, "hidden_size": config.n_embd,
-        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
-        "num_key_value_heads": config.n_kv_head, "head_dim": config.head_dim, "hidden_act": "silu", "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.sequence_len, "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+        "architectures": [ARCHITECTURES[config.architecture]], "model_type": config.architecture,
+        "hidden_size": config.n_embd, "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head,
+        "num_key_value_heads": config.n_kv_head, "head_dim": config.head_dim, "hidden_act": "silu",
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.sequence_len, "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling, "tie_word_embeddings": config.tied, "attention_dropout": 0.0,
         "torch_dtype": str(dtype).removeprefix("torch."), **own, **token_ids}
 
@@ -172,13 +186,15 @@ def weight_files(folder: str) -> dict[str, str]:
         return paths
     path = os.path.join(folder, "model.safetensors")
     if not os.path.exists(path):
-        raise BadInput(f"{folder} has neither model.safetensors nor model.safetensors.index.json (only safetensors are read)")
+        raise BadInput(f"{folder} has neither model.safetensors nor model.safetensors.index.json "
+                       f"(only safetensors are read)")
     with opened(path) as f:
         return dict.fromkeys(f.keys(), path)
 
 
 def check_tensors(folder: str, config: DecoderConfig, files: dict[str, str]) -> None:
-    """Raises BadInput for a tensor that is missing, that the model has no place for, or of another shape: before anything is allocated."""
+    """Raises BadInput for a tensor that is missing, that the model has no place for, or of another shape: before
+    anything is allocated."""
     if config.n_layer > 1000 + len(files):  # even without weights a model takes time
         raise BadInput(f"{folder}: tensor model.layers.{config.n_layer - 1}.input_layernorm.weight is missing")
     with torch.device("meta"):
@@ -192,7 +208,8 @@ def check_tensors(folder: str, config: DecoderConfig, files: dict[str, str]) -> 
                     part = f.get_slice(name)
                     if tuple(part.get_shape()) != tuple(p.shape):
                         stored = STORED.get(part.get_dtype(), part.get_dtype())
-                        raise BadInput(f"{path}: {name} is {stored} {tuple(part.get_shape())}, expected floats of {tuple(p.shape)}")
+                        raise BadInput(f"{path}: {name} is {stored} {tuple(part.get_shape())}, "
+                                       f"expected floats of {tuple(p.shape)}")
 
 
 def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
@@ -200,7 +217,8 @@ def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
     wanted = dict(model.named_parameters())
     missing = sorted(wanted.keys() - files.keys())
     if missing:
-        raise BadInput(f"{folder}: tensor {missing[0]} is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise BadInput(f"{folder}: tensor {missing[0]} is missing{more}")
     spare = {"lm_head.weight"} if model.config.tied else set()
     unknown = sorted(name for name in files.keys() - wanted.keys() - spare if not IGNORED.fullmatch(name))
     if unknown:
@@ -210,7 +228,8 @@ def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
 
 @torch.no_grad()
 def read_model(folder: str, device, compute_dtype: torch.dtype, dtype: torch.dtype | None = None) -> Decoder:
-    """The model of a folder. dtype: of its parameters; by default that of the file's embedding. Raises BadInput that names a file or tensor."""
+    """The model of a folder. dtype: of its parameters; by default that of the file's embedding. Raises BadInput that
+    names a file or tensor."""
     config, files = read_config(folder), weight_files(folder)
     check_tensors(folder, config, files)
     names_of: dict[str, list[str]] = {}
@@ -234,7 +253,8 @@ def read_model(folder: str, device, compute_dtype: torch.dtype, dtype: torch.dty
         path, head = files["lm_head.weight"], model.lm_head.weight
         with opened(path) as f:
             if not torch.equal(f.get_tensor("lm_head.weight").to(head), head):
-                raise BadInput(f"{path}: lm_head.weight is not the embedding, though config.json has tie_word_embeddings")
+                raise BadInput(f"{path}: lm_head.weight is not the embedding, "
+                               f"though config.json has tie_word_embeddings")
     return model
 
 
@@ -250,15 +270,18 @@ def opened(path: str):
 
 
 def read_tensor(f, path: str, name: str, p: torch.Tensor) -> None:
-    """Copies a tensor of a file into a parameter. A function, so that the tensor is gone before the next one is read. Raises BadInput."""
+    """Copies a tensor of a file into a parameter. A function, so that the tensor is gone before the next one is read.
+    Raises BadInput."""
     tensor = f.get_tensor(name)
     if tensor.shape != p.shape or not tensor.is_floating_point():
         raise BadInput(f"{path}: {name} is {tensor.dtype} {tuple(tensor.shape)}, expected floats of {tuple(p.shape)}")
     p.copy_(tensor)
 
 
-def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype, tokenizer) -> None:
-    """Writes a model folder, whole or not at all: config, weights in shards, tokenizer files. Raises BadInput where the folder is there already."""
+def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype,
+                tokenizer) -> None:
+    """Writes a model folder, whole or not at all: config, weights in shards, tokenizer files. Raises BadInput where the
+    folder is there already."""
     import huggingface_hub
     if os.path.exists(folder):
         raise BadInput(f"--to {folder}: exists already")
@@ -268,8 +291,10 @@ def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tenso
     try:
         os.chmod(partial, 0o755)  # mkdtemp makes it for its owner alone
         tokenizer.save(partial)
-        ids = {"eos_token_id": tokenizer.stop_tokens if len(tokenizer.stop_tokens) > 1 else tokenizer.stop_tokens[0], "bos_token_id": tokenizer.bos}
-        generation = os.path.join(partial, "generation_config.json")  # transformers stops at its tokens, not at config.json's
+        stop = tokenizer.stop_tokens
+        ids = {"eos_token_id": stop if len(stop) > 1 else stop[0], "bos_token_id": tokenizer.bos}
+        # transformers stops at its tokens, not at config.json's.
+        generation = os.path.join(partial, "generation_config.json")
         before = read_json(generation) if os.path.exists(generation) else {}
         written = {"config.json": written_config(config, dtype, ids), "generation_config.json": before | ids}
         for name, content in written.items():

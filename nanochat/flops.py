@@ -1,0 +1,71 @@
+"""
+What a model's work and memory traffic cost: FLOPs per token, and the seconds that sampling takes at least.
+"""
+import torch
+
+# Dense bf16 FLOP/s by what a device's name holds; from the vendors' data sheets.
+PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def matrix_parameters(model) -> int:
+    """Weights that multiply every token: the blocks' matrices and the LM head. Embeddings are looked up. (The scaling
+    parameters of nanochat.)"""
+    looked_up = ("transformer.wte", "value_embeds", "model.embed_tokens")
+    tied = model.lm_head.weight.numel() if getattr(model.config, "tied", False) else 0
+    return tied + sum(p.numel() for name, p in model.named_parameters()
+                      if p.dim() == 2 and not name.startswith(looked_up))
+
+
+def flops_per_token(model, length: int | None = None) -> float:
+    """FLOPs of forward and backward per token: 6 per weight, and 12 * heads * head size * tokens seen for attention
+    (PaLM, appendix B). length: of the sequences, by default the context."""
+    config = model.config
+    seen = sum(min(window, length or config.sequence_len) for window in model.windows)
+    return 6 * matrix_parameters(model) + 12 * config.n_head * config.head_dim * seen
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 FLOP/s by its name, None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+# Floors of sampling. speed: FLOP/s and bytes/s.
+
+def is_matrix(name: str) -> bool:
+    """Whether a parameter of this name is one of a block's matrices, in nanochat's names or Hugging Face's."""
+    return (".c_" in name or "_proj." in name) and name.endswith("weight")
+
+
+def matrix_weights(model) -> int:
+    """Weights of the blocks' matrix products."""
+    return sum(p.numel() for name, p in model.blocks.named_parameters() if is_matrix(f".{name}"))
+
+
+def prompt_weights(model) -> int:
+    """Of these, what every token of a prompt needs: the last layer gives keys and values alone."""
+    last, keys_and_values = f"{model.config.n_layer - 1}.", (".c_k.", ".c_v.", "k_proj", "v_proj")
+    needed = lambda name: not name.startswith(last) or any(part in name for part in keys_and_values)
+    return sum(p.numel() for name, p in model.blocks.named_parameters() if is_matrix(f".{name}") and needed(name))
+
+
+def prefill_floor(model, prompts: int, prompt_len: int, speed: tuple[float, float]) -> float:
+    """Seconds that running prompts takes at least: their matrix products."""
+    return 2 * prompt_weights(model) * prompts * prompt_len / speed[0]
+
+
+def decode_floor(model, prompts: int, rows: int, prompt_len: int, completion_len: int,
+                 speed: tuple[float, float]) -> float:
+    """Seconds that decoding takes at least: per step, the rows' products, or reading the weights and every cached token
+    once (prompts are cached once for all their rows)."""
+    config, itemsize = model.config, model.compute_dtype.itemsize
+    weights = matrix_weights(model) + model.lm_head.weight.numel()
+    cached = 2 * config.n_layer * config.n_kv_head * config.head_dim * itemsize  # bytes per token
+    seconds = 0.0
+    for t in range(completion_len):
+        read = weights * itemsize + cached * (prompts * prompt_len + rows * t)
+        work = rows * (2 * weights + 4 * config.n_layer * config.n_head * config.head_dim * (prompt_len + t))
+        seconds += max(read / speed[1], work / speed[0])
+    return seconds
