@@ -2,7 +2,7 @@
 The one attention call: causal, behind a shared prefix, and cached.
 
 Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt), whose keys exist once. In a row, columns stand at
-consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding behind a short one stands at FAR, where
+consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding behind a short one stands at PADDING_POSITION, where
 no query looks.
 """
 import ctypes
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from nanochat.kernels import cpu
 from nanochat.ops import run
 
-FAR = 1 << 30  # position of a padding column
+PADDING_POSITION = 1 << 30  # position of a padding column
 RECENT = 16    # columns of a cache's buffer for new ones
 RECENT_KERNEL = 64  # the same where CPU kernels read it
 QUERIES = 64   # queries whose scores are computed together on CPU
@@ -133,7 +133,7 @@ def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: 
             queries = positions.view(len(keys), -1, T)[:, 0, :, None]  # (U, T, 1)
             mask.prefix = bias((keys <= queries) & (queries - keys <= window), dtype)
         else:
-            mask.prefix = bias(keys < FAR, dtype)
+            mask.prefix = bias(keys < PADDING_POSITION, dtype)
     return mask
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -340,12 +341,14 @@ def choose_run_name(name: str) -> str:
 
 
 def check_writable(path: str) -> None:
-    """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Creates nothing."""
+    """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Leaves nothing behind."""
     parent = os.path.abspath(path)
     while not os.path.exists(parent):
         parent = os.path.dirname(parent)
-    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
-        raise BadInput(f"cannot write to {path} ({parent} is not a writable folder)")
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise BadInput(f"cannot write to {path} ({parent}: {error.strerror})") from None
 
 
 def uses_wandb(run_name: str) -> bool:

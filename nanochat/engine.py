@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanochat.attention import FAR, KVCache
+from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.common import BadInput, wide_dtype
 from nanochat.kernels import cpu
 from nanochat.weights import inference_model
@@ -273,7 +273,7 @@ def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
                     getattr(whole, name)[i] = part.new_zeros(len(prompts), *part.shape[1:3], width, part.shape[4])
                 getattr(whole, name)[i][start:end, ..., : ids.shape[1], :] = part
         if start == 0:
-            whole.positions = positions.new_full((len(prompts), width), FAR)
+            whole.positions = positions.new_full((len(prompts), width), PADDING_POSITION)
             whole.last_embedding = states.new_zeros(len(prompts), *piece.last_embedding.shape[1:])
         whole.positions[start:end, : ids.shape[1]] = positions
         whole.last_embedding[start:end] = piece.last_embedding
@@ -295,8 +295,8 @@ def arrange(units: list[list[int]], filler: int, max_places: int) -> tuple[torch
 
 
 def pad_prompts(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids and their positions (FAR on padding). -> two of (P, Tp) int64."""
+    """Right-padded ids and their positions (PADDING_POSITION on padding). -> two of (P, Tp) int64."""
     width = max(map(len, prompts))
     ids = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=device)
-    positions = torch.tensor([list(range(len(p))) + [FAR] * (width - len(p)) for p in prompts], device=device)
+    positions = torch.tensor([list(range(len(p))) + [PADDING_POSITION] * (width - len(p)) for p in prompts], device=device)
     return ids, positions

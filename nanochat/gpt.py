@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn as nn
 
-from nanochat.attention import FAR, KVCache, attend, make_mask
+from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput
 from nanochat.ops import add_norm, linear, mix, norm, relu_squared, split_heads
 
@@ -210,7 +210,7 @@ class GPT(nn.Module):
     def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None, last_only: bool = False):
         """Hidden states of tokens, after the final norm.
 
-        ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row; FAR marks padding,
+        ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row; PADDING_POSITION marks padding,
         which no later token sees. prefix: the cache of U prompts that B/U consecutive rows each continue. cache: where keys and values are
         kept; a second forward into it goes on behind its columns. last_only: of prompts run into an empty cache, give the hidden states of the last
         tokens alone, for which alone the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
@@ -228,7 +228,7 @@ class GPT(nn.Module):
         x, unsmeared = self.embed(ids, last)
         if cache is not None:
             if T > 1:
-                ends = (positions < FAR).sum(dim=1) - 1  # the last real token of each row; padding (FAR) stands behind it
+                ends = (positions < PADDING_POSITION).sum(dim=1) - 1  # the last real token of each row; padding (PADDING_POSITION) stands behind it
                 unsmeared = at_ends(unsmeared, ends)
             cache.last_embedding = unsmeared
             if cache.length == 0 and prefix is None:

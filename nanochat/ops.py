@@ -2,7 +2,7 @@
 The operations of a transformer block.
 
 On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu_block.c makes what are many passes in PyTorch, with
-backward passes written by hand. Each function has a plain twin, which other devices and dtypes run and tests compare with.
+backward passes written by hand. Each function has a plain counterpart, which other devices and dtypes run and tests compare with.
 """
 import ctypes
 import functools

@@ -50,27 +50,27 @@ def inference_model(model):
     """
     if model.compute_dtype == model.lm_head.weight.dtype and not is_sharded(model):
         return model
-    known, twin = model.__dict__.get("inference_copy", (None, None))
+    known, copied = model.__dict__.get("inference_copy", (None, None))
     if is_sharded(model):
-        assert twin is not None, "refresh makes it"
-        return twin
+        assert copied is not None, "refresh makes it"
+        return copied
     versions = [(p.data_ptr(), p._version) for p in model.parameters()]
-    if twin is None:
-        twin = copy_of(model)
+    if copied is None:
+        copied = copy_of(model)
     elif known != versions:
-        copy_weights(twin, model)
-    model.__dict__["inference_copy"] = (versions, twin)  # not a submodule: state_dict does not see it
-    return twin
+        copy_weights(copied, model)
+    model.__dict__["inference_copy"] = (versions, copied)  # not a submodule: state_dict does not see it
+    return copied
 
 
 def refresh(model) -> None:
     """Brings the copy that a sharded model is sampled from up to date, or makes it; nothing for another model. A collective."""
     if is_sharded(model):
-        _, twin = model.__dict__.get("inference_copy", (None, None))
-        if twin is None:
+        _, copied = model.__dict__.get("inference_copy", (None, None))
+        if copied is None:
             model.__dict__["inference_copy"] = (None, copy_of(model))
         else:
-            copy_weights(twin, model)
+            copy_weights(copied, model)
 
 
 def copy_of(model, sharded: bool = False):
@@ -78,16 +78,16 @@ def copy_of(model, sharded: bool = False):
     unless the copy is sharded too."""
     kind = type(model).__bases__[-1] if is_sharded(model) else type(model)  # FSDP2 puts a class of its own before the model's
     device = model.lm_head.weight.device
-    twin = allocate(kind, model.config, model.compute_dtype, device, model.compute_dtype, sharded).requires_grad_(False)
-    copy_weights(twin, model)
-    return twin
+    copied = allocate(kind, model.config, model.compute_dtype, device, model.compute_dtype, sharded).requires_grad_(False)
+    copy_weights(copied, model)
+    return copied
 
 
 @torch.no_grad()
-def copy_weights(twin, model) -> None:
+def copy_weights(copied, model) -> None:
     """Gives a copy the model's weights. A collective where only the model is sharded."""
     free_gathered(model)
-    for ours, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+    for ours, theirs in zip(copied.parameters(), model.parameters(), strict=True):
         if is_sharded(ours):
             ours.to_local().copy_(theirs.to_local())
         else:

@@ -17,7 +17,7 @@ from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model
 from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, path_of, script_main
 from nanochat.engine import generate, row_key
-from nanochat.formats import COMPACT, PAPER, Format
+from nanochat.rl.formats import COMPACT, PAPER, Format
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from tasks import TASKS

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from nanochat.checkpoint import load_model
 from nanochat.common import (BadInput, check_least, check_name, compute_dtype, gather_lists, init_device, path_of, print0, rank_and_world, script_main,
                              write_json)
-from nanochat.formats import COMPACT, PAPER
+from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
 from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
@@ -28,7 +28,7 @@ from nanochat.rl.sampling import Sampler
 from nanochat.rl.voting import SCORES, aligned, calibration, choose, final_share, first_error_scores, mean_scores, step_share
 from tasks import add_task_args, complete_task_args, make_task, task_flags
 from tasks.common import Problem
-from tasks.processbench import HUB, Judged, load_processbench, solution_text
+from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
 
 FORMATS = {"paper": PAPER, "compact": COMPACT}
 CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
@@ -122,7 +122,7 @@ def verify_fitting(args, problems: list[Problem], solutions: list[Solution], ver
 
 # ProcessBench
 
-def verify_samples(args, samples: list[Judged], verifier, sampler, device) -> list[dict]:
+def verify_samples(args, samples: list[LabelledSolution], verifier, sampler, device) -> list[dict]:
     """Per sample of one subset, over all ranks: what k verifications said. predictions: the first step each judges wrong, -1 for none, None where its text
     leaves that open; prediction: their majority; verdicts: the final ones; malformed: how many miss a criterion of the format."""
     rank, world = rank_and_world()
@@ -176,7 +176,7 @@ def print_calibration(scores: dict[str, dict]) -> None:
         print0(f"{shown(b['low'], 0) + ' to ' + shown(b['high'], 0):16s} {b['count']:>6} {shown(b['mean_share']):>10} {shown(b['right']):>10}")
 
 
-def evaluate_processbench(args, samples: list[Judged], verifier, sampler, device) -> dict:
+def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampler, device) -> dict:
     """Verifies and prints ProcessBench subset by subset; all numbers and rows."""
     k, rows, scores = args.num_verifications, [], {}
     print0(f"\nProcessBench, {args.processbench}, format {args.format}: {k} verification{'s' * (k > 1)} each; percent; votes: readable ones per sample" +

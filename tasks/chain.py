@@ -13,7 +13,7 @@ import random
 import re
 
 from nanochat.common import BadInput
-from nanochat.formats import COMPACT
+from nanochat.rl.formats import COMPACT
 from tasks.common import Problem, draw_prompt, split_stream
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}

@@ -1,7 +1,7 @@
 """
 What every task offers, and helpers to make one.
 
-A task is any object with `name`, `fmt` (nanochat.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label text;
+A task is any object with `name`, `fmt` (nanochat.rl.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label text;
 they never run models.
 """
 import functools
@@ -10,7 +10,7 @@ import zlib
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, quiet_datasets
-from nanochat.formats import Format
+from nanochat.rl.formats import Format
 from tasks.grading import extracted, grade
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
-from nanochat.formats import PAPER
+from nanochat.rl.formats import PAPER
 from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table
 from tasks.grading import boxed, readable
 from tasks.gsm8k import ANSWER, judge_equations, mistaken

@@ -14,7 +14,7 @@ from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput
-from nanochat.formats import PAPER, Format
+from nanochat.rl.formats import PAPER, Format
 from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"

@@ -12,7 +12,7 @@ import re
 from string import ascii_lowercase
 
 from nanochat.common import BadInput
-from nanochat.formats import COMPACT
+from nanochat.rl.formats import COMPACT
 from tasks.common import Problem, draw_prompt, split_stream
 
 MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words

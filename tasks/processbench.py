@@ -19,7 +19,7 @@ BOXED = "\\boxed{"
 
 
 @dataclass(frozen=True)
-class Judged:
+class LabelledSolution:
     """One solution. label: index from 0 of its first wrong step, -1 where none is; (subset, row) names it: its row in the table, from 1."""
     problem: str
     steps: tuple[str, ...]
@@ -29,7 +29,7 @@ class Judged:
     row: int
 
 
-def read_row(row: dict, subset: str, number: int) -> Judged:
+def read_row(row: dict, subset: str, number: int) -> LabelledSolution:
     """The sample of a row. Raises ValueError that says what is wrong with it."""
     problem, steps, label, correct = (row[column] for column in COLUMNS)
     if not isinstance(problem, str) or not problem.strip():
@@ -44,7 +44,7 @@ def read_row(row: dict, subset: str, number: int) -> Judged:
         raise ValueError(f"label {label!r} must be from -1 to {len(steps) - 1}, the index of one of {len(steps)} steps or -1")
     if not isinstance(correct, bool):
         raise ValueError(f"final_answer_correct {correct!r} must be true or false")
-    return Judged(problem, tuple(steps), int(label), correct, subset, number)
+    return LabelledSolution(problem, tuple(steps), int(label), correct, subset, number)
 
 
 def _stem(path: str) -> str:
@@ -76,7 +76,7 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
     return {subset: found[subset]} if subset else found
 
 
-def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -1) -> list[Judged]:
+def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -1) -> list[LabelledSolution]:
     """The samples of one subset or ("") of all, in the tables' order; of each at most `max_examples` (-1: all), a fixed random choice, a larger one
     holding the smaller, since rows may be sorted by label.
 
@@ -122,7 +122,7 @@ def without_solution_marks(fmt, text: str) -> str:
     return re.sub("|".join(re.escape(mark) for mark in marks if mark), "?", text)
 
 
-def solution_text(fmt, judged: Judged) -> str:
+def solution_text(fmt, judged: LabelledSolution) -> str:
     """The sample as a solution in a format. It has exactly len(judged.steps) steps: marks inside of them become "?". Its answer is what the last step
     has in \\boxed{}, empty where that is nothing."""
     steps = [without_solution_marks(fmt, step) for step in judged.steps]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat import attention
-from nanochat.attention import FAR, RECENT, KVCache, Mask, _attend_one, _attend_sdpa, attend, make_mask
+from nanochat.attention import PADDING_POSITION, RECENT, KVCache, Mask, _attend_one, _attend_sdpa, attend, make_mask
 
 GQA = [(4, 1), (2, 2), (1, 6)]  # key/value heads, query heads of each
 LENGTHS = (7, 4)                # tokens of the prompts of `prefix_case`
@@ -39,7 +39,7 @@ def plain_mask(T, window, cache=None):
 def prompts(R=3, T=5):
     """A cache with the positions of prompts of LENGTHS, padded; the positions (U*R, T) of the tokens behind them."""
     prefix = KVCache(1)
-    prefix.positions = torch.full((len(LENGTHS), max(LENGTHS)), FAR)
+    prefix.positions = torch.full((len(LENGTHS), max(LENGTHS)), PADDING_POSITION)
     for row, length in enumerate(LENGTHS):
         prefix.positions[row, :length] = torch.arange(length)
     return prefix, torch.tensor(LENGTHS).repeat_interleave(R)[:, None] + torch.arange(T)
@@ -263,7 +263,7 @@ def test_new_columns_stand_behind_those_of_the_cache():
 
 def test_no_token_sees_padding_and_padding_sees_something():
     prefix, positions = prompts(R=1, T=3)
-    positions[1, 2] = FAR
+    positions[1, 2] = PADDING_POSITION
     for window, context in ((100, 100), (100, FULL), (4, FULL)):
         mask = make_mask(3, window, context, None, prefix, positions, torch.float32)
         real = mask.prefix.expand(2, 3, 7)[1, :2]
@@ -275,7 +275,7 @@ def test_no_token_sees_padding_and_padding_sees_something():
 def test_windows_are_measured_in_positions_not_columns():
     # Prompts of 2 and 4 tokens, padded to 4 columns; own tokens at 2, 3 and at 4, 5; window 2.
     prefix = KVCache(1)
-    prefix.positions = torch.tensor([[0, 1, FAR, FAR], [0, 1, 2, 3]])
+    prefix.positions = torch.tensor([[0, 1, PADDING_POSITION, PADDING_POSITION], [0, 1, 2, 3]])
     mask = make_mask(2, 2, FULL, None, prefix, torch.tensor([[2, 3], [2, 3], [4, 5], [4, 5]]), torch.float32)
     assert allowed(mask.prefix) == [[[1, 1, 0, 0], [0, 1, 0, 0]], [[0, 0, 1, 1], [0, 0, 0, 1]]]
     assert allowed(mask.own) == [[1, 0], [1, 1]]
@@ -340,11 +340,11 @@ def test_select_repeats_and_drops_rows(filled):
 def test_select_takes_prompts():
     cache, (k, v) = KVCache(1), columns(3, U=3, R=1)
     cache.append(0, k, v)
-    cache.positions, cache.length = torch.tensor([[0, 1, 2], [0, FAR, FAR], [0, 1, FAR]]), 3
+    cache.positions, cache.length = torch.tensor([[0, 1, 2], [0, PADDING_POSITION, PADDING_POSITION], [0, 1, PADDING_POSITION]]), 3
     cache.last_embedding = torch.arange(3.0).view(3, 1, 1)
     chosen = cache.select(torch.tensor([[2], [0], [2], [2]]))
     assert_holds(chosen, 0, k[[2, 0, 2, 2]], v[[2, 0, 2, 2]])
-    assert chosen.positions.tolist() == [[0, 1, FAR], [0, 1, 2], [0, 1, FAR], [0, 1, FAR]]
+    assert chosen.positions.tolist() == [[0, 1, PADDING_POSITION], [0, 1, 2], [0, 1, PADDING_POSITION], [0, 1, PADDING_POSITION]]
     assert chosen.last_embedding.flatten().tolist() == [2, 0, 2, 2] and chosen.length == 3
 
 

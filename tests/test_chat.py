@@ -20,7 +20,7 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse
 from nanochat import engine
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
-from nanochat.formats import PAPER
+from nanochat.rl.formats import PAPER
 from nanochat.rl import scores as rl_scores
 from nanochat.rl.sampling import Sampler
 from nanochat.tokenizer import Tokenizer

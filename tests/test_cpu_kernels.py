@@ -1,5 +1,5 @@
 """
-The CPU kernels of attention and drawing against their PyTorch twins in fp64; whole models with and without kernels; how they are compiled.
+The CPU kernels of attention and drawing against their PyTorch versions in fp64; whole models with and without kernels; how they are compiled.
 
     python -m pytest tests/test_cpu_kernels.py -q
 """
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanochat import attention, engine
-from nanochat.attention import FAR, RECENT_KERNEL, KVCache, Mask, attend, make_mask
+from nanochat.attention import PADDING_POSITION, RECENT_KERNEL, KVCache, Mask, attend, make_mask
 from nanochat.engine import generate, pick
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import cpu
@@ -48,7 +48,7 @@ def case(U, Hkv, R, group, T, Tp, D, window=NO_END, context=NO_END, own=None):
     if Tp:
         prefix = KVCache(1)
         columns = torch.arange(Tp).expand(U, Tp)
-        prefix.positions = torch.where(columns < lengths[:, None], columns, FAR)
+        prefix.positions = torch.where(columns < lengths[:, None], columns, PADDING_POSITION)
     cache.length = max(0, own - T)
     positions = lengths.repeat_interleave(R)[:, None] + own - T + torch.arange(T)
     return inputs, make_mask(T, window, context, cache, prefix, positions, torch.float32)
@@ -69,7 +69,7 @@ def assert_close(a, b, tolerance=3e-6):
 
 
 def assert_agrees(inputs, mask, grad=None):
-    """Outputs and gradients of the kernels, against the twin in fp64."""
+    """Outputs and gradients of the kernels, against the counterpart in fp64."""
     inputs, exact = [x.detach().requires_grad_() for x in inputs], [x.detach().double().requires_grad_() for x in inputs]
     out, expected = call(inputs, mask), call(exact, wide(mask))
     assert "Kernel" in out.grad_fn.name() and "Kernel" not in expected.grad_fn.name()
@@ -83,7 +83,7 @@ def assert_agrees(inputs, mask, grad=None):
 @KERNELS
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("window, context", [(NO_END, NO_END), (NO_END, 2 * NO_END), (3, NO_END), (40, NO_END), (0, NO_END)])
-def test_attention_equals_the_twin(shape, window, context):
+def test_attention_equals_the_pytorch_version(shape, window, context):
     assert_agrees(*case(*shape, window=window, context=context))
 
 
@@ -184,7 +184,7 @@ def test_the_number_of_threads_changes_nothing(monkeypatch, T):
 @pytest.mark.parametrize("Tp", [0, 9, 33])
 @pytest.mark.parametrize("window", [NO_END, 4])
 @torch.no_grad()
-def test_decoding_equals_the_twin(called, Hkv, group, R, before, recent, Tp, window):
+def test_decoding_equals_the_pytorch_version(called, Hkv, group, R, before, recent, Tp, window):
     # A cache of `before` columns that were moved and `recent` ones that were not.
     (q, k, v, *shared), mask = case(2, Hkv, R, group, 1, Tp, 32, window=window, own=before + recent)
     cache = KVCache(1)
@@ -304,14 +304,15 @@ def test_the_short_window_takes_part():
 @pytest.mark.parametrize("n_layer, n_kv_head, pattern", [(1, 4, "L"), (1, 2, "SL"), (2, 2, "L"), (2, 4, "SL"), (3, 4, "L"), (3, 2, "SL"), (3, 2, "S")])
 def test_last_only_gives_the_last_tokens_of_the_whole(dtype, tolerance, n_layer, n_kv_head, pattern):
     model, lengths, columns = model_of(n_layer, n_kv_head, pattern, dtype), torch.tensor([140, 1, 131]), torch.arange(140)
-    positions, results = torch.where(columns < lengths[:, None], columns, FAR), []
+    positions, results = torch.where(columns < lengths[:, None], columns, PADDING_POSITION), []
     for last_only in (False, True):
         cache = KVCache(n_layer)
         hidden = model.trunk(IDS, positions=positions, cache=cache, last_only=last_only)
         hidden = hidden[:, 0] if last_only else hidden[torch.arange(3), lengths - 1]
         assert hidden.shape == (3, 128) and cache.length == 140
         # The keys are used too: as a group's prompt they take gradients.
-        keys = sum((x.flatten(0, 2) * (positions < FAR).repeat_interleave(n_kv_head, dim=0)[..., None]).square().sum() for x in (*cache.k, *cache.v))
+        real = (positions < PADDING_POSITION).repeat_interleave(n_kv_head, dim=0)[..., None]
+        keys = sum((x.flatten(0, 2) * real).square().sum() for x in (*cache.k, *cache.v))
         grads = torch.autograd.grad(hidden.sin().sum() + 1e-2 * keys, list(model.parameters()), materialize_grads=True)
         results.append([hidden.detach(), cache.last_embedding.detach(), *grads])
     for a, b in zip(*results, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import engine
-from nanochat.attention import FAR
+from nanochat.attention import PADDING_POSITION
 from nanochat.engine import arrange, generate, pick, prefill, row_key, uniform_noise
 from nanochat.gpt import GPT, GPTConfig
 
@@ -233,7 +233,7 @@ def test_prompts_in_pieces_equal_prompts_at_once(monkeypatch, tokens, shapes):
     assert model.shapes == shapes
     assert (hidden - whole_hidden).abs().max() < 1e-12 and (cache.last_embedding - whole.last_embedding).abs().max() < 1e-12
     assert torch.equal(cache.positions, whole.positions) and cache.length == whole.length == 130
-    real = (cache.positions < FAR)[:, None, None, :, None]  # (P, 1, 1, Tp, 1)
+    real = (cache.positions < PADDING_POSITION)[:, None, None, :, None]  # (P, 1, 1, Tp, 1)
     assert real.sum(dim=3).flatten().tolist() == [1, 2, 2, 5, 9, 130]
     for name in ("k", "v"):
         for a, b in zip(getattr(cache, name), getattr(whole, name), strict=True):
@@ -322,16 +322,16 @@ def test_cuda_graphs_sample_what_plain_steps_do(monkeypatch):
 def test_narrow_activations_sample_from_a_copy_that_follows_the_weights():
     model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.bfloat16)
     model.init_weights(torch.Generator().manual_seed(0))
-    twin = engine.inference_model(model)
-    assert {p.dtype for p in twin.parameters()} == {torch.bfloat16} and engine.inference_model(model) is twin
+    counterpart = engine.inference_model(model)
+    assert {p.dtype for p in counterpart.parameters()} == {torch.bfloat16} and engine.inference_model(model) is counterpart
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not any("inference" in name for name in model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     ids = torch.arange(5)[None]
     model(ids).square().sum().backward()
     optimizer.step()
     with torch.no_grad():
-        assert not torch.equal(twin(ids), model(ids))
-        assert engine.inference_model(model) is twin and torch.equal(twin(ids), model(ids))
+        assert not torch.equal(counterpart(ids), model(ids))
+        assert engine.inference_model(model) is counterpart and torch.equal(counterpart(ids), model(ids))
     out = sampled(model, [[1, 2, 3]], 2, [1, 2])
     assert out.tokens.shape[0] == 2
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.scores import balanced_accuracy, first_error, first_error_f1, judge_scores, macro_f1, majority, pass_at_k, ranking_reversed
+from nanochat.rl.scores import balanced_accuracy, first_error, first_error_f1, verdict_scores, macro_f1, majority, pass_at_k, ranking_reversed
 from nanochat.rl.pool import choose_solutions
 
 T, F = True, False
@@ -139,7 +139,7 @@ def test_a_missing_step_verdict_is_no_claim_that_there_is_no_error(silent):
 
 # Verifiers: all scores of a set of verifications
 
-def test_judge_scores_by_hand():
+def test_verdict_scores_by_hand():
     """Rows: outcome, gold step labels, final verdict, step verdicts, unmet criteria."""
     rows = [
         [T, [T, T], T, [T, T], []],
@@ -148,7 +148,7 @@ def test_judge_scores_by_hand():
         [F, [F, F], None, [], ["missing_tags", "step_count_mismatch", "no_final_verdict"]],
         [None, [T], T, [F, F, F], ["step_count_mismatch"]],  # no outcome: counts for its steps alone; verdicts of steps that are none fall away
     ]
-    scores = judge_scores(rows)
+    scores = verdict_scores(rows)
     # Final verdicts T F F - against T T F F. True: 1 hit, 2 actual, 1 said: 2/3. False: 1 hit, 2 actual, 2 said: 1/2.
     assert scores["outcome_f1"] == pytest.approx((2 / 3 + 1 / 2) / 2, rel=1e-12)
     assert scores["balanced_acc"] == pytest.approx((1 / 2 + 1 / 2) / 2, rel=1e-12)
@@ -165,18 +165,18 @@ def test_judge_scores_by_hand():
 
 def test_wrong_solutions_judged_right_are_a_share_of_the_wrong_ones():
     rows = [[F, [F], verdict, [F], []] for verdict in (T, T, F, None)] + [[T, [T], T, [T], []]]
-    assert judge_scores(rows)["pos_rate_wrong"] == 1 / 2
-    assert judge_scores([[T, [T], T, [T], []]])["pos_rate_wrong"] is None
+    assert verdict_scores(rows)["pos_rate_wrong"] == 1 / 2
+    assert verdict_scores([[T, [T], T, [T], []]])["pos_rate_wrong"] is None
 
 
 def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
     """A task like gsm8k has no step labels: its rows change no score of steps, and have their correlation all the same."""
     labelled = [[T, [T, T], T, [T, T], []], [F, [T, F], F, [F, F], []]]  # the first error of the second is missed
     unlabelled = [[T, [], T, [T, T, T], []], [F, [], F, [F], []], [F, [], T, [T, F], []]]
-    both, alone = judge_scores(labelled + unlabelled), judge_scores(labelled)
+    both, alone = verdict_scores(labelled + unlabelled), verdict_scores(labelled)
     assert both["first_error_f1"] == alone["first_error_f1"] == 0.0 and both["step_f1"] == alone["step_f1"]
     assert both["pos_rate_wrong"] == pytest.approx(1 / 3)
-    only = judge_scores(unlabelled)
+    only = verdict_scores(unlabelled)
     assert only["first_error_f1"] is None and only["step_f1"] is None
     # Mean step verdicts and outcomes (1, 1), (0, 0), (1/2, 0): covariance 1/6, spreads sqrt(1/6) and sqrt(2/9)
     assert only["step_outcome_corr"] == pytest.approx((1 / 6) / ((1 / 6) ** 0.5 * (2 / 9) ** 0.5))
@@ -184,9 +184,9 @@ def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
 
 def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
     rows = [[T, [T], T, [T], []], [F, [F], F, [F], []]]
-    assert judge_scores(rows)["step_outcome_corr"] == pytest.approx(1.0)
-    assert judge_scores([*rows, [F, [F, F], F, [T], ["step_count_mismatch"]]])["step_outcome_corr"] == pytest.approx(1.0)
-    assert judge_scores(rows[:1])["step_outcome_corr"] is None
+    assert verdict_scores(rows)["step_outcome_corr"] == pytest.approx(1.0)
+    assert verdict_scores([*rows, [F, [F, F], F, [T], ["step_count_mismatch"]]])["step_outcome_corr"] == pytest.approx(1.0)
+    assert verdict_scores(rows[:1])["step_outcome_corr"] is None
 
 
 def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
@@ -195,8 +195,8 @@ def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
     assert ranking_reversed(outcomes, advantages, 3) == [True, False, False]  # the third group has no wrong one and is not counted
 
 
-def test_judge_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():
-    scores = judge_scores([[None, [T], T, [T], []]])
+def test_verdict_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():
+    scores = verdict_scores([[None, [T], T, [T], []]])
     assert scores["balanced_acc"] is None and scores["step_f1"] == 1.0
 
 

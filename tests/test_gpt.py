@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanochat.attention import FAR, RECENT, KVCache, Mask
+from nanochat.attention import PADDING_POSITION, RECENT, KVCache, Mask
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig, rotary
 from nanochat.ops import rotate
@@ -200,7 +200,7 @@ def test_later_tokens_do_not_reach_earlier_ones():
 @torch.no_grad()
 def test_right_padded_rows_equal_rows_alone():
     model, rows = tiny_model(), [random_ids(n, seed=n) for n in (3, 9, 1, 6)]
-    ids, positions = torch.zeros(4, 9, dtype=torch.long), torch.full((4, 9), FAR)
+    ids, positions = torch.zeros(4, 9, dtype=torch.long), torch.full((4, 9), PADDING_POSITION)
     for row, own in enumerate(rows):
         ids[row, : len(own)], positions[row, : len(own)] = own, torch.arange(len(own))
     padded = model.trunk(ids, positions=positions)
@@ -225,7 +225,7 @@ def test_cached_pieces_equal_one_forward():
 @torch.no_grad()
 def test_decoding_continues_ragged_rows():
     model, rows = tiny_model(), [random_ids(n, seed=n) for n in (3, 9)]
-    ids, positions = torch.zeros(2, 8, dtype=torch.long), torch.full((2, 8), FAR)
+    ids, positions = torch.zeros(2, 8, dtype=torch.long), torch.full((2, 8), PADDING_POSITION)
     for row, own in enumerate(rows):
         ids[row, : len(own) - 1], positions[row, : len(own) - 1] = own[:-1], torch.arange(len(own) - 1)
     prefix, cache = KVCache(4), KVCache(4)
@@ -241,7 +241,7 @@ def test_rows_continue_their_shared_prompts(piece):
     # Two rows behind each of two ragged prompts; on its way the short window of 128 slides off the first tokens of one prompt.
     model, lengths, new = tiny_model(), (121, 40), 2 * RECENT + 5
     rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)] for length in lengths]
-    ids, positions = torch.zeros(2, 121, dtype=torch.long), torch.full((2, 121), FAR)
+    ids, positions = torch.zeros(2, 121, dtype=torch.long), torch.full((2, 121), PADDING_POSITION)
     for u, length in enumerate(lengths):
         ids[u, :length], positions[u, :length] = rows[u][0][:length], torch.arange(length)
     prefix, cache, pieces = KVCache(4), KVCache(4), []

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import BadInput
-from nanochat.rl.scores import judge_scores
+from nanochat.rl.scores import verdict_scores
 from nanochat.rl.prompts import parse_verification
 from tasks.chain import Chain
 from tasks.common import Problem
@@ -211,7 +211,7 @@ def test_a_solution_demo_is_the_worked_solution_without_marks(task):
 
 def test_step_labels_are_unknown_and_scores_leave_them_out(task):
     assert task.step_labels(problem_of(CLIPS), DEMO) == []
-    scores = judge_scores([[True, [], True, [True, False], []], [False, [], True, [True, True], []]])
+    scores = verdict_scores([[True, [], True, [True, False], []], [False, [], True, [True, True], []]])
     assert scores["step_f1"] is scores["first_error_f1"] is None and scores["outcome_f1"] is not None
 
 

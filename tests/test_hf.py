@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
-from nanochat.attention import FAR, RECENT, KVCache
+from nanochat.attention import PADDING_POSITION, RECENT, KVCache
 from nanochat.engine import generate, row_key
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.hf.files import read_config, read_model, written_config
@@ -290,7 +290,7 @@ def double_model(family="qwen2", seed=0, **changes):
 
 def padded(rows):
     """Ragged rows as ids and positions, padding behind them."""
-    ids, positions = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long), torch.full((len(rows), max(map(len, rows))), FAR)
+    ids, positions = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long), torch.full((len(rows), max(map(len, rows))), PADDING_POSITION)
     for row, own in enumerate(rows):
         ids[row, : len(own)], positions[row, : len(own)] = own, torch.arange(len(own))
     return ids, positions

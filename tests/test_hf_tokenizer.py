@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from nanochat.common import BadInput
-from nanochat.formats import PAPER
+from nanochat.rl.formats import PAPER
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import read_solution
 from nanochat.tokenizer import Tokenizer

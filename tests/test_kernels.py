@@ -1,5 +1,5 @@
 """
-The kernels, Triton's and their PyTorch twins, against definitions in fp64. Without a GPU the Triton kernels run in its interpreter.
+The kernels, Triton's and their PyTorch versions, against definitions in fp64. Without a GPU the Triton kernels run in its interpreter.
 
     python -m pytest tests/test_kernels.py -q
 """
@@ -285,7 +285,7 @@ def test_any_function_of_logprobs_and_entropies_is_a_loss(loss, use_triton):
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 2.0])
 def test_gradcheck(loss, softcap):
-    """The PyTorch twin in fp64. Ratios 1.05, 0.95, 0.5 and 1.5 are off the kinks; one is clipped at least."""
+    """The PyTorch counterpart in fp64. Ratios 1.05, 0.95, 0.5 and 1.5 are off the kinks; one is clipped at least."""
     draw = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))  # the fourth id is padding
     targets, advantages = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, -1.0, -0.5, -2.0], dtype=torch.float64)

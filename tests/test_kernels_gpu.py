@@ -23,7 +23,7 @@ gpu = pytest.mark.gpu
 
 # Triton itself
 
-def test_without_triton_the_twins_work():
+def test_without_triton_the_pytorch_versions_work():
     code = """
 import sys
 sys.modules["triton"] = None  # importing it raises ImportError

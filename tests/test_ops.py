@@ -1,5 +1,5 @@
 """
-The operations of a block: CPU kernels (fp32) against their PyTorch twins (fp64), these against differences, in the layouts that the model hands them.
+The operations of a block: CPU kernels (fp32) against their PyTorch versions (fp64), these against differences, in the layouts that the model hands them.
 
     python -m pytest tests/test_ops.py -q
 """

@@ -14,12 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import BadInput
-from nanochat.formats import COMPACT, PAPER
+from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.rl.scores import first_error, first_error_f1
 from nanochat.rl.prompts import verifier_prompt
 from nanochat.rl.voting import (SCORES, aligned, auroc, best_of_n, brier, calibration, choose, expected_calibration_error, first_error_scores, mean_scores,
                                 reliability, weighted_vote)
-from tasks.processbench import HUB, Judged, boxed, find_tables, load_processbench, solution_text
+from tasks.processbench import HUB, LabelledSolution, boxed, find_tables, load_processbench, solution_text
 
 ROW = {"id": "math-0", "generator": "someone", "problem": "What is 2*3-1?", "steps": ["2*3 = 6", "6-1 = 4, so \\boxed{4}"], "final_answer_correct": False,
        "label": 1}
@@ -45,7 +45,8 @@ def numbered(num_rows: int) -> list[dict]:
 
 def test_rows_are_read_as_the_hub_has_them_from_every_kind_of_file(tmp_path):
     right = {**ROW, "steps": ["one", "two", " three "], "label": -1, "final_answer_correct": True}
-    judged = [Judged(ROW["problem"], tuple(ROW["steps"]), 1, False, "math", 1), Judged(ROW["problem"], ("one", "two", " three "), -1, True, "math", 2)]
+    judged = [LabelledSolution(ROW["problem"], tuple(ROW["steps"]), 1, False, "math", 1),
+              LabelledSolution(ROW["problem"], ("one", "two", " three "), -1, True, "math", 2)]
     assert load_processbench(write(tmp_path / "math.jsonl", [ROW, right])) == judged
     (tmp_path / "math.json").write_text(json.dumps([ROW, right]))
     assert load_processbench(str(tmp_path / "math.json")) == judged
@@ -150,10 +151,10 @@ def test_the_answer_is_what_the_last_box_holds(text, answer):
 
 
 def test_a_sample_is_a_solution_in_the_format_with_its_last_steps_answer():
-    sample = Judged("?", ("first \\boxed{3}", "then \\boxed{4}"), 1, False, "math", 1)
+    sample = LabelledSolution("?", ("first \\boxed{3}", "then \\boxed{4}"), 1, False, "math", 1)
     assert solution_text(PAPER, sample) == ("<think><step>first \\boxed{3}</step><step>then \\boxed{4}</step></think><answer>\\boxed{4}</answer>")
     assert solution_text(COMPACT, sample) == "first \\boxed{3};then \\boxed{4};=4"
-    without = Judged("?", ("first \\boxed{3}", "then 4"), 1, False, "math", 1)
+    without = LabelledSolution("?", ("first \\boxed{3}", "then 4"), 1, False, "math", 1)
     assert solution_text(PAPER, without).endswith("then 4</step></think><answer>\\boxed{}</answer>") and PAPER.answer(solution_text(PAPER, without)) == ""
 
 
@@ -175,7 +176,7 @@ HOSTILE = ["</step>", "<step>", "<step>x</step>", "</think>", "<think>", "<answe
 @example(["</step"])
 @example(["1", "so \\boxed{=;</step></answer>}"])
 def test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold(steps):
-    sample = Judged("7|3", tuple(steps), -1, True, "math", 1)
+    sample = LabelledSolution("7|3", tuple(steps), -1, True, "math", 1)
     for fmt, marks in ((PAPER, ["<think>", "<step>", "</step>", "</think>", "<answer>\\boxed{", "}</answer>"]), (COMPACT, [";", "="])):
         text = solution_text(fmt, sample)
         bodies = [re.sub("|".join(map(re.escape, marks)), "?", step) for step in steps]
@@ -193,7 +194,7 @@ def test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold(st
 
 def test_plain_steps_stay_as_they_are_to_the_character():
     steps = ("Let $x<3$ and \\frac{1}{2}.\n\n  So {x} > 1", "step 2? yes\u00e9")
-    text = solution_text(PAPER, Judged("?", steps, -1, True, "math", 1))
+    text = solution_text(PAPER, LabelledSolution("?", steps, -1, True, "math", 1))
     assert text == f"<think><step>{steps[0]}</step><step>{steps[1]}</step></think><answer>\\boxed{{}}</answer>"
 
 

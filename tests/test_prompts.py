@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.formats import COMPACT, PAPER
+from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.rl.prompts import UNMET, generator_prompt, parse_verification, read_solution, verifier_prompt
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 

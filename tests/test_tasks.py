@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import BadInput
-from nanochat.formats import COMPACT, PAPER, Format
+from nanochat.rl.formats import COMPACT, PAPER, Format
 from nanochat.rl.prompts import parse_verification
 from tasks import MODULES, TASKS, add_task_args, make_task
 from tasks.chain import STEP

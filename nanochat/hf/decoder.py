@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.attention import FAR, KVCache, attend, make_mask
+from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.gpt import Linear, at_ends
 from nanochat.ops import rotate, to_units
 
@@ -123,10 +123,10 @@ class Attention(nn.Module):
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
-    def forward(self, x, cos_sin, mask, store, prefix, ends):
+    def forward(self, x, cos_sin, mask, cache_keys_and_values, prefix, ends):
         B = len(x)
         q, k, v = self.heads(x, cos_sin, B if prefix is None else len(prefix[0]))
-        parts, shared = store(k, v), prefix or ()
+        parts, shared = cache_keys_and_values(k, v), prefix or ()
         if ends is not None:  # one query per row, behind all keys
             q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
             parts, shared = [(k[..., :0, :], v[..., :0, :])], (k[:, :, 0], v[:, :, 0])
@@ -158,8 +158,8 @@ class Block(nn.Module):
             return checkpoint(self.run, x, *context, use_reentrant=False, preserve_rng_state=False)
         return self.run(x, *context)
 
-    def run(self, x, cos_sin, mask, store, prefix, ends):
-        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, store, prefix, ends)
+    def run(self, x, cos_sin, mask, cache_keys_and_values, prefix, ends):
+        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache_keys_and_values, prefix, ends)
         x = (x if ends is None else at_ends(x, ends)) + y
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -233,8 +233,8 @@ class Decoder(nn.Module):
         ends = None
         for i, block in enumerate(self.blocks):
             if i == self.config.n_layer - 1 and last_only and T > 1:
-                # The last real token of each row; padding (FAR) stands behind it.
-                ends = (positions < FAR).sum(dim=1) - 1
+                # The last real token of each row; padding (PADDING_POSITION) stands behind it.
+                ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
             shared = (prefix.k[i][:, :, 0], prefix.v[i][:, :, 0]) if prefix is not None else None
             x = block(x, cos_sin, mask, Store(cache, i), shared, ends)

@@ -1,7 +1,7 @@
 """
 The CPU kernels of cpu_attention.c and cpu_block.c: compiled by the machine's C compiler when first needed, called by address.
 
-Their twins in PyTorch stand where they are called from, in ops.py, attention.py and engine.py, and serve where there is no compiler, for
+Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py and engine.py, and serve where there is no compiler, for
 other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache,
 under a name made of all that went into it; where that folder is not ours alone, each process compiles for itself.
 """

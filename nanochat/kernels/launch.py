@@ -1,5 +1,5 @@
 """
-Triton where it is installed, and which tensors its kernels take. Everywhere else their PyTorch twins do the work.
+Triton where it is installed, and which tensors its kernels take. Everywhere else their PyTorch versions do the work.
 """
 import torch
 

@@ -15,7 +15,7 @@ import torch
 
 from nanochat.common import BadInput, check_least
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
-from nanochat.rl.evals import log_rewards, mean_advantages, scores_of_pair, scores_of_verdicts, verification_columns
+from nanochat.rl.evals import log_rewards, mean_advantages, scores_of_pair, gathered_verdict_scores, verification_columns
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
 from nanochat.rl.prompts import count_copies, empty_verifier_prompt
@@ -171,7 +171,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         "step_abstained": [v is None for v in verdicts] if judge else [],
         "rewards/step/mean": [x for v in verdicts if v and judge for x in v], "step_label_mean": [x for v in labels for x in v]}))
     if verifications:
-        scores = scores_of_verdicts(t, solutions, outcomes, verifications)
+        scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
         t.log("generator", {f"verdicts/{name}": value for name, value in scores.items()})
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), scored_solutions(t, solutions, outcomes), t.args.replay_size)
@@ -205,7 +205,7 @@ def verifier_step(t: Play):
         t.memory["class_weights"] = asdict(weights)
         t.log("verifier", {"class_weight/right": weights.weight(True), "class_weight/wrong": weights.weight(False)})
     rollouts.columns = {"outcome": outcomes} | verification_columns(verifications)
-    scores = scores_of_verdicts(t, solutions, outcomes, verifications)
+    scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
     t.log("verifier", scores)
     log_rewards(t, "verifier", rollouts, rewards)
     t.log("verifier", t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],

@@ -10,7 +10,7 @@ from nanochat.rl.play import Play
 from nanochat.rl.prompts import Verification
 from nanochat.rl.roles import short_name
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import answers_of, judge_scores, judged_row, majority, pass_at_k
+from nanochat.rl.scores import answers_of, verdict_scores, verdict_row, majority, pass_at_k
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
 
@@ -37,11 +37,11 @@ def mean_advantages(rollouts: Rollouts, advantages: torch.Tensor) -> list[float]
     return ((advantages * inside).sum(dim=1) / rollouts.lengths.clamp(min=1)).tolist()
 
 
-def scores_of_verdicts(t: Play, solutions: Rollouts, outcomes: list[bool | None],
+def gathered_verdict_scores(t: Play, solutions: Rollouts, outcomes: list[bool | None],
                        verifications: list[Verification]) -> dict:
-    """`judge_scores` over all ranks; verifications[i] is of the i-th solution."""
+    """`verdict_scores` over all ranks; verifications[i] is of the i-th solution."""
     rows = zip(solutions.problems(), solutions.texts, outcomes, verifications, strict=True)
-    return judge_scores(t.gather([judged_row(t.task, *row) for row in rows]))
+    return verdict_scores(t.gather([verdict_row(t.task, *row) for row in rows]))
 
 
 def verification_columns(verifications: list[Verification]) -> dict[str, list]:
@@ -71,7 +71,7 @@ def verifier_scores(t: Play, generator: str, verifier: str, split: str, completi
     problems, mine = t.problems(t.args.eval_examples, split), completions[t.run.rank:: t.run.world]
     solutions = t.written(generator, t.solve_prompts(problems), mine)
     verifications = t.read_verifications(t.verify(verifier, solutions, 1, "eval", greedy=True))
-    return scores_of_verdicts(t, solutions, t.check(solutions), verifications)
+    return gathered_verdict_scores(t, solutions, t.check(solutions), verifications)
 
 
 def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verifier") -> dict:

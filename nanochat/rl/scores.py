@@ -74,8 +74,8 @@ def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) 
     return 2 * a * b / (a + b) if a + b else 0.0
 
 
-def judged_row(task, problem, solution: str, outcome: bool | None, verification) -> list:
-    """What judge_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step verdicts,
+def verdict_row(task, problem, solution: str, outcome: bool | None, verification) -> list:
+    """What verdict_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step verdicts,
     unmet."""
     return [outcome, task.step_labels(problem, solution), verification.verdict, verification.step_verdicts,
             list(verification.unmet)]
@@ -97,8 +97,8 @@ def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_s
     return reversed_groups
 
 
-def judge_scores(rows: list[list]) -> dict:
-    """A verifier's scores over `judged_row`s. A missing verdict counts as wrong; solutions without an outcome count for steps alone, those whose steps
+def verdict_scores(rows: list[list]) -> dict:
+    """A verifier's scores over `verdict_row`s. A missing verdict counts as wrong; solutions without an outcome count for steps alone, those whose steps
     have no gold labels for verdicts alone."""
     scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
     outcomes, said = [o for o, _ in scored], [v for _, v in scored]

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from nanochat.attention import FAR, KVCache
+from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.common import all_reduce, wide_dtype
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
@@ -25,7 +25,7 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
     # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights as often.
     inputs = batch.tokens[:, : max(1, T - 1)]
-    prompt_lengths = (batch.prompt_positions < FAR).sum(dim=1)
+    prompt_lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1)
     positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(inputs.shape[1], device=prompt_lengths.device)
     rest = model.trunk(inputs, positions=positions, prefix=prefix)  # (U*R, T-1, C)
     return torch.cat([first, rest[:, : T - 1]], dim=1)

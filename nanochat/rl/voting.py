@@ -11,7 +11,7 @@ NUM_BINS = 10
 
 
 def aligned(step_verdicts: list[bool | None], num_steps: int) -> list[bool | None]:
-    """The verdicts of exactly `num_steps` steps, as evals.judge_scores reads them: missing ones are None, those of no step are left out."""
+    """The verdicts of exactly `num_steps` steps, as evals.verdict_scores reads them: missing ones are None, those of no step are left out."""
     return (step_verdicts + [None] * num_steps)[:num_steps]
 
 
