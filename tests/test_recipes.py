@@ -1,0 +1,234 @@
+"""
+What holds of every recipe: it resumes bit for bit, two ranks do what one does, it is planned, and a file outside of the
+repository is one too.
+
+    python -m pytest tests/test_recipes.py
+"""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import parse, rl_flags
+
+from nanochat import recipes
+from nanochat.common import BadInput, script_main
+from scripts import report, tango_rl
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TIMINGS = ("timing_s/", "tokens_per_s")
+SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
+
+
+def example() -> str:
+    """The recipe that the README shows."""
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        return re.search(r"```python\n(\"\"\"Few labels.*?)```", f.read(), re.DOTALL)[1]
+
+
+@pytest.fixture(params=[*recipes.names(), "own"])
+def recipe(request, tmp_path) -> str:
+    """Every recipe by name, and one in a file of its own."""
+    if request.param != "own":
+        return request.param
+    path = tmp_path / "elsewhere" / "few_labels.py"
+    path.parent.mkdir()
+    path.write_text(example(), encoding="utf-8")
+    return str(path)
+
+
+def flags_of(recipe: str, *more: str) -> list[str]:
+    return rl_flags("--recipe", recipe, *SHORT, *more)
+
+
+def train(recipe: str, *more: str) -> None:
+    tango_rl.main(parse(tango_rl, flags_of(recipe, *more)))
+
+
+def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
+    lines = (base / "runs" / run / name).read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMINGS)} for line in lines]
+
+
+def tensors(value, name: str = "") -> dict:
+    """All tensors in nested dicts and lists, by their place."""
+    if isinstance(value, torch.Tensor):
+        return {name: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return {key: x for k, v in items for key, x in tensors(v, f"{name}/{k}").items()}
+
+
+def last_set(base, run: str) -> dict:
+    """Every tensor of a run's last set: models, optimizers and memory."""
+    step = max(int(name[6:12]) for name in os.listdir(base / "runs" / run) if name.startswith("state_"))
+    found = tensors(torch.load(base / "runs" / run / f"state_{step:06d}.pt", weights_only=True), "state")
+    for folder in sorted((base / "chatrl_checkpoints").glob(f"{run}-*")):
+        for path in sorted(folder.glob(f"*_{step:06d}*.pt")):
+            role = folder.name.removeprefix(f"{run}-")
+            found |= tensors(torch.load(path, weights_only=True), f"{role}/{path.name}")
+    return found
+
+
+def copied_run(base, old: str, new: str) -> None:
+    """The run under another name, as if it had been started under it."""
+    shutil.copytree(base / "runs" / old, base / "runs" / new)
+    for folder in (base / "chatrl_checkpoints").glob(f"{old}-*"):
+        shutil.copytree(folder, base / "chatrl_checkpoints" / folder.name.replace(f"{old}-", f"{new}-", 1))
+    path = base / "runs" / new / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "args": {**config["args"], "run": new}}))
+
+
+def test_a_continued_run_is_a_straight_one_bit_for_bit(base, recipe):
+    train(recipe, "--run", "straight")
+    copied_run(base, "straight", "continued")
+    train(recipe, "--run", "continued", "--resume-from-step", "1")
+    one, two = last_set(base, "straight"), last_set(base, "continued")
+    assert one.keys() == two.keys() and len(one) > 20
+    assert not [name for name in one if not torch.equal(one[name], two[name])]
+    for name in ("metrics.jsonl", "rollouts.jsonl"):
+        assert records(base, "straight", name) == records(base, "continued", name)
+
+
+def test_two_ranks_do_what_one_does(base, recipe):
+    """Rounding differs, and with it what is sampled after an update: the first step is compared."""
+    train(recipe, "--run", "one")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--",
+               *flags_of(recipe, "--run", "two")]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = records(base, "one")[0], records(base, "two")[0]
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        if isinstance(value, float | int) and "diff" not in name:
+            assert two[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+        elif "diff" not in name:
+            assert two[name] == value, name
+
+
+def test_every_recipe_is_planned(base, recipe, capsys):
+    before = sorted(str(path) for path in base.rglob("*"))
+    train(recipe, "--run", "planned", "--dry-run")
+    out = capsys.readouterr().out
+    for role in recipes.load(recipe).ROLES:
+        assert re.search(rf"GB per rank.*\b{role}\b", out)
+    for call in recipes.load(recipe).calls(parse(tango_rl, flags_of(recipe))):
+        assert f"of {call.label} ({call.role})" in out
+    assert sorted(str(path) for path in base.rglob("*")) == before
+
+
+def test_every_recipe_has_its_paper_its_tags_and_says_where_it_departs():
+    for name in recipes.names():
+        module = recipes.load(name)
+        assert all(hasattr(module, part) for part in recipes.NEEDED), name
+        assert re.search(r"arXiv \d{4}\.\d{5}", module.__doc__), name
+        assert {"family", "verifier", "reward"} <= module.TAGS.keys(), name
+
+
+def test_the_recipes_are_listed(capsys):
+    tango_rl.main(parse(tango_rl, ["--list-recipes"]))
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^{name} ", out, re.MULTILINE) for name in recipes.names())
+
+
+# Recipes outside of the repository
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "elsewhere" / "few_labels.py"
+    path.parent.mkdir()
+    path.write_text(example(), encoding="utf-8")
+    return path
+
+
+def test_a_file_of_ones_own_is_stored_with_the_run_and_shows_in_the_report(base, own, capsys):
+    train(str(own), "--run", "mine")
+    assert (base / "runs" / "mine" / "recipe.py").read_text() == own.read_text()
+    assert json.loads((base / "runs" / "mine" / "summary.json").read_text())["recipe"] == "few_labels"
+    capsys.readouterr()
+    script_main(report.main, report.make_parser(), ["mine"])
+    assert "report.html" in capsys.readouterr().out and (base / "runs" / "mine" / "report.html").stat().st_size > 10000
+
+
+def test_a_continued_run_refuses_a_changed_text(base, own):
+    train(str(own), "--run", "mine")
+    own.write_text(own.read_text() + "\n# another idea\n")
+    with pytest.raises(BadInput, match="another text of this recipe"):
+        train(str(own), "--run", "mine", "--resume-from-step", "auto")
+
+
+@pytest.mark.parametrize("text, words", [
+    ("def play(t:\n", "SyntaxError"), ("import no_such_module\n", "no_such_module"),
+    ("TAGS = ROLES = {}\n", "has no calls, play, evaluate")])
+def test_a_file_that_is_no_recipe_is_refused_in_one_line(capsys, base, tmp_path, text, words):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        script_main(tango_rl.main, tango_rl.make_parser, ["--recipe", str(path)])
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.startswith(f"error: --recipe {path}: ") and words in line and line.count("\n") == 1
+
+
+UNDECLARED = '''
+def play(t):
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "more")
+    yield from ()
+'''
+
+
+def test_what_is_not_declared_is_not_sampled(base, own):
+    own.write_text(example().replace("def play(t):", UNDECLARED.strip() + "\n\n\ndef unused(t):"))
+    with pytest.raises(ValueError, match="'more'.*no such label"):
+        train(str(own), "--run", "mine")
+
+
+NOTHING = '''
+def play(t):
+    t.solve("generator", t.problems(), t.args.num_samples, "solutions")
+    yield from ()
+'''
+
+
+def test_a_step_without_an_update_is_counted_and_the_run_goes_on(base, own):
+    own.write_text(example().replace("def play(t):", NOTHING.strip() + "\n\n\ndef unused(t):"))
+    train(str(own), "--run", "mine")
+    log = records(base, "mine")
+    assert [record["without_update"] for record in log] == [1, 1, 1] and [record["gen_step"] for record in log] == [0, 1, 2]
+
+
+# What a run starts from
+
+def test_sft_done_again_under_the_same_tag_is_noticed(base):
+    train("grpo", "--run", "r")
+    starts = json.loads((base / "runs" / "r" / "config.json").read_text())["starts"]
+    assert starts["generator"]["tag"] == "tiny" and starts["generator"]["step"] == 200
+    path = base / "chatsft_checkpoints" / "tiny" / "model_000200.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save({name: x + 1e-3 for name, x in state.items()}, path)
+    with pytest.raises(BadInput, match="step 200 is not what the run started from"):
+        train("grpo", "--run", "r", "--resume-from-step", "auto")
+
+
+def test_a_later_step_of_the_tag_changes_nothing_for_a_run_that_goes_on(base):
+    train("grpo", "--run", "r")
+    folder = base / "chatsft_checkpoints" / "tiny"
+    state = torch.load(folder / "model_000200.pt", weights_only=True)
+    torch.save({name: x + 1e-3 for name, x in state.items()}, folder / "model_000300.pt")
+    shutil.copy(folder / "meta_000200.json", folder / "meta_000300.json")
+    train("grpo", "--run", "s", "--num-steps", "1")
+    assert json.loads((base / "runs" / "s" / "config.json").read_text())["starts"]["generator"]["step"] == 300
+    train("grpo", "--run", "r", "--resume-from-step", "1")
+
+
+def test_a_run_of_before_recipes_were_files_is_refused_in_one_line(base):
+    train("grpo", "--run", "r")
+    for path in (base / "runs" / "r").glob("state_*.pt"):
+        state = torch.load(path, weights_only=True)
+        del state["memory"]
+        torch.save(state, path)
+    with pytest.raises(BadInput, match="before recipes were files"):
+        train("grpo", "--run", "r", "--resume-from-step", "auto")
