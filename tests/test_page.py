@@ -8,7 +8,7 @@ import json
 import shutil
 
 import pytest
-from test_report import ROLLOUT, make_run
+from test_report import ROLLOUT, make_other_run, make_run
 
 from nanochat.common import script_main
 from nanochat.rl.report import INDICATORS
@@ -30,6 +30,8 @@ ROLLOUTS = [
     {**ROLLOUT, "problem": HOSTILE, "verification": None, "step_verdicts": None, "verdict": None, "finish_reason": "length"},  # no judge
     *[ROLLOUT] * 20,
 ]
+COMPLETED = {**ROLLOUT, "step": 0, "role": "refiner", "verification": None, "step_verdicts": None, "verdict": None,
+             "completion": HOSTILE, "advantages": [1.0, 0.5], "reward": 0.25, "critique": HOSTILE}
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +40,10 @@ def page(tmp_path_factory):
     base = tmp_path_factory.mktemp("page")
     rollouts = [{**rollout, "step": i} for i, rollout in enumerate(ROLLOUTS)]
     folders = [make_run(base, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], rollouts=rollouts),
-               make_run(base, "chain-tango-s1", 1, [0.2, 0.4, 0.6], [0.6, 0.8, 0.9]),
-               make_run(base, "chain-grpo-s0", 0, [0.1, 0.2, 0.3]), make_run(base, "chain-grpo-s1", 1, [0.2, 0.3, 0.5])]
+               make_run(base, "chain-tango-s1", 1, [0.2, 0.4, 0.6], [0.6, 0.8, 0.9], is_old=True),
+               make_run(base, "chain-grpo-s0", 0, [0.1, 0.2, 0.3]), make_run(base, "chain-grpo-s1", 1, [0.2, 0.3, 0.5]),
+               make_other_run(base, "other-own-s0", ("generator", "refiner"), {"gen/pass1_in": 0.1, "ref/kept": 0.4},
+                              {"gen/pass1_in": 0.5, "ref/kept": 0.8}, rollouts=[COMPLETED])]
     script_main(report.main, report.make_parser(), ["--out", str(base / "out"), *folders])
     return "file://" + str(base / "out" / "report.html")
 
@@ -104,7 +108,7 @@ def test_curves_and_table_are_there(shown):
     accuracy, verifier = find(shown, ".panel")[0], find(shown, ".panel")[titles.index("verifier balanced accuracy")]
     assert len(accuracy.find_elements("css selector", "polyline")) == 2 and len(verifier.find_elements("css selector", "polyline")) == 1
     assert "tango, generator step 20: 0.55 ± 0.0707 (2 seeds)" in [t.get_attribute("textContent") for t in accuracy.find_elements("css selector", "title")]
-    assert [row.text.split()[0] for row in find(shown, "#table tbody tr")] == ["tango", "grpo"]
+    assert [row.text.split()[0] for row in find(shown, "#table tbody tr")] == ["tango", "grpo", "own"]
     assert "NaN" not in shown.page_source.split('id="data"')[0]
 
 
@@ -149,6 +153,20 @@ def test_text_of_models_is_never_markup(shown):
     assert verified.find_element("css selector", "details .mono").text == HOSTILE and "unmet: missing_tags" in verified.text
     assert HOSTILE in unjudged.text and "cut at the length limit" in unjudged.text and "verdict" not in unjudged.text
     assert find(shown, "img") == []
+
+
+@IN_BROWSER
+def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
+    assert [o.text for o in find(shown, "#role option")] == ["all", "generator", "verifier", "refiner"]
+    assert len(choose(shown, run=4, role="refiner")) == 1
+    card = find(shown, "article")[0]
+    assert card.find_element("css selector", "summary").text == "the refiner's text (trained on, mean advantage +0.75)"
+    assert card.find_element("css selector", "details .mono").text == HOSTILE
+    facts, steps = (card.find_elements("css selector", selector) for selector in (".facts span", ".step small"))
+    assert [fact.text for fact in facts] == ["reward: 0.25", f"critique: {HOSTILE}"]
+    assert [step.text for step in steps] == ["1: gold right", "2: gold wrong", "answer"]
+    assert "ref/kept" in [h.text for h in find(shown, ".panel h3")] and find(shown, "img") == []
+    assert any(row.text.startswith("ref/margin") for row in find(shown, "#health tbody tr"))
 
 
 @IN_BROWSER

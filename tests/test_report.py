@@ -10,8 +10,9 @@ import math
 import pytest
 
 from nanochat.common import BadInput, script_main
-from nanochat.rl.page import evenly, health, marked_solution, mean_curve
-from nanochat.rl.report import EVALS, area_under, cells, compare, evaluated, first_reach, interval, markdown_table, read_run, recovered, tidy
+from nanochat.rl.page import axes_of, evenly, health, marked_solution, mean_curve, panels_of
+from nanochat.rl.report import (COLUMNS, EVALS, INDICATORS, MOST_INDICATORS, area_under, cells, compare, evaluated,
+                                first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
 from scripts import report
 
 ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7", "outcome": False, "step_labels": [True, False],
@@ -20,8 +21,9 @@ ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "sol
 
 
 def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None, rollouts=(ROLLOUT,), every: int = 10,
-             tokens_per_step: int = 100, **flags) -> str:
-    """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's."""
+             tokens_per_step: int = 100, is_old: bool = False, **flags) -> str:
+    """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's. is_old: as
+    runs were written that named neither their roles nor their number of steps."""
     folder = base / "runs" / name
     folder.mkdir(parents=True)
     scores = [{"gen/pass1_in": a, "gen/pass1_out": a / 2, **({} if step_f1 is None else dict.fromkeys((n for n in EVALS if n.startswith("ver/")), f))}
@@ -33,10 +35,37 @@ def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[
                         "gen/reasoning_steps": float(step), "gen/entropy": 0.5})
     judged = [{"step": step, "role": "verifier", "gen_step": step, "ver_step": step // 2} for step in range(0, len(records), 2)]
     end = {"gen_steps": len(records), "ver_steps": len(records) // 2, "sampled_tokens": tokens_per_step * len(records)}
-    (folder / "config.json").write_text(json.dumps({"args": {"task": "chain", "seed": seed, "recipe": "tango", **flags}, "torch": "2"}))
-    (folder / "summary.json").write_text(json.dumps({"seed": seed, "minutes": 1.5, "before": scores[0], "after": scores[-1], **end}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records + judged))
+    named = {} if is_old else {"starts": {"generator": {"tag": "d4"}, "verifier": {"tag": "d4-ver"}}}
+    counted = {} if is_old else {"steps": len(records) + len(judged)}
+    write_run(folder, {"args": {"task": "chain", "seed": seed, "recipe": "tango", **flags}, **named, "torch": "2"},
+              {"seed": seed, "minutes": 1.5, "before": scores[0], "after": scores[-1], **counted, **end},
+              records + judged, rollouts)
+    return str(folder)
+
+
+def write_run(folder, config: dict, summary: dict, records: list[dict], rollouts=()) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     (folder / "rollouts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rollouts))
+
+
+def make_other_run(base, name: str, roles: tuple[str, ...], first: dict, last: dict, recipe: str = "my/own.py",
+                   rollouts=()) -> str:
+    """A run of a recipe of its own: 20 steps, each an update of all roles, evaluated at 0, 10 and 20 with scores that
+    go evenly from `first` to `last`. Its recipe.py cannot be imported."""
+    folder = base / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "recipe.py").write_text("raise RuntimeError('a report ran it')")
+    shorts = [role[:3] for role in roles]
+    middle = {n: (first[n] + last[n]) / 2 if isinstance(first[n], float) else first[n] for n in first}
+    records = [{"step": i, "role": "+".join(roles), **{f"{s}_step": i for s in shorts}, "sampled_tokens": 100 * i,
+                **{f"{s}/margin": float(i) for s in shorts}, **{f"{s}/entropy": 0.5 for s in shorts},
+                "timing_s/step": 1.0, **{f"{shorts[-1]}/extra_{k}": 1.0 for k in range(20)},
+                **({"without_update": 1} if i >= 18 else {}), **({0: first, 10: middle}.get(i, {}))} for i in range(20)]
+    config = {"args": {"task": "chain", "seed": 0, "recipe": recipe}, "starts": {role: {"tag": "d4"} for role in roles}}
+    end = {"steps": 20, **{f"{s}_steps": 20 for s in shorts}, "sampled_tokens": 2000}
+    write_run(folder, config, {"seed": 0, "minutes": 1.0, "before": first, "after": last, **end}, records, rollouts)
     return str(folder)
 
 
@@ -109,6 +138,92 @@ def test_the_first_point_is_the_one_before_training(evaluated_at):
     assert [(p["gen_step"], p["gen/pass1_in"]) for p in points] == [(0, 0.1), *([(15, 0.3)] if evaluated_at == (15,) else []), (20, 0.5)]
 
 
+@pytest.mark.parametrize("x, expected", [(0.0, 0.0), (5.0, 0.5), (10.0, 1.0), (30.0, 0.75), (40.0, 0.5), (41.0, None)])
+def test_the_height_of_a_curve_between_its_points(x, expected):
+    assert height_at([0.0, 10.0, 20.0, 40.0], [0.0, 1.0, 1.0, 0.5], x) == expected
+    assert height_at([], [], x) is None and height_at([x], [0.3], x) == 0.3
+
+
+# Runs of any recipe, and of older versions
+
+def test_an_older_run_says_the_same(tmp_path):
+    same = ("chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
+    new, old = (read_run(make_run(tmp_path / part, *same, is_old=part == "old")) for part in ("new", "old"))
+    assert "starts" not in old.config and "steps" not in old.summary and "steps" in new.summary
+    assert old.points == new.points and old.roles == new.roles == ["generator", "verifier"]
+    assert tidy([old]) == tidy([new]) and health(old) == health(new)
+
+
+def test_a_run_without_a_verifier_stands_at_its_step_0(tmp_path):
+    scores = {"gen/pass1_in": 0.1}, {"gen/pass1_in": 0.3}
+    run = read_run(make_other_run(tmp_path, "chain-grpo-s0", ("generator",), *scores, "grpo"))
+    of = lambda point: (point["gen_step"], point["ver_step"], point["gen/pass1_in"])
+    assert [of(point) for point in run.points] == [(0, 0, 0.1), (10, 0, 0.2), (20, 0, 0.3)]
+    old = read_run(make_run(tmp_path, "chain-grpo-s1", 1, [0.3, 0.4, 0.5], is_old=True))
+    assert list(run.points[0])[:2] == list(old.points[0])[:2] == ["gen_step", "ver_step"]
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A run of a generator and a role that the report does not know, updated together, by a recipe from outside."""
+    first = {"gen/pass1_in": 0.1, "gen/pass1_out": None, "prm/auc": 0.5, "prm/first_error_f1_fixed": 0.2,
+             "prm/note": "text"}
+    last = {**first, "gen/pass1_in": 0.5, "prm/auc": 0.9}
+    return read_run(make_other_run(tmp_path, "chain-own-s0", ("generator", "prm"), first, last))
+
+
+def test_scores_that_the_report_does_not_know_are_drawn_over_their_roles_steps(other):
+    assert other.roles == ["generator", "prm"] and other.solver == "generator"
+    of = lambda point: (point["gen_step"], point["prm_step"], point["prm/auc"])
+    assert [of(point) for point in other.points] == [(0, 0, 0.5), (10, 10, 0.7), (20, 20, 0.9)]
+    panels = {metric: (x, curves) for metric, x, curves in panels_of([other])}
+    x, curves = panels["prm/auc"]
+    line = [(0, 0.5), (10, 0.7), (20, 0.9)]
+    assert (x, axes_of([other])[x]) == ("prm_step", "prm step") and [p[:2] for p in curves["own"]] == line
+    assert [(r["step"], r["value"]) for r in tidy([other]) if r["metric"] == "prm/auc"] == line
+    assert list(panels)[0] == "gen/pass1_in"
+    assert not panels.keys() & {"gen/pass1_out", "prm/first_error_f1_fixed", "prm/note"}
+
+
+def test_of_a_recipe_from_outside_a_few_metrics_are_drawn_and_nothing_is_run(other):
+    """Its recipe.py would raise."""
+    own = [name for name in other.points[-1] if name.endswith("/margin") or "/extra_" in name]
+    assert own == ["gen/margin", "prm/margin", *(f"prm/extra_{k}" for k in range(MOST_INDICATORS - 2))]
+    assert [p["prm/margin"] for p in other.points] == [None, 4.5, 14.5]
+    assert not [name for name in other.points[-1] if name.startswith("timing") or name.endswith("/entropy")]
+
+
+def test_health_is_of_every_role(other):
+    rows = {row["name"]: (row["early"], row["late"]) for row in health(other)}
+    assert rows["gen/entropy"] == rows["prm/entropy"] == (0.5, 0.5)
+    assert rows["prm/margin"] == (0.5, 18.5) and rows["without_update"] == (0, 1) and "prm/auc" not in rows
+
+
+def test_what_a_recipe_of_the_repository_shows_is_drawn(tmp_path):
+    run = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2]))
+    assert {"gen/alpha", "ver/balanced_acc", "ver/step_f1"} <= run.points[-1].keys()
+    assert {metric for metric, _, _ in panels_of([run])} <= EVALS.keys() | INDICATORS.keys()  # it logged none of them
+
+
+def test_the_first_role_solves_where_none_is_called_generator(tmp_path):
+    scores = {"pol/pass1_in": 0.1}, {"pol/pass1_in": 0.5}
+    own = read_run(make_other_run(tmp_path, "chain-own-s0", ("policy", "value"), *scores))
+    assert [(p["gen_step"], p["gen/pass1_in"]) for p in own.points] == [(0, 0.1), (10, 0.3), (20, 0.5)]
+    assert axes_of([own])["gen_step"] == "policy step"
+    grpo = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2, 0.3]))
+    row = next(row for row in compare([own, grpo]) if row["arm"] == "own")
+    assert row["final_gain"] == pytest.approx([0.2]) and row["steps_ratio"] == pytest.approx([0.5])
+
+
+def test_a_recipe_without_an_accuracy_is_reported_without_one(tmp_path, capsys):
+    folder = make_other_run(tmp_path, "chain-own-s0", ("judge",), {"jud/auc": 0.5}, {"jud/auc": 0.7})
+    grpo = make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2, 0.3])
+    row = next(row for row in compare([read_run(folder), read_run(grpo)]) if row["arm"] == "own")
+    assert [text for text in cells(row)[2:7]] == ["-"] * 5
+    script_main(report.main, report.make_parser(), [folder])
+    script_main(report.main, report.make_parser(), [make_other_run(tmp_path, "blind", ("judge",), {}, {})])
+
+
 # Runs together
 
 def test_arms_are_compared_seed_by_seed(experiment):
@@ -122,7 +237,11 @@ def test_arms_are_compared_seed_by_seed(experiment):
     assert tango["ver/step_f1_fixed"] == [(0.7, 0.9), (0.7, 0.9)] and rows["grpo"]["ver/step_f1_fixed"] == []
     assert dict(zip(("arm", "seeds", "final", "longer"), cells(rows["grpo"])[:4], strict=True)) == \
         {"arm": "grpo", "seeds": "2", "final": "35.0 ± 7.1", "longer": "17.5 ± 3.5"}
-    assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "75%", "75%", "70.0 -> 90.0", "70.0 -> 90.0"]
+    at_2000_of_3000 = [0.1 + 0.875 * gain * 2 / 3 for gain in (0.2, 0.3)]
+    assert sorted(tango["at_equal_tokens"]) == pytest.approx(at_2000_of_3000)
+    assert rows["grpo"]["at_equal_tokens"] == rows["grpo"]["final"]
+    assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "24.6 ± 4.1", "75%", "75%",
+                                "70.0 -> 90.0", "70.0 -> 90.0"]
 
 
 def test_an_arm_that_never_gets_there_is_counted_not_averaged(experiment):
@@ -131,6 +250,13 @@ def test_an_arm_that_never_gets_there_is_counted_not_averaged(experiment):
     rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
     assert cells(rows["slow"])[7] == "0.50 (1 of 2 never)"
     assert "| slow |" in markdown_table(list(rows.values()))
+
+
+def test_an_arm_that_ended_before_the_baselines_tokens_is_counted_not_guessed(experiment):
+    make_run(experiment, "chain-thrifty-s0", 0, [0.1, 0.2, 0.3], tokens_per_step=50)
+    make_run(experiment, "chain-thrifty-s1", 1, [0.1, 0.2, 0.4])
+    rows = {row["arm"]: row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])}
+    assert cells(rows["thrifty"])[COLUMNS.index("final at GRPO's tokens")] == "40.0 (1 of 2 ended before)"
 
 
 def test_a_baseline_that_learned_nothing_gives_no_ratio(tmp_path):
@@ -162,6 +288,17 @@ def test_seeds_of_one_arm_have_the_same_flags_and_all_runs_the_same_evaluation(t
         with pytest.raises(BadInput, match=f"chain-tango-s1 and chain-tango-s0 cannot be compared: --{flag.replace('_', '-')} {value} and"):
             compare([first, second])
     compare([first, read_run(make_run(tmp_path / "same", "chain-tango-s1", 1, [0.1, 0.2], lr=1e-4, model_tag="b"))])
+
+
+def test_flags_of_other_recipes_and_checkpoints_of_other_roles_do_not_keep_runs_apart(tmp_path):
+    grpo = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2], recipe="grpo"))
+    flags = dict(recipe="own.py", verifier_max_new_tokens=50, margin=0.5)
+    first, second = (read_run(make_run(tmp_path, f"chain-own-s{seed}", seed, [0.1, 0.2], prm_tag=f"d4-{seed}", **flags))
+                     for seed in (0, 1))
+    assert [row["arm"] for row in compare([grpo, first, second])] == ["grpo", "own"]
+    tango = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], verifier_max_new_tokens=60))
+    with pytest.raises(BadInput, match="--verifier-max-new-tokens 60 and 50"):
+        compare([first, tango])
 
 
 def test_what_cannot_be_written_is_one_line(experiment, capsys):
@@ -213,6 +350,22 @@ def test_a_verifiers_rollout_has_one_advantage_and_none_on_the_steps_it_judges()
     shown = marked_solution({**ROLLOUT, "role": "verifier", "advantages": [1.0, 0.0], "step_verdicts": [True]})
     assert [(s["verdict"], s["advantage"]) for s in shown["steps"]] == [(True, None), (None, None)]
     assert shown["verification_advantage"] == 0.5 and "answer_advantage" not in shown
+
+
+def test_what_was_written_behind_a_solution_is_shown_with_its_advantage_and_its_facts():
+    written = {**ROLLOUT, "verification": None, "step_verdicts": None, "completion": "8*2:6;=6",
+               "advantages": [1.0, 0.0], "reward": 0.123456}
+    shown = marked_solution({**written, "weights": [1, 2], "nothing": None})
+    assert (shown["completion"], shown["learned"], shown["completion_advantage"]) == ("8*2:6;=6", "completion", 0.5)
+    assert [s["advantage"] for s in shown["steps"]] == [None, None] and "answer_advantage" not in shown
+    assert shown["facts"] == {"reward": 0.123456, "weights": [1, 2]} and marked_solution(ROLLOUT)["facts"] == {}
+
+
+def test_a_solution_of_a_role_of_another_name_is_its_own():
+    plain = {**ROLLOUT, "role": "policy", "verification": None, "step_verdicts": None}
+    assert [s["advantage"] for s in marked_solution(plain)["steps"]] == [0.5, -1.0]
+    assert marked_solution({**ROLLOUT, "role": "policy"})["learned"] == "verification"
+    assert marked_solution({**ROLLOUT, "role": "policy"}, solver="policy")["answer_advantage"] == -2.0
 
 
 def test_an_unjudged_rollout_without_steps_is_shown_too():

@@ -1,7 +1,9 @@
 """
 What finished runs say together, as numbers: their points, tidy rows, and a table that compares arms seed by seed.
 
-An arm is what is compared (tango, grpo, ...), a run is one arm with one seed. Runs named <task>-<arm>-s<seed> are compared within their task.
+An arm is what is compared (tango, grpo, ...), a run is one arm with one seed. Runs named <task>-<arm>-s<seed> are
+compared within their task. Roles and scores are those that a run declares and logs, whatever its recipe; accuracy and
+steps of a recipe's first role, where none is called generator, stand under gen/pass1_in, gen/pass1_out and gen_step.
 """
 import csv
 import json
@@ -10,12 +12,16 @@ import re
 from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
+from nanochat import recipes
 from nanochat.common import BadInput
+from nanochat.rl.roles import short_name
+from nanochat.rl.scores import judge_scores
 from tasks import TASKS
 
 BASELINE, ORACLE = "grpo", "gold_steps"
 ACCURACY = "gen/pass1_in"
-# metric: title of its panel. Evaluations are points in time; indicators are means over the generator steps since the evaluation before.
+# metric: title of its panel. Evaluations are points in time; indicators are means over the steps since the evaluation
+# before. Evaluations of other names, and what a recipe shows per step, get panels behind these, under their names.
 EVALS = {
     "gen/pass1_in": "generator pass@1, in distribution",
     "gen/pass1_out": "generator pass@1, out of distribution",
@@ -34,13 +40,23 @@ INDICATORS = {
     "gen/frac_ranking_reversed": "groups that step rewards reverse",
     "gen/step_label_mean": "right steps (gold labels)",
 }
+# A verifier's other scores, which only summary.json and metrics.jsonl have, under any role's prefix.
+NOT_DRAWN = ({f"{name}_{kind}" for name in judge_scores([]) for kind in ("fixed", "fixed_out", "current")}
+             - {name.partition("/")[2] for name in EVALS})
+HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
+          "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
+          "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
+# What is logged of every role besides, and how many metrics are drawn of a recipe whose own choice is not known.
+OF_EVERY_ROLE = ("loss", "lr", "clip_ratio/low", "clip_ratio/high", "rollout_probs_diff_mean", "sampled_tokens",
+                 "num_rollouts", "completions/mean_length")
+MOST_INDICATORS = 8
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
 
 
 @dataclass
 class Run:
-    """A finished run. points: its evaluations in order, each {gen_step, ver_step, sampled_tokens, metric: value}, indicators included; records: one
-    per optimizer step; rollouts: as sampled for the log."""
+    """A finished run. points: its evaluations in order, each {<short>_step of every role, sampled_tokens, metric:
+    value}, indicators included; records: one per step; rollouts: as sampled for the log; roles: in their order."""
     name: str
     task: str
     arm: str
@@ -50,6 +66,12 @@ class Run:
     points: list[dict]
     records: list[dict]
     rollouts: list[dict]
+    roles: list[str]
+
+    @property
+    def solver(self) -> str:
+        """The role whose accuracy and steps the comparison is about."""
+        return "generator" if "generator" in self.roles else self.roles[0]
 
 
 def read_lines(path: str) -> list[dict]:
@@ -78,12 +100,16 @@ def read_run(folder: str) -> Run:
         _ = [(record["step"], record["role"]) for record in records], [rollout["step_spans"] for rollout in rollouts]
         match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
         task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"] else (args["task"], name)
-        first = {"gen_step": 0, "ver_step": 0, "sampled_tokens": 0, **summary["before"]}
-        last = {"gen_step": summary["gen_steps"], "ver_step": summary["ver_steps"], "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
-        steps = summary["gen_steps"] + summary["ver_steps"]
+        roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
+        counts = {f"{short_name(role)}_step": summary[f"{short_name(role)}_steps"] for role in roles}
+        first = {**dict.fromkeys(counts, 0), "sampled_tokens": 0, **summary["before"]}
+        last = {**counts, "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
+        steps = summary["steps"] if "steps" in summary else summary["gen_steps"] + summary["ver_steps"]
         if len(records) != steps:
             raise BadInput(f"{paths['metrics.jsonl']}: {len(records)} records, but the run made {steps} steps")
-        return Run(name, task, arm, args["seed"], config, summary, evaluated(records, first, last), records, rollouts)
+        own = own_indicators(args.get("recipe", ""), roles, records, {**first, **last})
+        points = evaluated(records, first, last, own)
+        return Run(name, task, arm, args["seed"], config, summary, points, records, rollouts, roles)
     except (KeyError, TypeError) as error:
         raise BadInput(f"{folder}: has no {error}; was it made by another version?") from None
 
@@ -97,14 +123,52 @@ def read_json(path: str) -> dict:
             raise BadInput(f"{path}: not json") from None
 
 
-def evaluated(records: list[dict], first: dict, last: dict) -> list[dict]:
-    """The points of a run: its first evaluation, those among its records, its last one; each with the mean of every indicator since the one before."""
+def is_count(name: str) -> bool:
+    """Whether a point has under this name how far the run is, not a metric."""
+    return name == "sampled_tokens" or (name.endswith("_step") and "/" not in name)
+
+
+def is_number(value) -> bool:
+    return isinstance(value, (int, float))
+
+
+def own_indicators(recipe: str, roles: list[str], records: list[dict], scores: dict) -> list[str]:
+    """Metrics of the steps that a recipe has besides INDICATORS: those that it shows, where it is one of the
+    repository. One from outside is not run for this: the first few that the records have of roles that were updated,
+    without those of every recipe. scores: evaluations."""
+    if recipe in recipes.names():
+        shown = getattr(recipes.load(recipe), "SHOWN", {})
+        return [f"{short_name(role)}/{name}" for role, names in shown.items() for name in names]
+    updated = {role for record in records for role in record["role"].split("+")}
+    prefixes = {short_name(role) for role in roles if role in updated}
+    names = dict.fromkeys(name for record in records for name, value in record.items() if is_number(value))
+    split = {name: name.partition("/") for name in names if name not in scores and name not in INDICATORS}
+    return [name for name, (prefix, _, rest) in split.items()
+            if rest and prefix in prefixes and rest not in (*HEALTH, *OF_EVERY_ROLE)][:MOST_INDICATORS]
+
+
+def evaluated(records: list[dict], first: dict, last: dict, indicators: list[str] | tuple = ()) -> list[dict]:
+    """The points of a run: its first evaluation, those among its records, its last one; each with the mean of every
+    indicator since the one before. first and last: counts and scores; indicators: those besides INDICATORS."""
+    counts = [name for name in last if is_count(name) and name != "sampled_tokens"]
+    solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
+    known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}
+    scores = [name for name in {**first, **last}
+              if not is_count(name) and (is_number(first.get(name)) or is_number(last.get(name)))]
+    always = [name for name in scores if name in first and name in last]
+    marks = [f"{solver}/pass1_in"] if f"{solver}/pass1_in" in always else always  # what only evaluations have
+    drawn = {name: name for name in EVALS}  # -> its name in the records
+    drawn |= {known_as.get(name, name): name for name in scores if name.partition("/")[2] not in NOT_DRAWN}
+    indicators = [name for name in dict.fromkeys((*INDICATORS, *indicators)) if name not in drawn]
     points, since = [], []
     for record in [first, *records, last]:
-        if ACCURACY in record and (record is first or record is last or record["step"] > 0):  # the first record repeats the first evaluation
-            point = {name: record.get(name) for name in ("gen_step", "ver_step", "sampled_tokens", *EVALS)}
-            for name in INDICATORS:
-                values = [r[name] for r in since if r.get(name) is not None]
+        is_end = record is first or record is last  # the first record repeats the first evaluation
+        if is_end or (record["step"] > 0 and marks and all(name in record for name in marks)):
+            point = {"gen_step": record.get(f"{solver}_step", 0), "ver_step": 0}
+            point |= {name: record.get(name, 0) for name in (*counts, "sampled_tokens")}
+            point |= {name: record[logged] if is_number(record.get(logged)) else None for name, logged in drawn.items()}
+            for name in indicators:
+                values = [r[name] for r in since if is_number(r.get(name))]
                 point[name] = mean(values) if values else None
             points.append(point)
             since = []
@@ -112,16 +176,23 @@ def evaluated(records: list[dict], first: dict, last: dict) -> list[dict]:
     return points
 
 
+def steps_of(metric: str, point: dict) -> str:
+    """The count of the role that a metric is about; the solving role's where that is not known."""
+    name = f"{metric.partition('/')[0]}_step"
+    return name if "/" in metric and name in point else "gen_step"
+
+
 def tidy(runs: list[Run]) -> list[dict]:
     """One row per number: task, arm, seed, step (of the role that the metric is about), sampled_tokens, metric, value."""
-    return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point["ver_step" if metric.startswith("ver/") else "gen_step"],
-             "sampled_tokens": point["sampled_tokens"], "metric": metric, "value": round(point[metric], 5)}
-            for run in runs for point in run.points for metric in (*EVALS, *INDICATORS) if point[metric] is not None]
+    return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point[steps_of(metric, point)],
+             "sampled_tokens": point["sampled_tokens"], "metric": metric, "value": round(value, 5)}
+            for run in runs for point in run.points for metric, value in point.items()
+            if not is_count(metric) and value is not None]
 
 
 def write_csv(rows: list[dict], path: str) -> None:
     with open(path, "w", newline="") as f:
-        writer = csv.DictWriter(f, list(rows[0]))
+        writer = csv.DictWriter(f, list(rows[0]) if rows else [])  # no rows: nothing was evaluated
         writer.writeheader()
         writer.writerows(rows)
 
@@ -129,7 +200,7 @@ def write_csv(rows: list[dict], path: str) -> None:
 # Numbers of one run
 
 def curve(run: Run, metric: str, x: str) -> tuple[list[float], list[float]]:
-    """A metric's points over gen_step, ver_step or sampled_tokens."""
+    """A metric's points over the steps of a role or sampled_tokens."""
     points = [(point[x], point[metric]) for point in run.points if point.get(metric) is not None]
     return [a for a, _ in points], [b for _, b in points]
 
@@ -152,6 +223,16 @@ def area_under(xs: list[float], ys: list[float]) -> float:
     if span == 0:  # a generator that never moves
         return mean(ys)
     return sum((x1 - x0) * (y0 + y1) / 2 for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False)) / span
+
+
+def height_at(xs: list[float], ys: list[float], x: float) -> float | None:
+    """The height of the line through the points at x; None where it ends before."""
+    if not xs or x > xs[-1]:
+        return None
+    for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False):
+        if x <= x1:
+            return y0 + (x - x0) / (x1 - x0) * (y1 - y0) if x1 > x0 else y1
+    return ys[-1]
 
 
 # Numbers over seeds
@@ -177,24 +258,33 @@ def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float 
 
 
 # Flags that may differ between the seeds of one arm.
-PER_RUN = {"run", "seed", "model_tag", "verifier_tag", "resume_from_step", "save_every", "log_rollouts", "device_type", "micro_batch_tokens", "prefix_sharing"}
+PER_RUN = {"run", "seed", "resume_from_step", "save_every", "log_rollouts", "device_type", "micro_batch_tokens",
+           "prefix_sharing"}
+
+
+def counts_solver(run: Run) -> bool:
+    """Whether --num-steps counts updates of the role that solves: not where that one stays as it was."""
+    moved = [name for name, count in run.points[-1].items() if name.endswith("_step") and is_count(name) and count]
+    return run.config["args"]["recipe"] != "fixed_generator" and (not moved or "gen_step" in moved)
 
 
 def check_comparable(runs: list[Run]) -> None:
-    """Raises BadInput unless runs of one task have the same problems, evaluation and number of generator steps, those of one seed also the same
-    starting generator, and those of one arm all flags but PER_RUN. Flags that only one of two versions knows are passed over within an arm."""
+    """Raises BadInput unless runs of one task have the same problems, evaluation and number of generator steps, those
+    of one seed also the same starting generator, and those of one arm all flags but PER_RUN and roles' checkpoints.
+    Flags that only one of two recipes or versions knows are passed over."""
     for n, run in enumerate(runs):
         for other in runs[:n]:
             flags, others = run.config["args"], other.config["args"]
             tasks = TASKS if flags["task"] == "mixture" else (flags["task"],)  # other tasks' flags change nothing
-            same = {"task", "model_step", "eval_examples", "eval_every", "max_new_tokens", "verifier_max_new_tokens"}
+            same = {"task", "model_step", "eval_examples", "eval_every", "max_new_tokens"}
+            same |= {"verifier_max_new_tokens"} & flags.keys() & others.keys()
             same |= {name for name in flags if name.startswith(tuple(f"{task}_" for task in tasks))}
-            if "fixed_generator" not in (flags["recipe"], others["recipe"]):  # its steps are the verifier's
+            if counts_solver(run) and counts_solver(other):
                 same.add("num_steps")
             if run.seed == other.seed:
                 same.add("model_tag")
             if run.arm == other.arm:
-                same |= (flags.keys() & others.keys()) - PER_RUN
+                same |= {name for name in flags.keys() & others.keys() - PER_RUN if not name.endswith("_tag")}
             for name in sorted(same):
                 if flags.get(name) != others.get(name):
                     raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} {flags.get(name)} and {others.get(name)}")
@@ -209,12 +299,13 @@ def compare(runs: list[Run]) -> list[dict]:
         if len(of_task) < sum(run.task == task for run in runs):
             raise BadInput(f"task {task}: two runs have the same arm and seed, or one is named twice")
         check_comparable(list(of_task.values()))
-        finals = {key: {"final": run.points[-1][ACCURACY], "area": area_under(*curve(run, ACCURACY, "gen_step"))} for key, run in of_task.items()}
+        finals = {key: {"final": run.points[-1][ACCURACY], "area": height_of(run)} for key, run in of_task.items()}
         gains = {}  # (arm, kind) -> seed -> difference to the baseline
         for arm, seed in of_task:
             if (BASELINE, seed) in of_task:
                 for kind, value in finals[arm, seed].items():
-                    gains.setdefault((arm, kind), {})[seed] = value - finals[BASELINE, seed][kind]
+                    if value is not None and finals[BASELINE, seed][kind] is not None:
+                        gains.setdefault((arm, kind), {})[seed] = value - finals[BASELINE, seed][kind]
         for arm in sorted({arm for arm, _ in of_task}, key=arm_order):
             mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
             row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
@@ -224,6 +315,8 @@ def compare(runs: list[Run]) -> list[dict]:
                 row[f"{kind}_recovered"] = recovered(gains.get((arm, kind), {}), gains.get((ORACLE, kind), {}))
             for unit, x in (("steps", "gen_step"), ("tokens", "sampled_tokens")):
                 row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine if learned(of_task.get((BASELINE, s)))]
+            row["at_equal_tokens"] = [at_equal_tokens(run, of_task[BASELINE, s]) for s, run in mine.items()
+                                      if (BASELINE, s) in of_task]
             for name in ("ver/step_f1_fixed", "ver/outcome_f1_fixed"):
                 row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values() if None not in (run.points[0][name], run.points[-1][name])]
             rows.append(row)
@@ -235,26 +328,40 @@ def arm_order(arm: str) -> tuple:
     return arm != "tango", arm != BASELINE, arm
 
 
+def height_of(run: Run) -> float | None:
+    """The mean height of a run's accuracy curve; None where it has none."""
+    xs, ys = curve(run, ACCURACY, "gen_step")
+    return area_under(xs, ys) if xs else None
+
+
 def learned(baseline: Run | None) -> bool:
     """Whether there is a baseline that ends above where it began: otherwise there is nothing to reach."""
-    return baseline is not None and baseline.points[-1][ACCURACY] > baseline.points[0][ACCURACY]
+    return baseline is not None and (baseline.points[-1][ACCURACY] or 0) > (baseline.points[0][ACCURACY] or 0)
 
 
 def reach_ratio(run: Run, baseline: Run, x: str) -> float | None:
     """Where the run reaches the baseline's final accuracy, over where the baseline ends; None where it never does."""
-    reached = first_reach(*curve(run, ACCURACY, x), baseline.points[-1][ACCURACY])
+    xs, ys = curve(run, ACCURACY, x)
+    reached = first_reach(xs, ys, baseline.points[-1][ACCURACY]) if xs else None
     return None if reached is None else reached / max(1, baseline.points[-1][x])
+
+
+def at_equal_tokens(run: Run, baseline: Run) -> float | None:
+    """The run's accuracy when it had sampled as many tokens as the baseline did in all; None where it ended earlier."""
+    return height_at(*curve(run, ACCURACY, "sampled_tokens"), baseline.points[-1]["sampled_tokens"])
 
 
 # The table as text
 
-COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's", "tokens / GRPO's", "oracle's final gain",
-           "oracle's height gain", "step F1", "outcome F1")
+COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's",
+           "tokens / GRPO's", "final at GRPO's tokens", "oracle's final gain", "oracle's height gain", "step F1",
+           "outcome F1")
 
 
 def cells(row: dict) -> list[str]:
     """A row of `compare` as the texts of COLUMNS, in percent and points."""
     def spread(values):
+        values = [v for v in values if v is not None]
         return "-" if not values else f"{100 * mean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
 
     def paired(values):
@@ -264,10 +371,13 @@ def cells(row: dict) -> list[str]:
         pairs = f" ({len(values)} pairs)" if len(values) < row["seeds"] else ""
         return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "") + pairs
 
+    def missed(values, words):
+        count = sum(v is None for v in values)
+        return f" ({count} of {len(values)} {words})" if count else ""
+
     def ratio(values):
         reached = [v for v in values if v is not None]
-        missed = f" ({len(values) - len(reached)} of {len(values)} never)" if len(reached) < len(values) else ""
-        return (f"{mean(reached):.2f}" if reached else "-") + missed
+        return (f"{mean(reached):.2f}" if reached else "-") + missed(values, "never")
 
     def change(pairs):
         return "-" if not pairs else f"{100 * mean(a for a, _ in pairs):.1f} -> {100 * mean(b for _, b in pairs):.1f}"
@@ -277,6 +387,7 @@ def cells(row: dict) -> list[str]:
 
     return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]), paired(row["final_gain"]),
             paired(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
+            spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before"),
             share(row["final_recovered"]), share(row["area_recovered"]), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
 
 
