@@ -28,7 +28,8 @@ from tasks import make_task
 
 CPU = torch.device("cpu")
 FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28",
-         "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3", "--num-steps", "4", "--save-every", "1"]
+         "--examples-per-step", "4", "--num-samples", "4", "--eval-examples", "8", "--lr", "1e-3", "--num-steps", "4",
+         "--save-every", "1"]
 
 
 def parsed(recipe: str, *flags: str):
@@ -47,8 +48,8 @@ def random_model(vocab_size: int, seed: int) -> GPT:
 
 
 def random_play(recipe: str, *flags: str) -> Play:
-    """A step of a recipe with random models in float64 and plain SGD with rate 1. A hash of a solution's text says whether
-    it is right, wrong or not scorable: random models write random text, so groups hold all three."""
+    """A step of a recipe with random models in float64 and plain SGD with rate 1. A hash of a solution's text says
+    whether it is right, wrong or not scorable: random models write random text, so groups hold all three."""
     args, recipe = parsed(recipe, "--max-grad-norm", "0", "--num-samples", "8", *flags), recipes.load(recipe)
     tokenizer, task = load_tokenizer(path_of("tokenizer")), make_task(args)
     task.check = lambda problem, text: (True, True, False, False, None)[zlib.crc32(text.encode()) % 5]
@@ -208,7 +209,8 @@ def test_a_rank_without_pairs_takes_part_in_the_step_of_the_others(base, tmp_pat
     one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names)
     assert one["num_rollouts"] == first["num_rollouts"] > 0 == second["num_rollouts"]
     for found in (first, second):
-        assert found["num_pairs"] == one["num_pairs"] and found["pair_loss"] == pytest.approx(one["pair_loss"], rel=1e-6)
+        assert found["num_pairs"] == one["num_pairs"]
+        assert found["pair_loss"] == pytest.approx(one["pair_loss"], rel=1e-6)
         assert_close(found["moved"], one["moved"], 1e-5)
 
 
