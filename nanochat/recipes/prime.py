@@ -1,0 +1,224 @@
+"""PRIME (Cui et al. 2025): a generator and an implicit process reward model, trained together. arXiv 2502.01456.
+
+The process reward of a token is the log-ratio of the PRM to its own SFT start, so outcomes alone train it. The
+advantage is that of RLOO on outcomes plus that of RLOO on process rewards. Defaults as in the released settings: beta
+.05, problems of accuracy .2 to .8, no KL, token mean, scores from the forward pass before the PRM's update ("after").
+Those have 256 problems with 4 rollouts each, and rates of 5e-7 (generator) and 1e-6 (PRM): --lr and --prm-lr.
+
+Departures:
+1. One optimizer step of each role per batch; the released code takes several on parts of it.
+2. Problems outside of --accuracy-filter are left out and counted; the batch is not filled up with others.
+3. --process-baseline: the paper's equation subtracts the mean of the other rollouts' mean process rewards. The released
+   code also adds (r_t - the rollout's own mean) / (K - 1). The equation is the default.
+4. --process-norm batch is the released code's, but with one maximum over all ranks instead of one for each.
+5. The last token keeps its process reward, as in the released code; the later recipe in verl drops it.
+6. Rollouts that cannot be scored are left out, so K is the number of those that are.
+7. Gradients of both roles are clipped at --max-grad-norm; the released settings clip the PRM's at 10.
+"""
+from bisect import bisect_left, bisect_right
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
+
+from nanochat.common import BadInput, check_least
+from nanochat.rl.advantages import PRESETS, source_advantages
+from nanochat.rl.evals import log_rewards, pass_at_1
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.rewards import outcome_rewards
+from nanochat.rl.roles import RoleSpec
+from nanochat.rl.rollouts import Rollouts
+
+TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", reward="outcome + process",
+            credit="RLOO per source")
+ROLES = {"generator": RoleSpec("--model-tag"), "prm": RoleSpec("--model-tag", lr="--prm-lr", reference=True)}
+SHOWN = {"prm": ["bce", "pair_accuracy", "step_auc"]}
+CHOICES = {"prm_update": ("before", "after", "none"), "process_baseline": ("paper", "code"),
+           "process_norm": ("batch", "none")}
+EPSILON = 1e-6  # added to divisors
+
+
+# Flags
+
+def add_args(group) -> None:
+    one_of = lambda name: f"one of: {', '.join(CHOICES[name])}"
+    group.add_argument("--prm-beta", type=float, default=0.05, help="beta: process reward per log-ratio")
+    group.add_argument("--prm-update", default="after",
+                       help=f"whether the PRM is updated before or after it scores a batch, {one_of('prm_update')}")
+    group.add_argument("--prm-freeze-after", type=int, default=-1,
+                       help="updates of the PRM, which then stays as it is; -1 = never. With 0 (or --prm-update none) "
+                       "it equals its reference, and outcomes alone reward")
+    group.add_argument("--accuracy-filter", type=float, nargs=2, default=[0.2, 0.8], metavar=("LOW", "HIGH"),
+                       help="accuracies of the problems that are trained on; 0 1 = all")
+    group.add_argument("--process-baseline", default="paper", help=one_of("process_baseline"))
+    group.add_argument("--process-norm", default="batch",
+                       help=f"batch: process rewards are divided by their largest return, {one_of('process_norm')}")
+    group.set_defaults(advantage="rloo", kl_coef=0.0, aggregation="token")
+
+
+def check(args, task) -> None:
+    """Raises BadInput for settings that cannot work."""
+    for name, choices in CHOICES.items():
+        if getattr(args, name) not in choices:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(choices)}")
+    check_least(args, {"prm_lr": 0, "prm_freeze_after": -1})
+    low, high = args.accuracy_filter
+    if not 0 <= low <= high <= 1:
+        raise BadInput(f"--accuracy-filter {low} {high}: must be two shares, the lower one first")
+    if not args.prm_beta > 0:
+        raise BadInput(f"--prm-beta {args.prm_beta}: must be above 0")
+    if args.advantage != "rloo":
+        raise BadInput(f"--advantage {args.advantage}: PRIME's is rloo")
+    if args.updates_per_batch > 1:
+        raise BadInput(f"--updates-per-batch {args.updates_per_batch}: the PRM's coefficients hold for one step")
+
+
+# What a run is made of
+
+def updates(args) -> dict[str, int]:
+    most = 0 if args.prm_update == "none" else args.prm_freeze_after
+    return {"generator": args.num_steps, "prm": args.num_steps if most < 0 else min(args.num_steps, most)}
+
+
+def calls(args) -> list[Call]:
+    """The rollouts, which the generator samples and the PRM is given (counted as if it sampled them too)."""
+    size = (args.examples_per_step, args.num_samples, args.max_new_tokens)
+    return [Call("generator", "generator", *size, args.num_steps, trained=True),
+            Call("prm", "scored", *size, updates(args)["prm"], trained=True)]
+
+
+# Formulas
+
+def taking_part(outcomes: list[bool | None], group_id: list[int], low: float, high: float) -> list[int]:
+    """The rollouts with an outcome whose group's accuracy over such rollouts is from low to high."""
+    groups: dict[int, list[bool]] = {}
+    for outcome, g in zip(outcomes, group_id, strict=True):
+        groups.setdefault(g, []).extend([] if outcome is None else [outcome])
+    inside = {g for g, known in groups.items() if known and low <= sum(known) / len(known) <= high}
+    return [n for n, outcome in enumerate(outcomes) if outcome is not None and group_id[n] in inside]
+
+
+def prm_coefficients(q: torch.Tensor, outcomes: list[bool], mask: torch.Tensor, beta: float) -> torch.Tensor:
+    """Minus the gradient of BCE(sigma(beta sum_t q_t), outcome) in each token's logprob. q, mask (N, T) -> (N, T)"""
+    right = torch.tensor(outcomes, dtype=q.dtype, device=q.device)
+    return beta * (right - torch.sigmoid(beta * q.sum(dim=1)))[:, None] * mask
+
+
+def to_go(rewards: torch.Tensor) -> torch.Tensor:
+    """The return of each token: the sum of the rewards at and behind it. (N, T) -> (N, T)"""
+    return rewards.flip(1).cumsum(1).flip(1)
+
+
+def process_rloo(rewards: torch.Tensor, mask: torch.Tensor, group_id: torch.Tensor, baseline: str) -> torch.Tensor:
+    """Process rewards less the mean, over the group's K - 1 other rollouts, of their mean reward; 0 in a group of one.
+
+    baseline "code": plus (r_t - own mean) / (K - 1), which makes r_t K / (K - 1) - sum of all means / (K - 1).
+    rewards, mask (N, T), group_id (N,) -> (N, T)
+    """
+    means = rewards.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # (N,)
+    total = torch.zeros_like(means).index_add_(0, group_id, means)[group_id]
+    K = torch.bincount(group_id)[group_id]
+    others = (K - 1).clamp(min=1)
+    centred = rewards - ((total - means) / others)[:, None]
+    if baseline == "code":
+        centred = centred + (rewards - means[:, None]) / others[:, None]
+    return centred * mask * (K > 1)[:, None]
+
+
+def largest_return(rewards: torch.Tensor, reduce) -> torch.Tensor:
+    """The largest return in size over all rollouts of all ranks. rewards (N, T) -> ()"""
+    sizes = to_go(rewards).abs().flatten()
+    return reduce(torch.cat([sizes, sizes.new_zeros(1)]).max(), "max")  # a rank may have no rollouts
+
+
+def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce) -> torch.Tensor:
+    """Less the mean over the mask and all ranks, over the unbiased std plus 1e-6; 0 off the mask. (N, T) -> (N, T)"""
+    count, total = reduce(torch.stack([mask.sum().to(advantages.dtype), (advantages * mask).sum()]))
+    centred = (advantages - total / count.clamp(min=1)) * mask
+    return centred / ((reduce((centred ** 2).sum()) / (count - 1).clamp(min=1)).sqrt() + EPSILON)
+
+
+def pair_wins(outcomes: list[bool], scores: list[float], group_id: list[int]) -> list[float]:
+    """Of each pair of a right and a wrong rollout of a group: 1 if the right one scores higher, .5 if equal, else 0."""
+    rows = list(zip(outcomes, scores, group_id, strict=True))
+    return [(a > b) + (a == b) / 2 for right, a, g in rows if right for other, b, h in rows if g == h and not other]
+
+
+def auc(rows: list[list]) -> float | None:
+    """In which share of the pairs of a [True, score] and a [False, score] the former is higher, a tie counting half."""
+    right, wrong = ([score for label, score in rows if label == kind] for kind in (True, False))
+    wrong.sort()
+    won = sum(bisect_left(wrong, score) + bisect_right(wrong, score) for score in right) / 2
+    return won / (len(right) * len(wrong)) if right and wrong else None
+
+
+def step_sums(labels: list[bool], step_ends: list[int], q: list[float]) -> list[list]:
+    """[label, sum of q over its tokens] of each step; nothing where the steps have no labels."""
+    starts = [0, *(end + 1 for end in step_ends)]
+    return [[label, sum(q[start: end + 1])] for label, start, end in zip(labels, starts, step_ends, strict=False)]
+
+
+# The algorithm
+
+def play(t: Play):
+    """Rollouts, the problems neither too easy nor too hard, their process rewards, and an update of each role."""
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions.columns = {"outcome": t.check(solutions)}
+    rollouts = filtered(t, solutions)
+    ref_logprobs = t.logprobs("prm", rollouts, reference=True)
+    q = t.logprobs("prm", rollouts) - ref_logprobs                                           # (N, T)
+    log_judge(t, rollouts, q)
+    coefficients = prm_coefficients(q, rollouts.columns["outcome"], rollouts.mask, t.args.prm_beta)
+    not_drawn = replace(rollouts, sampler_logprobs=torch.full_like(rollouts.sampler_logprobs, float("nan")))
+    prm_update = Update("prm", [(not_drawn, coefficients)], PolicyLoss("reinforce"), per="rollout")  # L_CE
+    when = t.args.prm_update if t.steps["prm"] < t.totals["prm"] else "none"
+    if when == "before":
+        yield prm_update
+        q = t.logprobs("prm", rollouts) - ref_logprobs
+        log_judge(t, rollouts, q, "rescored/")
+    yield Update("generator", [(rollouts, advantages_of(t, rollouts, q))])                   # L_CLIP
+    if when == "after":
+        yield prm_update
+
+
+def filtered(t: Play, solutions: Rollouts) -> Rollouts:
+    """The rollouts that are trained on; logs all, and the share of problems that are left out."""
+    outcomes, group_id = solutions.columns["outcome"], solutions.group_id.tolist()
+    rows = taking_part(outcomes, group_id, *t.args.accuracy_filter)
+    left = {group_id[n] for n in rows}
+    log_rewards(t, "generator", solutions, outcomes)
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
+                               "filtered": [g not in left for g in range(len(solutions.prompts))]}))
+    return solutions.select(rows)
+
+
+def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
+    """RLOO on process rewards plus RLOO on outcomes, as returns, whitened over the batch. q (N, T) -> (N, T)"""
+    rewards = t.args.prm_beta * q                                                            # r(y_t)
+    largest = largest_return(rewards, t.reduce)
+    if t.args.process_norm == "batch":
+        rewards = rewards / (largest + EPSILON)                                              # dp_prime.py: prime_norm
+    process = to_go(process_rloo(rewards, rollouts.mask, rollouts.group_id, t.args.process_baseline))
+    outcome = source_advantages(outcome_rewards(rollouts.columns["outcome"], rollouts.lengths), rollouts.group_id,
+                                rollouts.tokens.shape[1], PRESETS["rloo"])
+    t.log("generator", {"largest_process_return": largest.item()})
+    return whiten(process + outcome, rollouts.mask, t.reduce)                                # core_algos.py
+
+
+def log_judge(t: Play, rollouts: Rollouts, q: torch.Tensor, prefix: str = "") -> None:
+    """Logs how well the PRM judges. accuracy: whether sigma(beta sum q) > .5 is the outcome; pair_accuracy: in pairs of
+    rollouts of a problem; step_auc: of steps. Without a prefix it has not yet learned from these rollouts."""
+    outcomes, sums = rollouts.columns["outcome"], q.sum(dim=1)
+    right = torch.tensor(outcomes, dtype=q.dtype, device=q.device)
+    scores = t.mean({"bce": bce_with_logits(t.args.prm_beta * sums, right, reduction="none").tolist(),
+                     "accuracy": ((sums > 0) == (right > 0)).tolist(),
+                     "pair_accuracy": pair_wins(outcomes, sums.tolist(), rollouts.group_id.tolist())})
+    rows = zip(rollouts.problems(), t.read_solutions(rollouts), q.tolist(), strict=True)
+    steps = [step_sums(t.task.step_labels(problem, s.text), s.step_ends, values) for problem, s, values in rows]
+    scores["step_auc"] = auc([step for rows in t.gather(steps) for step in rows])
+    t.log("prm", {prefix + name: value for name, value in scores.items()})
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")
