@@ -313,8 +313,9 @@ def main(args) -> None:
     state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None
 
     args.run = gather_lists([choose_run_name(args.run)], device)[0]
-    run = start_run(args, device, {"args": vars(args), "world": world, "starts": {name: asdict(start) for name, start in starts.items()},
-                                   **describe_versions()}, resumed=state is not None)
+    shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
+    run = start_run(args, device, {"args": vars(args), "world": world, "shown": shown, "starts": {
+        name: asdict(start) for name, start in starts.items()}, **describe_versions()}, resumed=state is not None)
     if rank == 0 and state is None and recipes.is_file(args.recipe):
         with open(os.path.join(run.folder, "recipe.py"), "w", encoding="utf-8") as f:
             f.write(recipes.text_of(args.recipe))

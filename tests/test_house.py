@@ -73,7 +73,7 @@ def test_recipes_import_verbs_and_siblings_alone():
     for module, path in modules().items():
         if module.startswith("nanochat.recipes."):
             name = module.rpartition(".")[2]
-            others = {other for other in imports_of(path) if not other.startswith("nanochat.rl.")} - {"nanochat.common", "nanochat.recipes"}
+            others = {other for other in imports_of(path) if not other.startswith("nanochat.rl.")} - {"nanochat.common", "nanochat.recipes", "tasks.common"}
             strangers = {other for other in others if FAMILIES.get(other.removeprefix("nanochat.recipes.")) != FAMILIES.get(name, name)}
             assert not strangers, (module, strangers)
 
@@ -120,6 +120,7 @@ def test_flags_and_metrics_of_the_readme_exist():
     parsers = [module.make_parser() for name in modules() if name.startswith("scripts.") for module in [importlib.import_module(name)]]
     parsers += [tango_rl.make_parser(["--recipe", name]) for name in recipes.names()]
     known = {flag for parser in parsers for flag in parser._option_string_actions} | {"--upstream"}
+    known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', readme()))  # of the recipe that it shows
     known |= {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help"}
     with open(os.path.join(ROOT, "runs", "fig4.sh")) as f:
         known |= set(re.findall(r" (--[a-z]+)\) [A-Z\[]", f.read()))  # the cases of its argument loop

@@ -11,7 +11,7 @@ import pytest
 
 from nanochat.common import BadInput, script_main
 from nanochat.rl.page import axes_of, evenly, health, marked_solution, mean_curve, panels_of
-from nanochat.rl.report import (COLUMNS, EVALS, INDICATORS, MOST_INDICATORS, area_under, cells, compare, evaluated,
+from nanochat.rl.report import (COLUMNS, EVALS, INDICATORS, area_under, cells, compare, evaluated,
                                 first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
 from scripts import report
 
@@ -61,9 +61,10 @@ def make_other_run(base, name: str, roles: tuple[str, ...], first: dict, last: d
     middle = {n: (first[n] + last[n]) / 2 if isinstance(first[n], float) else first[n] for n in first}
     records = [{"step": i, "role": "+".join(roles), **{f"{s}_step": i for s in shorts}, "sampled_tokens": 100 * i,
                 **{f"{s}/margin": float(i) for s in shorts}, **{f"{s}/entropy": 0.5 for s in shorts},
-                "timing_s/step": 1.0, **{f"{shorts[-1]}/extra_{k}": 1.0 for k in range(20)},
+                "timing_s/step": 1.0,
                 **({"without_update": 1} if i >= 18 else {}), **({0: first, 10: middle}.get(i, {}))} for i in range(20)]
-    config = {"args": {"task": "chain", "seed": 0, "recipe": recipe}, "starts": {role: {"tag": "d4"} for role in roles}}
+    config = {"args": {"task": "chain", "seed": 0, "recipe": recipe}, "starts": {role: {"tag": "d4"} for role in roles},
+              "shown": [f"{shorts[-1]}/margin"]}
     end = {"steps": 20, **{f"{s}_steps": 20 for s in shorts}, "sampled_tokens": 2000}
     write_run(folder, config, {"seed": 0, "minutes": 1.0, "before": first, "after": last, **end}, records, rollouts)
     return str(folder)
@@ -185,12 +186,10 @@ def test_scores_that_the_report_does_not_know_are_drawn_over_their_roles_steps(o
     assert not panels.keys() & {"gen/pass1_out", "prm/first_error_f1_fixed", "prm/note"}
 
 
-def test_of_a_recipe_from_outside_a_few_metrics_are_drawn_and_nothing_is_run(other):
+def test_what_a_recipe_shows_is_drawn_and_its_file_is_not_run(other):
     """Its recipe.py would raise."""
-    own = [name for name in other.points[-1] if name.endswith("/margin") or "/extra_" in name]
-    assert own == ["gen/margin", "prm/margin", *(f"prm/extra_{k}" for k in range(MOST_INDICATORS - 2))]
     assert [p["prm/margin"] for p in other.points] == [None, 4.5, 14.5]
-    assert not [name for name in other.points[-1] if name.startswith("timing") or name.endswith("/entropy")]
+    assert not [name for name in other.points[-1] if name == "gen/margin" or name.startswith("timing") or name.endswith("/entropy")]
 
 
 def test_health_is_of_every_role(other):
@@ -200,8 +199,11 @@ def test_health_is_of_every_role(other):
 
 
 def test_what_a_recipe_of_the_repository_shows_is_drawn(tmp_path):
-    run = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2]))
-    assert {"gen/alpha", "ver/balanced_acc", "ver/step_f1"} <= run.points[-1].keys()
+    path = tmp_path / "runs" / "chain-tango-s0" / "config.json"
+    folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shown": ["gen/alpha", "ver/step_f1"]}))
+    run = read_run(folder)
+    assert {"gen/alpha", "ver/step_f1"} <= run.points[-1].keys()
     assert {metric for metric, _, _ in panels_of([run])} <= EVALS.keys() | INDICATORS.keys()  # it logged none of them
 
 

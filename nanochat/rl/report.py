@@ -12,10 +12,9 @@ import re
 from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
-from nanochat import recipes
 from nanochat.common import BadInput
 from nanochat.rl.roles import short_name
-from nanochat.rl.scores import judge_scores
+from nanochat.rl.scores import verdict_scores
 from tasks import TASKS
 
 BASELINE, ORACLE = "grpo", "gold_steps"
@@ -41,15 +40,12 @@ INDICATORS = {
     "gen/step_label_mean": "right steps (gold labels)",
 }
 # A verifier's other scores, which only summary.json and metrics.jsonl have, under any role's prefix.
-NOT_DRAWN = ({f"{name}_{kind}" for name in judge_scores([]) for kind in ("fixed", "fixed_out", "current")}
+NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixed", "fixed_out", "current")}
              - {name.partition("/")[2] for name in EVALS})
+# What every role logs that tells whether it is well.
 HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
           "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
           "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
-# What is logged of every role besides, and how many metrics are drawn of a recipe whose own choice is not known.
-OF_EVERY_ROLE = ("loss", "lr", "clip_ratio/low", "clip_ratio/high", "rollout_probs_diff_mean", "sampled_tokens",
-                 "num_rollouts", "completions/mean_length")
-MOST_INDICATORS = 8
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
 
 
@@ -107,8 +103,7 @@ def read_run(folder: str) -> Run:
         steps = summary["steps"] if "steps" in summary else summary["gen_steps"] + summary["ver_steps"]
         if len(records) != steps:
             raise BadInput(f"{paths['metrics.jsonl']}: {len(records)} records, but the run made {steps} steps")
-        own = own_indicators(args.get("recipe", ""), roles, records, {**first, **last})
-        points = evaluated(records, first, last, own)
+        points = evaluated(records, first, last, config.get("shown", ()))
         return Run(name, task, arm, args["seed"], config, summary, points, records, rollouts, roles)
     except (KeyError, TypeError) as error:
         raise BadInput(f"{folder}: has no {error}; was it made by another version?") from None
@@ -132,24 +127,9 @@ def is_number(value) -> bool:
     return isinstance(value, (int, float))
 
 
-def own_indicators(recipe: str, roles: list[str], records: list[dict], scores: dict) -> list[str]:
-    """Metrics of the steps that a recipe has besides INDICATORS: those that it shows, where it is one of the
-    repository. One from outside is not run for this: the first few that the records have of roles that were updated,
-    without those of every recipe. scores: evaluations."""
-    if recipe in recipes.names():
-        shown = getattr(recipes.load(recipe), "SHOWN", {})
-        return [f"{short_name(role)}/{name}" for role, names in shown.items() for name in names]
-    updated = {role for record in records for role in record["role"].split("+")}
-    prefixes = {short_name(role) for role in roles if role in updated}
-    names = dict.fromkeys(name for record in records for name, value in record.items() if is_number(value))
-    split = {name: name.partition("/") for name in names if name not in scores and name not in INDICATORS}
-    return [name for name, (prefix, _, rest) in split.items()
-            if rest and prefix in prefixes and rest not in (*HEALTH, *OF_EVERY_ROLE)][:MOST_INDICATORS]
-
-
 def evaluated(records: list[dict], first: dict, last: dict, indicators: list[str] | tuple = ()) -> list[dict]:
     """The points of a run: its first evaluation, those among its records, its last one; each with the mean of every
-    indicator since the one before. first and last: counts and scores; indicators: those besides INDICATORS."""
+    indicator since the one before. first and last: counts and scores; indicators: those that the recipe shows besides."""
     counts = [name for name in last if is_count(name) and name != "sampled_tokens"]
     solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
     known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}
