@@ -1,0 +1,310 @@
+"""
+The verbs of a recipe: rollouts that are selected, joined and put behind other prompts; scores in their order; updates of
+several parts; what a step that is thrown away leaves.
+
+    python -m pytest tests/test_play.py -q
+"""
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import parse, rl_flags
+
+from nanochat.common import BadInput, Run, StopRequested
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.optim import adamw
+from nanochat.rl import play as play_module
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.packing import pack
+from nanochat.rl.play import Call, Play, Update, apply_update
+from nanochat.rl.pool import completions_of, extended
+from nanochat.rl.progress import health_warnings
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.roles import Role
+from nanochat.rl.rollouts import Rollouts, join
+from nanochat.rl.sampling import Sampler
+from nanochat.rl.state import RunState
+from nanochat.rl.trainer import update
+from scripts import tango_rl
+from tasks.common import Problem
+
+CPU = torch.device("cpu")
+PROBLEMS = [Problem("rl", i, f"problem {i}", "1") for i in range(3)]
+
+
+def tiny_model(seed: int = 0) -> GPT:
+    model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.float64).double()
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int = 0) -> Rollouts:
+    draw = torch.Generator().manual_seed(seed)
+    prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist(), problem) for n, problem in zip(widths, PROBLEMS)]  # noqa: B905
+    lengths = torch.tensor(lengths)
+    N, T = len(lengths), int(lengths.max())
+    tokens = torch.randint(265, (N, T), generator=draw) * (torch.arange(T) < lengths[:, None])
+    logprobs = -torch.rand(N, T, generator=draw) * (torch.arange(T) < lengths[:, None])
+    return Rollouts(prompts, torch.arange(len(prompts)).repeat_interleave(group), tokens, logprobs, lengths, torch.ones(N, dtype=torch.bool),
+                    limit=6, texts=[f"text {n}" for n in range(N)], columns={"outcome": [True, False, None, True]})
+
+
+def play_of(**roles: GPT) -> Play:
+    """A run of roles without a task, on one rank."""
+    args = SimpleNamespace(micro_batch_tokens=12, prefix_sharing=True, shard=False, temperature=1.0, aggregation="sequence",
+                           updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
+    made = {}
+    for name, model in roles.items():
+        parameters = list(model.parameters())
+        made[name] = Role(name, model, parameters, torch.optim.SGD(parameters, lr=1.0), lr=1.0)
+    calls = {name: Call(name, name, 4, 4, 6, 1) for name in roles}
+    tokenizer = SimpleNamespace(stop_tokens=[7], encode=lambda text: [ord(c) for c in text], decode=lambda ids: "".join(map(chr, ids)))
+    run = Run("r", CPU, 0, 1, "")
+    return Play(args, run, Sampler(None, tokenizer, 0), made, calls, dict.fromkeys(roles, 10),
+                RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))
+
+
+# Rollouts
+
+def test_selected_rollouts_keep_their_tokens_texts_columns_and_prompts():
+    rollouts = rollouts_of()
+    chosen = rollouts.select([3, 0])
+    assert torch.equal(chosen.tokens, rollouts.tokens[[3, 0]]) and chosen.lengths.tolist() == [5, 4]
+    assert chosen.texts == ["text 3", "text 0"] and chosen.columns == {"outcome": [True, True]}
+    assert [p.ids for p in chosen.prompt_of()] == [rollouts.prompts[1].ids, rollouts.prompts[0].ids]
+    assert torch.equal(chosen.sampler_logprobs, rollouts.sampler_logprobs[[3, 0]])
+    alone = rollouts.select([2])
+    assert len(alone.prompts) == 1 and alone.group_id.tolist() == [0]
+    nobody = rollouts.select([])
+    assert len(nobody) == 0 and nobody.prompts == [] and nobody.tokens.shape == (0, 5)
+
+
+def test_joined_rollouts_behind_one_prompt_are_one_group():
+    rollouts, more = rollouts_of(), rollouts_of(lengths=(1, 2, 7, 1), seed=1)
+    more.prompts = [rollouts.prompts[1], Prompt([1, 2], PROBLEMS[2])]
+    whole = join([rollouts, more])
+    assert whole.group_id.tolist() == [0, 0, 1, 1, 1, 1, 2, 2] and len(whole.prompts) == 3
+    assert whole.tokens.shape == (8, 7) and whole.completions() == rollouts.completions() + more.completions()
+    assert whole.texts[4] == "text 0" and whole.columns["outcome"] == [True, False, None, True] * 2
+    more.columns = {}
+    assert join([rollouts, more]).columns == {}  # what only one part says is nothing of the whole
+
+
+def test_joined_rollouts_say_what_is_forced_and_asked_for_in_each_part():
+    rollouts, more = rollouts_of(), rollouts_of(seed=1)
+    rollouts.forced = torch.zeros(4, 5, dtype=torch.bool)
+    rollouts.forced[0, 1] = True
+    more.targets = more.tokens + 1
+    whole = join([rollouts, more])
+    assert whole.forced.sum() == 1 and whole.num_trained().tolist() == [3, 2, 3, 5, 4, 2, 3, 5]
+    assert torch.equal(whole.targets, torch.cat([rollouts.tokens, more.tokens + 1]))
+
+
+def test_behind_another_prompt_a_completion_was_not_drawn():
+    rollouts = rollouts_of()
+    other = Prompt([9, 9], PROBLEMS[0])
+    moved = rollouts.behind([other, other, rollouts.prompts[1], rollouts.prompts[1]])
+    assert moved.sampler_logprobs[:2].isnan().all() and torch.equal(moved.sampler_logprobs[2:], rollouts.sampler_logprobs[2:])
+    assert moved.group_id.tolist() == [0, 0, 1, 1] and moved.prompts[0].ids == [9, 9]
+    assert torch.equal(moved.tokens, rollouts.tokens) and not rollouts.sampler_logprobs.isnan().any()
+
+
+def test_prompts_that_differ_in_their_copy_alone_are_two_groups():
+    rollouts, ids = rollouts_of(), [1, 2, 3]
+    moved = rollouts.behind([Prompt(ids, PROBLEMS[0], copy) for copy in (0, 0, 1, 1)])
+    assert moved.group_id.tolist() == [0, 0, 1, 1]
+    moved = rollouts.behind([Prompt(ids, PROBLEMS[0]), Prompt(ids, PROBLEMS[1])] * 2)
+    assert moved.group_id.tolist() == [0, 1, 0, 1]
+
+
+# Scores
+
+def naive_logprobs(model, rollouts: Rollouts, targets: torch.Tensor) -> torch.Tensor:
+    """(N, T), each rollout run alone."""
+    out = torch.zeros(rollouts.tokens.shape, dtype=torch.float64)
+    for n, (prompt, completion) in enumerate(zip(rollouts.prompt_of(), rollouts.completions(), strict=True)):
+        logits = model(torch.tensor([prompt.ids + completion]))[0]
+        for i in range(len(completion)):
+            out[n, i] = torch.log_softmax(logits[len(prompt.ids) - 1 + i].double(), dim=-1)[targets[n, i]]
+    return out
+
+
+@torch.no_grad()
+def test_logprobs_are_in_the_order_of_the_rollouts_and_of_what_is_asked_for():
+    rollouts = rollouts_of().select([3, 0, 2, 1])
+    t = play_of(generator=tiny_model())
+    torch.testing.assert_close(t.logprobs("generator", rollouts).double(), naive_logprobs(tiny_model(), rollouts, rollouts.tokens), rtol=0, atol=1e-5)
+    targets = (rollouts.tokens + 17) % 265
+    asked = t.logprobs("generator", rollouts, targets=targets).double()
+    torch.testing.assert_close(asked, naive_logprobs(tiny_model(), rollouts, targets), rtol=0, atol=1e-5)
+    t.roles["generator"].reference = tiny_model(1)
+    old = t.logprobs("generator", rollouts, reference=True).double()
+    torch.testing.assert_close(old, naive_logprobs(tiny_model(1), rollouts, rollouts.tokens), rtol=0, atol=1e-5)
+    assert t.logprobs("generator", rollouts.select([])).shape == (0, 5)
+
+
+def test_forced_tokens_are_not_scored():
+    rollouts = rollouts_of()
+    whole = play_of(generator=tiny_model()).logprobs("generator", rollouts)
+    rollouts.forced = torch.zeros(4, 5, dtype=torch.bool)
+    rollouts.forced[3, 2] = True
+    scored = play_of(generator=tiny_model()).logprobs("generator", rollouts)
+    assert scored[3, 2] == 0 and torch.equal(scored[~rollouts.forced], whole[~rollouts.forced])
+
+
+def test_written_completions_end_and_have_no_sampler():
+    t = play_of(generator=tiny_model())
+    rollouts = t.written("generator", [Prompt([1], PROBLEMS[0]), Prompt([1, 2], PROBLEMS[1])], ["abc", "d"])
+    assert rollouts.completions() == [[97, 98, 99, 7], [100, 7]] and rollouts.stopped.all() and rollouts.texts == ["abc", "d"]
+    assert rollouts.sampler_logprobs.isnan().all() and rollouts.limit == 6
+    given = t.written("generator", [Prompt([1], PROBLEMS[0])], [[97, 98]])
+    assert given.completions() == [[97, 98]] and not given.stopped.any()
+    assert len(t.written("generator", [], [])) == 0
+    with pytest.raises(BadInput, match="context is 64"):
+        t.written("generator", [Prompt([1] * 60, PROBLEMS[0])], ["abcde"])
+
+
+# Updates
+
+def gradient_of(t: Play, wanted: Update) -> tuple[dict, dict]:
+    """How far plain SGD of rate 1 moves the weights back, and the metrics."""
+    model = t.roles[wanted.role].model
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    metrics = apply_update(t, wanted)
+    return {name: before[name] - p.detach() for name, p in model.named_parameters()}, metrics
+
+
+@pytest.mark.parametrize("per", ["sequence", "token", "constant", "rollout"])
+def test_parts_share_one_step_as_if_they_were_one(per):
+    rollouts = rollouts_of()
+    advantages = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
+    whole, metrics = gradient_of(play_of(generator=tiny_model()), Update("generator", [(rollouts, advantages)], per=per))
+    parts = [(rollouts.select(rows), advantages[rows]) for rows in ([0, 1], [2, 3])]
+    split, split_metrics = gradient_of(play_of(generator=tiny_model()), Update("generator", parts, per=per))
+    for name in whole:
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-9, atol=1e-12)
+    assert split_metrics["loss"] == pytest.approx(metrics["loss"]) and metrics["skipped"] == 0
+
+
+def test_an_update_on_targets_raises_their_logprob_not_the_tokens():
+    """One rollout, coefficient 1 on every token, sum over tokens: the gradient is that of the targets' log-likelihood."""
+    rollouts = rollouts_of(widths=(3,), group=1, lengths=(4,))
+    rollouts.columns = {}
+    rollouts.targets = (rollouts.tokens + 31) % 265
+    moved, _ = gradient_of(play_of(generator=tiny_model()), Update("generator", [(rollouts, torch.ones(1, 4))], per="rollout"))
+    model = tiny_model()
+    logits = model(torch.tensor([rollouts.prompts[0].ids + rollouts.completions()[0]]))[0, 2:6]
+    torch.log_softmax(logits.double(), dim=-1).gather(1, rollouts.targets.T).sum().backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(moved[name], -p.grad, rtol=1e-4, atol=1e-5)  # weights of tokens are fp32
+
+
+def test_rollout_sum_by_hand():
+    """Two rollouts of 4 and 2 tokens, coefficient 1: each token weighs 1/2. loss = -(sum of all logprobs) / 2."""
+    rollouts = rollouts_of(widths=(3,), group=2, lengths=(4, 2))
+    rollouts.columns = {}
+    t = play_of(generator=tiny_model())
+    total = t.logprobs("generator", rollouts).sum().item()
+    _, metrics = gradient_of(t, Update("generator", [(rollouts, torch.ones(2, 4))], per="rollout"))
+    assert metrics["loss"] == pytest.approx(-total / 2, rel=1e-5)
+
+
+def test_tokens_without_a_sampler_show_no_difference_from_it():
+    rollouts = rollouts_of()
+    rollouts.sampler_logprobs = play_of(generator=tiny_model()).logprobs("generator", rollouts) + 0.01
+    rollouts.sampler_logprobs[0] = float("nan")
+    batch, = pack(rollouts, torch.ones(4, 5), torch.ones(4), 10 ** 9, True)
+    model = tiny_model()
+    parameters = list(model.parameters())
+    metrics = update(Role("generator", model, parameters, adamw(parameters, 0.0)), [batch], PolicyLoss("reinforce"), lr=0.0,
+                     max_grad_norm=0.0, temperature=1.0, device=CPU)
+    assert metrics["rollout_logprobs_diff_max"] == pytest.approx(0.01, rel=1e-3)
+    drawn = play_of(generator=tiny_model()).logprobs("generator", rollouts)[1:]
+    drawn = drawn[drawn != 0].double()
+    # The mean over the 10 tokens that were drawn, not over all 14.
+    assert metrics["rollout_probs_diff_mean"] == pytest.approx(float((drawn.exp() - (drawn + 0.01).exp()).abs().mean()), rel=1e-3)
+
+
+def test_every_skipped_update_of_a_batch_is_counted(monkeypatch):
+    """Two updates of one batch: the first is not finite, the second is."""
+    t = play_of(generator=tiny_model())
+    t.args.updates_per_batch, results = 2, iter([1, 0])
+    monkeypatch.setattr(play_module, "update", lambda *args, **options: {"loss": 0.0, "skipped": next(results)})
+    rollouts = rollouts_of()
+    assert apply_update(t, Update("generator", [(rollouts, torch.ones(4, 5))]))["skipped"] == 1
+    assert t.state.skipped_in_a_row == {"generator": 1} and t.steps["generator"] == 1
+
+
+def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
+    """linear: 1 at a role's first update, .1 at its last: the generator has 10, the verifier 3."""
+    t = play_of(generator=tiny_model(), verifier=tiny_model())
+    t.args.lr_schedule, t.totals, rates = "linear", {"generator": 10, "verifier": 3}, []
+    monkeypatch.setattr(play_module, "update", lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {"skipped": 0})
+    for role in ("verifier", "generator", "verifier", "verifier"):
+        apply_update(t, Update(role, [(rollouts_of(), torch.ones(4, 5))]))
+    assert rates == [1.0, 1.0, 0.55, 0.1]
+
+
+def test_behind_its_first_update_a_step_is_carried_through():
+    t = play_of(generator=tiny_model())
+    t.run.stop_signal = True
+    assert t.should_stop()
+    with pytest.raises(StopRequested):
+        t.check_stop()
+    t.has_moved = True
+    t.check_stop()
+    assert not t.should_stop()
+
+
+# What a step leaves
+
+def test_a_step_that_is_thrown_away_leaves_no_trace_in_the_memory():
+    state = RunState(role_steps={"generator": 2}, memory={"pool": {"tokens": torch.ones(2, 2)}, "phase": "warmup"})
+    before = state.snapshot()
+    state.memory["pool"]["tokens"].add_(1)
+    state.memory |= {"phase": "generator", "new": 1}
+    state.role_steps["generator"] = 3
+    state.restore(before)
+    assert state.memory.keys() == {"pool", "phase"} and state.memory["phase"] == "warmup" and state.role_steps == {"generator": 2}
+    assert torch.equal(state.memory["pool"]["tokens"], torch.ones(2, 2))
+
+
+def test_a_pool_keeps_the_last_ones_whatever_their_lengths():
+    """Three of lengths 1, 2, 1 and two more of length 3: the last four are kept."""
+    def pool(rows, first):
+        width = max(map(len, rows))
+        return {"problem": torch.arange(first, first + len(rows)), "lengths": torch.tensor([len(row) for row in rows]),
+                "tokens": torch.tensor([row + [0] * (width - len(row)) for row in rows]), "outcome": torch.ones(len(rows), dtype=torch.bool)}
+    kept = extended(pool([[1], [2, 2], [3]], 0), pool([[4, 4, 4], [5, 5, 5]], 10), 4)
+    assert kept["problem"].tolist() == [1, 2, 10, 11] and completions_of(kept, [0, 1, 2, 3]) == [[2, 2], [3], [4, 4, 4], [5, 5, 5]]
+    assert extended(None, pool([[1], [2]], 0), 1)["problem"].tolist() == [1]
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
+    run = Run("r", CPU, 0, 1, str(tmp_path))
+    run.append("metrics.jsonl", {"step": 0, "loss": math.nan, "grad": math.inf, "kl": None, "lr": 0.1})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "loss": None, "grad": None, "kl": None, "lr": 0.1}
+
+
+def test_the_bar_for_the_samplers_difference_knows_the_dtype():
+    """Logits of 16 to 32 are spaced .125 in bf16: two of them may well be .2 off, in fp32 they may not."""
+    sampled = {"pass@1": 0.5, "end_token_rate": 1.0}
+    assert health_warnings(sampled, {}, 0.2, torch.bfloat16) == []
+    assert len(health_warnings(sampled, {}, 0.2, torch.float32)) == 1 and len(health_warnings(sampled, {}, 0.6, torch.bfloat16)) == 1
+
+
+def test_a_recipe_without_a_pool_keeps_no_solutions(base):
+    """GRPO and Tango without balance or replay gather no completions and save none."""
+    for flags in (["--recipe", "grpo"], ["--recipe", "tango", "--verifier-replay", "0", "--no-verifier-balance"]):
+        tango_rl.main(parse(tango_rl, rl_flags(*flags, "--run", flags[1], "--num-steps", "1")))
+        state, = (base / "runs" / flags[1]).glob("state_*.pt")
+        assert "pool" not in torch.load(state, weights_only=True)["memory"]
+    tango_rl.main(parse(tango_rl, rl_flags("--run", "pool", "--num-steps", "1")))
+    state, = (base / "runs" / "pool").glob("state_*.pt")
+    pool = torch.load(state, weights_only=True)["memory"]["pool"]
+    assert pool["tokens"].dtype == torch.int64 and len(pool["outcome"]) == 2 * 4 + 16  # two warm-up steps, one of the generator
