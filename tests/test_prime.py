@@ -16,7 +16,6 @@ from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.recipes import prime
 from nanochat.rl.advantages import PRESETS, source_advantages
-from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import Prompt
@@ -36,9 +35,10 @@ def rollouts_of(lengths, outcomes, num_prompts=1, seed=0):
     draw = torch.Generator().manual_seed(seed)
     N, T = len(lengths), max(lengths, default=4)
     prompts = [Prompt(torch.randint(265, (3,), generator=draw).tolist()) for _ in range(num_prompts)]
-    return Rollouts(prompts, torch.arange(num_prompts).repeat_interleave(N // max(1, num_prompts)),
-                    torch.randint(265, (N, T), generator=draw), torch.full((N, T), float("nan")),
-                    torch.tensor(lengths, dtype=torch.long), torch.ones(N, dtype=torch.bool), columns={"outcome": outcomes})
+    tokens, group_id = torch.randint(265, (N, T), generator=draw), torch.arange(num_prompts)
+    return Rollouts(prompts, group_id.repeat_interleave(N // max(1, num_prompts)), tokens, torch.zeros(N, T),
+                    torch.tensor(lengths, dtype=torch.long), torch.ones(N, dtype=torch.bool),
+                    columns={"outcome": outcomes})
 
 
 def play_of(**flags):
@@ -119,7 +119,7 @@ Q = torch.tensor([[2.0, -1.0], [1.0, 0.0]])
     # beta q = 1, -.5 | .5; returns .5, -.5 | .5; over .5: 2, -1 | 1 with the means .5 | 1.
     # Less the other's mean: 1, -2 | .5; returns -1, -2 | .5; outcomes add 1, 1 | -1: 0, -1 | -.5, mean -.5, std .5.
     ("paper", [[1.0, -1.0], [0.0, 0.0]]),
-    # Plus (r - own mean) / 1: 2.5, -3.5 | .5; returns -1, -3.5 | .5; outcomes: 0, -2.5 | -.5, mean -1, variance 3.5 / 2.
+    # Plus (r - own mean) / 1: 2.5, -3.5 | .5; returns -1, -3.5 | .5; outcomes: 0, -2.5 | -.5, mean -1, variance 1.75.
     ("code", [[1 / math.sqrt(1.75), -1.5 / math.sqrt(1.75)], [0.5 / math.sqrt(1.75), 0.0]])])
 def test_the_advantage_is_the_sum_of_both_returns_whitened(baseline, expected):
     t = play_of(process_baseline=baseline)
@@ -176,7 +176,8 @@ def random_model(seed: int) -> GPT:
     model = GPT(GPTConfig(64, 265, 2, 2, 1, 32, "L"), torch.float64).double()
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+        scale = p.shape[1] ** -0.5 if p.dim() == 2 else 0.5
+        p.data = scale * torch.randn(p.shape, generator=draw, dtype=torch.float64)
     return model
 
 
@@ -196,10 +197,11 @@ def test_the_prms_update_is_the_gradient_of_its_cross_entropy():
     parameters = list(prm.parameters())
     expected = torch.autograd.grad(loss, parameters)
     padded = torch.nn.utils.rnn.pad_sequence([values.detach() for values in q], batch_first=True)  # (N, T)
-    coefficients = prime.prm_coefficients(padded, outcomes, rollouts.mask, beta)
-    batches = pack(rollouts, coefficients, token_weights(rollouts.lengths, "rollout", 5, lambda x: x), 20, keep_idle=False)
+    wanted = prime.prm_update(rollouts, padded, beta)
+    weights = token_weights(rollouts.lengths, wanted.per, 5, lambda x: x)
+    batches = pack(*wanted.parts[0], weights, 20, keep_idle=False)
     before = [p.detach().clone() for p in parameters]
-    update(Role("prm", prm, parameters, torch.optim.SGD(parameters, lr=1.0)), batches, PolicyLoss("reinforce"), lr=1.0,
+    update(Role("prm", prm, parameters, torch.optim.SGD(parameters, lr=1.0)), batches, wanted.loss, lr=1.0,
            max_grad_norm=0.0, temperature=1.0, device=torch.device("cpu"))
     scale = max(float(g.abs().max()) for g in expected)
     assert scale > 1e-3
@@ -213,6 +215,15 @@ def test_pairs_are_of_right_and_wrong_rollouts_of_one_problem():
     # problem 0: right 2, wrong 1 and 3; problem 1: right 5, wrong 5; problem 2: two right ones make no pair
     outcomes, scores = [True, False, False, False, True, True, True], [2.0, 1.0, 3.0, 5.0, 5.0, 0.0, 1.0]
     assert prime.pair_wins(outcomes, scores, [0, 0, 0, 1, 1, 2, 2]) == [1.0, 0.0, 0.5]
+
+
+def test_a_rollout_is_judged_right_when_its_sum_of_q_is_positive():
+    q = torch.tensor([[50.0, -10.0], [-50.0, 10.0], [0.0, 0.0], [30.0, 10.0]])  # beta sum q = 2, -2, 0, 2
+    judged = prime.judgments(q, [True, False, True, False], [0, 0, 0, 0], 0.05)
+    # -log sigma(2) = .126928 for a right one and, of -2, for a wrong one; log 2; -log sigma(-2) = 2.126928
+    assert judged["bce"] == pytest.approx([0.126928, 0.126928, math.log(2), 2.126928], rel=1e-5)
+    assert judged["accuracy"] == [True, True, False, False]  # .5 is not above .5
+    assert judged["pair_accuracy"] == [1.0, 0.5, 1.0, 0.0]   # 40 against -40 and 40; 0 against -40 and 40
 
 
 def test_auc_is_the_share_of_pairs_in_order():

@@ -145,6 +145,15 @@ def pair_wins(outcomes: list[bool], scores: list[float], group_id: list[int]) ->
     return [(a > b) + (a == b) / 2 for right, a, g in rows if right for other, b, h in rows if g == h and not other]
 
 
+def judgments(q: torch.Tensor, outcomes: list[bool], group_id: list[int], beta: float) -> dict[str, list]:
+    """The PRM as a judge of outcomes: its loss on each rollout (bce), whether sigma(beta sum q) > .5 is the outcome
+    (accuracy), and `pair_wins` (pair_accuracy). q (N, T)"""
+    sums, right = q.sum(dim=1), torch.tensor(outcomes, dtype=q.dtype, device=q.device)
+    return {"bce": bce_with_logits(beta * sums, right, reduction="none").tolist(),
+            "accuracy": ((sums > 0) == (right > 0)).tolist(),
+            "pair_accuracy": pair_wins(outcomes, sums.tolist(), group_id)}
+
+
 def auc(rows: list[list]) -> float | None:
     """In which share of the pairs of a [True, score] and a [False, score] the former is higher, a tie counting half."""
     right, wrong = ([score for label, score in rows if label == kind] for kind in (True, False))
@@ -169,17 +178,22 @@ def play(t: Play):
     ref_logprobs = t.logprobs("prm", rollouts, reference=True)
     q = t.logprobs("prm", rollouts) - ref_logprobs                                           # (N, T)
     log_judge(t, rollouts, q)
-    coefficients = prm_coefficients(q, rollouts.columns["outcome"], rollouts.mask, t.args.prm_beta)
-    not_drawn = replace(rollouts, sampler_logprobs=torch.full_like(rollouts.sampler_logprobs, float("nan")))
-    prm_update = Update("prm", [(not_drawn, coefficients)], PolicyLoss("reinforce"), per="rollout")  # L_CE
+    learn = prm_update(rollouts, q, t.args.prm_beta)                                         # L_CE
     when = t.args.prm_update if t.steps["prm"] < t.totals["prm"] else "none"
     if when == "before":
-        yield prm_update
+        yield learn
         q = t.logprobs("prm", rollouts) - ref_logprobs
         log_judge(t, rollouts, q, "rescored/")
     yield Update("generator", [(rollouts, advantages_of(t, rollouts, q))])                   # L_CLIP
     if when == "after":
-        yield prm_update
+        yield learn
+
+
+def prm_update(rollouts: Rollouts, q: torch.Tensor, beta: float) -> Update:
+    """A step on the mean over rollouts of the PRM's cross-entropy. q (N, T): of the PRM as it is."""
+    coefficients = prm_coefficients(q, rollouts.columns["outcome"], rollouts.mask, beta)
+    not_its_own = replace(rollouts, sampler_logprobs=torch.full_like(rollouts.sampler_logprobs, float("nan")))
+    return Update("prm", [(not_its_own, coefficients)], PolicyLoss("reinforce"), per="rollout")
 
 
 def filtered(t: Play, solutions: Rollouts) -> Rollouts:
@@ -207,13 +221,9 @@ def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
 
 
 def log_judge(t: Play, rollouts: Rollouts, q: torch.Tensor, prefix: str = "") -> None:
-    """Logs how well the PRM judges. accuracy: whether sigma(beta sum q) > .5 is the outcome; pair_accuracy: in pairs of
-    rollouts of a problem; step_auc: of steps. Without a prefix it has not yet learned from these rollouts."""
-    outcomes, sums = rollouts.columns["outcome"], q.sum(dim=1)
-    right = torch.tensor(outcomes, dtype=q.dtype, device=q.device)
-    scores = t.mean({"bce": bce_with_logits(t.args.prm_beta * sums, right, reduction="none").tolist(),
-                     "accuracy": ((sums > 0) == (right > 0)).tolist(),
-                     "pair_accuracy": pair_wins(outcomes, sums.tolist(), rollouts.group_id.tolist())})
+    """Logs how well the PRM judges rollouts, and steps (step_auc) where those have labels. Without a prefix it has not
+    yet learned from these rollouts."""
+    scores = t.mean(judgments(q, rollouts.columns["outcome"], rollouts.group_id.tolist(), t.args.prm_beta))
     rows = zip(rollouts.problems(), t.read_solutions(rollouts), q.tolist(), strict=True)
     steps = [step_sums(t.task.step_labels(problem, s.text), s.step_ends, values) for problem, s, values in rows]
     scores["step_auc"] = auc([step for rows in t.gather(steps) for step in rows])
