@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -92,6 +93,13 @@ def check_least(args, least: dict[str, float]) -> None:
         value = getattr(args, name)
         if value is not None and not value >= low:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least {low}")
+
+
+def check_choices(args, tables: dict[str, Iterable[str]]) -> None:
+    """Raises BadInput for the first flag whose value is not in its table."""
+    for name, table in tables.items():
+        if getattr(args, name) not in table:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(table)}")
 
 
 def flag_defaults(parser) -> dict:

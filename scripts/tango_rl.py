@@ -21,7 +21,7 @@ import torch
 
 from nanochat import recipes
 from nanochat.checkpoint import default_tag
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_least, check_name, check_writable,
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_choices, check_least, check_name, check_writable,
                              choose_run_name, compute_dtype, describe_versions, flag_defaults, gather_lists, init_device, path_of,
                              print0, rank_and_world, script_main, start_run, uses_wandb, write_json)
 from nanochat.hf.tokenizer import load_tokenizer
@@ -143,9 +143,7 @@ LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1
 
 def check_args(args, recipe, task, world: int) -> None:
     """Refuses what cannot work, before anything is loaded or written."""
-    for name, table in TABLES.items():
-        if getattr(args, name) not in table:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(table)}")
+    check_choices(args, TABLES)
     check_least(args, LEAST | {name: 0 for name in ("verifier_lr", "verifier_shared_layers") if hasattr(args, name)})
     if not args.temperature > 0:
         raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")

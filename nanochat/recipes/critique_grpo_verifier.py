@@ -6,7 +6,7 @@ solution, as GPT-4o does in the paper, and it also judges right solutions, about
 from nanochat.common import check_least
 from nanochat.recipes import critique_grpo
 from nanochat.recipes.critique_grpo import SHOWN, evaluate  # noqa: F401
-from nanochat.rl.evals import scores_of_verdicts
+from nanochat.rl.evals import gathered_verdict_scores
 from nanochat.rl.play import Call
 from nanochat.rl.prompts import empty_verifier_prompt
 from nanochat.rl.roles import RoleSpec
@@ -36,7 +36,7 @@ def calls(args):
 def by_verifier(t, solutions, outcomes):
     """The text of a verification of each solution."""
     verifications = t.read_verifications(t.verify("verifier", solutions, 1, "critiques"))
-    scores = scores_of_verdicts(t, solutions, outcomes, verifications)
+    scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
     t.log("generator", {f"critiques/{name}": value for name, value in scores.items()})
     return [v.text for v in verifications]
 

@@ -21,7 +21,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.losses import PolicyLoss
@@ -59,9 +59,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     """Raises BadInput for settings that cannot work."""
-    for name, choices in CHOICES.items():
-        if getattr(args, name) not in choices:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(choices)}")
+    check_choices(args, CHOICES)
     check_least(args, {"prm_lr": 0, "prm_freeze_after": -1})
     low, high = args.accuracy_filter
     if not 0 <= low <= high <= 1:

@@ -18,7 +18,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.losses import PolicyLoss
@@ -53,8 +53,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_least(args, {"stage1_steps": 0, "alpha": 0, "beta1": 0, "beta2": 0})
-    if args.credit not in CREDIT:
-        raise BadInput(f"--credit {args.credit}: there are {', '.join(CREDIT)}")
+    check_choices(args, {"credit": CREDIT})
     if args.num_samples < 2:
         raise BadInput("--num-samples 1: the baseline is the mean of a problem's other samples; give at least 2")
     if args.updates_per_batch > 1:

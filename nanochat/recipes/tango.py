@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import torch
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, mean_advantages, scores_of_pair, gathered_verdict_scores, verification_columns
 from nanochat.rl.play import Call, Play, Update
@@ -88,9 +88,7 @@ LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier
 def check(args, task) -> None:
     """Raises BadInput for settings of this family that cannot work."""
     given = vars(args)
-    for name, table in {"schedule": SCHEDULES, "combine": COMBINE}.items():
-        if name in given and given[name] not in table:
-            raise BadInput(f"--{name} {given[name]}: there are {', '.join(table)}")
+    check_choices(args, {name: table for name, table in {"schedule": SCHEDULES, "combine": COMBINE}.items() if name in given})
     check_least(args, {name: low for name, low in LEAST.items() if name in given})
     if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
         raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")

@@ -145,8 +145,7 @@ class Play:
         self.check_stop()
         if not self.evaluating:
             self.sampled += int(rollouts.lengths.sum())
-        name = f"timing_s/{short_name(role)}"
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.time() - started
+        self.add_seconds(short_name(role), started)
         return rollouts
 
     def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *, greedy: bool = False) -> Rollouts:
@@ -261,6 +260,10 @@ class Play:
         prefix = f"{short_name(role)}/" if role else ""
         self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
 
+    def add_seconds(self, name: str, started: float) -> None:
+        """Adds the time since `started` to what the step logs as timing_s/<name>."""
+        self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + time.time() - started
+
     def check_stop(self) -> None:
         """Stops the run on all ranks if any was told to, unless an update of this step was made."""
         if not self.has_moved:
@@ -274,7 +277,7 @@ class Play:
 def apply_update(t: Play, wanted: Update) -> dict:
     """The optimizer step(s) of an update; their metrics. With --updates-per-batch above 1 the last one's, and how many of
     them were skipped."""
-    args, role, loss = t.args, t.roles[wanted.role], wanted.loss or t.loss
+    args, role, loss, started = t.args, t.roles[wanted.role], wanted.loss or t.loss, time.time()
     sizes = batch_sizes(torch.cat([rollouts.num_trained() for rollouts, _ in wanted.parts]), t.reduce)
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
     batches = []
@@ -299,4 +302,5 @@ def apply_update(t: Play, wanted: Update) -> dict:
     t.steps[role.name] += 1
     in_a_row = t.state.skipped_in_a_row
     in_a_row[role.name] = in_a_row.get(role.name, 0) + 1 if num_skipped else 0
+    t.add_seconds("update", started)
     return metrics | {"skipped": num_skipped}
