@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid
 from nanochat import recipes
 from nanochat.common import BadInput, Run, path_of, rank_and_world
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf_tokenizer import load_tokenizer
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.recipes.dpo import learn_from_pairs, margins, pair_coefficients, right_and_wrong
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Play, apply_update
