@@ -220,10 +220,10 @@ def one_step(t: Play, recipe, counted: str):
     if not updated:  # nothing in it to learn from
         state.role_steps[counted] += 1
         t.log(None, {"without_update": 1})
-    seconds = ended - evaluated
-    record |= {"step": state.step, "role": "+".join(roles) or counted, "phase": roles[0] if roles else counted,
+    seconds, first = ended - evaluated, roles[0] if len(roles) == 1 else counted
+    record |= {"step": state.step, "role": "+".join(roles) or counted, "phase": first,
                **{f"{short_name(role)}_step": before.role_steps[role] for role in t.roles}, "sampled_tokens": state.sampled_tokens}
-    record |= t.metrics | {f"{short_name(roles[0] if roles else counted)}/sampled_tokens": tokens}
+    record |= t.metrics | {f"{short_name(first)}/sampled_tokens": tokens}
     record |= {"timing_s/eval": evaluated - started, **t.seconds, "timing_s/step": seconds, "tokens_per_s": tokens / max(seconds, 1e-9)}
     if t.device.type == "cuda":
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated(t.device) / 1e9
@@ -286,7 +286,8 @@ def main(args) -> None:
     check_args(args, recipe, task, world)
     complete_args(args, recipe)
     choose_run_name(args.run)
-    resume_step = resolve_resume(args, flag_defaults(make_parser(["--recipe", args.recipe])))
+    rates = {spec.lr.removeprefix("--").replace("-", "_") for spec in recipe.ROLES.values()}
+    resume_step = resolve_resume(args, flag_defaults(make_parser(["--recipe", args.recipe])), rates)
     config = read_config(args.run) if resume_step is not None else {}
     if resume_step is not None:
         check_recipe_text(args.run, recipes.text_of(args.recipe))

@@ -15,6 +15,9 @@ from torch.nn.functional import binary_cross_entropy
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.recipes import prime
+from nanochat.rl.advantages import to_go, whiten
+from nanochat.rl.rewards import keep_groups
+from nanochat.rl.scores import pair_wins, step_sums
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.play import Play
@@ -85,7 +88,7 @@ def test_forced_tokens_are_no_part_of_a_mean_and_get_no_reward():
 
 
 def test_a_return_is_the_sum_of_the_rewards_from_its_token_on():
-    close(prime.to_go(torch.tensor([[1.0, -2.0, 4.0]])), [[3.0, 2.0, 4.0]])
+    close(to_go(torch.tensor([[1.0, -2.0, 4.0]])), [[3.0, 2.0, 4.0]])
 
 
 def test_the_largest_return_is_taken_over_all_ranks():
@@ -99,15 +102,6 @@ def test_the_largest_return_is_taken_over_all_ranks():
     assert prime.largest_return(rewards, lambda tensor, op: tensor) == 9
     assert prime.largest_return(rewards[1:], other_rank) == 7 and prime.largest_return(rewards[:0], other_rank) == 7
     assert seen == ["max", "max"]
-
-
-def test_whitening_is_over_trained_tokens_of_all_ranks():
-    advantages, mask = torch.tensor([[1.0, 2.0], [3.0, 9.0]]), torch.tensor([[1, 1], [1, 0]]).bool()
-    # mean 2, squares 1 + 0 + 1 over 3 - 1: a standard deviation of 1
-    close(prime.whiten(advantages, mask, lambda x: x), [[-1.0, 0.0], [1.0, 0.0]])
-    # twice over: the squares are 4 over 6 - 1
-    close(prime.whiten(advantages, mask, lambda x: 2 * x)[:, 0], [-1 / math.sqrt(0.8), 1 / math.sqrt(0.8)])
-    assert (prime.whiten(torch.zeros(2, 2), mask, lambda x: x) == 0).all()
 
 
 # The advantage
@@ -130,7 +124,7 @@ def test_the_advantage_is_the_sum_of_both_returns_whitened(baseline, expected):
 def test_without_the_norm_process_rewards_count_as_they_are():
     # 1, -.5 | .5 with the means .25 | .5: .5, -1 | .25; returns -.5, -1 | .25; outcomes add 1, 1 | -1: .5, 0 | -.75
     raw = torch.tensor([[0.5, 0.0], [-0.75, 0.0]])
-    expected = prime.whiten(raw, torch.tensor([[1, 1], [1, 0]]).bool(), lambda x: x)
+    expected = whiten(raw, torch.tensor([[1, 1], [1, 0]]).bool())
     advantages = prime.advantages_of(play_of(process_norm="none"), rollouts_of([2, 1], [True, False]), Q)
     torch.testing.assert_close(advantages, expected)
 
@@ -142,7 +136,7 @@ def test_a_prm_that_equals_its_reference_leaves_rloo_on_outcomes(baseline, norm)
     rollouts = rollouts_of([3, 5, 2, 1, 4, 5], outcomes, num_prompts=2)
     rloo = source_advantages(outcome_rewards(outcomes, rollouts.lengths), rollouts.group_id, 5, PRESETS["rloo"])
     advantages = prime.advantages_of(play_of(process_baseline=baseline, process_norm=norm), rollouts, torch.zeros(6, 5))
-    assert torch.equal(advantages, prime.whiten(rloo, rollouts.mask, lambda x: x)) and advantages.any()
+    assert torch.equal(advantages, whiten(rloo, rollouts.mask)) and advantages.any()
 
 
 def test_a_rank_without_rollouts_has_empty_advantages():
@@ -157,9 +151,9 @@ def test_problems_that_are_too_easy_too_hard_or_not_scorable_are_left_out():
     groups = {0: [True] * 5, 1: [True] * 4 + [False], 2: [True] + [False] * 4, 3: [False] * 5,  # 1, .8, .2, 0
               4: [None] * 5, 5: [True, False, None, None, None]}
     outcomes, group_id = [o for known in groups.values() for o in known], [g for g in groups for _ in range(5)]
-    assert prime.taking_part(outcomes, group_id, 0.2, 0.8) == [*range(5, 15), 25, 26]
-    assert prime.taking_part(outcomes, group_id, 0.0, 1.0) == [*range(20), 25, 26]
-    assert prime.taking_part(outcomes, group_id, 0.3, 0.7) == [25, 26]
+    assert keep_groups(outcomes, group_id, 0.2, 0.8) == [*range(5, 15), 25, 26]
+    assert keep_groups(outcomes, group_id, 0.0, 1.0) == [*range(20), 25, 26]
+    assert keep_groups(outcomes, group_id, 0.3, 0.7) == [25, 26]
 
 
 # The PRM
@@ -214,7 +208,7 @@ def test_the_prms_update_is_the_gradient_of_its_cross_entropy():
 def test_pairs_are_of_right_and_wrong_rollouts_of_one_problem():
     # problem 0: right 2, wrong 1 and 3; problem 1: right 5, wrong 5; problem 2: two right ones make no pair
     outcomes, scores = [True, False, False, False, True, True, True], [2.0, 1.0, 3.0, 5.0, 5.0, 0.0, 1.0]
-    assert prime.pair_wins(outcomes, scores, [0, 0, 0, 1, 1, 2, 2]) == [1.0, 0.0, 0.5]
+    assert pair_wins(outcomes, scores, [0, 0, 0, 1, 1, 2, 2]) == [1.0, 0.0, 0.5]
 
 
 def test_a_rollout_is_judged_right_when_its_sum_of_q_is_positive():
@@ -226,16 +220,10 @@ def test_a_rollout_is_judged_right_when_its_sum_of_q_is_positive():
     assert judged["pair_accuracy"] == [1.0, 0.5, 1.0, 0.0]   # 40 against -40 and 40; 0 against -40 and 40
 
 
-def test_auc_is_the_share_of_pairs_in_order():
-    # 3 > 1, 3 > 2; 2 > 1, 2 = 2: 3.5 of 4
-    assert prime.auc([[True, 3.0], [False, 1.0], [True, 2.0], [False, 2.0]]) == 3.5 / 4
-    assert prime.auc([[True, 3.0]]) is None and prime.auc([]) is None
-
-
 def test_a_steps_score_is_the_sum_over_its_tokens():
     q = [1.0, 2.0, 4.0, 8.0, 16.0]
-    assert prime.step_sums([True, False], [1, 3], q) == [[True, 3.0], [False, 12.0]]  # the last token is of no step
-    assert prime.step_sums([], [1, 3], q) == []  # nobody labelled them
+    assert step_sums([True, False], [1, 3], q) == [[True, 3.0], [False, 12.0]]  # the last token is of no step
+    assert step_sums([], [1, 3], q) == []  # nobody labelled them
 
 
 # Runs

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,15 +31,32 @@ def example() -> str:
         return re.search(r"```python\n(\"\"\"Few labels.*?)```", f.read(), re.DOTALL)[1]
 
 
-@pytest.fixture(params=[*recipes.names(), "own"])
-def recipe(request, tmp_path) -> str:
-    """Every recipe by name, and one in a file of its own."""
-    if request.param != "own":
-        return request.param
-    path = tmp_path / "elsewhere" / "few_labels.py"
-    path.parent.mkdir()
+@pytest.fixture(scope="module")
+def own_file(tmp_path_factory) -> str:
+    """The README's recipe, in a folder outside of the repository."""
+    path = tmp_path_factory.mktemp("elsewhere") / "few_labels.py"
     path.write_text(example(), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture(scope="module", params=[*recipes.names(), "own"])
+def recipe(request, own_file) -> str:
+    """Every recipe by name, and the one in a file of its own."""
+    return own_file if request.param == "own" else request.param
+
+
+@pytest.fixture(scope="module")
+def trained(sft_base, tmp_path_factory):
+    """A base directory in which every recipe has a run on one rank, straight-<name>, and one on two ranks, two-<name>."""
+    base = tmp_path_factory.mktemp("trained") / "base"
+    shutil.copytree(sft_base, base)
+    return base
+
+
+@pytest.fixture
+def at_base(trained, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(trained))
+    return trained
 
 
 def flags_of(recipe: str, *more: str) -> list[str]:
@@ -83,25 +101,50 @@ def copied_run(base, old: str, new: str) -> None:
     path.write_text(json.dumps({**config, "args": {**config["args"], "run": new}}))
 
 
-def test_a_continued_run_is_a_straight_one_bit_for_bit(base, recipe):
-    train(recipe, "--run", "straight")
-    copied_run(base, "straight", "continued")
-    train(recipe, "--run", "continued", "--resume-from-step", "1")
-    one, two = last_set(base, "straight"), last_set(base, "continued")
+def straight(base, recipe: str) -> str:
+    """The recipe's run on one rank, made once."""
+    run = f"straight-{recipes.short(recipe)}"
+    if not (base / "runs" / run).exists():
+        train(recipe, "--run", run)
+    return run
+
+
+def test_a_continued_run_is_a_straight_one_bit_for_bit(at_base, recipe):
+    run = straight(at_base, recipe)
+    copied_run(at_base, run, f"continued-{run}")
+    train(recipe, "--run", f"continued-{run}", "--resume-from-step", "1")
+    one, two = last_set(at_base, run), last_set(at_base, f"continued-{run}")
     assert one.keys() == two.keys() and len(one) > 20
     assert not [name for name in one if not torch.equal(one[name], two[name])]
     for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert records(base, "straight", name) == records(base, "continued", name)
+        assert records(at_base, run, name) == records(at_base, f"continued-{run}", name)
 
 
-def test_two_ranks_do_what_one_does(base, recipe):
-    """Rounding differs, and with it what is sampled after an update: the first step is compared."""
-    train(recipe, "--run", "one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--",
-               *flags_of(recipe, "--run", "two")]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True)
+TWO_RANKS = """
+import sys
+from conftest import parse
+from scripts import tango_rl
+for flags in sys.argv[1:]:
+    tango_rl.main(parse(tango_rl, flags.split()))
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks(trained, own_file, tmp_path_factory):
+    """The base directory, with a step of every recipe on two ranks: all of them in one start, as a start takes seconds."""
+    script = tmp_path_factory.mktemp("two") / "two_ranks.py"
+    script.write_text(TWO_RANKS)
+    flags = [" ".join(flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1")) for name in (*recipes.names(), own_file)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), *flags]
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(trained), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    one, two = records(base, "one")[0], records(base, "two")[0]
+    return trained
+
+
+def test_two_ranks_do_what_one_does(at_base, two_ranks, recipe):
+    """Rounding differs, and with it what is sampled after an update: the first step is compared."""
+    one, two = records(at_base, straight(at_base, recipe))[0], records(two_ranks, f"two-{recipes.short(recipe)}")[0]
     assert one.keys() == two.keys()
     for name, value in one.items():
         if isinstance(value, float | int) and "diff" not in name:
@@ -110,15 +153,14 @@ def test_two_ranks_do_what_one_does(base, recipe):
             assert two[name] == value, name
 
 
-def test_every_recipe_is_planned(base, recipe, capsys):
-    before = sorted(str(path) for path in base.rglob("*"))
+def test_every_recipe_is_planned(at_base, recipe, capsys):
     train(recipe, "--run", "planned", "--dry-run")
     out = capsys.readouterr().out
     for role in recipes.load(recipe).ROLES:
         assert re.search(rf"GB per rank.*\b{role}\b", out)
     for call in recipes.load(recipe).calls(parse(tango_rl, flags_of(recipe))):
         assert f"of {call.label} ({call.role})" in out
-    assert sorted(str(path) for path in base.rglob("*")) == before
+    assert not (at_base / "runs" / "planned").exists()
 
 
 def test_every_recipe_has_its_paper_its_tags_and_says_where_it_departs():
@@ -138,11 +180,9 @@ def test_the_recipes_are_listed(capsys):
 # Recipes outside of the repository
 
 @pytest.fixture
-def own(tmp_path):
-    path = tmp_path / "elsewhere" / "few_labels.py"
-    path.parent.mkdir()
-    path.write_text(example(), encoding="utf-8")
-    return path
+def own(own_file, tmp_path):
+    """A copy of it to change."""
+    return Path(shutil.copy(own_file, tmp_path / "few_labels.py"))
 
 
 def test_a_file_of_ones_own_is_stored_with_the_run_and_shows_in_the_report(base, own, capsys):

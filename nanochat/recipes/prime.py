@@ -15,20 +15,21 @@ Departures:
 6. Rollouts that cannot be scored are left out, so K is the number of those that are.
 7. Gradients of both roles are clipped at --max-grad-norm; the released settings clip the PRM's at 10.
 """
-from bisect import bisect_left, bisect_right
 from dataclasses import replace
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages
+from nanochat.rl.advantages import PRESETS, source_advantages, to_go, whiten
 from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.rewards import outcome_rewards
+from nanochat.rl.rewards import keep_groups, outcome_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.scores import pair_wins, step_sums
+from nanochat.rl.voting import auroc
 
 TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", reward="outcome + process",
             credit="RLOO per source")
@@ -80,32 +81,18 @@ def updates(args) -> dict[str, int]:
 
 
 def calls(args) -> list[Call]:
-    """The rollouts, which the generator samples and the PRM is given (counted as if it sampled them too)."""
+    """The rollouts, which the generator samples and the PRM is given."""
     size = (args.examples_per_step, args.num_samples, args.max_new_tokens)
     return [Call("generator", "generator", *size, args.num_steps, trained=True),
-            Call("prm", "scored", *size, updates(args)["prm"], trained=True)]
+            Call("prm", "scored", *size, updates(args)["prm"], trained=True, given=True)]
 
 
 # Formulas
-
-def taking_part(outcomes: list[bool | None], group_id: list[int], low: float, high: float) -> list[int]:
-    """The rollouts with an outcome whose group's accuracy over such rollouts is from low to high."""
-    groups: dict[int, list[bool]] = {}
-    for outcome, g in zip(outcomes, group_id, strict=True):
-        groups.setdefault(g, []).extend([] if outcome is None else [outcome])
-    inside = {g for g, known in groups.items() if known and low <= sum(known) / len(known) <= high}
-    return [n for n, outcome in enumerate(outcomes) if outcome is not None and group_id[n] in inside]
-
 
 def prm_coefficients(q: torch.Tensor, outcomes: list[bool], mask: torch.Tensor, beta: float) -> torch.Tensor:
     """Minus the gradient of BCE(sigma(beta sum_t q_t), outcome) in each token's logprob. q, mask (N, T) -> (N, T)"""
     right = torch.tensor(outcomes, dtype=q.dtype, device=q.device)
     return beta * (right - torch.sigmoid(beta * q.sum(dim=1)))[:, None] * mask
-
-
-def to_go(rewards: torch.Tensor) -> torch.Tensor:
-    """The return of each token: the sum of the rewards at and behind it. (N, T) -> (N, T)"""
-    return rewards.flip(1).cumsum(1).flip(1)
 
 
 def process_rloo(rewards: torch.Tensor, mask: torch.Tensor, group_id: torch.Tensor, baseline: str) -> torch.Tensor:
@@ -130,19 +117,6 @@ def largest_return(rewards: torch.Tensor, reduce) -> torch.Tensor:
     return reduce(torch.cat([sizes, sizes.new_zeros(1)]).max(), "max")  # a rank may have no rollouts
 
 
-def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce) -> torch.Tensor:
-    """Less the mean over the mask and all ranks, over the unbiased std plus 1e-6; 0 off the mask. (N, T) -> (N, T)"""
-    count, total = reduce(torch.stack([mask.sum().to(advantages.dtype), (advantages * mask).sum()]))
-    centred = (advantages - total / count.clamp(min=1)) * mask
-    return centred / ((reduce((centred ** 2).sum()) / (count - 1).clamp(min=1)).sqrt() + EPSILON)
-
-
-def pair_wins(outcomes: list[bool], scores: list[float], group_id: list[int]) -> list[float]:
-    """Of each pair of a right and a wrong rollout of a group: 1 if the right one scores higher, .5 if equal, else 0."""
-    rows = list(zip(outcomes, scores, group_id, strict=True))
-    return [(a > b) + (a == b) / 2 for right, a, g in rows if right for other, b, h in rows if g == h and not other]
-
-
 def judgments(q: torch.Tensor, outcomes: list[bool], group_id: list[int], beta: float) -> dict[str, list]:
     """The PRM as a judge of outcomes: its loss on each rollout (bce), whether sigma(beta sum q) > .5 is the outcome
     (accuracy), and `pair_wins` (pair_accuracy). q (N, T)"""
@@ -150,20 +124,6 @@ def judgments(q: torch.Tensor, outcomes: list[bool], group_id: list[int], beta: 
     return {"bce": bce_with_logits(beta * sums, right, reduction="none").tolist(),
             "accuracy": ((sums > 0) == (right > 0)).tolist(),
             "pair_accuracy": pair_wins(outcomes, sums.tolist(), group_id)}
-
-
-def auc(rows: list[list]) -> float | None:
-    """In which share of the pairs of a [True, score] and a [False, score] the former is higher, a tie counting half."""
-    right, wrong = ([score for label, score in rows if label == kind] for kind in (True, False))
-    wrong.sort()
-    won = sum(bisect_left(wrong, score) + bisect_right(wrong, score) for score in right) / 2
-    return won / (len(right) * len(wrong)) if right and wrong else None
-
-
-def step_sums(labels: list[bool], step_ends: list[int], q: list[float]) -> list[list]:
-    """[label, sum of q over its tokens] of each step; nothing where the steps have no labels."""
-    starts = [0, *(end + 1 for end in step_ends)]
-    return [[label, sum(q[start: end + 1])] for label, start, end in zip(labels, starts, step_ends, strict=False)]
 
 
 # The algorithm
@@ -197,7 +157,7 @@ def prm_update(rollouts: Rollouts, q: torch.Tensor, beta: float) -> Update:
 def filtered(t: Play, solutions: Rollouts) -> Rollouts:
     """The rollouts that are trained on; logs all, and the share of problems that are left out."""
     outcomes, group_id = solutions.columns["outcome"], solutions.group_id.tolist()
-    rows = taking_part(outcomes, group_id, *t.args.accuracy_filter)
+    rows = keep_groups(outcomes, group_id, *t.args.accuracy_filter)
     left = {group_id[n] for n in rows}
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
@@ -224,7 +184,8 @@ def log_judge(t: Play, rollouts: Rollouts, q: torch.Tensor, prefix: str = "") ->
     scores = t.mean(judgments(q, rollouts.columns["outcome"], rollouts.group_id.tolist(), t.args.prm_beta))
     rows = zip(rollouts.problems(), t.read_solutions(rollouts), q.tolist(), strict=True)
     steps = [step_sums(t.task.step_labels(problem, s.text), s.step_ends, values) for problem, s, values in rows]
-    scores["step_auc"] = auc([step for rows in t.gather(steps) for step in rows])
+    labels, sums = ([step[i] for of_rollout in t.gather(steps) for step in of_rollout] for i in (0, 1))
+    scores["step_auc"] = auroc(sums, labels)
     t.log("prm", {prefix + name: value for name, value in scores.items()})
 
 

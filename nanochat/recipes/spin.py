@@ -45,7 +45,7 @@ def check(args, task) -> None:
 def calls(args) -> list[Call]:
     P, G = args.examples_per_step, args.num_samples
     return [Call("opponent", "opponent", P, G, args.max_new_tokens, args.num_steps),
-            Call("generator", "pairs", P, G + 1, args.max_new_tokens, args.num_steps, trained=True)]  # all of it given
+            Call("generator", "pairs", P, G + 1, args.max_new_tokens, args.num_steps, trained=True, given=True)]
 
 
 def play(t: Play):

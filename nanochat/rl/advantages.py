@@ -104,6 +104,11 @@ def spread_terminal(values, token_index, num_tokens):
     return values.sum(dim=1, keepdim=True).expand(-1, num_tokens)
 
 
+def to_go(rewards: torch.Tensor) -> torch.Tensor:
+    """What each token still earns: the sum of the rewards at and behind it. (N, T) -> (N, T)"""
+    return rewards.flip(1).cumsum(1).flip(1)
+
+
 def spread_return_to_go(values, token_index, num_tokens):
     """A token gets the sum of the entries that stand at or behind it (Tango eq. 6)."""
     per_token = torch.zeros(len(values), num_tokens, dtype=values.dtype, device=values.device)

@@ -49,7 +49,7 @@ class Held:
 @dataclass(frozen=True)
 class Draw:
     """What a step draws from a role under one label, at most. Prompts over all ranks, samples of each, the longest prompt
-    and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it."""
+    and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it; given: it is not sampled."""
     role: str
     label: str
     prompts: int
@@ -58,6 +58,7 @@ class Draw:
     new_tokens: int
     times: int = 1
     trained: bool = False
+    given: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[D
     """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident}, "peak": bytes}."""
     resident = {name: resident_bytes(config, setting, held[name]) for name, config in configs.items()}
     phases: dict[str, int] = {}
-    for draw in draws:
+    for draw in (draw for draw in draws if not draw.given):
         P = max(1, draw.prompts // setting.ranks)
         size = sampling_bytes(configs[draw.role], setting, P, P * draw.samples, draw.prompt_tokens, draw.new_tokens)
         phases[f"sampling {draw.label}: {P} x {draw.samples} of the {draw.role}"] = size
@@ -240,7 +241,8 @@ def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed
     """Seconds of sampling a draw, and of the update on it where there is one, on each of the GPUs that share it evenly. Lengths
     in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole context."""
     model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
-    seconds = {"sampling": sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed), "update": 0.0}
+    sampling = 0.0 if draw.given else sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed)
+    seconds = {"sampling": sampling, "update": 0.0}
     if draw.trained:
         passes = (3 + held.reference + setting.recompute) / 3  # a reference runs forward, as a block that is run again
         tokens = P * draw.prompt_tokens + P * draw.samples * new
@@ -254,7 +256,8 @@ def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[D
     """A recipe's calls as draws. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that completions
     run to."""
     return [Draw(call.role, call.label, call.num_prompts, call.num_samples, prompt_tokens(call.wrap) + int(share * call.quoted),
-                 max(1, int(share * call.max_new_tokens)), call.times, call.trained) for call in calls]
+                 max(1, int(share * call.max_new_tokens)), call.times, call.trained, call.given)
+            for call in calls]
 
 
 def held_by(specs: dict, kl_coef: float) -> dict[str, Held]:

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     the hours follow from it.
 
     num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update learns
-    from it. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of completions that stand in it.
+    from it; given: it is not sampled. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of completions that stand in it.
     """
     role: str
     label: str
@@ -40,6 +40,7 @@ class Call(NamedTuple):
     max_new_tokens: int
     times: int
     trained: bool = False
+    given: bool = False
     wrap: Callable = generator_prompt
     quoted: int = 0
 

@@ -10,12 +10,12 @@ from nanochat.common import BadInput, check_unchanged, path_of, print0
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts", "micro_batch_tokens",
-              "lr", "verifier_lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
+              "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
 
 
-def resolve_resume(args, defaults: dict) -> int | None:
+def resolve_resume(args, defaults: dict, rates: set[str]) -> int | None:
     """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
-    have known. Raises BadInput for what cannot be continued."""
+    have known; rates: the learning rates of the recipe's roles, which may change. Raises BadInput for what cannot be continued."""
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
         if os.path.exists(os.path.join(folder, "config.json")):
@@ -30,7 +30,7 @@ def resolve_resume(args, defaults: dict) -> int | None:
     step = steps[-1] if args.resume_from_step == "auto" else int(args.resume_from_step)
     if step not in steps:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
-    changed = check_unchanged(f"run {args.run}", read_config(args.run)["args"], args, MAY_CHANGE, defaults)
+    changed = check_unchanged(f"run {args.run}", read_config(args.run)["args"], args, MAY_CHANGE | rates, defaults)
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
 

@@ -39,6 +39,15 @@ def step_rewards(step_ends: list[list[int]], verdicts: list[list[bool] | None], 
     return SparseRewards(values.to(device), token_index.to(device), valid.to(device))
 
 
+def keep_groups(outcomes: list[bool | None], group_id: list[int], low: float, high: float) -> list[int]:
+    """The rollouts with an outcome whose group's accuracy over such rollouts is from low to high."""
+    groups: dict[int, list[bool]] = {}
+    for outcome, g in zip(outcomes, group_id, strict=True):
+        groups.setdefault(g, []).extend([] if outcome is None else [outcome])
+    inside = {g for g, known in groups.items() if known and low <= sum(known) / len(known) <= high}
+    return [n for n, outcome in enumerate(outcomes) if outcome is not None and group_id[n] in inside]
+
+
 def format_reward(unmet: tuple[str, ...]) -> float:
     """1, less FORMAT_PENALTY for each unmet criterion of the format, not below 0."""
     return max(0.0, 1.0 - FORMAT_PENALTY * len(unmet))

@@ -120,3 +120,15 @@ def verdict_scores(rows: list[list]) -> dict:
         "pos_rate_wrong": on_wrong.count(True) / len(on_wrong) if on_wrong else None,
         "step_outcome_corr": correlation([x for x, _ in judged], [y for _, y in judged]),
     }
+
+
+def pair_wins(outcomes: list[bool], scores: list[float], group_id: list[int]) -> list[float]:
+    """Of each pair of a right and a wrong rollout of a group: 1 if the right one scores higher, .5 if equal, else 0."""
+    rows = list(zip(outcomes, scores, group_id, strict=True))
+    return [(a > b) + (a == b) / 2 for right, a, g in rows if right for other, b, h in rows if g == h and not other]
+
+
+def step_sums(labels: list[bool], step_ends: list[int], q: list[float]) -> list[list]:
+    """[label, sum of q over its tokens] of each step; nothing where the steps have no labels."""
+    starts = [0, *(end + 1 for end in step_ends)]
+    return [[label, sum(q[start: end + 1])] for label, start, end in zip(labels, starts, step_ends, strict=False)]
