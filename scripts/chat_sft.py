@@ -28,7 +28,8 @@ from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
-from nanochat.rl.prompts import generator_prompt, verifier_prompt
+from nanochat.recipes.critique_grpo import CRITIQUES
+from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
 from nanochat.rl.sampling import Sampler
 from nanochat.weights import whole_state
@@ -56,6 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     data = parser.add_argument_group("data")
     data.add_argument("--conversations", nargs="+", default=[], help="jsonl files of conversations, or datasets names, mixed in; one named twice counts twice")
     data.add_argument("--conversations-share", type=float, default=0.5, help="share of the examples that are conversations, if there are any")
+    data.add_argument("--refine-share", type=float, default=0.0,
+                      help="generator: share of the demonstrations that are second attempts; for recipes of two turns")
     data.add_argument("--num-sampled", type=int, default=2048, help="verifier: solutions sampled from the generator; half of the demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
     training = parser.add_argument_group("training")
@@ -102,6 +105,8 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
     problem = task.problem("sft", index)
     if args.role == "generator":
         prompt, completion = generator_prompt(tokenizer, task.fmt, problem.prompt), task.solution_demo(problem, rng)
+        if args.refine_share and rng.random() < args.refine_share:
+            prompt = second_attempt(task, tokenizer, problem, rng)
     else:
         solution = task.corrupted_solution(problem, rng)
         if sampled and rng.random() < 0.5:
@@ -111,6 +116,15 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
     if len(prompt) + len(completion) > context:
         raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} has {len(prompt) + len(completion)} tokens")
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
+
+
+def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
+    """The prompt of a second attempt behind a corrupted solution, with nothing said about it or a critique of any kind."""
+    solution = task.corrupted_solution(problem, rng)
+    outcome = task.check(problem, solution)
+    critiques = ["", task.verification_demo(problem, solution, rng)]
+    critiques += [critique(task, problem, solution, outcome) for critique in CRITIQUES.values() if outcome is not None]
+    return refine_prompt(tokenizer, task.fmt, problem.prompt, solution, rng.choice(critiques))
 
 
 class Examples:
@@ -211,9 +225,11 @@ def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
 
 def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1, "max_new_tokens": 1, "sequence_len": 2,
-                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0, "conversations_share": 0})
+                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0, "conversations_share": 0, "refine_share": 0})
     if args.conversations_share > 1:
         raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
+    if args.refine_share > (args.role == "generator"):
+        raise BadInput(f"--refine-share {args.refine_share}: is a share of the generator's demonstrations, at most 1")
     task = make_task(args)
     tag = resolve_tags(args)
     rank, world = rank_and_world()

@@ -80,6 +80,23 @@ def test_conversations_come_at_even_distances_and_demonstrations_in_between(base
         assert sorted(map(str, chosen[3 * epoch: 3 * epoch + 3])) == sorted(map(str, [*rendered[:2], None]))
 
 
+def test_a_share_of_the_demonstrations_are_second_attempts(base):
+    """They stand behind "solution|critique|problem" and are what stands behind the problem without --refine-share."""
+    plain, mixed, second = (examples_of("--refine-share", share) for share in ("0", "0.5", "1"))
+    num_second, critiques = 0, set()
+    for i in range(64):
+        (ids, mask), (ids_of_second, mask_of_second) = plain(i), second(i)
+        assert mixed(i) in (plain(i), second(i))
+        num_second += mixed(i) == second(i)
+        at, at_second = mask.index(1), mask_of_second.index(1)
+        assert ids_of_second[at_second:] == ids[at:] and 0 not in mask_of_second[at_second:]
+        said = plain.tokenizer.decode(ids_of_second[2: at_second - 2])  # between the tokens that open and close a turn
+        _, critique, problem = said.split("|")
+        assert problem == plain.tokenizer.decode(ids[2: at - 2])
+        critiques.add(critique)
+    assert 16 < num_second < 48 and {"", "T", "F"} < critiques and len(critiques) > 6
+
+
 def test_what_the_assistant_says_is_trained_and_the_calculators_output_is_not(base):
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     ids, mask = tokenizer.render_conversation(CHATS[1]["messages"], None)
@@ -224,6 +241,8 @@ def test_two_ranks_go_on_from_one(base):
     (["--from-stage", "base"], "no checkpoint a in"),
     (["--conversations", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--conversations-share", "2"], "--conversations-share 2"),
+    (["--refine-share", "1.5"], "--refine-share 1.5"), (["--refine-share", "nan"], "--refine-share nan"),
+    (["--role", "verifier", "--refine-share", "0.5"], "--refine-share 0.5"),
     (["--from-tag", "../x"], "--from-tag ../x"),
     (["--resume-from-step", "5"], "no step 5"),
 ])
