@@ -1,4 +1,10 @@
-"""Fixtures: a base directory with a tokenizer and a tiny SFT pair, made once per test session."""
+"""Fixtures: a base directory with a tokenizer and a tiny pair of models, made once per test session.
+
+The pair's weights are written by hand: what it says is known beforehand, on every CPU, and holds texts of all kinds:
+right and wrong, read and unreadable, ended and cut. The next token's log-odds are the sum of three tables: what follows
+the last mark, what follows the mark before it, and what was heard: a leaning of each by the digits and operators of the
+prompt. So solutions and verifications are mostly in form, and differ from prompt to prompt and from sample to sample.
+"""
 import argparse
 import os
 import shutil
@@ -9,6 +15,8 @@ import torch
 os.environ.setdefault("WANDB_MODE", "disabled")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any module of ours is imported
+# Every test passes with any: TEST_SEED draws the crafted pair anew, TEST_THREADS changes how its sums are split.
+SEED, THREADS = int(os.environ.get("TEST_SEED", "0")), int(os.environ.get("TEST_THREADS", "1"))
 # The smallest chain that RL can work on: two operations at most, results modulo 3.
 TASK_FLAGS = ["--chain-modulus", "3", "--chain-min-steps", "1", "--chain-max-steps", "2"]
 COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28", "--examples-per-step", "4",
@@ -16,6 +24,29 @@ COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "
 TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"], ["--verifier-balance"],
                ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
 RL_FLAGS = [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS for word in words)]
+
+# The crafted pair
+START, END = "<|assistant_start|>", "<|assistant_end|>"
+DIGIT, OP = "012", "+-*"
+MARKS = [DIGIT, OP, ":", ";", "=", "TF", START]
+# Role: log-odds of what follows the last mark (what is not there never does); what the mark before it adds; how much
+# each leans by what was heard; and how much it likes to say what it heard.
+TABLES = {
+    # "1+2:0;0*1:2;=2", often with more or fewer steps than it should have, sometimes with no answer or two digits
+    "generator": ({START: {DIGIT: 0, "=": 0}, DIGIT: {OP: 0, ":": 0, ";": 0, END: 0, DIGIT: -2}, OP: {DIGIT: 0},
+                   ":": {DIGIT: 0}, ";": {DIGIT: 0, "=": 2}, "=": {"0": 1, "12": 0}},
+                  {START: {OP: 5}, ";": {OP: 7}, OP: {":": 7}, ":": {";": 7}, "=": {END: 7, DIGIT: 6}}, 0.3, 0.5),
+    # "T;F;=F", sometimes with no final verdict
+    "verifier": ({START: {"TF": 0}, "TF": {";": 0, END: -2}, ";": {"TF": 0, "=": 2}, "=": {"TF": 0}},
+                 {"=": {END: 8}}, 0.5, 0.0),
+}
+LEANINGS = (-1.1, 1.0, 0.1)  # by one digit (and operator), against another, and never in balance
+# The first channels of the residual stream: the last mark, and at half size the one before it (the smear); the last
+# mark alone; the digits and operators, each its own; 1 for all other tokens, and for all; what a token heard of digits
+# and operators before it; and what the last START heard: the prompt.
+LAST, ALONE, HEARS, OTHER, ONE, HEARD, ASKED = 0, 8, 16, 24, 25, 32, 40
+UNIT_LAST, UNIT_ALONE = 1 / 1.8, 1 / 1.7  # what makes a table's entry a logit of its size, measured
+SLOW = 15                                 # the channel of a head's queries and keys that turns little with the position
 
 
 def pytest_collection_modifyitems(items):
@@ -38,23 +69,79 @@ def rl_flags(*flags: str) -> list[str]:
     return [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS if words[0] in known for word in words), *flags]
 
 
+def crafted_model(tokenizer, role: str, seed: int):
+    """A model of 2 layers that writes what TABLES say of a role. The seed draws the first layer's queries and keys, and
+    which way the marks lean, T and F apart."""
+    from nanochat.gpt import GPT, GPTConfig
+    follows, behind, leaning, copying = TABLES[role]
+    ids = lambda marks: [tokenizer.special(marks)] if marks in (START, END) else tokenizer.encode(marks)
+    draw = torch.Generator().manual_seed(seed)
+    model = GPT(GPTConfig(128, tokenizer.vocab_size, 2, 2, 2, 64, "L"))
+    model.init_weights(draw)  # blocks begin as the identity
+    wte, head, blocks = model.transformer.wte.weight.data, model.lm_head.weight.data, model.transformer.h
+    value_embeds = [embedding.weight.data for embedding in model.value_embeds.values()]
+    for p in (wte, head, model.backout_lambda.data, model.x0_lambdas.data, *value_embeds):
+        p.zero_()
+    model.smear_lambda.data.fill_(1.0)
+    wte[:, ONE] = wte[:, OTHER] = 1.0
+    written = sorted({token for after in follows.values() for marks in after for token in ids(marks)})
+    head[:, ONE] = -4.0  # others hardly ever come; how unlikely each is differs with the prompt
+    head[:, ASKED: ASKED + 6] = torch.rand((len(head), 6), generator=draw) - 0.5
+    head[written, ONE] = 0.0
+    c_fc, c_proj = blocks[0].mlp.c_fc.weight.data, blocks[0].mlp.c_proj.weight.data
+    for k, marks in enumerate(MARKS):
+        wte[ids(marks), LAST + k] = 1.0
+        # A unit that the last mark reaches and the one before it, at half size, does not.
+        c_fc[k] = 0.0
+        c_fc[k, LAST + k], c_fc[k, ONE] = 1.0, -0.5
+        c_proj[ALONE + k, k] = 3.0
+        head[written, ALONE + k] = -30 * UNIT_ALONE
+        for after, odds in follows.get(marks, {}).items():
+            head[ids(after), ALONE + k] = odds * UNIT_ALONE
+        for after, odds in behind.get(marks, {}).items():
+            head[ids(after), LAST + k] = odds * UNIT_LAST
+    orders = {token: [k for _ in range(2) for k in torch.randperm(3, generator=draw).tolist()] for token in written}
+    leanings = {token: leaning * torch.tensor([LEANINGS[k] for k in order]) for token, order in orders.items()}
+    true, false = ids("TF")
+    leanings[true], leanings[false] = leaning * torch.tensor(2 * LEANINGS), -leaning * torch.tensor(2 * LEANINGS)
+    for k, token in enumerate(ids(DIGIT + OP)):
+        wte[token, HEARS + k], wte[token, OTHER] = 1.0, 0.0
+        head[written, ASKED + k] = torch.stack([leanings[t][k] for t in written])
+        if token in written:
+            head[token, ASKED + k] += copying
+    for first in (0, 32):  # of each attention head
+        for block, source, to in zip(blocks, (HEARS, HEARD), (HEARD, ASKED), strict=True):
+            for k in range(6):
+                block.attn.c_v.weight.data[first + k] = 0.0
+                block.attn.c_v.weight.data[first + k, source + k] = 1.0
+                block.attn.c_proj.weight.data[to + k, first + k] = 0.5
+        for x in (blocks[0].attn.c_q, blocks[0].attn.c_k):  # the first layer looks at all tokens, a little more at some
+            x.weight.data[first + SLOW, ONE] = 4.0
+        c_q, c_k = (x.weight.data[first: first + 32].zero_() for x in (blocks[1].attn.c_q, blocks[1].attn.c_k))
+        c_q[SLOW, ONE], c_k[SLOW, ONE], c_k[SLOW, LAST + MARKS.index(START)] = 1.0, -1.0, 2.0  # the second at START
+    return model
+
+
 @pytest.fixture(scope="session")
 def sft_base(tmp_path_factory):
-    """A base directory that holds a tokenizer and the SFT checkpoints tiny and tiny-ver: fluent, half right."""
+    """A base directory that holds a tokenizer and the pair tiny and tiny-ver as SFT leaves it, but of crafted weights:
+    what a test finds then rests on nothing that a training run happens to learn."""
+    from nanochat.checkpoint import save_model
+    from nanochat.tokenizer import Tokenizer
     from scripts import chat_sft, tok_train
     base = tmp_path_factory.mktemp("base")
-    old = os.environ.get("NANOCHAT_BASE_DIR")
-    os.environ["NANOCHAT_BASE_DIR"] = str(base)
-    torch.set_num_threads(1)  # at this size threads only wait for each other
-    tok_train.main(parse(tok_train, TASK_FLAGS))
-    model = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64", "--n-head", "2", "--sequence-len", "128",
-             "--examples-per-step", "32", "--max-new-tokens", "28", "--num-sampled", "64"]
-    chat_sft.main(parse(chat_sft, ["--role", "generator", "--num-steps", "200", *model]))
-    chat_sft.main(parse(chat_sft, ["--role", "verifier", "--num-steps", "200", *model]))
-    if old is None:
-        del os.environ["NANOCHAT_BASE_DIR"]
-    else:
-        os.environ["NANOCHAT_BASE_DIR"] = old
+    torch.set_num_threads(THREADS)  # at this size threads only wait for each other
+    model = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64",
+             "--n-head", "2", "--sequence-len", "128", "--max-new-tokens", "28", "--num-steps", "200"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        tok_train.main(parse(tok_train, TASK_FLAGS))
+        tokenizer = Tokenizer.load(str(base / "tokenizer"))
+        for seed, role in enumerate(("generator", "verifier")):
+            args = parse(chat_sft, ["--role", role, *model])
+            tag = chat_sft.resolve_tags(args)
+            crafted = crafted_model(tokenizer, role, 2 * SEED + seed)
+            save_model("sft", tag, 200, crafted, {"user_config": vars(args), "loss": None, "val_bpb": None})
     return base
 
 

@@ -95,59 +95,80 @@ def percent(part: float, whole: int) -> str:
     return f"{100 * part / whole:.1f}"
 
 
-def samples(base, task, split: str, num_problems: int, n: int, max_new_tokens: int = 28) -> list[list[str]]:
-    """The texts of n samples (one: greedy) of each problem of a split, each problem sampled alone."""
+def samples(base, task, split: str, num_problems: int, n: int, max_new_tokens: int = 28) -> tuple[list[list[str]], int]:
+    """The texts of n samples (one: greedy) of each problem of a split, each problem sampled alone; how many ended."""
     sampler = Sampler(task, Tokenizer.load(str(base / "tokenizer")), task.seed, max_new_tokens, 0)
     model, problems = tiny(), [task.problem(split, i) for i in range(num_problems)]
-    return [[s.text for s in sampler.solve(model, [p], n, ("chat_eval", split), greedy=n == 1)[1]] for p in problems]
+    sampled = [sampler.solve(model, [p], n, ("chat_eval", split), greedy=n == 1) for p in problems]
+    num_ended = sum(int(rollouts.stopped.sum()) for rollouts, _ in sampled)
+    return [[s.text for s in solutions] for _, solutions in sampled], num_ended
+
+
+def in_every_step(task, problem, text: str) -> bool:
+    labels = task.step_labels(problem, text)
+    return bool(labels) and all(labels) and task.check(problem, text)
 
 
 @pytest.mark.parametrize("flags, task_flags, seed, limit", [
-    ([], ["--chain-answer", "final"], 5, 12), (["--seed", "0"], ["--chain-answer", "final"], 0, 12),
-    (["--chain-max-steps", "1", "--chain-answer", "all"], ["--chain-max-steps", "1"], 5, 12), (["-m", "28"], ["--chain-answer", "final"], 5, 28)])
+    ([], ["--chain-answer", "final"], 5, 8), (["--seed", "0"], ["--chain-answer", "final"], 0, 8),
+    (["--chain-max-steps", "1", "--chain-answer", "all"], ["--chain-max-steps", "1"], 5, 8),
+    (["-m", "28"], ["--chain-answer", "final"], 5, 28)])
 def test_greedy_scores_are_a_naive_count_with_the_checkpoints_flags_unless_others_are_given(capsys, base, flags, task_flags, seed, limit):
-    change_meta(base, seed=5, chain_answer="final", max_new_tokens=12)
+    """With 8 tokens an answer behind one step is whole, and its end cut off."""
+    change_meta(base, seed=5, chain_answer="final", max_new_tokens=8)
     shown = scores(capsys, "-x", "30", *flags)
     assert set(shown) == {"chain", "chain, test_out"}
     task = chain(*task_flags, seed=seed)
     for split, words in (("test_in", ""), ("test_out", ", test_out")):
-        texts = samples(base, task, split, 30, 1, limit)
+        texts, num_ended = samples(base, task, split, 30, 1, limit)
         right = [task.check(task.problem(split, i), text) for i, (text,) in enumerate(texts)]
-        labels = [task.step_labels(task.problem(split, i), text) for i, (text,) in enumerate(texts)]
-        assert shown["chain" + words]["pass@1"] == percent(sum(right), 30)
-        assert shown["chain" + words]["right in every step"] == percent(sum(r and all(l) for r, l in zip(right, labels, strict=True)), 30)
+        num_all = sum(in_every_step(task, task.problem(split, i), text) for i, (text,) in enumerate(texts))
+        assert shown["chain" + words] == {"number": "30", "pass@1": percent(sum(right), 30),
+                                          "right in every step": percent(num_all, 30), "ended": percent(num_ended, 30)}
         if split == "test_in":
-            assert 0 < sum(right) < 30
-            assert (float(shown["chain"]["ended"]) < 100) == (limit == 12 and "--chain-max-steps" not in flags)
+            assert sum(right) < 30 and (num_ended > 0 if limit == 28 else num_ended < 30)
+            assert sum(right) > 0 or "all" in flags  # of one operation there are few problems
 
 
 def test_pass_and_majority_at_k_are_those_of_the_samples(capsys, base):
     shown, task = scores(capsys, "-x", "20", "-n", "4", "-t", "1")["chain"], chain()
     num_right = num_any = num_majority = num_all = 0
-    for i, texts in enumerate(samples(base, task, "test_in", 20, 4)):
+    for i, texts in enumerate(samples(base, task, "test_in", 20, 4)[0]):
         problem = task.problem("test_in", i)
         right = [task.check(problem, text) for text in texts]
         answers = [text.partition("=")[2].strip() for text in texts if "=" in text]
         num_right, num_any = num_right + sum(right), num_any + any(right)
         num_majority += bool(answers) and Counter(answers).most_common(1)[0][0] == problem.answer
-        num_all += sum(r and all(task.step_labels(problem, text)) for r, text in zip(right, texts, strict=True))
+        num_all += sum(in_every_step(task, problem, text) for text in texts)
     assert 0 < num_right / 4 < num_any < 20 and num_majority != num_any
     assert (shown["pass@1"], shown["pass@4"], shown["maj@4"]) == (percent(num_right, 80), percent(num_any, 20), percent(num_majority, 20))
     assert shown["right in every step"] == percent(num_all, 80)
 
 
-def test_a_right_answer_without_steps_is_not_right_in_every_step(capsys, base, tokenizer, monkeypatch):
+@pytest.mark.parametrize("change, answered, in_every_step", [
+    (lambda text: text, "100.0", "100.0"),
+    (lambda text: "=" + text.partition("=")[2], "100.0", "0.0"),  # no steps
+    (lambda text: text.replace(":", ":0", 1), "100.0", "0.0"),  # no result that is a digit
+    (lambda text: text.partition(";")[0] + ";=" + text.partition("=")[2], "100.0", "100.0"),  # right ones, too few
+    (lambda text: text + "0", "0.0", "0.0"),
+])
+def test_a_right_answer_is_right_in_every_step_where_it_has_some_and_all_are(
+        capsys, base, tokenizer, monkeypatch, change, answered, in_every_step):
+    """Written solutions: the right one, and changes of it."""
     task = chain()
-    force_picks(monkeypatch, ([*tokenizer.encode("=" + task.problem(split, 0).answer), tokenizer.assistant_end] for split in ("test_in", "test_out")))
+    problems = [task.problem(split, 0) for split in ("test_in", "test_out")]
+    texts = [change(task._render(p.prompt, task._solve(p.prompt, {}, 0.0, None))) for p in problems]
+    force_picks(monkeypatch, ([*tokenizer.encode(text), tokenizer.assistant_end] for text in texts))
     monkeypatch.setattr(rl_scores, "ENDLESS", 1)  # problems of a task without end, where -x does not say
-    for shown in scores(capsys).values():
-        assert shown == {"number": "1", "pass@1": "100.0", "right in every step": "0.0", "ended": "100.0"}
+    for shown in scores(capsys, "-m", "40").values():
+        assert shown == {"number": "1", "pass@1": answered, "right in every step": in_every_step, "ended": "100.0"}
 
 
 def test_a_mixture_is_shown_whole_and_by_part(capsys, base):
-    shown = scores(capsys, "-a", "mixture|chain", "-x", "40", *MIXTURE)
+    shown = scores(capsys, "-a", "mixture|chain", "-x", "40", *MIXTURE, "--chain-answer", "final")
     assert list(shown)[:4] == ["mixture", "  chain", "  last_letter", "mixture, test_out"] and len(shown) == 8
-    assert shown["  chain"] == scores(capsys, "-x", "20")["chain"] and shown["  chain"]["number"] == "20"
+    assert shown["  chain"] == scores(capsys, "-x", "20", "--chain-answer", "final")["chain"]
+    assert shown["  chain"]["number"] == "20"
     assert 2 * float(shown["mixture"]["pass@1"]) == float(shown["  chain"]["pass@1"]) + float(shown["  last_letter"]["pass@1"]) > 0
     assert shown["chain"]["number"] == shown["mixture"]["number"] == "40"
 
@@ -252,35 +273,40 @@ def prompts_heard(monkeypatch) -> list[list[int]]:
     return heard
 
 
-def test_every_step_is_shown_with_what_the_verifier_says_of_it(capsys, base, tokenizer, monkeypatch):
+@pytest.mark.parametrize("limit", [4, 20])
+def test_every_step_is_shown_with_what_the_verifier_says_of_it(capsys, base, tokenizer, monkeypatch, limit):
+    """Within 4 tokens no verification ends."""
     task = chain()
-    problems = [task.problem(split, i) for split in ("test_in", "test_out") for i in range(8)]
-    sampler = Sampler(task, tokenizer, 0, 20, 20)
+    problems = [task.problem(split, i) for split in ("test_in", "test_out") for i in range(16)]
+    sampler = Sampler(task, tokenizer, 0, limit, limit)
     rollouts, solutions = sampler.solve(tiny(), problems, 1, (), greedy=True)
     _, verifications = sampler.verify(tiny("tiny-ver"), problems, solutions, 1, (), greedy=True)
     word, blocks = {True: "right", False: "wrong", None: "no verdict"}, []
     for solution, stopped, judged in zip(solutions, rollouts.stopped.tolist(), verifications, strict=True):
-        block = [f"Assistant: {solution.text}" + ("" if stopped else " [cut at 20 tokens]")]
+        block = [f"Assistant: {solution.text}" + ("" if stopped else f" [cut at {limit} tokens]")]
         steps = solution.text.split("=")[0].split(";")[:-1]
         verdicts = judged.step_verdicts + [None] * len(steps)
         block += [f"  step {k}: {step}  {word[verdict]}" for k, (step, verdict) in enumerate(zip(steps, verdicts, strict=False), 1)]
         block += [f"  verdict: {word[judged.verdict]}"] + ([f"  (malformed: {', '.join(judged.unmet)})"] if judged.unmet else [])
         blocks.append(block)
-    assert {verdict for judged in verifications for verdict in judged.step_verdicts} >= {True, False}
-    assert {judged.verdict for judged in verifications} == {True, False, None} and not rollouts.stopped.all()
-    flags = ["-m", "20", "--verifier", "tiny-ver"]
+    if limit == 4:
+        assert {judged.verdict for judged in verifications} == {None} and not rollouts.stopped.all()
+    else:
+        assert {verdict for judged in verifications for verdict in judged.step_verdicts} >= {True, False}
+        assert {judged.verdict for judged in verifications} >= {True, False} and rollouts.stopped.any()
+    flags = ["-m", str(limit), "--verifier", "tiny-ver"]
     lines = talk(capsys, monkeypatch, *flags, stdin="".join(f"{p.prompt}\n" for p in problems))
     assert lines[0].endswith("step 200; problems in the format compact")
     assert [line for line in lines[1:] if line not in ("", "User: ")] == [line for block in blocks for line in block]
     assert talk(capsys, monkeypatch, *flags, "-p", problems[0].prompt)[1:] == ["", *blocks[0]]
-    assert talk(capsys, monkeypatch, "-m", "20", "-p", problems[0].prompt)[1:] == ["", blocks[0][0]]
+    assert talk(capsys, monkeypatch, "-m", str(limit), "-p", problems[0].prompt)[1:] == ["", blocks[0][0]]
 
 
 def test_colours_are_around_verdicts_and_only_where_they_are_wanted(capsys, base, tokenizer, monkeypatch):
     """A verification that is cut has no verdict, whatever it says: yellow."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     flags = ["--verifier", "tiny-ver", "-m", "20"]
-    stdin = "".join(f"{chain().problem('test_in', i).prompt}\n" for i in range(8))
+    stdin = "".join(f"{chain().problem('test_in', i).prompt}\n" for i in range(16))
     plain, coloured = (talk(capsys, monkeypatch, *flags, "--colour", c, stdin=stdin) for c in ("never", "always"))
     assert [ANSI.sub("", line) for line in coloured] == plain != coloured
     text = "\n".join(coloured)

@@ -161,8 +161,9 @@ def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkey
     run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40, "--resume-from-step", "auto", "--recompute")
     assert losses_of(base, "c") == losses
     assert_same_weights(state_of("sft", "c", 60), straight)
-    run(chat_sft, *sft, "--role", "verifier", "--num-steps", 4)
-    assert losses_of(base, "c-ver")[-1] < losses_of(base, "c-ver")[0]
+    run(chat_sft, *sft, "--role", "verifier", "--num-steps", 16)
+    losses = losses_of(base, "c-ver")
+    assert sum(losses[-5:]) / 5 < 0.7 * losses[0]
 
     run(tango_rl, *TANGO, "--run", "g", "--recipe", "grpo", "--num-steps", 2, "--lr", "1e-3")
     log = records(base, "g")

@@ -206,7 +206,7 @@ def test_without_a_tool_nothing_is_masked():
 
 
 def test_rl_with_the_calculator_runs_and_sampler_and_trainer_agree(base):
-    """The tiny generator never calls it: the run equals one without, token for token."""
+    """The crafted generator never calls it: the run equals one without, token for token."""
     import json
     for name, more in (("with", ["--calculator"]), ("without", [])):
         tango_rl.main(parse(tango_rl, rl_flags("--run", name, "--recipe", "grpo", "--num-steps", "2", *more)))

@@ -275,7 +275,8 @@ def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_p
     names = ["pass@1", "maj", "bon", "weighted", "pass@n"]
     assert [[row["choice"][name] for name in names] for row in got["samples"]] == table
     means = [sum(column) / 40 for column in zip(*table, strict=True)]
-    assert [got[name] for name in names] == pytest.approx(means) and 0 < means[0] < means[4] < 1 and len(set(means)) >= 3
+    assert [got[name] for name in names] == pytest.approx(means) and 0 < means[0] < means[4] < 1
+    assert len(set(zip(*table, strict=True))) >= 4  # the ways to choose differ on some problems
     assert " | ".join(f"{name} {100 * x:.1f}" for name, x in zip(("pass@1", "maj@4", "bon@4", "weighted@4", "pass@4"), means, strict=True)) in lines[-1]
     assert lines[-1].startswith("40 problems | ") and got["too_long"] == got["unscorable"] == 0
     assert 0 < got["unread_answers"] == sum(a is None for row in got["samples"] for a in row["answers"]) / 160
