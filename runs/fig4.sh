@@ -3,16 +3,17 @@
 # GRPO also in its own learning rate); then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
-# Arms also come as grpo_<lr> (grpo_2e-4), alpha_<0.x> and ng_<1 to 10>.
+# Arms also come as grpo_<lr> (grpo_2e-4), alpha_<0.x> and ng_<1 to 10>, and as other recipes: prime, dpo, spin.
 #   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores (last_letter: an hour, mixture: two)
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
 set -euof pipefail
-TASK=chain SEEDS="1 2 3" STEPS=default ARMS=default OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
+LIST= TASK=chain SEEDS="1 2 3" STEPS=default ARMS=default OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
 JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_2e-4 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
 no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
+OTHERS="prime dpo spin"
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
@@ -20,7 +21,7 @@ while [ $# -gt 0 ]; do
     [ $# -gt 1 ] || refuse "$1: needs a value (--task, --seeds, --steps, --arms, --out, --list)"
     case $1 in
         --task) TASK=$2 ;; --seeds) SEEDS=$2 ;; --steps) STEPS=$2 ;; --arms) ARMS=$2 ;; --out) OUT=$2 ;;
-        --list) [ "$2" = ablations ] || refuse "--list $2: there is ablations"; echo $ABLATIONS; exit ;;
+        --list) LIST=$2 ;;
         *) refuse "$1: there are --task, --seeds, --steps, --arms, --out, --list" ;;
     esac
     shift 2
@@ -32,29 +33,42 @@ CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong ch
 # SFT shows up to 5 words, and 1 demonstration in 20 of up to 12: after it (seed 0) lists of 2 to 5 are solved, 6 to 8 now and then, 9 and 10 not.
 WORDS="--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
 LONG="--sequence-len 576 --max-new-tokens 208"
-LONG_RL="--max-new-tokens 208 --verifier-max-new-tokens 224 --eval-examples 200"
+LONG_RL="--max-new-tokens 208 --eval-examples 200" LONG_VERDICT="--verifier-max-new-tokens 224" VERDICT=""
 VERIFIER_SFT=""  # later flags override earlier ones, here and below
 case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/LOG.md)
     chain)
         TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS=""
-        TASK_RL="--lr 2e-4 --alpha-start 0.5 --alpha-end 0.05" GRPO_FLAGS="--lr 4e-4" TASK_STEPS=60 ;;
+        TASK_RL="--lr 2e-4" ALPHA="--alpha-start 0.5 --alpha-end 0.05" GRPO_FLAGS="--lr 4e-4" TASK_STEPS=60 ;;
     last_letter)  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         TASK_FLAGS="--task last_letter $WORDS" SFT_FLAGS=$LONG
-        TASK_RL="$LONG_RL --lr 1e-4 --alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
+        TASK_RL="$LONG_RL --lr 1e-4" VERDICT=$LONG_VERDICT ALPHA="--alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
     mixture)  # both in one run, with longer chains of which more is taught wrongly
         TASK_FLAGS="--task mixture $CHAIN --chain-share 0.5 --chain-min-steps 4 --chain-max-steps 12 $WORDS"
         SFT_FLAGS="$LONG --num-steps 1000" VERIFIER_SFT="--num-steps 2500"  # after 1000 it objects to little on last_letter (dev/LOG.md)
-        TASK_RL="$LONG_RL --lr 2e-4 --alpha-start 0.3 --alpha-end 0.03" GRPO_FLAGS="--lr 1e-4" TASK_STEPS=100 ;;
+        TASK_RL="$LONG_RL --lr 2e-4" VERDICT=$LONG_VERDICT ALPHA="--alpha-start 0.3 --alpha-end 0.03" GRPO_FLAGS="--lr 1e-4" TASK_STEPS=100 ;;
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
 [[ $JOBS =~ ^[1-9][0-9]*$ ]] || refuse "JOBS $JOBS: must be a number from 1"
 [ "$STEPS" != default ] || STEPS=$TASK_STEPS
 [ "$ARMS" != default ] || ARMS=$MAIN
 [[ $STEPS =~ ^[1-9][0-9]*$ ]] || refuse "--steps $STEPS: must be a number from 1"
-RL_FLAGS="--warmup-steps $WARMUP --eval-every 10 --kl-coef 0 --verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4 $TASK_RL"
+RL_FLAGS="--eval-every 10 --kl-coef 0 $TASK_RL"
+JUDGING="$VERDICT --verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"  # what trains a verifier
 
+role_flags() {  # arm, tag of its verifier: the flags of its recipe that the other arms of the recipe have too
+    case $1 in
+        grpo*|prime|dpo|spin) ;;
+        gold_steps) echo "$ALPHA" ;;
+        fixed_verifier) echo "--verifier-tag $2 $VERDICT $ALPHA" ;;
+        fixed_generator) echo "--verifier-tag $2 $JUDGING" ;;
+        *) echo "--verifier-tag $2 --warmup-steps $WARMUP $JUDGING $ALPHA" ;;
+    esac
+}
 arm_flags() {  # what makes an arm
     case $1 in
+        prime) echo "--recipe prime --lr 1e-4 --prm-lr 1e-4 --process-norm none" ;;
+        dpo) echo "--recipe dpo --lr 1e-4" ;;
+        spin) echo "--recipe spin --lr 3e-5" ;;
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
         grpo_[1-9]e-[1-9]) echo "--recipe grpo --lr ${1#grpo_}" ;;
         tango|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
@@ -83,7 +97,7 @@ verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, 
         large_verifier) echo "-large --depth 6 --n-embd 192 --n-head 6" ;;
     esac
 }
-for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(printf '%s\n' $MAIN $ABLATIONS | awk '!seen[$0]++' | xargs)"; done
+for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(printf '%s\n' $MAIN $ABLATIONS $OTHERS | awk '!seen[$0]++' | xargs)"; done
 for seed in $SEEDS; do [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "--seeds $seed: must be numbers from 0"; done
 for list in "--seeds $SEEDS" "--arms $ARMS"; do
     words=(${list#* })
@@ -91,13 +105,24 @@ for list in "--seeds $SEEDS" "--arms $ARMS"; do
     [ -z "$(printf '%s\n' "${words[@]}" | sort | uniq -d)" ] || refuse "$list: something is there twice"
 done
 
+sft_tag() { local ending; read -r ending _ <<< "$(verifier_of "${2:-}")"; echo "$TASK-s$1${2:+-ver$ending}"; }  # seed [arm]: the checkpoint's, as below
+flags_of() {  # seed, arm: all of a run's flags
+    echo --model-tag "$(sft_tag "$1")" $(role_flags "$2" "$(sft_tag "$1" "$2")") --seed "$1" --device-type cpu --num-steps "$STEPS" \
+        $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
+}
+case $LIST in
+    "") ;;
+    ablations) echo $ABLATIONS; exit ;;
+    flags) for arm in $(printf '%s\n' $MAIN $ABLATIONS $OTHERS | sort -u); do echo "$arm $(flags_of 0 "$arm")"; done; exit ;;  # of seed 0
+    *) refuse "--list $LIST: there are ablations, flags" ;;
+esac
+
 cd "$(dirname "$0")/.."
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 LOGS=$NANOCHAT_BASE_DIR/logs
 logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
 
-sft_tag() { local ending; read -r ending _ <<< "$(verifier_of "${2:-}")"; echo "$TASK-s$1${2:+-ver$ending}"; }  # seed [arm]: the checkpoint's, as below
 sft_flags() {  # seed [arm]: all flags of the SFT of a seed's generator or, with an arm, of its verifier
     local flags
     read -r _ flags <<< "$(verifier_of "${2:-}")"
@@ -111,9 +136,6 @@ sft() {  # seed [arm]
     local tag flags
     tag=$(sft_tag "$@") flags=$(sft_flags "$@")
     has_model "chatsft_checkpoints/$tag" || { echo "$flags" > "$LOGS/sft-$tag.flags"; logged "sft-$tag" python -m scripts.chat_sft $flags; }
-}
-flags_of() {  # seed, arm: all of a run's flags
-    echo --model-tag "$(sft_tag "$1")" --verifier-tag "$(sft_tag "$1" "$2")" --seed "$1" --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
 }
 rl() {  # seed, arm
     local run=$NAME-$2-s$1 flags
@@ -140,8 +162,8 @@ mkdir -p "$LOGS"
 mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 source runs/setup.sh
 
-export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS
-export -f logged has_model arm_flags verifier_of sft_tag sft_flags flags_of sft rl
+export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS VERDICT JUDGING ALPHA
+export -f logged has_model role_flags arm_flags verifier_of sft_tag sft_flags flags_of sft rl
 each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain

@@ -12,6 +12,7 @@ import sys
 import pytest
 from conftest import RL_FLAGS, TASK_FLAGS, rl_flags
 
+from nanochat import recipes
 from nanochat.common import script_main
 from scripts import chat_sft, tango_rl, tok_train
 
@@ -162,7 +163,7 @@ def fig4(*flags: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("flags, words", [
     (["--task", "sudoku"], ["--task sudoku", "chain", "last_letter", "mixture"]),
-    (["--arms", "tango prime"], ["--arms prime", "grpo", "ng_1"]),
+    (["--arms", "tango nobody"], ["--arms nobody", "grpo", "ng_1"]),
     (["--arms", "alpha_x"], ["--arms alpha_x"]),
     (["--arms", "tango tango"], ["twice"]),
     (["--arms", ""], ["--arms", "empty"]),
@@ -208,3 +209,13 @@ def test_the_experiment_knows_every_ablation_it_lists():
     ablations = fig4("--list", "ablations").stdout.strip()
     assert len(ablations.split()) > 15
     assert "--seeds x: must be numbers" in fig4("--arms", ablations, "--seeds", "x").stderr  # refused for its seed, behind the arms
+
+
+@pytest.mark.parametrize("task", ["chain", "last_letter", "mixture"])
+def test_the_flags_of_every_arm_are_those_of_its_recipe(task):
+    lines = fig4("--task", task, "--list", "flags").stdout.splitlines()
+    assert len(lines) > 25
+    for line in lines:
+        arm, *flags = line.split()
+        args = tango_rl.make_parser(flags).parse_args(flags)
+        assert args.recipe == (arm if arm in recipes.names() else "grpo" if arm.startswith("grpo_") else "tango")
