@@ -268,6 +268,15 @@ def write_json(path: str, record: dict) -> None:
     os.replace(path + ".tmp", path)
 
 
+def finite(value):
+    """The value with None for every number in it that is not finite."""
+    if isinstance(value, dict):
+        return {key: finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(x) for x in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @dataclass
 class Run:
     """One run of a script: its device and ranks, its folder, its log, and the request to stop."""
@@ -302,9 +311,8 @@ class Run:
 
     def append(self, name: str, record: dict) -> None:
         """Appends a line of json to a file of the run; numbers that are not finite become null, as json has none."""
-        known = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
         with open(os.path.join(self.folder, name), "a") as f:
-            f.write(json.dumps(known, allow_nan=False) + "\n")
+            f.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
     def trim(self, name: str, step: int) -> None:
         """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from."""

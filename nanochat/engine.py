@@ -128,7 +128,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     with torch.inference_mode(), model.joined_projections():
         out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop, tool)
     N = len(keys)
-    width = max(int(out.lengths[:N].max()), 1) if N else 0
+    width = max(int(out.lengths[:N].max()), 1) if N else 1
     # Copies, made outside of inference mode: ordinary tensors, that training may keep.
     return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone(),
                    out.forced[:N, :width].clone() if tool else None)

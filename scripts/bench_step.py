@@ -71,7 +71,7 @@ def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tup
 
 def judged_prompts(rollouts: Rollouts) -> list[list[int]]:
     """What the verifier reads of each rollout: the prompt and the solution."""
-    return [rollouts.prompts[g] + completion for g, completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
+    return [rollouts.prompts[g].ids + completion for g, completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
 
 
 def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float]:

@@ -36,7 +36,7 @@ from nanochat.rl.roles import find_starts, load_configs, load_roles, short_name,
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import problems_of
-from nanochat.rl.state import RunState, drop_sets_behind, load_set, save_set, tag_of
+from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
 from tasks import add_task_args, make_task
 
 
@@ -206,7 +206,7 @@ def one_step(t: Play, recipe, counted: str):
     that comes before the first update throws the step away; behind it the step is carried through."""
     t.check_stop()
     before, started, updated = t.state.snapshot(), time.time(), []
-    t.num_drawn, t.sampled, t.metrics, t.seconds, t.has_moved = 0, 0, {}, {}, False
+    t.num_drawn, t.sampled, t.labels, t.metrics, t.seconds, t.has_moved = 0, 0, set(), {}, {}, False
     try:
         record = evaluate_if_due(t, recipe, counted)
         evaluated = time.time()
@@ -215,6 +215,7 @@ def one_step(t: Play, recipe, counted: str):
         t.state.restore(before)
         raise
     state, ended = t.state, time.time()
+    check_memory(state.memory)
     tokens = int(t.reduce(torch.tensor(t.sampled, device=t.device)))
     roles = list(dict.fromkeys(update.role for update in updated))
     if not updated:  # nothing in it to learn from
@@ -253,12 +254,20 @@ def evaluate_if_due(t: Play, recipe, counted: str) -> dict:
     return scores
 
 
-def held_out(t: Play, recipe) -> dict:
-    """The recipe's held-out scores; what they draw belongs to no step."""
+@contextmanager
+def evaluating(t: Play):
+    """What is drawn here belongs to no step."""
     t.evaluating = True
-    scores = recipe.evaluate(t)
-    t.evaluating = False
-    return scores
+    try:
+        yield
+    finally:
+        t.evaluating = False
+
+
+def held_out(t: Play, recipe) -> dict:
+    """The recipe's held-out scores."""
+    with evaluating(t):
+        return recipe.evaluate(t)
 
 
 def seconds_left(t: Play) -> float:
@@ -271,9 +280,10 @@ def start_state(t: Play, recipe) -> None:
     """The evaluation before RL and the health check."""
     started = time.time()
     t.state.before = held_out(t, recipe)
-    t.evaluating = True
-    health_check(t, "generator" if "generator" in t.roles else next(iter(t.roles)))
-    t.evaluating = False
+    solver = next((role for role in ("generator", *t.roles) if any(call.role == role and not call.given for call in t.calls.values())), None)
+    if solver:
+        with evaluating(t):
+            health_check(t, solver)
     t.state.start_seconds = time.time() - started
 
 
@@ -290,7 +300,7 @@ def main(args) -> None:
     resume_step = resolve_resume(args, flag_defaults(make_parser(["--recipe", args.recipe])), rates)
     config = read_config(args.run) if resume_step is not None else {}
     if resume_step is not None:
-        check_recipe_text(args.run, recipes.text_of(args.recipe))
+        check_recipe_text(args.run, getattr(recipe, "text", None))
     uses_wandb(args.run)
     for path in (path_of("runs", args.run), *(path_of("rl", tag_of(args.run, role)) for role in recipe.ROLES)):
         check_writable(path)
@@ -301,6 +311,8 @@ def main(args) -> None:
     dtype = compute_dtype(device)
     starts = find_starts(args, recipe.ROLES, config.get("starts"))
     configs, calls = load_configs(starts), list(recipe.calls(args))
+    if len({call.label for call in calls}) < len(calls):
+        raise BadInput(f"--recipe {args.recipe}: its calls() declare a label twice")
     totals = recipe.updates(args) if hasattr(recipe, "updates") else dict.fromkeys(trained_roles(recipe.ROLES), args.num_steps)
     prompts = check_problems(args, task, tokenizer, calls, configs, device)
     if args.dry_run:
@@ -315,9 +327,11 @@ def main(args) -> None:
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     run = start_run(args, device, {"args": vars(args), "world": world, "shown": shown, "starts": {
         name: asdict(start) for name, start in starts.items()}, **describe_versions()}, resumed=state is not None)
-    if rank == 0 and state is None and recipes.is_file(args.recipe):
+    if state is None:
+        run.remove("recipe.py")  # of a run that came to nothing
+    if rank == 0 and state is None and hasattr(recipe, "text"):
         with open(os.path.join(run.folder, "recipe.py"), "w", encoding="utf-8") as f:
-            f.write(recipes.text_of(args.recipe))
+            f.write(recipe.text)
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k, calculator=args.calculator,
                       max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef, args.entropy_coef)
@@ -326,9 +340,11 @@ def main(args) -> None:
     sampler.should_stop = t.should_stop
     print0(f"run {args.run} in {run.folder}: {recipes.short(args.recipe)} on {world} x {device}"
            + (f", continued behind step {state.step}" if state else ""))
+    is_started = state is not None
     try:
-        if state is None:
+        if not is_started:
             start_state(t, recipe)
+            is_started = True
         run.trim("metrics.jsonl", t.step)
         run.trim("rollouts.jsonl", t.step)
         drop_sets_behind(run, t.step, roles)
@@ -339,7 +355,7 @@ def main(args) -> None:
         after = held_out(t, recipe)
         seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds + time.time() - started
     except StopRequested:
-        if t.state.before:
+        if is_started:
             save_set(run, t.state, roles, args)
         run.finish()
         raise StopRequested(f"stopped behind step {t.step}; go on with --run {args.run} --resume-from-step auto") from None

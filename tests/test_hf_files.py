@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanochat.checkpoint import load_model, save_model
 from nanochat.common import BadInput
 from nanochat.engine import generate
-from nanochat.hf.decoder import files
+from nanochat.hf import files
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import find_folder, read_config, read_model, write_model
 from nanochat.optim import adamw

@@ -186,5 +186,5 @@ def test_a_dry_run_plans_and_writes_nothing(base, capsys):
     assert "--model-tag tiny" in out and "--verifier-tag tiny-ver" in out and "peak: all that stays" in out and "hours if completions" in out
     # 4 problems x 4 samples x 28 and 36 tokens; 4 solutions are judged
     assert "at most: 448 of generator (generator), 576 of verdicts (verifier), 112 of judged (generator), 576 of verifier" in out
-    assert "updates: 4 of the generator, 4 of the verifier" in out  # the warm-up's 2, and 4 * 1 // 2
+    assert "updates: 4 of the generator, 3 of the verifier" in out  # the warm-up of 2, and 1 between phases of 2
     assert sorted(str(path) for path in base.rglob("*")) == before

@@ -25,7 +25,7 @@ from nanochat.rl.prompts import Prompt
 from nanochat.rl.roles import Role
 from nanochat.rl.rollouts import Rollouts, join
 from nanochat.rl.sampling import Sampler
-from nanochat.rl.state import RunState
+from nanochat.rl.state import RunState, check_memory
 from nanochat.rl.trainer import update
 from scripts import tango_rl
 from tasks.common import Problem
@@ -308,3 +308,49 @@ def test_a_recipe_without_a_pool_keeps_no_solutions(base):
     state, = (base / "runs" / "pool").glob("state_*.pt")
     pool = torch.load(state, weights_only=True)["memory"]["pool"]
     assert pool["tokens"].dtype == torch.int64 and len(pool["outcome"]) == 2 * 4 + 16  # two warm-up steps, one of the generator
+
+
+# What a recipe gets wrong
+
+def test_advantages_and_targets_of_another_shape_are_refused():
+    rollouts, t = rollouts_of(), play_of(generator=tiny_model())
+    for advantages in (torch.ones(4, 1), torch.ones(4, 4), torch.ones(3, 5)):
+        with pytest.raises(ValueError, match=r"advantages have the shape .* the rollouts' tokens \(4, 5\)"):
+            apply_update(t, Update("generator", [(rollouts, advantages)]))
+    with pytest.raises(ValueError, match="targets have the shape"):
+        t.logprobs("generator", rollouts, targets=torch.zeros(4, 4, dtype=torch.long))
+
+
+def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
+    check_memory({"pool": {"tokens": torch.ones(2)}, "phase": "warmup", "n": [1, 2.0], "none": None})
+    for value in (PROBLEMS[0], {1, 2}, torch.device("cpu"), [PROBLEMS[0]]):
+        with pytest.raises(ValueError, match=r"memory\['x'\].* is a "):
+            check_memory({"x": value})
+
+
+def test_what_is_no_number_is_not_logged():
+    with pytest.raises(ValueError, match="loss of the generator is a Tensor"):
+        play_of(generator=tiny_model()).log("generator", {"loss": torch.ones(())})
+
+
+def test_evaluations_take_no_problem_from_training():
+    t = play_of(generator=tiny_model())
+    t.sampler.task = SimpleNamespace(problem=lambda split, index: (split, index))
+    t.args.examples_per_step = 2
+    t.evaluating = True
+    assert t.problems() == t.problems() == [("rl", 0), ("rl", 1)] and t.num_drawn == 0
+    t.evaluating = False
+    assert t.problems() == [("rl", 0), ("rl", 1)] and t.problems(3) == [("rl", 2), ("rl", 3), ("rl", 4)] and t.num_drawn == 5
+
+
+def test_a_snapshot_carries_its_step_through():
+    t = play_of(generator=tiny_model(), opponent=tiny_model(1))
+    t.copy_weights("generator", "opponent")
+    assert t.has_moved
+    for ours, theirs in zip(t.roles["opponent"].model.parameters(), t.roles["generator"].model.parameters(), strict=True):
+        assert torch.equal(ours, theirs) and ours is not theirs
+
+
+def test_numbers_deep_in_a_record_are_null_too(tmp_path):
+    Run("r", CPU, 0, 1, str(tmp_path)).append("rollouts.jsonl", {"step": 0, "advantages": [1.0, math.inf], "more": {"x": math.nan}})
+    assert json.loads((tmp_path / "rollouts.jsonl").read_text()) == {"step": 0, "advantages": [1.0, None], "more": {"x": None}}

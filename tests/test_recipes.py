@@ -272,3 +272,22 @@ def test_a_run_of_before_recipes_were_files_is_refused_in_one_line(base):
         torch.save(state, path)
     with pytest.raises(BadInput, match="before recipes were files"):
         train("grpo", "--run", "r", "--resume-from-step", "auto")
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ('"verifier": RoleSpec(', '"general": RoleSpec(', "the same first three letters"),
+    ('RoleSpec("--model-tag")', 'RoleSpec("--model-tag", trained=False)', "none of its roles is trained"),
+    ('Call("verifier", "verdicts"', 'Call("verifier", "solutions"', "declare a label twice")])
+def test_roles_and_calls_that_clash_are_refused(capsys, base, own, old, new, words):
+    own.write_text(own.read_text().replace(old, new))
+    flags = flags_of(str(own), "--run", "mine") if "label" in words else ["--recipe", str(own)]
+    with pytest.raises(SystemExit) as stop:
+        script_main(tango_rl.main, tango_rl.make_parser, flags)
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and line.startswith(f"error: --recipe {own}: ") and words in line and line.count("\n") == 1
+
+
+def test_a_label_is_drawn_once_in_a_step(base, own):
+    own.write_text(own.read_text().replace("def play(t):  # one step\n", "def play(t):\n    t.solve(\"generator\", t.problems(), 2, \"solutions\")\n"))
+    with pytest.raises(ValueError, match="'solutions' twice in a step"):
+        train(str(own), "--run", "mine")

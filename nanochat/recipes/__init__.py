@@ -11,13 +11,16 @@ and where it needs them: add_args(group) for flags of its own, check(args, task)
 of each role in a whole run, eval_step(t) -> the number that --eval-every divides, SHOWN: metrics of the line per step, TABLE:
 scores of the final table with their words.
 """
-import importlib.util
+import functools
+import importlib
 import os
 import pkgutil
 import re
+import sys
 from types import ModuleType
 
 from nanochat.common import BadInput
+from nanochat.rl.roles import short_name, trained_roles
 
 NEEDED = ("TAGS", "ROLES", "calls", "play", "evaluate")
 
@@ -34,30 +37,46 @@ def is_file(name: str) -> bool:
 
 def load(name: str) -> ModuleType:
     """The recipe of this name, or in this file. Raises BadInput for one that is unknown or lacks a part."""
-    if not is_file(name):
-        if name not in names():
-            raise BadInput(f"--recipe {name}: there are {', '.join(names())}, and files (a path that ends in .py)")
-        return importlib.import_module(f"{__name__}.{name}")
-    if not os.path.isfile(name):
-        raise BadInput(f"--recipe {name}: no such file")
-    spec = importlib.util.spec_from_file_location(f"recipe_{re.sub(r'[^0-9A-Za-z]', '_', short(name))}", name)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever the file does wrong
-        raise BadInput(f"--recipe {name}: {type(error).__name__}: {error}") from None
+    if is_file(name):
+        module = run_file(name, read_text(name))
+    elif name in names():
+        module = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise BadInput(f"--recipe {name}: there are {', '.join(names())}, and files (a path that ends in .py)")
     missing = [part for part in NEEDED if not hasattr(module, part)]
     if missing:
         raise BadInput(f"--recipe {name}: has no {', '.join(missing)}")
+    roles = list(module.ROLES)
+    if len({short_name(role) for role in roles}) < len(roles):
+        raise BadInput(f"--recipe {name}: of its roles {', '.join(roles)} two have the same first three letters, under which "
+                       f"checkpoints and metrics stand")
+    if not trained_roles(module.ROLES):
+        raise BadInput(f"--recipe {name}: none of its roles is trained")
     return module
 
 
-def text_of(name: str) -> str | None:
-    """The text of a recipe outside of the repository, None for one of it."""
-    if not is_file(name):
-        return None
-    with open(name, encoding="utf-8") as f:
-        return f.read()
+@functools.cache
+def run_file(name: str, text: str) -> ModuleType:
+    """A module of this text, which it keeps as `text`. Raises BadInput for whatever the text does wrong."""
+    module = ModuleType(f"recipe_{re.sub(r'[^0-9A-Za-z]', '_', short(name))}")
+    module.__file__, module.text = name, text
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    try:
+        exec(compile(text, name, "exec"), module.__dict__)
+    except Exception as error:
+        raise BadInput(f"--recipe {name}: {type(error).__name__}: {error}") from None
+    return module
+
+
+def read_text(name: str) -> str:
+    """The text of a file. Raises BadInput."""
+    try:
+        with open(name, encoding="utf-8") as f:
+            return f.read()
+    except FileNotFoundError:
+        raise BadInput(f"--recipe {name}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--recipe {name}: cannot be read: {error}") from None
 
 
 def short(name: str) -> str:

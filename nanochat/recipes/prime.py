@@ -133,6 +133,8 @@ def play(t: Play):
     solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
     solutions.columns = {"outcome": t.check(solutions)}
     rollouts = filtered(t, solutions)
+    if not t.reduce(torch.tensor(len(rollouts), device=t.device)):
+        return  # on no rank a problem that is neither too easy nor too hard
     ref_logprobs = t.logprobs("prm", rollouts, reference=True)
     q = t.logprobs("prm", rollouts) - ref_logprobs                                           # (N, T)
     log_judge(t, rollouts, q)

@@ -34,6 +34,7 @@ TABLE = {"gen/pass1_in": "generator greedy pass@1, in distribution",
 
 def add_args(group) -> None:
     add_pair_args(group)
+    group.set_defaults(kl_coef=0.0)  # no reference is kept
     group.add_argument("--iteration-steps", type=int, default=50, help="updates of an iteration, against one opponent")
 
 

@@ -100,7 +100,8 @@ def check(args, task) -> None:
 # What a run is made of
 
 def updates(args) -> dict[str, int]:
-    return {"generator": args.num_steps, "verifier": args.warmup_steps + args.num_steps * args.verifier_steps // args.generator_steps}
+    phases = max(0, args.num_steps - 1) // args.generator_steps  # of the verifier: the run ends with a generator step
+    return {"generator": args.num_steps, "verifier": args.warmup_steps + phases * args.verifier_steps}
 
 
 def solution_calls(args) -> list[Call]:

@@ -74,12 +74,23 @@ def verifier_scores(t: Play, generator: str, verifier: str, split: str, completi
     return gathered_verdict_scores(t, solutions, t.check(solutions), verifications)
 
 
+def padded(rows: list[list[int]]) -> torch.Tensor:
+    """Token ids of several lengths as one tensor, -1 behind each: lists of ints are slow to copy. -> (N, T) int64"""
+    width = max(map(len, rows), default=1)
+    return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.long).view(len(rows), width)
+
+
+def cut(rows: torch.Tensor) -> list[list[int]]:
+    """The inverse of `padded`."""
+    return [[token for token in row if token >= 0] for row in rows.tolist()]
+
+
 def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verifier") -> dict:
     """pass@1 of a generator, and <score>_{fixed,fixed_out,current} of a verifier. fixed: on solutions that the starting
     generator sampled, the same in the whole run; current: on those that the present one samples in distribution."""
     if "fixed_solutions" not in t.memory:
-        t.memory["fixed_solutions"] = {split: sampled_solutions(t, generator, split, "fixed") for split in SPLITS}
-    fixed, scores = t.memory["fixed_solutions"], pass_at_1(t, generator)
+        t.memory["fixed_solutions"] = {split: padded(sampled_solutions(t, generator, split, "fixed")) for split in SPLITS}
+    fixed, scores = {split: cut(rows) for split, rows in t.memory["fixed_solutions"].items()}, pass_at_1(t, generator)
     current = sampled_solutions(t, generator, "test_in", "current")
     judged = {"fixed": ("test_in", fixed["test_in"]), "fixed_out": ("test_out", fixed["test_out"]), "current": ("test_in", current)}
     for kind, (split, completions) in judged.items():

@@ -60,7 +60,9 @@ class Update(NamedTuple):
 
 @dataclass
 class Play:
-    """One run as a recipe sees it. `totals` are the updates of each role in a whole run, `calls` what the recipe declares
+    """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: sampling, scoring,
+    gathering and logging of means wait for each other. What a recipe draws itself comes from random.Random of the seed and the
+    step, not from torch's global generator. `totals` are the updates of each role in a whole run, `calls` what the recipe declares
     that it samples. What a step draws and logs is collected here until the step is over."""
     args: object
     run: Run
@@ -71,9 +73,10 @@ class Play:
     state: RunState
     loss: PolicyLoss
     evaluating: bool = False  # draws then belong to no step, and are not counted
-    has_moved: bool = False   # an update of this step was made: it is carried through
+    has_moved: bool = False   # weights were changed in this step: it is carried through
     num_drawn: int = 0        # problems taken in this step
     sampled: int = 0          # tokens of this rank in this step
+    labels: set[str] = field(default_factory=set)  # what was drawn in this step
     metrics: dict = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -91,7 +94,7 @@ class Play:
 
     @property
     def memory(self) -> dict:
-        """Plain values and tensors that are saved with the run: pools, averages, the phase."""
+        """Plain values and tensors on CPU that are saved with the run: pools, averages, the phase."""
         return self.state.memory
 
     @property
@@ -111,13 +114,14 @@ class Play:
     # Problems and prompts
 
     def problems(self, num: int | None = None, split: str = "rl") -> list[Problem]:
-        """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another split."""
+        """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another split. In
+        an evaluation the next ones stay the next."""
         rank, world = self.run.rank, self.run.world
+        num = self.args.examples_per_step if num is None else num
         if split != "rl":
             return problems_of(self.task, split, num)[rank::world]
-        num = self.args.examples_per_step if num is None else num
         first = self.state.cursor + self.num_drawn
-        self.num_drawn += num
+        self.num_drawn += 0 if self.evaluating else num
         return [self.task.problem("rl", i) for i in range(first + rank, first + num, world)]
 
     def solve_prompts(self, problems: list[Problem]) -> list[Prompt]:
@@ -146,7 +150,7 @@ class Play:
         self.check_stop()
         if not self.evaluating:
             self.sampled += int(rollouts.lengths.sum())
-        self.add_seconds(short_name(role), started)
+            self.add_seconds(short_name(role), started)
         return rollouts
 
     def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *, greedy: bool = False) -> Rollouts:
@@ -186,6 +190,9 @@ class Play:
             return max(call.max_new_tokens for call in self.calls.values() if call.role == role)
         call = self.calls.get(label)
         most = -(-call.num_prompts // self.run.world) if call else 0
+        if label in self.labels:
+            raise ValueError(f"the recipe samples {label!r} twice in a step: the second draw would have the first one's noise")
+        self.labels.add(label)
         if call is None or call.role != role or num_prompts > most or num_samples > call.num_samples:
             raise ValueError(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its calls() declare "
                              f"{call or 'no such label'}")
@@ -235,7 +242,10 @@ class Play:
         return out
 
     def copy_weights(self, source: str, target: str) -> None:
-        """Gives a role another's present weights: a snapshot. It is saved with the run."""
+        """Gives a role another's present weights: a snapshot. It is saved with the run. Behind it the step is carried through,
+        as behind an update."""
+        self.check_stop()
+        self.has_moved = True
         copy_weights(self.roles[target].model, self.roles[source].model)
         refresh(self.roles[target].model)
 
@@ -258,6 +268,9 @@ class Play:
 
     def log(self, role: str | None, values: dict) -> None:
         """Adds to the step's record in metrics.jsonl, under the role's prefix."""
+        wrong = [name for name, x in values.items() if not (x is None or isinstance(x, bool | int | float | str))]
+        if wrong:
+            raise ValueError(f"{wrong[0]} of the {role or 'step'} is a {type(values[wrong[0]]).__name__}: numbers and texts are logged")
         prefix = f"{short_name(role)}/" if role else ""
         self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
 

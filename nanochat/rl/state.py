@@ -47,6 +47,20 @@ class RunState:
             setattr(self, f.name, getattr(other, f.name))
 
 
+def check_memory(value, where: str = "memory") -> None:
+    """Raises ValueError for what a recipe keeps in its memory and a saved run could not give back as it is."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            check_memory(inner, f"{where}[{name!r}]")
+    elif isinstance(value, list | tuple):
+        for inner in value[:1]:  # lists are of one kind
+            check_memory(inner, f"{where}[0]")
+    elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise ValueError(f"{where} is a tensor on {value.device}: keep it on the CPU, where it comes back to")
+    elif not (value is None or isinstance(value, bool | int | float | str | torch.Tensor)):
+        raise ValueError(f"{where} is a {type(value).__name__}: a run's memory holds plain values and tensors")
+
+
 def tag_of(run_name: str, role: str) -> str:
     """The tag of a role's checkpoints."""
     return f"{run_name}-{short_name(role)}"
