@@ -1,5 +1,6 @@
 """
-One pretraining step (forward, backward, optimizers) of ours and of upstream nanochat, eager and compiled, taking turns. fp32 on the CPU.
+One pretraining step (forward, backward, optimizers) of ours and of upstream nanochat, eager and compiled, taking turns.
+fp32 on the CPU.
 
     python dev/bench_pretraining.py --upstream ../nanochat --rounds 3
 """
@@ -11,8 +12,10 @@ import sys
 import time
 
 SHAPES = {  # model, rows, steps
-    "small": (dict(sequence_len=256, vocab_size=265, n_layer=4, n_head=4, n_kv_head=4, n_embd=128, window_pattern="L"), 16, 8),
-    "large": (dict(sequence_len=512, vocab_size=4096, n_layer=6, n_head=3, n_kv_head=3, n_embd=384, window_pattern="L"), 8, 4),
+    "small": (dict(sequence_len=256, vocab_size=265, n_layer=4, n_head=4, n_kv_head=4, n_embd=128, window_pattern="L"),
+              16, 8),
+    "large": (dict(sequence_len=512, vocab_size=4096, n_layer=6, n_head=3, n_kv_head=3, n_embd=384,
+                   window_pattern="L"), 8, 4),
 }
 SIDES = ("ours", "upstream", "upstream compiled")
 
@@ -60,7 +63,8 @@ def measure(side: str, name: str) -> None:
     import torch
     shape, rows, num_steps = SHAPES[name]
     step = our_step(shape) if side == "ours" else upstream_step(shape, side == "upstream compiled")
-    ids = torch.randint(shape["vocab_size"], (rows, shape["sequence_len"] + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(shape["vocab_size"], (rows, shape["sequence_len"] + 1),
+                        generator=torch.Generator().manual_seed(0))
     seconds = []
     for _ in range(num_steps + 2):
         started = time.perf_counter()
@@ -84,8 +88,10 @@ def main() -> None:
         for _ in range(args.rounds):
             for side in SIDES:
                 env = {**os.environ, "PYTHONPATH": ours if side == "ours" else args.upstream}
-                command = [sys.executable, os.path.abspath(__file__), "--upstream", args.upstream, "--measure", side, name]
-                found[side].append(json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()[-1]))
+                command = [sys.executable, os.path.abspath(__file__), "--upstream", args.upstream, "--measure", side,
+                           name]
+                found[side].append(json.loads(subprocess.run(command, env=env, capture_output=True, text=True,
+                                                             check=True).stdout.splitlines()[-1]))
         for side, speeds in found.items():
             speeds.sort()
             print(f"{name:6s} {side:18s} {speeds[len(speeds) // 2]:9,.0f} tokens/s ({speeds[0]:,.0f} - {speeds[-1]:,.0f})", flush=True)

@@ -3,8 +3,9 @@ The complete checks of tasks.grading on GSM8K and MATH, and how many answers it 
 
     python dev/check_grading.py ../shared/data
 
-Prints: bad golds; every pair of a gold and the next row's that is True though the texts differ, or None; golds that pass as ordinary and that
-math-verify cannot parse; answers graded per second. Takes minutes: math-verify needs tens of milliseconds for each of some thousand pairs.
+Prints: bad golds; every pair of a gold and the next row's that is True though the texts differ, or None; golds that
+pass as ordinary and that math-verify cannot parse; answers graded per second. Takes minutes: math-verify needs tens of
+milliseconds for each of some thousand pairs.
 """
 import json
 import os
@@ -17,7 +18,8 @@ from tasks.grading import compare, grade, is_ordinary, read, readable, unspaced
 
 
 def golds_of(folder: str, name: str, *files: str) -> list[str]:
-    rows = [json.loads(line) for file in files for line in open(os.path.join(folder, name, f"{file}.jsonl"), encoding="utf-8")]
+    rows = [json.loads(line) for file in files
+            for line in open(os.path.join(folder, name, f"{file}.jsonl"), encoding="utf-8")]
     return [row["answer"].rpartition("####")[2].strip() for row in rows]
 
 
@@ -45,17 +47,20 @@ def main(folder: str):
             ordinary = [pair for pair in pairs if compare(*map(read, pair)) is not None]
             read.cache_clear()
             start = time.monotonic()
-            wrong = [pair for pair, verdict in zip(ordinary, graded(pool, ordinary), strict=True) if verdict is not True]
+            wrong = [pair for pair,
+                     verdict in zip(ordinary, graded(pool, ordinary), strict=True) if verdict is not True]
             print(f"{name}: {len(ordinary)} of {len(pairs)} varied forms need no worker, {len(ordinary) / (time.monotonic() - start):.0f}/s; not True: {wrong}")
 
             pairs = list(zip(golds, golds[1:] + golds[:1], strict=True))
             asked = sum(compare(*map(read, pair)) is None for pair in pairs)
             start = time.monotonic()
             verdicts = graded(pool, pairs)
-            equal = {pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is not False and unspaced(pair[0]) != unspaced(pair[1])}
+            equal = {pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is not False
+                     and unspaced(pair[0]) != unspaced(pair[1])}
             print(f"{name}: next rows: {asked} of {len(pairs)} pairs to workers, {time.monotonic() - start:.1f} s; equal or None: {sorted(equal)}")
 
-            bodies = sorted({grading.for_worker(reading) for reading in map(read, golds) if reading.value is None and is_ordinary(reading.body)})
+            bodies = sorted({grading.for_worker(reading) for reading in map(read, golds) if reading.value is None
+                             and is_ordinary(reading.body)})
             print(f"{name}: {len(bodies)} ordinary formulas; not parsed: {[body for body in bodies if not grading.parsable(gold=body)]}")
 
 

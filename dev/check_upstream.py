@@ -1,16 +1,18 @@
 """
-Checks that checkpoints and tokenizers of upstream's nanochat mean the same here, and ours the same there, by running upstream's own code.
+Checks that checkpoints and tokenizers of upstream's nanochat mean the same here, and ours the same there, by running
+upstream's own code.
 
     git clone https://github.com/karpathy/nanochat /tmp/nanochat
     python dev/check_upstream.py --upstream /tmp/nanochat
 
-In a temporary base directory and a process of its own (fp32, CPU), upstream trains a tokenizer with its tok_train, saves models with its
-save_checkpoint, reads them back with its load_model and writes down what they compute: logits of a full forward, of a prefill and of decode
-steps through its cache, and what its Engine generates at temperature 0. The same files are then opened here and compared. Last, models and a
-tokenizer saved here are opened by upstream.
+In a temporary base directory and a process of its own (fp32, CPU), upstream trains a tokenizer with its tok_train,
+saves models with its save_checkpoint, reads them back with its load_model and writes down what they compute: logits of
+a full forward, of a prefill and of decode steps through its cache, and what its Engine generates at temperature 0. The
+same files are then opened here and compared. Last, models and a tokenizer saved here are opened by upstream.
 
-One line per check: what was measured and its limit (a largest difference of logits, or a number of things that differ). Exit code 1 when one
-fails. Where upstream's packages are not in this environment, --python names an interpreter that has them.
+One line per check: what was measured and its limit (a largest difference of logits, or a number of things that differ).
+Exit code 1 when one fails. Where upstream's packages are not in this environment, --python names an interpreter that
+has them.
 """
 import argparse
 import os
@@ -40,10 +42,14 @@ CASES = {
     "d6": ("sft", 6, 4, 2, 128, "SSSL", ""),
     "d8": ("rl", 8, 8, 2, 256, "SL", ""),
 }
-TEXTS = ["", " ", "Hello world!", "the number 1234567 and 3.14, 007", "I'm you'RE we'd\r\n\r\n  tabs\t\tand   spaces   ", "<|bos|><|assistant_end|>",
-         "a<|user_start|>b <|python_end|", "\x00\x01\x7f \u00a0\u200b\ufeff", "naïve café 你好世界 🌍 e\u0301", "\ufffd?\ufffd", "\n" * 9 + " " * 33, "xy" * 99]
-CONVERSATION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 12 + 30?<|assistant_start|>"},
-                {"role": "assistant", "content": "It is 42.<|assistant_end|>"}, {"role": "user", "content": "Sure? 🌍"}, {"role": "assistant", "content": ""}]
+TEXTS = ["", " ", "Hello world!", "the number 1234567 and 3.14, 007",
+         "I'm you'RE we'd\r\n\r\n  tabs\t\tand   spaces   ", "<|bos|><|assistant_end|>",
+         "a<|user_start|>b <|python_end|", "\x00\x01\x7f \u00a0\u200b\ufeff", "naïve café 你好世界 🌍 e\u0301",
+         "\ufffd?\ufffd", "\n" * 9 + " " * 33, "xy" * 99]
+CONVERSATION = [{"role": "system", "content": "Be brief."},
+                {"role": "user", "content": "What is 12 + 30?<|assistant_start|>"},
+                {"role": "assistant", "content": "It is 42.<|assistant_end|>"}, {"role": "user", "content": "Sure? 🌍"},
+                {"role": "assistant", "content": ""}]
 
 
 def make_text(seed: int) -> str:
@@ -55,7 +61,8 @@ def make_text(seed: int) -> str:
 
 @torch.no_grad()
 def randomize(model, seed: int) -> None:
-    """Random numbers for every parameter, zero-initialised ones too, of a size that keeps activations and logits near 1."""
+    """Random numbers for every parameter, zero-initialised ones too, of a size that keeps activations and logits near
+    1."""
     draw = torch.Generator().manual_seed(seed)
     centers = {"resid_lambdas": 1.0, "x0_lambdas": 0.3, "smear_lambda": 0.5, "backout_lambda": 0.3}
     for name, p in model.named_parameters():
@@ -82,7 +89,8 @@ def train(model, ids: list[int]):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draw, losses = random.Random(0), []
     for _ in range(STEP):
-        rows = torch.tensor([ids[i: i + SEQUENCE_LEN + 1] for i in (draw.randrange(len(ids) - SEQUENCE_LEN) for _ in range(2))])
+        rows = torch.tensor([ids[i: i + SEQUENCE_LEN + 1]
+                             for i in (draw.randrange(len(ids) - SEQUENCE_LEN) for _ in range(2))])
         loss = model(rows[:, :-1], rows[:, 1:].contiguous())
         loss.backward()
         optimizer.step()
@@ -111,7 +119,8 @@ def save_upstream(tag: str, ids: list[int], seed: int) -> None:
             embedding.to(torch.bfloat16)
     state, meta = model.state_dict(), {"model_config": dict(vars(config))}  # chat_rl's meta has no more
     if stage != "rl":
-        meta |= {"step": STEP, "val_bpb": 1.5, "user_config": {"run": "dummy"}, "max_seq_len": SEQUENCE_LEN, "loop_state": {"min_val_bpb": 1.5}}
+        meta |= {"step": STEP, "val_bpb": 1.5, "user_config": {"run": "dummy"}, "max_seq_len": SEQUENCE_LEN,
+                 "loop_state": {"min_val_bpb": 1.5}}
     if special == "_orig_mod":
         state = {f"_orig_mod.{name}": p for name, p in state.items()}
     if special == "old":
@@ -126,7 +135,8 @@ def record_model(model, tokenizer, row: list[int]) -> dict:
     from nanochat.engine import Engine, KVCache
     config, ids = model.config, torch.tensor([row])
     full, cached = model(ids)[0], []
-    cache = KVCache(1, config.n_kv_head, SEQUENCE_LEN, config.n_embd // config.n_head, config.n_layer, "cpu", torch.float32)
+    cache = KVCache(1, config.n_kv_head, SEQUENCE_LEN, config.n_embd // config.n_head, config.n_layer, "cpu",
+                    torch.float32)
     for start, end in [(0, NUM_PREFILLED)] + [(t, t + 1) for t in range(NUM_PREFILLED, NUM_IDS)]:
         cached.append(model(ids[:, start: end], kv_cache=cache)[0, -1])
     greedy = []
@@ -145,12 +155,14 @@ def record_model(model, tokenizer, row: list[int]) -> dict:
 def record_tokenizer(tokenizer) -> dict:
     from nanochat.tokenizer import get_token_bytes
     ids, mask = tokenizer.render_conversation({"messages": CONVERSATION})
-    return {"texts": [tokenizer.encode(text) for text in TEXTS], "conversation": [ids, mask], "bytes": get_token_bytes(),
+    return {"texts": [tokenizer.encode(text) for text in TEXTS], "conversation": [ids, mask],
+            "bytes": get_token_bytes(),
             "prompt": tokenizer.render_for_completion({"messages": CONVERSATION[1:3]})}
 
 
 def worker(mode: str, upstream: str, seed: int) -> None:
-    """mode make: tokenizer and checkpoints of upstream's, with records; mode open: records of what is in the base directory."""
+    """mode make: tokenizer and checkpoints of upstream's, with records; mode open: records of what is in the base
+    directory."""
     import nanochat.gpt
     assert Path(nanochat.gpt.__file__).resolve().is_relative_to(Path(upstream).resolve()), f"{nanochat.gpt.__file__} is not upstream's"
     from nanochat.checkpoint_manager import load_model
@@ -162,7 +174,8 @@ def worker(mode: str, upstream: str, seed: int) -> None:
     for tag, (stage, *_, special) in CASES.items():
         if mode == "make":
             save_upstream(tag, text_ids, seed)
-        row = [tokenizer.get_bos_token_id(), *(text_ids if special == "trained" else [draw.randrange(VOCAB_SIZE) for _ in range(NUM_IDS)])][:NUM_IDS]
+        row = [tokenizer.get_bos_token_id(),
+               *(text_ids if special == "trained" else [draw.randrange(VOCAB_SIZE) for _ in range(NUM_IDS)])][:NUM_IDS]
         model, _, _ = load_model(stage, torch.device("cpu"), "eval", model_tag=tag)
         records[tag] = record_model(model, tokenizer, row)
     records["tokenizer"] = record_tokenizer(tokenizer)
@@ -174,9 +187,11 @@ def worker(mode: str, upstream: str, seed: int) -> None:
 def run_upstream(args, base: str, mode: str) -> dict:
     """The records of a worker with this base directory."""
     os.makedirs(base, exist_ok=True)
-    env = {**os.environ, "PYTHONPATH": str(Path(args.upstream).resolve()), "NANOCHAT_BASE_DIR": base, "NANOCHAT_DTYPE": "float32",
+    env = {**os.environ, "PYTHONPATH": str(Path(args.upstream).resolve()), "NANOCHAT_BASE_DIR": base,
+           "NANOCHAT_DTYPE": "float32",
            "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
-    command = [args.python, os.path.abspath(__file__), "--upstream", os.path.abspath(args.upstream), "--seed", str(args.seed), "--worker", mode]
+    command = [args.python, os.path.abspath(__file__), "--upstream", os.path.abspath(args.upstream), "--seed",
+               str(args.seed), "--worker", mode]
     done = subprocess.run(command, cwd=base, env=env, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"upstream's process failed:\n{done.stderr[-2000:]}")
@@ -184,7 +199,8 @@ def run_upstream(args, base: str, mode: str) -> dict:
 
 
 def cached_logits(model, ids, split: bool) -> torch.Tensor:
-    """Logits of a prefill's last token and of the decode steps behind it. split: new tokens have a cache behind a prefix, as in the engine."""
+    """Logits of a prefill's last token and of the decode steps behind it. split: new tokens have a cache behind a
+    prefix, as in the engine."""
     from nanochat.attention import KVCache
     prefix = KVCache(model.config.n_layer)
     hidden = [model.trunk(ids[:, :NUM_PREFILLED], cache=prefix, last_only=split)[:, -1]]
@@ -198,12 +214,14 @@ def compare_model(model, record: dict, stop_tokens: list[int]):
     from nanochat.engine import generate
     ids = torch.tensor([record["ids"]])
     with torch.no_grad():
-        logits = {"full forward": model(ids)[0], "prefill and decode, prefix and cache": cached_logits(model, ids, split=True),
+        logits = {"full forward": model(ids)[0],
+                  "prefill and decode, prefix and cache": cached_logits(model, ids, split=True),
                   "prefill and decode, one cache": cached_logits(model, ids, split=False)}
     for name, ours in logits.items():
         yield name, (ours - record["full" if name == "full forward" else "cached"]).abs().max().item(), LIMIT
     prompts = [record["ids"][:length] for length in PROMPT_LENGTHS]
-    out = generate(model, prompts, 1, max_new_tokens=MAX_NEW_TOKENS, stop_tokens=stop_tokens, keys=list(range(len(prompts))), temperature=0.0)
+    out = generate(model, prompts, 1, max_new_tokens=MAX_NEW_TOKENS, stop_tokens=stop_tokens,
+                   keys=list(range(len(prompts))), temperature=0.0)
     lengths = (out.lengths - out.stopped.long()).tolist()  # upstream leaves the end token out
     ours = [tokens[:length] for tokens, length in zip(out.tokens.tolist(), lengths, strict=True)]
     name = f"greedy completions of {sum(map(len, ours))} tokens that differ, of {len(ours)}"
@@ -211,11 +229,14 @@ def compare_model(model, record: dict, stop_tokens: list[int]):
 
 
 def compare_tokenizer(tokenizer, record: dict):
-    yield "texts with other ids", sum(tokenizer.encode(text) != ids for text, ids in zip(TEXTS, record["texts"], strict=True)), 0
-    yield "texts that do not come back", sum(tokenizer.decode(ids) != text.replace("\ufffd", "?") for text, ids in zip(TEXTS, record["texts"], strict=True)), 0
+    yield "texts with other ids", sum(tokenizer.encode(text) != ids for text,
+                                      ids in zip(TEXTS, record["texts"], strict=True)), 0
+    yield "texts that do not come back", sum(tokenizer.decode(ids) != text.replace("\ufffd", "?") for text,
+                                             ids in zip(TEXTS, record["texts"], strict=True)), 0
     yield "conversation: ids or mask differ", int(list(tokenizer.render_conversation(CONVERSATION, 2048)) != record["conversation"]), 0
     sizes = [len(tokenizer.token_bytes(i)) for i in range(VOCAB_SIZE - 9)] + [0] * 9
-    yield "tokens with another number of bytes", sum(a != b for a, b in zip(sizes, record["bytes"].tolist(), strict=True)), 0
+    yield "tokens with another number of bytes", sum(a != b for a,
+                                                     b in zip(sizes, record["bytes"].tolist(), strict=True)), 0
     yield "prompt: ids differ", int(tokenizer.render_prompt(CONVERSATION[1]["content"]) != record["prompt"]), 0
 
 
@@ -255,21 +276,25 @@ def main(args) -> int:
     if args.worker:
         worker(args.worker, args.upstream, args.seed)
         return 0
-    commit = subprocess.run(["git", "-C", args.upstream, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(["git", "-C", args.upstream, "rev-parse", "--short", "HEAD"], capture_output=True,
+                            text=True).stdout.strip()
     print(f"upstream {commit or args.upstream}, torch {torch.__version__}, seed {args.seed}")
-    print("models: stage/tag, layers, heads, key/value heads, width, windows, what is special about the file", flush=True)
+    print("models: stage/tag, layers, heads, key/value heads, width, windows, what is special about the file",
+          flush=True)
     failed = 0
     with tempfile.TemporaryDirectory() as base:
         for subject, name, measured, limit in checks(args, base):
             ok = measured <= limit  # False for nan
             failed += not ok
-            print(f"{'ok' if ok else 'FAILED':6}  {subject:44}  {name:49}  {measured:<7.2g}  limit {limit:g}", flush=True)
+            print(f"{'ok' if ok else 'FAILED':6}  {subject:44}  {name:49}  {measured:<7.2g}  limit {limit:g}",
+                  flush=True)
     print(f"{failed} failed" if failed else "all equal")
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--upstream", required=True, help="a clone of karpathy/nanochat")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--python", default=sys.executable, help="the interpreter that runs upstream's code")

@@ -1,9 +1,9 @@
 """
 The one attention call: causal, behind a shared prefix, and cached.
 
-Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt), whose keys exist once. In a row, columns stand at
-consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding behind a short one stands at PADDING_POSITION, where
-no query looks.
+Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt), whose keys exist once. In a row,
+columns stand at consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding
+behind a short one stands at PADDING_POSITION, where no query looks.
 """
 import ctypes
 from dataclasses import dataclass
@@ -24,10 +24,11 @@ QUERIES = 64   # queries whose scores are computed together on CPU
 class KVCache:
     """Keys and values of the tokens run so far.
 
-    k[i], v[i]: (U, Hkv, R, T, D) of layer i; positions (U, T) int64 of a prefix (R = 1); last_embedding (U*R, 1, C): what the smear of the
-    next token looks back at. Columns that come one by one are first put into `recent`, buffers of a few columns, and moved behind the
-    others when these are full: without kernels, reading a tensor is three times as fast while it has no gaps.
-    With `capacity`, buffers of that many columns are written in place, one at a time, at a column that is read on the device (CUDA graphs).
+    k[i], v[i]: (U, Hkv, R, T, D) of layer i; positions (U, T) int64 of a prefix (R = 1); last_embedding (U*R, 1, C):
+    what the smear of the next token looks back at. Columns that come one by one are first put into `recent`, buffers of
+    a few columns, and moved behind the others when these are full: without kernels, reading a tensor is three times as
+    fast while it has no gaps. With `capacity`, buffers of that many columns are written in place, one at a time, at a
+    column that is read on the device (CUDA graphs).
     """
 
     def __init__(self, num_layers: int, capacity: int | None = None):
@@ -42,7 +43,8 @@ class KVCache:
         self.column = None  # with capacity: `length` as a tensor (1,) int64 on the device
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Stores the keys and values (U, Hkv, R, T, D) of new columns; returns those of all columns, in one piece or two."""
+        """Stores the keys and values (U, Hkv, R, T, D) of new columns; returns those of all columns, in one piece or
+        two."""
         if self.capacity is not None:
             return self._write(layer, k, v)
         columns = RECENT_KERNEL if cpu.takes(k) else RECENT
@@ -82,7 +84,8 @@ class KVCache:
                 side[layer] = F.pad(x, (0, 0, 0, columns))
 
     def select(self, rows: torch.Tensor) -> "KVCache":
-        """A cache of the rows (U', R') int64, each the place u * R + r of an old one; they may repeat. Itself when it is empty or nothing moves."""
+        """A cache of the rows (U', R') int64, each the place u * R + r of an old one; they may repeat. Itself when it
+        is empty or nothing moves."""
         if not self.length or rows.shape[1] == self.k[0].shape[2] and torch.equal(rows.flatten(), torch.arange(len(self.last_embedding))):
             return self
         rows = rows.to(self.last_embedding.device)
@@ -90,7 +93,9 @@ class KVCache:
         cache.length, cache.column = self.length, self.column
         for i in range(len(self.k)):
             columns = (torch.cat(part, dim=3) for part in zip(*self.parts(i), strict=True))
-            cache.k[i], cache.v[i] = (x.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2).contiguous() for x in columns)  # (U', Hkv, R', T, D)
+            # (U', Hkv, R', T, D)
+            cache.k[i], cache.v[i] = (x.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2).contiguous()
+                                      for x in columns)
         cache.last_embedding = self.last_embedding[rows.flatten()]
         cache.positions = None if self.positions is None else self.positions[rows.flatten()]
         return cache
@@ -98,9 +103,11 @@ class KVCache:
 
 @dataclass
 class Mask:
-    """What queries may see, as numbers added to scores: 0, or -inf where they may not look. None: all of it (own: for a single query).
+    """What queries may see, as numbers added to scores: 0, or -inf where they may not look. None: all of it (own: for a
+    single query).
 
-    own (T, Tk) over the row's own columns; prefix (U, 1 or T, Tp) over the unit's prefix. causal: own is the plain lower triangle.
+    own (T, Tk) over the row's own columns; prefix (U, 1 or T, Tp) over the unit's prefix. causal: own is the plain
+    lower triangle.
     """
     own: torch.Tensor | None = None
     prefix: torch.Tensor | None = None
@@ -112,7 +119,8 @@ def bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
 
 
-def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: KVCache | None, positions: torch.Tensor, dtype: torch.dtype) -> Mask:
+def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: KVCache | None,
+              positions: torch.Tensor, dtype: torch.dtype) -> Mask:
     """The mask of T new columns whose queries see themselves and `window` tokens before.
 
     context: no row is longer than that. positions (B, T) of the new tokens, the same for all rows of a unit.
@@ -140,8 +148,9 @@ def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: 
 def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
     """Attention of queries over their own keys and, with a prefix, over those that the rows of a unit share.
 
-    q (U, Hkv, R, group, T, D): `group` query heads read each key head; parts: own keys and values, pairs of (U, Hkv, R, T', D) whose columns
-    follow one another; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are scaled by 1/sqrt(D).
+    q (U, Hkv, R, group, T, D): `group` query heads read each key head; parts: own keys and values, pairs of (U, Hkv, R,
+    T', D) whose columns follow one another; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are
+    scaled by 1/sqrt(D).
     """
     one = q.shape[4] == 1 and not torch.is_grad_enabled()
     if cpu.takes(q):
@@ -163,7 +172,8 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
 
 
 def _attend_one(q, parts, mask, prefix_k, prefix_v):
-    """One query per row, without gradients: decoding. Bound by reading keys and values, those of a prefix once per unit."""
+    """One query per row, without gradients: decoding. Bound by reading keys and values, those of a prefix once per
+    unit."""
     q = q * q.shape[5] ** -0.5
     scores = [(_rows(q) @ _rows(k).mT).view(*q.shape[:5], k.shape[3]) for k, _ in parts]
     if mask.own is not None:
@@ -186,8 +196,8 @@ def _attend_one(q, parts, mask, prefix_k, prefix_v):
 
 
 def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
-    """By scaled_dot_product_attention; the prefix is repeated for each row. With a mask, keys are repeated for each query head too: the kernel
-    that takes masks without holding scores wants it."""
+    """By scaled_dot_product_attention; the prefix is repeated for each row. With a mask, keys are repeated for each
+    query head too: the kernel that takes masks without holding scores wants it."""
     U, Hkv, R, group, T, D = q.shape
     q = q.transpose(1, 2).reshape(U * R, Hkv * group, T, D)
     k, v = (x.transpose(1, 2).reshape(U * R, Hkv, -1, D) for x in (k, v))
@@ -206,10 +216,11 @@ def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
 
 
 class _Attend(torch.autograd.Function):
-    """Explicit matrix products, which beat scaled_dot_product_attention on CPU, in the backward pass and with a single query most of all.
+    """Explicit matrix products, which beat scaled_dot_product_attention on CPU, in the backward pass and with a single
+    query most of all.
 
-    Scores of prefix and own keys are written side by side into one buffer: one softmax, no copies. The prefix takes one product per unit
-    for all its rows, so its gradients come summed.
+    Scores of prefix and own keys are written side by side into one buffer: one softmax, no copies. The prefix takes one
+    product per unit for all its rows, so its gradients come summed.
     """
 
     @staticmethod
@@ -263,19 +274,23 @@ class _Attend(torch.autograd.Function):
 
 class _Spec(ctypes.Structure):
     """`Attention` of cpu_attention.c."""
-    _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias", "recent_k", "recent_v")] \
+    _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias",
+                                                     "recent_k", "recent_v")] \
         + [(name, ctypes.c_long) for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows", "recent")] \
         + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4), ("recent_strides", ctypes.c_long * 4)]
 
 
 def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
     """The struct of tensors that are laid out as the kernels want them. The caller keeps them alive."""
-    assert len(parts) <= 2 and all(x is None or x.dtype == torch.float32 for x in (*sum(parts, ()), prefix_k, prefix_v, own_bias, prefix_bias))
+    assert len(parts) <= 2 and all(x is None or x.dtype == torch.float32
+                                   for x in (*sum(parts, ()), prefix_k, prefix_v, own_bias, prefix_bias))
     (k, v), (recent_k, recent_v) = parts[0], parts[1] if len(parts) > 1 else (None, None)
-    addresses = (None if x is None else x.data_ptr() for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
+    addresses = (None if x is None else x.data_ptr()
+                 for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
     Tp, bias_rows = 0 if prefix_k is None else prefix_k.shape[2], 1 if prefix_bias is None else prefix_bias.shape[1]
     recent, strides = (0, (0, 0, 0, 0)) if recent_k is None else (recent_k.shape[3], recent_k.stride()[:4])
-    return _Spec(*addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, recent, q.stride()[:5], k.stride()[:4], strides)
+    return _Spec(*addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, recent, q.stride()[:5],
+                 k.stride()[:4], strides)
 
 
 def _dense(q):

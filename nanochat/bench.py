@@ -18,7 +18,8 @@ def add_model_args(parser) -> None:
     parser.add_argument("--n-embd", type=int, default=128)
     parser.add_argument("--n-head", type=int, default=4)
     parser.add_argument("--n-kv-head", type=int, default=0, help="0: as many as --n-head")
-    parser.add_argument("--dtype", default="float32", choices=list(DTYPES), help="of activations; weights are kept in float32")
+    parser.add_argument("--dtype", default="float32", choices=list(DTYPES),
+                        help="of activations; weights are kept in float32")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
     parser.add_argument("--seed", type=int, default=0)
 
@@ -27,13 +28,15 @@ MODEL_LEAST = {"vocab_size": 2, "depth": 1, "n_embd": 24, "n_head": 1, "n_kv_hea
 
 
 def random_model(args, context: int, device) -> GPT:
-    """A model of the flags' shape whose every weight acts: projections do not start at 0 as in training. Raises BadInput."""
+    """A model of the flags' shape whose every weight acts: projections do not start at 0 as in training. Raises
+    BadInput."""
     args.n_kv_head = args.n_kv_head or args.n_head
     if args.n_embd % (2 * args.n_head) or args.n_head % args.n_kv_head:
         raise BadInput(f"--n-embd {args.n_embd} --n-head {args.n_head} --n-kv-head {args.n_kv_head}: the width must be a multiple of twice the heads, "
                        f"the heads a multiple of the key/value heads")
     with torch.device(device):
-        model = GPT(GPTConfig(context, args.vocab_size, args.depth, args.n_head, args.n_kv_head, args.n_embd, "L"), DTYPES[args.dtype])
+        model = GPT(GPTConfig(context, args.vocab_size, args.depth, args.n_head, args.n_kv_head, args.n_embd, "L"),
+                    DTYPES[args.dtype])
     generator = torch.Generator(device).manual_seed(args.seed)
     model.init_weights(generator)
     with torch.no_grad():
@@ -59,7 +62,8 @@ def seconds_of(action, device) -> float:
 
 
 def machine_speed(device, dtype) -> tuple[float, float]:
-    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, of all ranks, which run them together."""
+    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, of all ranks, which run them
+    together."""
     size, length = (8192, 2 ** 30) if device.type == "cuda" else (1536, 2 ** 26)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     source = torch.zeros(length, device=device, dtype=torch.uint8)

@@ -1,5 +1,6 @@
 """
-The calculator that a model may use while it samples: what upstream's tool accepts, read as a syntax tree and never run as code.
+The calculator that a model may use while it samples: what upstream's tool accepts, read as a syntax tree and never run
+as code.
 
 A model writes <|python_start|>12/60<|python_end|>, and the sampler forces <|output_start|>0.2<|output_end|> behind it.
 """
@@ -12,11 +13,13 @@ MAX_LENGTH = 200     # characters of an expression; bounds its depth too
 LARGEST = 10 ** 100  # magnitude of any number, those on the way included
 ARITHMETIC = set("0123456789*+-/.() ")
 COUNTING = set(string.ascii_letters + string.digits + "'\"()._ ")
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+             ast.FloorDiv: operator.floordiv}
 
 
 def number(node: ast.expr) -> int | float:
-    """The value of a tree of numbers, signs and + - * / //. Raises ValueError for anything else in it and for numbers beyond LARGEST."""
+    """The value of a tree of numbers, signs and + - * / //. Raises ValueError for anything else in it and for numbers
+    beyond LARGEST."""
     match node:
         case ast.Constant(value=int() | float() as value):
             pass
@@ -36,7 +39,8 @@ def number(node: ast.expr) -> int | float:
 def count(node: ast.expr) -> int:
     """The value of 'text'.count('part'). Raises ValueError for any other tree."""
     match node:
-        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="count"), args=[ast.Constant(value=str() as part)], keywords=[]):
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="count"),
+                      args=[ast.Constant(value=str() as part)], keywords=[]):
             return text.count(part)
     raise ValueError("no count")
 
@@ -44,8 +48,8 @@ def count(node: ast.expr) -> int:
 def calculate(expression: str) -> str | None:
     """The result of an expression as text, None where it has none. Total: any string gives one of the two, at once.
 
-    Either arithmetic with + - * / // and parentheses, or one 'text'.count('part') with letters, digits and spaces in the strings. Commas are taken
-    out first, everywhere, as upstream does: "1,000*2" -> "2000".
+    Either arithmetic with + - * / // and parentheses, or one 'text'.count('part') with letters, digits and spaces in
+    the strings. Commas are taken out first, everywhere, as upstream does: "1,000*2" -> "2000".
     """
     text = expression.replace(",", "")
     if len(text) > MAX_LENGTH or not (set(text) <= ARITHMETIC or set(text) <= COUNTING):
@@ -53,15 +57,17 @@ def calculate(expression: str) -> str | None:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         return str(number(tree) if set(text) <= ARITHMETIC else count(tree))
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):  # the last two: the parser's word for too deep
+    # the last two: the parser's word for too deep
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
 
 
 class Calculator:
     """Which tokens to force on the rows of one call of the sampler, from the tokens that they get.
 
-    At <|python_end|> what the row wrote since <|python_start|> is calculated; a result is forced between <|output_start|> and <|output_end|>,
-    a token at a time, and where there is none the row goes on by itself. A second <|python_start|> begins anew.
+    At <|python_end|> what the row wrote since <|python_start|> is calculated; a result is forced between
+    <|output_start|> and <|output_end|>, a token at a time, and where there is none the row goes on by itself. A second
+    <|python_start|> begins anew.
     """
 
     def __init__(self, tokenizer):
@@ -72,7 +78,8 @@ class Calculator:
         self.waiting: dict[int, deque[int]] = {}  # row -> tokens still to be forced
 
     def __call__(self, rows: list[int], tokens: list[int]) -> dict[int, int]:
-        """The token that each of these rows must get next, for those that must. tokens: what each just got, sampled or forced."""
+        """The token that each of these rows must get next, for those that must. tokens: what each just got, sampled or
+        forced."""
         for row, token in zip(rows, tokens, strict=True):
             if token == self.python_start:
                 self.written[row] = []

@@ -1,8 +1,9 @@
 """
-Checkpoints in upstream's layout: <stage folder>/<tag>/model_{step:06d}.pt, meta_{step:06d}.json, optim_{step:06d}_rank{r}.pt.
+Checkpoints in upstream's layout: <stage folder>/<tag>/model_{step:06d}.pt, meta_{step:06d}.json,
+optim_{step:06d}_rank{r}.pt.
 
-Every file is written whole or not at all. A co-training run's set of a step (both roles' models and optimizers, and the run's state) is
-valid once its state file exists: that one is written last.
+Every file is written whole or not at all. A co-training run's set of a step (both roles' models and optimizers, and the
+run's state) is valid once its state file exists: that one is written last.
 """
 import contextlib
 import json
@@ -17,7 +18,8 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, with_shards
 
-MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}  # absent from older upstream checkpoints, with what they stood for
+# absent from older upstream checkpoints, with what they stood for
+MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
 
 
 def save_atomic(obj, path: str) -> None:
@@ -36,8 +38,8 @@ def save_atomic(obj, path: str) -> None:
 
 
 def load_file(path: str, device="cpu", mmap: bool = False):
-    """torch.load of tensors and plain containers only; with mmap, tensors stay in the file until they are read. Raises BadInput when the file is absent
-    or holds anything else."""
+    """torch.load of tensors and plain containers only; with mmap, tensors stay in the file until they are read. Raises
+    BadInput when the file is absent or holds anything else."""
     if not os.path.exists(path):
         raise BadInput(f"{path} is missing")
     try:
@@ -79,14 +81,16 @@ def find_step(stage: str, tag: str, step: int | None = None) -> int:
 
 
 def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict, state: dict | None = None) -> None:
-    """Writes a model and its meta; the meta goes last and makes the pair valid. state: whole tensors, for a model that is sharded."""
+    """Writes a model and its meta; the meta goes last and makes the pair valid. state: whole tensors, for a model that
+    is sharded."""
     save_atomic(model.state_dict() if state is None else state, path_of(stage, tag, f"model_{step:06d}.pt"))
-    write_json(path_of(stage, tag, f"meta_{step:06d}.json"), {"step": step, "model_config": model.config.asdict(), **meta})
+    write_json(path_of(stage, tag, f"meta_{step:06d}.json"),
+               {"step": step, "model_config": model.config.asdict(), **meta})
 
 
 def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
-    """A model's meta and its configuration: a GPT's, or with an "architecture" an imported decoder's; only a GPT's window_pattern may be missing ("L").
-    Raises BadInput that names the file and the key."""
+    """A model's meta and its configuration: a GPT's, or with an "architecture" an imported decoder's; only a GPT's
+    window_pattern may be missing ("L"). Raises BadInput that names the file and the key."""
     try:
         with open(path) as f:
             meta = json.load(f)
@@ -106,8 +110,9 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
 
 def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None, sharded: bool = False,
                trained: bool = True) -> tuple[GPT | Decoder, dict]:
-    """A model and its meta. dtype: of activations. Its weights are fp32 whatever the file has, or where it is not trained of the activations' dtype, which is
-    what sampling casts them to. sharded: over all ranks. Raises BadInput for what is missing, naming it."""
+    """A model and its meta. dtype: of activations. Its weights are fp32 whatever the file has, or where it is not
+    trained of the activations' dtype, which is what sampling casts them to. sharded: over all ranks. Raises BadInput
+    for what is missing, naming it."""
     step = find_step(stage, tag, step)
     meta, config = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     path = path_of(stage, tag, f"model_{step:06d}.pt")
@@ -134,7 +139,8 @@ def fingerprint(path: str) -> int:
 
 
 def load_state_dict(path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a model file, which stay in it until they are read. Raises BadInput where it holds anything else."""
+    """The tensors of a model file, which stay in it until they are read. Raises BadInput where it holds anything
+    else."""
     state = load_file(path, mmap=True)
     if not isinstance(state, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in state.values()):
         raise BadInput(f"{path} holds no state dict")
@@ -142,7 +148,8 @@ def load_state_dict(path: str) -> dict[str, torch.Tensor]:
 
 
 def check_state(state: dict, model, path: str) -> None:
-    """Raises BadInput for the first tensor of a state dict that is missing, of another shape than the model's or not one of its."""
+    """Raises BadInput for the first tensor of a state dict that is missing, of another shape than the model's or not
+    one of its."""
     expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     for name in sorted(expected.keys() | state.keys()):
         got = tuple(state[name].shape) if name in state else None
@@ -157,12 +164,14 @@ def restore_model(model, state: dict, path: str) -> None:
 
 
 def save_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> None:
-    """Writes an optimizer's state: rank 0's file stands for all ranks, unless the model is sharded; then each writes its part."""
+    """Writes an optimizer's state: rank 0's file stands for all ranks, unless the model is sharded; then each writes
+    its part."""
     save_atomic(local_optimizer_state(optimizer), path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt"))
 
 
 def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> None:
-    """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters, or parts of another size."""
+    """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters, or parts of another
+    size."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
     restore_optimizer(optimizer, load_file(path, mmap=True), path)
 
@@ -174,21 +183,25 @@ def restore_optimizer(optimizer, saved: dict, path: str) -> None:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise BadInput(f"{path} does not fit: {error}") from None
     for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes
-        if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values() if isinstance(tensor, torch.Tensor)):
+        if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values()
+               if isinstance(tensor, torch.Tensor)):
             raise BadInput(f"{path} does not fit: it was made for parameters of other shapes")
 
 
 def save_training(stage: str, tag: str, step: int, rank: int, optimizers: list, state: dict) -> None:
-    """Writes what supervised training goes on from: rank 0 the optimizers (of a sharded model each rank its part), every rank its own state. Before the
-    model, whose meta makes the step valid; under a name that upstream's scripts do not take for an optimizer of theirs."""
-    is_mine = rank == 0 or any(is_sharded(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    """Writes what supervised training goes on from: rank 0 the optimizers (of a sharded model each rank its part),
+    every rank its own state. Before the model, whose meta makes the step valid; under a name that upstream's scripts do
+    not take for an optimizer of theirs."""
+    is_mine = rank == 0 or any(is_sharded(p) for optimizer in optimizers for group in optimizer.param_groups
+                               for p in group["params"])
     states = [local_optimizer_state(optimizer) for optimizer in optimizers] if is_mine else []
-    save_atomic({"optimizers": states, "world": rank_and_world()[1], **state}, path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt"))
+    save_atomic({"optimizers": states, "world": rank_and_world()[1], **state},
+                path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt"))
 
 
 def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, per_rank: bool) -> dict:
-    """Restores optimizers, and gives this rank's state. per_rank: states, or parts of sharded optimizers, differ, so the number of ranks may not. Raises
-    BadInput."""
+    """Restores optimizers, and gives this rank's state. per_rank: states, or parts of sharded optimizers, differ, so
+    the number of ranks may not. Raises BadInput."""
     path = path_of(stage, tag, f"train_{step:06d}_rank0.pt")
     saved = load_file(path)
     world = rank_and_world()[1]
@@ -211,13 +224,15 @@ def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
 
 
 def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> int | None:
-    """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what cannot be continued.
+    """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what
+    cannot be continued.
 
-    The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta but for may_change;
-    defaults are of flags that it may not know.
+    The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta
+    but for may_change; defaults are of flags that it may not know.
     """
     wanted = args.resume_from_step
-    steps = [step for step in list_steps(stage, tag) if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
+    steps = [step for step in list_steps(stage, tag)
+             if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
     if wanted == "-1" or wanted == "auto" and not steps:
         return None
     if wanted != "auto" and not re.fullmatch("[0-9]+", wanted):

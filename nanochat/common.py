@@ -39,8 +39,8 @@ class Diverged(Exception):
 
 
 def script_main(main, parser, argv: list[str] | None = None) -> None:
-    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged into code 1. A leading `--` is
-    dropped. parser: an ArgumentParser, or a function that makes it from the arguments."""
+    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged into code 1. A leading `--`
+    is dropped. parser: an ArgumentParser, or a function that makes it from the arguments."""
     argv = sys.argv[1:] if argv is None else argv
     argv = argv[1:] if argv[:1] == ["--"] else argv
     code = 0
@@ -59,7 +59,8 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
         print0(stop)
         code = 143  # 128 + SIGTERM
     if dist.is_initialized():
-        # Gloo's threads may still hold tensors and abort the interpreter's shutdown (pytorch/pytorch #179291): leave without it.
+        # Gloo's threads may still hold tensors and abort the interpreter's shutdown (pytorch/pytorch #179291): leave
+        # without it.
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -74,7 +75,8 @@ def refuse(explain, message: str) -> None:
 
 
 def complain(line: str) -> None:
-    """Says what is wrong, once: of several ranks with the same complaint the first, and any rank that is alone with its."""
+    """Says what is wrong, once: of several ranks with the same complaint the first, and any rank that is alone with
+    its."""
     _, world = rank_and_world()
     is_first = True
     if world > 1 and "MASTER_PORT" in os.environ:
@@ -88,7 +90,8 @@ def complain(line: str) -> None:
 
 
 def check_least(args, least: dict[str, float]) -> None:
-    """Raises BadInput for the first flag whose value is below its least one, or not a number. A flag left at None is not looked at."""
+    """Raises BadInput for the first flag whose value is below its least one, or not a number. A flag left at None is
+    not looked at."""
     for name, low in least.items():
         value = getattr(args, name)
         if value is not None and not value >= low:
@@ -108,8 +111,8 @@ def flag_defaults(parser) -> dict:
 
 
 def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:
-    """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes, in words. A flag that did not exist
-    then counts as its default."""
+    """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes,
+    in words. A flag that did not exist then counts as its default."""
     before = defaults | before
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():
@@ -130,7 +133,8 @@ def base_dir() -> str:
 
 
 def path_of(kind: str, *names: str) -> str:
-    """The one place that knows the layout on disk. kind: tokenizer, runs, or a stage (base, sft, rl), whose first name is a tag.
+    """The one place that knows the layout on disk. kind: tokenizer, runs, or a stage (base, sft, rl), whose first name
+    is a tag.
 
     Today's: <base>/<stage's folder>/<tag>/... With NANOCHAT_EXPERIMENT=<name> upstream's announced one (its PR 800):
     <$NANOCHAT_EXPERIMENTS_DIR or base/experiments>/<name>/<tag>/<stage>/..., tokenizer and runs beside the tags.
@@ -156,7 +160,8 @@ def print0(*args) -> None:
 
 
 def init_device(device_type: str) -> torch.device:
-    """The device of this rank ("" picks cuda, mps or cpu), and the process group when launched by torchrun. Raises BadInput."""
+    """The device of this rank ("" picks cuda, mps or cpu), and the process group when launched by torchrun. Raises
+    BadInput."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if device_type == "":
         device_type = next(name for name, there in available.items() if there)
@@ -167,7 +172,8 @@ def init_device(device_type: str) -> torch.device:
     device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device(device_type)
     if device_type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans for half a second at every new shape, and micro-batches have many
+        # it plans for half a second at every new shape, and micro-batches have many
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if rank_and_world()[1] > 1 and not dist.is_initialized():
         # One rank may write checkpoints of many GB, or wait for graders, while the others are in a collective.
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
@@ -175,8 +181,8 @@ def init_device(device_type: str) -> torch.device:
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep memory that tensors on CPU have freed: handing it back means 100K page faults in a step of 32 x 8 rows.
-    Resident memory then stays at its peak."""
+    """Makes glibc keep memory that tensors on CPU have freed: handing it back means 100K page faults in a step of 32 x
+    8 rows. Resident memory then stays at its peak."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 2 ** 30) or libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD; before glibc 2.35 at most 32 MiB
@@ -184,11 +190,13 @@ def keep_freed_memory() -> None:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """dtype of activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it and float32 elsewhere. Refuses float16."""
+    """dtype of activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it and float32 elsewhere. Refuses
+    float16."""
     name = os.environ.get("NANOCHAT_DTYPE", "")
     if name in ("float16", "fp16", "half"):
         raise BadInput(f"NANOCHAT_DTYPE={name}: float16 overflows in training; use bfloat16 or float32")
-    names = {"": None, "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
+    names = {"": None, "float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16,
+             "bf16": torch.bfloat16}
     if name not in names:
         raise BadInput(f"NANOCHAT_DTYPE={name}: use bfloat16 or float32")
     default = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
@@ -214,7 +222,8 @@ def barrier() -> None:
 
 
 def gather_tensor(x: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks joined in rank order, on every rank: x (n, ...), n may differ between ranks, the rest not."""
+    """The rows of all ranks joined in rank order, on every rank: x (n, ...), n may differ between ranks, the rest
+    not."""
     if not dist.is_initialized():
         return x
     size = torch.tensor([len(x)], device=x.device)
@@ -229,10 +238,11 @@ def gather_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def mean_over_ranks(values: dict[str, list], device) -> dict[str, float | None]:
-    """The mean of each list of numbers over all ranks, None entries left out; None where nothing is left. One collective; the ranks must
-    have the same keys."""
+    """The mean of each list of numbers over all ranks, None entries left out; None where nothing is left. One
+    collective; the ranks must have the same keys."""
     kept = {name: [float(x) for x in numbers if x is not None] for name, numbers in values.items()}
-    sums = torch.tensor([[sum(numbers), len(numbers)] for numbers in kept.values()], dtype=wide_dtype(device), device=device)
+    sums = torch.tensor([[sum(numbers), len(numbers)] for numbers in kept.values()], dtype=wide_dtype(device),
+                        device=device)
     totals = all_reduce(sums).tolist()
     return {name: total / count if count else None for name, (total, count) in zip(kept, totals, strict=True)}
 
@@ -298,7 +308,8 @@ class Run:
         return self.stop_signal
 
     def check_stop(self) -> None:
-        """Raises StopRequested on every rank if any was told to stop. A collective: all ranks call it at the same points."""
+        """Raises StopRequested on every rank if any was told to stop. A collective: all ranks call it at the same
+        points."""
         if all_reduce(torch.tensor(int(self.stop_signal), device=self.device), "max").item():
             raise StopRequested
 
@@ -340,9 +351,11 @@ class Run:
 def add_run_args(parser) -> None:
     """The flags that all training scripts share."""
     group = parser.add_argument_group("run")
-    group.add_argument("--run", default="dummy", help="name of the run, its folder and its checkpoints; 'dummy' = a numbered name and no wandb")
+    group.add_argument("--run", default="dummy",
+                       help="name of the run, its folder and its checkpoints; 'dummy' = a numbered name and no wandb")
     group.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling noise")
-    group.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+    group.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                       help="default: the best there is")
 
 
 def choose_run_name(name: str) -> str:
@@ -391,7 +404,8 @@ def lock_run(folder: str):
 
 
 def start_run(args, device: torch.device, config: dict, resumed: bool, folder: str = "") -> Run:
-    """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM and SIGINT, and starts wandb where it is wanted."""
+    """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM and SIGINT,
+    and starts wandb where it is wanted."""
     rank, world = rank_and_world()
     run = Run(args.run, device, rank, world, folder or path_of("runs", args.run))
     if rank == 0:
@@ -404,17 +418,20 @@ def start_run(args, device: torch.device, config: dict, resumed: bool, folder: s
             write_json(os.path.join(run.folder, "config.json"), config)
         if uses_wandb(args.run):
             import wandb
-            run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow", dir=run.folder, config=config)
+            run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow",
+                                   dir=run.folder, config=config)
     signal.signal(signal.SIGTERM, run.on_signal)
     signal.signal(signal.SIGINT, run.on_signal)
     return run
 
 
 def quiet_datasets():
-    """The `datasets` library, without progress bars and without its calls home, which make opening local files wait for a network."""
+    """The `datasets` library, without progress bars and without its calls home, which make opening local files wait for
+    a network."""
     import datasets
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # what fails is raised too, and told in one line
+    # what fails is raised too, and told in one line
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
     datasets.disable_progress_bars()
     return datasets
 

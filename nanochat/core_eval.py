@@ -1,12 +1,14 @@
 """
-CORE: accuracy of a base model on in-context learning tasks from local files (DCLM, arXiv 2406.11794), with upstream's prompts and numbers.
+CORE: accuracy of a base model on in-context learning tasks from local files (DCLM, arXiv 2406.11794), with upstream's
+prompts and numbers.
 
     tasks = load_core(folder)
     accuracies = {task.label: evaluate_core_task(model, tokenizer, task)[0] for task in tasks}
     core_metric([centered(accuracies[task.label], task.baseline) for task in tasks])
 
-An example becomes rows (ids, start): token ids and where in them the continuation starts that is scored, up to their end. A multiple_choice has a
-row per choice, a schema one per context with the same continuation, language_modeling a single one. B rows, T tokens, M scored tokens, C width.
+An example becomes rows (ids, start): token ids and where in them the continuation starts that is scored, up to their
+end. A multiple_choice has a row per choice, a schema one per context with the same continuation, language_modeling a
+single one. B rows, T tokens, M scored tokens, C width.
 """
 import csv
 import io
@@ -21,16 +23,18 @@ import torch.nn.functional as F
 from nanochat.common import BadInput, all_reduce, wide_dtype
 from nanochat.engine import pad_prompts
 
-# Per kind of task, the fields of an example that are text, and the one that is a list of options, with the index of the right one in "gold".
-KINDS = {"multiple_choice": (["query"], "choices"), "schema": (["continuation"], "context_options"), "language_modeling": (["context", "continuation"], None)}
+# Per kind of task, the fields of an example that are text, and the one that is a list of options, with the index of the
+# right one in "gold".
+KINDS = {"multiple_choice": (["query"], "choices"), "schema": (["continuation"], "context_options"),
+         "language_modeling": (["context", "continuation"], None)}
 EXAMPLES_AT_ONCE = 512  # examples in token ids at a time; sorted by length among themselves
 LOGIT_ROWS = 1024       # rows of logits at a time
 
 
 @dataclass
 class CoreTask:
-    """One task. num_fewshot: solved examples before each question; delimiter: between question and continuation; baseline: a guesser's accuracy
-    in percent."""
+    """One task. num_fewshot: solved examples before each question; delimiter: between question and continuation;
+    baseline: a guesser's accuracy in percent."""
     label: str
     kind: str
     items: list[dict]
@@ -42,7 +46,8 @@ class CoreTask:
 # Files
 
 def load_core(folder: str) -> list[CoreTask]:
-    """The tasks of folder/core.yaml in its order, with folder/eval_data and folder/eval_meta_data.csv. Raises BadInput for anything malformed."""
+    """The tasks of folder/core.yaml in its order, with folder/eval_data and folder/eval_meta_data.csv. Raises BadInput
+    for anything malformed."""
     import yaml
     path = os.path.join(folder, "core.yaml")
     try:
@@ -159,13 +164,14 @@ def shots_of(task: CoreTask, items: list[dict], index: int) -> str:
 def rows_of(tokenizer, task: CoreTask, items: list[dict], index: int) -> list[tuple[list[int], int]]:
     """The rows (ids, start) of example `index`.
 
-    A choice starts where the rows first differ, so that of a choice which another one continues nothing is left to score; the continuation of a schema
-    is what the rows have in common at their ends, as tokens.
-    Raises BadInput where the continuation of language_modeling is empty or its first token straddles the context.
+    A choice starts where the rows first differ, so that of a choice which another one continues nothing is left to
+    score; the continuation of a schema is what the rows have in common at their ends, as tokens. Raises BadInput where
+    the continuation of language_modeling is empty or its first token straddles the context.
     """
     item, shots = items[index], shots_of(task, items, index)
     options = KINDS[task.kind][1]
-    texts = [shots + question_and_answer(task, item, option) for option in (range(len(item[options])) if options else [None])]
+    texts = [shots + question_and_answer(task, item, option)
+             for option in (range(len(item[options])) if options else [None])]
     rows = [[tokenizer.bos, *tokenizer.encode(text)] for text in texts]
     if task.kind == "multiple_choice":
         return [(ids, common_length(rows)) for ids in rows]
@@ -190,7 +196,8 @@ def common_length(rows: list[list[int]]) -> int:
 def continuation_scores(model, rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
     """Per row the mean loss of its continuation's tokens (nan where it has none) and whether each is the likeliest."""
     device = model.lm_head.weight.device
-    ids, _ = pad_prompts([ids for ids, _ in rows], device)  # (B, T); padding stands behind, where no token of the row looks
+    # (B, T); padding stands behind, where no token of the row looks
+    ids, _ = pad_prompts([ids for ids, _ in rows], device)
     columns = torch.arange(1, ids.shape[1], device=device)  # of targets
     starts, ends = torch.tensor([[start, len(ids)] for ids, start in rows], device=device).T[:, :, None]  # (B, 1) each
     scored = (starts <= columns) & (columns < ends)  # (B, T-1)
@@ -206,8 +213,9 @@ def continuation_scores(model, rows: list[tuple[list[int], int]]) -> list[tuple[
 
 
 def is_right(task: CoreTask, item: dict, scores: list[tuple[float, bool]]) -> bool:
-    """Whether the model solves an example: the gold option has the least loss, or greedy decoding gives the continuation. Of equals the first option
-    counts; one without tokens (nan) is chosen if it is the first and never otherwise, as upstream does."""
+    """Whether the model solves an example: the gold option has the least loss, or greedy decoding gives the
+    continuation. Of equals the first option counts; one without tokens (nan) is chosen if it is the first and never
+    otherwise, as upstream does."""
     if task.kind == "language_modeling":
         return scores[0][1]
     losses = [loss for loss, _ in scores]
@@ -215,7 +223,8 @@ def is_right(task: CoreTask, item: dict, scores: list[tuple[float, bool]]) -> bo
 
 
 def micro_batches(examples: list[tuple[int, list]], max_tokens: int) -> list[list[tuple[int, list]]]:
-    """(index, rows) pairs sorted by length, cut into batches of at most max_tokens tokens, padding included; an example stays whole."""
+    """(index, rows) pairs sorted by length, cut into batches of at most max_tokens tokens, padding included; an example
+    stays whole."""
     longest = lambda rows: max(len(ids) for ids, _ in rows)
     batches, num_rows = [], 0
     for index, rows in sorted(examples, key=lambda example: longest(example[1])):
@@ -231,8 +240,9 @@ def evaluate_core_task(model, tokenizer, task: CoreTask, max_examples: int = -1,
                        max_tokens: int = 16384) -> tuple[float, int]:
     """Accuracy of a model on a task, and how many of its examples have a row longer than the model's context.
 
-    max_examples: so many, chosen by a fixed shuffle, shots among them; below 1 all. Ranks take examples in turn and get the same result. max_tokens:
-    what goes through the model at once. Long rows are run as they are, not cut. Raises BadInput when shots cannot be drawn.
+    max_examples: so many, chosen by a fixed shuffle, shots among them; below 1 all. Ranks take examples in turn and get
+    the same result. max_tokens: what goes through the model at once. Long rows are run as they are, not cut. Raises
+    BadInput when shots cannot be drawn.
     """
     items = list(task.items)
     random.Random(1337).shuffle(items)
@@ -248,7 +258,8 @@ def evaluate_core_task(model, tokenizer, task: CoreTask, max_examples: int = -1,
             scores = iter(continuation_scores(model, [row for _, rows in batch for row in rows]))
             num_right += sum(is_right(task, items[index], [next(scores) for _ in rows]) for index, rows in batch)
     device = model.lm_head.weight.device
-    num_right, num, num_long = all_reduce(torch.tensor([num_right, len(mine), num_long], dtype=wide_dtype(device), device=device)).tolist()
+    num_right, num, num_long = all_reduce(torch.tensor([num_right, len(mine), num_long], dtype=wide_dtype(device),
+                                                       device=device)).tolist()
     return num_right / num, int(num_long)
 
 

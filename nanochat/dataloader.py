@@ -1,8 +1,10 @@
 """
-Packed token batches: documents from text, jsonl or parquet files (or a `datasets` name), streamed and resumable at the exact batch.
+Packed token batches: documents from text, jsonl or parquet files (or a `datasets` name), streamed and resumable at the
+exact batch.
 
-Every row begins with bos. Documents longer than a row are cut into rows; the others are packed by best fit, and where none fits, the longest is cut and
-its rest begins with bos as a document of its own: no token is lost, and no row is padded.
+Every row begins with bos. Documents longer than a row are cut into rows; the others are packed by best fit, and where
+none fits, the longest is cut and its rest begins with bos as a document of its own: no token is lost, and no row is
+padded.
 """
 import glob
 import os
@@ -23,8 +25,8 @@ HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a spli
 
 
 def find_files(sources: list[str]) -> list[str]:
-    """The files that paths, folders (all known files in them) and patterns name, in order. Raises BadInput for one that names none, and for
-    files of several formats."""
+    """The files that paths, folders (all known files in them) and patterns name, in order. Raises BadInput for one that
+    names none, and for files of several formats."""
     files = []
     for source in sources:
         found = [name for ending in FORMATS for name in glob.glob(os.path.join(source, f"*{ending}"))] if os.path.isdir(source) else glob.glob(source)
@@ -64,7 +66,8 @@ def open_rows(sources: list[str]):
 
 
 class Documents:
-    """An endless stream of texts from `sources`, of which every rank reads its own share; an epoch counts each pass. A .txt file is one document."""
+    """An endless stream of texts from `sources`, of which every rank reads its own share; an epoch counts each pass. A
+    .txt file is one document."""
 
     def __init__(self, sources: list[str], rank: int = 0, world: int = 1):
         self.sources, self.rank, self.world, self.epoch = sources, rank, world, 0
@@ -178,7 +181,8 @@ class PackedBatches:
 
     def state_dict(self) -> dict:
         """Everything the next batch depends on. The waiting documents are one tensor and their lengths."""
-        return {"documents": self.documents.state_dict(), "num_cut": self.num_cut, "num_empty": self.num_empty, "lengths": list(self.shelf.lengths),
+        return {"documents": self.documents.state_dict(), "num_cut": self.num_cut, "num_empty": self.num_empty,
+                "lengths": list(self.shelf.lengths),
                 "tokens": torch.tensor([t for tokens in self.shelf.items for t in tokens], dtype=torch.int32)}
 
     def load_state_dict(self, state: dict) -> None:
@@ -188,7 +192,8 @@ class PackedBatches:
 
 
 def pack_whole(examples: list[tuple[list[int], list[int]]], width: int, pad: int) -> list[tuple[list[int], list[int]]]:
-    """Rows of exactly `width` tokens, of whole examples (ids and loss mask) packed by best fit; what is left of a row is `pad`, not trained.
+    """Rows of exactly `width` tokens, of whole examples (ids and loss mask) packed by best fit; what is left of a row
+    is `pad`, not trained.
 
     No example may be longer than width.
     """

@@ -1,9 +1,10 @@
 """
 Sampling: many ragged prompts x G rows in one batch.
 
-Each prompt is run once (twice where max_rows splits its rows), and its rows read its keys where they are; rows that end leave the
-batch; the logprobs of exactly the distribution that was sampled are recorded. Noise is a function of (row key, position) alone, so that
-the rows of a batch may be split over ranks, reordered or resumed without changing what they draw.
+Each prompt is run once (twice where max_rows splits its rows), and its rows read its keys where they are; rows that end
+leave the batch; the logprobs of exactly the distribution that was sampled are recorded. Noise is a function of (row
+key, position) alone, so that the rows of a batch may be split over ranks, reordered or resumed without changing what
+they draw.
 """
 import hashlib
 from collections.abc import Callable
@@ -26,16 +27,17 @@ PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
 
-Tool = Callable[[list[int], list[int]], dict[int, int]]  # rows, the tokens they just got -> row: the token it must get next
+# rows, the tokens they just got -> row: the token it must get next
+Tool = Callable[[list[int], list[int]], dict[int, int]]
 
 
 @dataclass
 class Samples:
     """N sampled completions. Rows are prompt-major: row p*G + g is sample g of prompt p.
 
-    tokens (N, T) int64, the end token included, 0 behind it; logprobs (N, T) fp32, 0 behind the end; lengths (N,) int64;
-    stopped (N,) bool: True where the row ended itself (finish reason "stop"), False where it ran out of tokens ("length"); forced (N, T) bool: tokens
-    that a tool put there (their logprobs are 0), None without a tool.
+    tokens (N, T) int64, the end token included, 0 behind it; logprobs (N, T) fp32, 0 behind the end; lengths (N,)
+    int64; stopped (N,) bool: True where the row ended itself (finish reason "stop"), False where it ran out of tokens
+    ("length"); forced (N, T) bool: tokens that a tool put there (their logprobs are 0), None without a tool.
     """
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -51,7 +53,8 @@ def row_key(*parts) -> int:
 
 
 def uniform_noise(keys: torch.Tensor, position: torch.Tensor | int) -> torch.Tensor:
-    """One uniform number in [0, 1) per row, a hash (splitmix64) of its key and the position. keys (B,) int64 -> (B,)."""
+    """One uniform number in [0, 1) per row, a hash (splitmix64) of its key and the position. keys (B,) int64 ->
+    (B,)."""
     position = torch.as_tensor(position, device=keys.device)
     x = keys + (position + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; wraps modulo 2^64, as all arithmetic here
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
@@ -65,8 +68,8 @@ def uniform_noise(keys: torch.Tensor, position: torch.Tensor | int) -> torch.Ten
 def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int, temperature: float, top_k: int):
     """Next tokens and their logprobs under the distribution drawn from.
 
-    logits (B, V) fp32, keys (B,) int64 -> tokens (B,) int64, logprobs (B,) fp32. temperature 0 is greedy (logprobs at temperature
-    1); top_k 0 is the full softmax.
+    logits (B, V) fp32, keys (B,) int64 -> tokens (B,) int64, logprobs (B,) fp32. temperature 0 is greedy (logprobs at
+    temperature 1); top_k 0 is the full softmax.
     """
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
@@ -89,7 +92,8 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     target = noise[:, None] * totals[:, -1:]
     block = _first_above(totals, target)  # (B, 1)
     target = target - F.pad(totals, (1, 0)).gather(1, block)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].to(totals.dtype).cumsum(dim=-1)  # (B, BLOCK)
+    # (B, BLOCK)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].to(totals.dtype).cumsum(dim=-1)
     tokens = block * BLOCK + _first_above(inside, target)
     logprobs = logits.gather(1, tokens) - highest - totals[:, -1:].log().float()
     return tokens[:, 0], logprobs[:, 0]
@@ -103,20 +107,23 @@ def _draw_kernel(logits, noise):
 
 
 def _first_above(cumulative, target):
-    """The first column above the target, the one that reaches the total where rounding leaves none. (B, n), (B, 1) -> (B, 1)."""
+    """The first column above the target, the one that reaches the total where rounding leaves none. (B, n), (B, 1) ->
+    (B, 1)."""
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
 
 
-def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int], keys: list[int],
+def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int],
+             keys: list[int],
              temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
              should_stop: Callable[[], bool] = lambda: False, tool: Tool | None = None) -> Samples:
     """Samples `num_samples` completions of each of P prompts.
 
-    keys: one int64 per row (P * num_samples), see `row_key`. max_rows bounds the rows that decode together. When should_stop() turns
-    true the call returns at once with unfinished rows, for the caller to throw away. tool: told the tokens that rows just got, it says which rows
-    must get which token next (calculator.Calculator); the device then waits for it at every token.
-    Raises BadInput for an empty prompt and for one that does not fit the context with its completion.
+    keys: one int64 per row (P * num_samples), see `row_key`. max_rows bounds the rows that decode together. When
+    should_stop() turns true the call returns at once with unfinished rows, for the caller to throw away. tool: told the
+    tokens that rows just got, it says which rows must get which token next (calculator.Calculator); the device then
+    waits for it at every token. Raises BadInput for an empty prompt and for one that does not fit the context with its
+    completion.
     """
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
@@ -126,20 +133,25 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)
     with torch.inference_mode(), model.joined_projections():
-        out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop, tool)
+        out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
+                        should_stop, tool)
     N = len(keys)
     width = max(int(out.lengths[:N].max()), 1) if N else 1
     # Copies, made outside of inference mode: ordinary tensors, that training may keep.
-    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(), out.stopped[:N].clone(),
+    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(),
+                   out.stopped[:N].clone(),
                    out.forced[:N, :width].clone() if tool else None)
 
 
-def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows, should_stop, tool) -> Samples:
+def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
+              should_stop, tool) -> Samples:
     """As generate, with one row more than there are: where rows write that have ended."""
     device = model.lm_head.weight.device
     N = len(keys)
-    out = Samples(torch.zeros(N + 1, max_new_tokens, dtype=torch.long, device=device), torch.zeros(N + 1, max_new_tokens, device=device),
-                  torch.zeros(N + 1, dtype=torch.long, device=device), torch.zeros(N + 1, dtype=torch.bool, device=device))
+    out = Samples(torch.zeros(N + 1, max_new_tokens, dtype=torch.long, device=device),
+                  torch.zeros(N + 1, max_new_tokens, device=device),
+                  torch.zeros(N + 1, dtype=torch.long, device=device),
+                  torch.zeros(N + 1, dtype=torch.bool, device=device))
     if tool:
         out.forced = torch.zeros(N + 1, max_new_tokens, dtype=torch.bool, device=device)
     keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
@@ -152,7 +164,8 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         units: dict[int, list[int]] = {}  # prompt -> its rows
         for n in order[start: start + max_rows]:
             units.setdefault(n // num_samples, []).append(n)
-        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k, max_rows, should_stop,
+        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k,
+                max_rows, should_stop,
                 tool)
     return out
 
@@ -168,10 +181,12 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
     unit = unit.repeat_interleave(table.shape[1]).to(hidden.device)        # (U * R,)
     positions = torch.tensor([[len(prompt)] for prompt in prompts], device=hidden.device)[unit]  # (B, 1)
     cache = KVCache(model.config.n_layer, capacity=min(COLUMNS_CUDA, max_new_tokens) if graphs else None)
-    due = torch.full((ended + 1,), -1, device=hidden.device) if tool else None  # the token that a row must get next, -1 for none
+    # the token that a row must get next, -1 for none
+    due = torch.full((ended + 1,), -1, device=hidden.device) if tool else None
 
     def record(logits, rows, t):
-        """Draws the next token of every row, writes it down and sends rows that have ended to the spare one. -> tokens, rows"""
+        """Draws the next token of every row, writes it down and sends rows that have ended to the spare one. -> tokens,
+        rows"""
         tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
         if tool:
             out.forced[rows, t] = is_forced = due[rows] >= 0
@@ -218,7 +233,8 @@ def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, m
 
 
 def ask_tool(tool: Tool, tokens: torch.Tensor, rows: torch.Tensor, due: torch.Tensor) -> None:
-    """Tells a tool what the live rows got, and leaves in `due` what they must get next. tokens, rows (B,); due has a place per row, the last for ended ones."""
+    """Tells a tool what the live rows got, and leaves in `due` what they must get next. tokens, rows (B,); due has a
+    place per row, the last for ended ones."""
     live = [(row, token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if row < len(due) - 1]
     forced = tool([row for row, _ in live], [token for _, token in live])
     due.fill_(-1)
@@ -231,7 +247,8 @@ def uses_graphs(device) -> bool:
 
 
 class Replay:
-    """A step on CUDA: run once as it is, then captured as a CUDA graph and replayed, so that its thousand launches cost one.
+    """A step on CUDA: run once as it is, then captured as a CUDA graph and replayed, so that its thousand launches cost
+    one.
 
     The tensors that the second call gets are the graph's: every replay reads them and writes the results over them.
     """
@@ -253,7 +270,8 @@ class Replay:
 
 
 def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
-    """Runs prompts, sorted by length, in pieces of PREFILL_TOKENS. -> their cache, the hidden state (P, C) of each prompt's last token."""
+    """Runs prompts, sorted by length, in pieces of PREFILL_TOKENS. -> their cache, the hidden state (P, C) of each
+    prompt's last token."""
     device, whole, hidden = model.lm_head.weight.device, KVCache(model.config.n_layer), []
     whole.length = width = max(map(len, prompts))
     start = 0
@@ -282,21 +300,25 @@ def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
 
 
 def arrange(units: list[list[int]], filler: int, max_places: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lays out the members of units as a table, all rows of a line from one unit; units may take several lines, or none.
+    """Lays out the members of units as a table, all rows of a line from one unit; units may take several lines, or
+    none.
 
-    The lines are as long as they can be (so that keys of a prefix are read once for many rows) with at most MAX_FILLED places per
-    member and `max_places` in all; places to spare hold `filler`. -> the unit of each line (U', 1) int64, the table (U', R) int64, both on CPU.
+    The lines are as long as they can be (so that keys of a prefix are read once for many rows) with at most MAX_FILLED
+    places per member and `max_places` in all; places to spare hold `filler`. -> the unit of each line (U', 1) int64,
+    the table (U', R) int64, both on CPU.
     """
     total = sum(map(len, units))
     widths = range(max(map(len, units)), 0, -1)
     R = next(r for r in widths if r * sum(-(-len(unit) // r) for unit in units) <= min(MAX_FILLED * total, max_places))
     lines = [(u, unit[i: i + R]) for u, unit in enumerate(units) for i in range(0, len(unit), R)]
-    return torch.tensor([[u] for u, _ in lines]), torch.tensor([members + [filler] * (R - len(members)) for _, members in lines])
+    return torch.tensor([[u] for u, _ in lines]), torch.tensor([members + [filler] * (R - len(members)) for _,
+                                                                members in lines])
 
 
 def pad_prompts(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and their positions (PADDING_POSITION on padding). -> two of (P, Tp) int64."""
     width = max(map(len, prompts))
     ids = torch.tensor([p + [0] * (width - len(p)) for p in prompts], device=device)
-    positions = torch.tensor([list(range(len(p))) + [PADDING_POSITION] * (width - len(p)) for p in prompts], device=device)
+    positions = torch.tensor([list(range(len(p))) + [PADDING_POSITION] * (width - len(p)) for p in prompts],
+                             device=device)
     return ids, positions

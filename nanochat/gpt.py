@@ -1,9 +1,9 @@
 """
 The nanochat GPT: upstream's mathematics and parameter names, so that its checkpoints load.
 
-RMSNorm without parameters, rotary positions with q/k norm, grouped key/value heads, relu^2 MLP, untied embedding and head, value
-embeddings on alternating layers, smear (a little of the previous token's embedding), per-layer mixing of the first embedding,
-backout (the middle layer's output is taken off at the end), softcapped logits.
+RMSNorm without parameters, rotary positions with q/k norm, grouped key/value heads, relu^2 MLP, untied embedding and
+head, value embeddings on alternating layers, smear (a little of the previous token's embedding), per-layer mixing of
+the first embedding, backout (the middle layer's output is taken off at the end), softcapped logits.
 
 `trunk` gives hidden states and `head` logits, apart, so that a fused loss can stand in for the head.
 """
@@ -162,14 +162,16 @@ class GPT(nn.Module):
         return self.transformer.h
 
     def _window(self, layer: int) -> int:
-        """How many tokens back layer `layer` sees: L all, S a quarter of the context (rounded up to 128); the last is L."""
+        """How many tokens back layer `layer` sees: L all, S a quarter of the context (rounded up to 128); the last is
+        L."""
         pattern, length = self.config.window_pattern.upper(), self.config.sequence_len
         short = pattern[layer % len(pattern)] == "S" and layer < self.config.n_layer - 1
         return -(-length // 512) * 128 if short else length
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Random weights for training from scratch. Output projections start at 0, so every block starts as the identity."""
+        """Random weights for training from scratch. Output projections start at 0, so every block starts as the
+        identity."""
         bound = 3 ** 0.5 * self.config.n_embd ** -0.5  # uniform with std 1/sqrt(C)
         for name, p in self.named_parameters():
             if name.endswith(("c_proj.weight", "ve_gate.weight", "smear_gate.weight")):
@@ -187,7 +189,8 @@ class GPT(nn.Module):
 
     @contextlib.contextmanager
     def joined_projections(self):
-        """While it lasts, queries, keys and values are one product by a copy of their weights: for many forwards with the same weights."""
+        """While it lasts, queries, keys and values are one product by a copy of their weights: for many forwards with
+        the same weights."""
         layers = [block.attn for block in self.blocks]
         assert all(attention.c_qkv is None for attention in layers), "one call at a time"
         try:
@@ -207,13 +210,15 @@ class GPT(nn.Module):
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
         return x + gate * previous, x
 
-    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None, last_only: bool = False):
+    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
+              last_only: bool = False):
         """Hidden states of tokens, after the final norm.
 
-        ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row; PADDING_POSITION marks padding,
-        which no later token sees. prefix: the cache of U prompts that B/U consecutive rows each continue. cache: where keys and values are
-        kept; a second forward into it goes on behind its columns. last_only: of prompts run into an empty cache, give the hidden states of the last
-        tokens alone, for which alone the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
+        ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
+        PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
+        rows each continue. cache: where keys and values are kept; a second forward into it goes on behind its columns.
+        last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
+        the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
         """
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
@@ -228,13 +233,15 @@ class GPT(nn.Module):
         x, unsmeared = self.embed(ids, last)
         if cache is not None:
             if T > 1:
-                ends = (positions < PADDING_POSITION).sum(dim=1) - 1  # the last real token of each row; padding (PADDING_POSITION) stands behind it
+                # the last real token of each row; padding (PADDING_POSITION) stands behind it
+                ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 unsmeared = at_ends(unsmeared, ends)
             cache.last_embedding = unsmeared
             if cache.length == 0 and prefix is None:
                 cache.positions = positions
         cos_sin = rotary(positions, self.config.head_dim, x.dtype)
-        masks = {w: make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype) for w in set(self.windows)}
+        masks = {w: make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype)
+                 for w in set(self.windows)}
         x0, final, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
         for i, block in enumerate(self.blocks):
@@ -242,7 +249,8 @@ class GPT(nn.Module):
             x = mix(x, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             if i == final and last_only and T > 1:
-                mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends), x.dtype)
+                mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends),
+                                 x.dtype)
                 x = block(x, embeds, cos_sin, mask, cache, prefix, ends)
             else:
                 x = block(x, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
@@ -273,11 +281,13 @@ def add_model_args(parser, depth: int = 4, sequence_len: int = 256, window_patte
     """The flags of a new model's shape; --depth is the one dial."""
     group = parser.add_argument_group("model")
     group.add_argument("--depth", type=int, default=depth, help="layers: the one dial")
-    group.add_argument("--n-embd", type=int, default=0, help="width; default: 64 per layer, rounded up to a multiple of 128")
+    group.add_argument("--n-embd", type=int, default=0,
+                       help="width; default: 64 per layer, rounded up to a multiple of 128")
     group.add_argument("--n-head", type=int, default=0, help="default: n_embd / 128, at least 1")
     group.add_argument("--n-kv-head", type=int, default=0, help="default: --n-head")
     group.add_argument("--sequence-len", type=int, default=sequence_len)
-    group.add_argument("--window-pattern", default=window_pattern, help="per layer, repeated: L sees all tokens before it, S a quarter of the context")
+    group.add_argument("--window-pattern", default=window_pattern,
+                       help="per layer, repeated: L sees all tokens before it, S a quarter of the context")
 
 
 def config_of(args, vocab_size: int) -> GPTConfig:

@@ -1,8 +1,9 @@
 """
 The operations of a transformer block.
 
-On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu_block.c makes what are many passes in PyTorch, with
-backward passes written by hand. Each function has a plain counterpart, which other devices and dtypes run and tests compare with.
+On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu_block.c makes what are many
+passes in PyTorch, with backward passes written by hand. Each function has a plain counterpart, which other devices and
+dtypes run and tests compare with.
 """
 import ctypes
 import functools
@@ -107,7 +108,8 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
     """Queries, keys and values as attention wants them, from rows that hold the heads of all three side by side.
 
     qkv (B, T, (H + 2 Hkv) * D); cos, sin (B, T, 1, D/2); gate (B, T, Hkv) and embedding (B, T, Hkv * D), or two None.
-    -> q (U, Hkv, R, group, T, D) = scale * norm(rotate(q)), k (U, Hkv, R, T, D) likewise, v (U, Hkv, R, T, D) = v + gate * embedding.
+    -> q (U, Hkv, R, group, T, D) = scale * norm(rotate(q)), k (U, Hkv, R, T, D) likewise, v (U, Hkv, R, T, D) = v +
+    gate * embedding.
     """
     B, T, width = qkv.shape
     D = width // (heads + 2 * kv_heads)
@@ -245,6 +247,7 @@ class _SplitHeads(torch.autograd.Function):
         q, k, factors, cos, sin, gate, embedding = ctx.saved_tensors
         grad_qkv = q.new_empty(*q.shape[:2], ctx.width)
         grad_gate, grad_embedding = (None, None) if gate is None else (torch.empty_like(gate), torch.empty_like(embedding))
-        cpu.call("split_heads_backward", ctypes.byref(ctx.shape), *(x.contiguous() for x in (grad_q, grad_k, grad_v)), q, k, factors, cos, sin, gate, embedding,
+        cpu.call("split_heads_backward", ctypes.byref(ctx.shape), *(x.contiguous() for x in (grad_q, grad_k, grad_v)),
+                 q, k, factors, cos, sin, gate, embedding,
                  grad_qkv, grad_gate, grad_embedding)
         return grad_qkv, None, None, grad_gate, grad_embedding, None, None, None, None

@@ -22,7 +22,8 @@ def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in trained.items() if ".c_" in name]
     rest = [p for name, p in trained.items() if ".c_" not in name]
-    muon = [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
+    muon = [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0,
+                             adjust_lr_fn="match_rms_adamw")] if matrices else []
     return [*muon, adamw(rest, embedding_lr)]
 
 
@@ -30,8 +31,8 @@ def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembed
                            weight_decay: float) -> list[torch.optim.Optimizer]:
     """Muon for the blocks' matrices and gates, AdamW with a group of its own for each other kind of parameter.
 
-    Betas, decays and the ratios between groups are upstream nanochat's, tuned there at width 768; AdamW's learning rates of matrices go with
-    1 / sqrt(width). weight_decay is Muon's.
+    Betas, decays and the ratios between groups are upstream nanochat's, tuned there at width 768; AdamW's learning
+    rates of matrices go with 1 / sqrt(width). weight_decay is Muon's.
     """
     scale, parameters = (model.config.n_embd / 768) ** -0.5, dict(model.named_parameters())
     pick = lambda *starts: [p for name, p in parameters.items() if name.startswith(starts)]
@@ -43,12 +44,15 @@ def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembed
         dict(params=pick("x0_lambdas"), lr=scalar_lr, betas=(0.96, 0.95), weight_decay=0.0),
         dict(params=pick("smear", "backout"), lr=0.4 * scalar_lr, betas=(0.8, 0.95), weight_decay=0.0),
     ]
-    muon = torch.optim.Muon(pick("transformer.h."), lr=matrix_lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="original")
+    muon = torch.optim.Muon(pick("transformer.h."), lr=matrix_lr, weight_decay=weight_decay, momentum=0.95,
+                            adjust_lr_fn="original")
     return [muon, torch.optim.AdamW(groups, eps=1e-10)]
 
 
-def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], lr_factor: float, max_grad_norm: float) -> float:
-    """One step of all optimizers on gradients summed over ranks, clipped, at the initial learning rates times lr_factor.
+def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], lr_factor: float,
+             max_grad_norm: float) -> float:
+    """One step of all optimizers on gradients summed over ranks, clipped, at the initial learning rates times
+    lr_factor.
 
     -> the gradient's norm; where that is not finite no rank steps.
     """
@@ -64,7 +68,8 @@ def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.
 
 
 def warmup_warmdown(step: int, num_steps: int, warmup_steps: int, warmdown: float, final: float) -> float:
-    """Learning-rate factor: linear up over warmup_steps, 1, then linear down to `final` over the last `warmdown` share of the steps."""
+    """Learning-rate factor: linear up over warmup_steps, 1, then linear down to `final` over the last `warmdown` share
+    of the steps."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     left = (num_steps - step) / max(1, round(warmdown * num_steps))
@@ -81,8 +86,8 @@ def warmup_cosine(step: int, num_steps: int, warmup: float = 0.1, final: float =
 
 
 def all_reduce_gradients(parameters: list[torch.nn.Parameter]) -> None:
-    """Sums gradients over ranks, in one collective. A missing gradient counts as 0, so that all ranks reduce the same shape. Those of sharded parameters
-    were summed in the backward pass."""
+    """Sums gradients over ranks, in one collective. A missing gradient counts as 0, so that all ranks reduce the same
+    shape. Those of sharded parameters were summed in the backward pass."""
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -94,6 +99,7 @@ def all_reduce_gradients(parameters: list[torch.nn.Parameter]) -> None:
 
 
 def clip_gradients(parameters: list[torch.nn.Parameter], max_norm: float) -> float:
-    """The gradient's norm (not finite if any entry is not); scales gradients down to `max_norm` if larger. 0 = no clipping."""
+    """The gradient's norm (not finite if any entry is not); scales gradients down to `max_norm` if larger. 0 = no
+    clipping."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else math.inf)
     return float(norm.full_tensor() if is_sharded(norm) else norm)

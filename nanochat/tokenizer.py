@@ -16,12 +16,14 @@ SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_star
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]
 SPLIT_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
 # What an assistant's message is made of: the tokens around it, and whether it is trained.
-PARTS = {"text": (None, 1), "python": (("<|python_start|>", "<|python_end|>"), 1), "python_output": (("<|output_start|>", "<|output_end|>"), 0)}
+PARTS = {"text": (None, 1), "python": (("<|python_start|>", "<|python_end|>"), 1),
+         "python_output": (("<|output_start|>", "<|output_end|>"), 0)}
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)  # bytes without merges
 
 
 class _EncodingState:
-    """Stands in for tiktoken.Encoding while unpickling: holds its state, runs nothing (a bare name would make tiktoken download)."""
+    """Stands in for tiktoken.Encoding while unpickling: holds its state, runs nothing (a bare name would make tiktoken
+    download)."""
 
     def __setstate__(self, state):
         self.state = state
@@ -37,7 +39,8 @@ class _EncodingUnpickler(pickle.Unpickler):
 
 
 def check_encoding(ranks: dict[bytes, int], specials: dict[str, int]) -> None:
-    """Raises ValueError unless ids are 0..V-1 without gaps, every byte has one, and the nine special tokens take the last."""
+    """Raises ValueError unless ids are 0..V-1 without gaps, every byte has one, and the nine special tokens take the
+    last."""
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise ValueError("token ids are not 0, 1, 2, ...")
     if not all(bytes([i]) in ranks for i in range(256)):
@@ -59,7 +62,8 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterator[str], vocab_size: int) -> "Tokenizer":
-        """A tokenizer of `vocab_size` ids, specials included; MIN_VOCAB_SIZE is bytes without merges. Raises BadInput below that."""
+        """A tokenizer of `vocab_size` ids, specials included; MIN_VOCAB_SIZE is bytes without merges. Raises BadInput
+        below that."""
         if vocab_size < MIN_VOCAB_SIZE:
             raise BadInput(f"--vocab-size {vocab_size}: must be at least {MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
         ranks = {bytes([i]): i for i in range(256)}
@@ -83,8 +87,10 @@ class Tokenizer:
             try:
                 state = _EncodingUnpickler(f).load().state
                 check_encoding(state["mergeable_ranks"], state["special_tokens"])
-                return cls(tiktoken.Encoding(**{key: state[key] for key in ("name", "pat_str", "mergeable_ranks", "special_tokens")}))
-            except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, MemoryError, OverflowError, TypeError, ValueError) as error:
+                return cls(tiktoken.Encoding(**{key: state[key]
+                                                for key in ("name", "pat_str", "mergeable_ranks", "special_tokens")}))
+            except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, KeyError, MemoryError, OverflowError,
+                    TypeError, ValueError) as error:
                 raise BadInput(f"{path} is not a tokenizer: {error}") from None
 
     def save(self, folder: str) -> None:
@@ -134,8 +140,8 @@ class Tokenizer:
         return [*self.render_conversation(messages, None)[0], self.special("<|assistant_start|>")]
 
     def render_parts(self, content: str | list[dict]) -> tuple[list[int], list[int]]:
-        """Ids and loss mask of what an assistant said: text, or a list of {"type": "text"|"python"|"python_output", "text": str}. What came from the
-        calculator is not trained. Raises ValueError for another type."""
+        """Ids and loss mask of what an assistant said: text, or a list of {"type": "text"|"python"|"python_output",
+        "text": str}. What came from the calculator is not trained. Raises ValueError for another type."""
         ids, mask = [], []
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             if part["type"] not in PARTS:
@@ -149,14 +155,15 @@ class Tokenizer:
     def render_conversation(self, messages: list[dict], context: int | None) -> tuple[list[int], list[int]]:
         """Token ids of a conversation and the loss mask: 1 on what the assistant says and its end token.
 
-        messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts, see render_parts), turns alternating from the user's;
-        a system message is joined to the first user turn. Raises ValueError for a wrong order, BadInput for a conversation longer than `context`; never
-        cuts.
+        messages: {"role": "system"|"user"|"assistant", "content": str} (an assistant's also parts, see render_parts),
+        turns alternating from the user's; a system message is joined to the first user turn. Raises ValueError for a
+        wrong order, BadInput for a conversation longer than `context`; never cuts.
         """
         if messages and messages[0]["role"] == "system":
             if len(messages) < 2 or messages[1]["role"] != "user":
                 raise ValueError("a system message must be followed by a user turn")
-            messages = [{"role": "user", "content": messages[0]["content"] + "\n\n" + messages[1]["content"]}, *messages[2:]]
+            messages = [{"role": "user", "content": messages[0]["content"] + "\n\n" + messages[1]["content"]},
+                        *messages[2:]]
         ids, mask = [self.bos], [0]
         for i, message in enumerate(messages):
             role = "user" if i % 2 == 0 else "assistant"

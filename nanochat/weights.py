@@ -1,16 +1,18 @@
 """
-Where a model's weights live: allocated without being initialised, sharded over ranks (PyTorch's FSDP2), copied whole to sample from, gathered for
-checkpoints.
+Where a model's weights live: allocated without being initialised, sharded over ranks (PyTorch's FSDP2), copied whole to
+sample from, gathered for checkpoints.
 
-A sharded model keeps 1/world of each parameter, its gradient and its optimizer state; a block's weights are gathered while it runs. Everything that
-gathers is a collective: all ranks must call it at the same point.
+A sharded model keeps 1/world of each parameter, its gradient and its optimizer state; a block's weights are gathered
+while it runs. Everything that gathers is a collective: all ranks must call it at the same point.
 """
 import torch
 import torch.distributed as dist
 
 
-def allocate(kind, config, compute_dtype: torch.dtype, device, dtype: torch.dtype = torch.float32, sharded: bool = False):
-    """A model of class `kind` with parameters of `dtype` that hold nothing yet; sharded: this rank's part of each alone (needs a process group)."""
+def allocate(kind, config, compute_dtype: torch.dtype, device, dtype: torch.dtype = torch.float32,
+             sharded: bool = False):
+    """A model of class `kind` with parameters of `dtype` that hold nothing yet; sharded: this rank's part of each alone
+    (needs a process group)."""
     with torch.device("meta"):
         model = kind(config, compute_dtype).to(dtype)
     if sharded:
@@ -22,8 +24,8 @@ def allocate(kind, config, compute_dtype: torch.dtype, device, dtype: torch.dtyp
 
 
 def shard(model, device_type: str) -> None:
-    """Makes FSDP2 shard a model's parameters over all ranks, block by block, in place. Gradients are summed, as optim.all_reduce_gradients does for
-    models that are not sharded."""
+    """Makes FSDP2 shard a model's parameters over all ranks, block by block, in place. Gradients are summed, as
+    optim.all_reduce_gradients does for models that are not sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
     mesh = init_device_mesh(device_type, (dist.get_world_size(),))
@@ -37,16 +39,18 @@ def shard(model, device_type: str) -> None:
 
 
 def is_sharded(x) -> bool:
-    """Whether a model, or a parameter, is sharded. Known by FSDP2's methods: importing its classes takes a second, which others need not wait."""
+    """Whether a model, or a parameter, is sharded. Known by FSDP2's methods: importing its classes takes a second,
+    which others need not wait."""
     return hasattr(x, "reshard") or hasattr(x, "full_tensor")
 
 
 @torch.no_grad()
 def inference_model(model):
-    """The model to sample from: itself, or where its weights are sharded or wider than its activations, a whole copy with weights of their dtype.
+    """The model to sample from: itself, or where its weights are sharded or wider than its activations, a whole copy
+    with weights of their dtype.
 
-    The copy stays with the model. It is brought up to date here when weights have changed, once per update instead of a cast in every forward; a sharded
-    model's, which takes all ranks, by `refresh`.
+    The copy stays with the model. It is brought up to date here when weights have changed, once per update instead of a
+    cast in every forward; a sharded model's, which takes all ranks, by `refresh`.
     """
     if model.compute_dtype == model.lm_head.weight.dtype and not is_sharded(model):
         return model
@@ -64,7 +68,8 @@ def inference_model(model):
 
 
 def refresh(model) -> None:
-    """Brings the copy that a sharded model is sampled from up to date, or makes it; nothing for another model. A collective."""
+    """Brings the copy that a sharded model is sampled from up to date, or makes it; nothing for another model. A
+    collective."""
     if is_sharded(model):
         _, copied = model.__dict__.get("inference_copy", (None, None))
         if copied is None:
@@ -74,11 +79,13 @@ def refresh(model) -> None:
 
 
 def copy_of(model, sharded: bool = False):
-    """A copy that is not trained, with weights of the activations' dtype: what a forward of `model` casts them to. A collective for a sharded model,
-    unless the copy is sharded too."""
-    kind = type(model).__bases__[-1] if is_sharded(model) else type(model)  # FSDP2 puts a class of its own before the model's
+    """A copy that is not trained, with weights of the activations' dtype: what a forward of `model` casts them to. A
+    collective for a sharded model, unless the copy is sharded too."""
+    # FSDP2 puts a class of its own before the model's
+    kind = type(model).__bases__[-1] if is_sharded(model) else type(model)
     device = model.lm_head.weight.device
-    copied = allocate(kind, model.config, model.compute_dtype, device, model.compute_dtype, sharded).requires_grad_(False)
+    copied = allocate(kind, model.config, model.compute_dtype, device, model.compute_dtype,
+                      sharded).requires_grad_(False)
     copy_weights(copied, model)
     return copied
 
@@ -102,7 +109,8 @@ def free_gathered(model) -> None:
 
 @torch.no_grad()
 def whole_state(model, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The state dict of a model, of a sharded one with whole tensors on CPU, empty on ranks that do not keep it. A collective then."""
+    """The state dict of a model, of a sharded one with whole tensors on CPU, empty on ranks that do not keep it. A
+    collective then."""
     if not is_sharded(model):
         return model.state_dict()
     model.reshard()
@@ -139,11 +147,13 @@ def local_optimizer_state(optimizer) -> dict:
 
 
 def with_shards(saved: dict, optimizer) -> dict:
-    """The inverse of local_optimizer_state: a state dict for `optimizer`. Raises ValueError when a part is not of the shape of this rank's."""
+    """The inverse of local_optimizer_state: a state dict for `optimizer`. Raises ValueError when a part is not of the
+    shape of this rank's."""
     if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return saved
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return saved | {"state": {i: {key: as_part_of(parameters[i], x) for key, x in entry.items()} for i, entry in saved["state"].items()}}
+    return saved | {"state": {i: {key: as_part_of(parameters[i], x) for key, x in entry.items()} for i,
+                              entry in saved["state"].items()}}
 
 
 def as_part_of(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -153,4 +163,5 @@ def as_part_of(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if x.shape != p.to_local().shape:
         raise ValueError("it was saved by another number of ranks, or for another model")
     from torch.distributed.tensor import DTensor
-    return DTensor.from_local(x.to(p.device), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return DTensor.from_local(x.to(p.device), p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                              stride=p.stride())

@@ -1,5 +1,6 @@
 """
-Evaluates a base model: bits per byte of text, CORE-style tasks from local files, samples. What is not given files for is left out, and said so.
+Evaluates a base model: bits per byte of text, CORE-style tasks from local files, samples. What is not given files for
+is left out, and said so.
 
     python -m scripts.base_eval --model-tag d4 --val-data text/shard_00003.jsonl
     torchrun --standalone --nproc_per_node=8 scripts/base_eval.py -- --core eval_bundle --max-per-task 500
@@ -8,7 +9,8 @@ import argparse
 import os
 
 from nanochat.checkpoint import default_tag, load_file, load_model
-from nanochat.common import (BadInput, check_least, check_name, compute_dtype, init_device, path_of, print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, check_least, check_name, compute_dtype, init_device, path_of, print0,
+                             rank_and_world, script_main)
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
 from nanochat.engine import generate, row_key
@@ -17,20 +19,27 @@ from nanochat.tokenizer import Tokenizer
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("--step", type=int, default=-1, help="-1 = the last")
-    parser.add_argument("--val-data", nargs="+", default=[], help="bits per byte: .txt, .jsonl or .parquet files, folders, patterns, or one datasets name")
-    parser.add_argument("--split-tokens", type=int, default=40 * 2 ** 19, help="tokens of it, over all ranks; read again where it is shorter")
-    parser.add_argument("--device-batch-size", type=int, default=32, help="rows that go through the model at once, per rank")
-    parser.add_argument("--core", default="", help="folder of the tasks (core.yaml, eval_data, eval_meta_data.csv); default: eval_bundle, if it is there")
+    parser.add_argument("--val-data", nargs="+", default=[],
+                        help="bits per byte: .txt, .jsonl or .parquet files, folders, patterns, or one datasets name")
+    parser.add_argument("--split-tokens", type=int, default=40 * 2 ** 19,
+                        help="tokens of it, over all ranks; read again where it is shorter")
+    parser.add_argument("--device-batch-size", type=int, default=32,
+                        help="rows that go through the model at once, per rank")
+    parser.add_argument("--core", default="",
+                        help="folder of the tasks (core.yaml, eval_data, eval_meta_data.csv); default: eval_bundle, if it is there")
     parser.add_argument("--max-per-task", type=int, default=-1, help="examples per task; -1 = all")
-    parser.add_argument("--prompts", nargs="*", default=["The capital of France is", "If yesterday was Friday, then tomorrow will be", "3+5*2"],
+    parser.add_argument("--prompts", nargs="*",
+                        default=["The capital of France is", "If yesterday was Friday, then tomorrow will be", "3+5*2"],
                         help="beginnings that the model continues, greedy")
     parser.add_argument("--num-samples", type=int, default=2, help="samples from nothing")
     parser.add_argument("--max-new-tokens", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
     return parser
 
 
@@ -41,16 +50,19 @@ def evaluate_core(args, model, tokenizer, tasks) -> None:
     for task in tasks:
         accuracy, num_long = evaluate_core_task(model, tokenizer, task, args.max_per_task, rank, world)
         results.append(centered(accuracy, task.baseline))
-        print0(f"{task.label:34s} accuracy {accuracy:.4f} | centered {results[-1]:+.4f}" + (f" | {num_long} beyond the context" if num_long else ""))
+        print0(f"{task.label:34s} accuracy {accuracy:.4f} | centered {results[-1]:+.4f}"
+               + (f" | {num_long} beyond the context" if num_long else ""))
     print0(f"{'CORE':34s} {core_metric(results):.4f}")
 
 
 def evaluate_text(args, model, tokenizer) -> None:
     """Prints the bits per byte of the validation text."""
     rank, world = rank_and_world()
-    batches = PackedBatches(Documents(args.val_data, rank, world), tokenizer, args.device_batch_size, model.config.sequence_len + 1)
+    batches = PackedBatches(Documents(args.val_data, rank, world), tokenizer, args.device_batch_size,
+                            model.config.sequence_len + 1)
     num_batches = max(1, args.split_tokens // (args.device_batch_size * model.config.sequence_len * world))
-    bpb = bits_per_byte(model, (batches.next_batch() for _ in range(num_batches)), load_file(path_of("tokenizer", "token_bytes.pt")))
+    bpb = bits_per_byte(model, (batches.next_batch() for _ in range(num_batches)),
+                        load_file(path_of("tokenizer", "token_bytes.pt")))
     passes = f", {batches.documents.epoch} whole passes over it" if batches.documents.epoch else ""
     print0(f"bits per byte {bpb:.4f} on {num_batches * args.device_batch_size * model.config.sequence_len * world:,} tokens{passes}")
 
@@ -63,8 +75,10 @@ def print_continuations(args, model, tokenizer) -> None:
         raise BadInput(f"--prompts: the longest leaves no room in the context of {model.config.sequence_len} tokens")
     for starts, temperature in ((prompts, 0.0), ([[tokenizer.bos]] * args.num_samples, 1.0)):
         keys = [row_key(args.seed, i) for i in range(len(starts))]
-        out = generate(model, starts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens, keys=keys, temperature=temperature)
-        for start, row, length, ended in zip(starts, out.tokens.tolist(), out.lengths.tolist(), out.stopped.tolist(), strict=True):
+        out = generate(model, starts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens, keys=keys,
+                       temperature=temperature)
+        for start, row, length, ended in zip(starts, out.tokens.tolist(), out.lengths.tolist(), out.stopped.tolist(),
+                                             strict=True):
             print0(f"{tokenizer.decode(start[1:])!r} -> {tokenizer.decode(row[: length - ended])!r}")
 
 

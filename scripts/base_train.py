@@ -1,8 +1,9 @@
 """
 Pretraining of a base model on text: packed batches, Muon for the blocks' matrices and AdamW for the rest.
 
---depth is the one dial. From it follow the width, the number of tokens (--target-param-data-ratio per weight), the batch size (~ tokens ^ 0.383), the
-learning rates (~ sqrt(batch size)) and the weight decay: upstream nanochat's rules, with its reference of depth 12 and 524,288 tokens.
+--depth is the one dial. From it follow the width, the number of tokens (--target-param-data-ratio per weight), the
+batch size (~ tokens ^ 0.383), the learning rates (~ sqrt(batch size)) and the weight decay: upstream nanochat's rules,
+with its reference of depth 12 and 524,288 tokens.
 
     python -m scripts.base_train --data text/*.jsonl --depth 4 --sequence-len 256 --num-iterations 500 --total-batch-size 8192     # a laptop
     torchrun --standalone --nproc_per_node=8 scripts/base_train.py -- --data shards/*.parquet --depth 24 --run base
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from nanochat.bench import machine_speed
-from nanochat.checkpoint import load_file, load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name, check_writable, compute_dtype,
-                             describe_versions, flag_defaults, init_device, path_of, print0, rank_and_world, script_main, start_run,
-                             uses_wandb)
+from nanochat.checkpoint import (load_file, load_model, load_training, resume_step, save_model, save_training,
+                                 warn_of_later_steps)
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name,
+                             check_writable, compute_dtype, describe_versions, flag_defaults, init_device, path_of,
+                             print0, rank_and_world, script_main, start_run, uses_wandb)
 from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
@@ -29,39 +31,53 @@ from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.tokenizer import Tokenizer
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
-MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "eval_every", "eval_tokens", "sample_every", "save_every"}
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "eval_every", "eval_tokens",
+              "sample_every", "save_every"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     add_run_args(parser)
     parser.add_argument("--model-tag", default="", help="name of the checkpoint; default d<depth>")
-    parser.add_argument("--resume-from-step", default="-1", help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
+    parser.add_argument("--resume-from-step", default="-1",
+                        help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
     data = parser.add_argument_group("data")
-    data.add_argument("--data", nargs="+", required=True, help="files of one kind, folders, patterns, or one datasets name: "
+    data.add_argument("--data", nargs="+", required=True,
+                      help="files of one kind, folders, patterns, or one datasets name: "
                       ".txt (each one document), .jsonl or .parquet (column text)")
-    data.add_argument("--val-data", nargs="+", default=[], help="the same for validation; default: the last file of --data, which is then not trained on")
+    data.add_argument("--val-data", nargs="+", default=[],
+                      help="the same for validation; default: the last file of --data, which is then not trained on")
     add_model_args(parser, depth=20, sequence_len=2048, window_pattern="SSSL")
     horizon = parser.add_argument_group("horizon, in order of precedence")
     horizon.add_argument("--num-iterations", type=int, default=-1, help="optimizer steps; -1 = by the next")
-    horizon.add_argument("--target-flops", type=float, default=-1.0, help="as many steps as these FLOPs allow; -1 = by the next")
-    horizon.add_argument("--target-param-data-ratio", type=float, default=12.0, help="tokens per weight of the matrices")
+    horizon.add_argument("--target-flops", type=float, default=-1.0,
+                         help="as many steps as these FLOPs allow; -1 = by the next")
+    horizon.add_argument("--target-param-data-ratio", type=float, default=12.0,
+                         help="tokens per weight of the matrices")
     training = parser.add_argument_group("training")
-    training.add_argument("--device-batch-size", type=int, default=32, help="rows that go through the model at once, per rank; changes no result")
-    training.add_argument("--total-batch-size", type=int, default=-1, help="tokens per step over all ranks; -1 = by the rule")
-    training.add_argument("--matrix-lr", type=float, default=0.02, help="Muon, for the blocks' matrices; this and the next are for 524,288 tokens")
+    training.add_argument("--device-batch-size", type=int, default=32,
+                          help="rows that go through the model at once, per rank; changes no result")
+    training.add_argument("--total-batch-size", type=int, default=-1,
+                          help="tokens per step over all ranks; -1 = by the rule")
+    training.add_argument("--matrix-lr", type=float, default=0.02,
+                          help="Muon, for the blocks' matrices; this and the next are for 524,288 tokens")
     training.add_argument("--embedding-lr", type=float, default=0.3, help="AdamW, at width 768")
     training.add_argument("--unembedding-lr", type=float, default=0.008, help="AdamW, at width 768")
     training.add_argument("--scalar-lr", type=float, default=0.5, help="AdamW, for the per-layer scalars")
-    training.add_argument("--weight-decay", type=float, default=0.28, help="of Muon, at depth 12; falls to 0 over the run")
+    training.add_argument("--weight-decay", type=float, default=0.28,
+                          help="of Muon, at depth 12; falls to 0 over the run")
     training.add_argument("--warmup-steps", type=int, default=40)
-    training.add_argument("--warmdown-ratio", type=float, default=0.65, help="share of the steps over which the learning rate falls")
+    training.add_argument("--warmdown-ratio", type=float, default=0.65,
+                          help="share of the steps over which the learning rate falls")
     training.add_argument("--final-lr-frac", type=float, default=0.05)
     training.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
     evals = parser.add_argument_group("evaluation")
-    evals.add_argument("--eval-every", type=int, default=250, help="steps between evaluations of validation bits per byte; -1 = at the end only")
-    evals.add_argument("--eval-tokens", type=int, default=80 * 2 ** 19, help="tokens of validation text, over all ranks")
+    evals.add_argument("--eval-every", type=int, default=250,
+                       help="steps between evaluations of validation bits per byte; -1 = at the end only")
+    evals.add_argument("--eval-tokens", type=int, default=80 * 2 ** 19,
+                       help="tokens of validation text, over all ranks")
     evals.add_argument("--sample-every", type=int, default=2000, help="steps between samples; -1 = at the end only")
     return parser
 
@@ -74,10 +90,12 @@ def reference_weights(args, vocab_size: int) -> int:
 
 
 def apply_rules(args, model, world: int) -> dict:
-    """What follows from --depth: steps, batch size, and the factors on learning rates and weight decay. Raises BadInput.
+    """What follows from --depth: steps, batch size, and the factors on learning rates and weight decay. Raises
+    BadInput.
 
-    Tokens D = ratio * weights; batch size B ~ D^0.383 (Power Lines, arXiv 2505.13738), rounded to a power of 2; learning rates ~ sqrt(B); weight decay
-    so that B / (lr * decay * D) stays what it is at the reference (arXiv 2405.13698).
+    Tokens D = ratio * weights; batch size B ~ D^0.383 (Power Lines, arXiv 2505.13738), rounded to a power of 2;
+    learning rates ~ sqrt(B); weight decay so that B / (lr * decay * D) stays what it is at the reference (arXiv
+    2405.13698).
     """
     weights = matrix_parameters(model)
     tokens = args.target_param_data_ratio * weights
@@ -122,7 +140,8 @@ def split_sources(args) -> tuple[list[str], list[str]]:
 
 def validation_batches(args, sources, tokenizer, run):
     """The same first --eval-tokens tokens of the validation text each time, this rank's share."""
-    batches = PackedBatches(Documents(sources, run.rank, run.world), tokenizer, args.device_batch_size, args.sequence_len + 1)
+    batches = PackedBatches(Documents(sources, run.rank, run.world), tokenizer, args.device_batch_size,
+                            args.sequence_len + 1)
     for _ in range(max(1, args.eval_tokens // (args.device_batch_size * args.sequence_len * run.world))):
         run.check_stop()
         yield batches.next_batch()
@@ -132,13 +151,15 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
     """Greedy continuations of the first 8 tokens of the first documents."""
     prompts = [[tokenizer.bos, *tokenizer.encode(text)[:8]] for text in islice(Documents(sources), num)]
     new = min(32, args.sequence_len - max(map(len, prompts)))
-    out = generate(model, prompts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens, keys=[row_key(i) for i in range(len(prompts))], temperature=0)
+    out = generate(model, prompts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens,
+                   keys=[row_key(i) for i in range(len(prompts))], temperature=0)
     for prompt, row, length in zip(prompts, out.tokens.tolist(), out.lengths.tolist(), strict=True):
         print0(f"  sample: {tokenizer.decode(prompt[1:])!r} -> {tokenizer.decode(row[:length])!r}")
 
 
 def train_step(args, model, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
-    """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate factor."""
+    """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate
+    factor."""
     loss, rows, num_tokens = torch.zeros((), device=device), batches.next_batch(), float(rules["batch"])
     for part in rows.to(device).split(args.device_batch_size):
         part_loss = supervised_loss(model, part, None, num_tokens)
@@ -168,8 +189,10 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
         tokens_per_s = rules["batch"] / seconds
         state |= {"step": step + 1, "seconds": state["seconds"] + time.time() - started,
                   "skipped": 0 if math.isfinite(grad_norm) and math.isfinite(loss) else state["skipped"] + 1}
-        record |= {"loss": loss, "grad_norm": grad_norm, "lr_factor": factor, "skipped": int(state["skipped"] > 0), "epoch": batches.documents.epoch,
-                   "documents_cut": batches.num_cut, "documents_empty": batches.num_empty, "tokens_per_s": tokens_per_s, "mfu": flops * tokens_per_s / speed,
+        record |= {"loss": loss, "grad_norm": grad_norm, "lr_factor": factor, "skipped": int(state["skipped"] > 0),
+                   "epoch": batches.documents.epoch,
+                   "documents_cut": batches.num_cut, "documents_empty": batches.num_empty,
+                   "tokens_per_s": tokens_per_s, "mfu": flops * tokens_per_s / speed,
                    "timing_s/step": seconds}
         run.log(record)
         if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
@@ -186,8 +209,10 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
 
 
 def check_args(args) -> None:
-    check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0, "warmdown_ratio": 0, "final_lr_frac": 0,
-                       "matrix_lr": 0, "embedding_lr": 0, "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0})
+    check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0,
+                       "warmdown_ratio": 0, "final_lr_frac": 0,
+                       "matrix_lr": 0, "embedding_lr": 0, "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0,
+                       "max_grad_norm": 0})
     if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
         raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
     if args.num_iterations == 0:
@@ -232,7 +257,8 @@ def main(args) -> None:
     if state["step"] >= rules["num_steps"]:
         print0(f"{path_of('base', tag)} is finished at step {state['step']}")
         return
-    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None, path_of("base", tag))
+    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None,
+                    path_of("base", tag))
     run.trim("metrics.jsonl", state["step"])
 
     def evaluate() -> float:
@@ -242,12 +268,15 @@ def main(args) -> None:
         return val_bpb
 
     def save(val_bpb: float | None = None) -> None:
-        save_training("base", tag, state["step"], rank, optimizers, {"batches": batches.state_dict(), "state": dict(state)})
+        save_training("base", tag, state["step"], rank, optimizers,
+                      {"batches": batches.state_dict(), "state": dict(state)})
         if dist.is_initialized():
             dist.barrier()  # every rank's file is there before the meta makes the step valid
         if rank == 0:
-            save_model("base", tag, state["step"], model, {"user_config": vars(args), "val_bpb": val_bpb, "total_batch_size": rules["batch"],
-                                                           "device_batch_size": args.device_batch_size, "max_seq_len": args.sequence_len})
+            save_model("base", tag, state["step"], model,
+                       {"user_config": vars(args), "val_bpb": val_bpb, "total_batch_size": rules["batch"],
+                                                           "device_batch_size": args.device_batch_size,
+                                                           "max_seq_len": args.sequence_len})
 
     try:
         train(args, run, model, optimizers, batches, rules, state, evaluate, save)

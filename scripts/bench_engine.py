@@ -1,8 +1,10 @@
 """
-Times sampling against the bound that memory and matrix products set, and against transformers' generate where it is installed.
+Times sampling against the bound that memory and matrix products set, and against transformers' generate where it is
+installed.
 
-Random-init models, prompts and completions of exactly the asked lengths. Prefill is timed by itself (one new token) and taken off; providers take
-turns, medians are shown. transformers gets a Llama with as many block weights, its MLP 8/3 wide, no end token. The last line is JSON.
+Random-init models, prompts and completions of exactly the asked lengths. Prefill is timed by itself (one new token) and
+taken off; providers take turns, medians are shown. transformers gets a Llama with as many block weights, its MLP 8/3
+wide, no end token. The last line is JSON.
 
     python -m scripts.bench_engine --rows 256 --prompt-len 64 --completion-len 128
     python -m scripts.bench_engine --device-type cuda --dtype bfloat16 --depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 151936 \\
@@ -21,7 +23,8 @@ from nanochat.flops import decode_floor
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=256, help="completions that decode together")
     parser.add_argument("--num-samples", type=int, default=1, help="rows that share a prompt")
     parser.add_argument("--prompt-len", type=int, default=64)
@@ -37,7 +40,8 @@ def ours(args, device):
     keys = [row_key(args.seed, n) for n in range(args.rows)]
 
     def sample(prompts, length):
-        tokens = generate(model, prompts, args.num_samples, max_new_tokens=length, stop_tokens=[], keys=keys, max_rows=args.rows).tokens
+        tokens = generate(model, prompts, args.num_samples, max_new_tokens=length, stop_tokens=[], keys=keys,
+                          max_rows=args.rows).tokens
         assert tokens.shape == (args.rows, length)
     return sample
 
@@ -45,15 +49,18 @@ def ours(args, device):
 def transformers(args, device):
     """The same from transformers. Raises ImportError where it is not installed."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(vocab_size=args.vocab_size, hidden_size=args.n_embd, intermediate_size=args.n_embd * 8 // 3, num_hidden_layers=args.depth,
-                         num_attention_heads=args.n_head, num_key_value_heads=args.n_kv_head, tie_word_embeddings=False, eos_token_id=None,
+    config = LlamaConfig(vocab_size=args.vocab_size, hidden_size=args.n_embd, intermediate_size=args.n_embd * 8 // 3,
+                         num_hidden_layers=args.depth,
+                         num_attention_heads=args.n_head, num_key_value_heads=args.n_kv_head,
+                         tie_word_embeddings=False, eos_token_id=None,
                          max_position_embeddings=args.prompt_len + args.completion_len)
     with torch.device(device):
         model = LlamaForCausalLM(config).to(DTYPES[args.dtype]).eval()
 
     def sample(prompts, length):
         ids = torch.tensor(prompts, device=device).repeat_interleave(args.num_samples, dim=0)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=length,
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
+                             top_p=1.0, max_new_tokens=length,
                              pad_token_id=0)
         assert out.shape == (args.rows, args.prompt_len + length)
     return sample
@@ -65,7 +72,8 @@ def main(args) -> None:
         raise BadInput(f"--rows {args.rows}: must be a multiple of --num-samples {args.num_samples}")
     device = init_device(args.device_type)
     generator = torch.Generator().manual_seed(args.seed)
-    prompts = torch.randint(args.vocab_size, (args.rows // args.num_samples, args.prompt_len), generator=generator).tolist()
+    prompts = torch.randint(args.vocab_size, (args.rows // args.num_samples, args.prompt_len),
+                            generator=generator).tolist()
     samplers = {}
     for provider in (ours, transformers):
         try:
@@ -79,17 +87,20 @@ def main(args) -> None:
                 elapsed = seconds_of(lambda sample=sample, length=length: sample(prompts, length), device)
                 if timed:
                     seconds[name][part].append(elapsed)
-    floor = decode_floor(random_model(args, args.prompt_len + args.completion_len, device), len(prompts), args.rows, args.prompt_len,
+    floor = decode_floor(random_model(args, args.prompt_len + args.completion_len, device), len(prompts), args.rows,
+                         args.prompt_len,
                          args.completion_len - 1, machine_speed(device, DTYPES[args.dtype]))
     decoded = args.rows * (args.completion_len - 1)
     results = {"bound": {"decode_tok_per_s": round(decoded / floor)}}
     for name, parts in seconds.items():
         prefill, whole = (statistics.median(parts[part]) for part in ("prefill", "all"))
-        results[name] = {"decode_tok_per_s": round(decoded / (whole - prefill)), "percent_of_bound": round(100 * floor / (whole - prefill), 1),
+        results[name] = {"decode_tok_per_s": round(decoded / (whole - prefill)),
+                         "percent_of_bound": round(100 * floor / (whole - prefill), 1),
                          "prefill_s": round(prefill, 4), "whole_s": round(whole, 4)}
     for name, result in results.items():
         print0(f"{name:14} {result}")
-    print0(json.dumps({"results": results, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": str(device), **vars(args)}))
+    print0(json.dumps({"results": results, "threads": torch.get_num_threads(), "torch": torch.__version__,
+                       "device": str(device), **vars(args)}))
 
 
 if __name__ == "__main__":

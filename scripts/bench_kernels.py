@@ -1,14 +1,17 @@
 """
-Times linear_policy_loss, forward and backward, and linear_logprob against other implementations and against bare matrix products.
+Times linear_policy_loss, forward and backward, and linear_logprob against other implementations and against bare matrix
+products.
 
-All get the same random hidden states (N, C), LM head (V, C), targets, advantages, old and reference logprobs, and compute the mean PPO loss plus
-0.04 KL (k3). First each one's gradients on up to 1024 rows are compared with naive PyTorch in fp32; one that is wrong or missing is left out with a
-note. Then they take turns, and medians are shown, as useful TFLOP/s (6NCV, 2NCV for scoring: recomputing logits earns nothing) and as the percentage
-of the speed of the bare products of the same shapes (three, one for scoring). Memory is the most that was held beyond the inputs. The last line
-is JSON.
+All get the same random hidden states (N, C), LM head (V, C), targets, advantages, old and reference logprobs, and
+compute the mean PPO loss plus
+0.04 KL (k3). First each one's gradients on up to 1024 rows are compared with naive PyTorch in fp32; one that is wrong
+or missing is left out with a note. Then they take turns, and medians are shown, as useful TFLOP/s (6NCV, 2NCV for
+scoring: recomputing logits earns nothing) and as the percentage of the speed of the bare products of the same shapes
+(three, one for scoring). Memory is the most that was held beyond the inputs. The last line is JSON.
 
-naive: autograd on (N, V) fp32 logits. compiled: torch.compile of it. liger: LigerFusedLinearGRPOLoss of liger-kernel, one token per sequence, since
-it takes one advantage per sequence; it has no softcap. trl: ChunkedLogProbFunction of TRL 1.16, the loss by autograd on its logprobs.
+naive: autograd on (N, V) fp32 logits. compiled: torch.compile of it. liger: LigerFusedLinearGRPOLoss of liger-kernel,
+one token per sequence, since it takes one advantage per sequence; it has no softcap. trl: ChunkedLogProbFunction of TRL
+1.16, the loss by autograd on its logprobs.
 
     python -m scripts.bench_kernels
     python -m scripts.bench_kernels --device-type cuda --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936
@@ -30,11 +33,13 @@ from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.rl.losses import PolicyLoss
 
 LOSS = PolicyLoss(kl_coef=0.04)
-NOT_USABLE = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)  # of other packages, in versions that we do not know
+# of other packages, in versions that we do not know
+NOT_USABLE = (ImportError, AttributeError, TypeError, RuntimeError, NotImplementedError)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--rows", type=int, default=1024, help="tokens N")
     parser.add_argument("--n-embd", type=int, default=128, help="width C")
     parser.add_argument("--vocab-size", type=int, default=8192, help="vocabulary V")
@@ -57,7 +62,8 @@ def make_inputs(args, device) -> dict:
     hidden, weight = normal(N, C).to(DTYPES[args.dtype]), (normal(V, C) * 2 * C ** -0.5).to(DTYPES[args.dtype])
     targets = torch.randint(V, (N,), generator=draw, device=device)
     logprobs, _ = linear_logprob(hidden, weight, targets, **head_of(args))
-    return dict(hidden=hidden, weight=weight, targets=targets, advantages=normal(N), old_logprobs=logprobs + 0.1 * normal(N),
+    return dict(hidden=hidden, weight=weight, targets=targets, advantages=normal(N),
+                old_logprobs=logprobs + 0.1 * normal(N),
                 ref_logprobs=logprobs + 0.1 * normal(N))
 
 
@@ -69,7 +75,8 @@ def head_of(args) -> dict:
 
 def ours(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs):
     weights = torch.full_like(advantages, 1 / len(advantages))
-    return linear_policy_loss(hidden, weight, targets, advantages, weights, loss=LOSS, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs,
+    return linear_policy_loss(hidden, weight, targets, advantages, weights, loss=LOSS, old_logprobs=old_logprobs,
+                              ref_logprobs=ref_logprobs,
                               rows_per_chunk=args.rows_per_chunk or None, **head_of(args))[0]
 
 
@@ -94,7 +101,8 @@ def liger(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs)
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
     if args.softcap:
         raise NotImplementedError("it has no softcap")
-    loss = LigerFusedLinearGRPOLoss(beta=LOSS.kl_coef, use_ref_model=True, chunk_size=4096, epsilon_low=LOSS.clip_low, epsilon_high=LOSS.clip_high,
+    loss = LigerFusedLinearGRPOLoss(beta=LOSS.kl_coef, use_ref_model=True, chunk_size=4096, epsilon_low=LOSS.clip_low,
+                                    epsilon_high=LOSS.clip_high,
                                     loss_type="grpo", temperature=args.temperature)
     return loss(hidden[:, None], weight, targets[:, None], torch.ones_like(targets)[:, None], advantages,
                 ref_per_token_logps=ref_logprobs[:, None], old_per_token_logps=old_logprobs[:, None])[0]
@@ -102,7 +110,8 @@ def liger(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs)
 
 def trl(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs):
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
-    logprobs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, targets, args.temperature, 8192, args.softcap or None, 1.0, ("entropy",))
+    logprobs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, targets, args.temperature, 8192,
+                                                args.softcap or None, 1.0, ("entropy",))
     return LOSS(logprobs, None, old_logprobs, ref_logprobs, advantages).mean()
 
 
@@ -161,7 +170,8 @@ def resident(field: str) -> int:
 
 
 def peak_memory(action, device) -> int | None:
-    """The most bytes held while the action runs, beyond those held before: by the allocator on CUDA, resident on Linux, None elsewhere."""
+    """The most bytes held while the action runs, beyond those held before: by the allocator on CUDA, resident on Linux,
+    None elsewhere."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -181,7 +191,8 @@ def peak_memory(action, device) -> int | None:
 
 
 def measure(actions: dict, rounds: int, device) -> dict:
-    """Per action the median of its seconds and its peak memory. They take turns, so that a slow minute is everybody's."""
+    """Per action the median of its seconds and its peak memory. They take turns, so that a slow minute is
+    everybody's."""
     memory = {name: peak_memory(action, device) for name, action in actions.items()}  # and a warm-up
     seconds = {name: [] for name in actions}
     for _ in range(rounds):
@@ -203,7 +214,8 @@ def rows_of_table(results: dict, errors: dict, floor: str, flops: float):
 
 
 def main(args) -> None:
-    check_least(args, {"rows": 1, "n_embd": 1, "vocab_size": 2, "softcap": 0, "temperature": 1e-6, "rows_per_chunk": 0, "rounds": 1})
+    check_least(args, {"rows": 1, "n_embd": 1, "vocab_size": 2, "softcap": 0, "temperature": 1e-6, "rows_per_chunk": 0,
+                       "rounds": 1})
     unknown = set(args.providers.split(",")) - PROVIDERS.keys()
     if unknown:
         raise BadInput(f"--providers {args.providers}: there is no {', '.join(sorted(unknown))}; choose from {', '.join(PROVIDERS)}")
@@ -212,17 +224,21 @@ def main(args) -> None:
     device = init_device(args.device_type)
     inputs = make_inputs(args, device)
     usable, errors = usable_providers(args, inputs)
-    scoring = partial(linear_logprob, inputs["hidden"], inputs["weight"], inputs["targets"], rows_per_chunk=args.rows_per_chunk or None, **head_of(args))
+    scoring = partial(linear_logprob, inputs["hidden"], inputs["weight"], inputs["targets"],
+                      rows_per_chunk=args.rows_per_chunk or None, **head_of(args))
     work = args.rows * args.n_embd * args.vocab_size
     print0(f"{'':16} {'ms':>10} {'TFLOP/s':>10} {'% products':>11} {'peak MiB':>9} {'error':>9}")
     results = {}
-    for floor, actions, flops in (("three products", {**usable, "three products": partial(three_products, inputs)}, 6 * work),
-                                  ("one product", {"linear_logprob": scoring, "one product": partial(one_product, inputs)}, 2 * work)):
+    for floor, actions, flops in (("three products", {**usable, "three products": partial(three_products, inputs)},
+                                   6 * work),
+                                  ("one product",
+                                   {"linear_logprob": scoring, "one product": partial(one_product, inputs)}, 2 * work)):
         part = measure(actions, args.rounds, device)
         for line in rows_of_table(part, errors, floor, flops):
             print0(line)
         results |= part
-    print0(json.dumps({"results": results, "threads": torch.get_num_threads(), "torch": torch.__version__, "device": str(device), **vars(args)}))
+    print0(json.dumps({"results": results, "threads": torch.get_num_threads(), "torch": torch.__version__,
+                       "device": str(device), **vars(args)}))
 
 
 if __name__ == "__main__":

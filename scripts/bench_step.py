@@ -1,10 +1,10 @@
 """
 Times full RL steps on a stated workload, with a random-init model and completions of exactly the asked length.
 
---role plain is a GRPO step: sample, update. generator and verifier are the steps of tango_rl: one verification of every solution goes with
-a generator step, one solution per problem with a verifier step, whose groups are its verifications. Rewards are random numbers.
-The last line is JSON: medians over --steps (one step before them is not counted), the memory of all ranks, and the floor that this machine's
-measured matrix-product and copy speeds set.
+--role plain is a GRPO step: sample, update. generator and verifier are the steps of tango_rl: one verification of every
+solution goes with a generator step, one solution per problem with a verifier step, whose groups are its verifications.
+Rewards are random numbers. The last line is JSON: medians over --steps (one step before them is not counted), the
+memory of all ranks, and the floor that this machine's measured matrix-product and copy speeds set.
 
     python -m scripts.bench_step --vocab-size 512 --prompt-len 64 --completion-len 128
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 scripts/bench_step.py --vocab-size 512
@@ -33,16 +33,19 @@ from nanochat.rl.trainer import update
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--role", default="plain", choices=["plain", "generator", "verifier"])
     parser.add_argument("--examples-per-step", type=int, default=32, help="prompts per step, over all ranks")
     parser.add_argument("--num-samples", type=int, default=8, help="completions per prompt")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--completion-len", type=int, default=128)
-    parser.add_argument("--verification-len", type=int, default=64, help="tokens the verifier writes; its prompt is a prompt and a completion")
+    parser.add_argument("--verification-len", type=int, default=64,
+                        help="tokens the verifier writes; its prompt is a prompt and a completion")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 16384 on a GPU")
-    parser.add_argument("--profile", action="store_true", help="also print where the time of one more step goes, by operation")
+    parser.add_argument("--profile", action="store_true",
+                        help="also print where the time of one more step goes, by operation")
     add_model_args(parser)
     return parser
 
@@ -71,14 +74,16 @@ def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tup
 
 def judged_prompts(rollouts: Rollouts) -> list[list[int]]:
     """What the verifier reads of each rollout: the prompt and the solution."""
-    return [rollouts.prompts[g].ids + completion for g, completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
+    return [rollouts.prompts[g].ids + completion for g,
+            completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
 
 
 def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float]:
     """Seconds of sampling solutions, of verification and of the update."""
     rank, world = rank_and_world()
     generator = torch.Generator().manual_seed((args.seed * 1000 + step) * world + rank)
-    prompts = torch.randint(args.vocab_size, (args.examples_per_step // world, args.prompt_len), generator=generator).tolist()
+    prompts = torch.randint(args.vocab_size, (args.examples_per_step // world, args.prompt_len),
+                            generator=generator).tolist()
     synchronize(device)
     started = time.perf_counter()
     per_problem = 1 if args.role == "verifier" else args.num_samples
@@ -89,7 +94,8 @@ def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float
     if args.role != "plain":
         trained = roles[args.role]
         per_solution = args.num_samples if args.role == "verifier" else 1
-        judged = sample(args, roles["verifier"], judged_prompts(rollouts), per_solution, args.verification_len, ("verify", step, rank))
+        judged = sample(args, roles["verifier"], judged_prompts(rollouts), per_solution, args.verification_len,
+                        ("verify", step, rank))
         rollouts = judged if args.role == "verifier" else rollouts
     synchronize(device)
     verified = time.perf_counter()
@@ -118,37 +124,44 @@ def floor_seconds(args, model, speed) -> float:
         sampling = sampling_floor(model, P, P * G, prompt, completion, speed)
         if args.role == "generator":
             sampling += sampling_floor(model, P * G, P * G, prompt + completion, args.verification_len, speed)
-    attention = 2 * args.n_embd * ((args.depth - 1) * P * prompt ** 2 + args.depth * P * G * completion * (2 * prompt + completion))
+    attention = 2 * args.n_embd * ((args.depth - 1) * P * prompt ** 2
+                                   + args.depth * P * G * completion * (2 * prompt + completion))
     trunk = 2 * P * (prompt_weights(model) * prompt + matrix_weights(model) * G * completion) + attention
     head = 2 * model.lm_head.weight.numel() * P * G * completion
     return sampling + 3 * (trunk + head) / speed[0]
 
 
 def main(args) -> None:
-    check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1, "verification_len": 1, "steps": 1,
+    check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1,
+                       "verification_len": 1, "steps": 1,
                        "micro_batch_tokens": 0, **MODEL_LEAST})
     if args.examples_per_step % rank_and_world()[1]:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {rank_and_world()[1]} ranks")
     device = init_device(args.device_type)
     args.micro_batch_tokens = args.micro_batch_tokens or (16384 if device.type == "cuda" else 4096)
     context = args.prompt_len + args.completion_len + args.verification_len
-    roles = {name: make_role(args, name, context, device) for name in ("generator", "verifier")[: 1 if args.role == "plain" else 2]}
+    roles = {name: make_role(args, name, context, device)
+             for name in ("generator", "verifier")[: 1 if args.role == "plain" else 2]}
     before = 0 if device.type == "cuda" else peak_memory_mb(device)
     seconds = [one_step(args, step, roles, device) for step in range(args.steps + 1)][1:]
     peak = all_reduce(torch.tensor(peak_memory_mb(device) - before, device=device)).item()
     if args.profile:
         with torch.profiler.profile() as profiler:
             one_step(args, args.steps + 1, roles, device)
-        print0(profiler.key_averages().table(sort_by=f"self_{'cuda' if device.type == 'cuda' else 'cpu'}_time_total", row_limit=16, max_name_column_width=40))
+        print0(profiler.key_averages().table(sort_by=f"self_{'cuda' if device.type == 'cuda' else 'cpu'}_time_total",
+                                             row_limit=16, max_name_column_width=40))
     medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
     speed = machine_speed(device, DTYPES[args.dtype])
     sampled = {"plain": args.num_samples, "generator": args.num_samples, "verifier": 1}[args.role] * args.completion_len
     sampled += {"plain": 0, "generator": args.num_samples, "verifier": args.num_samples}[args.role] * args.verification_len
     print0(json.dumps({
-        **medians, "completion_tok_per_s": round(args.examples_per_step * sampled / medians["s_per_step"]), "peak_mem_mb": round(peak, 1),
-        "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4), "matmul_gflop_per_s": round(speed[0] / 1e9),
+        **medians, "completion_tok_per_s": round(args.examples_per_step * sampled / medians["s_per_step"]),
+        "peak_mem_mb": round(peak, 1),
+        "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4),
+        "matmul_gflop_per_s": round(speed[0] / 1e9),
         "copy_gb_per_s": round(speed[1] / 1e9, 1), "cpu_kernels": device.type == "cpu" and cpu.library() is not None,
-        "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__, "device": str(device), **vars(args)}))
+        "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__,
+        "device": str(device), **vars(args)}))
 
 
 if __name__ == "__main__":

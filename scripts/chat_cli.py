@@ -1,8 +1,8 @@
 """
 Talk to a model in the terminal; with --verifier, watch the verifier judge each step of what it says.
 
-A model that was trained on a task here (its checkpoint says so) reads your message as a problem of that task; any other, as chat. `clear` begins anew,
-`quit` ends. Calculator calls are shown as [48/2 = 24].
+A model that was trained on a task here (its checkpoint says so) reads your message as a problem of that task; any
+other, as chat. `clear` begins anew, `quit` ends. Calculator calls are shown as [48/2 = 24].
 
     python -m scripts.chat_cli -i sft -g d24
     python -m scripts.chat_cli -i rl -g chain-s0-gen --verifier chain-s0-ver -p "3+5*2-4"
@@ -29,7 +29,8 @@ SHOWN = {"<|python_start|>": "[", "<|python_end|>": " = ", "<|output_start|>": "
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("-i", "--source", choices=["sft", "rl"], default="sft", help="stage of the checkpoint")
     parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
@@ -37,11 +38,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-t", "--temperature", type=float, default=0.6, help="0 = greedy")
     parser.add_argument("-k", "--top-k", type=int, default=50, help="0 = the full softmax")
     parser.add_argument("-m", "--max-new-tokens", type=int, default=256, help="of an answer, and of a verification")
-    parser.add_argument("--verifier", default="", help="tag of a verifier, of the same stage or of SFT: it judges each step (greedy)")
-    parser.add_argument("--format", default="", choices=["", *FORMATS, "chat"], help="how problems are put; default: the task's in the checkpoint")
-    parser.add_argument("--colour", choices=["auto", "always", "never"], default="auto", help="auto: in a terminal, unless NO_COLOR is set")
+    parser.add_argument("--verifier", default="",
+                        help="tag of a verifier, of the same stage or of SFT: it judges each step (greedy)")
+    parser.add_argument("--format", default="", choices=["", *FORMATS, "chat"],
+                        help="how problems are put; default: the task's in the checkpoint")
+    parser.add_argument("--colour", choices=["auto", "always", "never"], default="auto",
+                        help="auto: in a terminal, unless NO_COLOR is set")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
     return parser
 
 
@@ -50,7 +55,8 @@ def paint(text: str, colour: str, wanted: bool) -> str:
 
 
 def printable(text: str) -> str:
-    """Text without control characters: what a model writes must not steer the terminal. All spaces (U+00A0, U+3000 ...) and joiners pass."""
+    """Text without control characters: what a model writes must not steer the terminal. All spaces (U+00A0, U+3000 ...)
+    and joiners pass."""
     return "".join(c if c.isprintable() or c in PASSED or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 
@@ -79,13 +85,15 @@ class Speaker:
 
 
 def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
-    """Samples an answer, printed as it comes. -> its tokens, the end token last also where it was cut. Raises BadInput when the prompt does not fit."""
+    """Samples an answer, printed as it comes. -> its tokens, the end token last also where it was cut. Raises BadInput
+    when the prompt does not fit."""
     room = model.config.sequence_len - len(prompt)
     if room < 1:
         raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin anew with clear")
     limit, speaker = min(args.max_new_tokens, room), Speaker(tokenizer)
     print("\nAssistant: ", end="", flush=True)
-    out = generate(model, [prompt], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens, keys=[row_key(args.seed, turn)],
+    out = generate(model, [prompt], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens,
+                   keys=[row_key(args.seed, turn)],
                    temperature=args.temperature, top_k=args.top_k, tool=speaker)
     tokens = out.tokens[0].tolist()
     if not out.stopped[0]:
@@ -101,7 +109,8 @@ def verify(args, verifier, tokenizer, fmt: Format, problem: str, solution: str, 
     room = verifier.config.sequence_len - len(prompt)
     if room < 1:
         raise BadInput(f"problem and solution are {len(prompt)} tokens to the verifier, its context {verifier.config.sequence_len}")
-    out = generate(verifier, [prompt], 1, max_new_tokens=min(args.max_new_tokens, room), stop_tokens=tokenizer.stop_tokens, keys=[0], temperature=0)
+    out = generate(verifier, [prompt], 1, max_new_tokens=min(args.max_new_tokens, room),
+                   stop_tokens=tokenizer.stop_tokens, keys=[0], temperature=0)
     tokens, stopped = out.tokens[0].tolist(), bool(out.stopped[0])
     return parse_verification(fmt, tokenizer.decode(tokens[:-1] if stopped else tokens), num_steps, stopped)
 
@@ -112,14 +121,16 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
     spans = fmt.step_spans(solution)
     verdicts = (verification.step_verdicts + [None] * len(spans))[: len(spans)]
     for k, ((start, end), verdict) in enumerate(zip(spans, verdicts, strict=True), 1):
-        print(f"  step {k}: {' '.join(printable(fmt.step_body(solution[start:end])).split())}  " + paint(words[verdict], COLOURS[verdict], colour))
+        print(f"  step {k}: {' '.join(printable(fmt.step_body(solution[start:end])).split())}  "
+              + paint(words[verdict], COLOURS[verdict], colour))
     print("  verdict: " + paint(words[verification.verdict], COLOURS[verification.verdict], colour))
     if verification.unmet:
         print(f"  (malformed: {', '.join(verification.unmet)})")
 
 
 def choose_format(args, recorded: dict) -> Format | None:
-    """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput for --verifier without a task."""
+    """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput for --verifier without a
+    task."""
     task = recorded.get("task", "")
     task = recorded["mixture_tasks"].split(",")[0] if task == "mixture" else task
     if recorded.get("conversations") and recorded.get("conversations_share") == 1:
@@ -158,12 +169,14 @@ def main(args) -> None:
         raise BadInput("-p: the message is empty")
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step, trained=False)
+    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step,
+                             trained=False)
     tokenizer.check_model("model", model)
     fmt = choose_format(args, meta.get("user_config", {}))
     verifier = load_verifier(args, tokenizer, device) if args.verifier else None
     colour = args.colour == "always" or args.colour == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(f"{tag} of {path_of(args.source)}, step {meta['step']}; " + (f"problems in the format {fmt.name}" if fmt else "chat"))
+    print(f"{tag} of {path_of(args.source)}, step {meta['step']}; "
+          + (f"problems in the format {fmt.name}" if fmt else "chat"))
     history, messages, turn = [], [], 0  # of the conversation: tokens, and what was said
     while (said := read_message() if args.prompt is None else args.prompt) is not None:
         if args.prompt is None and said.lower() in ("clear", ""):
@@ -180,7 +193,8 @@ def main(args) -> None:
             if fmt:  # every message is a problem of its own
                 solution = read_solution(tokenizer, fmt, tokens)
                 if verifier is not None:
-                    show_verdicts(fmt, solution.text, verify(args, verifier, tokenizer, fmt, said, solution.text, len(solution.step_ends)), colour)
+                    show_verdicts(fmt, solution.text, verify(args, verifier, tokenizer, fmt, said, solution.text,
+                                                             len(solution.step_ends)), colour)
             else:
                 history = prompt + tokens
                 said_by_model = tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.stop_tokens else tokens)
@@ -189,7 +203,8 @@ def main(args) -> None:
             if args.prompt is not None:
                 raise
             print(f"\nerror: {error}")
-        except KeyboardInterrupt:  # an answer that is not wanted: the conversation goes on as if it had not been asked for
+        # an answer that is not wanted: the conversation goes on as if it had not been asked for
+        except KeyboardInterrupt:
             if args.prompt is not None:
                 raise
             print(" [stopped]")

@@ -1,8 +1,8 @@
 """
 Evaluates a chat model: generative tasks by their answers, multiple choice by the letter the model finds likeliest.
 
-A task's flags and seed are those the checkpoint was trained with, unless given. A mixture is also shown part by part. HumanEval is not here: it runs
-what a model wrote.
+A task's flags and seed are those the checkpoint was trained with, unless given. A mixture is also shown part by part.
+HumanEval is not here: it runs what a model wrote.
 
     python -m scripts.chat_eval -i sft -g d4                              # the task it was trained on
     python -m scripts.chat_eval -i rl -g chain-s0-gen -a chain -x 800
@@ -14,8 +14,8 @@ import os
 import torch
 
 from nanochat.checkpoint import default_tag, load_model
-from nanochat.common import (BadInput, all_reduce, check_least, check_name, compute_dtype, gather_lists, init_device, path_of, print0, rank_and_world,
-                             script_main)
+from nanochat.common import (BadInput, all_reduce, check_least, check_name, compute_dtype, gather_lists, init_device,
+                             path_of, print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
 from nanochat.hf.tokenizer import load_tokenizer
@@ -29,20 +29,29 @@ SPLITS = {"test_in": "", "test_out": ", test_out"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, help="stage of the checkpoint")
-    parser.add_argument("-a", "--task-name", default="", help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; default: the checkpoint's")
+    parser.add_argument("-a", "--task-name", default="",
+                        help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; default: the checkpoint's")
     parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
-    parser.add_argument("-x", "--max-problems", type=int, default=-1, help="problems per task and split; -1 = all there are, 400 of tasks that make their own")
+    parser.add_argument("-x", "--max-problems", type=int, default=-1,
+                        help="problems per task and split; -1 = all there are, 400 of tasks that make their own")
     parser.add_argument("-t", "--temperature", type=float, default=0.0, help="0 = greedy")
-    parser.add_argument("-m", "--max-new-tokens", type=int, default=-1, help="-1 = as in the checkpoint's training, else 256")
-    parser.add_argument("-n", "--num-samples", type=int, default=1, help="per problem; pass@k and maj@k are shown from 2 on")
+    parser.add_argument("-m", "--max-new-tokens", type=int, default=-1,
+                        help="-1 = as in the checkpoint's training, else 256")
+    parser.add_argument("-n", "--num-samples", type=int, default=1,
+                        help="per problem; pass@k and maj@k are shown from 2 on")
     parser.add_argument("-k", "--top-k", type=int, default=0, help="0 = the full softmax")
-    parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True, help="solutions may call the calculator")
-    parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together; changes memory, no result")
-    parser.add_argument("--choices", default="", help="file of the multiple-choice set, in place of the one that datasets loads")
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
+    parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True,
+                        help="solutions may call the calculator")
+    parser.add_argument("--max-rows", type=int, default=1024,
+                        help="rows that decode together; changes memory, no result")
+    parser.add_argument("--choices", default="",
+                        help="file of the multiple-choice set, in place of the one that datasets loads")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
     parser.add_argument("--seed", type=int, default=None, help="default: the checkpoint's")
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
@@ -50,15 +59,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def solve(args, task, split: str, model, sampler, device) -> list[list]:
-    """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right in every step (None where the
-    task has no labels of steps), whether the most frequent answer is right, and how many ended."""
+    """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right
+    in every step (None where the task has no labels of steps), whether the most frequent answer is right, and how many
+    ended."""
     rank, world = rank_and_world()
     n = args.num_samples
     problems = problems_of(task, split, args.max_problems)
     if not problems:
         return []
     # On all ranks before any work: a rank that failed alone would leave the others waiting, and only rank 0 speaks.
-    check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems], {"generator": model.config.sequence_len}, args.max_new_tokens, 0)
+    check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems],
+                      {"generator": model.config.sequence_len}, args.max_new_tokens, 0)
     problems = problems[rank::world]
     rollouts, solutions = sampler.solve(model, problems, n, ("chat_eval", split), greedy=args.temperature == 0)
     stopped, rows, has_labels = rollouts.stopped.tolist(), [], getattr(task, "has_step_labels", True)
@@ -71,7 +82,8 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
         answers = answers_of(task, [s.text for s in mine])
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
-        rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)], sum(stopped[i * n: (i + 1) * n])])
+        rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)],
+                     sum(stopped[i * n: (i + 1) * n])])
     return gather_lists(rows, device)
 
 
@@ -102,7 +114,8 @@ def evaluate_task(args, name: str, model, tokenizer, device) -> None:
 
 @torch.no_grad()
 def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 16384) -> tuple[float, int]:
-    """The share of questions whose right letter is the likeliest of its letters, and how many were longer than the context and count as wrong."""
+    """The share of questions whose right letter is the likeliest of its letters, and how many were longer than the
+    context and count as wrong."""
     rank, world = rank_and_world()
     tokens = {letter: letter_token(tokenizer, letter) for choice in choices for letter in choice.letters}
     mine = [(tokenizer.render_prompt(choice_prompt(c)), c) for c in choices[rank::world]]
@@ -113,7 +126,8 @@ def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 1
         logits = model.head(model.trunk(ids)[torch.arange(len(batch), device=device), last])  # (B, V)
         for row, (_, choice) in zip(logits.tolist(), batch, strict=True):
             num_right += max(choice.letters, key=lambda letter: row[tokens[letter]]) == choice.answer
-    num_right, num_long, total = all_reduce(torch.tensor([num_right, len(mine) - len(fitting), len(mine)], device=device)).tolist()
+    num_right, num_long, total = all_reduce(torch.tensor([num_right, len(mine) - len(fitting), len(mine)],
+                                                         device=device)).tolist()
     return num_right / max(1, total), num_long
 
 
@@ -127,7 +141,8 @@ def letter_token(tokenizer, letter: str) -> int:
 def check_args(args) -> None:
     if 0 <= args.max_problems < rank_and_world()[1]:
         raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
-    check_least(args, {"max_problems": -1, "num_samples": 1, "max_rows": 1, "top_k": 0, "temperature": 0, "step": -1, "max_new_tokens": -1})
+    check_least(args, {"max_problems": -1, "num_samples": 1, "max_rows": 1, "top_k": 0, "temperature": 0, "step": -1,
+                       "max_new_tokens": -1})
     if args.max_new_tokens == 0:
         raise BadInput("-m 0: must be at least 1, or -1")
     asked = args.task_name or args.task or ""
@@ -148,7 +163,8 @@ def main(args) -> None:
     check_name("-g", tag)
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step, trained=False)
+    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step,
+                             trained=False)
     tokenizer.check_model("model", model)
     recorded = meta.get("user_config", {})
     if not (args.task_name or args.task or recorded.get("task")):

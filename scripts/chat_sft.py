@@ -1,9 +1,10 @@
 """
 Supervised fine-tuning of one role on a task's demonstrations, and on conversations: the starting point of RL.
 
-The generator learns to write solutions. The verifier learns to judge corrupted solutions and ones sampled from the SFT generator, whose
-problems come from the sft split. Either starts from random weights or, with --from-stage, from a checkpoint. Trained with Muon (matrices) and AdamW
-(the rest). Example i is a function of the seed, the role and i, so that a stopped run goes on exactly, on any number of ranks.
+The generator learns to write solutions. The verifier learns to judge corrupted solutions and ones sampled from the SFT
+generator, whose problems come from the sft split. Either starts from random weights or, with --from-stage, from a
+checkpoint. Trained with Muon (matrices) and AdamW (the rest). Example i is a function of the seed, the role and i, so
+that a stopped run goes on exactly, on any number of ranks.
 
     python -m scripts.chat_sft --role generator --model-tag d4
     torchrun --standalone --nproc_per_node=2 scripts/chat_sft.py --role verifier --model-tag d4     # writes d4-ver
@@ -19,8 +20,9 @@ import time
 import torch
 
 from nanochat.checkpoint import load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, barrier, check_least, check_name, check_writable, compute_dtype,
-                             describe_versions, flag_defaults, init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, barrier, check_least,
+                             check_name, check_writable, compute_dtype, describe_versions, flag_defaults, init_device,
+                             path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
@@ -36,39 +38,51 @@ from nanochat.weights import whole_state
 from tasks import add_task_args, make_task
 from tasks.conversations import load_conversations
 
-SAMPLED_FROM = 10_000_000  # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
+# sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
+SAMPLED_FROM = 10_000_000
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     add_run_args(parser)
-    parser.add_argument("--resume-from-step", default="-1", help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
+    parser.add_argument("--resume-from-step", default="-1",
+                        help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
     add_task_args(parser)
     parser.add_argument("--role", choices=["generator", "verifier"], required=True)
     parser.add_argument("--model-tag", default="", help="tag of the generator, default d<depth>")
-    parser.add_argument("--verifier-tag", default="", help="tag under which the verifier is saved; default: <model-tag>-ver")
-    parser.add_argument("--from-stage", default="", choices=["", "base", "sft"], help="start from a checkpoint of this stage; default: random weights")
+    parser.add_argument("--verifier-tag", default="",
+                        help="tag under which the verifier is saved; default: <model-tag>-ver")
+    parser.add_argument("--from-stage", default="", choices=["", "base", "sft"],
+                        help="start from a checkpoint of this stage; default: random weights")
     parser.add_argument("--from-tag", default="", help="its tag; default: --model-tag")
     parser.add_argument("--from-step", type=int, default=-1, help="its step; -1 = the last")
     add_model_args(parser)
-    parser.add_argument("--verifier-shared-layers", type=int, default=0, help="lowest layers the verifier takes from the generator, frozen")
+    parser.add_argument("--verifier-shared-layers", type=int, default=0,
+                        help="lowest layers the verifier takes from the generator, frozen")
     data = parser.add_argument_group("data")
-    data.add_argument("--conversations", nargs="+", default=[], help="jsonl files of conversations, or datasets names, mixed in; one named twice counts twice")
-    data.add_argument("--conversations-share", type=float, default=0.5, help="share of the examples that are conversations, if there are any")
+    data.add_argument("--conversations", nargs="+", default=[],
+                      help="jsonl files of conversations, or datasets names, mixed in; one named twice counts twice")
+    data.add_argument("--conversations-share", type=float, default=0.5,
+                      help="share of the examples that are conversations, if there are any")
     data.add_argument("--refine-share", type=float, default=0.0,
                       help="generator: share of the demonstrations that are second attempts; for recipes of two turns")
-    data.add_argument("--num-sampled", type=int, default=2048, help="verifier: solutions sampled from the generator; half of the demonstrations judge one")
+    data.add_argument("--num-sampled", type=int, default=2048,
+                      help="verifier: solutions sampled from the generator; half of the demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
     training = parser.add_argument_group("training")
     training.add_argument("--num-steps", type=int, default=700)
-    training.add_argument("--examples-per-step", type=int, default=24, help="examples per optimizer step, over all ranks")
-    training.add_argument("--micro-batch-tokens", type=int, default=2048, help="tokens that go through the model at once; changes no result")
+    training.add_argument("--examples-per-step", type=int, default=24,
+                          help="examples per optimizer step, over all ranks")
+    training.add_argument("--micro-batch-tokens", type=int, default=2048,
+                          help="tokens that go through the model at once; changes no result")
     training.add_argument("--pack", action=argparse.BooleanOptionalAction, default=False,
                           help="several examples per row of the whole context, as in pretraining; a row's later examples see its earlier ones")
     training.add_argument("--matrix-lr", type=float, default=4e-3, help="Muon, for the blocks' matrices")
-    training.add_argument("--embedding-lr", type=float, default=4e-3, help="AdamW, for everything else; of an imported model for all of it")
+    training.add_argument("--embedding-lr", type=float, default=4e-3,
+                          help="AdamW, for everything else; of an imported model for all of it")
     training.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
                           help="shard an imported model's weights, gradients and optimizer over the ranks (FSDP2); changes no result")
     training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
@@ -79,8 +93,10 @@ def make_parser() -> argparse.ArgumentParser:
 def start_model(args, tokenizer, device, dtype):
     """The model to train: random from the seed and the role, or a checkpoint's. Raises BadInput."""
     if not args.from_stage:
-        return new_model(config_of(args, tokenizer.vocab_size), 2 * args.seed + (args.role == "verifier"), device, dtype)
-    model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype, None if args.from_step < 0 else args.from_step, args.shard)
+        return new_model(config_of(args, tokenizer.vocab_size), 2 * args.seed + (args.role == "verifier"), device,
+                         dtype)
+    model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype,
+                             None if args.from_step < 0 else args.from_step, args.shard)
     tokenizer.check_model(f"{args.from_stage} model", model)
     print0(f"starting from {path_of(args.from_stage, args.from_tag or args.model_tag)} at step {meta['step']}")
     shape, parser = model.config.asdict() | {"depth": model.config.n_layer}, make_parser()
@@ -100,7 +116,8 @@ def sample_solutions(args, task, tokenizer, generator, run) -> list[tuple]:
 
 
 def demonstration(args, task, tokenizer, index: int, sampled: list, context: int) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of demonstration `index`: a function of the seed, the role and the index. Raises BadInput when it exceeds the context."""
+    """Ids and loss mask of demonstration `index`: a function of the seed, the role and the index. Raises BadInput when
+    it exceeds the context."""
     rng = random.Random(f"{args.seed}-{args.role}-{index}")
     problem = task.problem("sft", index)
     if args.role == "generator":
@@ -119,7 +136,8 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
 
 
 def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
-    """The prompt of a second attempt behind a corrupted solution, with nothing said about it or a critique of any kind."""
+    """The prompt of a second attempt behind a corrupted solution, with nothing said about it or a critique of any
+    kind."""
     solution = task.corrupted_solution(problem, rng)
     outcome = task.check(problem, solution)
     critiques = ["", task.verification_demo(problem, solution, rng)]
@@ -128,8 +146,8 @@ def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
 
 
 class Examples:
-    """Example i, for any i: a conversation or a demonstration, at even distances by --conversations-share. sampled: solutions that the verifier's
-    demonstrations judge beside corrupted ones."""
+    """Example i, for any i: a conversation or a demonstration, at even distances by --conversations-share. sampled:
+    solutions that the verifier's demonstrations judge beside corrupted ones."""
 
     def __init__(self, args, task, tokenizer, context: int):
         self.sampled: list = []
@@ -141,7 +159,8 @@ class Examples:
         self.names = " ".join(args.conversations)
 
     def check(self) -> None:
-        """Raises BadInput when one of the first 512 demonstrations, or none of as many conversations, fits the context: now, not in the middle of training."""
+        """Raises BadInput when one of the first 512 demonstrations, or none of as many conversations, fits the context:
+        now, not in the middle of training."""
         num_long = [self(i) for i in range(512)].count(None)
         if num_long and num_long == math.floor(512 * self.share):
             raise BadInput(f"--conversations {self.names}: none of the first {num_long} fits the context of {self.context}")
@@ -156,14 +175,16 @@ class Examples:
 
 
 def train_step(args, model, parameters, optimizers, examples: list, step: int, device) -> tuple[float, float, float]:
-    """One optimizer step on this rank's examples. -> mean loss per trained token over all ranks, gradient norm, number of trained tokens."""
+    """One optimizer step on this rank's examples. -> mean loss per trained token over all ranks, gradient norm, number
+    of trained tokens."""
     num_tokens = all_reduce(torch.tensor(float(sum(sum(mask) for _, mask in examples)), device=device)).item()
     loss = torch.zeros((), device=device)
     if args.pack:
         examples = pack_whole(examples, model.config.sequence_len, 0)
     batches = list(length_batches(examples, args.micro_batch_tokens))
     if args.shard:  # all ranks gather weights as often: some train nothing
-        batches += [[([0, 0], [0, 0])]] * (int(all_reduce(torch.tensor(len(batches), device=device), "max")) - len(batches))
+        batches += [[([0, 0], [0, 0])]] * (int(all_reduce(torch.tensor(len(batches), device=device),
+                                                          "max")) - len(batches))
     for batch in batches:
         ids, mask = (pad_prompts([example[i] for example in batch], device)[0] for i in range(2))
         batch_loss = supervised_loss(model, ids, mask, max(1.0, num_tokens))
@@ -174,7 +195,8 @@ def train_step(args, model, parameters, optimizers, examples: list, step: int, d
 
 
 def train(args, run, model, parameters, optimizers, examples: Examples, state: dict, after_step, save) -> None:
-    """Runs the steps behind state["step"]; state holds step, seconds, conversations left out, the last loss and steps skipped in a row."""
+    """Runs the steps behind state["step"]; state holds step, seconds, conversations left out, the last loss and steps
+    skipped in a row."""
     while state["step"] < args.num_steps:
         run.check_stop()
         step, started = state["step"], time.time()
@@ -185,10 +207,13 @@ def train(args, run, model, parameters, optimizers, examples: Examples, state: d
         after_step()
         too_long = int(all_reduce(torch.tensor(len(found) - len(fitting), device=run.device)))
         failed = not (math.isfinite(loss) and math.isfinite(grad_norm))
-        state |= {"step": step + 1, "loss": loss, "too_long": state["too_long"] + too_long, "seconds": state["seconds"] + time.time() - started,
+        state |= {"step": step + 1, "loss": loss, "too_long": state["too_long"] + too_long,
+                  "seconds": state["seconds"] + time.time() - started,
                   "skipped": state["skipped"] + 1 if failed else 0}
-        run.log({"step": step, "loss": loss, "grad_norm": grad_norm, "trained_tokens": num_tokens, "conversations_too_long": state["too_long"],
-                 "lr_factor": warmup_cosine(step, args.num_steps), "skipped": int(failed), "timing_s/step": time.time() - started})
+        run.log({"step": step, "loss": loss, "grad_norm": grad_norm, "trained_tokens": num_tokens,
+                 "conversations_too_long": state["too_long"],
+                 "lr_factor": warmup_cosine(step, args.num_steps), "skipped": int(failed),
+                 "timing_s/step": time.time() - started})
         if step % 50 == 0 or state["step"] == args.num_steps:
             left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
             print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {state['seconds']:.0f}s, {left:.0f}s left")
@@ -202,7 +227,8 @@ def resolve_tags(args) -> str:
     """Fills in both roles' tags; the one of this model. Raises BadInput."""
     args.model_tag = args.model_tag or f"d{args.depth}"
     args.verifier_tag = args.verifier_tag or f"{args.model_tag}-ver"
-    for flag, tag in (("--model-tag", args.model_tag), ("--verifier-tag", args.verifier_tag), ("--from-tag", args.from_tag or "d0"), ("--run", args.run)):
+    for flag, tag in (("--model-tag", args.model_tag), ("--verifier-tag", args.verifier_tag),
+                      ("--from-tag", args.from_tag or "d0"), ("--run", args.run)):
         check_name(flag, tag)
     if args.verifier_tag == args.model_tag:
         raise BadInput(f"--verifier-tag {args.verifier_tag}: is the generator's tag")
@@ -210,9 +236,10 @@ def resolve_tags(args) -> str:
 
 
 def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
-    """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers. Raises BadInput, also where a resumed
-    verifier's shared layers are not the generator's."""
-    generator, _ = load_model("sft", args.model_tag, device, dtype, trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
+    """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers.
+    Raises BadInput, also where a resumed verifier's shared layers are not the generator's."""
+    # shared layers are the model's too
+    generator, _ = load_model("sft", args.model_tag, device, dtype, trained=args.verifier_shared_layers > 0)
     tokenizer.check_model("generator", generator)
     if resumed:
         check_shared(generator, model, args.verifier_shared_layers, args.verifier_tag)
@@ -224,8 +251,10 @@ def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
 
 
 def main(args) -> None:
-    check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1, "max_new_tokens": 1, "sequence_len": 2,
-                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0, "conversations_share": 0, "refine_share": 0})
+    check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1,
+                       "max_new_tokens": 1, "sequence_len": 2,
+                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0, "conversations_share": 0,
+                       "refine_share": 0})
     if args.conversations_share > 1:
         raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
     if args.refine_share > (args.role == "generator"):
@@ -260,7 +289,8 @@ def main(args) -> None:
     examples.check()  # before anything is sampled or written, and with what was sampled below
     print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, {sum(p.numel() for p in parameters):,} parameters trained, "
            f"{device}, {dtype}")
-    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None, path_of("sft", tag))
+    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None,
+                    path_of("sft", tag))
     run.trim("metrics.jsonl", state["step"])
 
     def after_step() -> None:
@@ -273,7 +303,8 @@ def main(args) -> None:
             save_training("sft", tag, state["step"], rank, optimizers, {"state": dict(state)})
         barrier()  # every rank has written its part
         if rank == 0:
-            save_model("sft", tag, state["step"], model, {"user_config": vars(args), "loss": state["loss"], "val_bpb": None}, weights)
+            save_model("sft", tag, state["step"], model,
+                       {"user_config": vars(args), "loss": state["loss"], "val_bpb": None}, weights)
 
     try:
         if generator is not None:

@@ -16,7 +16,8 @@ from nanochat.hf.tokenizer import load_tokenizer
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--stage", choices=["sft", "rl"], default="rl", help="stage of the checkpoint")
     parser.add_argument("--model-tag", required=True, help="its tag; of a run: <run>-gen or <run>-ver")
     parser.add_argument("--step", type=int, default=-1, help="-1 = the last")

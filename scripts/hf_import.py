@@ -1,7 +1,9 @@
 """
-Imports a Llama 2/3, Qwen2/2.5 or Qwen3 model as an SFT checkpoint, with its tokenizer: what chat_sft, tango_rl, chat_eval and chat_cli start from.
+Imports a Llama 2/3, Qwen2/2.5 or Qwen3 model as an SFT checkpoint, with its tokenizer: what chat_sft, tango_rl,
+chat_eval and chat_cli start from.
 
-One base directory has one tokenizer: generator and verifier must share theirs. Weights keep the dtype they have in the folder.
+One base directory has one tokenizer: generator and verifier must share theirs. Weights keep the dtype they have in the
+folder.
 
     python -m scripts.hf_import --source Qwen/Qwen2.5-Math-7B --model-tag qwen7b              # from the hub
     python -m scripts.hf_import --source ~/models/Qwen2.5-7B --model-tag qwen7b-ver           # from a folder
@@ -18,9 +20,12 @@ from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--source", required=True, help="a model folder (config.json, safetensors, tokenizer.json), or the name of a model on the hub")
-    parser.add_argument("--model-tag", required=True, help="tag of the checkpoint; tango_rl takes <tag>-ver for the verifier")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--source", required=True,
+                        help="a model folder (config.json, safetensors, tokenizer.json), or the name of a model on the hub")
+    parser.add_argument("--model-tag", required=True,
+                        help="tag of the checkpoint; tango_rl takes <tag>-ver for the verifier")
     return parser
 
 
@@ -46,7 +51,8 @@ def main(args) -> None:
     save_model("sft", args.model_tag, 0, model, {"imported_from": args.source})
     number = sum(p.numel() for p in model.parameters())
     print0(f"{args.source}: {model.config.architecture}, {number / 1e9:.3f}B parameters in {next(model.parameters()).dtype}, context "
-           f"{model.config.sequence_len}" + ("" if tokenizer.has_template else "; its tokenizer has no chat template: prompts are plain text"))
+           f"{model.config.sequence_len}"
+           + ("" if tokenizer.has_template else "; its tokenizer has no chat template: prompts are plain text"))
     print0(f"checkpoint: {path_of('sft', args.model_tag)}")
 
 

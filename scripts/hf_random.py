@@ -1,5 +1,6 @@
 """
-Writes a model folder with random weights, in the shape of a known model or smaller, and a small tokenizer: to rehearse a run without a download.
+Writes a model folder with random weights, in the shape of a known model or smaller, and a small tokenizer: to rehearse
+a run without a download.
 
     python -m scripts.hf_random --shape qwen2.5-1.5b --to /tmp/random-1.5b --texts gsm8k/train.jsonl
     python -m scripts.hf_random --shape qwen2.5-0.5b --n-layer 2 --n-embd 64 --vocab-size 512 --to /tmp/random-tiny
@@ -26,12 +27,15 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--shape", default="qwen2.5-0.5b", help=f"one of: {', '.join(SHAPES)}")
     parser.add_argument("--to", required=True, help="the folder to make")
-    parser.add_argument("--texts", nargs="*", default=[], help="files that the tokenizer learns its merges from; without any a token is a byte")
+    parser.add_argument("--texts", nargs="*", default=[],
+                        help="files that the tokenizer learns its merges from; without any a token is a byte")
     parser.add_argument("--n-layer", type=int, default=0, help="default: the shape's")
-    parser.add_argument("--n-embd", type=int, default=0, help="default: the shape's; another keeps the heads' size 16 and the MLP four times as wide")
+    parser.add_argument("--n-embd", type=int, default=0,
+                        help="default: the shape's; another keeps the heads' size 16 and the MLP four times as wide")
     parser.add_argument("--vocab-size", type=int, default=0, help="rows of the embedding; default: the shape's")
     parser.add_argument("--sequence-len", type=int, default=0, help="context; default: the shape's")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
@@ -54,9 +58,11 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
     except Exception as error:  # the library raises nothing more exact
         raise BadInput(f"--texts: {error}") from None
     tokenizer.add_special_tokens(SPECIALS)
-    config = {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHATML, "tokenizer_class": "PreTrainedTokenizerFast"}
+    config = {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": CHATML,
+              "tokenizer_class": "PreTrainedTokenizerFast"}
     eos = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
-    texts = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config), "generation_config.json": json.dumps({"eos_token_id": eos})}
+    texts = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(config),
+             "generation_config.json": json.dumps({"eos_token_id": eos})}
     return HFTokenizer({name: text.encode() for name, text in texts.items()}, "made")
 
 
@@ -67,7 +73,8 @@ def main(args) -> None:
     if args.n_embd:
         if args.n_embd % 32:
             raise BadInput(f"--n-embd {args.n_embd}: must be a multiple of 32")
-        changes |= {"n_embd": args.n_embd, "head_dim": 16, "n_head": args.n_embd // 16, "n_kv_head": args.n_embd // 32, "intermediate_size": 4 * args.n_embd}
+        changes |= {"n_embd": args.n_embd, "head_dim": 16, "n_head": args.n_embd // 16, "n_kv_head": args.n_embd // 32,
+                    "intermediate_size": 4 * args.n_embd}
     config = replace(config, **{name: value for name, value in changes.items() if value})
     if config.vocab_size < 256 + len(SPECIALS):
         raise BadInput(f"--vocab-size {config.vocab_size}: must be at least {256 + len(SPECIALS)}")

@@ -1,7 +1,8 @@
 """
 Hours and dollars of the stages of runs/speedrun.sh on a node, computed from FLOPs and bytes before anything runs.
 
-The flags are those of the scripts themselves. Nothing here was measured: training is taken to run at --mfu of the GPUs' peak, decoding at
+The flags are those of the scripts themselves. Nothing here was measured: training is taken to run at --mfu of the GPUs'
+peak, decoding at
 --decode-efficiency of what memory bandwidth and FLOPs allow at best.
 
     python -m scripts.plan_cost --base "--depth 24 --target-param-data-ratio 8" --generator-sft "--num-steps 1500" --verifier-sft "" --rl "--num-steps 200"
@@ -24,8 +25,10 @@ GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--base", default="", help="flags of base_train, in one string; this and the next three as in runs/speedrun.sh")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--base", default="",
+                        help="flags of base_train, in one string; this and the next three as in runs/speedrun.sh")
     parser.add_argument("--generator-sft", default="", help="flags of chat_sft")
     parser.add_argument("--verifier-sft", default="")
     parser.add_argument("--rl", default="", help="flags of tango_rl")
@@ -35,10 +38,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=list(BANDWIDTH), default="H100")
     parser.add_argument("--dollars", type=float, default=3.0, help="per GPU and hour")
     parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak FLOPs that training reaches")
-    parser.add_argument("--decode-efficiency", type=float, default=0.2, help="share of the speed of decoding that the memory's bandwidth allows")
+    parser.add_argument("--decode-efficiency", type=float, default=0.2,
+                        help="share of the speed of decoding that the memory's bandwidth allows")
     parser.add_argument("--example-tokens", type=int, default=500, help="mean length of an SFT example")
     parser.add_argument("--prompt-tokens", type=int, default=150, help="mean length of a problem")
-    parser.add_argument("--completion-tokens", type=int, default=180, help="mean length of a solution and of a verification")
+    parser.add_argument("--completion-tokens", type=int, default=180,
+                        help="mean length of a solution and of a verification")
     return parser
 
 
@@ -57,7 +62,8 @@ def pretraining_flops(args, base, model) -> tuple[float, str]:
     rules = base_train.apply_rules(base, model, args.gpus)
     tokens = rules["num_steps"] * rules["batch"]
     # Muon: 5 iterations of three products per matrix; every GPU makes all of them.
-    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3) for name, p in model.named_parameters() if ".c_" in name)
+    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3) for name,
+               p in model.named_parameters() if ".c_" in name)
     total = tokens * flops_per_token(model) + rules["num_steps"] * muon * args.gpus
     return total, f"{rules['num_steps']:,} steps of {rules['batch']:,} tokens, {tokens / 1e9:.2f}B"
 
@@ -73,11 +79,13 @@ def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
     quoted = {empty_verifier_prompt: args.completion_tokens}
     rows = []
     for name, recipe in (("RL Tango", tango), ("chat_rl in its place", grpo)):
-        draws = [replace(draw, prompt_tokens=args.prompt_tokens + quoted.get(call.wrap, 0), new_tokens=args.completion_tokens)
+        draws = [replace(draw, prompt_tokens=args.prompt_tokens + quoted.get(call.wrap, 0),
+                         new_tokens=args.completion_tokens)
                  for call in recipe.calls(rl) for draw in draws_of([call], lambda wrap: 0)]
         seconds = {draw.label: sum(draw_seconds(model.config, draw, Held(), setting, speed).values()) for draw in draws}
         total = sum(draw.times * seconds[draw.label] for draw in draws)
-        rows.append((name, total, ", ".join(f"{draw.label} {seconds[draw.label]:.1f}s x {draw.times}" for draw in draws)))
+        rows.append((name, total,
+                     ", ".join(f"{draw.label} {seconds[draw.label]:.1f}s x {draw.times}" for draw in draws)))
     return rows
 
 
@@ -85,13 +93,15 @@ def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str
     """Bits per byte; GSM8K's test problems, greedy, and the questions of ARC and MMLU."""
     forward = flops_per_token(model) / 3 / (args.gpus * speed.limits[0] * args.mfu)  # seconds per token
     problems = GSM8K_TEST / args.gpus
-    return [("base_eval, bits per byte", base_eval_args.split_tokens * forward, f"{base_eval_args.split_tokens / 1e6:.0f}M tokens"),
+    return [("base_eval, bits per byte", base_eval_args.split_tokens * forward,
+             f"{base_eval_args.split_tokens / 1e6:.0f}M tokens"),
             ("chat_eval", sampling_seconds(model, problems, problems, args.prompt_tokens, args.completion_tokens, speed)
              + QUESTIONS * args.prompt_tokens * forward, f"{GSM8K_TEST:,} solutions, {QUESTIONS:,} questions")]
 
 
 def main(args) -> None:
-    check_least(args, {"gpus": 1, "vocab_size": 265, "dollars": 0, "mfu": 0.01, "decode_efficiency": 0.01, "example_tokens": 1, "prompt_tokens": 1,
+    check_least(args, {"gpus": 1, "vocab_size": 265, "dollars": 0, "mfu": 0.01, "decode_efficiency": 0.01,
+                       "example_tokens": 1, "prompt_tokens": 1,
                        "completion_tokens": 1})
     base = parse(base_train, args.base, "--data", "none")
     with torch.device("meta"):
@@ -99,8 +109,10 @@ def main(args) -> None:
     rl = parse(tango_rl, args.rl)
     peak = PEAK_FLOPS[args.gpu]
     stages = [("pretraining", *pretraining_flops(args, base, model)),
-              ("SFT of the generator", *sft_flops(args, parse(chat_sft, args.generator_sft, "--role", "generator"), model)),
-              ("SFT of the verifier", *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
+              ("SFT of the generator",
+               *sft_flops(args, parse(chat_sft, args.generator_sft, "--role", "generator"), model)),
+              ("SFT of the verifier",
+               *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
     rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
     speed = Speed(args.gpu, args.mfu, args.decode_efficiency)
     tango, grpo = rl_rows(args, rl, model, speed)

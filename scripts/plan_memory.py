@@ -1,8 +1,10 @@
 """
-What fits where: the memory per rank of a co-training run, by the number of ranks, with and without sharding and recomputing. Nothing is loaded.
+What fits where: the memory per rank of a co-training run, by the number of ranks, with and without sharding and
+recomputing. Nothing is loaded.
 
-A model is a name below, a folder or hub name with a config.json, or the tag of an SFT checkpoint. The other flags are tango_rl's; its --dry-run shows the
-same plan for a run's own settings. Left out: about 1 GB of CUDA context and libraries, fragmentation, and buffers of the collectives.
+A model is a name below, a folder or hub name with a config.json, or the tag of an SFT checkpoint. The other flags are
+tango_rl's; its --dry-run shows the same plan for a run's own settings. Left out: about 1 GB of CUDA context and
+libraries, fragmentation, and buffers of the collectives.
 
     python -m scripts.plan_memory --generator qwen2.5-math-7b --verifier qwen2.5-7b --examples-per-step 256 --num-samples 5 --max-new-tokens 2048
 """
@@ -17,8 +19,10 @@ from nanochat.hf.shapes import SHAPES, shape_of
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--generator", required=True, help=f"one of: {', '.join(SHAPES)}; or a folder, a hub name, the tag of an SFT checkpoint")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--generator", required=True,
+                        help=f"one of: {', '.join(SHAPES)}; or a folder, a hub name, the tag of an SFT checkpoint")
     parser.add_argument("--verifier", default="", help="the same; default: as the generator; none = no verifier")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="GPUs")
     parser.add_argument("--memory", type=float, default=80.0, help="of one, in GB (10^9 bytes)")
@@ -47,7 +51,8 @@ def config_named(name: str) -> Config:
 
 
 def main(args) -> None:
-    check_least(args, {"memory": 0, "prompt_tokens": 1, "max_new_tokens": 1, "verifier_max_new_tokens": 1, "examples_per_step": 1, "num_samples": 1,
+    check_least(args, {"memory": 0, "prompt_tokens": 1, "max_new_tokens": 1, "verifier_max_new_tokens": 1,
+                       "examples_per_step": 1, "num_samples": 1,
                        "micro_batch_tokens": 1, "max_rows": 1, "kl_coef": 0})
     if min(args.ranks) < 1:
         raise BadInput(f"--ranks {min(args.ranks)}: must be at least 1")
@@ -63,7 +68,8 @@ def main(args) -> None:
     best = None
     for variant in variants(setting, sorted(set(args.ranks))):
         plan = memory_plan(configs, held, draws, variant)
-        phases = {kind: max((size for name, size in plan["phases"].items() if name.startswith(kind)), default=0) for kind in ("sampling", "updating")}
+        phases = {kind: max((size for name, size in plan["phases"].items() if name.startswith(kind)), default=0)
+                  for kind in ("sampling", "updating")}
         resident, fits = plan["peak"] - max(plan["phases"].values()), plan["peak"] / 1e9 <= args.memory
         best = best or (variant, plan) if fits else best
         yes = lambda flag: "yes" if flag else "no"

@@ -4,7 +4,8 @@ Turns finished runs into curves, a comparison of arms, and one page to look at.
     python -m scripts.report chain-s0                                 # a run's name or folder; writes into its folder
     python -m scripts.report --out dev/curves chain-tango-s0 chain-grpo-s0 chain-tango-s1 chain-grpo-s1
 
-Writes <task>.csv and <task>.png (curves.csv and curves.png for a single run) and report.html, and prints the comparison.
+Writes <task>.csv and <task>.png (curves.csv and curves.png for a single run) and report.html, and prints the
+comparison.
 """
 import argparse
 import os
@@ -15,10 +16,14 @@ from nanochat.rl.report import compare, markdown_table, provenance, read_run, ti
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("runs", nargs="+", help="names or folders of finished runs; <task>-<arm>-s<seed> are compared arm by arm")
-    parser.add_argument("--out", default="", help="folder for the files; default: the run's own, where there is one run")
-    parser.add_argument("--max-rollouts", type=int, default=600, help="rollouts on the page, over all runs; the page says of how many")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("runs", nargs="+",
+                        help="names or folders of finished runs; <task>-<arm>-s<seed> are compared arm by arm")
+    parser.add_argument("--out", default="",
+                        help="folder for the files; default: the run's own, where there is one run")
+    parser.add_argument("--max-rollouts", type=int, default=600,
+                        help="rollouts on the page, over all runs; the page says of how many")
     return parser
 
 

@@ -21,9 +21,10 @@ import torch
 
 from nanochat import recipes
 from nanochat.checkpoint import default_tag
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_choices, check_least, check_name, check_writable,
-                             choose_run_name, compute_dtype, describe_versions, flag_defaults, gather_lists, init_device, path_of,
-                             print0, rank_and_world, script_main, start_run, uses_wandb, write_json)
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_choices, check_least, check_name,
+                             check_writable, choose_run_name, compute_dtype, describe_versions, flag_defaults,
+                             gather_lists, init_device, path_of, print0, rank_and_world, script_main, start_run,
+                             uses_wandb, write_json)
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.plan import describe_run
 from nanochat.rl.advantages import PRESETS
@@ -43,10 +44,13 @@ from tasks import add_task_args, make_task
 # Flags
 
 def make_parser(argv: list[str] | tuple = (), recipe: str = "tango") -> argparse.ArgumentParser:
-    """The flags that all recipes share, and those of the recipe that argv names. Raises BadInput for an unknown recipe."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    """The flags that all recipes share, and those of the recipe that argv names. Raises BadInput for an unknown
+    recipe."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     add_run_args(parser)
-    parser.add_argument("--recipe", default=recipe, help=f"one of: {', '.join(recipes.names())}; or a file (a path that ends in .py)")
+    parser.add_argument("--recipe", default=recipe,
+                        help=f"one of: {', '.join(recipes.names())}; or a file (a path that ends in .py)")
     parser.add_argument("--list-recipes", action="store_true", help="print what each recipe is, and stop")
     add_common_args(parser)
     add_task_args(parser)
@@ -69,7 +73,8 @@ def add_recipe_args(parser, recipe, name: str) -> None:
     known = parser._option_string_actions
     for role, spec in recipe.ROLES.items():
         if spec.tag not in known:
-            group.add_argument(spec.tag, default="", help=f"SFT checkpoint of the {role}; default: <model-tag>{spec.ending}")
+            group.add_argument(spec.tag, default="",
+                               help=f"SFT checkpoint of the {role}; default: <model-tag>{spec.ending}")
         if spec.trained and spec.lr not in known:
             group.add_argument(spec.lr, type=float, default=None, help=f"learning rate of the {role}; default: --lr")
         if spec.shares and "--verifier-shared-layers" not in known:
@@ -91,8 +96,10 @@ def explain_unknown_flag(message: str, name: str) -> str:
 
 
 def add_common_args(parser) -> None:
-    parser.add_argument("--resume-from-step", default="-1", help="continue --run from this step, or from its last with 'auto'; -1 = a fresh run")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
+    parser.add_argument("--resume-from-step", default="-1",
+                        help="continue --run from this step, or from its last with 'auto'; -1 = a fresh run")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
     parser.add_argument("--num-steps", type=int, default=200, help="updates of the recipe's first role that is trained")
     models = parser.add_argument_group("models")
@@ -108,7 +115,8 @@ def add_common_args(parser) -> None:
     rollout.add_argument("--max-new-tokens", type=int, default=96, help="of a solution")
     rollout.add_argument("--temperature", type=float, default=1.0)
     rollout.add_argument("--top-k", type=int, default=0, help="0 = the full softmax; anything else biases the ratio")
-    rollout.add_argument("--max-rows", type=int, default=1024, help="rollouts per rank that decode together; changes memory, no result")
+    rollout.add_argument("--max-rows", type=int, default=1024,
+                         help="rollouts per rank that decode together; changes memory, no result")
     rollout.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
                          help="solutions may call the calculator (python_start ... python_end); its output is forced and not trained")
     loss = parser.add_argument_group("advantages, loss and optimizer")
@@ -125,19 +133,23 @@ def add_common_args(parser) -> None:
     loss.add_argument("--lr", type=float, default=1e-4, help="AdamW; 1e-6 for pretrained 7B models")
     loss.add_argument("--lr-schedule", default="constant", help=f"one of: {', '.join(LR_SCHEDULES)}")
     loss.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
-    loss.add_argument("--micro-batch-tokens", type=int, default=4096, help="tokens that go through a model at once; changes no result")
+    loss.add_argument("--micro-batch-tokens", type=int, default=4096,
+                      help="tokens that go through a model at once; changes no result")
     loss.add_argument("--prefix-sharing", action=argparse.BooleanOptionalAction, default=True,
                       help="run a group's prompt once per update, not once per rollout; changes no result")
     evals = parser.add_argument_group("evaluation and logs")
     evals.add_argument("--eval-every", type=int, default=0, help="steps between evaluations; 0 = before and after only")
     evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
-    evals.add_argument("--log-rollouts", type=int, default=4, help="rollouts per update that go to rollouts.jsonl, one of a group")
+    evals.add_argument("--log-rollouts", type=int, default=4,
+                       help="rollouts per update that go to rollouts.jsonl, one of a group")
 
 
-TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS, "lr_schedule": LR_SCHEDULES}
+TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS,
+          "lr_schedule": LR_SCHEDULES}
 LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1, "max_new_tokens": 1, "top_k": 0,
          "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1, "kl_coef": 0, "lr": 0, "save_every": 0,
-         "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0, "log_rollouts": 0,
+         "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
+         "log_rollouts": 0,
          "entropy_coef": 0}
 
 
@@ -170,8 +182,8 @@ def complete_args(args, recipe) -> None:
 
 
 def check_problems(args, task, tokenizer, calls: list, configs: dict, device) -> list[str]:
-    """The problems' texts, all of a finite task. Raises BadInput where one does not fit a role's context, a split is missing or
-    ranks have others."""
+    """The problems' texts, all of a finite task. Raises BadInput where one does not fit a role's context, a split is
+    missing or ranks have others."""
     task.problem("test_in", 0)  # what is evaluated must be there
     problems = [task.problem("rl", 0),
                 *(problem for split in ("rl", "test_in", "test_out") for problem in problems_of(task, split, -1))]
@@ -181,7 +193,8 @@ def check_problems(args, task, tokenizer, calls: list, configs: dict, device) ->
     prompts = [problem.prompt for problem in problems]
     longest = longest_problem(tokenizer, prompts)
     for call in calls:
-        check_fit(call.role, call.wrap, call.quoted, call.max_new_tokens, configs[call.role].sequence_len, tokenizer, task.fmt, longest)
+        check_fit(call.role, call.wrap, call.quoted, call.max_new_tokens, configs[call.role].sequence_len, tokenizer,
+                  task.fmt, longest)
     return prompts
 
 
@@ -202,8 +215,8 @@ def train(t: Play, recipe) -> None:
 
 @contextmanager
 def one_step(t: Play, recipe, counted: str):
-    """Around a step: the evaluation that is due before it, and behind it what is counted, logged and shown. A request to stop
-    that comes before the first update throws the step away; behind it the step is carried through."""
+    """Around a step: the evaluation that is due before it, and behind it what is counted, logged and shown. A request
+    to stop that comes before the first update throws the step away; behind it the step is carried through."""
     t.check_stop()
     before, started, updated = t.state.snapshot(), time.time(), []
     t.num_drawn, t.sampled, t.labels, t.metrics, t.seconds, t.has_moved = 0, 0, set(), {}, {}, False
@@ -223,9 +236,11 @@ def one_step(t: Play, recipe, counted: str):
         t.log(None, {"without_update": 1})
     seconds, first = ended - evaluated, roles[0] if len(roles) == 1 else counted
     record |= {"step": state.step, "role": "+".join(roles) or counted, "phase": first,
-               **{f"{short_name(role)}_step": before.role_steps[role] for role in t.roles}, "sampled_tokens": state.sampled_tokens}
+               **{f"{short_name(role)}_step": before.role_steps[role] for role in t.roles},
+               "sampled_tokens": state.sampled_tokens}
     record |= t.metrics | {f"{short_name(first)}/sampled_tokens": tokens}
-    record |= {"timing_s/eval": evaluated - started, **t.seconds, "timing_s/step": seconds, "tokens_per_s": tokens / max(seconds, 1e-9)}
+    record |= {"timing_s/eval": evaluated - started, **t.seconds, "timing_s/step": seconds,
+               "tokens_per_s": tokens / max(seconds, 1e-9)}
     if t.device.type == "cuda":
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated(t.device) / 1e9
     state.step += 1
@@ -280,7 +295,8 @@ def start_state(t: Play, recipe) -> None:
     """The evaluation before RL and the health check."""
     started = time.time()
     t.state.before = held_out(t, recipe)
-    solver = next((role for role in ("generator", *t.roles) if any(call.role == role and not call.given for call in t.calls.values())), None)
+    solver = next((role for role in ("generator", *t.roles)
+                   if any(call.role == role and not call.given for call in t.calls.values())), None)
     if solver:
         with evaluating(t):
             health_check(t, solver)
@@ -316,7 +332,8 @@ def main(args) -> None:
     totals = recipe.updates(args) if hasattr(recipe, "updates") else dict.fromkeys(trained_roles(recipe.ROLES), args.num_steps)
     prompts = check_problems(args, task, tokenizer, calls, configs, device)
     if args.dry_run:
-        print0("\n".join(describe_run(args, recipe.ROLES, configs, calls, totals, tokenizer, task.fmt, prompts, world, dtype, device)))
+        print0("\n".join(describe_run(args, recipe.ROLES, configs, calls, totals, tokenizer, task.fmt, prompts, world,
+                                      dtype, device)))
         return
     roles = load_roles(args, recipe.ROLES, starts, device, dtype)
     for role in roles.values():
@@ -332,9 +349,11 @@ def main(args) -> None:
     if rank == 0 and state is None and hasattr(recipe, "text"):
         with open(os.path.join(run.folder, "recipe.py"), "w", encoding="utf-8") as f:
             f.write(recipe.text)
-    sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k, calculator=args.calculator,
+    sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
+                      calculator=args.calculator,
                       max_rows=args.max_rows)
-    loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef, args.entropy_coef)
+    loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
+                      args.entropy_coef)
     t = Play(args, run, sampler, roles, {call.label: call for call in calls}, totals,
              state or RunState(role_steps=dict.fromkeys(roles, 0)), loss)
     sampler.should_stop = t.should_stop

@@ -1,5 +1,6 @@
 """
-Writes text for rehearsing pretraining without a download: documents made of a task's problems, solutions and verifications, in jsonl shards.
+Writes text for rehearsing pretraining without a download: documents made of a task's problems, solutions and
+verifications, in jsonl shards.
 
     python -m scripts.task_text --task chain --out text --num-documents 20000
 """
@@ -12,9 +13,11 @@ from tasks import add_task_args, make_task, task_texts
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     add_task_args(parser)
-    parser.add_argument("--out", required=True, help="folder for shard_<n>.jsonl; the last shard is meant for validation")
+    parser.add_argument("--out", required=True,
+                        help="folder for shard_<n>.jsonl; the last shard is meant for validation")
     parser.add_argument("--num-documents", type=int, default=20000)
     parser.add_argument("--num-shards", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,5 +1,6 @@
 """
-How well the tokenizer compresses text: bytes per token, beside tiktoken's encodings where they are on this machine. Nothing is downloaded.
+How well the tokenizer compresses text: bytes per token, beside tiktoken's encodings where they are on this machine.
+Nothing is downloaded.
 
     python -m scripts.tok_eval                                # five short built-in texts
     python -m scripts.tok_eval --data a.txt b.txt --compare cl100k_base
@@ -38,9 +39,12 @@ forty years explained, to whoever would listen, why gulls sleep on one leg.\n"""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--data", nargs="+", default=[], metavar="FILE", help="UTF-8 text files; default: the built-in texts")
-    parser.add_argument("--compare", default="gpt2,cl100k_base", help="tiktoken encodings, separated by commas; '' = none")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--data", nargs="+", default=[], metavar="FILE",
+                        help="UTF-8 text files; default: the built-in texts")
+    parser.add_argument("--compare", default="gpt2,cl100k_base",
+                        help="tiktoken encodings, separated by commas; '' = none")
     return parser
 
 
@@ -59,7 +63,8 @@ def read_text(path: str) -> str:
 
 
 def local_encoding(name: str) -> tiktoken.Encoding | None:
-    """tiktoken's encoding of this name from its cache on disk; None where tiktoken would have to download it. Raises BadInput for an unknown name."""
+    """tiktoken's encoding of this name from its cache on disk; None where tiktoken would have to download it. Raises
+    BadInput for an unknown name."""
     import tiktoken.load
 
     def refuse(path: str):
@@ -85,15 +90,19 @@ def check_round_trip(tokenizer: Tokenizer, name: str, text: str) -> None:
 
 
 def compression_table(texts: dict[str, str], encoders: dict[str, Callable]) -> list[str]:
-    """The lines of the table. encoders: name -> text to token ids, ours first; the others' last column is by how many percent ours has more tokens."""
+    """The lines of the table. encoders: name -> text to token ids, ours first; the others' last column is by how many
+    percent ours has more tokens."""
     ours = next(iter(encoders))
     width = max(map(len, [*texts, "text"]))
     heads = [f" | {name:>13s} {'bytes/token':>11s}" + (f" {ours:>8s}" if name != ours else "") for name in encoders]
     lines = [f"{'text':{width}s} {'bytes':>9s}" + "".join(heads)]
-    rows = [(name, len(text.encode()), [len(encode(text)) for encode in encoders.values()]) for name, text in texts.items()]
-    rows.append(("all", sum(size for _, size, _ in rows), [sum(counts) for counts in zip(*(counts for _, _, counts in rows), strict=True)]))
+    rows = [(name, len(text.encode()), [len(encode(text)) for encode in encoders.values()]) for name,
+            text in texts.items()]
+    rows.append(("all", sum(size for _, size, _ in rows),
+                 [sum(counts) for counts in zip(*(counts for _, _, counts in rows), strict=True)]))
     for name, size, counts in rows:
-        cells = [f" | {count:13d} {size / count:11.2f}" + (f" {100 * (counts[0] / count - 1):+7.1f}%" if k else "") for k, count in enumerate(counts)]
+        cells = [f" | {count:13d} {size / count:11.2f}" + (f" {100 * (counts[0] / count - 1):+7.1f}%" if k else "")
+                 for k, count in enumerate(counts)]
         lines.append(f"{name:{width}s} {size:9d}" + "".join(cells))
     return lines
 

@@ -12,7 +12,8 @@ import time
 from itertools import chain
 
 from nanochat.checkpoint import list_tags
-from nanochat.common import BadInput, add_run_args, check_least, check_writable, path_of, print0, rank_and_world, script_main
+from nanochat.common import (BadInput, add_run_args, check_least, check_writable, path_of, print0, rank_and_world,
+                             script_main)
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
@@ -20,13 +21,17 @@ from tasks import add_task_args, make_task, task_texts
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     add_run_args(parser)
     add_task_args(parser)
-    parser.add_argument("--vocab-size", type=int, default=MIN_VOCAB_SIZE, help=f"ids, special tokens included; {MIN_VOCAB_SIZE} = no merges")
+    parser.add_argument("--vocab-size", type=int, default=MIN_VOCAB_SIZE,
+                        help=f"ids, special tokens included; {MIN_VOCAB_SIZE} = no merges")
     parser.add_argument("--num-texts", type=int, default=5000, help="demonstrations of the task to train on")
-    parser.add_argument("--data", nargs="+", default=[], help="train on text instead: .txt, .jsonl or .parquet files, folders, patterns, or one datasets name")
-    parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="with --data: characters to train on, of one pass over it")
+    parser.add_argument("--data", nargs="+", default=[],
+                        help="train on text instead: .txt, .jsonl or .parquet files, folders, patterns, or one datasets name")
+    parser.add_argument("--max-chars", type=int, default=2_000_000_000,
+                        help="with --data: characters to train on, of one pass over it")
     parser.add_argument("--doc-cap", type=int, default=10_000, help="with --data: characters of a document that count")
     parser.add_argument("--if-missing", action="store_true", help="leave a tokenizer that is there as it is")
     return parser
@@ -43,7 +48,8 @@ def capped_texts(sources: list[str], max_chars: int, doc_cap: int):
 
 
 def check_models(folder: str, tokenizer: Tokenizer) -> None:
-    """Raises BadInput when another tokenizer is there that models were made for: with this one they would read and write nonsense."""
+    """Raises BadInput when another tokenizer is there that models were made for: with this one they would read and
+    write nonsense."""
     tags = [f"{stage} {tag}" for stage in ("base", "sft", "rl") for tag in list_tags(stage)]
     if tags and os.path.exists(os.path.join(folder, "tokenizer.pkl")) and not Tokenizer.load(folder).equals(tokenizer):
         raise BadInput(f"{folder} holds the tokenizer of {', '.join(tags)}, and this would be another: use it (--if-missing) or set NANOCHAT_BASE_DIR to a "

@@ -1,10 +1,11 @@
 """
-Evaluates a verifier: the first errors it finds in ProcessBench, and the solutions it chooses out of a generator's n. Either part, or both.
+Evaluates a verifier: the first errors it finds in ProcessBench, and the solutions it chooses out of a generator's n.
+Either part, or both.
 
-ProcessBench: each solution is put into the format of --format (its answer is what its last step has in \\boxed{}, else empty; format marks inside steps
-become "?") and verified k times. The first steps judged wrong vote.
-Best of n: n sampled solutions of each test_in problem, each verified k times; the task and its flags are those of the generator's checkpoint, unless given.
-What does not fit the verifier's context is never cut: it is counted, and has no verdicts.
+ProcessBench: each solution is put into the format of --format (its answer is what its last step has in \\boxed{}, else
+empty; format marks inside steps become "?") and verified k times. The first steps judged wrong vote. Best of n: n
+sampled solutions of each test_in problem, each verified k times; the task and its flags are those of the generator's
+checkpoint, unless given. What does not fit the verifier's context is never cut: it is counted, and has no verdicts.
 
     python -m scripts.verifier_eval --verifier-tag d4-ver --processbench Qwen/ProcessBench
     python -m scripts.verifier_eval --verifier-tag first-ver --verifier-source rl --generator-tag first-gen --generator-source rl \\
@@ -17,15 +18,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model
-from nanochat.common import (BadInput, check_least, check_name, compute_dtype, gather_lists, init_device, path_of, print0, rank_and_world, script_main,
-                             write_json)
+from nanochat.common import (BadInput, check_least, check_name, compute_dtype, gather_lists, init_device, path_of,
+                             print0, rank_and_world, script_main, write_json)
 from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
 from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
 from nanochat.rl.prompts import count_copies
 from nanochat.rl.sampling import Sampler
-from nanochat.rl.voting import SCORES, aligned, calibration, choose, final_share, first_error_scores, mean_scores, step_share
+from nanochat.rl.voting import (SCORES, aligned, calibration, choose, final_share, first_error_scores, mean_scores,
+                                step_share)
 from tasks import add_task_args, complete_task_args, make_task, task_flags
 from tasks.common import Problem
 from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
@@ -35,20 +37,28 @@ CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
     parser.add_argument("--verifier-tag", required=True)
     parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     parser.add_argument("--step", type=int, default=-1, help="of the verifier's checkpoint; -1 = the last")
     parser.add_argument("--num-verifications", type=int, default=1, help="per solution")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of the verifier; 0 = greedy, for one verification")
+    parser.add_argument("--temperature", type=float, default=0.0,
+                        help="of the verifier; 0 = greedy, for one verification")
     parser.add_argument("--top-k", type=int, default=0, help="of both; 0 = the full softmax")
-    parser.add_argument("--verifier-max-new-tokens", type=int, default=-1, help="-1 = as in the checkpoint's RL, else 256, at most half its context")
-    parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together; changes memory, no result")
-    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"], help="default: the best there is")
-    parser.add_argument("--seed", type=int, default=None, help="of problems and sampling noise; default: the checkpoint's (the generator's if there is one)")
-    parser.add_argument("--out", default="", metavar="FILE.json", help="writes all numbers and every single prediction there")
+    parser.add_argument("--verifier-max-new-tokens", type=int, default=-1,
+                        help="-1 = as in the checkpoint's RL, else 256, at most half its context")
+    parser.add_argument("--max-rows", type=int, default=1024,
+                        help="rows that decode together; changes memory, no result")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
+    parser.add_argument("--seed", type=int, default=None,
+                        help="of problems and sampling noise; default: the checkpoint's (the generator's if there is one)")
+    parser.add_argument("--out", default="", metavar="FILE.json",
+                        help="writes all numbers and every single prediction there")
     group = parser.add_argument_group("ProcessBench")
-    group.add_argument("--processbench", default="", metavar="SOURCE", help=f"a .jsonl, .json or .parquet file, a folder of them, or a hub name ({HUB})")
+    group.add_argument("--processbench", default="", metavar="SOURCE",
+                       help=f"a .jsonl, .json or .parquet file, a folder of them, or a hub name ({HUB})")
     group.add_argument("--subset", default="", help="one subset; default: all")
     group.add_argument("--max-examples", type=int, default=-1, help="per subset; -1 = all")
     group.add_argument("--format", choices=list(FORMATS), default="paper", help="that the verifier was trained with")
@@ -58,18 +68,23 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--generator-step", type=int, default=-1)
     group.add_argument("--num-samples", type=int, default=8, help="solutions per problem")
     group.add_argument("--generator-temperature", type=float, default=1.0)
-    group.add_argument("--max-new-tokens", type=int, default=-1, help="of a solution; -1 = as in the checkpoint's training, else 256")
-    group.add_argument("--max-problems", type=int, default=-1, help=f"-1 = all there are, {ENDLESS} of tasks that make their own")
-    group.add_argument("--score", choices=list(SCORES), default="final", help="of a solution: share of verifications that call it CORRECT, share of "
+    group.add_argument("--max-new-tokens", type=int, default=-1,
+                       help="of a solution; -1 = as in the checkpoint's training, else 256")
+    group.add_argument("--max-problems", type=int, default=-1,
+                       help=f"-1 = all there are, {ENDLESS} of tasks that make their own")
+    group.add_argument("--score", choices=list(SCORES), default="final",
+                       help="of a solution: share of verifications that call it CORRECT, share of "
                        "its steps judged right, or the share for its weakest step")
-    group.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True, help="solutions may call the calculator")
+    group.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True,
+                       help="solutions may call the calculator")
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
     return parser
 
 
 def check_out(path: str) -> None:
-    """Raises BadInput unless the file can be written: tried with the folder, since a superuser's permissions say nothing."""
+    """Raises BadInput unless the file can be written: tried with the folder, since a superuser's permissions say
+    nothing."""
     trial = f"{path}.trial{rank_and_world()[0]}"
     try:
         if os.path.isdir(path):
@@ -82,8 +97,10 @@ def check_out(path: str) -> None:
 
 
 def check_args(args) -> None:
-    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1, "temperature": 0, "generator_temperature": 0,
-                       "top_k": 0, "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
+    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1,
+                       "temperature": 0, "generator_temperature": 0,
+                       "top_k": 0, "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_examples": -1,
+                       "max_problems": -1})
     for name in ("verifier_max_new_tokens", "max_new_tokens", "max_examples", "max_problems"):
         if getattr(args, name) == 0:
             raise BadInput(f"--{name.replace('_', '-')} 0: must be at least 1, or -1")
@@ -95,7 +112,8 @@ def check_args(args) -> None:
     if given and not args.generator_tag:
         raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")
     for count, greedy, flag in (("num_verifications", args.temperature == 0, "--temperature"),
-                                ("num_samples", args.generator_tag and args.generator_temperature == 0, "--generator-temperature")):
+                                ("num_samples", args.generator_tag and args.generator_temperature == 0,
+                                 "--generator-temperature")):
         if getattr(args, count) > 1 and greedy:
             raise BadInput(f"--{count.replace('_', '-')} {getattr(args, count)}: greedy ones are all the same; give {flag} above 0")
     check_name("--verifier-tag", args.verifier_tag)
@@ -112,7 +130,8 @@ def gathered(rows: list[dict], key: str, device) -> list[dict]:
 def verify_fitting(args, problems: list[Problem], solutions: list[Solution], verifier, sampler: Sampler, stream: tuple) -> list[list[Verification]]:
     """The k verifications of each solution of this rank; none of one that does not fit the verifier's context."""
     k, room = args.num_verifications, verifier.config.sequence_len - args.verifier_max_new_tokens
-    prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text) for p, s in zip(problems, solutions, strict=True)]
+    prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text) for p,
+               s in zip(problems, solutions, strict=True)]
     fits, copies = [len(prompt) <= room for prompt in prompts], count_copies(problems)
     kept = [[x for x, fit in zip(row, fits, strict=True) if fit] for row in (problems, solutions, copies)]
     _, verifications = sampler.verify(verifier, *kept[:2], k, stream, greedy=args.temperature == 0, copies=kept[2])
@@ -123,8 +142,9 @@ def verify_fitting(args, problems: list[Problem], solutions: list[Solution], ver
 # ProcessBench
 
 def verify_samples(args, samples: list[LabelledSolution], verifier, sampler, device) -> list[dict]:
-    """Per sample of one subset, over all ranks: what k verifications said. predictions: the first step each judges wrong, -1 for none, None where its text
-    leaves that open; prediction: their majority; verdicts: the final ones; malformed: how many miss a criterion of the format."""
+    """Per sample of one subset, over all ranks: what k verifications said. predictions: the first step each judges
+    wrong, -1 for none, None where its text leaves that open; prediction: their majority; verdicts: the final ones;
+    malformed: how many miss a criterion of the format."""
     rank, world = rank_and_world()
     k, fmt, tokenizer = args.num_verifications, sampler.task.fmt, sampler.tokenizer
     mine = samples[rank::world]
@@ -132,24 +152,29 @@ def verify_samples(args, samples: list[LabelledSolution], verifier, sampler, dev
     solutions = [read_solution(tokenizer, fmt, tokenizer.encode(solution_text(fmt, s))) for s in mine]
     assert [len(solution.step_ends) for solution in solutions] == [len(s.steps) for s in mine]
     rows = []
-    for sample, said in zip(mine, verify_fitting(args, problems, solutions, verifier, sampler, ("processbench",)), strict=True):
+    for sample, said in zip(mine, verify_fitting(args, problems, solutions, verifier, sampler, ("processbench",)),
+                            strict=True):
         predictions = [first_error(aligned(v.step_verdicts, len(sample.steps))) for v in said] or [None] * k
-        rows.append({"subset": sample.subset, "row": sample.row, "label": sample.label, "final_answer_correct": sample.final_answer_correct,
+        rows.append({"subset": sample.subset, "row": sample.row, "label": sample.label,
+                     "final_answer_correct": sample.final_answer_correct,
                      "too_long": not said, "prediction": majority(predictions), "predictions": predictions,
-                     "verdicts": [v.verdict for v in said] or [None] * k, "malformed": sum(bool(v.unmet) for v in said)})
+                     "verdicts": [v.verdict for v in said] or [None] * k,
+                     "malformed": sum(bool(v.unmet) for v in said)})
     return gathered(rows, "row", device)
 
 
 def processbench_scores(rows: list[dict], k: int) -> dict:
-    """Scores of these rows of `verify_samples`: the vote's, and ("single") the mean of each of the k verifications' own; parse_fail: share of malformed
-    verifications; votes: readable votes per sample; calibration of the share of CORRECT final verdicts, where k > 1, without samples that are too long."""
+    """Scores of these rows of `verify_samples`: the vote's, and ("single") the mean of each of the k verifications'
+    own; parse_fail: share of malformed verifications; votes: readable votes per sample; calibration of the share of
+    CORRECT final verdicts, where k > 1, without samples that are too long."""
     labels = [row["label"] for row in rows]
     asked = [row for row in rows if not row["too_long"]]
     shares = [final_share(row["verdicts"], []) for row in asked]
     single = mean_scores([first_error_scores(labels, [row["predictions"][g] for row in rows]) for g in range(k)])
     return {"n": len(rows), **first_error_scores(labels, [row["prediction"] for row in rows]), "single": single,
             "parse_fail": sum(row["malformed"] for row in asked) / (k * len(asked)) if asked else None,
-            "votes": sum(p is not None for row in rows for p in row["predictions"]) / len(rows), "too_long": len(rows) - len(asked),
+            "votes": sum(p is not None for row in rows for p in row["predictions"]) / len(rows),
+            "too_long": len(rows) - len(asked),
             "calibration": calibration(shares, [row["final_answer_correct"] for row in asked]) if k > 1 else None}
 
 
@@ -167,10 +192,12 @@ def print_subset(name: str, scores: dict, k: int) -> None:
 
 def print_calibration(scores: dict[str, dict]) -> None:
     """Per subset ECE, Brier score and AUROC of the final verdicts, and the reliability table of all together."""
-    print0("\nfinal verdict, share of CORRECT against final_answer_correct\n" + f"{'':16s} {'n':>6} {'ECE':>10} {'Brier':>10} {'AUROC':>10}")
+    print0("\nfinal verdict, share of CORRECT against final_answer_correct\n"
+           + f"{'':16s} {'n':>6} {'ECE':>10} {'Brier':>10} {'AUROC':>10}")
     for name, row in scores.items():
         if row["calibration"] is not None:
-            print0(f"{name:16s} {row['calibration']['count']:>6} " + " ".join(f"{shown(row['calibration'][s], 3, 1):>10}" for s in ("ece", "brier", "auroc")))
+            print0(f"{name:16s} {row['calibration']['count']:>6} "
+                   + " ".join(f"{shown(row['calibration'][s], 3, 1):>10}" for s in ("ece", "brier", "auroc")))
     print0(f"{'share of CORRECT':16s} {'n':>6} {'mean':>10} {'right':>10}")
     for b in (scores["all"]["calibration"] or {"bins": []})["bins"]:
         print0(f"{shown(b['low'], 0) + ' to ' + shown(b['high'], 0):16s} {b['count']:>6} {shown(b['mean_share']):>10} {shown(b['right']):>10}")
@@ -205,28 +232,33 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
 # Best of n
 
 def verified_solutions(args, task, generator, verifier, sampler, device) -> list[dict]:
-    """Per test_in problem, over all ranks, lists over its n solutions: answers, outcomes, verdicts (n, k), step_verdicts (n, k, K), scores, tie_breaks (the
-    share of steps judged right), too_long (for the verifier), malformed (verifications that miss a criterion of the format)."""
+    """Per test_in problem, over all ranks, lists over its n solutions: answers, outcomes, verdicts (n, k),
+    step_verdicts (n, k, K), scores, tie_breaks (the share of steps judged right), too_long (for the verifier),
+    malformed (verifications that miss a criterion of the format)."""
     rank, world = rank_and_world()
     n, k = args.num_samples, args.num_verifications
     task.problem("test_in", 0)  # there must be some
     problems = problems_of(task, "test_in", args.max_problems)
     # On all ranks before any work: a rank that failed alone would leave the others waiting.
-    check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems], {"generator": generator.config.sequence_len}, args.max_new_tokens, 0)
+    check_prompts_fit(sampler.tokenizer, task.fmt, [p.prompt for p in problems],
+                      {"generator": generator.config.sequence_len}, args.max_new_tokens, 0)
     problems = [p for p in problems[rank::world] for _ in range(n)]
-    solver = replace(sampler, temperature=args.generator_temperature or 1.0, calculator=args.calculator and sampler.tokenizer.has_calculator)
+    solver = replace(sampler, temperature=args.generator_temperature or 1.0,
+                     calculator=args.calculator and sampler.tokenizer.has_calculator)
     _, solutions = solver.solve(generator, problems[::n], n, ("best_of_n",), greedy=args.generator_temperature == 0)
     rows: dict[int, dict] = {}
     verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
     texts = [solution.text for solution in solutions]
     outcomes, answers = outcomes_of(task, problems, texts), answers_of(task, texts)
-    for problem, solution, outcome, answer, said in zip(problems, solutions, outcomes, answers, verifications, strict=True):
+    for problem, solution, outcome, answer, said in zip(problems, solutions, outcomes, answers, verifications,
+                                                        strict=True):
         num_steps = len(solution.step_ends)
         verdicts, step_verdicts = [v.verdict for v in said] or [None] * k, [aligned(v.step_verdicts, num_steps) for v in said] or [[None] * num_steps] * k
         row = rows.setdefault(problem.index, {"index": problem.index})
         for name, value in (("answers", answer), ("outcomes", outcome), ("verdicts", verdicts),
                             ("step_verdicts", step_verdicts), ("scores", SCORES[args.score](verdicts, step_verdicts)),
-                            ("tie_breaks", step_share(verdicts, step_verdicts)), ("too_long", not said), ("malformed", sum(bool(v.unmet) for v in said))):
+                            ("tie_breaks", step_share(verdicts, step_verdicts)), ("too_long", not said),
+                            ("malformed", sum(bool(v.unmet) for v in said))):
             row.setdefault(name, []).append(value)
     return gathered(list(rows.values()), "index", device)
 
@@ -240,12 +272,16 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
     scored, total = [row["choice"] for row in rows if row["choice"] is not None], n * len(rows)
     count = lambda name: sum(sum(row[name]) for row in rows)
     verified = k * (total - count("too_long"))
-    scores = {"problems": len(rows), "problems_left_out": len(rows) - len(scored), "unscorable": sum(o is None for row in rows for o in row["outcomes"]),
-              "too_long": count("too_long"), "unread_answers": sum(answer is None for row in rows for answer in row["answers"]) / total,
+    scores = {"problems": len(rows), "problems_left_out": len(rows) - len(scored),
+              "unscorable": sum(o is None for row in rows for o in row["outcomes"]),
+              "too_long": count("too_long"),
+              "unread_answers": sum(answer is None for row in rows for answer in row["answers"]) / total,
               "parse_fail": count("malformed") / verified if verified else None,
               **{name: sum(choice[name] for choice in scored) / len(scored) if scored else None for name in CHOICES}}
     print0(f"\nbest of {n}, task {args.task}: {k} verification{'s' * (k > 1)} of each solution, score {args.score}; percent\n"
-           f"{len(rows)} problems | " + " | ".join(f"{name.removesuffix('@n')}{f'@{n}' * (name != 'pass@1')} {shown(scores[name])}" for name in CHOICES) +
+           f"{len(rows)} problems | "
+           + " | ".join(f"{name.removesuffix('@n')}{f'@{n}' * (name != 'pass@1')} {shown(scores[name])}"
+                        for name in CHOICES) +
            f" | answers unread {shown(scores['unread_answers'])} | parse failures {shown(scores['parse_fail'])}")
     if scores["unscorable"]:
         print0(f"{scores['unscorable']} solutions cannot be scored and are left out, with them {scores['problems_left_out']} whole problems")
@@ -275,14 +311,16 @@ def main(args) -> None:
         raise BadInput(f"--verifier-max-new-tokens {args.verifier_max_new_tokens}: the verifier's context is {context}")
     generator = None
     if args.generator_tag:
-        generator, recorded, args.generator_step = load(args.generator_source, args.generator_tag, args.generator_step, tokenizer, device)
+        generator, recorded, args.generator_step = load(args.generator_source, args.generator_tag, args.generator_step,
+                                                        tokenizer, device)
         if not (args.task or recorded.get("task")):
             raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
         if args.max_new_tokens < 0:
             args.max_new_tokens = recorded.get("max_new_tokens", min(256, generator.config.sequence_len // 2))
     complete_task_args(args, recorded)
     task = make_task(args) if args.generator_tag else None
-    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens, args.temperature or 1.0, args.top_k,
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
+                      args.temperature or 1.0, args.top_k,
                       max_rows=args.max_rows)
     print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, " +
            (f"temperature {args.temperature}" if args.temperature else "greedy"))

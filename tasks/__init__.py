@@ -26,7 +26,8 @@ def task_flags() -> dict:
 
 
 def complete_task_args(args, recorded: dict) -> None:
-    """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint, or their defaults."""
+    """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint, or their
+    defaults."""
     for name, default in (task_flags() | {"seed": 0}).items():
         if getattr(args, name) is None:
             setattr(args, name, recorded.get(name, default))
@@ -40,10 +41,12 @@ def make_task(args):
 
 
 def task_texts(task, num_problems: int, seed: int):
-    """Text as models of the task meet it, three pieces per problem: what the verifier reads (problem and solution), the solution, a verification."""
+    """Text as models of the task meet it, three pieces per problem: what the verifier reads (problem and solution), the
+    solution, a verification."""
     for index in range(num_problems):
         rng = random.Random(f"tok-{seed}-{index}")
         problem = task.problem("sft", index)
         solution = task.solution_demo(problem, rng)
-        read = task.fmt.verifier_prompt.format(problem=problem.prompt, solution=solution, num_steps=len(task.fmt.step_spans(solution)))
+        read = task.fmt.verifier_prompt.format(problem=problem.prompt, solution=solution,
+                                               num_steps=len(task.fmt.step_spans(solution)))
         yield read, solution, task.verification_demo(problem, solution, rng)

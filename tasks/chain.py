@@ -1,13 +1,14 @@
 """
 Chained modular arithmetic with misconceptions: the default task.
 
-A problem is `3+5*2`, worked from left to right modulo m, one operation per step: `3+5:8;8*2:6;=6` (m = 10). A step is right iff
-it copies its operands and its own operation is right, also after an earlier error, so gold step labels are local and free.
+A problem is `3+5*2`, worked from left to right modulo m, one operation per step: `3+5:8;8*2:6;=6` (m = 10). A step is
+right iff it copies its operands and its own operation is right, also after an earlier error, so gold step labels are
+local and free.
 
-Demonstrations carry misconceptions: a fixed random share of the facts (a, op, b) is shown with one fixed wrong result most of the
-time, and the chain is carried on from there. The generator's and the verifier's misconceptions are drawn independently. A model
-trained on them starts RL like a pretrained one: fluent, right on most facts, confidently wrong on some, with the right result alive
-among its samples.
+Demonstrations carry misconceptions: a fixed random share of the facts (a, op, b) is shown with one fixed wrong result
+most of the time, and the chain is carried on from there. The generator's and the verifier's misconceptions are drawn
+independently. A model trained on them starts RL like a pretrained one: fluent, right on most facts, confidently wrong
+on some, with the right result alive among its samples.
 """
 import random
 import re
@@ -17,7 +18,8 @@ from nanochat.rl.formats import COMPACT
 from tasks.common import Problem, draw_prompt, split_stream
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-# Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths, which RL never trains on.
+# Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths,
+# which RL never trains on.
 LONGER_SHARE = 0.1
 STEP = re.compile("([0-9])([-+*])([0-9]):([0-9])")
 
@@ -34,13 +36,18 @@ def add_args(parser):
     group = parser.add_argument_group("task chain")
     group.add_argument("--chain-modulus", type=int, default=10, help="results are taken modulo this")
     group.add_argument("--chain-min-steps", type=int, default=2, help="operations of the shortest problem")
-    group.add_argument("--chain-max-steps", type=int, default=8, help="operations of the longest problem in RL; test_out has 1 and 2 more")
+    group.add_argument("--chain-max-steps", type=int, default=8,
+                       help="operations of the longest problem in RL; test_out has 1 and 2 more")
     group.add_argument("--chain-answer", choices=["final", "all"], default="all",
                        help="what the answer states: the final result only (a wrong chain can be right by luck) or all results")
-    group.add_argument("--chain-share", type=float, default=0.35, help="share of the facts the generator is taught wrongly")
-    group.add_argument("--chain-wrongness", type=float, default=0.75, help="how often a demonstration shows such a fact wrongly")
-    group.add_argument("--chain-verifier-share", type=float, default=0.35, help="the same for the verifier's own misconceptions")
-    group.add_argument("--chain-verifier-wrongness", type=float, default=0.65, help="the same for the verifier's own misconceptions")
+    group.add_argument("--chain-share", type=float, default=0.35,
+                       help="share of the facts the generator is taught wrongly")
+    group.add_argument("--chain-wrongness", type=float, default=0.75,
+                       help="how often a demonstration shows such a fact wrongly")
+    group.add_argument("--chain-verifier-share", type=float, default=0.35,
+                       help="the same for the verifier's own misconceptions")
+    group.add_argument("--chain-verifier-wrongness", type=float, default=0.65,
+                       help="the same for the verifier's own misconceptions")
 
 
 class Chain:
@@ -78,7 +85,8 @@ class Chain:
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
         """Gold labels of the steps that `fmt.step_spans` finds in any text."""
-        return [fact is not None and self._result(*fact[:3]) == fact[3] for fact in self._facts(problem.prompt, solution)]
+        return [fact is not None and self._result(*fact[:3]) == fact[3]
+                for fact in self._facts(problem.prompt, solution)]
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator, misconceptions included."""
@@ -86,7 +94,8 @@ class Chain:
         return self._render(problem.prompt, results)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's result is wrong with some probability and carried on; over half of all stay right."""
+        """A right solution in which each step's result is wrong with some probability and carried on; over half of all
+        stay right."""
         operations = self._operations(problem.prompt)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
         value, results = int(problem.prompt[0]), []
@@ -98,7 +107,8 @@ class Chain:
         return self._render(problem.prompt, results)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by them."""
+        """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
+        them."""
         analyses, verdicts = [], []
         for fact in self._facts(problem.prompt, solution):
             if fact is None:

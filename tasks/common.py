@@ -1,8 +1,8 @@
 """
 What every task offers, and helpers to make one.
 
-A task is any object with `name`, `fmt` (nanochat.rl.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label text;
-they never run models.
+A task is any object with `name`, `fmt` (nanochat.rl.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label
+text; they never run models.
 """
 import functools
 import random
@@ -33,7 +33,8 @@ def split_stream(seed: int, split: str, index: int) -> random.Random:
 
 
 def draw_prompt(draw, split: str) -> str:
-    """The first text of draw() that belongs to the split. Raises BadInput when a thousand do not: the task has too few problems."""
+    """The first text of draw() that belongs to the split. Raises BadInput when a thousand do not: the task has too few
+    problems."""
     for _ in range(1000):
         prompt = draw()
         if in_split(prompt, split):
@@ -63,9 +64,10 @@ def nth_of_epochs(items: list, seed: int, split: str, index: int):
 def answering_part(fmt: Format, solution: str) -> str:
     """The part of a solution whose answer counts, for tasks.grading; "" where none does.
 
-    Where the format's answer tag is there, only what stands in it counts (its last box, or all of it where it has none), and it must be the end of
-    the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18, "..<answer>\\boxed{18}</answer> or 19" nothing. A text without
-    the tag, as pretrained models write it, is read as it is: its last box, else what follows "####".
+    Where the format's answer tag is there, only what stands in it counts (its last box, or all of it where it has
+    none), and it must be the end of the text: "..<answer>\\boxed{18}</answer>" and "..<answer>18</answer>" answer 18,
+    "..<answer>\\boxed{18}</answer> or 19" nothing. A text without the tag, as pretrained models write it, is read as it
+    is: its last box, else what follows "####".
     """
     opening, closing = fmt.answer_open.removesuffix(BOX), fmt.answer_close.removeprefix("}")
     _, found, tail = solution.partition(opening)
@@ -84,13 +86,14 @@ def read_answer(fmt: Format, solution: str) -> str | None:
 
 
 def check_answer(fmt: Format, problem: Problem, solution: str) -> bool | None:
-    """Whether what a solution answers equals the gold answer as mathematics; None where that cannot be scored, False where nothing can be read."""
+    """Whether what a solution answers equals the gold answer as mathematics; None where that cannot be scored, False
+    where nothing can be read."""
     return grade(completion=answering_part(fmt, solution), gold=problem.answer)
 
 
 def read_table(where: str, columns: tuple[str, ...], *path, **options):
-    """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it cannot or a column is
-    missing."""
+    """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it
+    cannot or a column is missing."""
     datasets = quiet_datasets()
     try:
         table = datasets.load_dataset(*path, **options)

@@ -1,9 +1,10 @@
 """
 Competition mathematics: MATH, Eurus-2 (what RL Tango trains on), and for evaluation only AIME, AMC and OlympiadBench.
 
-A set is a row of SETS, a way to write its rows down is a reader in READERS. The first part of a set to train on is dealt to sft and rl by a hash of the
-problem; a problem that a test part has too is left out of it. An epoch goes through a split's problems in an order of its own, so the splits are endless.
-Nobody has labelled steps, so `step_labels` knows none; sources with worked solutions give demonstrations, the others serve RL and evaluation.
+A set is a row of SETS, a way to write its rows down is a reader in READERS. The first part of a set to train on is
+dealt to sft and rl by a hash of the problem; a problem that a test part has too is left out of it. An epoch goes
+through a split's problems in an order of its own, so the splits are endless. Nobody has labelled steps, so
+`step_labels` knows none; sources with worked solutions give demonstrations, the others serve RL and evaluation.
 """
 import math
 import os
@@ -21,12 +22,14 @@ from tasks.gsm8k import ANSWER, judge_equations, mistaken
 
 FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.-]+))?(?::(\w+))?")
-MAX_PROBLEM = 3000  # characters of a problem to train on; of MATH two have more. The longest prompt takes from every completion's room
+# characters of a problem to train on; of MATH two have more. The longest prompt takes from every completion's room
+MAX_PROBLEM = 3000
 TO_TRAIN, TO_TEST = ("train", "test_in", "test_out"), ("test_in", "test_out")
 
 
 class MathSet(NamedTuple):
-    """Where the parts of a set come from, in the order of `parts`: by default, and by the names of the files in a folder. Last ones may be missing."""
+    """Where the parts of a set come from, in the order of `parts`: by default, and by the names of the files in a
+    folder. Last ones may be missing."""
     parts: tuple[str, ...]
     sources: tuple[str, ...]
     files: tuple[str, ...]
@@ -35,7 +38,8 @@ class MathSet(NamedTuple):
 MATH_500 = "HuggingFaceH4/MATH-500:test"
 SETS = {
     "math": MathSet(TO_TRAIN, ("DigitalLearningGmbH/MATH-lighteval:train", MATH_500), ("train", "test500")),
-    "eurus": MathSet(TO_TRAIN, ("PRIME-RL/Eurus-2-RL-Data:train", "PRIME-RL/Eurus-2-RL-Data:validation", MATH_500), ("train", "validation")),
+    "eurus": MathSet(TO_TRAIN, ("PRIME-RL/Eurus-2-RL-Data:train", "PRIME-RL/Eurus-2-RL-Data:validation", MATH_500),
+                     ("train", "validation")),
     "aime": MathSet(TO_TEST, ("HuggingFaceH4/aime_2024:train", "math-ai/aime25:test"), ("aime24", "aime25")),
     "amc": MathSet(TO_TEST, ("math-ai/amc23:test",), ("amc23",)),
     "olympiad": MathSet(TO_TEST, ("Hothan/OlympiadBench/OE_TO_maths_en_COMP:train",), ("olympiad",)),
@@ -64,7 +68,8 @@ def read_plain(row: dict) -> Row:
     """{"problem" or "question", "answer", "solution"}; without an answer it is the last box of the solution."""
     solution = row["solution"].strip() if isinstance(row.get("solution"), str) else ""
     from_solution = solution and row.get("answer") is None
-    return Row(text_of(row, "problem", "question"), (boxed(solution) or "") if from_solution else text_of(row, "answer"), solution)
+    return Row(text_of(row, "problem", "question"),
+               (boxed(solution) or "") if from_solution else text_of(row, "answer"), solution)
 
 
 # What Eurus asks behind each problem; the format's own prompt says how to answer.
@@ -72,17 +77,20 @@ EURUS_TRAILER = "Present the answer in LaTex format: \\boxed{Your answer}"
 
 
 def read_eurus(row: dict) -> Row | None:
-    """{"prompt": messages, "reward_model": {"ground_truth"}, "ability"}; None for what is no mathematics: the set has programs too."""
+    """{"prompt": messages, "reward_model": {"ground_truth"}, "ability"}; None for what is no mathematics: the set has
+    programs too."""
     if row.get("ability") not in (None, "math"):
         return None
     asked = [message for message in row["prompt"] if message["role"] == "user"]
     if not asked:
         raise ValueError("prompt has no message of a user")
-    return Row(text_of(asked[-1], "content").removesuffix(EURUS_TRAILER).strip(), text_of(row["reward_model"], "ground_truth"), "")
+    return Row(text_of(asked[-1], "content").removesuffix(EURUS_TRAILER).strip(),
+               text_of(row["reward_model"], "ground_truth"), "")
 
 
 def read_olympiad(row: dict) -> Row:
-    """{"question", "final_answer": list of answers, "solution": list}; several answers are one list, without dollar signs."""
+    """{"question", "final_answer": list of answers, "solution": list}; several answers are one list, without dollar
+    signs."""
     answers, solutions = (list(row.get(column) or []) for column in ("final_answer", "solution"))
     if not all(isinstance(text, str) for text in answers + solutions):
         raise ValueError("final_answer and solution must be lists of texts")
@@ -90,7 +98,8 @@ def read_olympiad(row: dict) -> Row:
     return Row(text_of(row, "question"), answer, "\n".join(solutions).strip())
 
 
-READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}  # by a column that only such sources have; others are plain
+# by a column that only such sources have; others are plain
+READERS = {"reward_model": read_eurus, "final_answer": read_olympiad}
 
 
 def open_source(flag: str, source: str):
@@ -102,14 +111,16 @@ def open_source(flag: str, source: str):
     if os.path.isdir(path):
         raise BadInput(f"{where}: is a folder, which stands for all parts: give it alone")
     if kind or not hub:
-        raise BadInput(f"{where}: no such file" + ("" if kind else f" that ends in {', '.join(FILES)}, and no name of a dataset, owner/name"))
+        raise BadInput(f"{where}: no such file"
+                       + ("" if kind else f" that ends in {', '.join(FILES)}, and no name of a dataset, owner/name"))
     name, config, split = hub.groups()
     where += ": no such file, and as a dataset"
     return where, read_table(where, (), *([name, config] if config else [name]), split=split or "train")
 
 
 def read_rows(flag: str, source: str) -> list[Row | None]:
-    """The rows of a source, None where one is no mathematics. Raises BadInput, for a malformed row with its number from 1."""
+    """The rows of a source, None where one is no mathematics. Raises BadInput, for a malformed row with its number from
+    1."""
     where, table = open_source(flag, source)
     read = next((read for column, read in READERS.items() if column in table.column_names), read_plain)
     rows = []
@@ -133,11 +144,12 @@ def same_text(problem: str) -> str:
 
 
 def usable(rows: list[Row | None], held_out: set[str], longest: float = math.inf) -> tuple[list[Row], Counter]:
-    """The rows to train or test on, in order, and how many others there are, by reason. held_out: `same_text` of problems that may not be among them;
-    longest: characters of a problem."""
+    """The rows to train or test on, in order, and how many others there are, by reason. held_out: `same_text` of
+    problems that may not be among them; longest: characters of a problem."""
     dropped, copies = Counter(), {}
     answers = list(dict.fromkeys(row.answer for row in rows if row))
-    # Asked again where the answer is no: a worker may have run out of time, and every rank must come to the same problems.
+    # Asked again where the answer is no: a worker may have run out of time, and every rank must come to the same
+    # problems.
     gradable = dict(zip(answers, in_threads(lambda answer: readable(answer) or readable(answer), answers), strict=True))
     for row in rows:
         if row is None:
@@ -152,7 +164,8 @@ def usable(rows: list[Row | None], held_out: set[str], longest: float = math.inf
             copies.setdefault(same_text(row.problem), []).append(row)
     kept = []
     for first, *others in copies.values():
-        # Compared as text: a comparison as mathematics may run out of time, and every rank must come to the same problems.
+        # Compared as text: a comparison as mathematics may run out of time, and every rank must come to the same
+        # problems.
         agree = all(same_text(row.answer) == same_text(first.answer) for row in others)
         kept += [first] if agree else []
         dropped["repeated" if agree else "repeated with another answer"] += len(others) + (not agree)
@@ -166,7 +179,8 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z$\\])")
 
 
 def solution_steps(solution: str) -> list[str]:
-    """The steps of a worked solution: its lines, or the sentences of a single one. Displayed formulas are not torn apart."""
+    """The steps of a worked solution: its lines, or the sentences of a single one. Displayed formulas are not torn
+    apart."""
     whole = BLOCK.sub(lambda block: " ".join(block[0].split()), solution)
     lines = [line.strip() for line in whole.split("\n") if line.strip()]
     return lines if len(lines) > 1 else [step for line in lines for step in SENTENCE_END.split(line)]
@@ -249,11 +263,13 @@ class Competition:
         return solution_steps(self.solutions[problem.prompt])
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
-        """The source's own solution, a line or a sentence a step; `rng` is not used. Raises BadInput where there is none."""
+        """The source's own solution, a line or a sentence a step; `rng` is not used. Raises BadInput where there is
+        none."""
         return self.fmt.render_solution(self._steps(problem), problem.answer)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """The source's solution, half of the time with another answer: a slip of a number, or what another problem asks for. Raises BadInput."""
+        """The source's solution, half of the time with another answer: a slip of a number, or what another problem asks
+        for. Raises BadInput."""
         steps, answer = self._steps(problem), problem.answer
         if rng.random() < 0.5:
             others = (rng.choice(self.splits[problem.split])[1] for _ in range(20))
@@ -261,6 +277,6 @@ class Competition:
         return self.fmt.render_solution(steps, answer)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: a step is wrong iff it is none of the source's solution and states an equation that does not hold; the final
-        verdict is the outcome. `rng` is not used. Raises BadInput."""
+        """A demonstration for the verifier: a step is wrong iff it is none of the source's solution and states an
+        equation that does not hold; the final verdict is the outcome. `rng` is not used. Raises BadInput."""
         return judge_equations(self.fmt, solution, set(self._steps(problem)), self.check(problem, solution) is True)

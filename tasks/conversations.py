@@ -1,5 +1,6 @@
 """
-Conversations for SFT beside a task's demonstrations: jsonl files, each line a list of messages or {"messages": [...]}, or a `datasets` name.
+Conversations for SFT beside a task's demonstrations: jsonl files, each line a list of messages or {"messages": [...]},
+or a `datasets` name.
 """
 import json
 import os
@@ -8,8 +9,10 @@ from nanochat.common import BadInput, quiet_datasets
 
 
 def check_messages(where: str, messages) -> list[dict]:
-    """The messages, if they are a conversation that render_conversation takes and an assistant speaks in. Raises BadInput that says where they are not."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str | list) for m in messages):
+    """The messages, if they are a conversation that render_conversation takes and an assistant speaks in. Raises
+    BadInput that says where they are not."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str | list)
+                                                 for m in messages):
         raise BadInput(f"{where}: not a list of messages with role and content")
     turns = [m.get("role") for m in messages]
     turns = turns[1:] if turns[:1] == ["system"] else turns
@@ -19,7 +22,8 @@ def check_messages(where: str, messages) -> list[dict]:
 
 
 def load_conversations(sources: list[str]) -> list[list[dict]]:
-    """All conversations of files and `datasets` names (column messages; owner/name or owner/name:split). A source named twice counts twice.
+    """All conversations of files and `datasets` names (column messages; owner/name or owner/name:split). A source named
+    twice counts twice.
 
     Raises BadInput that names the file and line.
     """
@@ -37,7 +41,8 @@ def _from_file(path: str) -> list[list[dict]]:
                 row = json.loads(line)
             except ValueError as error:
                 raise BadInput(f"{path} line {number}: no json: {error}") from None
-            conversations.append(check_messages(f"{path} line {number}", row.get("messages") if isinstance(row, dict) else row))
+            conversations.append(check_messages(f"{path} line {number}",
+                                                row.get("messages") if isinstance(row, dict) else row))
     if not conversations:
         raise BadInput(f"{path}: is empty")
     return conversations

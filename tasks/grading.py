@@ -1,15 +1,18 @@
 """
 Whether an answer is the gold one: grade(completion="... so \\boxed{0.5}", gold="\\frac{1}{2}") is True.
 
-Answers are compared as text, then as numbers, both here and at once, then by math-verify in worker processes with a time and a memory limit.
-What is decided for all of them:
+Answers are compared as text, then as numbers, both here and at once, then by math-verify in worker processes with a
+time and a memory limit. What is decided for all of them:
 
 - A number stands for itself: 0.333333 is not 1/3 (and 3.14 is not pi); 1,000, 1000.0 and 10^3 are the same.
-- A percent sign is a unit or a hundredth: 50\\% is 50 and is 1/2. Other units, degrees and currencies are left out, but two known ones that
+- A percent sign is a unit or a hundredth: 50\\% is 50 and is 1/2. Other units, degrees and currencies are left out, but
+  two known ones that
   differ, or differ in their power, are different answers (5 cm, 5 inches, 5 cm^2).
-- A base is part of a gold: 10_2 is not 10_3 and not 2; an answer may leave it out. An answer of another base than a plain gold's ten is wrong.
+- A base is part of a gold: 10_2 is not 10_3 and not 2; an answer may leave it out. An answer of another base than a
+  plain gold's ten is wrong.
 - "x = 5" and "5" are the same, "x = 5" and "y = 5" are not.
-- Words are compared as words, case aside: \\text{(B)}, B and (b) are the same; a time of day is words. So are two answers of letters only: AB is not BA.
+- Words are compared as words, case aside: \\text{(B)}, B and (b) are the same; a time of day is words. So are two
+  answers of letters only: AB is not BA.
 - i is the imaginary unit where that makes two answers equal.
 """
 import re
@@ -53,7 +56,8 @@ EXTRACTORS = {"boxed": boxed, "hash": hash_mark, "number": last_number}
 
 
 def extracted(completion: str, extract: tuple[str, ...] = ("boxed", "hash")) -> str | None:
-    """The answer by the first of these extractors that finds one; None where none does or it is longer than MAX_ANSWER."""
+    """The answer by the first of these extractors that finds one; None where none does or it is longer than
+    MAX_ANSWER."""
     for name in extract:
         answer = EXTRACTORS[name](completion)
         if answer is not None and answer.strip():
@@ -63,18 +67,24 @@ def extracted(completion: str, extract: tuple[str, ...] = ("boxed", "hash")) -> 
 
 # One spelling
 
-SIGNS = str.maketrans({"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "°": "^\\circ ", "∞": "\\infty ", "∪": "\\cup ",
-                       "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "\u00a0": " ", "′": "'", "%": "\\%", "√": "\\sqrt ", "∅": "\\emptyset ", "€": "", "£": "",
-                       **{"½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"[k]: f"\\frac{{{'112131234151357'[k]}}}{{{'233445555668888'[k]}}}" for k in range(15)}})
+SIGNS = str.maketrans({"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "°": "^\\circ ",
+                       "∞": "\\infty ", "∪": "\\cup ",
+                       "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "\u00a0": " ", "′": "'", "%": "\\%", "√": "\\sqrt ",
+                       "∅": "\\emptyset ", "€": "", "£": "",
+                       **{"½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"[k]: f"\\frac{{{'112131234151357'[k]}}}{{{'233445555668888'[k]}}}"
+                          for k in range(15)}})
 WIDE = {ord("０") + digit: str(digit) for digit in range(10)}
 POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-CURRENCIES = [(re.compile(rf"\s*-?\s*{sign}"), unit) for sign, unit in ((r"\\\$", "dollar"), (r"(?:€|\\euro(?![a-z]))", "euro"), (r"(?:£|\\pounds)", "pound"))]
+CURRENCIES = [(re.compile(rf"\s*-?\s*{sign}"), unit) for sign,
+              unit in ((r"\\\$", "dollar"), (r"(?:€|\\euro(?![a-z]))", "euro"), (r"(?:£|\\pounds)", "pound"))]
 SPELLINGS = {
-    **dict.fromkeys(["!", "(", ")", "[", "]", "$", "left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "displaystyle",
+    **dict.fromkeys(["!", "(", ")", "[", "]", "$", "left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr",
+                     "Bigl", "Bigr", "displaystyle",
                      "textstyle"], ""),
     **dict.fromkeys([",", ":", ";", ">", " ", "\n", "quad", "qquad"], " "),
     **dict.fromkeys(["dfrac", "tfrac", "cfrac"], "\\frac"),
-    **dict.fromkeys(["mbox", "mathrm", "mathbf", "mathit", "textbf", "textit", "textrm", "textnormal", "textsf", "mathsf"], "\\text"),
+    **dict.fromkeys(["mbox", "mathrm", "mathbf", "mathit", "textbf", "textit", "textrm", "textnormal", "textsf",
+                     "mathsf"], "\\text"),
     **dict.fromkeys(["euro", "pounds"], ""), "varnothing": "\\emptyset",
     "leq": "\\le", "geq": "\\ge", "neq": "\\ne", "lbrace": "\\{", "rbrace": "\\}", "degree": "^\\circ", "%": "%",
 }
@@ -101,12 +111,14 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
 
 def tidy(text: str) -> str:
     """An answer in one spelling of spaces, fractions, thousands and wrappers; equal ones mean the same."""
-    text = re.sub("⁻?[⁰¹²³⁴-⁹]+", lambda match: f"^{{{match[0]}}}" if match[0][1:] else "^" + match[0], text.translate(WIDE))
+    text = re.sub("⁻?[⁰¹²³⁴-⁹]+", lambda match: f"^{{{match[0]}}}" if match[0][1:] else "^" + match[0],
+                  text.translate(WIDE))
     text = text.translate(POWERS)
     text = re.sub(r"√\s*([0-9.]*[0-9]|[A-Za-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"(?<=[0-9])(?:\{,\}|,\\! ?|\\,)(?=[0-9]{3}(?![0-9]))", "", text)  # signs that only thousands have
     text = re.sub(r"^\s*\*\*(.*)\*\*\s*$", r"\1", text, flags=re.DOTALL)
-    if grouped := GROUPED.fullmatch(text):  # the only commas there are, and in no bracket: (1,234) is a point, "1, 234" a list
+    # the only commas there are, and in no bracket: (1,234) is a point, "1, 234" a list
+    if grouped := GROUPED.fullmatch(text):
         text = grouped[1] + grouped[2].replace(",", "") + grouped[3]
     text = re.sub(r"(?<!\\)%", r"\\%", text).translate({sign: new for sign, new in SIGNS.items() if sign != ord("%")})
     text = re.sub(r"\\(\\|[A-Za-z]+|.)", lambda match: SPELLINGS.get(match[1], match[0]), text, flags=re.DOTALL)
@@ -117,7 +129,8 @@ def tidy(text: str) -> str:
 
 
 def unspaced(text: str) -> str:
-    """The text as it is but for spaces at its ends and at commas, so that 70,110 may be two angles where a gold has them so."""
+    """The text as it is but for spaces at its ends and at commas, so that 70,110 may be two angles where a gold has
+    them so."""
     return re.sub(r" *, *", ",", text.strip())
 
 
@@ -174,11 +187,13 @@ class Reading(NamedTuple):
 
 
 def plain_number(text: str) -> tuple[Fraction, bool] | None:
-    """The value of a tidy number and whether it has a percent sign; None where it is anything else. Takes time linear in the text."""
+    """The value of a tidy number and whether it has a percent sign; None where it is anything else. Takes time linear
+    in the text."""
     if match := REPEATING.fullmatch(text):
         sign, whole, start, *period, percent = match.groups("")
         period = "".join(period)
-        value = Fraction(int(whole + start + period) - int(whole + start or 0), 10 ** len(start) * (10 ** len(period) - 1))
+        value = Fraction(int(whole + start + period) - int(whole + start or 0),
+                         10 ** len(start) * (10 ** len(period) - 1))
         return -value if sign else value, bool(percent)
     match = NUMBER.fullmatch(text)
     if match is None:
@@ -199,7 +214,8 @@ def spelled(text: str) -> str:
 
 
 def words_of(text: str) -> str | None:
-    """The spelling of a tidy answer in words; None of numbers and formulas. Letters alone are words from four on: abc may be a product."""
+    """The spelling of a tidy answer in words; None of numbers and formulas. Letters alone are words from four on: abc
+    may be a product."""
     wrapped = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     longest = max((word for word in re.findall("[A-Za-z]+", text)), key=len, default="")
     if wrapped or TIME.fullmatch(spelled(text)) or WORDS.fullmatch(text) and len(longest) > 3 and longest.lower() not in NO_UNIT:
@@ -229,7 +245,8 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
 
 
 def power_of(before: str, after: str) -> str:
-    """The power of a unit between these words, the last of them its exponent: "^2" in "sq cm", "cm squared" and "cm^2"."""
+    """The power of a unit between these words, the last of them its exponent: "^2" in "sq cm", "cm squared" and
+    "cm^2"."""
     power = "2" if before in ("sq", "square") or after == "squared" else "3" if before in ("cu", "cubic") or after == "cubed" else after
     return f"^{power}" if power.isdigit() and power != "1" else ""
 
@@ -264,13 +281,15 @@ def is_based(digits: str, base: int) -> bool:
 # Comparing
 
 def compare(gold: Reading, answer: Reading) -> bool | None:
-    """Whether the answer is the gold one as far as that can be told here, None where it takes math-verify. What it tells is final."""
+    """Whether the answer is the gold one as far as that can be told here, None where it takes math-verify. What it
+    tells is final."""
     if gold.words is not None:
         return gold.words == (answer.words if answer.words is not None else spelled(answer.body))
     if answer.words is not None and (gold.value is not None or gold.base):
         return False
     if re.fullmatch("[A-Za-z]{2,}", gold.body) and not gold.name and (answer.words is not None or re.fullmatch("[A-Za-z]{2,}", answer.body)):
-        return spelled(gold.body) == spelled(answer.body)  # words, or points and names of two or three letters: no products
+        # words, or points and names of two or three letters: no products
+        return spelled(gold.body) == spelled(answer.body)
     if gold.units - answer.units and answer.units - gold.units:
         return False
     same_name = not (gold.name and answer.name) or gold.name == answer.name
@@ -295,7 +314,8 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
     lists = ["," in re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", "", reading.body) for reading in (gold, answer)]
     if lists[0] and answer.value is not None or lists[1] and gold.value is not None:
         return True  # "5,5" and "1, 234" are no numbers
-    kinds = {"set" if body.startswith("\\{") and body.endswith("\\}") else "point" if re.fullmatch(r"[(\[].*[)\]]", body) else ""
+    kinds = {"set" if body.startswith("\\{") and body.endswith("\\}") else "point"
+             if re.fullmatch(r"[(\[].*[)\]]", body) else ""
              for body in (gold.body, answer.body)}
     return kinds == {"set", "point"}  # \{1,2\} is not (1,2)
 
@@ -303,10 +323,11 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
 def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "hash")) -> bool | None:
     """Whether the answer of a completion is the gold one: True, False, or None where nobody can tell.
 
-    extract: the EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, brackets that do not close, nothing
-    in them, more than MAX_ANSWER characters) is False: silence must not pay. None: the gold cannot be parsed, or the worker ran out of
-    time or memory or died. Such a None is not remembered: the same pair is tried again.
-    May be called from several threads; each call takes at most TIMEOUT seconds of a worker, plus its start where it must be replaced.
+    extract: the EXTRACTORS to try, in this order. A completion without an answer that can be read (no box, brackets
+    that do not close, nothing in them, more than MAX_ANSWER characters) is False: silence must not pay. None: the gold
+    cannot be parsed, or the worker ran out of time or memory or died. Such a None is not remembered: the same pair is
+    tried again. May be called from several threads; each call takes at most TIMEOUT seconds of a worker, plus its start
+    where it must be replaced.
     """
     answer = extracted(completion, extract)
     if answer is None or not tidy(answer):
@@ -336,7 +357,8 @@ ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sq
 def readable(gold: str) -> bool:
     """Whether a gold can be graded: it can be written in a box, and is words, a number, or what math-verify can parse.
 
-    math-verify takes tens of milliseconds, so it is only asked about what holds other than well-known commands and signs, in order and closed.
+    math-verify takes tens of milliseconds, so it is only asked about what holds other than well-known commands and
+    signs, in order and closed.
     """
     if len(gold) > MAX_ANSWER or boxed(f"\\boxed{{{gold}}}") != gold or not tidy(gold) or not is_closed(tidy(gold)):
         return False
@@ -360,7 +382,8 @@ def is_ordinary(body: str) -> bool:
 
 def is_closed(text: str) -> bool:
     """Whether a tidy answer has as many opening brackets as closing ones, [0,1) counted as closed."""
-    return all(sum(map(text.count, opening)) == sum(map(text.count, closing)) for opening, closing in (("([", ")]"), ("{", "}")))
+    return all(sum(map(text.count, opening)) == sum(map(text.count, closing)) for opening,
+               closing in (("([", ")]"), ("{", "}")))
 
 
 def for_worker(reading: Reading) -> str:

@@ -4,9 +4,10 @@ The processes in which tasks.grading runs math-verify, and the pool of them: WOR
     {"gold": g, "answer": a} -> True, False, or None where the gold cannot be parsed
     {"gold": g}              -> whether the gold can be parsed
 
-A worker is this file started by path, so that neither torch nor any other file of the project is loaded in it. It reads a JSON request a line
-on stdin and writes a JSON reply a line on stdout. It ends when its stdin does, and by the kernel's alarm when a request takes twice its time:
-a parent that was killed cannot end it, and a power of powers reads no stdin.
+A worker is this file started by path, so that neither torch nor any other file of the project is loaded in it. It reads
+a JSON request a line on stdin and writes a JSON reply a line on stdout. It ends when its stdin does, and by the
+kernel's alarm when a request takes twice its time: a parent that was killed cannot end it, and a power of powers reads
+no stdin.
 """
 import atexit
 import json
@@ -31,7 +32,8 @@ NUM_WORKERS = 2        # NANOCHAT_GRADING_WORKERS overrides it
 
 
 def load():
-    """math-verify as two functions: parse(text) -> its sympy objects, none where it has no meaning; equal(gold, answer) -> bool."""
+    """math-verify as two functions: parse(text) -> its sympy objects, none where it has no meaning; equal(gold, answer)
+    -> bool."""
     import logging
 
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
@@ -39,8 +41,10 @@ def load():
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy import I
 
-    # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched for in text or boxes.
-    reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False)
+    # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched
+    # for in text or boxes.
+    reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none",
+                                  equations=False)
     config = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=reading)]
 
     @lru_cache(maxsize=1000)
@@ -57,12 +61,14 @@ def load():
         return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})
 
     def equal(gold: list, answer: list) -> bool:
-        return same(gold, answer) or any(symbol.name == "i" for expression in [*gold, *answer] for symbol in getattr(expression, "free_symbols", ())) and \
+        return same(gold, answer) or any(symbol.name == "i" for expression in [*gold, *answer]
+                                         for symbol in getattr(expression, "free_symbols", ())) and \
             same(gold, answer, imaginary)
 
     def same(gold: list, answer: list, change=lambda expression: expression) -> bool:
         try:
-            return verify([*map(change, gold)], [*map(change, answer)], float_rounding=12, allow_set_relation_comp=True, timeout_seconds=None,
+            return verify([*map(change, gold)], [*map(change, answer)], float_rounding=12,
+                          allow_set_relation_comp=True, timeout_seconds=None,
                           raise_on_error=True)
         except MemoryError:
             raise
@@ -81,7 +87,8 @@ def judge(parsed, equal, gold: str, answer: str | None = None) -> bool | None:
 
 
 def peak() -> int:
-    """The most memory that this program has held, in bytes. Linux's ru_maxrss would begin with what the parent held, and a trainer holds much."""
+    """The most memory that this program has held, in bytes. Linux's ru_maxrss would begin with what the parent held,
+    and a trainer holds much."""
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status") as f:
             return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM:"))
@@ -92,7 +99,8 @@ def main(memory: int, seconds: float):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a graceful stop of the trainer still grades what it has
     here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]  # tasks/common.py is nobody's module `common`
+    # tasks/common.py is nobody's module `common`
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     parsed, equal = load()
@@ -106,7 +114,8 @@ def main(memory: int, seconds: float):
         signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
         verdict = judge(parsed, equal, **json.loads(line))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        # math-verify swallows a MemoryError and goes on as if the two differed, so a "no" that took much memory is no answer
+        # math-verify swallows a MemoryError and goes on as if the two differed, so a "no" that took much memory is no
+        # answer
         if verdict is False and peak() - before > memory // 8:
             raise MemoryError
         print(json.dumps(verdict), file=replies, flush=True)
@@ -125,9 +134,11 @@ class Worker:
     """A process with math-verify that answers one request at a time. Raises RuntimeError when it cannot be started."""
 
     def __init__(self):
-        # A session of its own keeps it out of the signals to the trainer's process group; a fixed hash seed gives every run the same order of sets.
+        # A session of its own keeps it out of the signals to the trainer's process group; a fixed hash seed gives every
+        # run the same order of sets.
         command = [sys.executable, os.path.abspath(__file__), str(MEMORY), str(TIMEOUT)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True,
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
+                                        start_new_session=True,
                                         env={**os.environ, "PYTHONHASHSEED": "0"})
         try:
             started = self.line(START_TIMEOUT)
@@ -155,7 +166,8 @@ class Worker:
     def ask(self, request: dict) -> bool | None:
         """The reply to a request. Raises Unscorable when there is none in time."""
         try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")  # far less than a pipe holds: it cannot block
+            # far less than a pipe holds: it cannot block
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
         except BrokenPipeError:
             raise Unscorable from None
         reply = self.line(TIMEOUT)
@@ -174,7 +186,8 @@ class Worker:
 
 
 class Workers:
-    """As many workers as there are requests at a time, up to a limit. They are started when they are needed and end with this process."""
+    """As many workers as there are requests at a time, up to a limit. They are started when they are needed and end
+    with this process."""
 
     def __init__(self):
         self.lock, self.slots, self.has_hooks = threading.Lock(), None, False
@@ -193,7 +206,8 @@ class Workers:
             return self.slots
 
     def ask(self, request: dict) -> bool | None:
-        """A worker's reply. Raises Unscorable when there is none in time; another worker is started at the next request."""
+        """A worker's reply. Raises Unscorable when there is none in time; another worker is started at the next
+        request."""
         slots = self.open()
         worker = slots.get()
         try:

@@ -1,10 +1,11 @@
 """
 GSM8K: grade-school word problems (Cobbe et al. 2021), with their worked solutions and the number each asks for.
 
-A step is one line of the solution. Nobody has labelled steps, so `step_labels` knows none; the verifier's demonstrations judge a step by the
-equations it states. The train file is dealt to sft and rl by a hash of the question, the test file to test_in and test_out by another, so
-that both test splits are held out; test_out is no harder than test_in, it is a second sample. An epoch goes through a split's problems in an
-order of its own, so the splits are endless.
+A step is one line of the solution. Nobody has labelled steps, so `step_labels` knows none; the verifier's
+demonstrations judge a step by the equations it states. The train file is dealt to sft and rl by a hash of the question,
+the test file to test_in and test_out by another, so that both test splits are held out; test_out is no harder than
+test_in, it is a second sample. An epoch goes through a split's problems in an order of its own, so the splits are
+endless.
 """
 import os
 import random
@@ -23,18 +24,21 @@ CALCULATOR = re.compile("<<[^<>]*>>")  # how the dataset marks what a calculator
 SHOWN_RESULT = re.compile(CALCULATOR.pattern + rf"({INTEGER}(?:\.[0-9]+)?)")
 NO_EQUATION = "no equation"
 
-# Plain equations in text. Bounds on digits, operands and parentheses keep the search linear and the values small on any text.
+# Plain equations in text. Bounds on digits, operands and parentheses keep the search linear and the values small on any
+# text.
 DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,4}|[0-9]{1,12})(?:\.[0-9]{1,9})?|\.[0-9]{1,9})(?![0-9])"
 NUMBER = rf"-?\$?{DIGITS}%?"
 OPERAND = rf"\({{0,3}}{NUMBER}\){{0,3}}"
 SIGNS = "-–−+*/x×÷"
 EXPRESSION = rf"{OPERAND}(?: ?(?:[-–−+*/×÷]|x(?! ?-)) ?{OPERAND})"
-# The right side is looked ahead at, so that in "2+3 = 6-1 = 5" the search goes on with 6-1. It must not go on in words or as "1 1/2", "18 000".
+# The right side is looked ahead at, so that in "2+3 = 6-1 = 5" the search goes on with 6-1. It must not go on in words
+# or as "1 1/2", "18 000".
 EQUATION = re.compile(rf"(?<![0-9.,$%])({EXPRESSION}{{1,10}}) ?= ?(?=({EXPRESSION}{{0,10}})(?! ?[-–−+*×÷] ?[A-Za-z]| [0-9]))")
 
 
 def read_split(source: str, split: str) -> list[tuple[str, str]]:
-    """The (question, worked solution) rows of "train" or "test", from a folder with <split>.jsonl or from a hub's dataset."""
+    """The (question, worked solution) rows of "train" or "test", from a folder with <split>.jsonl or from a hub's
+    dataset."""
     folder, columns = os.path.expanduser(source), ("question", "answer")
     path, where = os.path.join(folder, f"{split}.jsonl"), f"--gsm8k-data {source}"
     if os.path.isdir(folder):
@@ -59,7 +63,8 @@ def number(text: str | None) -> Decimal | None:
 
 
 def gold_answer(worked: str) -> str | None:
-    """The number behind the last "####" of a worked solution, without commas and dollar signs; None where there is none."""
+    """The number behind the last "####" of a worked solution, without commas and dollar signs; None where there is
+    none."""
     _, mark, gold = worked.rpartition("####")
     return gold.strip().replace("$", "").replace(",", "") if mark and number(gold) is not None else None
 
@@ -74,7 +79,8 @@ def without_marks(line: str) -> str:
 
 
 def mistaken(shown: str, rng: random.Random) -> str:
-    """Another number, as a slip would give it: one more or less, a place off, or two digits swapped. "24" -> "23", "25", "240" or "42"."""
+    """Another number, as a slip would give it: one more or less, a place off, or two digits swapped. "24" -> "23",
+    "25", "240" or "42"."""
     value = Decimal(shown.replace(",", ""))
     k = rng.randrange(max(1, len(shown) - 1))
     swapped = shown[:k] + shown[k: k + 2][::-1] + shown[k + 2:]
@@ -97,7 +103,8 @@ def plain(expression: str) -> str:
 
 
 def is_result(stated: str, value: float) -> bool:
-    """Whether a stated result is this value; one with decimals may be rounded or cut. A percentage may be meant as a number of percents."""
+    """Whether a stated result is this value; one with decimals may be rounded or cut. A percentage may be meant as a
+    number of percents."""
     decimals = len(stated.rstrip("%").partition(".")[2])
     distances = [abs(value - read) for text in (stated, stated.rstrip("%")) if (read := evaluate(text)) is not None]
     # Less than one in the last decimal, and less by more than what floats lose: .3 is not .2.
@@ -107,7 +114,8 @@ def is_result(stated: str, value: float) -> bool:
 def equations(text: str) -> list[tuple[str, float, str, bool]]:
     """The plain equations of a text: (left side, its value, the stated result, whether it holds). Total.
 
-    "so 48 / 2 = $26" -> [("48/2", 24.0, "26", False)]. What a word interrupts is no plain equation: in "3 cats + 4 + 5 = 12" there is none.
+    "so 48 / 2 = $26" -> [("48/2", 24.0, "26", False)]. What a word interrupts is no plain equation: in "3 cats + 4 + 5
+    = 12" there is none.
     """
     text, found = re.sub(r"\s+", " ", text), []
     for match in EQUATION.finditer(text):
@@ -125,12 +133,14 @@ def decimal_text(value: float) -> str:
 
 
 def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -> str:
-    """A verification with this final verdict: a step is wrong iff it is none of the gold steps and states an equation that does not hold."""
+    """A verification with this final verdict: a step is wrong iff it is none of the gold steps and states an equation
+    that does not hold."""
     analyses, verdicts = [], []
     for start, end in fmt.step_spans(solution):
         step = fmt.step_body(solution[start:end])
         known, found = step in gold, equations(step)
-        parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}" for left, value, stated, holds in found]
+        parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}" for left,
+                 value, stated, holds in found]
         analyses.append("; ".join(parts) or NO_EQUATION)
         verdicts.append(known or all(holds for *_, holds in found))
     return fmt.render_verification(analyses, verdicts, verdict)
@@ -143,7 +153,8 @@ def add_args(parser):
 
 
 class GSM8K:
-    """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many had no readable gold answer."""
+    """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many had no readable gold
+    answer."""
     name = "gsm8k"
     fmt = PAPER
     has_step_labels = False
@@ -151,7 +162,8 @@ class GSM8K:
     def __init__(self, args, seed: int):
         self.seed = seed
         rows = {name: read_split(args.gsm8k_data, name) for name in ("train", "test")}
-        self.worked = {question: worked for name in rows for question, worked in rows[name] if gold_answer(worked) is not None}
+        self.worked = {question: worked for name in rows for question,
+                       worked in rows[name] if gold_answer(worked) is not None}
         self.num_dropped = sum(gold_answer(worked) is None for name in rows for _, worked in rows[name])
         held_out = {question for question, _ in rows["test"]}
         self.splits = {"sft": [], "rl": [], "test_in": [], "test_out": []}
@@ -190,10 +202,12 @@ class GSM8K:
         return self.fmt.render_solution([without_marks(line) for line in lines], problem.answer)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """The dataset's solution, half of the time with a wrong answer, and where it can be with one slip that leads there.
+        """The dataset's solution, half of the time with a wrong answer, and where it can be with one slip that leads
+        there.
 
-        A slip is a wrong result of a plain equation; later lines stay as they are. If it is the last result and the answer, the answer is the slip;
-        otherwise the answer is a slip of its own, and the only one where the solution has no plain equations.
+        A slip is a wrong result of a plain equation; later lines stay as they are. If it is the last result and the
+        answer, the answer is the slip; otherwise the answer is a slip of its own, and the only one where the solution
+        has no plain equations.
         """
         lines, answer = worked_lines(self.worked[problem.prompt]), problem.answer
         if rng.random() < 0.5:
@@ -210,7 +224,7 @@ class GSM8K:
         return self.fmt.render_solution([without_marks(line) for line in lines], answer)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: a step is wrong iff it is no line of the dataset's solution and states an equation that does not hold;
-        the final verdict is the outcome. `rng` is not used."""
+        """A demonstration for the verifier: a step is wrong iff it is no line of the dataset's solution and states an
+        equation that does not hold; the final verdict is the outcome. `rng` is not used."""
         gold = {without_marks(line) for line in worked_lines(self.worked.get(problem.prompt, ""))}
         return judge_equations(self.fmt, solution, gold, self.check(problem, solution) is True)

@@ -1,11 +1,12 @@
 """
 Last-letter concatenation: the experiment of RL Tango that needs no pretrained weights (section 4.3, appendix D.2).
 
-A problem is `grape lemon`; step k copies the k-th word and gives the last letters of the first k words joined: `grape:e;lemon:en;=en`.
-A step is right iff it says just that, so gold step labels are free; unlike chain's they are not local: an error carried on stays wrong.
+A problem is `grape lemon`; step k copies the k-th word and gives the last letters of the first k words joined:
+`grape:e;lemon:en;=en`. A step is right iff it says just that, so gold step labels are free; unlike chain's they are not
+local: an error carried on stays wrong.
 
-SFT shows mostly short problems. Tiny models do not generalise to positions they never saw, so a share of the demonstrations has any length
-up to test_out's, which RL never trains on.
+SFT shows mostly short problems. Tiny models do not generalise to positions they never saw, so a share of the
+demonstrations has any length up to test_out's, which RL never trains on.
 """
 import random
 import re
@@ -19,7 +20,8 @@ MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words
 
 
 def read_words(path: str) -> list[str]:
-    """The distinct a-z words of a text file, one a line, lower-cased and sorted. Raises BadInput when it cannot be read."""
+    """The distinct a-z words of a text file, one a line, lower-cased and sorted. Raises BadInput when it cannot be
+    read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as f:
             lines = {line.strip().lower() for line in f}
@@ -36,10 +38,13 @@ def other_letter(letter: str, rng: random.Random) -> str:
 def add_args(parser):
     group = parser.add_argument_group("task last_letter")
     group.add_argument("--last-letter-min-words", type=int, default=2, help="words of the shortest problem")
-    group.add_argument("--last-letter-max-words", type=int, default=10, help="words of the longest problem in RL; test_out has 1 and 2 more")
+    group.add_argument("--last-letter-max-words", type=int, default=10,
+                       help="words of the longest problem in RL; test_out has 1 and 2 more")
     group.add_argument("--last-letter-min-letters", type=int, default=3, help="letters of the shortest word")
-    group.add_argument("--last-letter-max-letters", type=int, default=10, help="letters of the longest word in RL; up to 2 more in test_out")
-    group.add_argument("--last-letter-words", default="", metavar="FILE", help="text file with one word a line; default: random letters")
+    group.add_argument("--last-letter-max-letters", type=int, default=10,
+                       help="letters of the longest word in RL; up to 2 more in test_out")
+    group.add_argument("--last-letter-words", default="", metavar="FILE",
+                       help="text file with one word a line; default: random letters")
     group.add_argument("--last-letter-full-share", type=float, default=0.2,
                        help="share of the SFT problems that have any length up to test_out's; the others have at most half of RL's words")
     group.add_argument("--last-letter-verifier-error", type=float, default=0.1,
@@ -71,7 +76,8 @@ class LastLetter:
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless and share no problem text."""
         rng = split_stream(self.seed, split, index)
-        fewest, most, max_letters = self.sizes["sft_full" if split == "sft" and rng.random() < self.full_share else split]
+        fewest, most, max_letters = self.sizes["sft_full" if split == "sft" and rng.random() < self.full_share
+                                               else split]
         num_words = rng.randint(fewest, most)
         prompt = draw_prompt(lambda: " ".join(self._word(max_letters, rng) for _ in range(num_words)), split)
         return Problem(split, index, prompt, self._joined(prompt)[-1])
@@ -89,7 +95,8 @@ class LastLetter:
         return self._render(problem.prompt, self._joined(problem.prompt))
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's new letter is wrong with some probability and carried on; over half of all stay right."""
+        """A right solution in which each step's new letter is wrong with some probability and carried on; over half of
+        all stay right."""
         words = problem.prompt.split()
         rate = rng.choice([0.0, 1.5 / len(words)])
         letters, joined = "", []
@@ -99,7 +106,8 @@ class LastLetter:
         return self._render(problem.prompt, joined)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: each step worked again from the words, now and then wrongly, and judged by that."""
+        """A demonstration for the verifier: each step worked again from the words, now and then wrongly, and judged by
+        that."""
         believed = [letters[:-1] + other_letter(letters[-1], rng) if rng.random() < self.verifier_error else letters
                     for letters in self._joined(problem.prompt)]
         steps = self._steps(problem.prompt, believed)
@@ -113,7 +121,8 @@ class LastLetter:
     def _words_by_size(self, path: str) -> dict[int, list[str]]:
         """The words of a file that fit, by the most letters a word may have."""
         words = read_words(path)
-        by_size = {most: [word for word in words if self.min_letters <= len(word) <= most] for _, _, most in self.sizes.values()}
+        by_size = {most: [word for word in words if self.min_letters <= len(word) <= most] for _, _,
+                   most in self.sizes.values()}
         shortest = min(by_size)
         if len(by_size[shortest]) < MIN_USABLE_WORDS:
             raise BadInput(f"--last-letter-words {path}: has {len(by_size[shortest])} words of {self.min_letters} to {shortest} letters a-z, "

@@ -14,7 +14,8 @@ PARTS = {"chain": Chain, "last_letter": LastLetter}
 
 def add_args(parser):
     group = parser.add_argument_group("task mixture")
-    group.add_argument("--mixture-tasks", default="chain,last_letter", help=f"tasks, separated by commas, of: {', '.join(PARTS)}")
+    group.add_argument("--mixture-tasks", default="chain,last_letter",
+                       help=f"tasks, separated by commas, of: {', '.join(PARTS)}")
 
 
 class Mixture:

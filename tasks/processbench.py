@@ -1,7 +1,9 @@
 """
-ProcessBench (Zheng et al. 2024, arXiv 2412.06559): solutions of math problems, in each of which people marked the first wrong step.
+ProcessBench (Zheng et al. 2024, arXiv 2412.06559): solutions of math problems, in each of which people marked the first
+wrong step.
 
-A verifier is evaluated on it and never trained, so it is no task. Which answer a solution gives is not in the data, only whether it is right.
+A verifier is evaluated on it and never trained, so it is no task. Which answer a solution gives is not in the data,
+only whether it is right.
 """
 import os
 import random
@@ -20,7 +22,8 @@ BOXED = "\\boxed{"
 
 @dataclass(frozen=True)
 class LabelledSolution:
-    """One solution. label: index from 0 of its first wrong step, -1 where none is; (subset, row) names it: its row in the table, from 1."""
+    """One solution. label: index from 0 of its first wrong step, -1 where none is; (subset, row) names it: its row in
+    the table, from 1."""
     problem: str
     steps: tuple[str, ...]
     label: int
@@ -52,10 +55,12 @@ def _stem(path: str) -> str:
 
 
 def find_tables(source: str, subset: str) -> dict[str, tuple]:
-    """Per subset what datasets.load_dataset is to open, as (arguments, options). Raises BadInput for what is not there."""
+    """Per subset what datasets.load_dataset is to open, as (arguments, options). Raises BadInput for what is not
+    there."""
     path = os.path.expanduser(source)
     if os.path.isdir(path):
-        files = sorted(os.path.join(path, name) for name in os.listdir(path) if os.path.splitext(name)[1] in (".jsonl", ".json"))
+        files = sorted(os.path.join(path, name) for name in os.listdir(path)
+                       if os.path.splitext(name)[1] in (".jsonl", ".json"))
         twice = [file for file, other in zip(files[1:], files, strict=False) if _stem(file) == _stem(other)]
         if twice:
             raise BadInput(f"{source}: subset {_stem(twice[0])} has two files")
@@ -68,7 +73,8 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
         raise BadInput(f"{source}: no such file or folder")
     else:
         return {name: ((source,), {"split": name}) for name in ([subset] if subset else SUBSETS)}
-    found = {_stem(file): ((READERS[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"}) for file in files}
+    found = {_stem(file): ((READERS[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"})
+             for file in files}
     if not found:
         raise BadInput(f"{source}: has no <subset>.jsonl or <subset>.json")
     if subset and subset not in found:
@@ -77,11 +83,12 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
 
 
 def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -1) -> list[LabelledSolution]:
-    """The samples of one subset or ("") of all, in the tables' order; of each at most `max_examples` (-1: all), a fixed random choice, a larger one
-    holding the smaller, since rows may be sorted by label.
+    """The samples of one subset or ("") of all, in the tables' order; of each at most `max_examples` (-1: all), a fixed
+    random choice, a larger one holding the smaller, since rows may be sorted by label.
 
-    source: a dataset on the hub whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its subset's; or a folder with one
-    <subset>.jsonl or .json each. Raises BadInput, for a malformed row with its file and its number from 1.
+    source: a dataset on the hub whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its
+    subset's; or a folder with one <subset>.jsonl or .json each. Raises BadInput, for a malformed row with its file and
+    its number from 1.
     """
     samples = []
     for name, (arguments, options) in find_tables(source, subset).items():
@@ -89,7 +96,8 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
         where = options["data_files"] if is_file else f"{source}, split {name}"
         if is_file and not os.path.getsize(where):
             raise BadInput(f"{where}: is empty")  # datasets would fail with StopIteration
-        table = read_table(where if is_file else f"{source}: no such file or folder, and as a dataset, split {name}", COLUMNS, *arguments, **options)
+        table = read_table(where if is_file else f"{source}: no such file or folder, and as a dataset, split {name}",
+                           COLUMNS, *arguments, **options)
         rows = []
         for number, row in enumerate(table, 1):
             try:
@@ -105,8 +113,8 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
 
 
 def boxed(text: str) -> str:
-    """What stands in the last \\boxed{...} of a text, braces balanced: "so \\boxed{\\frac{1}{2}}." -> "\\frac{1}{2}"; "" where there is none or it is
-    not closed."""
+    """What stands in the last \\boxed{...} of a text, braces balanced: "so \\boxed{\\frac{1}{2}}." -> "\\frac{1}{2}";
+    "" where there is none or it is not closed."""
     at = text.rfind(BOXED)
     depth = 1
     for end in range(at + len(BOXED), len(text) if at >= 0 else 0):
@@ -117,13 +125,14 @@ def boxed(text: str) -> str:
 
 
 def without_solution_marks(fmt, text: str) -> str:
-    """`text` with every mark of a solution replaced by "?", so that a step can never end itself, the thinking or the solution. No mark holds a "?"."""
+    """`text` with every mark of a solution replaced by "?", so that a step can never end itself, the thinking or the
+    solution. No mark holds a "?"."""
     marks = (fmt.think_open, fmt.step_open, fmt.step_close, fmt.think_close, fmt.answer_open, fmt.answer_close)
     return re.sub("|".join(re.escape(mark) for mark in marks if mark), "?", text)
 
 
 def solution_text(fmt, judged: LabelledSolution) -> str:
-    """The sample as a solution in a format. It has exactly len(judged.steps) steps: marks inside of them become "?". Its answer is what the last step
-    has in \\boxed{}, empty where that is nothing."""
+    """The sample as a solution in a format. It has exactly len(judged.steps) steps: marks inside of them become "?".
+    Its answer is what the last step has in \\boxed{}, empty where that is nothing."""
     steps = [without_solution_marks(fmt, step) for step in judged.steps]
     return fmt.render_solution(steps, without_solution_marks(fmt, boxed(judged.steps[-1])))

@@ -3,9 +3,10 @@ Writes tests/fixtures/upstream_logits.json: what models must compute, in float64
 
     python tests/make_upstream_fixture.py
 
-Weights are numbers of a closed formula (no random generator, whose draws may change), so the file holds only each model's configuration, its
-input and parts of the logits. These come from `reference_logits` of test_gpt, which runs nothing of the model; its rotary angles apart,
-which test_gpt checks on their own. dev/check_upstream.py compares with upstream's own code.
+Weights are numbers of a closed formula (no random generator, whose draws may change), so the file holds only each
+model's configuration, its input and parts of the logits. These come from `reference_logits` of test_gpt, which runs
+nothing of the model; its rotary angles apart, which test_gpt checks on their own. dev/check_upstream.py compares with
+upstream's own code.
 """
 import json
 import math
@@ -19,7 +20,8 @@ from nanochat.gpt import GPT, GPTConfig
 
 FIXTURE = Path(__file__).parent / "fixtures" / "upstream_logits.json"
 VOCAB_SIZE, NUM_IDS, NUM_GREEDY = 265, 140, 4
-ROWS = [0, 1, 2, 17, 128, 129, 130, 131, 133, 134, 135, 136, 137, 138, 139]  # beyond 128 the short window leaves tokens out
+# beyond 128 the short window leaves tokens out
+ROWS = [0, 1, 2, 17, 128, 129, 130, 131, 133, 134, 135, 136, 137, 138, 139]
 COLUMNS = [0, 1, 63, 64, 100, 191, 192, 255, 256, 264]
 # What a file is like, its model's shape and the windows of its layers. "old": from before windows and residual lambdas.
 CASES = {
@@ -30,7 +32,8 @@ CASES = {
 
 
 def formula(name: str, *shape: int) -> torch.Tensor:
-    """Numbers between -1 and 1 that look random: sin(0.7 k^2 + h) of an entry's index k and a hash h of the parameter's name. float64."""
+    """Numbers between -1 and 1 that look random: sin(0.7 k^2 + h) of an entry's index k and a hash h of the parameter's
+    name. float64."""
     k = torch.arange(math.prod(shape), dtype=torch.float64)
     return torch.sin(0.7 * k * k + zlib.crc32(name.encode()) % 1000).view(shape)
 
@@ -58,7 +61,8 @@ def make_weights(case: str) -> dict[str, torch.Tensor]:
 def make_case(case: str) -> dict:
     """The configuration, the input, logits of some rows and columns, and the tokens that a greedy continuation adds."""
     config, windows = CASES[case]
-    weights = {"resid_lambdas": torch.ones(config.n_layer), "x0_lambdas": torch.zeros(config.n_layer), **make_weights(case)}
+    weights = {"resid_lambdas": torch.ones(config.n_layer), "x0_lambdas": torch.zeros(config.n_layer),
+               **make_weights(case)}
     weights = {name: p.double() for name, p in weights.items()}
     ids, greedy = [(k * k * 31 + 7 * k) % VOCAB_SIZE for k in range(NUM_IDS)], []
     for _ in range(NUM_GREEDY):
@@ -66,7 +70,8 @@ def make_case(case: str) -> dict:
         best, second = logits[-1].topk(2).values.tolist()
         assert best - second > 1e-3
         greedy.append(int(logits[-1].argmax()))
-    return {"model_config": config.asdict(), "ids": ids, "rows": ROWS, "columns": COLUMNS, "logits": logits[ROWS][:, COLUMNS].tolist(), "greedy": greedy}
+    return {"model_config": config.asdict(), "ids": ids, "rows": ROWS, "columns": COLUMNS,
+            "logits": logits[ROWS][:, COLUMNS].tolist(), "greedy": greedy}
 
 
 if __name__ == "__main__":

@@ -46,19 +46,23 @@ def prompts(R=3, T=5):
 
 
 def prefix_case(Hkv, group, window, T=5, context=FULL):
-    """2 prompts of 7 and 4 tokens (padded to 7) with 3 rows of T tokens each -> q, k, v, prefix k, prefix v; their mask."""
-    inputs = [*random_qkv(2, Hkv, 3, group, T), random(2, Hkv, 7, 8, seed=3).requires_grad_(), random(2, Hkv, 7, 8, seed=4).requires_grad_()]
+    """2 prompts of 7 and 4 tokens (padded to 7) with 3 rows of T tokens each -> q, k, v, prefix k, prefix v; their
+    mask."""
+    inputs = [*random_qkv(2, Hkv, 3, group, T), random(2, Hkv, 7, 8, seed=3).requires_grad_(),
+              random(2, Hkv, 7, 8, seed=4).requires_grad_()]
     prefix, positions = prompts(T=T)
     return inputs, make_mask(T, window, context, None, prefix, positions, torch.float64)
 
 
 def looped(q, k, v, window, prefix_k=None, prefix_v=None):
-    """Attention by its definition, one query head and one query at a time; the last own key stands at the last query's position."""
+    """Attention by its definition, one query head and one query at a time; the last own key stands at the last query's
+    position."""
     U, Hkv, R, group, T, D = q.shape
     out = torch.zeros_like(q)
     for u, h, r, g, t in torch.cartesian_prod(*map(torch.arange, (U, Hkv, R, group, T))).tolist():
         before = 0 if prefix_k is None else LENGTHS[u]
-        keys, values = ([*(shared[u, h, :before] if before else []), *own[u, h, r]] for shared, own in ((prefix_k, k), (prefix_v, v)))
+        keys, values = ([*(shared[u, h, :before] if before else []), *own[u, h, r]] for shared,
+                        own in ((prefix_k, k), (prefix_v, v)))
         last = len(keys) - T + t  # the query's position
         seen = range(max(0, last - window), last + 1)
         weights = [math.exp(float(q[u, h, r, g, t] @ keys[s]) / math.sqrt(D)) for s in seen]
@@ -122,7 +126,8 @@ def test_queries_and_keys_may_lie_in_any_order_in_memory(blocks, T):
     expected, out = attend(q, [(k, v)], mask, *prefix), attend(turned[0], [(turned[1], turned[2])], mask, *turned[3:])
     grad = random(*out.shape[::-1], seed=9).permute(5, 4, 3, 2, 1, 0)
     assert (out - expected).abs().max() < 1e-12
-    for a, b in zip(torch.autograd.grad(out, turned, grad), torch.autograd.grad(expected, (q, k, v, *prefix), grad), strict=True):
+    for a, b in zip(torch.autograd.grad(out, turned, grad), torch.autograd.grad(expected, (q, k, v, *prefix), grad),
+                    strict=True):
         assert (a - b).abs().max() < 1e-12
     with torch.no_grad():
         assert (attend(turned[0], [(turned[1], turned[2])], mask, *turned[3:]) - expected).abs().max() < 1e-12
@@ -134,7 +139,8 @@ def test_inputs_without_gradient_change_no_other():
     every = torch.autograd.grad(attend(q, [(k, v)], mask, *prefix).square().sum(), inputs)
     for i in range(5):
         a, b, c, *rest = (x if i == j else x.detach() for j, x in enumerate(inputs))
-        assert (torch.autograd.grad(attend(a, [(b, c)], mask, *rest).square().sum(), inputs[i])[0] - every[i]).abs().max() < 1e-12
+        assert (torch.autograd.grad(attend(a, [(b, c)], mask, *rest).square().sum(),
+                                    inputs[i])[0] - every[i]).abs().max() < 1e-12
 
 
 @torch.no_grad()
@@ -213,12 +219,14 @@ def test_one_query_without_gradients_equals_the_general_path(Hkv, group, sizes, 
 def test_gradients_equal_differences(blocks, window):
     prefix, positions = prompts(R=2, T=3)
     mask = make_mask(3, window, FULL, None, prefix, positions, torch.float64)
-    inputs = [x.requires_grad_() for x in (random(2, 1, 2, 2, 3, 4), random(2, 1, 2, 3, 4, seed=1), random(2, 1, 2, 3, 4, seed=2),
+    inputs = [x.requires_grad_()
+              for x in (random(2, 1, 2, 2, 3, 4), random(2, 1, 2, 3, 4, seed=1), random(2, 1, 2, 3, 4, seed=2),
                                            random(2, 1, 7, 4, seed=3), random(2, 1, 7, 4, seed=4))]
     assert torch.autograd.gradcheck(lambda q, k, v, *shared: attend(q, [(k, v)], mask, *shared), inputs)
     assert torch.autograd.gradcheck(lambda q, k, v: attend(q, [(k, v)], mask), inputs[:3])
     # In two parts, and the keys of a prefix that is not trained
-    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, [(k[..., :2, :], v[..., :2, :]), (k[..., 2:, :], v[..., 2:, :])], mask,
+    assert torch.autograd.gradcheck(lambda q, k,
+                                    v: attend(q, [(k[..., :2, :], v[..., :2, :]), (k[..., 2:, :], v[..., 2:, :])], mask,
                                                            *(x.detach() for x in inputs[3:])), inputs[:3])
 
 
@@ -294,7 +302,8 @@ def assert_holds(cache, layer, k, v):
         assert torch.equal(torch.cat([part[i] for part in parts], dim=3), expected)
 
 
-@pytest.mark.parametrize("sizes", [[1] * (2 * RECENT + 5), [3] + [1] * (3 * RECENT), [2, 3, 1, 1, 4, 1, 1, 1, 2], [1, 5] + [1] * RECENT + [2, 1]])
+@pytest.mark.parametrize("sizes", [[1] * (2 * RECENT + 5), [3] + [1] * (3 * RECENT), [2, 3, 1, 1, 4, 1, 1, 1, 2],
+                                   [1, 5] + [1] * RECENT + [2, 1]])
 def test_a_cache_returns_all_columns_so_far(sizes):
     cache, total = KVCache(3), sum(sizes)
     layers, end = {1: columns(total), 2: columns(total, R=1, seed=7)}, 0
@@ -313,7 +322,8 @@ def test_single_columns_are_moved_when_the_buffer_is_full():
     for start, end in [(0, 3), *((t, t + 1) for t in range(3, 4 + 2 * RECENT))]:
         cache.append(0, k[..., start:end, :], v[..., start:end, :])
         sizes.append([part.shape[3] for part, _ in cache.parts(0)])
-    assert sizes == [[3], *([3, n] for n in range(1, RECENT + 1)), [4 + RECENT], *([4 + RECENT, n] for n in range(1, RECENT + 1))]
+    assert sizes == [[3], *([3, n] for n in range(1, RECENT + 1)), [4 + RECENT],
+                     *([4 + RECENT, n] for n in range(1, RECENT + 1))]
 
 
 @pytest.mark.parametrize("filled", [0, 1, 3, RECENT])
@@ -325,7 +335,9 @@ def test_select_repeats_and_drops_rows(filled):
     cache.length, cache.last_embedding = 4 + filled, torch.arange(6.0).view(6, 1, 1)
     taken = [[5, 3], [0, 0], [4, 5]]
     chosen = cache.select(torch.tensor(taken))
-    expected = [torch.stack([torch.stack([x[p // 3, :, p % 3] for p in line], dim=1) for line in taken]) for x in (k, v)]  # (3, Hkv, 2, T, D)
+    # (3, Hkv, 2, T, D)
+    expected = [torch.stack([torch.stack([x[p // 3, :, p % 3] for p in line], dim=1) for line in taken])
+                for x in (k, v)]
     for layer in range(2):
         assert_holds(chosen, layer, *(x + layer for x in expected))
     assert chosen.length == 4 + filled and chosen.last_embedding.flatten().tolist() == [5, 3, 0, 0, 4, 5] and chosen.positions is None
@@ -340,11 +352,13 @@ def test_select_repeats_and_drops_rows(filled):
 def test_select_takes_prompts():
     cache, (k, v) = KVCache(1), columns(3, U=3, R=1)
     cache.append(0, k, v)
-    cache.positions, cache.length = torch.tensor([[0, 1, 2], [0, PADDING_POSITION, PADDING_POSITION], [0, 1, PADDING_POSITION]]), 3
+    cache.positions, cache.length = torch.tensor([[0, 1, 2], [0, PADDING_POSITION, PADDING_POSITION],
+                                                  [0, 1, PADDING_POSITION]]), 3
     cache.last_embedding = torch.arange(3.0).view(3, 1, 1)
     chosen = cache.select(torch.tensor([[2], [0], [2], [2]]))
     assert_holds(chosen, 0, k[[2, 0, 2, 2]], v[[2, 0, 2, 2]])
-    assert chosen.positions.tolist() == [[0, 1, PADDING_POSITION], [0, 1, 2], [0, 1, PADDING_POSITION], [0, 1, PADDING_POSITION]]
+    assert chosen.positions.tolist() == [[0, 1, PADDING_POSITION], [0, 1, 2], [0, 1, PADDING_POSITION],
+                                         [0, 1, PADDING_POSITION]]
     assert chosen.last_embedding.flatten().tolist() == [2, 0, 2, 2] and chosen.length == 3
 
 
@@ -354,7 +368,8 @@ def test_select_of_everything_or_from_nothing_is_the_cache_itself():
     cache.append(0, k, v)
     cache.length, cache.last_embedding = 3, torch.arange(6.0).view(6, 1, 1)
     assert cache.select(torch.tensor([[0, 1, 2], [3, 4, 5]])) is cache
-    assert cache.select(torch.tensor([[0, 1], [2, 3], [4, 5]])).k[0].shape[:3] == (3, 2, 2)  # the same order, other units
+    # the same order, other units
+    assert cache.select(torch.tensor([[0, 1], [2, 3], [4, 5]])).k[0].shape[:3] == (3, 2, 2)
 
 
 def test_a_prefix_cache_keeps_gradients():

@@ -20,7 +20,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def files_under(folder) -> dict[str, float]:
-    return {os.path.join(parent, name): os.path.getmtime(os.path.join(parent, name)) for parent, _, names in os.walk(folder) for name in names}
+    return {os.path.join(parent, name): os.path.getmtime(os.path.join(parent, name)) for parent, _,
+            names in os.walk(folder) for name in names}
 
 
 def refused(capsys, base, script, *flags: str) -> str:
@@ -83,7 +84,8 @@ def test_flags_are_never_abbreviated_or_guessed(capsys, base, flags):
 def test_world_size_must_divide_the_problems(capsys, base, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "--examples-per-step 4" in refused(capsys, base, tango_rl, *RL_FLAGS)
-    assert "--examples-per-step 32" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator", "--examples-per-step", "32")
+    assert "--examples-per-step 32" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator",
+                                               "--examples-per-step", "32")
 
 
 def test_float16_is_refused(capsys, base, monkeypatch):
@@ -112,11 +114,13 @@ def test_a_model_of_another_vocabulary_is_refused(capsys, base):
     script_main(tok_train.main, tok_train.make_parser(), [*TASK_FLAGS, "--vocab-size", "270"])
     capsys.readouterr()
     assert "vocabulary of 265" in refused(capsys, base, tango_rl, *RL_FLAGS)
-    assert "vocabulary of 265" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "verifier", "--model-tag", "tiny", "--depth", "1")
+    assert "vocabulary of 265" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "verifier", "--model-tag",
+                                          "tiny", "--depth", "1")
 
 
 def test_a_demonstration_longer_than_the_context_is_refused_before_training(capsys, base):
-    line = refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator", "--model-tag", "short", "--depth", "1", "--sequence-len", "24")
+    line = refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator", "--model-tag", "short", "--depth", "1",
+                   "--sequence-len", "24")
     assert "--sequence-len 24" in line
 
 
@@ -130,8 +134,10 @@ def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base
     script_main(tango_rl.main, tango_rl.make_parser, rl_flags(*run, "--num-steps", "1", "--recipe", "grpo"))
     capsys.readouterr()
     assert "--resume-from-step auto" in refused(capsys, base, tango_rl, *rl_flags(*run, "--recipe", "grpo"))
-    for flag, value in (("--model-tag", "d4"), ("--task", "last_letter"), ("--chain-modulus", "4"), ("--seed", "3"), ("--recipe", "tango")):
-        line = refused(capsys, base, tango_rl, *rl_flags(*run, "--recipe", "grpo", "--resume-from-step", "auto", flag, value))
+    for flag, value in (("--model-tag", "d4"), ("--task", "last_letter"), ("--chain-modulus", "4"), ("--seed", "3"),
+                        ("--recipe", "tango")):
+        line = refused(capsys, base, tango_rl,
+                       *rl_flags(*run, "--recipe", "grpo", "--resume-from-step", "auto", flag, value))
         assert f"{flag} {value}" in line and "cannot change" in line
 
 
@@ -141,7 +147,8 @@ def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base
     ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.tango_rl"]])
 def test_every_way_to_start_the_trainer(base, launcher):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *launcher, *rl_flags("--recipe", "grpo", "--num-steps", "1")], env=env, cwd=ROOT, capture_output=True,
+    done = subprocess.run([sys.executable, *launcher, *rl_flags("--recipe", "grpo", "--num-steps", "1")], env=env,
+                          cwd=ROOT, capture_output=True,
                           text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     folder = done.stdout.strip().splitlines()[-1]
@@ -152,7 +159,8 @@ def test_every_way_to_start_the_trainer(base, launcher):
 
 
 def test_exit_code_of_the_process_is_2(base):
-    done = subprocess.run([sys.executable, "-m", "scripts.tango_rl", *RL_FLAGS, "--task", "sudoku"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "scripts.tango_rl", *RL_FLAGS, "--task", "sudoku"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("error: --task sudoku")
 
@@ -208,7 +216,8 @@ def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(monkeypa
 def test_the_experiment_knows_every_ablation_it_lists():
     ablations = fig4("--list", "ablations").stdout.strip()
     assert len(ablations.split()) > 15
-    assert "--seeds x: must be numbers" in fig4("--arms", ablations, "--seeds", "x").stderr  # refused for its seed, behind the arms
+    # refused for its seed, behind the arms
+    assert "--seeds x: must be numbers" in fig4("--arms", ablations, "--seeds", "x").stderr
 
 
 @pytest.mark.parametrize("task", ["chain", "last_letter", "mixture"])

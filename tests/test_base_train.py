@@ -1,5 +1,6 @@
 """
-Pretraining: the rules from --depth by hand, bits per byte and FLOPs by hand, and the script end to end with resume, signals, ranks and bad input.
+Pretraining: the rules from --depth by hand, bits per byte and FLOPs by hand, and the script end to end with resume,
+signals, ranks and bad input.
 
     python -m pytest tests/test_base_train.py -q
 """
@@ -28,8 +29,10 @@ from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, base_train, plan_cost, task_text, tok_train
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = ["--device-type", "cpu", "--depth", "2", "--n-embd", "32", "--n-head", "2", "--sequence-len", "32", "--window-pattern", "L", "--total-batch-size", "128",
-        "--device-batch-size", "2", "--num-iterations", "8", "--eval-tokens", "256", "--eval-every", "4", "--warmup-steps", "2", "--model-tag", "base"]
+TINY = ["--device-type", "cpu", "--depth", "2", "--n-embd", "32", "--n-head", "2", "--sequence-len", "32",
+        "--window-pattern", "L", "--total-batch-size", "128",
+        "--device-batch-size", "2", "--num-iterations", "8", "--eval-tokens", "256", "--eval-every", "4",
+        "--warmup-steps", "2", "--model-tag", "base"]
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +109,12 @@ def test_bits_per_byte_counts_bytes_of_ordinary_tokens_alone():
 
 def test_flops_are_six_per_weight_and_twelve_per_score():
     model = small_model(n_layer=3, window_pattern="SL", sequence_len=512)
-    # per layer q 32x32, k and v 16x32, proj 32x32, MLP 2 x 32x128; ve_gate 1x12 on layers 0 and 2; head 320x32; smear gate 1x24
+    # per layer q 32x32, k and v 16x32, proj 32x32, MLP 2 x 32x128; ve_gate 1x12 on layers 0 and 2; head 320x32; smear
+    # gate 1x24
     weights = 3 * (32 * 32 * 2 + 2 * 16 * 32 + 2 * 32 * 128) + 2 * 12 + 320 * 32 + 24
     assert matrix_parameters(model) == weights
-    assert flops_per_token(model) == 6 * weights + 12 * 32 * (128 + 512 + 128 * 0 + 512)  # windows S L, the last layer L
+    # windows S L, the last layer L
+    assert flops_per_token(model) == 6 * weights + 12 * 32 * (128 + 512 + 128 * 0 + 512)
 
 
 def test_the_learning_rate_goes_up_stays_and_goes_down():
@@ -124,7 +129,8 @@ def test_every_parameter_has_one_optimizer_and_matrices_have_muon():
     held = [p for optimizer in (muon, adamw) for group in optimizer.param_groups for p in group["params"]]
     assert len(held) == len({id(p) for p in held}) == len(list(model.parameters()))
     assert {id(p) for p in muon.param_groups[0]["params"]} == {id(p) for p in model.transformer.h.parameters()}
-    assert [group["lr"] for group in adamw.param_groups] == pytest.approx([0.032, 1.2, 0.6, 0.005, 0.5, 0.2])  # sqrt(768 / 48) = 4
+    # sqrt(768 / 48) = 4
+    assert [group["lr"] for group in adamw.param_groups] == pytest.approx([0.032, 1.2, 0.6, 0.005, 0.5, 0.2])
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
@@ -161,13 +167,15 @@ def test_a_deeper_model_gets_a_larger_batch_and_less_decay():
 
 
 def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
-    plan = ["--base", "--depth 12 --num-iterations 100 --window-pattern L", "--gpus", "4", "--mfu", "0.5", "--dollars", "2",
+    plan = ["--base", "--depth 12 --num-iterations 100 --window-pattern L", "--gpus", "4", "--mfu", "0.5", "--dollars",
+            "2",
             "--generator-sft", "--num-steps 10 --examples-per-step 4"]
     plan_cost.main(parse(plan_cost, plan))
     lines = capsys.readouterr().out.splitlines()
     weights = 12 * 12 * 768 ** 2 + 6 * 6 * 12 + 32768 * 768 + 24
     per_token = 6 * weights + 12 * 768 * 12 * 2048
-    muon = 12 * 5 * (4 * 6 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))  # 4 square matrices and the MLP's two per layer
+    # 4 square matrices and the MLP's two per layer
+    muon = 12 * 5 * (4 * 6 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))
     flops = 100 * (2 ** 19 * per_token + 4 * muon)
     hours = flops / (4 * 989e12 * 0.5) / 3600
     assert f"{flops:.2e} FLOPs" in lines[1] and f"{hours:6.3f} h  ${hours * 8:7.2f}" in lines[1]
@@ -179,17 +187,21 @@ def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
 # The script
 
 def test_a_run_learns_logs_and_is_read_by_base_eval(base, capsys):
-    train(base, "--num-iterations", "30", "--eval-every", "15", "--embedding-lr", "3", "--matrix-lr", "0.5", "--unembedding-lr", "0.2")
+    train(base, "--num-iterations", "30", "--eval-every", "15", "--embedding-lr", "3", "--matrix-lr", "0.5",
+          "--unembedding-lr", "0.2")
     records = metrics_of(base)
-    assert [r["step"] for r in records] == list(range(31)) and [r["step"] for r in records if "val_bpb" in r] == [0, 15, 30]
+    assert [r["step"] for r in records] == list(range(31)) and [r["step"] for r in records
+                                                                if "val_bpb" in r] == [0, 15, 30]
     assert records[0]["val_bpb"] > 8 and records[-1]["val_bpb"] < 6 and records[0]["loss"] > records[29]["loss"] + 1
     assert records[7]["tokens"] == 7 * 128 and records[0]["lr_factor"] == 0.5 and all(r["skipped"] == 0 for r in records[:-1])
     _, meta = load_model("base", "base", torch.device("cpu"), torch.float32)
     assert meta["val_bpb"] == records[-1]["val_bpb"] and meta["user_config"]["depth"] == 2
     capsys.readouterr()
     # The same text, the same tokens: base_eval finds what training found.
-    base_eval.main(parse(base_eval, ["--device-type", "cpu", "--model-tag", "base", "--val-data", str(base / "text" / "shard_00003.jsonl"),
-                                     "--split-tokens", "256", "--device-batch-size", "2", "--max-new-tokens", "4", "--prompts", "3+5"]))
+    base_eval.main(parse(base_eval, ["--device-type", "cpu", "--model-tag", "base", "--val-data",
+                                     str(base / "text" / "shard_00003.jsonl"),
+                                     "--split-tokens", "256", "--device-batch-size", "2", "--max-new-tokens", "4",
+                                     "--prompts", "3+5"]))
     out = capsys.readouterr().out
     assert f"bits per byte {records[-1]['val_bpb']:.4f} on 256 tokens" in out and "CORE left out" in out and "'3+5' -> " in out
 
@@ -221,8 +233,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(base, stop, monkeypatch):
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(base, capsys):
     """SIGKILL leaves nothing half-written: what was saved every 2 steps is there, the rest is done again."""
-    done = subprocess.Popen([sys.executable, "-m", "scripts.base_train", *flags(base, "--num-iterations", "100000", "--save-every", "2")], cwd=ROOT,
-                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    done = subprocess.Popen([sys.executable, "-m", "scripts.base_train",
+                             *flags(base, "--num-iterations", "100000", "--save-every", "2")], cwd=ROOT,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                            stdout=subprocess.DEVNULL)
     while not list_steps("base", "base"):
         assert done.poll() is None
         time.sleep(0.05)
@@ -232,7 +246,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(base, capsys):
     assert steps and all(step % 2 == 0 for step in steps)
     with pytest.raises(BadInput, match="--num-iterations 8: .* was started with 100000"):
         train(base, "--resume-from-step", "auto")
-    args = parse(base_train, flags(base, "--num-iterations", "100000", "--save-every", "-1", "--resume-from-step", str(steps[0])))
+    args = parse(base_train,
+                 flags(base, "--num-iterations", "100000", "--save-every", "-1", "--resume-from-step", str(steps[0])))
     args.model_tag = "base"
     assert base_train.resume_step("base", "base", args, base_train.MAY_CHANGE, {}) == steps[0]
 
@@ -254,7 +269,8 @@ def test_a_shorter_run_under_the_same_tag_warns_of_the_longer_ones_checkpoint(ba
 
 def test_two_ranks_go_on_together_and_no_other_number_can(base):
     launch = lambda *more: subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/base_train.py", "--", *flags(base, *more)], cwd=ROOT,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/base_train.py",
+         "--", *flags(base, *more)], cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     done = launch("--save-every", "5")
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,5 +1,6 @@
 """
-The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the ones written down.
+The benchmark scripts run, say what they ran in one line of JSON, and refuse what cannot work; the floors are the ones
+written down.
 
     python -m pytest tests/test_bench.py -q
 """
@@ -14,7 +15,8 @@ from nanochat.gpt import GPT, GPTConfig
 from scripts import bench_engine, bench_kernels, bench_step
 from tests.conftest import parse
 
-TINY = ["--device-type", "cpu", "--vocab-size", "70", "--depth", "2", "--n-embd", "24", "--n-head", "2", "--n-kv-head", "1", "--prompt-len", "5",
+TINY = ["--device-type", "cpu", "--vocab-size", "70", "--depth", "2", "--n-embd", "24", "--n-head", "2", "--n-kv-head",
+        "1", "--prompt-len", "5",
         "--completion-len", "4"]
 CPU = torch.device("cpu")
 
@@ -31,9 +33,11 @@ def run(script, flags, capsys) -> dict:
     return json.loads(capsys.readouterr().out.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("role, sampled", [("plain", 4 * 3 * 4), ("generator", 4 * 3 * (4 + 6)), ("verifier", 4 * 4 + 4 * 3 * 6)])
+@pytest.mark.parametrize("role, sampled",
+                         [("plain", 4 * 3 * 4), ("generator", 4 * 3 * (4 + 6)), ("verifier", 4 * 4 + 4 * 3 * 6)])
 def test_bench_step_runs_each_role(role, sampled, capsys):
-    result = run(bench_step, [*TINY, "--role", role, "--examples-per-step", "4", "--num-samples", "3", "--verification-len", "6", "--steps", "2"], capsys)
+    result = run(bench_step, [*TINY, "--role", role, "--examples-per-step", "4", "--num-samples", "3",
+                              "--verification-len", "6", "--steps", "2"], capsys)
     assert {"s_per_step", "gen_s", "update_s", "completion_tok_per_s", "peak_mem_mb", "floor_s"} <= result.keys()
     assert result["completion_tok_per_s"] == pytest.approx(sampled / result["s_per_step"], rel=0.05)
     assert (result["verify_s"] == 0) == (role == "plain") and result["gen_s"] > 0 and result["update_s"] > 0
@@ -41,16 +45,19 @@ def test_bench_step_runs_each_role(role, sampled, capsys):
 
 
 def test_bench_step_shows_where_the_time_goes(capsys):
-    bench_step.main(parse(bench_step, [*TINY, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1", "--profile"]))
+    bench_step.main(parse(bench_step,
+                          [*TINY, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1", "--profile"]))
     out = capsys.readouterr().out
     assert "_AttendBackward" in out and json.loads(out.splitlines()[-1])["profile"]
 
 
 def test_bench_step_trains_the_role_it_names(monkeypatch, capsys):
     updated = []
-    monkeypatch.setattr(bench_step, "update", lambda role, batches, *args, **options: updated.append((role.name, batches[0].prompt_ids.shape[1])))
+    monkeypatch.setattr(bench_step, "update", lambda role, batches, *args,
+                        **options: updated.append((role.name, batches[0].prompt_ids.shape[1])))
     for role in ("plain", "generator", "verifier"):
-        run(bench_step, [*TINY, "--role", role, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1"], capsys)
+        run(bench_step, [*TINY, "--role", role, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1"],
+            capsys)
     assert updated == [("generator", 5)] * 4 + [("verifier", 5 + 4)] * 2
 
 
@@ -61,14 +68,18 @@ def test_bench_engine_reports_ours(monkeypatch, capsys):
 
 
 def test_bench_kernels_compares_with_naive(capsys):
-    result = run(bench_kernels, ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size", "70", "--rounds", "1", "--providers",
+    result = run(bench_kernels, ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size", "70",
+                                 "--rounds", "1", "--providers",
                                  "ours,naive"], capsys)["results"]
-    assert result["ours"]["gradient_error"] < 1e-5 and {"naive", "three products", "linear_logprob", "one product"} <= result.keys()
+    assert result["ours"]["gradient_error"] < 1e-5 and {"naive", "three products", "linear_logprob",
+                                                        "one product"} <= result.keys()
 
 
 def test_a_provider_with_wrong_gradients_is_left_out(monkeypatch, capsys):
-    monkeypatch.setitem(bench_kernels.PROVIDERS, "liger", lambda *args, **inputs: 1.1 * bench_kernels.naive(*args, **inputs))
-    bench_kernels.main(parse(bench_kernels, ["--device-type", "cpu", "--rows", "8", "--n-embd", "16", "--vocab-size", "70", "--rounds", "1", "--providers",
+    monkeypatch.setitem(bench_kernels.PROVIDERS, "liger", lambda *args,
+                        **inputs: 1.1 * bench_kernels.naive(*args, **inputs))
+    bench_kernels.main(parse(bench_kernels, ["--device-type", "cpu", "--rows", "8", "--n-embd", "16", "--vocab-size",
+                                             "70", "--rounds", "1", "--providers",
                                              "ours,liger"]))
     out = capsys.readouterr().out
     assert "liger is left out: its gradients are off" in out and "liger" not in json.loads(out.splitlines()[-1])["results"]

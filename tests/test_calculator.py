@@ -1,5 +1,6 @@
 """
-The calculator: what it accepts and what it refuses, that nothing can make it raise, run code or work for long, and its tool calls in a row.
+The calculator: what it accepts and what it refuses, that nothing can make it raise, run code or work for long, and its
+tool calls in a row.
 
     python -m pytest tests/test_calculator.py -q
 """
@@ -20,25 +21,36 @@ SETTINGS = settings(max_examples=100, deadline=None)
 
 # What upstream's use_calculator gives too: its answers, written down.
 AS_UPSTREAM = {
-    "12/60": "0.2", "0.2*50": "10.0", "3*4": "12", "2+3*4": "14", "(2+3)*4": "20", "1/3": "0.3333333333333333", "1.50": "1.5", "5.": "5.0", ".5": "0.5",
+    "12/60": "0.2", "0.2*50": "10.0", "3*4": "12", "2+3*4": "14", "(2+3)*4": "20", "1/3": "0.3333333333333333",
+    "1.50": "1.5", "5.": "5.0", ".5": "0.5",
     " 1 + 1 ": "2", "1,000*2": "2000", "1,2": "12", "00": "0", "9" * 100: "9" * 100,
     "7//2": "3", "-7//2": "-4", "7.5//2": "3.0",
     "--5": "5", "+5": "5", "- 5": "-5", "-(2+3)": "-5", "2*-3": "-6", "-0": "0", "-0.0": "-0.0",
-    "'strawberry'.count('r')": "3", '"strawberry".count("rr")': "1", "'strawberry' .count('x')": "0", "('strawberry').count('r')": "3",
-    "'a b c'.count(' ')": "2", "'abc'.count('')": "4", "''.count('a')": "0", "'ab' 'ab'.count('a')": "2", "'it_s'.count('_')": "1",
+    "'strawberry'.count('r')": "3", '"strawberry".count("rr")': "1", "'strawberry' .count('x')": "0",
+    "('strawberry').count('r')": "3",
+    "'a b c'.count(' ')": "2", "'abc'.count('')": "4", "''.count('a')": "0", "'ab' 'ab'.count('a')": "2",
+    "'it_s'.count('_')": "1",
     "'a,b,c'.count(',')": "4",  # commas go first: 'abc'.count('')
-    "1/0": None, "1//0": None, "0.0/0.0": None, "2**3": None, "2* *3": None, "007": None, "5%2": None, "1e5": None, "0x10": None, "1_000": None,
-    "": None, "   ": None, "(": None, "1+": None, "1 2": None, "1(2)": None, "1..2": None, "2*/3": None, "\t1": None, "1\n+1": None, "1\x00": None,
+    "1/0": None, "1//0": None, "0.0/0.0": None, "2**3": None, "2* *3": None, "007": None, "5%2": None, "1e5": None,
+    "0x10": None, "1_000": None,
+    "": None, "   ": None, "(": None, "1+": None, "1 2": None, "1(2)": None, "1..2": None, "2*/3": None, "\t1": None,
+    "1\n+1": None, "1\x00": None,
     "\u0661+1": None, "\u00b2": None, "\ud800": None,
-    "'abc'": None, "'a-b'.count('-')": None, "'a'.count('a')+1": None, "2*'a'.count('a')": None, "'a'.count(1)": None, "'a'.count()": None,
-    "'a'.count": None, "a.count('a')": None, "'a'.count(a)": None, "(1e5) .count('a')": None, "'a'.upper()": None, "'\u00e9'.count('e')": None,
+    "'abc'": None, "'a-b'.count('-')": None, "'a'.count('a')+1": None, "2*'a'.count('a')": None, "'a'.count(1)": None,
+    "'a'.count()": None,
+    "'a'.count": None, "a.count('a')": None, "'a'.count(a)": None, "(1e5) .count('a')": None, "'a'.upper()": None,
+    "'\u00e9'.count('e')": None,
     "'a\\n'.count('a')": None, "'abc.count('a')": None, "True": None, "lambda.count(": None,
     "__import__('os').count('a')": None, "'a'.__class__.count('a')": None, "open('a').count('a')": None,
 }
-REFUSED_BY_US = ["()", "()*3", "...", "9" * 101, "9" * 90 + "*" + "9" * 90, "9" * 150 + "/1", "'.count('", "b'a'.count(b'a')", "f'a'.count('a')",
-                 "'abc'.upper().count('A')", "'a'.count('a').real", "1 if 'a'.count('a') else 2", "not 'a'.count('b')", "'a'.count('a') or 2"]
-HOSTILE = ["9" * 10 ** 5, "(" * 10 ** 5, "-" * 10 ** 5 + "1", "1" + "-1" * 10 ** 5, "(" * 100 + ")" * 100, "(" * 99 + "1" + ")" * 99,
-           "-" * (MAX_LENGTH - 1) + "1", "*".join(["9" * 30] * 6), "*".join(["9" * 8] * 20), "1/3" + "*99999999." * 15, "9**9**9", "'a'*10**9",
+REFUSED_BY_US = ["()", "()*3", "...", "9" * 101, "9" * 90 + "*" + "9" * 90, "9" * 150 + "/1", "'.count('",
+                 "b'a'.count(b'a')", "f'a'.count('a')",
+                 "'abc'.upper().count('A')", "'a'.count('a').real", "1 if 'a'.count('a') else 2", "not 'a'.count('b')",
+                 "'a'.count('a') or 2"]
+HOSTILE = ["9" * 10 ** 5, "(" * 10 ** 5, "-" * 10 ** 5 + "1", "1" + "-1" * 10 ** 5, "(" * 100 + ")" * 100,
+           "(" * 99 + "1" + ")" * 99,
+           "-" * (MAX_LENGTH - 1) + "1", "*".join(["9" * 30] * 6), "*".join(["9" * 8] * 20), "1/3" + "*99999999." * 15,
+           "9**9**9", "'a'*10**9",
            "'a'" * 10 ** 5 + ".count('a')", "'a'" + ".count('a')" * 15, "'" * 199, "(lambda.count(" * 10,
            "'a'.count(*'a')", "'a'.count(**'a')", "{}.count()", "'a'.count('a'if 1else 2)"]
 
@@ -56,7 +68,8 @@ def test_what_is_neither_arithmetic_nor_one_count_has_no_result(expression):
     assert calculate(expression) is None
 
 
-@pytest.mark.parametrize("word, part, times", [("direction", "i", "2"), ("profile", "file", "1"), ("medieval", "e", "2")])
+@pytest.mark.parametrize("word, part, times",
+                         [("direction", "i", "2"), ("profile", "file", "1"), ("medieval", "e", "2")])
 def test_words_that_upstream_takes_for_code_are_only_text(word, part, times):
     assert calculate(f"'{word}'.count('{part}')") == times
 
@@ -69,7 +82,8 @@ def test_any_string_gives_a_result_or_none(text):
 
 
 @SETTINGS
-@given(a=st.integers(0, 10 ** 9), b=st.integers(1, 10 ** 9), c=st.floats(0, 1e6).map(lambda x: f"{x:.3f}"), op=st.sampled_from(["+", "-", "*", "/", "//"]))
+@given(a=st.integers(0, 10 ** 9), b=st.integers(1, 10 ** 9), c=st.floats(0, 1e6).map(lambda x: f"{x:.3f}"),
+       op=st.sampled_from(["+", "-", "*", "/", "//"]))
 def test_arithmetic_is_pythons(a, b, c, op):
     results = {"+": a + b, "-": a - b, "*": a * b, "/": a / b, "//": a // b}
     assert calculate(f"{a} {op} {b}") == str(results[op])
@@ -86,7 +100,8 @@ def test_nothing_is_run_as_code():
 
 @pytest.mark.parametrize("expression", HOSTILE, ids=[ascii(e)[:30] for e in HOSTILE])
 def test_work_is_bounded(expression, monkeypatch):
-    """At most one operation per character of a short text, on numbers of bounded size; a long one is not even parsed."""
+    """At most one operation per character of a short text, on numbers of bounded size; a long one is not even
+    parsed."""
     parse, operands = ast.parse, []
 
     def parse_short(text, **kwargs):
@@ -97,7 +112,8 @@ def test_work_is_bounded(expression, monkeypatch):
         return lambda a, b: operands.append((a, b)) or operation(a, b)
 
     monkeypatch.setattr(calculator.ast, "parse", parse_short)
-    monkeypatch.setattr(calculator, "OPERATORS", {op: watched(operation) for op, operation in calculator.OPERATORS.items()})
+    monkeypatch.setattr(calculator, "OPERATORS",
+                        {op: watched(operation) for op, operation in calculator.OPERATORS.items()})
     calculate(expression)
     assert len(operands) <= MAX_LENGTH and all(abs(x) <= LARGEST for pair in operands for x in pair)
 
@@ -149,8 +165,10 @@ def test_two_blocks_one_after_the_other():
 
 @pytest.mark.parametrize("sampled", [
     block(""), block("1/0"), block("two"), block("9" * 500), block("") + ids("1+1", "python_end"),
-    ids("1+1", "python_end"), ids("python_end", "python_end"), ids("python_start", "1+1"), ids("output_start", "1", "output_end"),
-    ids("python_start", "1+", "output_start", "1", "python_end"), ids("python_start", "1+1", "bos", "python_end"),  # a special token is no text
+    ids("1+1", "python_end"), ids("python_end", "python_end"), ids("python_start", "1+1"),
+    ids("output_start", "1", "output_end"),
+    # a special token is no text
+    ids("python_start", "1+", "output_start", "1", "python_end"), ids("python_start", "1+1", "bos", "python_end"),
     ids("python_start", "1+1", "assistant_end"),
 ])
 def test_without_a_result_nothing_is_forced(sampled):

@@ -1,5 +1,6 @@
 """
-Chat models: chat_eval's scores against naive counts, chat_cli's conversations and verdicts, chat_rl as tango_rl with one role.
+Chat models: chat_eval's scores against naive counts, chat_cli's conversations and verdicts, chat_rl as tango_rl with
+one role.
 
     python -m pytest tests/test_chat.py
 """
@@ -69,11 +70,13 @@ def change_meta(base, **changes) -> None:
     path = base / "chatsft_checkpoints" / "tiny" / "meta_000200.json"
     meta = json.loads(path.read_text())
     recorded = {**meta["user_config"], **changes}
-    path.write_text(json.dumps({**meta, "user_config": {name: value for name, value in recorded.items() if value is not None}}))
+    path.write_text(json.dumps({**meta,
+                                "user_config": {name: value for name, value in recorded.items() if value is not None}}))
 
 
 def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
-    """Makes the sampler draw these tokens, turn by turn, whatever the logits; those that the tool forces take the places of what stands there."""
+    """Makes the sampler draw these tokens, turn by turn, whatever the logits; those that the tool forces take the
+    places of what stands there."""
     turns, current = iter(turns), []
 
     def pick(logits, keys, position, temperature, top_k):
@@ -88,7 +91,8 @@ def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
 def scores(capsys, *flags: str) -> dict[str, dict[str, str]]:
     """Per line of chat_eval its name and its numbers, as printed."""
     lines = run(capsys, chat_eval, "-i", "sft", *flags).splitlines()[1:]
-    return {line[:40].rstrip(): {"number": line[40:].split()[0], **dict(re.findall(r"\| ([^|]+?) +([0-9.]+)%", line))} for line in lines}
+    return {line[:40].rstrip(): {"number": line[40:].split()[0], **dict(re.findall(r"\| ([^|]+?) +([0-9.]+)%", line))}
+            for line in lines}
 
 
 def percent(part: float, whole: int) -> str:
@@ -174,7 +178,8 @@ def test_a_mixture_is_shown_whole_and_by_part(capsys, base):
 
 
 def test_stage_tag_and_step_name_the_checkpoint(capsys, base):
-    """Step 100 has a head of zeros: token 0 everywhere. d10 is the default before d2, and a copy of it in the RL stage scores the same."""
+    """Step 100 has a head of zeros: token 0 everywhere. d10 is the default before d2, and a copy of it in the RL stage
+    scores the same."""
     folder = base / "chatsft_checkpoints"
     for kind in ("model_{:06d}.pt", "meta_{:06d}.json"):
         shutil.copy(folder / "tiny" / kind.format(200), folder / "tiny" / kind.format(100))
@@ -193,18 +198,20 @@ def test_stage_tag_and_step_name_the_checkpoint(capsys, base):
 
 
 def question(text: str, labels: str = "ABCD", answer: str = "") -> dict:
-    return {"question": text, "choices": {"text": [f"{k}" for k, _ in enumerate(labels)], "label": list(labels)}, "answerKey": answer or labels[0]}
+    return {"question": text, "choices": {"text": [f"{k}" for k, _ in enumerate(labels)], "label": list(labels)},
+            "answerKey": answer or labels[0]}
 
 
 @pytest.fixture
 def questions(base, tokenizer, tmp_path, monkeypatch) -> str:
-    """A file of 24 questions of several lengths and letters, 16 of which the model has right (each asked alone, with all its logits looked at), and 2 that
-    are longer than its context."""
+    """A file of 24 questions of several lengths and letters, 16 of which the model has right (each asked alone, with
+    all its logits looked at), and 2 that are longer than its context."""
     import datasets
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing behind
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # for processes that a test starts
     path, model, said, keyed = tmp_path / "arc.jsonl", tiny(), set(), []
-    rows = [question("+".join("012"[(i * k) % 3] for k in range(1, 2 + i % 5)), ("ABCD", "120", "012")[i % 3]) for i in range(24)]
+    rows = [question("+".join("012"[(i * k) % 3] for k in range(1, 2 + i % 5)), ("ABCD", "120", "012")[i % 3])
+            for i in range(24)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for i, choice in enumerate(load_choices("ARC-Easy", str(path))):
         logits = model(torch.tensor([tokenizer.render_prompt(choice_prompt(choice))]))[0, -1].tolist()
@@ -230,21 +237,29 @@ def test_multiple_choice_is_the_likeliest_letter_of_each_question_and_long_ones_
 
 def test_two_ranks_print_the_numbers_of_one(capsys, base, questions):
     flags = ["-i", "sft", "-a", "mixture|ARC-Easy", "-x", "25", "-n", "3", "-t", "1", "--choices", questions, *MIXTURE]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/chat_eval.py", "--", *CHECKPOINT, *flags]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "scripts/chat_eval.py", "--", *CHECKPOINT, *flags]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == run(capsys, chat_eval, *flags).splitlines()
     assert done.stdout.count("\n") == 8 and "longer than the context" in done.stdout
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["-a", "sudoku"], ["-a sudoku", "chain", "ARC-Easy", "MMLU"]), (["--task", "sudoku"], ["sudoku", "chain", "ARC-Easy"]),
-    (["-a", "chain|"], ["-a chain|", "''"]), (["-x", "0"], ["-x 0"]), (["-n", "2"], ["-n 2", "greedy", "-t"]), (["-n", "0"], ["--num-samples 0"]),
+    (["-a", "sudoku"], ["-a sudoku", "chain", "ARC-Easy", "MMLU"]),
+    (["--task", "sudoku"], ["sudoku", "chain", "ARC-Easy"]),
+    (["-a", "chain|"], ["-a chain|", "''"]), (["-x", "0"], ["-x 0"]), (["-n", "2"], ["-n 2", "greedy", "-t"]),
+    (["-n", "0"], ["--num-samples 0"]),
     (["-m", "0"], ["-m 0"]), (["-m", "126"], ["context 128", "--max-new-tokens"]), (["-t", "-1"], ["--temperature -1"]),
-    (["-t", "nan"], ["--temperature nan"]), (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["--choices nowhere.jsonl", "no such file"]),
-    (["-a", "chain", "--choices", __file__], ["--choices", "MMLU"]), (["-a", "MMLU", "--choices", __file__], ["MMLU", "must end in"]),
-    (["-g", "nobody"], ["nobody", "tiny", "tiny-ver"]), (["-g", "../tiny"], ["-g ../tiny"]), (["-g", ""], ["d<N>", "tiny"]),
-    (["-s", "7"], ["tiny", "no step 7", "200"]), (["-i", "rl"], ["tiny", "chatrl_checkpoints"]), (["--chain-modulus", "77"], ["--chain-modulus 77"]),
+    (["-t", "nan"], ["--temperature nan"]),
+    (["-a", "MMLU", "--choices", "nowhere.jsonl"], ["--choices nowhere.jsonl", "no such file"]),
+    (["-a", "chain", "--choices", __file__], ["--choices", "MMLU"]),
+    (["-a", "MMLU", "--choices", __file__], ["MMLU", "must end in"]),
+    (["-g", "nobody"], ["nobody", "tiny", "tiny-ver"]), (["-g", "../tiny"], ["-g ../tiny"]),
+    (["-g", ""], ["d<N>", "tiny"]),
+    (["-s", "7"], ["tiny", "no step 7", "200"]), (["-i", "rl"], ["tiny", "chatrl_checkpoints"]),
+    (["--chain-modulus", "77"], ["--chain-modulus 77"]),
     (["--problems", "3"], ["--problems"]),
 ])
 def test_the_evaluation_refuses(capsys, base, flags, words):
@@ -269,7 +284,8 @@ def talk(capsys, monkeypatch, *flags: str, stdin: str = "") -> list[str]:
 def prompts_heard(monkeypatch) -> list[list[int]]:
     """A list that gets every prompt that the sampler is given."""
     heard, generate = [], chat_cli.generate
-    monkeypatch.setattr(chat_cli, "generate", lambda model, prompts, *args, **options: heard.append(prompts[0]) or generate(model, prompts, *args, **options))
+    monkeypatch.setattr(chat_cli, "generate", lambda model, prompts, *args,
+                        **options: heard.append(prompts[0]) or generate(model, prompts, *args, **options))
     return heard
 
 
@@ -286,8 +302,10 @@ def test_every_step_is_shown_with_what_the_verifier_says_of_it(capsys, base, tok
         block = [f"Assistant: {solution.text}" + ("" if stopped else f" [cut at {limit} tokens]")]
         steps = solution.text.split("=")[0].split(";")[:-1]
         verdicts = judged.step_verdicts + [None] * len(steps)
-        block += [f"  step {k}: {step}  {word[verdict]}" for k, (step, verdict) in enumerate(zip(steps, verdicts, strict=False), 1)]
-        block += [f"  verdict: {word[judged.verdict]}"] + ([f"  (malformed: {', '.join(judged.unmet)})"] if judged.unmet else [])
+        block += [f"  step {k}: {step}  {word[verdict]}" for k,
+                  (step, verdict) in enumerate(zip(steps, verdicts, strict=False), 1)]
+        block += [f"  verdict: {word[judged.verdict]}"] + ([f"  (malformed: {', '.join(judged.unmet)})"]
+                                                           if judged.unmet else [])
         blocks.append(block)
     if limit == 4:
         assert {judged.verdict for judged in verifications} == {None} and not rollouts.stopped.all()
@@ -320,7 +338,8 @@ def test_colours_are_around_verdicts_and_only_where_they_are_wanted(capsys, base
         assert talk(capsys, patch, *flags, stdin=stdin) == plain
     force_picks(monkeypatch, [[*tokenizer.encode("1+1:2;=2"), tokenizer.assistant_end], tokenizer.encode("1+1:2T;=T")])
     lines = talk(capsys, monkeypatch, "--verifier", "tiny-ver", "-m", "9", "--colour", "always", "-p", "1+1")
-    assert lines[3:] == ["  step 1: 1+1:2  \033[32mright\033[0m", "  verdict: \033[33mno verdict\033[0m", "  (malformed: no_final_verdict)"]
+    assert lines[3:] == ["  step 1: 1+1:2  \033[32mright\033[0m", "  verdict: \033[33mno verdict\033[0m",
+                         "  (malformed: no_final_verdict)"]
 
 
 def test_what_a_model_writes_cannot_steer_the_terminal(capsys, base, tokenizer, monkeypatch):
@@ -329,7 +348,8 @@ def test_what_a_model_writes_cannot_steer_the_terminal(capsys, base, tokenizer, 
     judged = [*tokenizer.encode("\033[31m1T;=F"), tokenizer.assistant_end]
     force_picks(monkeypatch, [[*tokenizer.encode(said), tokenizer.assistant_end], judged])
     lines = talk(capsys, monkeypatch, "--verifier", "tiny-ver", "-p", "1+1")
-    assert lines[2:] == ["Assistant: ?[2J???1m???", " verdict: ?[32mright;=1", "  step 1: ?[2J???1m??? verdict: ?[32mright  right", "  verdict: wrong"]
+    assert lines[2:] == ["Assistant: ?[2J???1m???", " verdict: ?[32mright;=1",
+                         "  step 1: ?[2J???1m??? verdict: ?[32mright  right", "  verdict: wrong"]
 
 
 def test_of_all_characters_controls_and_formats_become_question_marks():
@@ -347,15 +367,19 @@ def test_a_character_split_over_tokens_is_shown_once_it_is_whole(capsys, base, t
 
 
 def test_calculator_calls_are_shown_with_their_results(capsys, base, tokenizer, monkeypatch):
-    """The zeros stand where the calculator forces <|output_start|>36<|output_end|>. A call without a result is closed too."""
+    """The zeros stand where the calculator forces <|output_start|>36<|output_end|>. A call without a result is closed
+    too."""
     encode, start, end = tokenizer.encode, tokenizer.special("<|python_start|>"), tokenizer.special("<|python_end|>")
     heard = prompts_heard(monkeypatch)
-    force_picks(monkeypatch, [[*encode("so "), start, *encode("12*3"), end, 0, 0, 0, 0, *encode(" is"), tokenizer.assistant_end],
+    force_picks(monkeypatch,
+                [[*encode("so "), start, *encode("12*3"), end, 0, 0, 0, 0, *encode(" is"), tokenizer.assistant_end],
                 [start, *encode("1/0"), end, *encode("?"), tokenizer.assistant_end], encode("12345678")])
     lines = talk(capsys, monkeypatch, "--format", "chat", "-m", "19", stdin="a\nb\n\n")
     assert [line for line in lines if "Assistant" in line] == ["Assistant: so [12*3 = 36] is", "Assistant: [1/0 = ?]?"]
-    answer = [{"type": "text", "text": "so "}, {"type": "python", "text": "12*3"}, {"type": "python_output", "text": "36"}, {"type": "text", "text": " is"}]
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}, {"role": "user", "content": "b"}]
+    answer = [{"type": "text", "text": "so "}, {"type": "python", "text": "12*3"},
+              {"type": "python_output", "text": "36"}, {"type": "text", "text": " is"}]
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer},
+            {"role": "user", "content": "b"}]
     assert heard[1] == tokenizer.render_chat(said)
     assert talk(capsys, monkeypatch, "-p", "c", "-m", "8")[2] == "Assistant: 12345678 [cut at 8 tokens]"
 
@@ -363,9 +387,11 @@ def test_calculator_calls_are_shown_with_their_results(capsys, base, tokenizer, 
 def test_a_chat_remembers_until_it_is_cleared_and_ends_at_quit(capsys, base, tokenizer, monkeypatch):
     heard = prompts_heard(monkeypatch)
     lines = talk(capsys, monkeypatch, "--format", "chat", "-m", "3", stdin="1+1\n\n  2*2  \nCLEAR\n0-1\nquit\n2+2\n")
-    answers = [re.fullmatch(r"Assistant: (.*?)(?: \[cut at 3 tokens\])?", line)[1] for line in lines if "Assistant" in line]
+    answers = [re.fullmatch(r"Assistant: (.*?)(?: \[cut at 3 tokens\])?", line)[1] for line in lines
+               if "Assistant" in line]
     assert len(answers) == len(heard) == 3 and lines[0].endswith("step 200; chat")
-    said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answers[0]}, {"role": "user", "content": "2*2"}]
+    said = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answers[0]},
+            {"role": "user", "content": "2*2"}]
     assert heard == [tokenizer.render_prompt("1+1"), tokenizer.render_chat(said), tokenizer.render_prompt("0-1")]
     assert lines.count("User: ") == 6
 
@@ -376,7 +402,8 @@ def test_every_message_to_a_model_of_a_task_is_a_problem_of_its_own(capsys, base
     change_meta(base, task="mixture", mixture_tasks="last_letter,chain")
     talk(capsys, monkeypatch, stdin="0-1\nexit\n0-2\n")
     talk(capsys, monkeypatch, "--format", "paper", "-m", "1", "-p", "1")
-    assert heard == [tokenizer.render_prompt(text) for text in ("1+1", "2*2", "0-1", PAPER.generator_prompt.format(problem="1"))]
+    assert heard == [tokenizer.render_prompt(text)
+                     for text in ("1+1", "2*2", "0-1", PAPER.generator_prompt.format(problem="1"))]
 
 
 def test_a_conversation_that_no_longer_fits_is_one_line_and_goes_on(capsys, base, monkeypatch):
@@ -387,7 +414,8 @@ def test_a_conversation_that_no_longer_fits_is_one_line_and_goes_on(capsys, base
     assert len(answers) == 2 and answers[0] == answers[1]
     assert "134 tokens, the context 128" in refused(capsys, chat_cli, "-p", "1" * 130)
     force_picks(monkeypatch, [[ord("1")] * 20])
-    assert "to the verifier, its context 128" in refused(capsys, chat_cli, "-m", "20", "--verifier", "tiny-ver", "-p", "1" * 104)
+    assert "to the verifier, its context 128" in refused(capsys, chat_cli, "-m", "20", "--verifier", "tiny-ver", "-p",
+                                                         "1" * 104)
 
 
 def test_an_interrupted_answer_does_not_end_the_conversation(capsys, base, tokenizer, monkeypatch):
@@ -398,7 +426,8 @@ def test_an_interrupted_answer_does_not_end_the_conversation(capsys, base, token
         raise KeyboardInterrupt
     force_picks(monkeypatch, interrupted())
     lines = talk(capsys, monkeypatch, "--format", "chat", "-m", "3", stdin="1+1\n2+2\nquit\n")
-    assert [line for line in lines if "Assistant" in line] == ["Assistant: yes [cut at 3 tokens]", "Assistant:  [stopped]"]
+    assert [line for line in lines if "Assistant" in line] == ["Assistant: yes [cut at 3 tokens]",
+                                                               "Assistant:  [stopped]"]
     assert len(heard) == 2 and lines[-1] == "User: "
 
 
@@ -429,8 +458,10 @@ def test_a_verifier_is_one_of_the_models_stage_or_of_sft(capsys, base, monkeypat
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["-g", "nobody"], ["nobody", "tiny"]), (["-s", "7"], ["no step 7"]), (["-t", "-1"], ["--temperature -1"]), (["-m", "0"], ["--max-new-tokens 0"]),
-    (["--verifier", "nobody"], ["nobody", "tiny-ver"]), (["--verifier", "../x"], ["--verifier ../x"]), (["-p", " "], ["-p"]), (["-p", ""], ["-p"])])
+    (["-g", "nobody"], ["nobody", "tiny"]), (["-s", "7"], ["no step 7"]), (["-t", "-1"], ["--temperature -1"]),
+    (["-m", "0"], ["--max-new-tokens 0"]),
+    (["--verifier", "nobody"], ["nobody", "tiny-ver"]), (["--verifier", "../x"], ["--verifier ../x"]),
+    (["-p", " "], ["-p"]), (["-p", ""], ["-p"])])
 def test_the_conversation_refuses(capsys, base, flags, words):
     line = refused(capsys, chat_cli, "-p", "1+1", *flags)
     assert all(word in line for word in words), line
@@ -447,7 +478,8 @@ def train(base, script, *flags: str) -> list[dict]:
     """A run's log without its timings."""
     script_main(script.main, script.make_parser, [*COMMON_RL_FLAGS, *flags])
     with open(base / "runs" / flags[flags.index("--run") + 1] / "metrics.jsonl") as f:
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "tokens_per_s"))} for line in f]
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "tokens_per_s"))}
+                for line in f]
 
 
 def test_rl_of_the_generator_is_the_recipe_grpo(base):

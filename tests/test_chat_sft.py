@@ -24,11 +24,14 @@ from tasks import make_task
 from tasks.conversations import load_conversations
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2", "--sequence-len", "128", "--examples-per-step", "8",
+MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2", "--sequence-len",
+         "128", "--examples-per-step", "8",
          "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6"]
 CHATS = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
-         {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12/60?"}, {"role": "assistant", "content": [
-             {"type": "text", "text": "It is "}, {"type": "python", "text": "12/60"}, {"type": "python_output", "text": "0.2"},
+         {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12/60?"},
+                       {"role": "assistant", "content": [
+             {"type": "text", "text": "It is "}, {"type": "python", "text": "12/60"},
+             {"type": "python_output", "text": "0.2"},
              {"type": "text", "text": "."}]}]},
          [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "no"}]]
 
@@ -46,7 +49,8 @@ def equal(a, b) -> bool:
 
 
 def metrics_of(base, tag: str) -> list[dict]:
-    return [json.loads(line) for line in (base / "chatsft_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)
+            for line in (base / "chatsft_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture
@@ -76,7 +80,8 @@ def test_conversations_come_at_even_distances_and_demonstrations_in_between(base
             num_demonstrations += 1
     assert kinds == [False, False, False, True] * 12
     chosen = [mixed(i) for i in range(3, 48, 4)]
-    for epoch in range(4):  # each pass has every conversation once; the one of 220 tokens does not fit 128 and gives None
+    # each pass has every conversation once; the one of 220 tokens does not fit 128 and gives None
+    for epoch in range(4):
         assert sorted(map(str, chosen[3 * epoch: 3 * epoch + 3])) == sorted(map(str, [*rendered[:2], None]))
 
 
@@ -102,9 +107,12 @@ def test_what_the_assistant_says_is_trained_and_the_calculators_output_is_not(ba
     ids, mask = tokenizer.render_conversation(CHATS[1]["messages"], None)
     special = tokenizer.special
     trained = [special("<|python_start|>"), *tokenizer.encode("12/60"), special("<|python_end|>")]
-    expected = [(tokenizer.bos, 0), (special("<|user_start|>"), 0), *((t, 0) for t in tokenizer.encode("Be brief.\n\n12/60?")), (special("<|user_end|>"), 0),
-                (special("<|assistant_start|>"), 0), *((t, 1) for t in tokenizer.encode("It is ")), *((t, 1) for t in trained),
-                (special("<|output_start|>"), 0), *((t, 0) for t in tokenizer.encode("0.2")), (special("<|output_end|>"), 0),
+    expected = [(tokenizer.bos, 0), (special("<|user_start|>"), 0),
+                *((t, 0) for t in tokenizer.encode("Be brief.\n\n12/60?")), (special("<|user_end|>"), 0),
+                (special("<|assistant_start|>"), 0), *((t, 1) for t in tokenizer.encode("It is ")),
+                *((t, 1) for t in trained),
+                (special("<|output_start|>"), 0), *((t, 0) for t in tokenizer.encode("0.2")),
+                (special("<|output_end|>"), 0),
                 *((t, 1) for t in tokenizer.encode(".")), (tokenizer.assistant_end, 1)]
     assert list(zip(ids, mask, strict=True)) == expected
     with pytest.raises(ValueError, match="part of type 'code'"):
@@ -168,11 +176,13 @@ def test_conversations_none_of_which_fits_are_refused(base, tmp_path):
 def test_packed_rows_are_whole_contexts_and_learn(base, monkeypatch):
     shapes = []
     loss = chat_sft.supervised_loss
-    monkeypatch.setattr(chat_sft, "supervised_loss", lambda model, ids, mask, n: shapes.append((ids.shape, int(mask.sum()))) or loss(model, ids, mask, n))
+    monkeypatch.setattr(chat_sft, "supervised_loss", lambda model, ids, mask,
+                        n: shapes.append((ids.shape, int(mask.sum()))) or loss(model, ids, mask, n))
     train("--model-tag", "a", "--pack", "--num-steps", "12", "--micro-batch-tokens", "256")
     records = metrics_of(base, "a")
     assert {shape[1] for shape, _ in shapes} == {128} and max(shape[0] for shape, _ in shapes) == 2
-    assert sum(trained for _, trained in shapes) == sum(r["trained_tokens"] for r in records)  # no example is lost in packing
+    # no example is lost in packing
+    assert sum(trained for _, trained in shapes) == sum(r["trained_tokens"] for r in records)
     assert records[-1]["loss"] < records[0]["loss"]
 
 
@@ -180,14 +190,16 @@ def test_it_starts_from_a_base_model(base):
     model = GPT(GPTConfig(96, 265, 2, 2, 2, 32, "L"))
     model.init_weights(torch.Generator().manual_seed(1))
     save_model("base", "b", 30, model, {"user_config": {}})
-    start = ["--model-tag", "a", "--from-stage", "base", "--from-tag", "b", "--matrix-lr", "0", "--embedding-lr", "0", "--num-steps", "1"]
+    start = ["--model-tag", "a", "--from-stage", "base", "--from-tag", "b", "--matrix-lr", "0", "--embedding-lr", "0",
+             "--num-steps", "1"]
     with pytest.raises(BadInput, match="--depth 1: the base model has 2, and keeps its shape"):
         train(*start)
     start += ["--depth", "2", "--sequence-len", "96"]
     train(*start)
     assert equal(weights("a"), list(model.parameters()))
     assert load_model("sft", "a", torch.device("cpu"), torch.float32)[0].config == model.config
-    train("--model-tag", "a", "--from-stage", "sft", "--num-steps", "1", "--from-step", "1", "--depth", "2", "--sequence-len", "96", role="verifier")
+    train("--model-tag", "a", "--from-stage", "sft", "--num-steps", "1", "--from-step", "1", "--depth", "2",
+          "--sequence-len", "96", role="verifier")
     assert list_steps("sft", "a-ver") == [1] and not equal(weights("a-ver"), weights("a"))
 
 
@@ -230,9 +242,12 @@ def test_two_ranks_go_on_from_one(base):
     """What one rank saved, two continue: the examples are the same, and the losses agree to rounding."""
     train("--model-tag", "a", "--save-every", "2")
     losses = [r["loss"] for r in metrics_of(base, "a")]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/chat_sft.py", "--",
-                           "--role", "generator", *MODEL, "--model-tag", "a", "--save-every", "2", "--resume-from-step", "2"],
-                          cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                           "scripts/chat_sft.py", "--",
+                           "--role", "generator", *MODEL, "--model-tag", "a", "--save-every", "2",
+                           "--resume-from-step", "2"],
+                          cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [r["loss"] for r in metrics_of(base, "a")] == pytest.approx(losses, rel=1e-3)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from nanochat import checkpoint
-from nanochat.checkpoint import (default_tag, find_step, list_steps, list_tags, load_file, load_model, load_optimizer, load_state, save_atomic,
-                                 save_model, save_optimizer, save_state, saved_steps)
+from nanochat.checkpoint import (default_tag, find_step, list_steps, list_tags, load_file, load_model, load_optimizer,
+                                 load_state, save_atomic, save_model, save_optimizer, save_state, saved_steps)
 from nanochat.common import BadInput, path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
@@ -67,11 +67,13 @@ def test_a_model_comes_back_bit_for_bit(base):
 def test_the_meta_holds_upstreams_model_config(base):
     saved_model()
     meta = json.loads((base / "chatsft_checkpoints" / "d2" / "meta_000007.json").read_text())
-    assert meta["model_config"] == {"sequence_len": 64, "vocab_size": 265, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 48,
+    assert meta["model_config"] == {"sequence_len": 64, "vocab_size": 265, "n_layer": 2, "n_head": 2, "n_kv_head": 1,
+                                    "n_embd": 48,
                                     "window_pattern": "SL"}
 
 
-@pytest.mark.parametrize("stage, folder", [("base", "base_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")])
+@pytest.mark.parametrize("stage, folder",
+                         [("base", "base_checkpoints"), ("sft", "chatsft_checkpoints"), ("rl", "chatrl_checkpoints")])
 def test_stages_keep_upstreams_folders(base, stage, folder):
     saved_model(stage=stage)
     assert (base / folder / "d2" / "model_000007.pt").exists() and list_tags(stage) == ["d2"]
@@ -79,7 +81,8 @@ def test_stages_keep_upstreams_folders(base, stage, folder):
 
 def test_bf16_weights_become_fp32_masters_and_activations_the_asked_dtype(base):
     model = saved_model()
-    edit_file(base / "chatsft_checkpoints/d2/model_000007.pt", lambda state: state.update({name: p.bfloat16() for name, p in state.items()}))
+    edit_file(base / "chatsft_checkpoints/d2/model_000007.pt",
+              lambda state: state.update({name: p.bfloat16() for name, p in state.items()}))
     loaded, _ = load_model("sft", "d2", "cpu", torch.bfloat16)
     assert all(torch.equal(p, model.state_dict()[name].bfloat16().float()) for name, p in loaded.state_dict().items())
     assert loaded.trunk(torch.tensor([[1]])).dtype == torch.bfloat16
@@ -142,7 +145,8 @@ def test_an_extra_tensor_is_named(base):
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(base):
     saved_model()
-    edit_file(base / "chatsft_checkpoints/d2/model_000007.pt", lambda state: state.update({"smear_gate.weight": torch.zeros(1, 12)}))
+    edit_file(base / "chatsft_checkpoints/d2/model_000007.pt",
+              lambda state: state.update({"smear_gate.weight": torch.zeros(1, 12)}))
     message = refusal(load_model, "sft", "d2", "cpu", FP32)
     assert all(part in message for part in ("smear_gate.weight", "(1, 12)", "(1, 24)"))
 
@@ -157,7 +161,8 @@ class Payload:
         return open, (self.path, "w")
 
 
-@pytest.mark.parametrize("wrap", [lambda evil: evil, lambda evil: {"lm_head.weight": evil}, lambda evil: [torch.zeros(2), evil]])
+@pytest.mark.parametrize("wrap", [lambda evil: evil, lambda evil: {"lm_head.weight": evil},
+                                  lambda evil: [torch.zeros(2), evil]])
 def test_a_hostile_file_is_refused_and_runs_nothing(base, wrap):
     saved_model()
     path = base / "chatsft_checkpoints/d2/model_000007.pt"
@@ -169,7 +174,8 @@ def test_a_hostile_file_is_refused_and_runs_nothing(base, wrap):
     assert (base / "owned").exists()  # the payload is a real one
 
 
-@pytest.mark.parametrize("damage", [lambda whole: b"", lambda whole: whole[:100], lambda whole: whole[: len(whole) // 2], lambda whole: b"\n" * 500])
+@pytest.mark.parametrize("damage", [lambda whole: b"", lambda whole: whole[:100],
+                                    lambda whole: whole[: len(whole) // 2], lambda whole: b"\n" * 500])
 def test_a_damaged_file_is_refused_by_name(base, damage):
     saved_model()
     path = base / "chatsft_checkpoints/d2/model_000007.pt"
@@ -276,17 +282,20 @@ def test_an_optimizer_comes_back_bit_for_bit(base):
     before, after = optimizer.state_dict(), restored.state_dict()
     assert after["param_groups"] == before["param_groups"] and len(after["state"]) == len(list(model.parameters()))
     for index, entry in before["state"].items():
-        assert entry["step"] == 2 and all(torch.equal(value, after["state"][index][key]) for key, value in entry.items())
+        assert entry["step"] == 2 and all(torch.equal(value, after["state"][index][key]) for key,
+                                          value in entry.items())
 
 
 def test_a_missing_optimizer_is_named():
-    assert "optim_000005_rank0.pt is missing" in refusal(load_optimizer, "rl", "run-gen", 5, adamw(tiny_model().parameters(), 1e-3))
+    assert "optim_000005_rank0.pt is missing" in refusal(load_optimizer, "rl", "run-gen", 5,
+                                                         adamw(tiny_model().parameters(), 1e-3))
 
 
 @pytest.mark.parametrize("other", [dict(n_layer=3), dict(n_embd=64)])
 def test_an_optimizer_of_other_parameters_is_refused(other):
     save_optimizer("rl", "run-gen", 5, trained(tiny_model()))
-    assert "optim_000005_rank0.pt" in refusal(load_optimizer, "rl", "run-gen", 5, adamw(tiny_model(**other).parameters(), 1e-3))
+    assert "optim_000005_rank0.pt" in refusal(load_optimizer, "rl", "run-gen", 5,
+                                              adamw(tiny_model(**other).parameters(), 1e-3))
 
 
 def test_a_runs_state_comes_back_and_makes_its_step_valid():
@@ -310,10 +319,13 @@ def test_an_unknown_step_of_a_run_is_refused_with_those_there_are():
 # Where things are
 
 LAYOUTS = {
-    "today's": ({}, {"sft": "chatsft_checkpoints/d2/model_000007.pt", "base": "base_checkpoints/d2", "rl": "chatrl_checkpoints/d2", "runs": "runs/x"},
+    "today's": ({}, {"sft": "chatsft_checkpoints/d2/model_000007.pt", "base": "base_checkpoints/d2",
+                     "rl": "chatrl_checkpoints/d2", "runs": "runs/x"},
                 "tokenizer"),
-    "announced": ({"NANOCHAT_EXPERIMENT": "mine"}, {"sft": "experiments/mine/d2/sft/model_000007.pt", "base": "experiments/mine/d2/base",
-                                                    "rl": "experiments/mine/d2/rl", "runs": "experiments/mine/runs/x"}, "experiments/mine/tokenizer"),
+    "announced": ({"NANOCHAT_EXPERIMENT": "mine"},
+                  {"sft": "experiments/mine/d2/sft/model_000007.pt", "base": "experiments/mine/d2/base",
+                                                    "rl": "experiments/mine/d2/rl", "runs": "experiments/mine/runs/x"},
+                                                    "experiments/mine/tokenizer"),
 }
 
 
@@ -324,7 +336,8 @@ def test_one_function_knows_both_layouts(tmp_path, monkeypatch, name):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    got = {"sft": path_of("sft", "d2", "model_000007.pt"), "base": path_of("base", "d2"), "rl": path_of("rl", "d2"), "runs": path_of("runs", "x")}
+    got = {"sft": path_of("sft", "d2", "model_000007.pt"), "base": path_of("base", "d2"), "rl": path_of("rl", "d2"),
+           "runs": path_of("runs", "x")}
     assert got == {kind: str(tmp_path / path) for kind, path in expected.items()}
     assert path_of("tokenizer") == str(tmp_path / tokenizer)
 
@@ -338,7 +351,8 @@ def test_the_announced_layout_is_listed_loaded_and_kept_apart(base, monkeypatch)
     os.makedirs(path_of("runs", "d9"))
     assert (list_tags("sft"), list_tags("base"), default_tag("sft")) == (["d3"], ["d4"], "d3")
     loaded, meta = load_model("sft", "d3", "cpu", FP32)
-    assert meta["step"] == 5 and all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert meta["step"] == 5 and all(torch.equal(a, b) for a,
+                                     b in zip(loaded.parameters(), model.parameters(), strict=True))
     monkeypatch.setenv("NANOCHAT_EXPERIMENTS_DIR", str(base / "elsewhere"))
     assert list_tags("sft") == [] and path_of("base", "d1") == str(base / "elsewhere" / "mine" / "d1" / "base")
     monkeypatch.setenv("NANOCHAT_EXPERIMENT", "../x")

@@ -1,5 +1,6 @@
 """
-Competition mathematics: reading rows of every layout, what is left out, splits, demonstrations; the real files where they are.
+Competition mathematics: reading rows of every layout, what is left out, splits, demonstrations; the real files where
+they are.
 
     python -m pytest tests/test_competition.py -q
 """
@@ -17,15 +18,19 @@ from tasks import add_task_args, complete_task_args, make_task
 from tasks.chain import Chain
 from tasks.competition import SETS, Competition, Row, read_rows, solution_steps
 
-DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "shared", "data")
+DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..",
+                                                       "shared", "data")
 REAL = os.path.join(DATA, "math")
 SPLITS = ("sft", "rl", "test_in", "test_out")
 WORKED = "Half of 48 is 24.\n48/2 + 48 = 72\nSo it is $\\boxed{72}$."
-EURUS = {"data_source": "numina_olympiads", "ability": "math", "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"},
+EURUS = {"data_source": "numina_olympiads", "ability": "math",
+         "reward_model": {"ground_truth": "\\frac{1}{2}", "style": "rule"},
          "prompt": [{"role": "system", "content": "Follow the format."},
-                    {"role": "user", "content": "Half of one?\n\nPresent the answer in LaTex format: \\boxed{Your answer}"}]}
+                    {"role": "user",
+                     "content": "Half of one?\n\nPresent the answer in LaTex format: \\boxed{Your answer}"}]}
 PROGRAM = {**EURUS, "ability": "code", "reward_model": {"ground_truth": '{"inputs": []}', "style": "rule"}}
-OLYMPIAD = {"question": "Which roots?", "final_answer": ["$1$", "$\\frac{1}{2}$"], "solution": ["First.", "Second."], "is_multiple_answer": True}
+OLYMPIAD = {"question": "Which roots?", "final_answer": ["$1$", "$\\frac{1}{2}$"], "solution": ["First.", "Second."],
+            "is_multiple_answer": True}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,10 +96,12 @@ def test_every_set_has_the_methods_of_chain_and_its_name(name, tmp_path):
 @pytest.mark.parametrize("column", ["problem", "question"])
 def test_every_set_can_be_files_of_plain_rows_one_per_part(name, column, tmp_path):
     parts = SETS[name].parts
-    files = [write(tmp_path / f"{part}.jsonl", [{column: f"{part} {k}?", "answer": k} for k in range(30)]) for part in parts]
+    files = [write(tmp_path / f"{part}.jsonl", [{column: f"{part} {k}?", "answer": k} for k in range(30)])
+             for part in parts]
     task = task_of(name, *files)
     assert [task.num_problems(part) for part in ("test_in", "test_out")] == [30, 30]
-    assert (task.num_problems("sft"), task.num_problems("rl")) == (0, 30 if parts[0] == "train" else 0)  # without worked solutions nothing is kept for SFT
+    # without worked solutions nothing is kept for SFT
+    assert (task.num_problems("sft"), task.num_problems("rl")) == (0, 30 if parts[0] == "train" else 0)
     for split in SPLITS[1:] if parts[0] == "train" else ("test_in", "test_out"):
         problem = task.problem(split, 4)
         assert problem.prompt == f"{split if 'test' in split else 'train'} {problem.answer}?" and task.step_labels(problem, "") == []
@@ -115,7 +122,8 @@ def test_a_folder_stands_for_all_parts(name, tmp_path):
 def test_long_problems_are_left_out_of_training_alone(tmp_path):
     """At most 3000 characters to train on; a test set is what it is."""
     rows = [{"problem": letter * size, "answer": "1"} for letter, size in (("a", 3000), ("b", 3001))]
-    task = task_of("math", write(tmp_path / "train.jsonl", rows), write(tmp_path / "test.jsonl", [{"problem": "c" * 3001, "answer": "1"}]))
+    task = task_of("math", write(tmp_path / "train.jsonl", rows),
+                   write(tmp_path / "test.jsonl", [{"problem": "c" * 3001, "answer": "1"}]))
     assert (task.num_problems("rl"), task.num_problems("test_in"), task.dropped) == (1, 1, {("train", "longer than 3000 characters"): 1})
 
 
@@ -129,7 +137,8 @@ def test_json_and_parquet_files_are_read_too(tmp_path):
 
 @pytest.mark.parametrize("name, flags, asked", [
     ("math", [], [(("DigitalLearningGmbH/MATH-lighteval",), "train"), (("HuggingFaceH4/MATH-500",), "test")]),
-    ("eurus", [], [(("PRIME-RL/Eurus-2-RL-Data",), "train"), (("PRIME-RL/Eurus-2-RL-Data",), "validation"), (("HuggingFaceH4/MATH-500",), "test")]),
+    ("eurus", [], [(("PRIME-RL/Eurus-2-RL-Data",), "train"), (("PRIME-RL/Eurus-2-RL-Data",), "validation"),
+                   (("HuggingFaceH4/MATH-500",), "test")]),
     ("aime", [], [(("HuggingFaceH4/aime_2024",), "train"), (("math-ai/aime25",), "test")]),
     ("amc", [], [(("math-ai/amc23",), "test")]),
     ("olympiad", [], [(("Hothan/OlympiadBench", "OE_TO_maths_en_COMP"), "train")]),
@@ -156,7 +165,8 @@ def test_sources_are_recorded_with_a_checkpoint_and_come_back():
     args = argparse.Namespace(**dict.fromkeys(recorded))
     complete_task_args(args, recorded)
     assert args.aime_data == ["a.jsonl", "b.jsonl"] and args.math_data == list(SETS["math"].sources)
-    complete_task_args(args := argparse.Namespace(**dict.fromkeys(recorded)), {"task": "chain"})  # of a checkpoint that knows no such flags
+    # of a checkpoint that knows no such flags
+    complete_task_args(args := argparse.Namespace(**dict.fromkeys(recorded)), {"task": "chain"})
     assert args.math_data == list(SETS["math"].sources)
 
 
@@ -164,7 +174,8 @@ def test_sources_are_recorded_with_a_checkpoint_and_come_back():
     (["/no/such.jsonl"], "--math-data /no/such.jsonl: no such file$"),
     (["no/such.jsonl"], "--math-data no/such.jsonl: no such file$"),  # written like a name of the hub
     (["/no/such"], "--math-data /no/such: no such file that ends in .jsonl, .json, .parquet, and no name of a dataset"),
-    (["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"], "--math-data a.jsonl b.jsonl c.jsonl d.jsonl: at most 3 sources, of train, test_in, test_out"),
+    (["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"],
+     "--math-data a.jsonl b.jsonl c.jsonl d.jsonl: at most 3 sources, of train, test_in, test_out"),
     (["/tmp", "/tmp"], "--math-data /tmp: is a folder, which stands for all parts"),
 ])
 def test_sources_that_are_not_there_are_bad_input(sources, complaint):
@@ -222,12 +233,16 @@ def test_a_file_that_is_no_json_is_bad_input(tmp_path):
 
 def test_what_is_left_out_is_counted_by_part_and_reason_and_told_once(tmp_path, capsys):
     train = [*(plain(k) for k in range(40)),
-             plain(0), {"problem": "train:  $1 + 1$? ", "answer": "2"},                           # repeated, one with other white space
-             {**plain(2), "answer": "7"},                                                         # contradicts problem 2: both go
+             # repeated, one with other white space
+             plain(0), {"problem": "train:  $1 + 1$? ", "answer": "2"},
+             # contradicts problem 2: both go
+             {**plain(2), "answer": "7"},
              {"problem": "No answer?", "answer": ""}, {"problem": "No meaning?", "answer": "<?"},
              plain(1, "test"), {"problem": "test:\n$2 + 1$?", "answer": "3"}]                     # held out
-    task = task_of("math", write(tmp_path / "a.jsonl", train), write(tmp_path / "b.jsonl", [plain(k, "test") for k in range(9)] + [plain(3, "test")]))
-    assert task.dropped == {("train", "repeated"): 2, ("train", "repeated with another answer"): 2, ("train", "also in a test part"): 2,
+    task = task_of("math", write(tmp_path / "a.jsonl", train),
+                   write(tmp_path / "b.jsonl", [plain(k, "test") for k in range(9)] + [plain(3, "test")]))
+    assert task.dropped == {("train", "repeated"): 2, ("train", "repeated with another answer"): 2,
+                            ("train", "also in a test part"): 2,
                             ("train", "without an answer that can be graded"): 2, ("test_in", "repeated"): 1}
     assert task.num_dropped == 9 and task.num_problems("test_in") == 9
     assert prompts(task, "sft") | prompts(task, "rl") == {plain(k)["problem"] for k in range(40) if k != 2}
@@ -237,16 +252,19 @@ def test_what_is_left_out_is_counted_by_part_and_reason_and_told_once(tmp_path, 
 
 def test_a_problem_of_test_out_is_held_out_too_and_programs_are_left_out(tmp_path):
     asked = [{**EURUS, "prompt": [{"role": "user", "content": plain(k)["problem"]}]} for k in range(20)]
-    files = [write(tmp_path / f"{i}.jsonl", rows) for i, rows in enumerate(([*asked, PROGRAM, PROGRAM], [EURUS, PROGRAM], [plain(3)]))]
+    files = [write(tmp_path / f"{i}.jsonl", rows) for i,
+             rows in enumerate(([*asked, PROGRAM, PROGRAM], [EURUS, PROGRAM], [plain(3)]))]
     task = task_of("eurus", *files)
-    assert task.dropped == {("train", "no mathematics"): 2, ("train", "also in a test part"): 1, ("test_in", "no mathematics"): 1}
+    assert task.dropped == {("train", "no mathematics"): 2, ("train", "also in a test part"): 1,
+                            ("test_in", "no mathematics"): 1}
     assert prompts(task, "test_in") == {"Half of one?"} and prompts(task, "test_out") == {plain(3)["problem"]}
     assert len(prompts(task, "sft") | prompts(task, "rl")) == 19
 
 
 # Splits
 
-@pytest.mark.parametrize("name, split", [("aime", "rl"), ("aime", "sft"), ("aime", "test_out"), ("amc", "rl"), ("olympiad", "test_out")])
+@pytest.mark.parametrize("name, split", [("aime", "rl"), ("aime", "sft"), ("aime", "test_out"), ("amc", "rl"),
+                                         ("olympiad", "test_out")])
 def test_a_split_without_problems_is_bad_input_that_names_task_and_split(name, split, tmp_path):
     task = task_of(name, write(tmp_path / "rows.jsonl", [plain(1)]))
     assert task.num_problems(split) == 0
@@ -294,7 +312,8 @@ def test_a_solution_demo_is_the_worked_solution_and_right(task):
     problem = task.problem("sft", 0)
     k = int(problem.answer) - 1
     demo = task.solution_demo(problem, random.Random(0))  # a step of the source is right, whatever its equations
-    assert demo == task.fmt.render_solution([*WORKED.split("\n"), f"10/3 = 3 and {k}."], problem.answer)  # \boxed{72} in a step is not the answer
+    # \boxed{72} in a step is not the answer
+    assert demo == task.fmt.render_solution([*WORKED.split("\n"), f"10/3 = 3 and {k}."], problem.answer)
     assert task.check(problem, demo) is True
     verification = parse_verification(task.fmt, task.verification_demo(problem, demo, random.Random(0)), 4)
     assert verification.unmet == () and verification.step_verdicts == [True] * 4 and verification.verdict is True
@@ -311,7 +330,8 @@ def test_a_corrupted_solution_has_another_answer_half_of_the_time(task):
 
 
 def test_where_the_answer_is_no_number_the_other_one_is_of_another_problem(tmp_path):
-    rows = [{"problem": f"x{k}?", "answer": answer, "solution": "See."} for k, answer in enumerate(["\\sqrt{2}", "\\sqrt{3}", "\\pi"] * 20)]
+    rows = [{"problem": f"x{k}?", "answer": answer, "solution": "See."} for k,
+            answer in enumerate(["\\sqrt{2}", "\\sqrt{3}", "\\pi"] * 20)]
     task = task_of("math", write(tmp_path / "rows.jsonl", rows))
     problem = task.problem("sft", 0)
     answers = {task.fmt.answer(task.corrupted_solution(problem, random.Random(i))) for i in range(50)}
@@ -328,7 +348,8 @@ def test_a_verification_works_the_equations_again_and_ends_with_the_outcome(task
 def test_without_worked_solutions_there_is_nothing_to_demonstrate(tmp_path):
     task = task_of("amc", write(tmp_path / "rows.jsonl", [plain(1)]))
     problem, rng = task.problem("test_in", 0), random.Random(0)
-    for demo in (task.solution_demo, task.corrupted_solution, lambda problem, rng: task.verification_demo(problem, "", rng)):
+    for demo in (task.solution_demo, task.corrupted_solution, lambda problem,
+                 rng: task.verification_demo(problem, "", rng)):
         with pytest.raises(BadInput, match="task amc: nothing to demonstrate, --amc-data has no worked solution"):
             demo(problem, rng)
 

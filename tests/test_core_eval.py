@@ -1,5 +1,6 @@
 """
-CORE: prompts as upstream renders them, scores against one plain forward per row, accuracies known by construction, files that must be refused.
+CORE: prompts as upstream renders them, scores against one plain forward per row, accuracies known by construction,
+files that must be refused.
 
     python -m pytest tests/test_core_eval.py -q
 """
@@ -13,7 +14,8 @@ import torch
 
 from nanochat import core_eval
 from nanochat.common import BadInput
-from nanochat.core_eval import CoreTask, centered, continuation_scores, core_metric, evaluate_core_task, is_right, load_core, micro_batches, rows_of
+from nanochat.core_eval import (CoreTask, centered, continuation_scores, core_metric, evaluate_core_task, is_right,
+                                load_core, micro_batches, rows_of)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 
@@ -38,8 +40,8 @@ def random_model() -> GPT:
 
 @torch.no_grad()
 def cycle_model() -> GPT:
-    """Knows "=abcabcabc..." and nothing else. A fresh model's blocks do nothing: its hidden states are functions of the token alone, and the
-    row of the head for "b" is the state of "a"."""
+    """Knows "=abcabcabc..." and nothing else. A fresh model's blocks do nothing: its hidden states are functions of the
+    token alone, and the row of the head for "b" is the state of "a"."""
     model = tiny_model()
     a, b, c, equals = model.trunk(torch.tensor([list(b"abc=")]))[0]
     model.lm_head.weight.zero_()
@@ -68,12 +70,15 @@ def texts_of(task: CoreTask, index: int = 0) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("task, index, rows", [
-    (make_task("multiple_choice", CHOICE, 2), 1, [("q4?: no4\n\nq3?: yes3\n\nq1?: ", "no1"), ("q4?: no4\n\nq3?: yes3\n\nq1?: ", "yes1")]),
+    (make_task("multiple_choice", CHOICE, 2), 1,
+     [("q4?: no4\n\nq3?: yes3\n\nq1?: ", "no1"), ("q4?: no4\n\nq3?: yes3\n\nq1?: ", "yes1")]),
     (make_task("schema", SCHEMA, 1, ", "), 4, [("a0?, end0\n\na4?", ", end4"), ("a0?, end0\n\nb4!", ", end4")]),
-    (make_task("language_modeling", TEXT, 2, "\nA: "), 0, [("c4\nA: w4\n\nc1\nA: w1\n\nc0\nA:", " w0")]),  # its first space is not the context's
+    # its first space is not the context's
+    (make_task("language_modeling", TEXT, 2, "\nA: "), 0, [("c4\nA: w4\n\nc1\nA: w1\n\nc0\nA:", " w0")]),
 ], ids=["multiple_choice", "schema", "language_modeling"])
 def test_shots_and_prompts_are_upstreams(task, index, rows):
-    """Written down from upstream's templates and draws: of 5 examples, 1 has the shots 4 and 3 of two, 4 has 0 of one, 0 has 4 and 1 of two."""
+    """Written down from upstream's templates and draws: of 5 examples, 1 has the shots 4 and 3 of two, 4 has 0 of one,
+    0 has 4 and 1 of two."""
     assert texts_of(task, index) == rows
 
 
@@ -125,7 +130,8 @@ def greedy(ids: list[int], num: int) -> list[int]:
 def test_scores_are_those_of_one_plain_forward_per_row(monkeypatch):
     monkeypatch.setattr(core_eval, "LOGIT_ROWS", 7)
     rng = random.Random(1)
-    rows = [([TOKENIZER.bos, *(rng.randrange(256) for _ in range(length))], rng.randint(1, length)) for length in (1, 2, 9, 9, 30, 17)]
+    rows = [([TOKENIZER.bos, *(rng.randrange(256) for _ in range(length))], rng.randint(1, length))
+            for length in (1, 2, 9, 9, 30, 17)]
     rows += [(greedy([TOKENIZER.bos, 65 + i], 4 + i), 2) for i in range(3)]
     rows += [([*rows[-1][0][:-1], 65], 2)]  # likeliest but for the last token
     scores, plain = continuation_scores(MODEL, rows), [plain_score(MODEL, *row) for row in rows]
@@ -138,7 +144,8 @@ def test_a_row_without_continuation_has_no_loss():
     assert math.isnan(loss) and other == pytest.approx(plain_score(MODEL, [256, 65, 66], 1)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("losses, chosen", [([2.0, 1.0], 1), ([1.0, 1.0], 0), ([2.0, math.nan, 1.0], 2), ([math.nan, 1.0], 0)])
+@pytest.mark.parametrize("losses, chosen",
+                         [([2.0, 1.0], 1), ([1.0, 1.0], 0), ([2.0, math.nan, 1.0], 2), ([math.nan, 1.0], 0)])
 def test_the_least_loss_is_chosen(losses, chosen):
     for gold in range(len(losses)):
         assert is_right(make_task("schema", []), {"gold": gold}, [(loss, True) for loss in losses]) == (gold == chosen)
@@ -159,11 +166,13 @@ def test_micro_batches_keep_examples_whole_and_within_bounds(max_tokens):
 # Accuracy
 
 def known_items(num: int) -> list[dict]:
-    """Examples for all kinds, of which CYCLE solves every third: the right choice is "=abc", the context before "bc" is "=a"."""
+    """Examples for all kinds, of which CYCLE solves every third: the right choice is "=abc", the context before "bc" is
+    "=a"."""
     items = []
     for i in range(num):
         right = int(i % 3 == 0)
-        items.append({"query": f"{i}", "choices": ["acb", "abc"], "context_options": ["x=b", "x=a"], "context": f"{i}", "gold": right,
+        items.append({"query": f"{i}", "choices": ["acb", "abc"], "context_options": ["x=b", "x=a"], "context": f"{i}",
+                      "gold": right,
                       "continuation": "abca" if right else ("abcb" if i % 3 == 1 else "bca")})
     return items
 
@@ -183,7 +192,8 @@ def random_task(kind: str) -> tuple[CoreTask, list[bool]]:
     """A task of 14 examples, and which of them MODEL solves in the order of the shuffle, by one forward per row."""
     rng, right = random.Random(3), []
     word = lambda: "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(2, 9)))
-    items = [{"query": word(), "choices": ["x" + word(), "y" + word(), "z" + word()], "context_options": [word() + "x", word() + "y"],
+    items = [{"query": word(), "choices": ["x" + word(), "y" + word(), "z" + word()],
+              "context_options": [word() + "x", word() + "y"],
               "continuation": word(), "gold": rng.randrange(2)} for _ in range(14)]
     task, shuffled = make_task(kind, items, num_fewshot=1), list(items)
     random.Random(1337).shuffle(shuffled)
@@ -220,7 +230,8 @@ def test_the_examples_of_a_cut_task_are_upstreams():
 
 
 def test_examples_longer_than_the_context_are_counted_and_not_cut():
-    """The context is 64 tokens: <|bos|>, 59 letters, "=" and "abc" fill it, one letter more does not fit; the answer stays the same."""
+    """The context is 64 tokens: <|bos|>, 59 letters, "=" and "abc" fill it, one letter more does not fit; the answer
+    stays the same."""
     items = [{"context": "d" * length, "continuation": "abc"} for length in (59, 60, 200)]
     assert evaluate_core_task(CYCLE, TOKENIZER, make_task("language_modeling", items, delimiter="=")) == (1.0, 2)
     both = [{"query": "d" * 200, "choices": ["ab", "ac"], "gold": 0}]  # both rows are too long, which is one example
@@ -252,8 +263,10 @@ CSV = "Eval Task,Task Category,Random baseline\nchoice,x,25.0\nother,x,\nschema,
 
 
 def write_core(folder, **files) -> str:
-    """A well-formed folder, with these files instead: yaml, csv, and choice, schema, text, the examples. None: no such file."""
-    lines = {name: "".join(json.dumps(item) + "\n" for item in items) for name, items in (("choice", CHOICE), ("schema", SCHEMA), ("text", TEXT))}
+    """A well-formed folder, with these files instead: yaml, csv, and choice, schema, text, the examples. None: no such
+    file."""
+    lines = {name: "".join(json.dumps(item) + "\n" for item in items) for name,
+             items in (("choice", CHOICE), ("schema", SCHEMA), ("text", TEXT))}
     contents = {"yaml": YAML, "csv": CSV} | lines | files
     paths = {"yaml": "core.yaml", "csv": "eval_meta_data.csv", "choice": "eval_data/a/choice.jsonl"}
     for name, content in contents.items():
@@ -266,11 +279,13 @@ def write_core(folder, **files) -> str:
 
 def test_a_well_formed_folder(tmp_path):
     assert load_core(write_core(tmp_path)) == [CoreTask("choice", "multiple_choice", CHOICE, 2, "\nAnswer: ", 25.0),
-                                               CoreTask("schema", "schema", SCHEMA, 0, " ", 50.0), CoreTask("text", "language_modeling", TEXT, 1, " ", 0.0)]
+                                               CoreTask("schema", "schema", SCHEMA, 0, " ", 50.0),
+                                               CoreTask("text", "language_modeling", TEXT, 1, " ", 0.0)]
 
 
 def test_the_last_line_may_lack_its_end_and_lines_may_end_as_on_windows(tmp_path):
-    assert load_core(write_core(tmp_path, text='{"context": "a\u2028b", "continuation": "c"}\r\n{"context": "d", "continuation": "e"}'))[2].items == [
+    assert load_core(write_core(tmp_path,
+                                text='{"context": "a\u2028b", "continuation": "c"}\r\n{"context": "d", "continuation": "e"}'))[2].items == [
         {"context": "a\u2028b", "continuation": "c"}, {"context": "d", "continuation": "e"}]
 
 
@@ -281,26 +296,43 @@ def entry(text: str) -> str:
 
 GOOD_LINE = '{"query": "q", "choices": ["a", "b"], "gold": 0}\n'
 MALFORMED = [
-    (dict(yaml=None), "cannot read .*core.yaml"), (dict(yaml="a: [\n1"), "core.yaml is not yaml"), (dict(yaml="- 1"), "core.yaml: no list icl_tasks"),
-    (dict(yaml=""), "no list icl_tasks"), (dict(yaml="icl_tasks: []"), "no list icl_tasks"), (dict(yaml=b"\xff"), "core.yaml is not UTF-8"),
-    (dict(yaml="icl_tasks: [1]"), "task 0 has no label"), (dict(yaml=entry("label: text")), "task 0 has no icl_task_type"),
+    (dict(yaml=None), "cannot read .*core.yaml"), (dict(yaml="a: [\n1"), "core.yaml is not yaml"),
+    (dict(yaml="- 1"), "core.yaml: no list icl_tasks"),
+    (dict(yaml=""), "no list icl_tasks"), (dict(yaml="icl_tasks: []"), "no list icl_tasks"),
+    (dict(yaml=b"\xff"), "core.yaml is not UTF-8"),
+    (dict(yaml="icl_tasks: [1]"), "task 0 has no label"),
+    (dict(yaml=entry("label: text")), "task 0 has no icl_task_type"),
     (dict(yaml=YAML.replace("schema, icl", "text, icl")), "two tasks are labelled text"),
-    (dict(yaml=YAML.replace("dataset_uri: schema.jsonl", "dataset_uri: 3")), "task 1: label, dataset_uri and continuation_delimiter must be text"),
-    (dict(yaml=YAML.replace("type: schema", "type: sums")), "schema: unknown icl_task_type 'sums', known are multiple_choice, schema, language_modeling"),
+    (dict(yaml=YAML.replace("dataset_uri: schema.jsonl", "dataset_uri: 3")),
+     "task 1: label, dataset_uri and continuation_delimiter must be text"),
+    (dict(yaml=YAML.replace("type: schema", "type: sums")),
+     "schema: unknown icl_task_type 'sums', known are multiple_choice, schema, language_modeling"),
     (dict(yaml=YAML.replace("type: schema", "type: [1]")), "schema: unknown icl_task_type"),
-    (dict(yaml=YAML.replace("[1]", "1")), "text: num_fewshot must be a list"), (dict(yaml=YAML.replace("[1]", "[-1]")), "text: num_fewshot"),
-    (dict(yaml=YAML.replace("[1]", "[]")), "text: num_fewshot"), (dict(yaml=YAML.replace("[1]", "[true]")), "text: num_fewshot"),
-    (dict(csv=None), "cannot read .*eval_meta_data.csv"), (dict(csv=""), "no column 'Eval Task'"), (dict(csv="Eval Task,b\n"), "no column 'Random baseline'"),
-    (dict(csv=CSV.replace("50", "half")), "csv: line 4: baseline 'half' is not a number"), (dict(csv=CSV.replace("50", "")), "no random baseline .* schema"),
-    (dict(csv=CSV.replace("text,z,0\n", "")), "csv: no random baseline .* text"), (dict(csv=CSV.replace("50", "100")), "no random baseline"),
-    (dict(text=None), "cannot read .*text.jsonl"), (dict(text=""), "text.jsonl: line 1 is not json"), (dict(choice=GOOD_LINE + "{\n"), "line 2 is not json"),
-    (dict(choice=GOOD_LINE + "\n" + GOOD_LINE), "choice.jsonl: line 2 is not json"), (dict(choice="[" * 10 ** 5), "line 1 is not json"),
+    (dict(yaml=YAML.replace("[1]", "1")), "text: num_fewshot must be a list"),
+    (dict(yaml=YAML.replace("[1]", "[-1]")), "text: num_fewshot"),
+    (dict(yaml=YAML.replace("[1]", "[]")), "text: num_fewshot"),
+    (dict(yaml=YAML.replace("[1]", "[true]")), "text: num_fewshot"),
+    (dict(csv=None), "cannot read .*eval_meta_data.csv"), (dict(csv=""), "no column 'Eval Task'"),
+    (dict(csv="Eval Task,b\n"), "no column 'Random baseline'"),
+    (dict(csv=CSV.replace("50", "half")), "csv: line 4: baseline 'half' is not a number"),
+    (dict(csv=CSV.replace("50", "")), "no random baseline .* schema"),
+    (dict(csv=CSV.replace("text,z,0\n", "")), "csv: no random baseline .* text"),
+    (dict(csv=CSV.replace("50", "100")), "no random baseline"),
+    (dict(text=None), "cannot read .*text.jsonl"), (dict(text=""), "text.jsonl: line 1 is not json"),
+    (dict(choice=GOOD_LINE + "{\n"), "line 2 is not json"),
+    (dict(choice=GOOD_LINE + "\n" + GOOD_LINE), "choice.jsonl: line 2 is not json"),
+    (dict(choice="[" * 10 ** 5), "line 1 is not json"),
     (dict(choice=GOOD_LINE * 2), "choice.jsonl: 2 examples, choice needs more than its 2 shots"),
-    (dict(choice="[]"), "line 1: no text 'query'"), (dict(choice=GOOD_LINE + '{"query": null}'), "line 2: no text 'query'"),
-    (dict(choice='{"query": "q"}'), "no list of texts 'choices'"), (dict(choice='{"query": "q", "choices": []}'), "no list of texts 'choices'"),
-    (dict(choice='{"query": "q", "choices": [["a"]]}'), "no list of texts"), (dict(choice='{"query": "q", "choices": "ab"}'), "no list of texts"),
-    *[(dict(choice=GOOD_LINE.replace("0", gold)), "line 1: 'gold' is not the index of one of 2 choices") for gold in ("2", "-1", '"0"', "0.0", "true", "null")],
-    (dict(schema='{"continuation": "c"}'), "no list of texts 'context_options'"), (dict(text='{"context": "c"}'), "text.jsonl: line 1: no text 'continuation'"),
+    (dict(choice="[]"), "line 1: no text 'query'"),
+    (dict(choice=GOOD_LINE + '{"query": null}'), "line 2: no text 'query'"),
+    (dict(choice='{"query": "q"}'), "no list of texts 'choices'"),
+    (dict(choice='{"query": "q", "choices": []}'), "no list of texts 'choices'"),
+    (dict(choice='{"query": "q", "choices": [["a"]]}'), "no list of texts"),
+    (dict(choice='{"query": "q", "choices": "ab"}'), "no list of texts"),
+    *[(dict(choice=GOOD_LINE.replace("0", gold)), "line 1: 'gold' is not the index of one of 2 choices")
+      for gold in ("2", "-1", '"0"', "0.0", "true", "null")],
+    (dict(schema='{"continuation": "c"}'), "no list of texts 'context_options'"),
+    (dict(text='{"context": "c"}'), "text.jsonl: line 1: no text 'continuation'"),
 ]
 
 

@@ -1,5 +1,6 @@
 """
-The CPU kernels of attention and drawing against their PyTorch versions in fp64; whole models with and without kernels; how they are compiled.
+The CPU kernels of attention and drawing against their PyTorch versions in fp64; whole models with and without kernels;
+how they are compiled.
 
     python -m pytest tests/test_cpu_kernels.py -q
 """
@@ -23,7 +24,8 @@ from nanochat.kernels import cpu
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 NO_END = 10 ** 6  # a window or context that no row here reaches
 SHAPES = [  # U, Hkv, R, group, T, tokens of the prefix, D
-    (2, 2, 3, 2, 5, 7, 32), (1, 1, 1, 1, 70, 0, 32), (2, 2, 3, 1, 33, 64, 64), (2, 1, 2, 3, 1, 19, 32), (3, 2, 1, 2, 1, 0, 96), (2, 2, 5, 1, 64, 1, 32),
+    (2, 2, 3, 2, 5, 7, 32), (1, 1, 1, 1, 70, 0, 32), (2, 2, 3, 1, 33, 64, 64), (2, 1, 2, 3, 1, 19, 32),
+    (3, 2, 1, 2, 1, 0, 96), (2, 2, 5, 1, 64, 1, 32),
     (1, 2, 9, 4, 2, 35, 32), (1, 1, 2, 1, 16, 16, 128), (2, 1, 2, 2, 1, 3, 128)]
 
 
@@ -40,10 +42,12 @@ def random(*shape, seed=0):
 
 
 def case(U, Hkv, R, group, T, Tp, D, window=NO_END, context=NO_END, own=None):
-    """q (heads innermost, as the model has them), `own` keys and values, those of a prefix; the mask. Prompts are shorter by one token each."""
+    """q (heads innermost, as the model has them), `own` keys and values, those of a prefix; the mask. Prompts are
+    shorter by one token each."""
     own = T if own is None else own
     q = random(U, R, T, Hkv, group, D).permute(0, 3, 1, 4, 2, 5)
-    inputs = [q, *(random(U, Hkv, R, own, D, seed=s) for s in (1, 2)), *(random(U, Hkv, Tp, D, seed=s) for s in (3, 4) if Tp)]
+    inputs = [q, *(random(U, Hkv, R, own, D, seed=s) for s in (1, 2)),
+              *(random(U, Hkv, Tp, D, seed=s) for s in (3, 4) if Tp)]
     prefix, cache, lengths = None, KVCache(1), torch.tensor([max(1, Tp - u) for u in range(U)])
     if Tp:
         prefix = KVCache(1)
@@ -74,7 +78,8 @@ def assert_agrees(inputs, mask, grad=None):
     out, expected = call(inputs, mask), call(exact, wide(mask))
     assert "Kernel" in out.grad_fn.name() and "Kernel" not in expected.grad_fn.name()
     grad = random(*out.shape, seed=9) if grad is None else grad(out)
-    for a, b in zip((out, *torch.autograd.grad(out, inputs, grad)), (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
+    for a, b in zip((out, *torch.autograd.grad(out, inputs, grad)),
+                    (expected, *torch.autograd.grad(expected, exact, grad.double())), strict=True):
         assert_close(a, b)
     with torch.no_grad():
         assert_close(call(inputs, mask), expected)
@@ -82,14 +87,17 @@ def assert_agrees(inputs, mask, grad=None):
 
 @KERNELS
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("window, context", [(NO_END, NO_END), (NO_END, 2 * NO_END), (3, NO_END), (40, NO_END), (0, NO_END)])
+@pytest.mark.parametrize("window, context",
+                         [(NO_END, NO_END), (NO_END, 2 * NO_END), (3, NO_END), (40, NO_END), (0, NO_END)])
 def test_attention_equals_the_pytorch_version(shape, window, context):
     assert_agrees(*case(*shape, window=window, context=context))
 
 
 @KERNELS
-@pytest.mark.parametrize("shape, own", [((2, 2, 2, 2, 5, 7, 32), 14), ((1, 1, 2, 1, 33, 0, 32), 40), ((2, 1, 3, 2, 1, 19, 64), 34),
-                                        ((1, 2, 1, 1, 64, 3, 32), 65), ((3, 2, 1, 2, 1, 20, 32), 0), ((2, 1, 3, 1, 1, 64, 64), 0)])
+@pytest.mark.parametrize("shape, own",
+                         [((2, 2, 2, 2, 5, 7, 32), 14), ((1, 1, 2, 1, 33, 0, 32), 40), ((2, 1, 3, 2, 1, 19, 64), 34),
+                                        ((1, 2, 1, 1, 64, 3, 32), 65), ((3, 2, 1, 2, 1, 20, 32), 0),
+                                        ((2, 1, 3, 1, 1, 64, 64), 0)])
 @pytest.mark.parametrize("window", [NO_END, 12])
 def test_queries_may_have_more_own_keys_than_queries_or_none(shape, own, window):
     # More: columns of a cache. None: the last layer of a prompt, whose last token alone has a query.
@@ -102,9 +110,12 @@ def test_queries_may_have_more_own_keys_than_queries_or_none(shape, own, window)
 
 @KERNELS
 @pytest.mark.parametrize("T", [5, 1])
-@pytest.mark.parametrize("turn", [lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT,
-                                  lambda x: torch.stack([x, x], dim=-2)[..., 0, :], lambda x: torch.stack([x, x], dim=-1)[..., 0],
-                                  lambda x: x.flip(0)[:1].expand_as(x)], ids=["rows first", "channels first", "gaps", "channels apart", "one for all"])
+@pytest.mark.parametrize("turn",
+                         [lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT,
+                                  lambda x: torch.stack([x, x], dim=-2)[..., 0, :],
+                                  lambda x: torch.stack([x, x], dim=-1)[..., 0],
+                                  lambda x: x.flip(0)[:1].expand_as(x)],
+                                  ids=["rows first", "channels first", "gaps", "channels apart", "one for all"])
 def test_memory_may_lie_in_any_order(T, turn):
     inputs, mask = case(2, 2, 3, 2, T, 9, 32, own=21, window=24)  # which ends inside of the prefix
     assert_agrees([turn(x) for x in inputs], mask)
@@ -126,7 +137,8 @@ def test_scores_of_ten_thousand_are_right_to_their_rounding():
     inputs = [x.requires_grad_() for x in (3e3 * inputs[0], *inputs[1:])]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     out, expected = call(inputs, mask), call(exact, wide(mask))
-    for a, b in zip((out, *torch.autograd.grad(out.sum(), inputs)), (expected, *torch.autograd.grad(expected.sum(), exact)), strict=True):
+    for a, b in zip((out, *torch.autograd.grad(out.sum(), inputs)),
+                    (expected, *torch.autograd.grad(expected.sum(), exact)), strict=True):
         assert a.isfinite().all() and (a - b).abs().max() <= 3e-3 * b.abs().max()  # scores of 1e4 are known to 1e-3
 
 
@@ -134,8 +146,10 @@ def test_scores_of_ten_thousand_are_right_to_their_rounding():
 @pytest.mark.parametrize("T", [40, 1])
 @torch.no_grad()
 def test_what_is_not_a_number_spoils_what_depends_on_it_alone(T):
-    # q (U, Hkv, R, group, T, D), k (U, Hkv, R, T, D), prefix k (U, Hkv, Tp, D): the outputs that read the place, by U, Hkv, R, group, T.
-    reached = {0: ((1, 0, 1, 0, T // 3, 3), (1, 0, 1, 0, T // 3)), 1: ((1, 0, 1, T // 3, 3), (1, 0, 1, slice(None), slice(T // 3, None))),
+    # q (U, Hkv, R, group, T, D), k (U, Hkv, R, T, D), prefix k (U, Hkv, Tp, D): the outputs that read the place, by U,
+    # Hkv, R, group, T.
+    reached = {0: ((1, 0, 1, 0, T // 3, 3), (1, 0, 1, 0, T // 3)),
+               1: ((1, 0, 1, T // 3, 3), (1, 0, 1, slice(None), slice(T // 3, None))),
                3: ((1, 1, 18, 3), (1, 1))}
     for i, (place, expected) in reached.items():
         inputs, mask = case(2, 2, 2, 2, T, 20, 32)
@@ -160,7 +174,8 @@ def test_a_second_backward_pass_gives_the_same_and_no_input_changes():
 def test_a_gradient_of_a_gradient_is_refused(dtype):
     inputs, mask = case(2, 2, 3, 2, 35, 7, 32)
     inputs = [x.to(dtype).requires_grad_() for x in inputs]
-    grads = torch.autograd.grad(call(inputs, mask if dtype == torch.float32 else wide(mask)).square().sum(), inputs, create_graph=True)
+    grads = torch.autograd.grad(call(inputs, mask if dtype == torch.float32 else wide(mask)).square().sum(), inputs,
+                                create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grads[0].sum().backward()
 
@@ -174,7 +189,8 @@ def test_the_number_of_threads_changes_nothing(monkeypatch, T):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         out = call(inputs, mask)
         with torch.no_grad():
-            results.append((out, call(inputs, mask), *torch.autograd.grad(out, inputs, torch.ones_like(out)), *pick(logits, torch.arange(50), 0, 1.0, 0)))
+            results.append((out, call(inputs, mask), *torch.autograd.grad(out, inputs, torch.ones_like(out)),
+                            *pick(logits, torch.arange(50), 0, 1.0, 0)))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
@@ -212,7 +228,8 @@ def test_the_same_tokens_are_drawn(called, V, temperature, top_k):
     assert called == ["draw"] and torch.equal(logits, kept)
     expected, expected_logprobs = pick(logits.double(), keys, 5, temperature, top_k)
     same = tokens == expected
-    assert (~same).sum() <= 1 and (logprobs - expected_logprobs)[same].abs().max() < 2e-6  # one noise may fall onto a boundary, by rounding
+    # one noise may fall onto a boundary, by rounding
+    assert (~same).sum() <= 1 and (logprobs - expected_logprobs)[same].abs().max() < 2e-6
     assert tokens.dtype == torch.long and logprobs.dtype == torch.float32
     assert V == 1 or (tokens != V // 2).all() and tokens.unique().numel() >= 2
 
@@ -221,7 +238,8 @@ def test_the_same_tokens_are_drawn(called, V, temperature, top_k):
 @pytest.mark.parametrize("noise, first", [(0.0, True), (1 - 2 ** -53, False)])
 @pytest.mark.parametrize("possible", [range(2, 38), range(16, 32), range(69, 70), range(0, 1), (5, 64)])
 def test_the_ends_of_the_noise_draw_the_first_and_the_last_possible_token(monkeypatch, noise, first, possible):
-    monkeypatch.setattr(engine, "uniform_noise", lambda keys, position: torch.full((len(keys),), noise, dtype=torch.float64))
+    monkeypatch.setattr(engine, "uniform_noise", lambda keys,
+                        position: torch.full((len(keys),), noise, dtype=torch.float64))
     logits = torch.full((50, 70), float("-inf"))
     logits[:, list(possible)] = 2 * random(50, len(possible))
     assert pick(logits, torch.arange(50), 0, 1.0, 0)[0].tolist() == [min(possible) if first else max(possible)] * 50
@@ -229,9 +247,11 @@ def test_the_ends_of_the_noise_draw_the_first_and_the_last_possible_token(monkey
 
 @KERNELS
 def test_a_token_takes_the_noise_from_its_lower_boundary_on(monkeypatch):
-    # 4 equal weights: token n has the noise of [n / 4, (n + 1) / 4). All is exact in floating point. In the second row, they are in different vectors.
+    # 4 equal weights: token n has the noise of [n / 4, (n + 1) / 4). All is exact in floating point. In the second row,
+    # they are in different vectors.
     noise = torch.tensor([0, .25, .5, .75]).double()
-    monkeypatch.setattr(engine, "uniform_noise", lambda keys, position: torch.cat([noise, noise, noise - 2 ** -53 * (noise > 0)]))
+    monkeypatch.setattr(engine, "uniform_noise", lambda keys,
+                        position: torch.cat([noise, noise, noise - 2 ** -53 * (noise > 0)]))
     logits, places = torch.full((12, 100), float("-inf")), ([3, 4, 5, 6], [0, 15, 16, 99], [0, 15, 16, 99])
     for i, columns in enumerate(places):
         logits[4 * i: 4 * i + 4, columns] = 7.0
@@ -244,7 +264,8 @@ def test_frequencies_are_the_probabilities():
     logits = 1e3 + 1.5 * random(1, 40, seed=3)  # one row in memory
     tokens, logprobs = pick(logits.expand(20000, 40), torch.arange(20000), 0, 1.0, 0)
     probs = torch.softmax(logits[0].double(), dim=0)
-    assert ((torch.bincount(tokens, minlength=40) - 20000 * probs) ** 2 / (20000 * probs)).sum() < 75  # 39 degrees of freedom: p < 0.0005
+    # 39 degrees of freedom: p < 0.0005
+    assert ((torch.bincount(tokens, minlength=40) - 20000 * probs) ** 2 / (20000 * probs)).sum() < 75
     assert (logprobs.double() - probs[tokens].log()).abs().max() < 2e-6
 
 
@@ -279,11 +300,13 @@ def test_a_model_is_the_same_with_kernels(monkeypatch, called, n_layer, n_kv_hea
         model.zero_grad()
         logits = model(IDS)
         logits.square().mean().backward()
-        samples = [generate(model, prompts, 3, max_new_tokens=20, stop_tokens=[7], keys=list(range(6)), temperature=t) for t in (1.0, 0.0)]
+        samples = [generate(model, prompts, 3, max_new_tokens=20, stop_tokens=[7], keys=list(range(6)), temperature=t)
+                   for t in (1.0, 0.0)]
         return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, *samples
 
     ours = run()
-    assert {"mix_backward", "relu_squared_backward", "attend_forward", "attend_backward", "attend_one", "split_heads_backward", "draw"} <= set(called)
+    assert {"mix_backward", "relu_squared_backward", "attend_forward", "attend_backward", "attend_one",
+            "split_heads_backward", "draw"} <= set(called)
     monkeypatch.setattr(cpu, "library", lambda: None)
     called.clear()
     theirs = run()
@@ -301,7 +324,8 @@ def test_the_short_window_takes_part():
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-5)])
-@pytest.mark.parametrize("n_layer, n_kv_head, pattern", [(1, 4, "L"), (1, 2, "SL"), (2, 2, "L"), (2, 4, "SL"), (3, 4, "L"), (3, 2, "SL"), (3, 2, "S")])
+@pytest.mark.parametrize("n_layer, n_kv_head, pattern",
+                         [(1, 4, "L"), (1, 2, "SL"), (2, 2, "L"), (2, 4, "SL"), (3, 4, "L"), (3, 2, "SL"), (3, 2, "S")])
 def test_last_only_gives_the_last_tokens_of_the_whole(dtype, tolerance, n_layer, n_kv_head, pattern):
     model, lengths, columns = model_of(n_layer, n_kv_head, pattern, dtype), torch.tensor([140, 1, 131]), torch.arange(140)
     positions, results = torch.where(columns < lengths[:, None], columns, PADDING_POSITION), []
@@ -336,10 +360,13 @@ def test_joined_projections_go_when_sampling_ends(monkeypatch):
 # Compiling
 
 def start(tmp_path):
-    """A process that compiles, if it must, and runs one kernel. CC names a compiler that does not exist: the next is taken."""
+    """A process that compiles, if it must, and runs one kernel. CC names a compiler that does not exist: the next is
+    taken."""
     code = "import torch; from nanochat import ops; print(ops.cpu.library() is not None, float(ops.norm(torch.ones(2, 32)).sum()))"
-    env = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "CC": "no-such-compiler"}
-    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+           "CC": "no-such-compiler"}
+    return subprocess.Popen([sys.executable, "-c", code], env=os.environ | env, stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
@@ -362,7 +389,8 @@ def test_two_processes_compile_once_and_leave_one_file(tmp_path):
     assert start(tmp_path).communicate() == ("True 64.0\n", "") and os.stat(folder / name).st_mtime_ns == written
 
 
-@pytest.mark.parametrize("env, problem", [({"CC": "false", "PATH": "/usr/bin:/bin"}, "false"), ({"CC": "", "PATH": "/nonexistent"}, "no C compiler"),
+@pytest.mark.parametrize("env, problem", [({"CC": "false", "PATH": "/usr/bin:/bin"}, "false"),
+                                          ({"CC": "", "PATH": "/nonexistent"}, "no C compiler"),
                                           ({"NANOCHAT_CPU_KERNELS": "0"}, "")])
 def test_without_a_compiler_pytorch_does_the_work(fresh, monkeypatch, capsys, tmp_path, env, problem):
     for name, value in env.items():
@@ -379,8 +407,10 @@ def compiler(path, text, version=1) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("text, problem", [("echo half > $out; echo no space left >&2; echo and more >&2; exit 1", "no space left"), ("exit 1", "status 1"),
-                                           ("echo >&2; exit 1", ""), ("rm -f $out; exit 1", "status 1"), ("echo nonsense > $out", "cpu-")])
+@pytest.mark.parametrize("text, problem", [("echo half > $out; echo no space left >&2; echo and more >&2; exit 1",
+                                            "no space left"), ("exit 1", "status 1"),
+                                           ("echo >&2; exit 1", ""), ("rm -f $out; exit 1", "status 1"),
+                                           ("echo nonsense > $out", "cpu-")])
 def test_a_compiler_that_fails_leaves_one_line_and_no_files(fresh, monkeypatch, capsys, tmp_path, text, problem):
     monkeypatch.setenv("CC", compiler(tmp_path / "compile", text))
     assert fresh() is None
@@ -398,7 +428,8 @@ def built(tmp_path_factory) -> str:
 
 @KERNELS
 def test_a_compiler_without_threads_will_do(fresh, monkeypatch, capsys, tmp_path, built):
-    monkeypatch.setenv("CC", compiler(tmp_path / "compile", f'case "$*" in *-fopenmp*) exit 1;; *) cp {built} $out;; esac'))
+    monkeypatch.setenv("CC",
+                       compiler(tmp_path / "compile", f'case "$*" in *-fopenmp*) exit 1;; *) cp {built} $out;; esac'))
     single, (inputs, mask) = fresh(), case(3, 2, 3, 2, 40, 20, 32)
     folder, error = tmp_path / "nanochat" / "kernels", capsys.readouterr().err
     assert "on one thread" in error and error.count("\n") == 1 and len(os.listdir(folder)) == 1 and folder.stat().st_mode & 0o777 == 0o700
@@ -433,7 +464,8 @@ def test_without_a_cache_folder_nothing_is_kept(fresh, monkeypatch, capsys, tmp_
 def test_other_sources_or_flags_have_another_name(monkeypatch, tmp_path):
     folder, command = str(tmp_path), compiler(tmp_path / "one", "echo > $out; ls -i $out > $0.inode")
     names = [cpu.compiled(command, cpu.FLAGS, folder)]
-    assert int((tmp_path / "one.inode").read_text().split()[0]) == os.stat(names[0]).st_ino  # renamed: never there by half
+    # renamed: never there by half
+    assert int((tmp_path / "one.inode").read_text().split()[0]) == os.stat(names[0]).st_ino
     assert cpu.compiled(command, cpu.FLAGS, folder) == names[0]
     names.append(cpu.compiled(command, [*cpu.FLAGS, "-DOTHER"], folder))
     names.append(cpu.compiled(compiler(tmp_path / "newer", "echo > $out", version=2), cpu.FLAGS, folder))

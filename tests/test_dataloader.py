@@ -1,5 +1,6 @@
 """
-Packed batches: no token is lost, the stream goes on exactly where it stopped, ranks share documents, bad files are named.
+Packed batches: no token is lost, the stream goes on exactly where it stopped, ranks share documents, bad files are
+named.
 
     python -m pytest tests/test_dataloader.py -q
 """
@@ -188,7 +189,8 @@ def test_documents_without_text_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abc"}\n{"text": ""}\n')
     batches = PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 9)
     assert pieces_of(batches.next_batch().tolist()) == [b"abc", b"abc", b""]
-    assert batches.num_empty == 21  # 22 texts were read, for 20 to wait when two were taken; one without text between each
+    # 22 texts were read, for 20 to wait when two were taken; one without text between each
+    assert batches.num_empty == 21
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 5, 40])

@@ -120,7 +120,8 @@ def test_rows_depend_on_their_keys():
 @pytest.mark.parametrize("max_rows, num_samples", [(4, 2), (7, 3), (4, 8), (19, 10)])
 def test_at_most_max_rows_decode_together(max_rows, num_samples):
     model = tiny_model()
-    sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows, stop_tokens=[])
+    sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows,
+            stop_tokens=[])
     assert max(rows for rows, _ in model.shapes) <= max_rows
 
 
@@ -179,7 +180,8 @@ def test_groups_that_shrink_unevenly_change_no_row(monkeypatch, share, filled):
     out = sampled(model, prompts, 8, keys, **options)
     assert_same(out, reference)
     alive = [(out.lengths.view(5, 8) > t + 1).sum(dim=1).tolist() for t in range(int(out.lengths.max()) - 1)]
-    assert any(0 in groups and 0 < max(groups) != min(n for n in groups if n) for groups in alive)  # some groups are gone, others of unlike size
+    # some groups are gone, others of unlike size
+    assert any(0 in groups and 0 < max(groups) != min(n for n in groups if n) for groups in alive)
     if share == 1.0:
         decoding = [rows for rows, _ in model.shapes[1:]]
         if filled == 1.0:
@@ -191,7 +193,8 @@ def test_groups_that_shrink_unevenly_change_no_row(monkeypatch, share, filled):
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), filled=st.sampled_from([1.0, 1.1, 1.5, 100.0]))
+@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any),
+       filled=st.sampled_from([1.0, 1.1, 1.5, 100.0]))
 def test_arrange_places_every_member_once_in_lines_as_long_as_can_be(sizes, filled):
     units = [[100 * u + i for i in range(size)] for u, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
@@ -213,15 +216,18 @@ def test_arrange_places_every_member_once_in_lines_as_long_as_can_be(sizes, fill
 
 def test_arrange_by_hand(monkeypatch):
     monkeypatch.setattr(engine, "MAX_FILLED", 1.1)
-    unit, table = arrange([[0, 1, 2, 3], [], [4, 5], [6]], 9, 100)  # 7 members: lines of 4 or 3 have 12 places, of 2 have 8, of 1 have 7
+    # 7 members: lines of 4 or 3 have 12 places, of 2 have 8, of 1 have 7
+    unit, table = arrange([[0, 1, 2, 3], [], [4, 5], [6]], 9, 100)
     assert (unit.tolist(), table.tolist()) == ([[0], [0], [0], [0], [2], [2], [3]], [[0], [1], [2], [3], [4], [5], [6]])
     monkeypatch.setattr(engine, "MAX_FILLED", 1.2)
     unit, table = arrange([[0, 1, 2, 3], [], [4, 5], [6]], 9, 100)
     assert (unit.tolist(), table.tolist()) == ([[0], [0], [2], [3]], [[0, 1], [2, 3], [4, 5], [6, 9]])
 
 
-@pytest.mark.parametrize("tokens, shapes", [(1, [(1, 1), (1, 2), (1, 2), (1, 5), (1, 9), (1, 130)]), (10, [(3, 2), (1, 5), (1, 9), (1, 130)]),
-                                            (19, [(3, 2), (2, 9), (1, 130)]), (780, [(6, 130)]), (779, [(5, 9), (1, 130)])])
+@pytest.mark.parametrize("tokens, shapes", [(1, [(1, 1), (1, 2), (1, 2), (1, 5), (1, 9), (1, 130)]),
+                                            (10, [(3, 2), (1, 5), (1, 9), (1, 130)]),
+                                            (19, [(3, 2), (2, 9), (1, 130)]), (780, [(6, 130)]),
+                                            (779, [(5, 9), (1, 130)])])
 @torch.no_grad()
 def test_prompts_in_pieces_equal_prompts_at_once(monkeypatch, tokens, shapes):
     model, prompts = tiny_model(), random_prompts(1, 2, 2, 5, 9, 130)
@@ -272,14 +278,16 @@ def test_the_longest_prompt_that_fits_is_taken():
 
 def test_should_stop_returns_at_once():
     model = tiny_model()
-    out = sampled(model, random_prompts(3, 4, 5), 2, keys_for(6), max_new_tokens=100, stop_tokens=[], max_rows=2, should_stop=lambda: True)
+    out = sampled(model, random_prompts(3, 4, 5), 2, keys_for(6), max_new_tokens=100, stop_tokens=[], max_rows=2,
+                  should_stop=lambda: True)
     assert len(model.shapes) <= 1 and out.lengths.max() <= 1 and not out.stopped.any()
 
 
 def test_should_stop_is_asked_at_every_token():
     model = tiny_model()
     answers = iter([False] * 5 + [True] * 50)
-    sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[], should_stop=lambda: next(answers))
+    sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[],
+            should_stop=lambda: next(answers))
     assert 4 <= len(model.shapes) <= 7
 
 
@@ -300,7 +308,8 @@ class Rerun(engine.Replay):
 def test_the_path_of_cuda_graphs_samples_the_same(monkeypatch, columns, check_every, max_new):
     prompts, keys, stop = random_prompts(6, 2, 130), keys_for(24), list(range(20))
     reference = sampled(tiny_model(), prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop)
-    for name, value in [("uses_graphs", lambda device: True), ("Replay", Rerun), ("COLUMNS_CUDA", columns), ("CHECK_EVERY_CUDA", check_every),
+    for name, value in [("uses_graphs", lambda device: True), ("Replay", Rerun), ("COLUMNS_CUDA", columns),
+                        ("CHECK_EVERY_CUDA", check_every),
                         ("COMPACT_BELOW_CUDA", 0.9)]:
         monkeypatch.setattr(engine, name, value)
     model = tiny_model()
@@ -362,7 +371,8 @@ def test_noise_is_uniform_and_independent():
     first, second = uniform_noise(keys, 0), uniform_noise(keys, 1)
     for noise in (first, second, uniform_noise(torch.arange(20000), 7)):
         assert noise.min() >= 0 and noise.max() < 1
-        assert abs(noise.mean() - 0.5) < 0.008 and abs(noise.var() - 1 / 12) < 0.003  # 4 standard errors of the mean: 0.0082
+        # 4 standard errors of the mean: 0.0082
+        assert abs(noise.mean() - 0.5) < 0.008 and abs(noise.var() - 1 / 12) < 0.003
         counts = torch.histc(noise, 20, 0, 1)
         assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-square, 19 degrees of freedom
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.03
@@ -382,7 +392,8 @@ def test_draws_follow_the_softmax(temperature):
     tokens, logprobs = pick(logits.expand(20000, -1), keys, 3, temperature, 0)
     expected = torch.softmax(logits[0] / temperature, dim=0)
     counts = torch.bincount(tokens, minlength=8).float()
-    assert ((counts - 20000 * expected) ** 2 / (20000 * expected)).sum() < 27  # chi-square, 7 degrees of freedom: P < 4e-4
+    # chi-square, 7 degrees of freedom: P < 4e-4
+    assert ((counts - 20000 * expected) ** 2 / (20000 * expected)).sum() < 27
     torch.testing.assert_close(logprobs, expected.log()[tokens])
 
 

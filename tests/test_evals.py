@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.scores import balanced_accuracy, first_error, first_error_f1, verdict_scores, macro_f1, majority, pass_at_k, ranking_reversed
+from nanochat.rl.scores import (balanced_accuracy, first_error, first_error_f1, verdict_scores, macro_f1, majority,
+                                pass_at_k, ranking_reversed)
 from nanochat.rl.pool import choose_solutions
 
 T, F = True, False
@@ -24,7 +25,8 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(n):
     for c in range(n + 1):
         for k in range(1, n + 1):
             choices = list(combinations([True] * c + [False] * (n - c), k))
-            assert pass_at_k(n, c, k) == pytest.approx(sum(any(choice) for choice in choices) / len(choices), rel=1e-12, abs=1e-12), (n, c, k)
+            assert pass_at_k(n, c, k) == pytest.approx(sum(any(choice) for choice in choices) / len(choices),
+                                                       rel=1e-12, abs=1e-12), (n, c, k)
 
 
 def test_pass_at_k_by_hand():
@@ -56,7 +58,8 @@ LABELS = [T, T, T, F, F, F, F, F]
 @pytest.mark.parametrize("labels, verdicts, score", [
     # True: 2 hits, 3 actual, 3 said: F1 = 4/6. False: 4 hits, 5 actual, 5 said: 8/10. Mean (2/3 + 4/5) / 2 = 11/15.
     (LABELS, [T, T, F, T, F, F, F, F], 11 / 15),
-    # The same with two verdicts missing. True: 1 hit, 3 actual, 2 said: 2/5. False: 3 hits, 5 actual, 4 said: 6/9. Mean 8/15.
+    # The same with two verdicts missing. True: 1 hit, 3 actual, 2 said: 2/5. False: 3 hits, 5 actual, 4 said: 6/9. Mean
+    # 8/15.
     (LABELS, [T, None, F, T, None, F, F, F], 8 / 15),
     (LABELS, LABELS, 1.0),
     (LABELS, [not l for l in LABELS], 0.0),
@@ -118,7 +121,8 @@ RIGHT, WRONG_AT_1 = [T, T, T], [T, F, T]
 
 
 @pytest.mark.parametrize("labels, verdicts, score", [
-    # Two right solutions, one passed: 1/2. Three erroneous ones, two found: 2/3. Harmonic mean 2 * 1/2 * 2/3 / (7/6) = 4/7.
+    # Two right solutions, one passed: 1/2. Three erroneous ones, two found: 2/3. Harmonic mean 2 * 1/2 * 2/3 / (7/6) =
+    # 4/7.
     ([RIGHT, RIGHT, WRONG_AT_1, WRONG_AT_1, [F]], [RIGHT, [T, T, F], [T, F, F], [T, T, F], [F]], 4 / 7),
     ([RIGHT, WRONG_AT_1], [RIGHT, WRONG_AT_1], 1.0),
     ([RIGHT, WRONG_AT_1], [RIGHT, [F, F, T]], 0.0),      # too early an error is not found
@@ -146,7 +150,8 @@ def test_verdict_scores_by_hand():
         [T, [T, T], F, [T, F], []],
         [F, [T, F], F, [T, F], []],
         [F, [F, F], None, [], ["missing_tags", "step_count_mismatch", "no_final_verdict"]],
-        [None, [T], T, [F, F, F], ["step_count_mismatch"]],  # no outcome: counts for its steps alone; verdicts of steps that are none fall away
+        # no outcome: counts for its steps alone; verdicts of steps that are none fall away
+        [None, [T], T, [F, F, F], ["step_count_mismatch"]],
     ]
     scores = verdict_scores(rows)
     # Final verdicts T F F - against T T F F. True: 1 hit, 2 actual, 1 said: 2/3. False: 1 hit, 2 actual, 2 said: 1/2.
@@ -155,11 +160,13 @@ def test_verdict_scores_by_hand():
     # Step labels T T | T T | T F | F F | T, verdicts T T | T F | T F | - - | F. True: 4 hits, 6 actual, 4 said: 8/10.
     # False: 1 hit, 3 actual, 3 said: 2/6.
     assert scores["step_f1"] == pytest.approx((8 / 10 + 1 / 3) / 2, rel=1e-12)
-    # Right ones are rows 1, 2, 5: one of three is passed. Erroneous ones are rows 3, 4: one of two is found. 2 * 1/3 * 1/2 / (5/6) = 2/5.
+    # Right ones are rows 1, 2, 5: one of three is passed. Erroneous ones are rows 3, 4: one of two is found. 2 * 1/3 *
+    # 1/2 / (5/6) = 2/5.
     assert scores["first_error_f1"] == pytest.approx(2 / 5, rel=1e-12)
     assert scores["parse_fail"] == pytest.approx(2 / 5) and scores["step_count_mismatch"] == pytest.approx(2 / 5)
     assert scores["pred_pos_rate"] == pytest.approx(1 / 4) and scores["label_pos_rate"] == pytest.approx(2 / 4)
-    # Wrong solutions are rows 3 and 4, none is judged right. Mean step verdicts and outcomes (1, 1), (1/2, 1), (1/2, 0): r = 1/2 (row 4 has no verdicts).
+    # Wrong solutions are rows 3 and 4, none is judged right. Mean step verdicts and outcomes (1, 1), (1/2, 1), (1/2,
+    # 0): r = 1/2 (row 4 has no verdicts).
     assert scores["pos_rate_wrong"] == 0.0 and scores["step_outcome_corr"] == pytest.approx(1 / 2)
 
 
@@ -170,7 +177,8 @@ def test_wrong_solutions_judged_right_are_a_share_of_the_wrong_ones():
 
 
 def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
-    """A task like gsm8k has no step labels: its rows change no score of steps, and have their correlation all the same."""
+    """A task like gsm8k has no step labels: its rows change no score of steps, and have their correlation all the
+    same."""
     labelled = [[T, [T, T], T, [T, T], []], [F, [T, F], F, [F, F], []]]  # the first error of the second is missed
     unlabelled = [[T, [], T, [T, T, T], []], [F, [], F, [F], []], [F, [], T, [T, F], []]]
     both, alone = verdict_scores(labelled + unlabelled), verdict_scores(labelled)
@@ -192,7 +200,8 @@ def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
 def test_a_ranking_is_reversed_where_a_wrong_rollout_is_above_a_right_one():
     outcomes = [T, F, F] + [T, T, F] + [T, T, T] + [T, F, None]
     advantages = [0.2, -1.0, 0.3] + [0.5, 0.1, 0.1] + [0.0, 1.0, 2.0] + [0.0, -0.5, 9.0]
-    assert ranking_reversed(outcomes, advantages, 3) == [True, False, False]  # the third group has no wrong one and is not counted
+    # the third group has no wrong one and is not counted
+    assert ranking_reversed(outcomes, advantages, 3) == [True, False, False]
 
 
 def test_verdict_scores_of_solutions_without_an_outcome_say_nothing_of_outcomes():
@@ -209,7 +218,8 @@ def entries(outcomes: list[bool], first: int = 0) -> list[list]:
 
 def choose(fresh, pool, num, replay=0.0, balance=False, rng=None):
     """The entries that choose_solutions names."""
-    places = choose_solutions([e[2] for e in fresh], [e[2] for e in pool], num, replay, balance, rng or random.Random(0))
+    places = choose_solutions([e[2] for e in fresh], [e[2] for e in pool], num, replay, balance,
+                              rng or random.Random(0))
     return [(fresh + pool)[place] for place in places]
 
 

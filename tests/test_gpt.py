@@ -1,5 +1,6 @@
 """
-The model against a loop-level reference written from upstream's mathematics; its parameter names, its caches, its imports.
+The model against a loop-level reference written from upstream's mathematics; its parameter names, its caches, its
+imports.
 
     python -m pytest tests/test_gpt.py -q
 """
@@ -22,7 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def tiny_model(n_layer=4, n_head=4, n_kv_head=2, n_embd=48, sequence_len=256, window_pattern="SSL", seed=0):
     """A model in float64 whose every parameter is random: gates, smear, backout and lambdas take part."""
-    model = GPT(GPTConfig(sequence_len, 265, n_layer, n_head, n_kv_head, n_embd, window_pattern), torch.float64).double()
+    model = GPT(GPTConfig(sequence_len, 265, n_layer, n_head, n_kv_head, n_embd, window_pattern),
+                torch.float64).double()
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
@@ -40,7 +42,8 @@ def reference_norm(x):
 
 
 def reference_rotate(x, position):
-    """Half-split rotation of one head vector by minus its angles, whose cos and sin are fp32 numbers (tested on their own below)."""
+    """Half-split rotation of one head vector by minus its angles, whose cos and sin are fp32 numbers (tested on their
+    own below)."""
     cos, sin = (table.flatten() for table in rotary(torch.tensor([[position]]), len(x), x.dtype))
     half = len(x) // 2
     out = torch.empty_like(x)
@@ -65,8 +68,10 @@ def reference_logits(weights, config, ids, windows):
         q, k, v = [], [], []
         for t in range(T):
             a = reference_norm(x[t])
-            q.append([1.2 * reference_norm(reference_rotate(head, t)) for head in (w["attn.c_q.weight"] @ a).view(H, D)])
-            k.append([1.2 * reference_norm(reference_rotate(head, t)) for head in (w["attn.c_k.weight"] @ a).view(Hkv, D)])
+            q.append([1.2 * reference_norm(reference_rotate(head, t))
+                      for head in (w["attn.c_q.weight"] @ a).view(H, D)])
+            k.append([1.2 * reference_norm(reference_rotate(head, t))
+                      for head in (w["attn.c_k.weight"] @ a).view(Hkv, D)])
             value = (w["attn.c_v.weight"] @ a).view(Hkv, D)
             if i % 2 == (config.n_layer - 1) % 2:
                 gate = 3 * torch.sigmoid(w["attn.ve_gate.weight"] @ a[:12])
@@ -77,7 +82,8 @@ def reference_logits(weights, config, ids, windows):
             heads = []
             for h in range(H):
                 g = h // (H // Hkv)
-                probs = torch.softmax(torch.stack([k[s][g] for s in range(first, t + 1)]) @ q[t][h] / math.sqrt(D), dim=0)
+                probs = torch.softmax(torch.stack([k[s][g] for s in range(first, t + 1)]) @ q[t][h] / math.sqrt(D),
+                                      dim=0)
                 heads.append(probs @ torch.stack([v[s][g] for s in range(first, t + 1)]))
             x[t] = x[t] + w["attn.c_proj.weight"] @ torch.cat(heads)
             x[t] = x[t] + w["mlp.c_proj.weight"] @ torch.relu(w["mlp.c_fc.weight"] @ reference_norm(x[t])) ** 2
@@ -129,7 +135,8 @@ def test_rotated_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def score(i, j):
-        return (rotate(q, *rotary(torch.tensor([[i]]), 12, q.dtype)) * rotate(k, *rotary(torch.tensor([[j]]), 12, q.dtype))).sum()
+        return (rotate(q, *rotary(torch.tensor([[i]]), 12,
+                                  q.dtype)) * rotate(k, *rotary(torch.tensor([[j]]), 12, q.dtype))).sum()
 
     assert abs(score(9, 4) - score(25, 20)) < 1e-5 and abs(score(9, 4) - score(9, 5)) > 1e-3
 
@@ -148,19 +155,23 @@ def test_windows_are_a_quarter_of_the_context_rounded_up_to_128():
 
 
 def test_parameter_names_and_shapes_are_upstreams():
-    expected = {"transformer.wte.weight": (320, 48), "lm_head.weight": (320, 48), "resid_lambdas": (4,), "x0_lambdas": (4,),
+    expected = {"transformer.wte.weight": (320, 48), "lm_head.weight": (320, 48), "resid_lambdas": (4,),
+                "x0_lambdas": (4,),
                 "smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
     for i in range(4):
         block = f"transformer.h.{i}"
-        expected |= {f"{block}.attn.c_q.weight": (48, 48), f"{block}.attn.c_k.weight": (24, 48), f"{block}.attn.c_v.weight": (24, 48),
-                     f"{block}.attn.c_proj.weight": (48, 48), f"{block}.mlp.c_fc.weight": (192, 48), f"{block}.mlp.c_proj.weight": (48, 192)}
+        expected |= {f"{block}.attn.c_q.weight": (48, 48), f"{block}.attn.c_k.weight": (24, 48),
+                     f"{block}.attn.c_v.weight": (24, 48),
+                     f"{block}.attn.c_proj.weight": (48, 48), f"{block}.mlp.c_fc.weight": (192, 48),
+                     f"{block}.mlp.c_proj.weight": (48, 192)}
     for i in (1, 3):  # value embeddings end on the last layer and alternate
         expected |= {f"transformer.h.{i}.attn.ve_gate.weight": (2, 12), f"value_embeds.{i}.weight": (320, 24)}
     assert {name: tuple(p.shape) for name, p in tiny_model().state_dict().items()} == expected
 
 
 def test_model_config_has_upstreams_keys():
-    assert set(GPTConfig().asdict()) == {"sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "window_pattern"}
+    assert set(GPTConfig().asdict()) == {"sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd",
+                                         "window_pattern"}
 
 
 @pytest.mark.parametrize("n_layer, layers", [(1, {"0"}), (2, {"1"}), (3, {"0", "2"}), (4, {"1", "3"})])
@@ -230,7 +241,8 @@ def test_decoding_continues_ragged_rows():
         ids[row, : len(own) - 1], positions[row, : len(own) - 1] = own[:-1], torch.arange(len(own) - 1)
     prefix, cache = KVCache(4), KVCache(4)
     model.trunk(ids, positions=positions, cache=prefix)
-    last = model.trunk(torch.stack([own[-1:] for own in rows]), positions=torch.tensor([[2], [8]]), prefix=prefix, cache=cache)
+    last = model.trunk(torch.stack([own[-1:] for own in rows]), positions=torch.tensor([[2], [8]]), prefix=prefix,
+                       cache=cache)
     for row, own in enumerate(rows):
         assert (last[row, 0] - model.trunk(own[None])[0, -1]).abs().max() < 1e-12
 
@@ -238,16 +250,19 @@ def test_decoding_continues_ragged_rows():
 @pytest.mark.parametrize("piece", [1, 3])
 @torch.no_grad()
 def test_rows_continue_their_shared_prompts(piece):
-    # Two rows behind each of two ragged prompts; on its way the short window of 128 slides off the first tokens of one prompt.
+    # Two rows behind each of two ragged prompts; on its way the short window of 128 slides off the first tokens of one
+    # prompt.
     model, lengths, new = tiny_model(), (121, 40), 2 * RECENT + 5
-    rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)] for length in lengths]
+    rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)]
+            for length in lengths]
     ids, positions = torch.zeros(2, 121, dtype=torch.long), torch.full((2, 121), PADDING_POSITION)
     for u, length in enumerate(lengths):
         ids[u, :length], positions[u, :length] = rows[u][0][:length], torch.arange(length)
     prefix, cache, pieces = KVCache(4), KVCache(4), []
     model.trunk(ids, positions=positions, cache=prefix)
     for start in range(0, new, piece):
-        own = torch.stack([row[length + start: length + start + piece] for length, unit in zip(lengths, rows, strict=True) for row in unit])
+        own = torch.stack([row[length + start: length + start + piece] for length,
+                           unit in zip(lengths, rows, strict=True) for row in unit])
         places = torch.tensor(lengths).repeat_interleave(2)[:, None] + start + torch.arange(own.shape[1])
         pieces.append(model.trunk(own, positions=places, prefix=prefix, cache=cache))
     assert cache.length == new
@@ -302,8 +317,10 @@ print(" ".join(names))
 
 
 def test_importing_a_module_does_nothing(tmp_path):
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "absent"), "NANOCHAT_DTYPE": "nonsense", "RANK": "x", "CUDA_VISIBLE_DEVICES": ""}
-    out = subprocess.run([sys.executable, "-c", IMPORT_ALL, "--no-such-flag", "x"], cwd=ROOT, env=env, capture_output=True, text=True)
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "absent"), "NANOCHAT_DTYPE": "nonsense", "RANK": "x",
+           "CUDA_VISIBLE_DEVICES": ""}
+    out = subprocess.run([sys.executable, "-c", IMPORT_ALL, "--no-such-flag", "x"], cwd=ROOT, env=env,
+                         capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
     assert {"nanochat.gpt", "nanochat.rl.trainer", "nanochat.kernels.linear_logprob", "scripts.tango_rl"} <= set(out.stdout.split())
     assert len(out.stdout.splitlines()) == 1 and not out.stderr

@@ -1,5 +1,6 @@
 """
-Grading of answers: which forms are equal, which only look so, hostile answers, the workers, and the real golds of GSM8K and MATH.
+Grading of answers: which forms are equal, which only look so, hostile answers, the workers, and the real golds of GSM8K
+and MATH.
 
     python -m pytest tests/test_grading.py -q
 
@@ -24,25 +25,36 @@ from tasks.grading_worker import Unscorable, Worker, Workers
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(ROOT, "..", "shared", "data")
-ALONE = "import sys, types\nsys.modules['tasks'] = types.ModuleType('tasks'); sys.modules['tasks'].__path__ = ['tasks']\n"  # without what loads torch
+# without what loads torch
+ALONE = "import sys, types\nsys.modules['tasks'] = types.ModuleType('tasks'); sys.modules['tasks'].__path__ = ['tasks']\n"
 HARD = "9^{9^{9^9}}"  # an answer that no worker finishes
 PATIENCE = 10         # seconds on top of a budget, for the start of a worker on a busy machine
 # gold -> answers that are the same
 EQUAL = {
-    r"\frac{1}{2}": ["0.5", ".5", "1/2", r"\frac12", r"\dfrac{2}{4}", r"\tfrac 1 2", r"\frac{50}{100}", "50\\%", "½", r"\cos 60^\circ", r"0.5\overline{0}"],
-    r"-\frac{1}{2}": [r"\frac{-1}{2}", "-0.5", r"-\frac12", "−1/2"], r"\frac13": [r"0.\overline{3}", r".\overline3", "⅓"], "i^2": ["-1"],
+    r"\frac{1}{2}": ["0.5", ".5", "1/2", r"\frac12", r"\dfrac{2}{4}", r"\tfrac 1 2", r"\frac{50}{100}", "50\\%", "½",
+                     r"\cos 60^\circ", r"0.5\overline{0}"],
+    r"-\frac{1}{2}": [r"\frac{-1}{2}", "-0.5", r"-\frac12", "−1/2"],
+    r"\frac13": [r"0.\overline{3}", r".\overline3", "⅓"], "i^2": ["-1"],
     r"\frac94": ["2.25", r"2\frac{1}{4}", "2 1/4", r"2 \frac14", r"\frac{9}4"],
-    "1000": ["1,000", "1{,}000", r"1,\!000", r"1,\! 000", r"1\,000", "10^3", "1e3", r"1.0 \times 10^{3}", "1000.", "$1000$", r"\$1,000.00"],
-    r"0.1\overline{6}": [r"\frac16", "1/6"], r"0.\overline{142857}": [r"\frac17"], "2i": ["(1+i)^2", r"\sqrt{-4}"], r"\log_2 8": ["3"], "€5": ["5"],
-    "18": ["18.0", " 18 ", "018", "+18", "**18**", r"\text{18}", r"\(18\)", "x=18", "18 eggs", r"18\text{ eggs}", "18 cm^2", "１８", "18 km/h"],
-    "70,110": ["70, 110", "70110"], "25": ["5²", r"\pounds25", "25€"], r"\emptyset": [r"\varnothing", "∅"], r"\frac{1}{1+i}": [r"\frac{1-i}{2}"],
+    "1000": ["1,000", "1{,}000", r"1,\!000", r"1,\! 000", r"1\,000", "10^3", "1e3", r"1.0 \times 10^{3}", "1000.",
+             "$1000$", r"\$1,000.00"],
+    r"0.1\overline{6}": [r"\frac16", "1/6"], r"0.\overline{142857}": [r"\frac17"], "2i": ["(1+i)^2", r"\sqrt{-4}"],
+    r"\log_2 8": ["3"], "€5": ["5"],
+    "18": ["18.0", " 18 ", "018", "+18", "**18**", r"\text{18}", r"\(18\)", "x=18", "18 eggs", r"18\text{ eggs}",
+           "18 cm^2", "１８", "18 km/h"],
+    "70,110": ["70, 110", "70110"], "25": ["5²", r"\pounds25", "25€"], r"\emptyset": [r"\varnothing", "∅"],
+    r"\frac{1}{1+i}": [r"\frac{1-i}{2}"],
     r"50\%": ["50", "0.5", "50%", "50 percent", r"50\text{ percent}", r"\frac12"],
-    r"2\sqrt{3}": [r"\sqrt{12}", r"2\sqrt3", r"2 \sqrt 3", r"\frac{6}{\sqrt{3}}", "√12", "2√3"], r"27\pi": [r"27 \pi", r"\pi \cdot 27", "27π"],
-    "(1,2)": [r"\left( 1, 2 \right)", r"(1, \frac{4}{2})"], "[0,1)": ["[0, 1)"], "1+i": [r"\frac{2+2i}{2}"], "2xy": ["2yx"],
+    r"2\sqrt{3}": [r"\sqrt{12}", r"2\sqrt3", r"2 \sqrt 3", r"\frac{6}{\sqrt{3}}", "√12", "2√3"],
+    r"27\pi": [r"27 \pi", r"\pi \cdot 27", "27π"],
+    "(1,2)": [r"\left( 1, 2 \right)", r"(1, \frac{4}{2})"], "[0,1)": ["[0, 1)"], "1+i": [r"\frac{2+2i}{2}"],
+    "2xy": ["2yx"],
     r"\{4,5,7\}": [r"\{7, 4, 5\}", "4,5,7"], "1,2": ["2, 1", r"1\text{ and }2", "1 or 2"],
     r"(-\infty,-2) \cup (-1,1)": [r"(-\infty, -2)\cup(-1, 1)", r"\left(-\infty,-2\right) \cup \left(-1,1\right)"],
-    r"(0,\infty)": ["x > 0"], r"25\text{ m}^2": ["25", "25 square meters", r"25\text{ m²}", r"25\text{ m^2}"], "CD": ["CD", r"\text{CD}", "x=CD"],
-    r"\begin{pmatrix} 1/2 \\ 2 \end{pmatrix}": [r"\begin{pmatrix}1/2\\2\end{pmatrix}", r"\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}"],
+    r"(0,\infty)": ["x > 0"], r"25\text{ m}^2": ["25", "25 square meters", r"25\text{ m²}", r"25\text{ m^2}"],
+    "CD": ["CD", r"\text{CD}", "x=CD"],
+    r"\begin{pmatrix} 1/2 \\ 2 \end{pmatrix}": [r"\begin{pmatrix}1/2\\2\end{pmatrix}",
+                                                r"\begin{bmatrix} 0.5 \\ 2 \end{bmatrix}"],
     r"10\text{ inches}": ["10", "10 inches", r"10\text{ in}"],
     r"428\text{ square centimeters}": [r"428 \text{ cm}^2"],
     r"12\sqrt{13}\text{ feet}": [r"12\sqrt{13}", r"\sqrt{1872}\text{ ft}"],
@@ -63,7 +75,8 @@ EQUAL = {
 DIFFERENT = {
     r"\frac{1}{3}": ["0.333333", "3", r"\frac{3}{1}", r"\frac{1}{3.1}"],
     "0.333333": [r"\frac13"], r"1\frac14": ["11/4", r"\frac{1}{4}", "1.4"],
-    "11/2": ["1 1/2"], "5t": ["5"], "DNA": ["AND", r"\text{AND}"], "no": ["on"], "Pat": ["tap"], "TF": ["FT"], "CAB": ["ABC"], "AB": ["BA"],
+    "11/2": ["1 1/2"], "5t": ["5"], "DNA": ["AND", r"\text{AND}"], "no": ["on"], "Pat": ["tap"], "TF": ["FT"],
+    "CAB": ["ABC"], "AB": ["BA"],
     "3": ["1 2", "3_2", "|3|+1", "-3", "3.0001", r"\frac{3}{0}"],
     "12": ["1 2", "1,2", "12!"],
     "1234": ["1, 234", "(1,234)", "1,23,4"], "(1,234)": ["1234", "(1234)"],
@@ -72,14 +85,17 @@ DIFFERENT = {
     r"2\sqrt{3}": [r"3\sqrt{2}", r"2\sqrt[3]{3}", "3.46", r"\unknown", "(((("],
     r"\pi": ["3.14", "3.14159265", r"\pi r"], r"27\pi": ["27"],
     "(1,2)": ["(2,1)", "[1,2]", "(1,2]", "(1,2,3)", r"\{1,2\}"],
-    r"\{1,2\}": ["(1,2)", r"\{1,2,3\}", r"\{1\}", r"\{1,2"], r"0.\overline{3}": ["0.3", "0.333333", "0.34"], "2i": ["-2i", "2"], "i": ["1", "-1"],
+    r"\{1,2\}": ["(1,2)", r"\{1,2,3\}", r"\{1\}", r"\{1,2"], r"0.\overline{3}": ["0.3", "0.333333", "0.34"],
+    "2i": ["-2i", "2"], "i": ["1", "-1"],
     r"(0,\infty)": [r"[0,\infty)", r"x \ge 0"],
     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": [r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"],
     r"10\text{ inches}": [r"10\text{ cm}", r"11\text{ inches}"],
-    r"80\text{ cents}": [r"\$80"], "25 cm^2": ["25 cm"], r"25\text{ m}^2": [r"25\text{ m}", r"25\text{ m}^3"], r"9\text{ m/s}^2": [r"9\text{ m/s}"],
+    r"80\text{ cents}": [r"\$80"], "25 cm^2": ["25 cm"], r"25\text{ m}^2": [r"25\text{ m}", r"25\text{ m}^3"],
+    r"9\text{ m/s}^2": [r"9\text{ m/s}"],
     r"60^\circ": [r"\frac{\pi}{3}", "61"],
     r"\text{Evelyn}": ["Eve", "nylevE", "Evelyn or Dana", "5"],
-    r"\text{CBAD}": ["ABCD"], r"9\text{ a.m.}": [r"9\text{ p.m.}", "9"], r"\$5": ["€5"], r"\cos 60^\circ": [r"\frac13", r"\cos 60"],
+    r"\text{CBAD}": ["ABCD"], r"9\text{ a.m.}": [r"9\text{ p.m.}", "9"], r"\$5": ["€5"],
+    r"\cos 60^\circ": [r"\frac13", r"\cos 60"],
     "1010_2": ["10", "1010_3", "1010_{10}"],
     "2": ["10_2"], "10": ["10_2", "1010_2"],
     "x=5": ["y=5", "6", "x=-5"],
@@ -143,12 +159,14 @@ def gone_within(pid: int, seconds: float) -> bool:
 # Equal and different answers
 
 def test_equal_forms_are_true():
-    assert [(gold, answer) for gold, answer in rows(EQUAL) if grade(completion=box(answer), gold=gold) is not True] == []
+    assert [(gold, answer) for gold,
+            answer in rows(EQUAL) if grade(completion=box(answer), gold=gold) is not True] == []
     assert [gold for gold in EQUAL if grade(completion=box(gold), gold=gold) is not True] == []
 
 
 def test_near_misses_are_false():
-    assert [(gold, answer) for gold, answer in rows(DIFFERENT) if grade(completion=box(answer), gold=gold) is not False] == []
+    assert [(gold, answer) for gold,
+            answer in rows(DIFFERENT) if grade(completion=box(answer), gold=gold) is not False] == []
 
 
 def test_no_gold_of_the_tables_is_another_gold():
@@ -160,7 +178,8 @@ def test_gold_and_completion_cannot_be_swapped():
     assert all(p.kind is p.KEYWORD_ONLY for p in inspect.signature(grade).parameters.values())
     with pytest.raises(TypeError):
         grade(box("5"), "5")
-    for gold, answer in (("1010_2", "1010"), ("1,2,3", "(3,1,2)")):  # ours, and one that math-verify itself sees differently from each side
+    # ours, and one that math-verify itself sees differently from each side
+    for gold, answer in (("1010_2", "1010"), ("1,2,3", "(3,1,2)")):
         assert grade(completion=box(answer), gold=gold) is True
         assert grade(completion=box(gold), gold=answer) is False
 
@@ -176,20 +195,27 @@ def test_bad_gold_is_none_and_bad_answer_is_false():
 def test_readable_golds():
     good = [*EQUAL, *DIFFERENT, "None", r"\text{two lines}", "2x", r"\sin^2 y", r"\frac{\pi}{8}"]
     assert [gold for gold in good if not readable(gold)] == [r"\unknown{1}"]
-    for bad in ("", " ", "$", "{", "}", r"\}}", "1 2", "5+", "(((", "[0", r"\frac{1}{", r"\frac{1}", r"\unknown{2}", "^^", "1" * (MAX_ANSWER + 1), r"\text{}"):
+    for bad in ("", " ", "$", "{", "}", r"\}}", "1 2", "5+", "(((", "[0", r"\frac{1}{", r"\frac{1}", r"\unknown{2}",
+                "^^", "1" * (MAX_ANSWER + 1), r"\text{}"):
         assert readable(bad) is False, bad
 
 
 # Extraction
 
 EXTRACTED = [
-    ("boxed", r"a \boxed{5} b", "5"), ("boxed", r"\boxed{1} \boxed{2}", "2"), ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    ("boxed", r"\boxed{\{1,2\}}", r"\{1,2\}"), ("boxed", r"\boxed{\{1,2}", r"\{1,2"), ("boxed", r"\boxed{a\\}", "a\\\\"),
+    ("boxed", r"a \boxed{5} b", "5"), ("boxed", r"\boxed{1} \boxed{2}", "2"),
+    ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    ("boxed", r"\boxed{\{1,2\}}", r"\{1,2\}"), ("boxed", r"\boxed{\{1,2}", r"\{1,2"),
+    ("boxed", r"\boxed{a\\}", "a\\\\"),
     ("boxed", r"\boxed{1+\boxed{2}}", "2"),
-    ("boxed", r"\fbox{7}", "7"), ("boxed", r"\boxed {7}", "7"), ("boxed", r"\boxed{5", None), ("boxed", r"\boxed{1} then \boxed{2", None),
-    ("boxed", r"\boxed", None), ("boxed", r"\boxed 5", None), ("boxed", "", None), ("boxed", r"\boxed{5}}}", "5"), ("boxed", "\\boxed{a\nb}", "a\nb"),
-    ("hash", "#### 18", " 18"), ("hash", "#### 18\nand more", "18"), ("hash", "#### 1\n#### 2", "2"), ("hash", "### 5", None), ("hash", "####", ""),
-    ("number", "from 3 to 1,234.5.", "1,234.5"), ("number", "it is -7.", "-7"), ("number", "3-5", "5"), ("number", "1/2 of", "1/2"), ("number", "none", None),
+    ("boxed", r"\fbox{7}", "7"), ("boxed", r"\boxed {7}", "7"), ("boxed", r"\boxed{5", None),
+    ("boxed", r"\boxed{1} then \boxed{2", None),
+    ("boxed", r"\boxed", None), ("boxed", r"\boxed 5", None), ("boxed", "", None), ("boxed", r"\boxed{5}}}", "5"),
+    ("boxed", "\\boxed{a\nb}", "a\nb"),
+    ("hash", "#### 18", " 18"), ("hash", "#### 18\nand more", "18"), ("hash", "#### 1\n#### 2", "2"),
+    ("hash", "### 5", None), ("hash", "####", ""),
+    ("number", "from 3 to 1,234.5.", "1,234.5"), ("number", "it is -7.", "-7"), ("number", "3-5", "5"),
+    ("number", "1/2 of", "1/2"), ("number", "none", None),
     ("number", ".5", ".5"), ("number", "$12", "12"), ("number", "1,2345", "2345"), ("number", "18 ", "18"),
 ]
 
@@ -212,15 +238,22 @@ def test_extractors_are_tried_in_order(no_worker):
 
 # Hostile answers
 
-NOTHING = ["", "\x00", "\ud800", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed{ }", r"\boxed{$}", r"\boxed{.}", r"\fbox{}", "a" * 100_000, "{" * 100_000,
-           r"\boxed{" * 15_000, r"\boxed{" + "{" * 100_000, r"\boxed{{{1}", r"\boxed" + " " * 100_000, r"\boxed{" + " " * 100_000 + "}", "####" * 25_000,
-           r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}", r"\boxed{1" + "0" * 100_000 + "}", "#### 1" + "0" * 100_000, r"\boxed{" + "1" * 990 + "}",
+NOTHING = ["", "\x00", "\ud800", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed{ }", r"\boxed{$}", r"\boxed{.}",
+           r"\fbox{}", "a" * 100_000, "{" * 100_000,
+           r"\boxed{" * 15_000, r"\boxed{" + "{" * 100_000, r"\boxed{{{1}", r"\boxed" + " " * 100_000,
+           r"\boxed{" + " " * 100_000 + "}", "####" * 25_000,
+           r"\boxed{" + "(" * 5000 + "1" + ")" * 5000 + "}", r"\boxed{1" + "0" * 100_000 + "}",
+           "#### 1" + "0" * 100_000, r"\boxed{" + "1" * 990 + "}",
            *(box(sign * 400) for sign in ("(", "[", ")", r"\{")),
-           r"\boxed{1e999}", r"\boxed{" + "5" * (MAX_ANSWER + 1) + "}", r"\boxed{1 " + "2 " * 400 + "}", r"\boxed{1." + "0" * 900 + "1}"]
-HEAVY = ["5^(5^(5^5))", HARD, "(10^9)!", "100000!!", "10^{10^{10}}", "1e999999999", "(" * 450 + "1" + ")" * 450, "{" * 450 + "1" + "}" * 450,
+           r"\boxed{1e999}", r"\boxed{" + "5" * (MAX_ANSWER + 1) + "}", r"\boxed{1 " + "2 " * 400 + "}",
+           r"\boxed{1." + "0" * 900 + "1}"]
+HEAVY = ["5^(5^(5^5))", HARD, "(10^9)!", "100000!!", "10^{10^{10}}", "1e999999999", "(" * 450 + "1" + ")" * 450,
+         "{" * 450 + "1" + "}" * 450,
          r"\frac{1}{" * 90 + "2" + "}" * 90, "1\x002", "\ud800"]
-SLOW_TO_READ = [r"\text{ " * 160 + "}" * 160, r"\text{" + " " * 900, r"\text{a" * 160, "\\" * 998, "1,1" * 300, "," * 900, "((a)" * 240, "1" * 900 + "x",
-                "a " * 480, "1 " * 480, "x_" * 480, "5" + "a" * 900 + "^", r"\frac{1}" * 120, r"\frac{" * 160, "{" * 900, "**" * 450, "1,000" * 190, "a=" * 480]
+SLOW_TO_READ = [r"\text{ " * 160 + "}" * 160, r"\text{" + " " * 900, r"\text{a" * 160, "\\" * 998, "1,1" * 300,
+                "," * 900, "((a)" * 240, "1" * 900 + "x",
+                "a " * 480, "1 " * 480, "x_" * 480, "5" + "a" * 900 + "^", r"\frac{1}" * 120, r"\frac{" * 160,
+                "{" * 900, "**" * 450, "1,000" * 190, "a=" * 480]
 
 
 def test_texts_without_an_answer_are_false_at_once(no_worker):
@@ -339,7 +372,8 @@ print(worker.process.pid, flush=True)
 
 
 def test_a_signal_to_the_process_group_leaves_workers_alive_and_the_end_of_their_parent_ends_them():
-    trainer = run_python(TRAINER + "sys.stdin.readline()\nprint(grading.grade(completion='\\\\boxed{2+x}', gold='x+2'), worker.is_alive(), flush=True)\n"
+    trainer = run_python(TRAINER
+                         + "sys.stdin.readline()\nprint(grading.grade(completion='\\\\boxed{2+x}', gold='x+2'), worker.is_alive(), flush=True)\n"
                          "sys.stdin.readline()", stdin=subprocess.PIPE, start_new_session=True)
     assert trainer.stdout.readline() == "True\n"
     pid = int(trainer.stdout.readline())
@@ -414,7 +448,8 @@ def math():
 def test_every_gsm8k_gold_is_itself_and_not_the_next(no_worker):
     golds = [row["answer"].rpartition("####")[2].strip() for row in real("gsm8k", "train", "test")]
     assert len(golds) == 7473 + 1319
-    assert [gold for gold in golds if not (grade(completion=box(gold), gold=gold) and grade(completion=f"#### {gold}", gold=gold) and readable(gold))] == []
+    assert [gold for gold in golds if not (grade(completion=box(gold), gold=gold)
+                                           and grade(completion=f"#### {gold}", gold=gold) and readable(gold))] == []
     numbers = [Decimal(gold.replace(",", "")) for gold in golds]
     for k, gold in enumerate(golds):
         assert grade(completion=box(golds[k - 1]), gold=gold) is (numbers[k - 1] == numbers[k]), (gold, golds[k - 1])
@@ -443,7 +478,8 @@ def test_no_math_gold_is_the_next_one_as_far_as_is_told_here(math):
 
 def test_ordinary_golds_can_be_parsed(math):
     """What `readable` lets pass without asking: a few dozen of MATH; dev/check_grading.py asks for all."""
-    bodies = sorted({read(row["answer"]).body for row in math if row["answer"] and read(row["answer"]).words is None and read(row["answer"]).value is None})
+    bodies = sorted({read(row["answer"]).body for row in math if row["answer"] and read(row["answer"]).words is None
+                     and read(row["answer"]).value is None})
     ordinary = [body for body in bodies if is_ordinary(body)]
     assert len(ordinary) > 0.9 * len(bodies)
     assert [body for body in ordinary[::40] if not grading.parsable(gold=body.replace("%", "\\%"))] == []

@@ -22,10 +22,12 @@ from tasks.chain import Chain
 from tasks.common import Problem
 from tasks.gsm8k import GSM8K, NO_EQUATION, add_args, equations, gold_answer, mistaken, number, worked_lines
 
-DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "shared", "data")
+DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..",
+                                                       "shared", "data")
 REAL = os.path.join(DATA, "gsm8k")
 SPLITS = ("sft", "rl", "test_in", "test_out")
-CLIPS = ("How many clips?", "She sold 48/2 = <<48/2=24>>24 clips in May.\n\nIn all 48+24 = <<48+24=72>>72 clips.\n#### 72")
+CLIPS = ("How many clips?",
+         "She sold 48/2 = <<48/2=24>>24 clips in May.\n\nIn all 48+24 = <<48+24=72>>72 clips.\n#### 72")
 DEMO = ("<think><step>She sold 48/2 = 24 clips in May.</step><step>In all 48+24 = 72 clips.</step></think>"
         "<answer>\\boxed{72}</answer>")
 
@@ -57,7 +59,8 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def task(cache, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "gsm8k"
-    write_rows(folder, "train", [CLIPS, *(worded(k, "train") for k in range(200)), ("No answer?", "It is 3."), ("No number?", "Yes.\n#### yes")])
+    write_rows(folder, "train", [CLIPS, *(worded(k, "train") for k in range(200)), ("No answer?", "It is 3."),
+                                 ("No number?", "Yes.\n#### yes")])
     write_rows(folder, "test", [worded(k, "test") for k in range(100)])
     return GSM8K(args_of("--gsm8k-data", str(folder)), 0)
 
@@ -85,8 +88,10 @@ def test_a_problem_without_a_gold_answer_is_dropped_and_counted(task):
 
 
 def test_train_is_dealt_to_sft_and_rl_and_test_to_the_test_splits(task):
-    assert all(question.startswith("test") == split.startswith("test") for split in SPLITS for question in task.splits[split] if question != CLIPS[0])
-    assert sum(map(len, task.splits.values())) == len({question for split in SPLITS for question in task.splits[split]}) == 301
+    assert all(question.startswith("test") == split.startswith("test") for split in SPLITS
+               for question in task.splits[split] if question != CLIPS[0])
+    assert sum(map(len, task.splits.values())) == len({question for split in SPLITS
+                                                       for question in task.splits[split]}) == 301
 
 
 def test_a_train_problem_that_is_in_the_test_file_too_is_held_out(cache, tmp_path):
@@ -140,8 +145,10 @@ def test_files_that_cannot_be_used_are_bad_input(cache, tmp_path):
 # Numbers and outcomes
 
 @pytest.mark.parametrize("text, value", [
-    ("18", 18), ("18.0", 18), ("$18", 18), (" 1,000 ", 1000), ("-$1,234.50", "-1234.5"), (".5", "0.5"), ("18.", 18), ("0018", 18), ("9" * 5000, "9" * 5000),
-    ("1,00", None), ("1,0000", None), ("18 eggs", None), ("1e3", None), ("", None), (None, None), ("-", None), ("$", None), ("$$5", None), ("1/2", None),
+    ("18", 18), ("18.0", 18), ("$18", 18), (" 1,000 ", 1000), ("-$1,234.50", "-1234.5"), (".5", "0.5"), ("18.", 18),
+    ("0018", 18), ("9" * 5000, "9" * 5000),
+    ("1,00", None), ("1,0000", None), ("18 eggs", None), ("1e3", None), ("", None), (None, None), ("-", None),
+    ("$", None), ("$$5", None), ("1/2", None),
     ("\u0663", None), ("nan", None), ("1_000", None), ("2 3", None), (".", None),
 ])
 def test_a_number_is_one_plain_number(text, value):
@@ -174,9 +181,12 @@ def test_a_gold_answer_has_no_commas_and_no_dollar_sign():
     ("2 * (3 + 4) = 14", [("2*(3+4)", "14", True)]),
     ("5 × 4 ÷ 2 – 1 = 9", [("5*4/2-1", "9", True)]),
     ("2+3 = 6-1 = 5", [("2+3", "6-1", True), ("6-1", "5", True)]),
-    ("2*5=10+3=13", [("2*5", "10+3", True), ("10+3", "13", True)]),       # carried on in one line: each is right by itself
-    ("20% * 50 = 10; 5/10 = 50%; 100*5/10 = 50%", [("20%*50", "10", True), ("5/10", "50%", True), ("100*5/10", "50%", True)]),
-    ("10/3 = 3.33; 10/3 = 3.4; 20/3 = 6.67; 20/3 = 6.66; 10/3 = 3", [("10/3", "3.33", True), ("10/3", "3.4", True), ("20/3", "6.67", True),
+    # carried on in one line: each is right by itself
+    ("2*5=10+3=13", [("2*5", "10+3", True), ("10+3", "13", True)]),
+    ("20% * 50 = 10; 5/10 = 50%; 100*5/10 = 50%",
+     [("20%*50", "10", True), ("5/10", "50%", True), ("100*5/10", "50%", True)]),
+    ("10/3 = 3.33; 10/3 = 3.4; 20/3 = 6.67; 20/3 = 6.66; 10/3 = 3",
+     [("10/3", "3.33", True), ("10/3", "3.4", True), ("20/3", "6.67", True),
                                                                      ("20/3", "6.66", True), ("10/3", "3", False)]),
     (".1+.1 = .3", [(".1+.1", ".3", False)]),
     ("0.1*3=0.3", [("0.1*3", "0.3", True)]),
@@ -197,7 +207,8 @@ def test_plain_equations_are_found_and_worked_out(text, found):
 @pytest.mark.parametrize("shown", ["24", "0", "7", "1,000", "0.2", "100", "-5", "11"])
 def test_a_slip_is_another_number_of_the_same_form(shown):
     slips = {mistaken(shown, random.Random(i)) for i in range(60)}
-    assert (len(slips) > 1 or slips == {"1"}) and all(number(slip) is not None and number(slip) != number(shown) for slip in slips)
+    assert (len(slips) > 1 or slips == {"1"}) and all(number(slip) is not None and number(slip) != number(shown)
+                                                      for slip in slips)
     assert shown.startswith("-") or not any(slip.startswith("-") for slip in slips)
     assert shown != "24" or slips == {"23", "25", "240", "42"}
     assert shown != "1,000" or {"999", "1,001", "10,000"} <= slips
@@ -223,7 +234,8 @@ def test_a_corrupted_solution_is_right_or_has_one_slip(task):
         assert right is (solution == DEMO)
         wrong = [a != b for a, b in zip(task.fmt.step_spans(solution), task.fmt.step_spans(DEMO), strict=True)]
         assert right or len(wrong) == 2 and solution.split("<answer>")[0] != DEMO.split("<answer>")[0]
-        if not right and "24 clips" in solution.split("</step>")[0]:  # then the slip is the last result: the answer follows it
+        # then the slip is the last result: the answer follows it
+        if not right and "24 clips" in solution.split("</step>")[0]:
             assert task.fmt.answer(solution) == solution.split("24 = ")[1].split(" ")[0].replace(",", "")
         seen[right] += 1
     assert abs(seen[True] / 400 - 0.5) < 0.08  # three standard errors
@@ -237,8 +249,10 @@ def test_without_plain_equations_only_the_answer_slips(task):
 
 
 @pytest.mark.parametrize("body, answer, judged", [
-    (["She sold 48/2 = 24 clips in May.", "In all 48+24 = 72 clips."], "72", [("48/2=24", True), ("48+24=72", True), True]),
-    (["She sold 48/2 = 26 clips in May.", "In all 48+24 = 72 clips."], "72", [("48/2=24, not 26", False), ("48+24=72", True), True]),
+    (["She sold 48/2 = 24 clips in May.", "In all 48+24 = 72 clips."], "72",
+     [("48/2=24", True), ("48+24=72", True), True]),
+    (["She sold 48/2 = 26 clips in May.", "In all 48+24 = 72 clips."], "72",
+     [("48/2=24, not 26", False), ("48+24=72", True), True]),
     (["Half is 24.", "48 + 24 = 73"], "73", [(NO_EQUATION, True), ("48+24=72, not 73", False), False]),
     (["48/2=24 and 1+1=3"], "72", [("48/2=24; 1+1=2, not 3", False), True]),
     ([], "7", [False]),
@@ -251,16 +265,19 @@ def test_a_verification_works_the_equations_again(task, body, answer, judged):
 
 def test_a_line_of_the_dataset_is_right_whatever_its_equations(task):
     task.worked["How many buses?"] = "10/3 = <<10/3=3>>3 buses are full.\n#### 3"
-    verification = task.verification_demo(Problem("sft", 0, "How many buses?", "3"), "<step>10/3 = 3 buses are full.</step>", random.Random(0))
+    verification = task.verification_demo(Problem("sft", 0, "How many buses?", "3"),
+                                          "<step>10/3 = 3 buses are full.</step>", random.Random(0))
     assert verification.startswith("<step_verification><step>10/3=3\\boxed{CORRECT}</step>")
     del task.worked["How many buses?"]
 
 
-PIECES = ("<think>", "<step>", "</step>", "</think>", "<answer>\\boxed{", "}</answer>", "\\boxed{CORRECT}", "4/2=", "3", " ")
+PIECES = ("<think>", "<step>", "</step>", "</think>", "<answer>\\boxed{", "}</answer>", "\\boxed{CORRECT}", "4/2=",
+          "3", " ")
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.text() | st.text("0123456789+-*/x×=().,%$ ").map("<step>{}</step>".format) | st.lists(st.sampled_from(PIECES)).map("".join))
+@given(st.text() | st.text("0123456789+-*/x×=().,%$ ").map("<step>{}</step>".format)
+       | st.lists(st.sampled_from(PIECES)).map("".join))
 @example("<step>" + "9" * 5000 + "+1=2</step>")
 @example("<step>" + "1+" * 3000 + "1=2</step>")
 @example("<step>" + "(" * 4000 + "1+1" + ")" * 4000 + "=2</step>")
@@ -289,12 +306,15 @@ def test_real_demonstrations_are_right_and_slips_are_found(real):
             demo = real.solution_demo(problem, random.Random(0))
             num_steps = len(worked_lines(real.worked[problem.prompt]))
             assert real.check(problem, demo) is True and "<<" not in demo
-            verification = parse_verification(real.fmt, real.verification_demo(problem, demo, random.Random(0)), num_steps)
+            verification = parse_verification(real.fmt, real.verification_demo(problem, demo, random.Random(0)),
+                                              num_steps)
             assert verification.unmet == () and verification.step_verdicts == [True] * num_steps and verification.verdict is True
             solution = real.corrupted_solution(problem, random.Random(f"{split}{i}"))
-            judged = parse_verification(real.fmt, real.verification_demo(problem, solution, random.Random(0)), num_steps)
+            judged = parse_verification(real.fmt, real.verification_demo(problem, solution, random.Random(0)),
+                                        num_steps)
             assert judged.unmet == () and judged.verdict is real.check(problem, solution) is (solution == demo)
-            slipped = [solution[s:e] != demo[a:b] for (s, e), (a, b) in zip(real.fmt.step_spans(solution), real.fmt.step_spans(demo), strict=True)]
+            slipped = [solution[s:e] != demo[a:b] for (s, e),
+                       (a, b) in zip(real.fmt.step_spans(solution), real.fmt.step_spans(demo), strict=True)]
             assert [not verdict for verdict in judged.step_verdicts] == slipped and sum(slipped) <= 1
             right += judged.verdict
             changed += any(slipped)

@@ -1,5 +1,6 @@
 """
-The imported decoder: logits, configurations, greedy text and logprobs of transformers, caches and shared prompts against plain forwards, recomputation.
+The imported decoder: logits, configurations, greedy text and logprobs of transformers, caches and shared prompts
+against plain forwards, recomputation.
 
     python -m pytest tests/test_hf.py -q
 """
@@ -24,13 +25,15 @@ logging.disable_progress_bar()
 logging.set_verbosity_error()  # it warns of scalings that are not the ratio of contexts
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "qwen2", "qwen3")
-SIZES = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=211,
+SIZES = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+             vocab_size=211,
              max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32},
     "yarn": YARN,
     "yarn of the whole context": {"rope_type": "yarn", "factor": 4.0},
     "yarn, attention_factor": YARN | {"attention_factor": 1.3},
@@ -77,8 +80,10 @@ def draw_options(family, seed):
     draw = random.Random(f"{family} {seed}")
     heads = draw.choice([2, 4, 6])
     rope = ROPES[draw.choice(list(ROPES))] | {"rope_theta": draw.choice([10000.0, 500000.0])}
-    return dict(num_attention_heads=heads, num_key_value_heads=draw.choice([1, 2, heads]), rms_norm_eps=draw.choice([1e-6, 1e-5, 1e-2]),
-                head_dim=draw.choice([8, 20, 32]), vocab_size=draw.choice([97, 211, 256]), tie_word_embeddings=draw.random() < 0.5,
+    return dict(num_attention_heads=heads, num_key_value_heads=draw.choice([1, 2, heads]),
+                rms_norm_eps=draw.choice([1e-6, 1e-5, 1e-2]),
+                head_dim=draw.choice([8, 20, 32]), vocab_size=draw.choice([97, 211, 256]),
+                tie_word_embeddings=draw.random() < 0.5,
                 attention_bias=draw.random() < 0.5, mlp_bias=draw.random() < 0.5, rope_parameters=dict(rope))
 
 
@@ -101,7 +106,8 @@ def test_logits_equal_transformers(family, seed, tmp_path):
 def test_the_draws_take_every_option_with_every_family():
     for family in FAMILIES:
         drawn = [draw_options(family, seed) for seed in range(8)]
-        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps", "head_dim", "num_key_value_heads"):
+        for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "rms_norm_eps", "head_dim",
+                    "num_key_value_heads"):
             assert len({options[key] for options in drawn}) > 1, (family, key)
 
 
@@ -112,7 +118,8 @@ def test_logits_equal_transformers_under_every_rotary_scaling(rope, tmp_path):
 
 
 CONTEXTS = {  # context, theta, scaling: as in files of Llama 3.1 and Qwen 2.5; then yarn's ramp at its ends
-    "llama3.1": (131072, 500000.0, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "llama3.1": (131072, 500000.0,
+                 {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                     "original_max_position_embeddings": 8192}),
     "qwen2.5": (32768, 1000000.0, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
     "all channels turn often": (8192, 20.0, YARN | {"original_max_position_embeddings": 8192}),
@@ -124,7 +131,8 @@ CONTEXTS = {  # context, theta, scaling: as in files of Llama 3.1 and Qwen 2.5; 
 @pytest.mark.parametrize("name", [*ROPES, *CONTEXTS])
 def test_rotary_frequencies_equal_transformers(name, tmp_path):
     length, theta, parameters = CONTEXTS.get(name) or (256, 10000.0, ROPES[name])
-    config = AutoConfig.for_model("llama", **SIZES | dict(max_position_embeddings=length, head_dim=128, rope_parameters={**parameters, "rope_theta": theta}))
+    config = AutoConfig.for_model("llama", **SIZES | dict(max_position_embeddings=length, head_dim=128,
+                                                          rope_parameters={**parameters, "rope_theta": theta}))
     config.save_pretrained(tmp_path)
     ours, kind = read_config(str(tmp_path)), parameters["rope_type"]
     frequencies, factor = ROPE[kind](ours)
@@ -143,7 +151,8 @@ def test_parameter_names_are_those_of_transformers():
             options = dict(head_dim=20, attention_bias=True, mlp_bias=True, tie_word_embeddings=tied)
             theirs = reference_model(family, **options).state_dict()
             biases = family != "qwen2"
-            model = Decoder(small_config(family, vocab_size=211, out_bias=biases, qkv_bias=True, mlp_bias=family == "llama", tied=tied))
+            model = Decoder(small_config(family, vocab_size=211, out_bias=biases, qkv_bias=True,
+                                         mlp_bias=family == "llama", tied=tied))
             assert {name: x.shape for name, x in model.state_dict().items()} == {name: x.shape for name, x in theirs.items()}
             assert ("lm_head.weight" in dict(model.named_parameters())) != tied
 
@@ -158,16 +167,19 @@ def test_angles_are_fp32_numbers_whatever_the_activations():
 
 def in_the_style_of_transformers_4(config, key="type"):
     """config.json as transformers 4 wrote it, from a configuration of transformers 5."""
-    old = {name: value for name, value in config.to_dict().items() if name not in ("rope_parameters", "layer_types", "dtype")}
+    old = {name: value for name,
+           value in config.to_dict().items() if name not in ("rope_parameters", "layer_types", "dtype")}
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
-    return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {key: kind, **rope}, "torch_dtype": "float32"}
+    return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {key: kind, **rope},
+                  "torch_dtype": "float32"}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_old_and_new_configurations_are_the_same(family, tmp_path):
     for i, rope in enumerate(ROPES.values()):
-        config = AutoConfig.for_model(family, **SIZES | draw_options(family, i) | {"rope_parameters": {**rope, "rope_theta": 12345.0}})
+        config = AutoConfig.for_model(family, **SIZES | draw_options(family, i)
+                                      | {"rope_parameters": {**rope, "rope_theta": 12345.0}})
         config.save_pretrained(tmp_path)
         new = read_config(str(tmp_path))
         assert "rope_parameters" in read(tmp_path) and new.rope_theta == 12345.0
@@ -182,7 +194,8 @@ def test_the_original_context_is_where_transformers_finds_it(tmp_path):
     frequencies = []
     for scaling, outside in (({}, {}), ({}, {"original_max_position_embeddings": 32}),
                              ({"original_max_position_embeddings": 64}, {"original_max_position_embeddings": 32})):
-        config = SIZES | {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0, **scaling}, "head_dim": 64, **outside}
+        config = SIZES | {"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4.0, **scaling},
+                          "head_dim": 64, **outside}
         write(tmp_path, "config.json", config)
         expected, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.from_pretrained(tmp_path))
         frequencies.append(ROPE["yarn"](read_config(str(tmp_path)))[0])
@@ -192,9 +205,11 @@ def test_the_original_context_is_where_transformers_finds_it(tmp_path):
 
 def test_what_a_configuration_leaves_out_is_as_transformers_has_it(tmp_path):
     config = AutoConfig.for_model("llama", **SIZES)
-    optional = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act")
+    optional = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "tie_word_embeddings",
+                "attention_bias", "mlp_bias", "hidden_act")
     for family in FAMILIES:
-        write(tmp_path, "config.json", {key: value for key, value in config.to_dict().items() if key not in optional} | {"model_type": family})
+        write(tmp_path, "config.json",
+              {key: value for key, value in config.to_dict().items() if key not in optional} | {"model_type": family})
         ours = read_config(str(tmp_path))
         assert (ours.n_kv_head, ours.head_dim, ours.norm_eps, ours.rope_theta, ours.rope_scaling, ours.tied) == (4, 12, 1e-6, 10000.0, None, False)
         assert (ours.qkv_bias, ours.out_bias, ours.mlp_bias, ours.qk_norm) == (family == "qwen2", False, False, family == "qwen3")
@@ -205,7 +220,8 @@ def test_a_written_configuration_is_read_as_the_same_by_both(family, tmp_path):
     for seed in range(8):
         AutoConfig.for_model(family, **SIZES | draw_options(family, seed)).save_pretrained(tmp_path)
         config = read_config(str(tmp_path))
-        write(tmp_path, "config.json", written_config(config, torch.bfloat16, {"eos_token_id": [5, 7], "bos_token_id": None}))
+        write(tmp_path, "config.json",
+              written_config(config, torch.bfloat16, {"eos_token_id": [5, 7], "bos_token_id": None}))
         assert read_config(str(tmp_path)) == config
         theirs = AutoConfig.from_pretrained(tmp_path)
         assert theirs.eos_token_id == [5, 7] and theirs.dtype == torch.bfloat16
@@ -216,7 +232,8 @@ def test_a_written_configuration_is_read_as_the_same_by_both(family, tmp_path):
 # Sampling
 
 LENGTHS = (1, 40, 2, 17, 33, 7)
-SAMPLED = {"llama": dict(seed=1, head=2.0, head_dim=32, num_key_value_heads=1), "qwen2": dict(seed=3, head=2.0, num_key_value_heads=4),
+SAMPLED = {"llama": dict(seed=1, head=2.0, head_dim=32, num_key_value_heads=1),
+           "qwen2": dict(seed=3, head=2.0, num_key_value_heads=4),
            "qwen3": dict(seed=1, head=1.5, head_dim=20, tie_word_embeddings=True)}
 
 
@@ -238,7 +255,8 @@ def test_greedy_text_equals_transformers(family, tmp_path):
 
     def continuation(prompt, **options):
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, pad_token_id=0, **options)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False,
+                             pad_token_id=0, **options)
         return out[0, len(prompt):].tolist()
 
     unstopped = [continuation(prompt) for prompt in prompts]
@@ -262,10 +280,12 @@ def test_greedy_text_equals_transformers(family, tmp_path):
 def test_logprobs_that_the_sampler_records_are_those_of_transformers(family, tmp_path):
     model, ours, prompts = sampled_case(family, tmp_path)
     for temperature in (1.0, 0.7):
-        out = generate(ours, prompts, 3, max_new_tokens=24, stop_tokens=list(range(12)), keys=[row_key(i) for i in range(18)], temperature=temperature)
+        out = generate(ours, prompts, 3, max_new_tokens=24, stop_tokens=list(range(12)),
+                       keys=[row_key(i) for i in range(18)], temperature=temperature)
         assert len(set(out.lengths.tolist())) > 3 and len({tuple(row) for row in out.tokens.tolist()}) > 14
         for row, (tokens, length) in enumerate(zip(out.tokens.tolist(), out.lengths.tolist(), strict=True)):
-            logprobs = torch.log_softmax(reference_logits(model, prompts[row // 3], tokens[:length]) / temperature, dim=-1)
+            logprobs = torch.log_softmax(reference_logits(model, prompts[row // 3], tokens[:length]) / temperature,
+                                         dim=-1)
             expected = logprobs.gather(1, torch.tensor(tokens[:length])[:, None])[:, 0]
             assert (out.logprobs[row, :length] - expected).abs().max() < 1e-4
 
@@ -273,8 +293,10 @@ def test_logprobs_that_the_sampler_records_are_those_of_transformers(family, tmp
 # Caches and shared prompts, in float64: only the cos and sin of rotary angles are fp32 numbers.
 
 def small_config(family, **changes):
-    config = dict(architecture=family, sequence_len=256, vocab_size=265, n_layer=3, n_head=4, n_kv_head=2, n_embd=48, head_dim=20, intermediate_size=80,
-                  norm_eps=1e-3, rope_theta=1e4, rope_scaling=ROPES["llama3"], qkv_bias=family == "qwen2", out_bias=False, mlp_bias=False,
+    config = dict(architecture=family, sequence_len=256, vocab_size=265, n_layer=3, n_head=4, n_kv_head=2, n_embd=48,
+                  head_dim=20, intermediate_size=80,
+                  norm_eps=1e-3, rope_theta=1e4, rope_scaling=ROPES["llama3"], qkv_bias=family == "qwen2",
+                  out_bias=False, mlp_bias=False,
                   qk_norm=family == "qwen3", tied=family == "qwen3")
     return DecoderConfig(**config | changes)
 
@@ -335,12 +357,14 @@ def test_right_padded_rows_equal_rows_alone_and_last_only_gives_their_last_token
 @torch.no_grad()
 def test_rows_continue_their_shared_prompts(piece):
     model, lengths, new = double_model("qwen3"), (21, 4), 2 * RECENT + 5
-    rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)] for length in lengths]
+    rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)]
+            for length in lengths]
     ids, positions = padded([unit[0][:length] for unit, length in zip(rows, lengths, strict=True)])
     prefix, cache, pieces = KVCache(3), KVCache(3), []
     model.trunk(ids, positions=positions, cache=prefix, last_only=True)
     for start in range(0, new, piece):
-        own = torch.stack([row[length + start: length + start + piece] for length, unit in zip(lengths, rows, strict=True) for row in unit])
+        own = torch.stack([row[length + start: length + start + piece] for length,
+                           unit in zip(lengths, rows, strict=True) for row in unit])
         places = torch.tensor(lengths).repeat_interleave(2)[:, None] + start + torch.arange(own.shape[1])
         pieces.append(model.trunk(own, positions=places, prefix=prefix, cache=cache))
     for u, length in enumerate(lengths):
@@ -354,7 +378,8 @@ def shared_and_plain(model, rollouts):
     direction = torch.randn(265, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     hidden, advantages = completion_hidden(model, batch), random_advantages(rollouts)
     plain = [full_rows(model, rollouts, n) for n in range(len(rollouts.tokens))]
-    gap = max((hidden[row, : rollouts.lengths[n]] - plain[n]).abs().max() for row, n in enumerate(batch_rows(batch, rollouts)))
+    gap = max((hidden[row, : rollouts.lengths[n]] - plain[n]).abs().max() for row,
+              n in enumerate(batch_rows(batch, rollouts)))
     return (model.lm_head(hidden[batch.mask]) @ direction * batch.advantages[batch.mask]).sum(), \
         sum((model.lm_head(row) @ direction * advantages[n, : len(row)]).sum() for n, row in enumerate(plain)), gap
 
@@ -404,7 +429,8 @@ def test_recomputed_blocks_keep_less():
         for block in model.blocks:
             block.recompute = recompute
         sizes = {}  # by storage: a tensor that several operations keep counts once
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.update({x.data_ptr(): x.numel()}) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, sizes=sizes: sizes.update({x.data_ptr(): x.numel()})
+                                                      or x, lambda x: x):
             hidden = model.trunk(random_ids(2, 50))
         kept.append(sum(sizes.values()))
         assert hidden.requires_grad

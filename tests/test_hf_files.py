@@ -1,5 +1,6 @@
 """
-Model folders: what transformers writes is read, what is written transformers reads, and bad folders are one line that names file and cause.
+Model folders: what transformers writes is read, what is written transformers reads, and bad folders are one line that
+names file and cause.
 
     python -m pytest tests/test_hf_files.py -q
 """
@@ -39,8 +40,10 @@ class Letters:
     def save(self, folder):
         vocabulary = {chr(97 + i): i for i in range(26)}
         model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "a"}
-        content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None, "post_processor": None, "decoder": None,
-                   "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated", "invert": False}, "model": model}
+        content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+                   "post_processor": None, "decoder": None,
+                   "pre_tokenizer": {"type": "Split", "pattern": {"String": ""}, "behavior": "Isolated",
+                                     "invert": False}, "model": model}
         write(folder, "tokenizer.json", content)
         write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
 
@@ -74,12 +77,15 @@ def files_of(folder):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_trained_model_goes_back_to_transformers(family, tied, tmp_path):
-    model = reference_model(family, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True, rope_parameters={**ROPES["yarn"], "rope_theta": 1e4})
+    model = reference_model(family, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True,
+                            rope_parameters={**ROPES["yarn"], "rope_theta": 1e4})
     ours = imported(model, tmp_path / "in")
     prompts = [[3, 1, 4, 1, 5], [9, 2]]
     out = generate(ours, prompts, 3, max_new_tokens=12, stop_tokens=list(range(20)), keys=list(range(6)))
-    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
-    metrics = step(role_of(ours, adamw(ours.parameters(), 1e-2)), packed(rollouts, random_advantages(rollouts), max_tokens=40), lr=1e-2, max_grad_norm=1.0)
+    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths,
+                        out.stopped)
+    metrics = step(role_of(ours, adamw(ours.parameters(), 1e-2)),
+                   packed(rollouts, random_advantages(rollouts), max_tokens=40), lr=1e-2, max_grad_norm=1.0)
     assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0 and metrics["rollout_logprobs_diff_max"] < 1e-4
     assert largest_gap(model, ours) > 0.1
     write_model(str(tmp_path / "out"), ours.config, ours.state_dict(), torch.float32, Letters())
@@ -158,7 +164,8 @@ def test_a_folder_that_is_there_is_not_written_over(tmp_path):
     before = tensors_of(tmp_path)
     for target in (str(tmp_path), f"{tmp_path}/", str(tmp_path / "config.json")):
         with pytest.raises(BadInput, match=f"--to {re.escape(target)}: exists already"):
-            write_model(target, ours.config, {name: x + 1 for name, x in ours.state_dict().items()}, torch.float32, Letters())
+            write_model(target, ours.config, {name: x + 1 for name, x in ours.state_dict().items()}, torch.float32,
+                        Letters())
     assert all(torch.equal(x, before[name]) for name, x in tensors_of(tmp_path).items())
 
 
@@ -180,7 +187,8 @@ def test_bf16_is_as_close_to_fp32_as_transformers_bf16(tmp_path):
     ids = random_ids(4, 90)
     exact = model(ids).logits
     model.bfloat16().save_pretrained(tmp_path)
-    ours, model = read_model(str(tmp_path), CPU, torch.bfloat16), AutoModelForCausalLM.from_pretrained(tmp_path)  # its own rounds rotary frequencies
+    # its own rounds rotary frequencies
+    ours, model = read_model(str(tmp_path), CPU, torch.bfloat16), AutoModelForCausalLM.from_pretrained(tmp_path)
     assert {p.dtype for p in ours.parameters()} == {torch.bfloat16} and ours.trunk(ids).dtype == torch.bfloat16
     error, theirs = ((logits - exact).square().mean().sqrt() for logits in (ours(ids), model(ids).logits.float()))
     assert 0.5 * theirs < error < 1.2 * theirs
@@ -225,7 +233,8 @@ def test_buffers_of_old_files_and_a_repeated_head_are_left_aside(tmp_path):
     model = reference_model("llama", tie_word_embeddings=True)
     model.save_pretrained(tmp_path)
     tensors = tensors_of(tmp_path)
-    write_tensors(tmp_path, tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "lm_head.weight": tensors[EMBEDDING].clone()})
+    write_tensors(tmp_path, tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6),
+                                       "lm_head.weight": tensors[EMBEDDING].clone()})
     ours = read_model(str(tmp_path), CPU, torch.float32)
     assert largest_gap(model, ours) < 3e-5 and ours.lm_head.weight is ours.model.embed_tokens.weight
 
@@ -233,7 +242,8 @@ def test_buffers_of_old_files_and_a_repeated_head_are_left_aside(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_checkpoint_keeps_an_imported_model(tied, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    model = reference_model("qwen2", tie_word_embeddings=tied, rope_parameters={**ROPES["yarn, mscale"], "rope_theta": 1e4}).bfloat16()
+    model = reference_model("qwen2", tie_word_embeddings=tied,
+                            rope_parameters={**ROPES["yarn, mscale"], "rope_theta": 1e4}).bfloat16()
     model.save_pretrained(tmp_path / "in")
     ours = read_model(str(tmp_path / "in"), CPU, torch.float32)
     save_model("sft", "imported", 0, ours, {})
@@ -272,30 +282,43 @@ def refused(call, *parts):
 
 LLAMA3 = {**ROPES["llama3"], "rope_theta": 1e4}
 BAD_VALUES = [  # changes of config.json, what the message says
-    *[({key: value}, f"{key} is {value!r}") for key in ("num_attention_heads", "num_hidden_layers", "vocab_size") for value in (0, -4, "4", 4.0, True, [4])],
-    *[({key: value}, f"{key} is {value!r}") for key in ("num_key_value_heads", "head_dim", "hidden_size", "intermediate_size") for value in (0, "48")],
+    *[({key: value}, f"{key} is {value!r}") for key in ("num_attention_heads", "num_hidden_layers", "vocab_size")
+      for value in (0, -4, "4", 4.0, True, [4])],
+    *[({key: value}, f"{key} is {value!r}")
+      for key in ("num_key_value_heads", "head_dim", "hidden_size", "intermediate_size") for value in (0, "48")],
     ({"num_key_value_heads": 3}, "4 heads of 12 and 3 key/value heads"),
     ({"head_dim": 15}, "4 heads of 15"),
-    *[({"rms_norm_eps": value}, f"rms_norm_eps is {value!r}") for value in ("1e-5", 0.0, -1.0, float("inf"), float("nan"))],
-    *[({key: value}, f"{key} is {value!r}") for key in ("tie_word_embeddings", "attention_bias", "mlp_bias") for value in ("false", 1)],
+    *[({"rms_norm_eps": value}, f"rms_norm_eps is {value!r}")
+      for value in ("1e-5", 0.0, -1.0, float("inf"), float("nan"))],
+    *[({key: value}, f"{key} is {value!r}") for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")
+      for value in ("false", 1)],
     ({"rope_parameters": None, "rope_theta": "1e4"}, "rope_theta is '1e4'"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta is -1"),
-    *[({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, f"rotary scaling '{kind}' is not supported") for kind in ("dynamic", "longrope", "su")],
-    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling 'dynamic' is not supported"),
-    *[({"rope_parameters": {**LLAMA3, key: None}}, f"rotary scaling 'llama3' without {key}") for key in ROPES["llama3"].keys() - {"rope_type"}],
-    *[({"rope_parameters": {"rope_type": kind}}, f"rotary scaling '{kind}' without factor") for kind in ("linear", "yarn")],
-    *[({"rope_parameters": {**ROPES["yarn"], "factor": value}}, f"factor of rotary scaling 'yarn' is {value!r}") for value in ("4", 0, -1.0, {})],
-    ({"rope_parameters": {**ROPES["yarn"], "attention_factor": "1"}}, "attention_factor of rotary scaling 'yarn' is '1'"),
+    *[({"rope_parameters": {"rope_type": kind, "factor": 2.0}}, f"rotary scaling '{kind}' is not supported")
+      for kind in ("dynamic", "longrope", "su")],
+    ({"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+     "rotary scaling 'dynamic' is not supported"),
+    *[({"rope_parameters": {**LLAMA3, key: None}}, f"rotary scaling 'llama3' without {key}")
+      for key in ROPES["llama3"].keys() - {"rope_type"}],
+    *[({"rope_parameters": {"rope_type": kind}}, f"rotary scaling '{kind}' without factor")
+      for kind in ("linear", "yarn")],
+    *[({"rope_parameters": {**ROPES["yarn"], "factor": value}}, f"factor of rotary scaling 'yarn' is {value!r}")
+      for value in ("4", 0, -1.0, {})],
+    ({"rope_parameters": {**ROPES["yarn"], "attention_factor": "1"}},
+     "attention_factor of rotary scaling 'yarn' is '1'"),
     ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention of rotary scaling 'default'"),
     ({"rope_parameters": ["linear", 2.0]}, "rotary scaling is ['linear', 2.0]"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+     "partial_rotary_factor is not supported"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"use_sliding_window": True}, "use_sliding_window is not supported"),
-    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "layer_types other than full_attention is not supported"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+     "layer_types other than full_attention is not supported"),
     ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
     ({"pretraining_tp": 2}, "pretraining_tp is not supported"),
-    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "'MistralForCausalLM' is not supported; there are LlamaForCausalLM, Qwen2"),
+    ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+     "'MistralForCausalLM' is not supported; there are LlamaForCausalLM, Qwen2"),
     ({"model_type": "gpt2", "architectures": None}, "'gpt2' is not supported"),
 ]
 
@@ -325,7 +348,8 @@ def test_values_that_a_configuration_may_not_have_are_named(folder):
 
 def test_keys_that_a_configuration_lacks_are_named(folder):
     good = read(folder)
-    for key in ("hidden_size", "max_position_embeddings", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+    for key in ("hidden_size", "max_position_embeddings", "vocab_size", "num_hidden_layers", "num_attention_heads",
+                "intermediate_size"):
         write(folder, "config.json", {name: value for name, value in good.items() if name != key})
         refused(lambda: read_config(str(folder)), str(folder / "config.json"), f"{key} is missing")
     change(folder, drop=["model_type"], architectures=None)
@@ -334,7 +358,8 @@ def test_keys_that_a_configuration_lacks_are_named(folder):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_json_files_that_hold_something_else_are_named(name, folder):
-    for content, said in ((b"[1, 2]", "holds no json object"), (b"no json", "is no json"), (b"", "is no json"), (b"\xff\xfe\x00", "is no json")):
+    for content, said in ((b"[1, 2]", "holds no json object"), (b"no json", "is no json"), (b"", "is no json"),
+                          (b"\xff\xfe\x00", "is no json")):
         (folder / name).write_bytes(content)
         refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder / name), said)
     (folder / name).unlink()
@@ -352,12 +377,17 @@ def without(tensors, *names):
 BAD_TENSORS = {
     "missing": (lambda t: without(t, UP), [f"tensor {UP} is missing"]),
     "two missing": (lambda t: without(t, UP, "lm_head.weight"), ["tensor lm_head.weight is missing (and 1 more)"]),
-    "extra": (lambda t: t | {"model.layers.3.mlp.up_proj.weight": t[UP].clone()}, ["tensor model.layers.3.mlp.up_proj.weight has no place in a llama model"]),
-    "a bias": (lambda t: t | {UP.replace("weight", "bias"): torch.ones(80)}, [f"tensor {UP.replace('weight', 'bias')} has no place"]),
-    "transposed": (lambda t: t | {UP: t[UP].T.contiguous()}, ["model.safetensors: ", f"{UP} is torch.float32 (48, 80), expected floats of (80, 48)"]),
+    "extra": (lambda t: t | {"model.layers.3.mlp.up_proj.weight": t[UP].clone()},
+              ["tensor model.layers.3.mlp.up_proj.weight has no place in a llama model"]),
+    "a bias": (lambda t: t | {UP.replace("weight", "bias"): torch.ones(80)},
+               [f"tensor {UP.replace('weight', 'bias')} has no place"]),
+    "transposed": (lambda t: t | {UP: t[UP].T.contiguous()},
+                   ["model.safetensors: ", f"{UP} is torch.float32 (48, 80), expected floats of (80, 48)"]),
     "whole numbers": (lambda t: t | {UP: t[UP].to(torch.int8)}, ["model.safetensors: ", f"{UP} is torch.int8"]),
-    "embedding of whole numbers": (lambda t: t | {EMBEDDING: t[EMBEDDING].to(torch.uint8)}, ["model.safetensors: ", f"{EMBEDDING} is U8"]),
-    "embedding that is a number": (lambda t: t | {EMBEDDING: torch.tensor(1.0)}, ["model.safetensors: ", f"{EMBEDDING} is torch.float32 (), expected"]),
+    "embedding of whole numbers": (lambda t: t | {EMBEDDING: t[EMBEDDING].to(torch.uint8)},
+                                   ["model.safetensors: ", f"{EMBEDDING} is U8"]),
+    "embedding that is a number": (lambda t: t | {EMBEDDING: torch.tensor(1.0)},
+                                   ["model.safetensors: ", f"{EMBEDDING} is torch.float32 (), expected"]),
     "nothing": (lambda t: {}, ["is missing (and 29 more)"]),
 }
 
@@ -371,7 +401,8 @@ def test_tensors_that_do_not_fit_are_named(case, folder):
 
 def test_a_head_of_its_own_in_a_tied_model_is_an_error(folder):
     change(folder, tie_word_embeddings=True)
-    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder / "model.safetensors"), "lm_head.weight is not the embedding")
+    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder / "model.safetensors"),
+            "lm_head.weight is not the embedding")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -390,16 +421,20 @@ def test_damaged_weights_are_named(sharded, good_folder, tmp_path):
 
 def test_weights_of_another_format_are_no_model(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder), "neither model.safetensors nor", "only safetensors are read")
+    refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder), "neither model.safetensors nor",
+            "only safetensors are read")
 
 
 def test_an_index_that_is_wrong_is_named(folder):
     index = folder / "model.safetensors.index.json"
     names = dict.fromkeys(tensors_of(folder), "model.safetensors")
     for content, said in (({}, f"{index} has no weight_map"), ({"weight_map": [1]}, f"{index} has no weight_map"),
-                          ({"weight_map": names | {UP: "model-00002.safetensors"}}, f"{folder / 'model-00002.safetensors'} is missing; {index} names it"),
-                          ({"weight_map": without(names, UP)}, f"tensor {UP} is missing"), ({"weight_map": names | {UP: 7}}, f"{folder / '7'} is missing"),
-                          ({"weight_map": names | {UP: "."}}, "cannot be read"), ({"weight_map": names | {"x": "model.safetensors"}}, "tensor x has no place")):
+                          ({"weight_map": names | {UP: "model-00002.safetensors"}},
+                           f"{folder / 'model-00002.safetensors'} is missing; {index} names it"),
+                          ({"weight_map": without(names, UP)}, f"tensor {UP} is missing"),
+                          ({"weight_map": names | {UP: 7}}, f"{folder / '7'} is missing"),
+                          ({"weight_map": names | {UP: "."}}, "cannot be read"),
+                          ({"weight_map": names | {"x": "model.safetensors"}}, "tensor x has no place")):
         write(folder, index.name, content)
         refused(lambda: read_model(str(folder), CPU, torch.float32), str(folder), said)
     write_tensors(folder, without(tensors_of(folder), UP))
@@ -432,7 +467,8 @@ def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
     (name, patterns), = asked
     assert name == "Qwen/Qwen2.5-0.5B_x" and "*.safetensors" in patterns and "*.json" in patterns and not any("bin" in p or p == "*" for p in patterns)
     for source in ("nowhere", "a/b/c", "../absent", "./absent", "/no/such", "~/nothing", "", "a/", "a b/c"):
-        refused(lambda source=source: find_folder(source), f"--source {source}: no such folder, and not the name of a model")
+        refused(lambda source=source: find_folder(source),
+                f"--source {source}: no such folder, and not the name of a model")
     assert len(asked) == 1
 
 
@@ -440,9 +476,11 @@ def test_a_hub_that_gives_nothing_is_one_line(monkeypatch):
     response = SimpleNamespace(headers={}, request=None)
     for error, said in ((huggingface_hub.errors.LocalEntryNotFoundError("Cannot find\nthe thing"), "Cannot find"),
                         (huggingface_hub.errors.RepositoryNotFoundError("404 Client Error.\n\nRepository Not Found", response=response), "404"),
-                        (huggingface_hub.errors.HFValidationError("Repo id must"), "Repo id must"), (OSError(), "OSError"), (ConnectionError("off"), "off")):
+                        (huggingface_hub.errors.HFValidationError("Repo id must"), "Repo id must"),
+                        (OSError(), "OSError"), (ConnectionError("off"), "off")):
         def fail(*_, error=error, **__):
             raise error
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-        refused(lambda: find_folder("owner/name"), "--source owner/name: no such folder, and the hub gives nothing: ", said)
+        refused(lambda: find_folder("owner/name"), "--source owner/name: no such folder, and the hub gives nothing: ",
+                said)

@@ -1,5 +1,6 @@
 """
-Imported tokenizers against transformers: ids, chat templates, masks; hostile texts and templates, files that must be refused.
+Imported tokenizers against transformers: ids, chat templates, masks; hostile texts and templates, files that must be
+refused.
 
     python -m pytest tests/test_hf_tokenizer.py -q
 """
@@ -23,8 +24,10 @@ from nanochat.rl.prompts import read_solution
 from nanochat.tokenizer import Tokenizer
 
 SETTINGS = settings(max_examples=60, deadline=None)
-TEXT = ["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n", "<think><step>12 + 3 = 15</step></think>\n\n",
-        "user system assistant You are a helpful assistant. Today Date: 26 Jul\n", "déjà vu — 東京 🙂 don't\t\n", "[INST] what is it? [/INST] im_end"] * 8
+TEXT = ["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n",
+        "<think><step>12 + 3 = 15</step></think>\n\n",
+        "user system assistant You are a helpful assistant. Today Date: 26 Jul\n", "déjà vu — 東京 🙂 don't\t\n",
+        "[INST] what is it? [/INST] im_end"] * 8
 QWEN_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 LLAMA_SPLIT = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
@@ -106,9 +109,13 @@ DEEPSEEK = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 
 def trained(split: str, specials: list[str], words: list[str], **trainer) -> Library:
     """A byte-level BPE of 600 merges or fewer, special tokens behind it, then words that are tokens but not special."""
     library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)])
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"),
+                                                     pre_tokenizers.ByteLevel(False, use_regex=False)])
     library.decoder = decoders.ByteLevel()
-    library.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=600, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False))
+    library.train_from_iterator(TEXT,
+                                trainers.BpeTrainer(vocab_size=600,
+                                                    initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+                                                    show_progress=False))
     library.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
     library.add_tokens([AddedToken(w, special=False, normalized="｜" in w) for w in words])
     return library
@@ -121,7 +128,8 @@ def qwen() -> Library:
 
 
 def llama3() -> Library:
-    library = trained(LLAMA_SPLIT, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], [])
+    library = trained(LLAMA_SPLIT, ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
+                                    "<|eot_id|>"], [])
     library.post_processor = processors.TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[
         ("<|begin_of_text|>", library.token_to_id("<|begin_of_text|>"))])
     return library
@@ -133,9 +141,12 @@ def llama2() -> Library:
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     names = ["<unk>", "<s>", "</s>"]
     text = [line for line in TEXT if "東" not in line]
-    library.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # while training, as sentencepiece: no merge over a space's left side
-    library.train_from_iterator(text, trainers.BpeTrainer(vocab_size=700, special_tokens=names + [f"<0x{i:02X}>" for i in range(256)], show_progress=False))
-    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    # while training, as sentencepiece: no merge over a space's left side
+    library.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    library.train_from_iterator(text, trainers.BpeTrainer(vocab_size=700, special_tokens=names
+                                                          + [f"<0x{i:02X}>" for i in range(256)], show_progress=False))
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                         decoders.Strip(" ", 1, 0)])
     settings = json.loads(library.to_str())
     settings["added_tokens"], settings["pre_tokenizer"] = settings["added_tokens"][:3], None
     settings["model"] |= {"byte_fallback": True, "fuse_unk": True}
@@ -145,11 +156,14 @@ def llama2() -> Library:
 CHATML_NAMES = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "bos_token": None}
 HEADER_NAMES = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>", "__type": "AddedToken"}}
 KINDS = {  # library tokenizer, tokenizer_config.json, generation_config.json
-    "qwen25": (qwen, {**CHATML_NAMES, "chat_template": QWEN25}, {"eos_token_id": ["<|im_end|>", "<|endoftext|>"], "bos_token_id": "<|endoftext|>"}),
-    "qwen3": (qwen, {**CHATML_NAMES, "chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": QWEN3}]}, None),
+    "qwen25": (qwen, {**CHATML_NAMES, "chat_template": QWEN25},
+               {"eos_token_id": ["<|im_end|>", "<|endoftext|>"], "bos_token_id": "<|endoftext|>"}),
+    "qwen3": (qwen, {**CHATML_NAMES, "chat_template": [{"name": "tool_use", "template": "no"},
+                                                       {"name": "default", "template": QWEN3}]}, None),
     "llama3": (llama3, {**HEADER_NAMES, "chat_template": LLAMA3}, {"eos_token_id": "<|end_of_text|>"}),
     "llama2": (llama2, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": LLAMA2}, None),
-    "deepseek": (lambda: trained(LLAMA_SPLIT, ["<｜begin｜>", "<｜end｜>"], ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]),
+    "deepseek": (lambda: trained(LLAMA_SPLIT, ["<｜begin｜>", "<｜end｜>"],
+                                 ["<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"]),
                  {"bos_token": "<｜begin｜>", "eos_token": "<｜end｜>", "chat_template": DEEPSEEK}, None),
     "base": (llama3, HEADER_NAMES, None),
 }
@@ -198,10 +212,14 @@ def turns(*texts: str, system: str | None = None) -> list[dict]:
 
 
 CONVERSATIONS = [
-    turns("what is 12 + 3?"), turns("what is 12 + 3?", "15"), turns("a", "b", "c"), turns("a", "b", "c", "d", "e"), turns("hello", system="Be brief."),
-    turns("a", "b", system=""), turns(""), turns("", ""), turns("  spaces at both ends  ", " so here\t"), turns("\nlines\n\n", "\n\nhere\n", "\n"),
-    turns("東京 🙂 e\u0301 ﬁ \u200d \x00", "déjà\r\nvu\u3000", "don't"), turns("code:\n\tif a < b and b > c: x |= 1 [0] <|", "|> <im_end>", "</step> <thin"),
-    turns("think", "<think>\nfirst\n</think>\n\nthen", "again"), turns("a", "x</think>y</think>z"), turns("<tool_response>no</tool_response>", system="s"),
+    turns("what is 12 + 3?"), turns("what is 12 + 3?", "15"), turns("a", "b", "c"), turns("a", "b", "c", "d", "e"),
+    turns("hello", system="Be brief."),
+    turns("a", "b", system=""), turns(""), turns("", ""), turns("  spaces at both ends  ", " so here\t"),
+    turns("\nlines\n\n", "\n\nhere\n", "\n"),
+    turns("東京 🙂 e\u0301 ﬁ \u200d \x00", "déjà\r\nvu\u3000", "don't"),
+    turns("code:\n\tif a < b and b > c: x |= 1 [0] <|", "|> <im_end>", "</step> <thin"),
+    turns("think", "<think>\nfirst\n</think>\n\nthen", "again"), turns("a", "x</think>y</think>z"),
+    turns("<tool_response>no</tool_response>", system="s"),
     turns("a\ue000\U00100000b", "\U000f0000c", system=" s "),
 ]
 
@@ -232,7 +250,8 @@ def test_the_names_of_special_tokens_are_the_text_that_transformers_splits(loade
     for text in ["".join(names), *names, *(f"a {name}\n" for name in names)]:
         ids = loaded[kind].encode(text)
         assert not loaded[kind]._controls & set(ids)
-        if kind != "llama2":  # there transformers splits the text at special tokens nevertheless and prepends to each part
+        # there transformers splits the text at special tokens nevertheless and prepends to each part
+        if kind != "llama2":
             library = Library.from_str(references[kind].backend_tokenizer.to_str())
             library.encode_special_tokens = True
             assert ids == library.encode(text, add_special_tokens=False).ids
@@ -255,7 +274,8 @@ def test_a_saved_copy_is_equal_and_transformers_reads_it(loaded, references, kin
 
 @pytest.mark.parametrize("kind", ["qwen25", "llama3", "deepseek"])
 @SETTINGS
-@given(text=st.text() | st.lists(st.sampled_from(["<|im_end|>", "<|eot_id|>", "<｜User｜>", "<think>", "the", " ", "\n", "12", "🙂"])).map("".join))
+@given(text=st.text() | st.lists(st.sampled_from(["<|im_end|>", "<|eot_id|>", "<｜User｜>", "<think>", "the", " ", "\n",
+                                                  "12", "🙂"])).map("".join))
 def test_decoding_undoes_encoding(loaded, kind, text):
     tokenizer = loaded[kind]
     text = unicodedata.normalize("NFC", text) if kind == "qwen25" else text
@@ -282,7 +302,8 @@ def test_decoding_is_total(loaded, kind, data):
 
 
 def test_bytes_of_tokens(loaded):
-    """A special token and an id of a padded vocabulary are "?", <0x0A> is a newline, a word that was added is its text."""
+    """A special token and an id of a padded vocabulary are "?", <0x0A> is a newline, a word that was added is its
+    text."""
     qwen3, llama2, deepseek = loaded["qwen3"], loaded["llama2"], loaded["deepseek"]
     assert [qwen3.token_bytes(i) for i in (qwen3.special("<|im_end|>"), qwen3.vocab_size, qwen3.special("<think>"))] == [b"?", b"?", b"<think>"]
     assert [llama2.token_bytes(i) for i in (0, 1, 2, 3 + 10, 3 + 255)] == [b"?", b"?", b"?", b"\n", b"\xff"]
@@ -328,7 +349,8 @@ def test_steps_of_a_solution_end_at_the_tokens_that_hold_their_last_byte(loaded,
 
 def test_stop_tokens_bos_and_the_end_of_an_answer(loaded):
     """The generation config's ids first, then eos and the end of a turn."""
-    found = {kind: [[t.tokens[i] for i in t.stop_tokens], t.tokens[t.assistant_end], t.tokens.get(t.bos), t.has_template] for kind, t in loaded.items()}
+    found = {kind: [[t.tokens[i] for i in t.stop_tokens], t.tokens[t.assistant_end], t.tokens.get(t.bos),
+                    t.has_template] for kind, t in loaded.items()}
     assert found == {
         "qwen25": [["<|im_end|>", "<|endoftext|>"], "<|im_end|>", "<|endoftext|>", True],
         "qwen3": [["<|im_end|>"], "<|im_end|>", None, True],
@@ -386,7 +408,8 @@ def test_another_part_is_another_tokenizer(loaded, tmp_path, change):
     elif change == "added_tokens":
         settings["added_tokens"][-1]["rstrip"] = True
     else:
-        settings[change] = {"normalizer": {"type": "NFKC"}, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+        settings[change] = {"normalizer": {"type": "NFKC"},
+                            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
                                                                            "use_regex": True}}[change]
     other = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)), CHATML_NAMES))
     assert not loaded["qwen25"].equals(other)
@@ -407,7 +430,8 @@ def said(tokenizer, messages) -> list[str]:
 
 
 @pytest.mark.parametrize("kind, expected", [
-    ("qwen25", ["b<|im_end|>", "d<|im_end|>"]), ("llama3", ["b<|eot_id|>", "d<|eot_id|>"]), ("llama2", [" b </s>", " d </s>"]),
+    ("qwen25", ["b<|im_end|>", "d<|im_end|>"]), ("llama3", ["b<|eot_id|>", "d<|eot_id|>"]),
+    ("llama2", [" b </s>", " d </s>"]),
     ("base", ["b<|end_of_text|>", "d<|end_of_text|>"])])
 def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, expected):
     assert said(loaded[kind], turns("a", "b", "c", "d", "e", system="s")) == expected
@@ -428,7 +452,8 @@ def test_a_prompt_is_the_beginning_of_its_conversation(loaded, kind, messages):
         pytest.skip("its prompt ends with <think>, which its answers lack")
     prompt = loaded[kind].render_chat(messages[:-1])
     ids, mask = loaded[kind].render_conversation(messages, 1000)
-    if not messages[-1]["content"].startswith("\n") or kind == "llama3":  # else a token may hold the prompt's newline and the answer's
+    # else a token may hold the prompt's newline and the answer's
+    if not messages[-1]["content"].startswith("\n") or kind == "llama3":
         assert ids[:len(prompt)] == prompt and 1 not in mask[:len(prompt)] and mask[len(prompt)] == 1
     assert mask[: mask.index(1)].count(0) >= len(prompt) - 1
 
@@ -442,15 +467,18 @@ def test_a_template_that_writes_turns_otherwise_later_is_refused(loaded):
 
 def test_wrong_conversations_are_refused(loaded):
     tokenizer = loaded["qwen25"]
-    for messages in ([], turns("a")[::-1] * 2, turns("a", "b")[::-1], [{"role": "system", "content": "s"}], turns("a") + turns("b", system="s"),
-                     [{"role": "tool", "content": "a"}], [{"role": "user", "content": None}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}]):
+    for messages in ([], turns("a")[::-1] * 2, turns("a", "b")[::-1], [{"role": "system", "content": "s"}],
+                     turns("a") + turns("b", system="s"),
+                     [{"role": "tool", "content": "a"}], [{"role": "user", "content": None}],
+                     [{"role": "user", "content": [{"type": "text", "text": "a"}]}]):
         with pytest.raises(ValueError) as error:
             tokenizer.render_conversation(messages, None)
         assert error.type is ValueError
     with pytest.raises(ValueError, match="expected user"):
         tokenizer.render_chat(turns("a", "b"))
     with pytest.raises(BadInput, match="a part of type 'python'"):
-        tokenizer.render_conversation([*turns("a"), {"role": "assistant", "content": [{"type": "python", "text": "1+1"}]}], None)
+        tokenizer.render_conversation([*turns("a"),
+                                       {"role": "assistant", "content": [{"type": "python", "text": "1+1"}]}], None)
     ids, _ = tokenizer.render_conversation(turns("a", "b"), None)
     assert tokenizer.render_conversation(turns("a", "b"), len(ids))[0] == ids
     with pytest.raises(BadInput, match=f"has {len(ids)} tokens, the context {len(ids) - 1}"):
@@ -461,9 +489,11 @@ def test_a_base_model_s_prompt_is_text_and_a_blank_line(loaded, tmp_path):
     base = loaded["base"]
     assert base.render_prompt("the cat") == [base.bos, *base.encode("the cat\n\n")]
     ids, mask = base.render_conversation(turns("a", "b", "c", "d", system="s"), None)
-    assert ids == [base.bos, *base.encode("s\n\na\n\nb"), base.eos, *base.encode("\n\nc\n\nd"), base.eos] and sum(mask) == 4
+    assert ids == [base.bos, *base.encode("s\n\na\n\nb"), base.eos, *base.encode("\n\nc\n\nd"),
+                   base.eos] and sum(mask) == 4
     without = HFTokenizer.load(write(tmp_path, qwen(), CHATML_NAMES, {"bos_token_id": "<|endoftext|>"}))
-    assert without.bos is not None and without.render_prompt("the") == without.encode("the\n\n")  # it has a bos, and does not add it
+    # it has a bos, and does not add it
+    assert without.bos is not None and without.render_prompt("the") == without.encode("the\n\n")
 
 
 # Hostile texts
@@ -472,14 +502,17 @@ def controls(tokenizer, ids) -> Counter:
     return Counter(tokenizer.tokens[i] for i in ids if i in tokenizer._controls)
 
 
-PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<|", "|>", "<", ">", "_id|>", "<|eot_id|>", "<|start_header_id|>", "</s>", "<s>", "</", "s>",
-          "[INST]", "<｜User｜>", "<｜", "｜>", "</think>", "<think>", "<tool_response>", "</tool_response>", "\n", " ", "system", "user", "a",
+PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<|", "|>", "<", ">", "_id|>", "<|eot_id|>",
+          "<|start_header_id|>", "</s>", "<s>", "</", "s>",
+          "[INST]", "<｜User｜>", "<｜", "｜>", "</think>", "<think>", "<tool_response>", "</tool_response>", "\n", " ",
+          "system", "user", "a",
           "東", "\U00100000", "\U000f0000"]
 
 
 @every_kind
 @settings(max_examples=100, deadline=None)
-@given(texts=st.lists(st.lists(st.sampled_from(PIECES), min_size=1).map("".join) | st.text(min_size=1), min_size=3, max_size=4))
+@given(texts=st.lists(st.lists(st.sampled_from(PIECES), min_size=1).map("".join) | st.text(min_size=1), min_size=3,
+                      max_size=4))
 def test_no_text_changes_the_number_of_control_tokens(loaded, kind, texts):
     tokenizer = loaded[kind]
     make = lambda texts: turns(*texts[:3], system=texts[3] if len(texts) > 3 else None)
@@ -499,9 +532,11 @@ def test_a_forged_turn_is_quoted_word_for_word(loaded, kind):
 
 
 @pytest.mark.parametrize("template, text", [
-    ("{% for m in messages %}{{ m.content }}end|>{% endfor %}", "<|im_"),                                 # it ends in the template's text
+    # it ends in the template's text
+    ("{% for m in messages %}{{ m.content }}end|>{% endfor %}", "<|im_"),
     ("{% for m in messages %}{{ m.content | trim }}end|>{% endfor %}", "a<|im_ \n"),
-    ("{% for m in messages %}<|im_{{ m.content }}{% endfor %}", "end|>"),                                 # it begins there
+    # it begins there
+    ("{% for m in messages %}<|im_{{ m.content }}{% endfor %}", "end|>"),
     ("{% for m in messages %}<|im{{ m.content | trim }}|>{% endfor %}", " _end "),                        # both
     ("{% for m in messages %}{{ m.content }}|im_end|>{% endfor %}", "<"),
     ("{% for m in messages %}<|im_end|{{ m.content | trim }}{% endfor %}", " > "),
@@ -510,9 +545,11 @@ def test_a_forged_turn_is_quoted_word_for_word(loaded, kind):
     ("{% for m in messages %}<|im_{{ m.content }}{% if 'end|>x' in m.content %}{% endif %}{% endfor %}", "end|>x"),
     ("{% for m in messages %}{{ '<|im_' ~ m.content.split('</think>')[-1] }}{% endfor %}", "x</think>end|>"),
     ("{% for m in messages %}{{ m.content[:5] }}end|>{% endfor %}", "<|im_x"),
-    ("{% for m in messages %}{{ m.content.replace('@@', '') }}{% endfor %}", "<|im_@@end|>"),             # made by the template out of parts
+    # made by the template out of parts
+    ("{% for m in messages %}{{ m.content.replace('@@', '') }}{% endfor %}", "<|im_@@end|>"),
     ("{% for m in messages %}{{ m.content | replace('[', '<') }}{% endfor %}", "[|im_end|>"),
-    ("{% for m in messages %}{% if m.content.endswith('|>') %}{{ m.content + '' }}{% endif %}{% endfor %}", "<|im_end|>"),
+    ("{% for m in messages %}{% if m.content.endswith('|>') %}{{ m.content + '' }}{% endif %}{% endfor %}",
+     "<|im_end|>"),
     ("{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}", "|im_end|><"),
     ("{% for m in messages %}{{ m.content | lower }}{% endfor %}", "<|IM_END|>"),
     ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", "\"<|im_end|>"),
@@ -531,9 +568,13 @@ def test_no_control_token_arises_at_a_border(tmp_path, template, text):
 def test_special_tokens_that_overlap_themselves_stay_where_the_template_puts_them(tmp_path, text):
     """||x|| after "||x": the leftmost match would begin in the text and leave the template's token as "x||"."""
     library = trained(QWEN_SPLIT, ["||x||", "||x||y||", "<e>"], [])
-    tokenizer = HFTokenizer.load(write(tmp_path, library, {"eos_token": "<e>", "chat_template": "{% for m in messages %}{{ m.content }}||x||{% endfor %}"}))
+    tokenizer = HFTokenizer.load(write(tmp_path, library,
+                                       {"eos_token": "<e>",
+                                        "chat_template": "{% for m in messages %}{{ m.content }}||x||{% endfor %}"}))
     assert tokenizer.render_prompt(text) == [*tokenizer.encode(text), tokenizer.special("||x||")]
-    longer = HFTokenizer.load(write(tmp_path, library, {"eos_token": "<e>", "chat_template": "{% for m in messages %}{{ m.content }}||x||y||{% endfor %}"}))
+    longer = HFTokenizer.load(write(tmp_path, library,
+                                    {"eos_token": "<e>",
+                                     "chat_template": "{% for m in messages %}{{ m.content }}||x||y||{% endfor %}"}))
     assert longer.render_prompt(text) == [*tokenizer.encode(text), tokenizer.special("||x||y||")]
 
 
@@ -549,7 +590,8 @@ def test_a_special_token_s_name_that_arises_by_normalizing_is_text(tmp_path):
 
 def test_tokens_that_only_the_config_calls_special_are_control_tokens(tmp_path):
     library = trained(QWEN_SPLIT, ["<|im_start|>", "<|im_end|>"], ["<a>", "<b>", "<c>"])
-    config = {"additional_special_tokens": ["<a>"], "added_tokens_decoder": {"5": {"content": "<b>", "special": True}}, "eos_token": "<|im_end|>"}
+    config = {"additional_special_tokens": ["<a>"], "added_tokens_decoder": {"5": {"content": "<b>", "special": True}},
+              "eos_token": "<|im_end|>"}
     tokenizer = with_template(tmp_path, QWEN25, lambda: library, pad_token=None, **config)
     ids = tokenizer.encode("<a><b><c>")
     assert [tokenizer.special(name) in ids for name in ("<a>", "<b>", "<c>")] == [False, False, True]
@@ -567,7 +609,8 @@ def test_added_words_that_are_no_tags_stay_tokens(tmp_path):
 def test_eos_may_be_a_word_of_the_vocabulary(tmp_path):
     settings = json.loads(llama2().to_str())
     settings["added_tokens"] = []
-    tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)), {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
+    tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)),
+                                       {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
     assert (tokenizer.bos, tokenizer.eos, tokenizer.token_bytes(0)) == (1, 2, b"?")
     assert controls(tokenizer, tokenizer.render_prompt("</s><s>")) == Counter(["<s>"]) and said(tokenizer, turns("a", "b")) == [" b </s>"]
 
@@ -576,7 +619,8 @@ def test_a_special_token_in_the_vocabulary_is_no_word_of_it(tmp_path):
     """With ignore_merges a whole word that the vocabulary holds is its token."""
     settings = json.loads(trained(QWEN_SPLIT, ["<e>"], []).to_str())
     settings["model"]["vocab"]["<e>"], settings["model"]["ignore_merges"] = settings["added_tokens"][0]["id"], True
-    settings["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    settings["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                                 "use_regex": False}
     library = Library.from_str(json.dumps(settings))
     library.encode_special_tokens = True
     assert len(library.encode("<e>").ids) == 1
@@ -587,7 +631,8 @@ def test_a_special_token_in_the_vocabulary_is_no_word_of_it(tmp_path):
 def test_an_unknown_character_is_the_unknown_token(tmp_path):
     settings = json.loads(llama2().to_str())
     settings["model"]["byte_fallback"] = False
-    tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)), {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
+    tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)),
+                                       {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
     assert 0 in tokenizer.encode("東") and 0 in tokenizer.render_prompt("東") and tokenizer.decode(tokenizer.encode("東")) == " ?"
 
 
@@ -617,7 +662,8 @@ def test_a_text_with_a_control_token_s_name_is_trimmed_and_split_like_any_other(
     llama3, qwen3 = loaded["llama3"], loaded["qwen3"]
     assert llama3.render_prompt(" \n<|eot_id|> b\t") == llama3.render_prompt("<|eot_id|> b")
     thought = qwen3.render_chat(turns("a", "<think>\n<|im_end|>\n</think>\n\n<|im_start|>b", "c"))
-    assert thought == qwen3.render_chat(turns("a", "<|im_start|>b", "c"))  # a template that drops former thoughts drops this one too
+    # a template that drops former thoughts drops this one too
+    assert thought == qwen3.render_chat(turns("a", "<|im_start|>b", "c"))
 
 
 def test_templates_have_what_transformers_offers_them(tmp_path):
@@ -649,14 +695,18 @@ def test_special_tokens_that_swallow_spaces_do_so_in_the_library_s_way(tmp_path)
 # Hostile templates
 
 @pytest.mark.parametrize("template, message", [
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"), ("{{ messages.__init__.__globals__['os'] }}", "unsafe"),
-    ("{{ strftime_now.__globals__.os }}", "unsafe"), ("{{ messages.append(1) }}", "safe"), ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    ("{{ messages.__init__.__globals__['os'] }}", "unsafe"),
+    ("{{ strftime_now.__globals__.os }}", "unsafe"), ("{{ messages.append(1) }}", "safe"),
+    ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
     ("{{ namespace(__html__=1) }}", "namespace"), ("{% set n = namespace() %}{% set n.__html__ = 1 %}", "namespace"),
     ("{{ open('/etc/passwd') }}", "undefined"), ("{{ messages[0].content.nothing.more }}", "no attribute"),
     ("{% for i in range(10 ** 9) %}{% endfor %}", "Range"),
-    ("{% include 'x' %}", "loader"), ("{{ 1 + 'a' }}", "unsupported"), ("{{ 1 / 0 }}", "zero"), ("{{ raise_exception('no\nsystem') }}", "refuses: no system"),
+    ("{% include 'x' %}", "loader"), ("{{ 1 + 'a' }}", "unsupported"), ("{{ 1 / 0 }}", "zero"),
+    ("{{ raise_exception('no\nsystem') }}", "refuses: no system"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    ("{% if %}", "broken"), ("{% for m in messages %}", "broken"), ("{{ 'a' | nofilter }}", "broken"), ("{% break %}", "b"),
+    ("{% if %}", "broken"), ("{% for m in messages %}", "broken"), ("{{ 'a' | nofilter }}", "broken"),
+    ("{% break %}", "b"),
 ])
 def test_bad_templates_are_refused_in_one_line(tmp_path, template, message):
     with pytest.raises(BadInput, match=message) as error:
@@ -673,17 +723,25 @@ def test_the_messages_of_the_caller_stay_as_they_are(loaded):
 # Files
 
 @pytest.mark.parametrize("name, content, message", [
-    ("tokenizer.json", "", "tokenizer.json is not a tokenizer"), ("tokenizer.json", "{}", "is not a tokenizer"), ("tokenizer.json", b"\xff", "no text"),
-    ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"), ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
+    ("tokenizer.json", "", "tokenizer.json is not a tokenizer"), ("tokenizer.json", "{}", "is not a tokenizer"),
+    ("tokenizer.json", b"\xff", "no text"),
+    ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"),
+    ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
     ("tokenizer_config.json", "[]", "expected an object, found list"),
     ("tokenizer_config.json", '{"eos_token": "<none>"}', "'<none>', which tokenizer.json lacks"),
-    ("tokenizer_config.json", '{"eos_token": "<s>", "chat_template": 3}', "chat_template is neither"), ("tokenizer_config.json", "[" * 100000, "damaged"),
-    ("tokenizer_config.json", '{"eos_token": "<s>", "chat_template": [{"name": "rag", "template": ""}]}', "neither text nor a list in which"),
-    ("tokenizer_config.json", '{"added_tokens_decoder": 3}', "damaged special tokens"), ("tokenizer_config.json", '{"eos_token": ["<s>"]}', "damaged special"),
-    ("tokenizer_config.json", '{"eos_token": {"text": "<s>"}}', "damaged special"), ("tokenizer_config.json", "{}", "no eos_token"),
+    ("tokenizer_config.json", '{"eos_token": "<s>", "chat_template": 3}', "chat_template is neither"),
+    ("tokenizer_config.json", "[" * 100000, "damaged"),
+    ("tokenizer_config.json", '{"eos_token": "<s>", "chat_template": [{"name": "rag", "template": ""}]}',
+     "neither text nor a list in which"),
+    ("tokenizer_config.json", '{"added_tokens_decoder": 3}', "damaged special tokens"),
+    ("tokenizer_config.json", '{"eos_token": ["<s>"]}', "damaged special"),
+    ("tokenizer_config.json", '{"eos_token": {"text": "<s>"}}', "damaged special"),
+    ("tokenizer_config.json", "{}", "no eos_token"),
     ("generation_config.json", '{"eos_token_id": "a"}', "'a' is no token's id"),
-    ("generation_config.json", '{"eos_token_id": [1, 99999]}', "99999 is no token's id"), ("generation_config.json", '{"eos_token_id": true}', "True is no"),
-    ("generation_config.json", "null", "found NoneType"), ("chat_template.jinja", b"\xff", "chat_template.jinja is no text"),
+    ("generation_config.json", '{"eos_token_id": [1, 99999]}', "99999 is no token's id"),
+    ("generation_config.json", '{"eos_token_id": true}', "True is no"),
+    ("generation_config.json", "null", "found NoneType"),
+    ("chat_template.jinja", b"\xff", "chat_template.jinja is no text"),
 ])
 def test_damaged_files_are_refused_by_name(folders, tmp_path, name, content, message):
     shutil.copytree(folders["llama2"], tmp_path / "copy")
@@ -694,8 +752,10 @@ def test_damaged_files_are_refused_by_name(folders, tmp_path, name, content, mes
 
 
 @pytest.mark.parametrize("model, pre", [
-    (models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"), pre_tokenizers.Whitespace()), (models.Unigram([("a", 0.0)]), pre_tokenizers.Metaspace()),
-    (models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>"), pre_tokenizers.ByteLevel()), (models.BPE({"a": 0}, []), pre_tokenizers.Whitespace())])
+    (models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"), pre_tokenizers.Whitespace()),
+    (models.Unigram([("a", 0.0)]), pre_tokenizers.Metaspace()),
+    (models.BPE({"a": 0, "b</w>": 1}, [], end_of_word_suffix="</w>"), pre_tokenizers.ByteLevel()),
+    (models.BPE({"a": 0}, []), pre_tokenizers.Whitespace())])
 def test_other_kinds_of_tokenizers_are_refused(tmp_path, model, pre):
     library = Library(model)
     library.pre_tokenizer = pre

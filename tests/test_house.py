@@ -19,7 +19,8 @@ from scripts import tango_rl
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # A package imports from itself and from those behind it.
 PACKAGES = ("scripts", "nanochat.recipes", "nanochat.rl", "tasks", "nanochat")
-GROUND = ("nanochat.rl.advantages", "nanochat.rl.formats", "nanochat.rl.losses", "nanochat.rl.schedules")  # import nothing of ours: all may import them
+# import nothing of ours: all may import them
+GROUND = ("nanochat.rl.advantages", "nanochat.rl.formats", "nanochat.rl.losses", "nanochat.rl.schedules")
 
 
 def modules() -> dict[str, str]:
@@ -65,7 +66,8 @@ def test_the_ground_imports_nothing_of_ours(module):
     assert imports_of(modules()[module]) == set()
 
 
-FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_verifier": "tango", "fixed_generator": "tango",
+FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_verifier": "tango",
+            "fixed_generator": "tango",
             "outcome_verifier": "tango", "spin": "dpo", "dpo": "dpo", "critique_grpo_verifier": "critique_grpo"}
 
 
@@ -116,7 +118,8 @@ def test_every_module_says_what_it_is_for():
 
 
 def test_flags_and_metrics_of_the_readme_exist():
-    parsers = [module.make_parser() for name in modules() if name.startswith("scripts.") for module in [importlib.import_module(name)]]
+    parsers = [module.make_parser() for name in modules() if name.startswith("scripts.")
+               for module in [importlib.import_module(name)]]
     parsers += [tango_rl.make_parser(["--recipe", name]) for name in recipes.names()]
     known = {flag for parser in parsers for flag in parser._option_string_actions} | {"--upstream"}
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', readme()))  # of the recipe that it shows

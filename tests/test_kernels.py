@@ -1,5 +1,6 @@
 """
-The kernels, Triton's and their PyTorch versions, against definitions in fp64. Without a GPU the Triton kernels run in its interpreter.
+The kernels, Triton's and their PyTorch versions, against definitions in fp64. Without a GPU the Triton kernels run in
+its interpreter.
 
     python -m pytest tests/test_kernels.py -q
 """
@@ -18,17 +19,22 @@ from nanochat.kernels.linear_policy_loss import LOG_RATIO_LIMIT, kl_term, linear
 from nanochat.rl.losses import KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from scripts import bench_kernels
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy, of NaNs that are masked later or meant
+# the interpreter's numpy, of NaNs that are masked later or meant
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytest.importorskip("triton", minversion="3.5" if DEVICE == "cuda" else "3.7")  # the interpreter of 3.6 breaks with numpy 2.4
+# the interpreter of 3.6 breaks with numpy 2.4
+pytest.importorskip("triton", minversion="3.5" if DEVICE == "cuda" else "3.7")
 BOTH = pytest.mark.parametrize("use_triton", [True, False], ids=["triton", "torch"])
 C = 16
 # vocabulary, rows of the LM head, softcap, temperature, tokens
-HEADS = {"padded": (257, 320, 15.0, 1.0, 9), "one block and a bit": (1000, 1000, 2.0, 0.7, 5), "no softcap": (257, 257, None, 1.0, 9),
-         "no softcap, temperature": (300, 304, None, 1.7, 5), "two blocks": (4500, 4544, 15.0, 0.5, 3), "large": (50304, 50304, 15.0, 1.0, 2)}
+HEADS = {"padded": (257, 320, 15.0, 1.0, 9), "one block and a bit": (1000, 1000, 2.0, 0.7, 5),
+         "no softcap": (257, 257, None, 1.0, 9),
+         "no softcap, temperature": (300, 304, None, 1.7, 5), "two blocks": (4500, 4544, 15.0, 0.5, 3),
+         "large": (50304, 50304, 15.0, 1.0, 2)}
 EVERY_HEAD = pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 CLIPS = [dict(clip_low=0.1, clip_high=0.3), dict(clip_low=0.1, clip_high=0.3, dual_clip=1.2)]
-LOSSES = [PolicyLoss("ppo_clip", kl=kl, kl_coef=0.3, entropy_coef=bonus, **clip) for kl in KL_ESTIMATORS for bonus in (0.0, 0.05) for clip in CLIPS]
+LOSSES = [PolicyLoss("ppo_clip", kl=kl, kl_coef=0.3, entropy_coef=bonus, **clip) for kl in KL_ESTIMATORS
+          for bonus in (0.0, 0.05) for clip in CLIPS]
 LOSSES += [PolicyLoss("reinforce", kl=kl, kl_coef=0.3, entropy_coef=0.05) for kl in KL_ESTIMATORS]
 LOSSES += [PolicyLoss(), PolicyLoss(dual_clip=1.2), PolicyLoss("reinforce"), PolicyLoss(entropy_coef=0.1)]
 
@@ -47,7 +53,8 @@ def full_logprobs(hidden, weight, targets, vocab_size, softcap, temperature):
 
 
 def case(head, seed=0) -> dict:
-    """Inputs whose last target is the vocabulary's last id, whose padding rows are huge, and whose ratios are about half outside the clip range."""
+    """Inputs whose last target is the vocabulary's last id, whose padding rows are huge, and whose ratios are about
+    half outside the clip range."""
     V, rows, *_, N = head
     draw = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(N, C, generator=draw), torch.randn(rows, C, generator=draw)
@@ -102,7 +109,8 @@ def test_equal_logits_give_the_uniform_distribution(use_triton):
     """All logits -100: log p = -ln 257, entropy ln 257, with a softcap or without."""
     hidden, weight = torch.full((2, C), -100.0 / C, device=DEVICE), torch.ones(320, C, device=DEVICE)
     for softcap in (None, 15.0):
-        logprobs, entropy = linear_logprob(hidden, weight, torch.tensor([0, 256], device=DEVICE), vocab_size=257, softcap=softcap, use_triton=use_triton)
+        logprobs, entropy = linear_logprob(hidden, weight, torch.tensor([0, 256], device=DEVICE), vocab_size=257,
+                                           softcap=softcap, use_triton=use_triton)
         assert logprobs.tolist() == pytest.approx([-math.log(257)] * 2, rel=1e-6) and entropy.tolist() == pytest.approx([math.log(257)] * 2, rel=1e-6)
 
 
@@ -110,7 +118,8 @@ def test_equal_logits_give_the_uniform_distribution(use_triton):
 def test_logits_far_apart_neither_overflow_nor_underflow(use_triton):
     """Logits 0, 300 and 600 without a softcap: log p = -600, -300, 0; entropy 0."""
     weight = torch.tensor([[0.0], [300.0], [600.0]], device=DEVICE)
-    logprobs, entropy = linear_logprob(torch.ones(3, 1, device=DEVICE), weight, torch.arange(3, device=DEVICE), vocab_size=3, softcap=None,
+    logprobs, entropy = linear_logprob(torch.ones(3, 1, device=DEVICE), weight, torch.arange(3, device=DEVICE),
+                                       vocab_size=3, softcap=None,
                                        use_triton=use_triton)
     assert logprobs.tolist() == [-600.0, -300.0, 0.0] and entropy.tolist() == [0.0] * 3
 
@@ -118,7 +127,8 @@ def test_logits_far_apart_neither_overflow_nor_underflow(use_triton):
 # The loss of a token, as a function of its logprob
 
 @jit
-def tokens_kernel(logprobs, old, advantages, losses, slopes, low, high, dual_clip, N, LIMIT: tl.constexpr, LOSS: tl.constexpr, KL: tl.constexpr,
+def tokens_kernel(logprobs, old, advantages, losses, slopes, low, high, dual_clip, N, LIMIT: tl.constexpr,
+                  LOSS: tl.constexpr, KL: tl.constexpr,
                   HAS_DUAL_CLIP: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.arange(0, BLOCK)
     x = tl.load(logprobs + n, mask=n < N, other=0.0)
@@ -126,17 +136,20 @@ def tokens_kernel(logprobs, old, advantages, losses, slopes, low, high, dual_cli
     if KL != "":
         loss, slope = kl_term(x, y, LIMIT, KL)
     else:
-        loss, slope = policy_term(x, y, tl.load(advantages + n, mask=n < N, other=0.0), low, high, dual_clip, LIMIT, LOSS, HAS_DUAL_CLIP)
+        loss, slope = policy_term(x, y, tl.load(advantages + n, mask=n < N, other=0.0), low, high, dual_clip, LIMIT,
+                                  LOSS, HAS_DUAL_CLIP)
     tl.store(losses + n, loss, mask=n < N)
     tl.store(slopes + n, slope, mask=n < N)
 
 
-SPECS = [(PolicyLoss(name, **clip), "") for name in POLICY_LOSSES for clip in ({}, *CLIPS, dict(clip_low=0.0, clip_high=0.0), dict(dual_clip=1.0))]
+SPECS = [(PolicyLoss(name, **clip), "") for name in POLICY_LOSSES
+         for clip in ({}, *CLIPS, dict(clip_low=0.0, clip_high=0.0), dict(dual_clip=1.0))]
 
 
 @pytest.mark.parametrize("spec, kl", SPECS + [(PolicyLoss(), kl) for kl in KL_ESTIMATORS])
 def test_the_kernels_formulas_are_those_of_the_losses(spec, kl):
-    """Value and derivative, also where autograd has a choice: a ratio of exactly 1 or e^20, clip bounds of 1, A = 0, loss and dual clip equal."""
+    """Value and derivative, also where autograd has a choice: a ratio of exactly 1 or e^20, clip bounds of 1, A = 0,
+    loss and dual clip equal."""
     differences = [0.0, 0.1, -0.1, 0.5, -0.5, 20.0, -20.0, 21.0, -21.0, 1000.0, -1000.0, 1e-7]
     grid = torch.tensor(list(itertools.product(differences, [0.0, 1.0, -1.0, 0.3, -2.0])), device=DEVICE)  # (60, 2)
     old, advantages = torch.zeros(len(grid), device=DEVICE), grid[:, 1].contiguous()
@@ -144,8 +157,10 @@ def test_the_kernels_formulas_are_those_of_the_losses(spec, kl):
     expected = KL_ESTIMATORS[kl](logprobs, old) if kl else POLICY_LOSSES[spec.name](spec, logprobs, old, advantages)
     slope, = torch.autograd.grad(expected.sum(), logprobs)
     losses, slopes = torch.empty(2, len(grid), device=DEVICE)
-    tokens_kernel[(1,)](logprobs.detach(), old, advantages, losses, slopes, 1.0 - spec.clip_low, 1.0 + spec.clip_high, float(spec.dual_clip or 0),
-                        len(grid), LIMIT=LOG_RATIO_LIMIT, LOSS=spec.name, KL=kl, HAS_DUAL_CLIP=spec.dual_clip is not None, BLOCK=128)
+    tokens_kernel[(1,)](logprobs.detach(), old, advantages, losses, slopes, 1.0 - spec.clip_low, 1.0 + spec.clip_high,
+                        float(spec.dual_clip or 0),
+                        len(grid), LIMIT=LOG_RATIO_LIMIT, LOSS=spec.name, KL=kl,
+                        HAS_DUAL_CLIP=spec.dual_clip is not None, BLOCK=128)
     assert_close([losses, slopes], [expected.detach(), slope], rtol=1e-6, atol=1e-7)
 
 
@@ -156,7 +171,8 @@ def test_the_kernels_formulas_are_those_of_the_losses(spec, kl):
 def test_the_fused_loss_is_autograd_on_full_logits(loss, use_triton):
     head = HEADS["padded"]
     inputs = case(head)
-    actual = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, rows_per_chunk=4, **options_of(head))  # chunks of 4, 4 and 1 rows
+    # chunks of 4, 4 and 1 rows
+    actual = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, rows_per_chunk=4, **options_of(head))
     assert_close(actual, run(plain, in_fp64(inputs), loss=loss, **options_of(head)))
     assert torch.equal(actual[2][257:], torch.zeros(63, C, device=DEVICE))
 
@@ -188,7 +204,8 @@ def test_advantages_of_zero_give_no_gradient(use_triton):
     head = HEADS["padded"]
     inputs = case(head)
     inputs["advantages"] = torch.zeros_like(inputs["advantages"])
-    total, grad_hidden, grad_weight, *_ = run(linear_policy_loss, inputs, loss=PolicyLoss(), use_triton=use_triton, **options_of(head))
+    total, grad_hidden, grad_weight, *_ = run(linear_policy_loss, inputs, loss=PolicyLoss(), use_triton=use_triton,
+                                              **options_of(head))
     assert total.item() == 0 and not grad_hidden.any() and not grad_weight.any()
 
 
@@ -196,9 +213,11 @@ def test_advantages_of_zero_give_no_gradient(use_triton):
 def test_no_tokens(use_triton):
     head = (257, 320, 15.0, 1.0, 0)
     inputs = {name: x[:0] if name != "weight" else x for name, x in case(HEADS["padded"]).items()}
-    total, grad_hidden, grad_weight, logprobs, entropy = run(linear_policy_loss, inputs, loss=PolicyLoss(), use_triton=use_triton, **options_of(head))
+    total, grad_hidden, grad_weight, logprobs, entropy = run(linear_policy_loss, inputs, loss=PolicyLoss(),
+                                                             use_triton=use_triton, **options_of(head))
     assert total.item() == 0 and grad_hidden.shape == (0, C) and not grad_weight.any() and logprobs.shape == entropy.shape == (0,)
-    scores = linear_logprob(inputs["hidden"], inputs["weight"], inputs["targets"], use_triton=use_triton, **options_of(head))
+    scores = linear_logprob(inputs["hidden"], inputs["weight"], inputs["targets"], use_triton=use_triton,
+                            **options_of(head))
     assert [x.shape for x in scores] == [(0,), (0,)]
 
 
@@ -208,7 +227,8 @@ def test_the_size_of_the_chunks_changes_nothing(use_triton):
     inputs = case(head)
     whole = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, **options_of(head))
     for rows_per_chunk in (1, 5, 9, 10):
-        actual = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, rows_per_chunk=rows_per_chunk, **options_of(head))
+        actual = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, rows_per_chunk=rows_per_chunk,
+                     **options_of(head))
         assert_close(actual, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -222,7 +242,8 @@ def test_hidden_may_have_any_strides(use_triton):
         for grad in (hidden.requires_grad_(), inputs["weight"].requires_grad_()):
             grad.grad = None
         strided = {**inputs, "hidden": hidden}
-        total, logprobs, _ = linear_policy_loss(**strided, loss=loss, use_triton=use_triton, rows_per_chunk=4, **options_of(head))
+        total, logprobs, _ = linear_policy_loss(**strided, loss=loss, use_triton=use_triton, rows_per_chunk=4,
+                                                **options_of(head))
         actual = total.detach(), *torch.autograd.grad(total, (hidden, inputs["weight"])), logprobs
         assert_close(actual, run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, **options_of(head))[:4])
 
@@ -233,10 +254,13 @@ def test_the_tokens_vectors_may_have_any_strides(use_triton):
     inputs = case(head)
     inputs["weights"] = torch.full((9,), 0.5, device=DEVICE)
     expected = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, **options_of(head))
-    strided = {name: x if name in ("hidden", "weight") else torch.stack([x, x + 1], dim=1)[:, 0] for name, x in inputs.items()}
+    strided = {name: x if name in ("hidden", "weight") else torch.stack([x, x + 1], dim=1)[:, 0] for name,
+               x in inputs.items()}
     strided["weights"] = torch.tensor(0.5, device=DEVICE).expand(9)
-    assert_close(run(linear_policy_loss, strided, loss=loss, use_triton=use_triton, **options_of(head)), expected, rtol=0, atol=0)
-    scores = linear_logprob(*(strided[name] for name in ("hidden", "weight", "targets")), use_triton=use_triton, **options_of(head))
+    assert_close(run(linear_policy_loss, strided, loss=loss, use_triton=use_triton, **options_of(head)), expected,
+                 rtol=0, atol=0)
+    scores = linear_logprob(*(strided[name] for name in ("hidden", "weight", "targets")), use_triton=use_triton,
+                            **options_of(head))
     assert_close(scores, expected[3:], rtol=1e-6, atol=1e-6)
 
 
@@ -244,13 +268,15 @@ def test_the_tokens_vectors_may_have_any_strides(use_triton):
 def test_a_frozen_input_gets_no_gradient_and_no_grad_mode_none(use_triton):
     head, loss = HEADS["padded"], LOSSES[1]
     inputs = case(head)
-    total, grad_hidden, grad_weight, logprobs, entropy = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, **options_of(head))
+    total, grad_hidden, grad_weight, logprobs, entropy = run(linear_policy_loss, inputs, loss=loss,
+                                                             use_triton=use_triton, **options_of(head))
     for name, expected in (("hidden", grad_hidden), ("weight", grad_weight)):
         trained = inputs[name].detach().clone().requires_grad_()
         alone = linear_policy_loss(**{**inputs, name: trained}, loss=loss, use_triton=use_triton, **options_of(head))[0]
         assert_close(torch.autograd.grad(alone, trained), [expected], rtol=1e-6, atol=1e-7)
     with torch.no_grad():
-        actual = linear_policy_loss(**{**inputs, "weight": trained}, loss=loss, use_triton=use_triton, **options_of(head))
+        actual = linear_policy_loss(**{**inputs, "weight": trained}, loss=loss, use_triton=use_triton,
+                                    **options_of(head))
     assert not actual[0].requires_grad
     assert_close(actual, [total, logprobs, entropy], rtol=1e-6, atol=1e-7)
 
@@ -260,7 +286,8 @@ def test_a_logit_that_is_no_number_shows_in_the_loss(use_triton):
     head = HEADS["padded"]
     inputs = case(head)
     inputs["hidden"][3, 0] = float("nan")
-    total, _, _, logprobs, entropy = run(linear_policy_loss, inputs, loss=PolicyLoss(), use_triton=use_triton, **options_of(head))
+    total, _, _, logprobs, entropy = run(linear_policy_loss, inputs, loss=PolicyLoss(), use_triton=use_triton,
+                                         **options_of(head))
     assert total.isnan() and logprobs.isnan().tolist() == entropy.isnan().tolist() == [n == 3 for n in range(9)]
 
 
@@ -287,13 +314,15 @@ def test_any_function_of_logprobs_and_entropies_is_a_loss(loss, use_triton):
 def test_gradcheck(loss, softcap):
     """The PyTorch counterpart in fp64. Ratios 1.05, 0.95, 0.5 and 1.5 are off the kinks; one is clipped at least."""
     draw = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))  # the fourth id is padding
+    # the fourth id is padding
+    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     targets, advantages = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, -1.0, -0.5, -2.0], dtype=torch.float64)
     head = dict(vocab_size=3, softcap=softcap, temperature=0.7)
     old = full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0] - torch.log(torch.tensor([1.05, 0.95, 0.5, 1.5], dtype=torch.float64))
 
     def total(hidden, weight):
-        return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=loss, old_logprobs=old, ref_logprobs=old - 0.3,
+        return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=loss, old_logprobs=old,
+                                  ref_logprobs=old - 0.3,
                                   rows_per_chunk=3, **head)[0]
     assert torch.autograd.gradcheck(total, (hidden, weight))
 
@@ -318,15 +347,18 @@ def test_no_tensor_is_larger_than_a_chunk(use_triton):
     targets, ones = torch.zeros(100, dtype=torch.int64, device=DEVICE), torch.ones(100, device=DEVICE)
     for loss in (PolicyLoss(entropy_coef=0.1), PolicyLoss("reinforce"), only_entropy):
         with LargestTensor() as largest:
-            linear_policy_loss(hidden, weight, targets, ones, ones, loss=loss, vocab_size=300, softcap=15.0, rows_per_chunk=7,
+            linear_policy_loss(hidden, weight, targets, ones, ones, loss=loss, vocab_size=300, softcap=15.0,
+                               rows_per_chunk=7,
                                use_triton=use_triton)[0].backward()
-            linear_logprob(hidden, weight, targets, vocab_size=300, softcap=None, rows_per_chunk=7, use_triton=use_triton)
+            linear_logprob(hidden, weight, targets, vocab_size=300, softcap=None, rows_per_chunk=7,
+                           use_triton=use_triton)
         assert 4 * 7 * 300 <= largest.nbytes <= 4 * 7 * 320
 
 
 @pytest.mark.parametrize("V, N", [(265, 4096), (32768, 4096), (151936, 16384), (151936, 100), (50257, 16385)])
 def test_chunks_are_small_on_cpu_and_even_on_cuda(V, N):
-    """CPU: 1 MiB of fp32, but at least 128 rows. CUDA: at most 8192 rows and about 2 GiB, in chunks that differ by less than 128 rows each."""
+    """CPU: 1 MiB of fp32, but at least 128 rows. CUDA: at most 8192 rows and about 2 GiB, in chunks that differ by less
+    than 128 rows each."""
     assert rows_of_chunk(N, V, torch.float32, False) == max(128, 2 ** 18 // V)
     assert rows_of_chunk(0, V, torch.bfloat16, True) == 128  # a micro-batch that trains nothing
     R = rows_of_chunk(N, V, torch.bfloat16, True)
@@ -337,7 +369,8 @@ def test_chunks_are_small_on_cpu_and_even_on_cuda(V, N):
 # The benchmark
 
 def test_the_benchmark_ends_with_json_and_refuses_unknown_providers(capsys):
-    args = bench_kernels.make_parser().parse_args(["--rows", "70", "--n-embd", "8", "--vocab-size", "40", "--rounds", "1", "--providers", "ours,naive"])
+    args = bench_kernels.make_parser().parse_args(["--rows", "70", "--n-embd", "8", "--vocab-size", "40", "--rounds",
+                                                   "1", "--providers", "ours,naive"])
     bench_kernels.main(args)
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(record["results"]) == ["ours", "naive", "three products", "linear_logprob", "one product"]

@@ -43,11 +43,13 @@ def compile_kernels() -> None:
     from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    fp32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs"], "*fp32")
+    fp32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs"],
+                         "*fp32")
     types = fp32 | {"targets": "*i64", "stride": "i32", "vocab_size": "i32"}
 
     def compiled(kernel, z_type="*bf16", **constants):
-        signature = {name: "constexpr" if name in constants else types.get(name, z_type if name == "z_pointer" else "fp32") for name in kernel.arg_names}
+        signature = {name: "constexpr" if name in constants
+                     else types.get(name, z_type if name == "z_pointer" else "fp32") for name in kernel.arg_names}
         at = kernel.arg_names.index
         aligned = {(at(name),): [["tt.divisibility", 16]] for name in signature if name in ("z_pointer", "stride")}
         source = ASTSource(kernel, signature, {(at(name),): value for name, value in constants.items()}, aligned)
@@ -57,7 +59,8 @@ def compile_kernels() -> None:
         head = dict(HAS_SOFTCAP=has_softcap, BLOCK=2048)
         assert "ld.global.v4.b32" in compiled(logprob_rows, z_type, **head)
         for flags in (dict(LOSS="ppo_clip", KL="k3", HAS_OLD=True), dict(LOSS="reinforce", KL="", HAS_OLD=False)):
-            ptx = compiled(policy_rows, z_type, LIMIT=20.0, HAS_DUAL_CLIP=has_softcap, WITH_GRADIENT=True, **head, **flags)
+            ptx = compiled(policy_rows, z_type, LIMIT=20.0, HAS_DUAL_CLIP=has_softcap, WITH_GRADIENT=True, **head,
+                           **flags)
             assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # 16 bytes a thread
     print("compiled")
 
@@ -65,7 +68,8 @@ def compile_kernels() -> None:
 def test_the_kernels_compile_for_hopper_without_one(tmp_path):
     """Rows are read and written 16 bytes a thread."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ROOT}
-    done = subprocess.run([sys.executable, "-c", "import test_kernels_gpu; test_kernels_gpu.compile_kernels()"], cwd=os.path.dirname(__file__), env=env,
+    done = subprocess.run([sys.executable, "-c", "import test_kernels_gpu; test_kernels_gpu.compile_kernels()"],
+                          cwd=os.path.dirname(__file__), env=env,
                           capture_output=True, text=True)
     assert done.stdout == "compiled\n", done.stderr[-2000:]
 
@@ -144,5 +148,6 @@ def test_memory_is_one_chunk_and_the_gradients():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     linear_policy_loss(**inputs, loss=GPU_LOSS, rows_per_chunk=512, **GPU_HEAD)[0].backward()
-    chunk, gradients = 512 * 50304 * 2, 2 * hidden.nbytes + weight.nbytes + weight.numel() * 4  # the sum over chunks is in fp32
+    # the sum over chunks is in fp32
+    chunk, gradients = 512 * 50304 * 2, 2 * hidden.nbytes + weight.nbytes + weight.numel() * 4
     assert torch.cuda.max_memory_allocated() - before < chunk + gradients + 2 ** 20

@@ -1,5 +1,6 @@
 """
-Policy losses, KL estimators and averaging by hand; the fused LM-head kernels against plain autograd on full logits in fp64.
+Policy losses, KL estimators and averaging by hand; the fused LM-head kernels against plain autograd on full logits in
+fp64.
 
     python -m pytest tests/test_losses.py -q
 """
@@ -24,7 +25,8 @@ def assert_same(actual, expected, rtol=1e-12):
 def ppo(ratios, advantages, **spec) -> list[float]:
     """The PPO loss of tokens whose ratios and advantages are these."""
     logprobs = torch.log(row(*ratios)) - 3.0
-    return POLICY_LOSSES["ppo_clip"](PolicyLoss(**spec), logprobs, torch.full_like(logprobs, -3.0), row(*advantages)).tolist()
+    return POLICY_LOSSES["ppo_clip"](PolicyLoss(**spec), logprobs, torch.full_like(logprobs, -3.0),
+                                     row(*advantages)).tolist()
 
 
 # Policy terms
@@ -57,7 +59,8 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage():
 
 
 def test_clipped_tokens_get_no_gradient_and_others_minus_ratio_times_advantage():
-    """Ratios 1.5, 1.5, 1.1, 0.5 and 10 with dual clip 3; advantages 1, -1, 2, -1, -1: d loss / d log pi = 0, 1.5, -2.2, 0, 0."""
+    """Ratios 1.5, 1.5, 1.1, 0.5 and 10 with dual clip 3; advantages 1, -1, 2, -1, -1: d loss / d log pi = 0, 1.5, -2.2,
+    0, 0."""
     logprobs = torch.log(row(1.5, 1.5, 1.1, 0.5, 10.0)).requires_grad_()
     loss = PolicyLoss(dual_clip=3.0)(logprobs, None, torch.zeros(5, dtype=torch.float64), None, row(1, -1, 2, -1, -1))
     assert_same(torch.autograd.grad(loss.sum(), logprobs)[0], row(0, 1.5, -2.2, 0, 0))
@@ -79,8 +82,8 @@ def test_reinforce_by_hand():
 # KL
 
 def test_kl_estimators_by_hand():
-    """pi = 1/2, ref = 1/4: log ratio ln 2 = 0.693147. k1 = 0.693147; k2 = 0.693147^2 / 2 = 0.240227; k3 = 1/2 + 0.693147 - 1 = 0.193147.
-    pi = 1/4, ref = 1/2: k1 = -0.693147; k2 the same; k3 = 2 - 0.693147 - 1 = 0.306853."""
+    """pi = 1/2, ref = 1/4: log ratio ln 2 = 0.693147. k1 = 0.693147; k2 = 0.693147^2 / 2 = 0.240227; k3 = 1/2 +
+    0.693147 - 1 = 0.193147. pi = 1/4, ref = 1/2: k1 = -0.693147; k2 the same; k3 = 2 - 0.693147 - 1 = 0.306853."""
     pi, ref, ln2 = torch.log(row(0.5, 0.25)), torch.log(row(0.25, 0.5)), math.log(2)
     assert KL_ESTIMATORS["k1"](pi, ref).tolist() == pytest.approx([ln2, -ln2], rel=1e-12)
     assert KL_ESTIMATORS["k2"](pi, ref).tolist() == pytest.approx([ln2 ** 2 / 2] * 2, rel=1e-12)
@@ -111,7 +114,8 @@ def test_the_expected_gradient_of_k2_is_the_kls_and_that_of_k1_is_zero():
     z, logprobs, ref, kl = distributions()
     expected_gradient = {}
     for name in ("k1", "k2"):
-        mean = (logprobs.detach().exp() * KL_ESTIMATORS[name](logprobs, ref)).sum()  # the sampling probabilities are no function of z
+        # the sampling probabilities are no function of z
+        mean = (logprobs.detach().exp() * KL_ESTIMATORS[name](logprobs, ref)).sum()
         expected_gradient[name], = torch.autograd.grad(mean, z, retain_graph=True)
     assert_same(expected_gradient["k1"], torch.zeros(3, dtype=torch.float64))
     assert_same(expected_gradient["k2"], torch.autograd.grad(kl, z)[0])
@@ -149,7 +153,8 @@ def test_extreme_ratios_stay_finite(name, kl):
 # Averaging
 
 def test_aggregations_by_hand():
-    """Lengths 2, 3, 5: 10 tokens of 3 rollouts, at most 8 each. token 1/10; sequence 1/(2*3), 1/(3*3), 1/(5*3); constant 1/(3*8)."""
+    """Lengths 2, 3, 5: 10 tokens of 3 rollouts, at most 8 each. token 1/10; sequence 1/(2*3), 1/(3*3), 1/(5*3);
+    constant 1/(3*8)."""
     lengths = row(2, 3, 5)
     weights = {name: AGGREGATIONS[name](lengths, 10, 3, 8).tolist() for name in AGGREGATIONS}
     assert weights["token"] == pytest.approx([1 / 10] * 3, rel=1e-12)
@@ -176,8 +181,10 @@ def test_only_sequence_gives_a_tokens_weight_by_its_own_rollouts_length():
 V, ROWS, C, N = 37, 40, 12, 23  # ROWS - V padded vocabulary rows
 HEADS = [dict(vocab_size=V, softcap=15.0, temperature=1.0), dict(vocab_size=V, softcap=2.0, temperature=0.7)]
 EVERY_HEAD = pytest.mark.parametrize("head", HEADS, ids=["cap 15", "cap 2, temperature 0.7"])
-LOSSES = {f"{name} {kl}": PolicyLoss(name, kl=kl, kl_coef=0.3, entropy_coef=0.05) for name in POLICY_LOSSES for kl in KL_ESTIMATORS}
-LOSSES |= {"ppo_clip dual": PolicyLoss(dual_clip=1.5), "ppo_clip alone": PolicyLoss(), "reinforce alone": PolicyLoss("reinforce")}
+LOSSES = {f"{name} {kl}": PolicyLoss(name, kl=kl, kl_coef=0.3, entropy_coef=0.05) for name in POLICY_LOSSES
+          for kl in KL_ESTIMATORS}
+LOSSES |= {"ppo_clip dual": PolicyLoss(dual_clip=1.5), "ppo_clip alone": PolicyLoss(),
+           "reinforce alone": PolicyLoss("reinforce")}
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 
@@ -190,7 +197,8 @@ def full_logprobs(hidden, weight, targets, vocab_size, softcap, temperature):
 
 
 def case(head, seed=0, rows=N):
-    """fp32 inputs of the fused loss; logprobs differ from old and ref ones by some tenths, so that about half of the tokens are clipped."""
+    """fp32 inputs of the fused loss; logprobs differ from old and ref ones by some tenths, so that about half of the
+    tokens are clipped."""
     draw = torch.Generator().manual_seed(seed)
     hidden, weight = torch.randn(rows, C, generator=draw), torch.randn(ROWS, C, generator=draw)
     targets = torch.randint(V, (rows,), generator=draw)
@@ -203,7 +211,8 @@ def fused(loss, head, inputs, **options):
     """-> loss, gradient of hidden, gradient of weight, logprobs, entropy"""
     hidden, weight, targets, advantages, weights, old, ref = inputs
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    total, logprobs, entropy = linear_policy_loss(hidden, weight, targets, advantages, weights, loss=loss, old_logprobs=old, ref_logprobs=ref,
+    total, logprobs, entropy = linear_policy_loss(hidden, weight, targets, advantages, weights, loss=loss,
+                                                  old_logprobs=old, ref_logprobs=ref,
                                                   **head, **options)
     total.backward()
     return total.detach(), hidden.grad, weight.grad, logprobs, entropy
@@ -211,7 +220,8 @@ def fused(loss, head, inputs, **options):
 
 def plain(loss, head, inputs):
     """The same by autograd through the full logits, in fp64."""
-    hidden, weight, targets, advantages, weights, old, ref = (x if x is None or x.dtype == torch.int64 else x.double() for x in inputs)
+    hidden, weight, targets, advantages, weights, old, ref = (x if x is None or x.dtype == torch.int64 else x.double()
+                                                              for x in inputs)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     logprobs, entropy = full_logprobs(hidden, weight, targets, **head)
     total = (weights * loss(logprobs, entropy, logprobs.detach() if old is None else old, ref, advantages)).sum()
@@ -252,7 +262,8 @@ def test_gradients_of_parts_of_a_batch_add_up():
     """The weights are taken over the batch before it is split, so 10 and 13 rows give what 23 give."""
     loss, inputs = LOSSES["ppo_clip k3"], case(HEADS[1])
     hidden, weight, *rows = inputs
-    parts = [fused(loss, HEADS[1], [hidden[part], weight, *(x[part] for x in rows)]) for part in (slice(0, 10), slice(10, N))]
+    parts = [fused(loss, HEADS[1], [hidden[part], weight, *(x[part] for x in rows)])
+             for part in (slice(0, 10), slice(10, N))]
     whole = fused(loss, HEADS[1], inputs)
     assert_close([parts[0][0] + parts[1][0], torch.cat([p[1] for p in parts]), parts[0][2] + parts[1][2]], whole[:3])
 
@@ -285,7 +296,8 @@ def test_the_backward_pass_scales_by_what_comes_from_above():
     hidden, weight, targets, advantages, weights, old, ref = case(HEADS[0])
     once = fused(LOSSES["ppo_clip k3"], HEADS[0], case(HEADS[0]))
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
-    total, logprobs, entropy = linear_policy_loss(hidden, weight, targets, advantages, weights, loss=LOSSES["ppo_clip k3"], old_logprobs=old,
+    total, logprobs, entropy = linear_policy_loss(hidden, weight, targets, advantages, weights,
+                                                  loss=LOSSES["ppo_clip k3"], old_logprobs=old,
                                                   ref_logprobs=ref, **HEADS[0])
     assert not logprobs.requires_grad and not entropy.requires_grad
     (-3 * total).backward()
@@ -294,15 +306,18 @@ def test_the_backward_pass_scales_by_what_comes_from_above():
 
 @pytest.mark.parametrize("name", ["ppo_clip k3", "reinforce k2", "ppo_clip k1"])
 def test_gradcheck(name):
-    """Numeric differences of the fused loss itself, 4 rows and 3 ids. It computes logits in fp32, so the difference is taken over 1e-2."""
+    """Numeric differences of the fused loss itself, 4 rows and 3 ids. It computes logits in fp32, so the difference is
+    taken over 1e-2."""
     draw, head = torch.Generator().manual_seed(0), dict(vocab_size=3, softcap=2.0, temperature=0.7)
-    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))  # the fourth id is padding
+    # the fourth id is padding
+    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     targets, advantages = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, -1.0, 0.5, -2.0])
     # Ratios 1.1, 0.9, 0.5 and 1.5 are far from the kinks at 0.8 and 1.2; none is clipped.
     old = full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0].float() - torch.log(torch.tensor([1.1, 0.9, 0.5, 1.5]))
 
     def total(hidden, weight):
-        return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=LOSSES[name], old_logprobs=old,
+        return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=LOSSES[name],
+                                  old_logprobs=old,
                                   ref_logprobs=old - 0.3, rows_per_chunk=3, **head)[0].double()
     assert torch.autograd.gradcheck(total, (hidden, weight), eps=1e-2, atol=2e-3, rtol=2e-3)
 
@@ -317,9 +332,11 @@ def test_the_fused_loss_survives_extreme_ratios():
 
 
 def test_a_bf16_head_accumulates_its_gradient_in_fp32():
-    """64 rows of hidden states that are all 1 and one gradient each of 1: chunks of one row must not lose what one chunk has."""
+    """64 rows of hidden states that are all 1 and one gradient each of 1: chunks of one row must not lose what one
+    chunk has."""
     hidden, weight = torch.ones(64, C, dtype=torch.bfloat16), torch.zeros(ROWS, C, dtype=torch.bfloat16)
-    inputs = [hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64), torch.full((64,), 1.0 + 1 / 64), None, None]
+    inputs = [hidden, weight, torch.zeros(64, dtype=torch.int64), torch.ones(64), torch.full((64,), 1.0 + 1 / 64),
+              None, None]
     by_row, at_once = (fused(PolicyLoss("reinforce"), HEADS[0], inputs, rows_per_chunk=rows)[2] for rows in (1, 64))
     assert by_row.dtype == torch.bfloat16
     torch.testing.assert_close(by_row.float(), at_once.float(), rtol=2 ** -7, atol=2 ** -9)  # a bf16 has 8 bits
@@ -331,7 +348,8 @@ def test_linear_logprob_by_hand():
     """Logits before the cap of 15 are 15 atanh(2/15) and 0, so 2 and 0 behind it; at temperature 2: 1 and 0.
     log p = 1 - ln(e + 1) = -0.313262; p = 0.731059; entropy = 0.731059 * 0.313262 + 0.268941 * 1.313262 = 0.582203."""
     weight = torch.tensor([[15 * math.atanh(2 / 15)], [0.0], [9.0]])  # the third row is padding
-    logprobs, entropy = linear_logprob(torch.ones(1, 1), weight, torch.tensor([0]), vocab_size=2, softcap=15.0, temperature=2.0)
+    logprobs, entropy = linear_logprob(torch.ones(1, 1), weight, torch.tensor([0]), vocab_size=2, softcap=15.0,
+                                       temperature=2.0)
     assert logprobs.item() == pytest.approx(-0.313262, rel=1e-5) and entropy.item() == pytest.approx(0.582203, rel=1e-5)
 
 
@@ -345,7 +363,8 @@ def test_linear_logprob_equals_full_logits(head, rows_per_chunk):
 
 
 def test_linear_logprob_of_no_rows():
-    logprobs, entropy = linear_logprob(torch.zeros(0, C), torch.zeros(ROWS, C), torch.zeros(0, dtype=torch.int64), **HEADS[0])
+    logprobs, entropy = linear_logprob(torch.zeros(0, C), torch.zeros(ROWS, C), torch.zeros(0, dtype=torch.int64),
+                                       **HEADS[0])
     assert logprobs.shape == entropy.shape == (0,)
 
 

@@ -10,7 +10,8 @@ import pytest
 from nanochat.common import BadInput
 from tasks.multiple_choice import CHOICE_SETS, Choice, choice_prompt, load_choices
 
-ARC = {"id": "x", "question": "What melts?", "choices": {"text": ["ice", "a stone", "air"], "label": ["A", "B", "C"]}, "answerKey": "A"}
+ARC = {"id": "x", "question": "What melts?", "choices": {"text": ["ice", "a stone", "air"], "label": ["A", "B", "C"]},
+       "answerKey": "A"}
 MMLU = {"question": "2 + 2?", "subject": "elementary_mathematics", "choices": ["1", "2", "3", "4"], "answer": 3}
 
 
@@ -35,7 +36,8 @@ def test_the_prompt_is_upstreams_to_the_character():
 def test_rows_of_arc_are_read(tmp_path):
     numbered = {**ARC, "choices": {"text": ["wood", "iron"], "label": ["1", "2"]}, "answerKey": "2"}
     choices = load_choices("ARC-Easy", write(tmp_path / "arc.jsonl", [ARC, numbered]))
-    assert set(choices) == {Choice("What melts?", ("A", "B", "C"), ("ice", "a stone", "air"), "A"), Choice("What melts?", ("1", "2"), ("wood", "iron"), "2")}
+    assert set(choices) == {Choice("What melts?", ("A", "B", "C"), ("ice", "a stone", "air"), "A"),
+                            Choice("What melts?", ("1", "2"), ("wood", "iron"), "2")}
 
 
 def test_rows_of_mmlu_are_read(tmp_path):
@@ -62,7 +64,8 @@ def test_fewer_examples_are_the_first_of_one_random_order(tmp_path):
     ("MMLU", {**MMLU, "question": None}, "row 2: question, letters and choices must be texts"),
     ("ARC-Challenge", {**ARC, "answerKey": "E"}, "row 2: the answer 'E' is none of A, B, C"),
     ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A"]}}, "row 2: 2 choices and the letters A"),
-    ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A", "A"]}}, "row 2: 2 choices and the letters A, A"),
+    ("ARC-Challenge", {**ARC, "choices": {"text": ["a", "b"], "label": ["A", "A"]}},
+     "row 2: 2 choices and the letters A, A"),
 ])
 def test_a_malformed_row_is_bad_input_with_its_number(tmp_path, name, row, complaint):
     path = write(tmp_path / "rows.jsonl", [MMLU if name == "MMLU" else ARC, row])
@@ -89,4 +92,5 @@ def test_files_and_names_that_cannot_be_used_are_bad_input(tmp_path):
 
 def test_the_sets_are_those_of_upstream():
     places = {name: "/".join(place[:3]) for name, place in CHOICE_SETS.items()}
-    assert places == {"ARC-Easy": "allenai/ai2_arc/ARC-Easy/test", "ARC-Challenge": "allenai/ai2_arc/ARC-Challenge/test", "MMLU": "cais/mmlu/all/test"}
+    assert places == {"ARC-Easy": "allenai/ai2_arc/ARC-Easy/test",
+                      "ARC-Challenge": "allenai/ai2_arc/ARC-Challenge/test", "MMLU": "cais/mmlu/all/test"}

@@ -1,5 +1,6 @@
 """
-The operations of a block: CPU kernels (fp32) against their PyTorch versions (fp64), these against differences, in the layouts that the model hands them.
+The operations of a block: CPU kernels (fp32) against their PyTorch versions (fp64), these against differences, in the
+layouts that the model hands them.
 
     python -m pytest tests/test_ops.py -q
 """
@@ -28,7 +29,8 @@ def heads(units, num_heads, kv_heads, D, gated=True, T=3):
     def function(qkv, *gate_and_embedding):
         B, T, _ = qkv.shape
         cos_sin = rotary(torch.arange(B * T).view(B, T) * 3, D, qkv.dtype)
-        return torch.cat([x.flatten() for x in split_heads(qkv, cos_sin, *(gate_and_embedding or (None, None)), 1.2, units, num_heads, kv_heads)])
+        return torch.cat([x.flatten() for x in split_heads(qkv, cos_sin, *(gate_and_embedding or (None, None)), 1.2,
+                                                           units, num_heads, kv_heads)])
     return function, [(4, T, (num_heads + 2 * kv_heads) * D)] + ([(4, T, kv_heads), (4, T, kv_heads * D)] if gated else [])
 
 
@@ -76,7 +78,8 @@ def assert_agree(function, inputs, grad=None):
     exact = [x.detach().double().requires_grad_(x.requires_grad) for x in inputs]
     ours, theirs = function(*inputs), function(*exact)
     grad = random(*ours.shape, 2, seed=9).float()[..., 0] if grad is None else grad.expand(ours.shape)
-    grads, exact_grads = (torch.autograd.grad(out, [x for x in xs if x.requires_grad], grad.to(out.dtype), materialize_grads=True)
+    grads, exact_grads = (torch.autograd.grad(out, [x for x in xs if x.requires_grad], grad.to(out.dtype),
+                                              materialize_grads=True)
                           for out, xs in ((ours, inputs), (theirs, exact)))
     for a, b in zip((ours, *grads), (theirs, *exact_grads), strict=True):
         assert a.dtype == torch.float32 and a.shape == b.shape and a.isfinite().all()
@@ -97,10 +100,13 @@ def test_kernels_equal_the_plain_twins(called, name):
 def test_inputs_may_have_gaps_in_memory(called, name):
     # Pieces of wider tensors, as split gives them, and tensors that lie in another order.
     function, shapes = CASES[name]
-    wide = [random(*shape[:-1], 3 * shape[-1], seed=i).float().requires_grad_() if shape else random(seed=i).float().requires_grad_()
+    wide = [random(*shape[:-1], 3 * shape[-1], seed=i).float().requires_grad_() if shape
+            else random(seed=i).float().requires_grad_()
             for i, shape in enumerate(shapes)]
-    assert_agree(lambda *wide: function(*(x.split(shape[-1], dim=-1)[1] if shape else x for x, shape in zip(wide, shapes, strict=True))), wide)
-    turned = [random(*shape[::-1], seed=i).float().permute(tuple(reversed(range(len(shape))))).requires_grad_() for i, shape in enumerate(shapes)]
+    assert_agree(lambda *wide: function(*(x.split(shape[-1], dim=-1)[1] if shape else x for x,
+                                          shape in zip(wide, shapes, strict=True))), wide)
+    turned = [random(*shape[::-1], seed=i).float().permute(tuple(reversed(range(len(shape))))).requires_grad_() for i,
+              shape in enumerate(shapes)]
     assert_agree(function, turned)
     assert called
 
@@ -241,7 +247,9 @@ def test_heads_go_where_attention_wants_them(D):
         elif head < 8:
             gap = k[row // 2, head - 6, row % 2, t] - turned(x, row, t)
         else:
-            gap = v[row // 2, head - 8, row % 2, t] - (x + gate[row, t, head - 8] * embedding[row, t, (head - 8) * D: (head - 7) * D])
+            gap = v[row // 2, head - 8, row % 2, t] - (x
+                                                       + gate[row, t,
+                                                              head - 8] * embedding[row, t, (head - 8) * D: (head - 7) * D])
         assert gap.abs().max() < 2e-6
 
 
@@ -260,7 +268,8 @@ def test_results_that_nobody_uses_change_no_gradient(D):
     for i in range(2):
         assert_agree(lambda x, delta, i=i: add_norm(x, delta)[i], tensors([(2, 3, D), (2, 3, D)]))
     for i in range(3):
-        assert_agree(lambda x, gate, embedding, i=i: split_heads(x, (cos.to(x.dtype), sin.to(x.dtype)), gate, embedding, 1.2, 1, 2, 1)[i],
+        assert_agree(lambda x, gate, embedding,
+                     i=i: split_heads(x, (cos.to(x.dtype), sin.to(x.dtype)), gate, embedding, 1.2, 1, 2, 1)[i],
                      tensors([(2, 3, 4 * D), (2, 3, 1), (2, 3, D)]))
 
 
@@ -282,17 +291,20 @@ def test_transposed_is_the_transpose(called, rows, C):
 @KERNELS
 def test_kernels_take_single_precision_on_the_cpu_in_widths_of_32():
     assert cpu.takes(torch.zeros(3, 32)) and cpu.takes(torch.zeros(96)) and cpu.takes(torch.zeros(64, 3).t())
-    refused = [torch.zeros(3, 48), torch.zeros(3, 16), torch.zeros(3, 33), torch.zeros(0, 32), torch.zeros(3, 0), torch.zeros(3, 32, dtype=torch.float64),
+    refused = [torch.zeros(3, 48), torch.zeros(3, 16), torch.zeros(3, 33), torch.zeros(0, 32), torch.zeros(3, 0),
+               torch.zeros(3, 32, dtype=torch.float64),
                torch.zeros(3, 32, dtype=torch.bfloat16), torch.zeros(3, 32, device="meta")]
     assert not any(map(cpu.takes, refused))
     assert all(map(cpu.takes_rows, (torch.zeros(3, 5), torch.zeros(3, 9)[:, 2:7], torch.zeros(1, 5).expand(4, 5))))
-    assert not any(map(cpu.takes_rows, (torch.zeros(5, 3).t(), torch.zeros(3, 9)[:, ::2], torch.zeros(3, 5).double(), torch.zeros(0, 5))))
+    assert not any(map(cpu.takes_rows, (torch.zeros(5, 3).t(), torch.zeros(3, 9)[:, ::2], torch.zeros(3, 5).double(),
+                                        torch.zeros(0, 5))))
 
 
 @KERNELS
 def test_kernels_run_on_the_number_of_threads_of_pytorch(monkeypatch):
     given = []
-    monkeypatch.setattr(cpu, "library", lambda: SimpleNamespace(norm_forward=lambda *arguments: given.append(arguments[-1])))
+    monkeypatch.setattr(cpu, "library",
+                        lambda: SimpleNamespace(norm_forward=lambda *arguments: given.append(arguments[-1])))
     for count in (1, 2):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
         norm(torch.ones(2, 32))
@@ -303,11 +315,14 @@ def test_tensors_that_do_not_fit_each_other_are_refused():
     # Kernels would read behind their ends.
     x, a, gate, embedding = torch.ones(2, 3, 128), torch.ones(()), torch.ones(2, 3, 1), torch.ones(2, 3, 32)
     cos_sin = rotary(torch.arange(6).view(2, 3), 32, x.dtype)
-    wrong = [(add_norm, x, x[:1]), (add_norm, x, x.double()), (mix, x, x[:1], a, a), (mix, x, x.double(), a, a), (mix, x, x, a.double(), a),
+    wrong = [(add_norm, x, x[:1]), (add_norm, x, x.double()), (mix, x, x[:1], a, a), (mix, x, x.double(), a, a),
+             (mix, x, x, a.double(), a),
              (mix, x, x, a, a.view(1))]
     wrong += [(split_heads, x, *rest, 1.2, 1, 2, 1) for rest in (
-        ([y[:1] for y in cos_sin], gate, embedding), ([y.double() for y in cos_sin], gate, embedding), ([y[..., :8] for y in cos_sin], gate, embedding),
-        (cos_sin, gate[..., :0], embedding), (cos_sin, gate, embedding[:, :2]), (cos_sin, gate.double(), embedding), (cos_sin, gate, embedding.double()))]
+        ([y[:1] for y in cos_sin], gate, embedding), ([y.double() for y in cos_sin], gate, embedding),
+        ([y[..., :8] for y in cos_sin], gate, embedding),
+        (cos_sin, gate[..., :0], embedding), (cos_sin, gate, embedding[:, :2]), (cos_sin, gate.double(), embedding),
+        (cos_sin, gate, embedding.double()))]
     for function, *arguments in wrong:
         with pytest.raises(AssertionError):
             function(*arguments)
@@ -346,7 +361,9 @@ def operands():
     }
 
 
-ONEDNN = pytest.mark.parametrize("onednn", [pytest.param(True, marks=pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")),
+ONEDNN = pytest.mark.parametrize("onednn",
+                                 [pytest.param(True,
+                                               marks=pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")),
                                             False])
 
 

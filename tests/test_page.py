@@ -1,5 +1,6 @@
 """
-report.html in a real browser: Debian's chromium, headless. Skipped where chromium, its driver or selenium are not installed.
+report.html in a real browser: Debian's chromium, headless. Skipped where chromium, its driver or selenium are not
+installed.
 
     apt-get install chromium chromium-driver
     python -m pytest tests/test_page.py
@@ -15,19 +16,26 @@ from nanochat.rl.report import INDICATORS
 from scripts import report
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+QUIET = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--window-size=1280,1600")
 HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 RIGHT = {**ROLLOUT, "solution": "3+5:8;8*2:6;=6", "outcome": True, "step_labels": [True, True]}
 # what is shown -> rollouts of that kind; the steps they are logged at run from 0
 ROLLOUTS = [
     ROLLOUT,                                                                                     # judged as gold does
-    {**ROLLOUT, "step_verdicts": [True, True], "verdict": True, "verification": "3+5:8T;8*2:7T;=T"},  # wrong but believed
-    RIGHT,                                                                                       # right but doubted, step 2 too
+    # wrong but believed
+    {**ROLLOUT, "step_verdicts": [True, True], "verdict": True, "verification": "3+5:8T;8*2:7T;=T"},
+    # right but doubted, step 2 too
+    RIGHT,
     {**RIGHT, "step_verdicts": [True, True], "verdict": True},                                   # judged as gold does
-    {**RIGHT, "step_verdicts": [True, True], "verdict": False},                                  # doubted, its steps are not
-    {**ROLLOUT, "role": "verifier", "advantages": [1.0, 0.0], "verification": HOSTILE, "step_verdicts": [], "verdict": None, "unmet": ["missing_tags"]},
-    {**ROLLOUT, "problem": HOSTILE, "verification": None, "step_verdicts": None, "verdict": None, "finish_reason": "length"},  # no judge
+    # doubted, its steps are not
+    {**RIGHT, "step_verdicts": [True, True], "verdict": False},
+    {**ROLLOUT, "role": "verifier", "advantages": [1.0, 0.0], "verification": HOSTILE, "step_verdicts": [],
+     "verdict": None, "unmet": ["missing_tags"]},
+    # no judge
+    {**ROLLOUT, "problem": HOSTILE, "verification": None, "step_verdicts": None, "verdict": None,
+     "finish_reason": "length"},
     *[ROLLOUT] * 20,
 ]
 COMPLETED = {**ROLLOUT, "step": 0, "role": "refiner", "verification": None, "step_verdicts": None, "verdict": None,
@@ -113,7 +121,8 @@ def test_curves_and_table_are_there(shown):
 
 
 @IN_BROWSER
-@pytest.mark.parametrize("kind, steps", [("disagreements", [1, 2, 4, 5]), ("believed", [1]), ("doubted", [2, 4]), ("all", list(range(20)))])
+@pytest.mark.parametrize("kind, steps", [("disagreements", [1, 2, 4, 5]), ("believed", [1]), ("doubted", [2, 4]),
+                                         ("all", list(range(20)))])
 def test_each_kind_shows_its_rollouts(shown, kind, steps):
     heads = choose(shown, kind=kind)
     assert [int(head.split()[1].rstrip(",")) for head in heads] == steps
@@ -180,7 +189,8 @@ def test_another_run_brings_its_settings_and_rollouts(shown):
 def test_light_and_dark(shown):
     colours = []
     for scheme in ("light", "dark"):
-        shown.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+        shown.execute_cdp_cmd("Emulation.setEmulatedMedia",
+                              {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
         colours.append(shown.execute_script("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"))
     light, dark = ([sum(int(x) for x in c[4:-1].split(",")) / 765 for c in pair] for pair in colours)
     assert light[0] > 0.9 > 0.3 > light[1] and dark[0] < 0.15 < 0.8 < dark[1]

@@ -14,8 +14,8 @@ from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
-from nanochat.rl.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, memory_plan, resident_bytes, sampling_bytes, sizes_of,
-                           update_bytes, variants)
+from nanochat.rl.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, memory_plan, resident_bytes,
+                              sampling_bytes, sizes_of, update_bytes, variants)
 from nanochat.recipes import tango
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role, set_recompute
@@ -28,7 +28,8 @@ from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
 
 PROMPTS, GROUP, PROMPT, NEW, VOCABULARY = 4, 4, 100, 60, 4096
-SMALL = dict(n_layer=4, n_embd=256, n_head=4, n_kv_head=2, head_dim=64, intermediate_size=1024, vocab_size=VOCABULARY, sequence_len=512)
+SMALL = dict(n_layer=4, n_embd=256, n_head=4, n_kv_head=2, head_dim=64, intermediate_size=1024, vocab_size=VOCABULARY,
+             sequence_len=512)
 CONFIGS = {"gpt": GPTConfig(512, VOCABULARY, 4, 4, 2, 256, "L"), "tied": replace(shape_of("qwen2.5-0.5b"), **SMALL),
            "qk_norm": replace(shape_of("qwen3-8b"), **SMALL)}
 SETTING = Setting(dtype=torch.float32, device_type="cpu", micro_batch_tokens=800)  # two groups
@@ -39,7 +40,8 @@ def allocated(action) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         action()
     now = peak = 0
-    for event in sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+    for event in sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"),
+                        key=lambda e: e.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
     return peak, now
@@ -50,7 +52,8 @@ def rollouts() -> Rollouts:
     prompts = [torch.randint(VOCABULARY, (PROMPT,), generator=draw).tolist() for _ in range(PROMPTS)]
     tokens = torch.randint(VOCABULARY, (N, NEW), generator=draw)
     group_id, stopped = torch.arange(PROMPTS).repeat_interleave(GROUP), torch.ones(N, dtype=torch.bool)
-    return Rollouts([Prompt(ids) for ids in prompts], group_id, tokens, torch.zeros(N, NEW), torch.full((N,), NEW), stopped)
+    return Rollouts([Prompt(ids) for ids in prompts], group_id, tokens, torch.zeros(N, NEW), torch.full((N,), NEW),
+                    stopped)
 
 
 def measure(name: str, setting: Setting) -> dict[str, int]:
@@ -60,8 +63,10 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
 
     def step(role):
         advantages = torch.randn(PROMPTS * GROUP, NEW)
-        batches = pack(batch, advantages, token_weights(batch.lengths, "token", NEW, lambda x: x), setting.micro_batch_tokens, True)
-        update(role, batches, PolicyLoss("ppo_clip", kl_coef=0.1), lr=1e-4, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu"))
+        batches = pack(batch, advantages, token_weights(batch.lengths, "token", NEW, lambda x: x),
+                       setting.micro_batch_tokens, True)
+        update(role, batches, PolicyLoss("ppo_clip", kl_coef=0.1), lr=1e-4, max_grad_norm=1.0, temperature=1.0,
+               device=torch.device("cpu"))
 
     def make():
         model = allocate(GPT if name == "gpt" else Decoder, config, setting.dtype, "cpu")
@@ -92,8 +97,8 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
 
 
 def test_planned_memory_is_near_what_is_allocated_in_bf16():
-    """In all to 10%; the copy to sample from and the narrow reference are counted. (On CPU bf16 has no fused norms and attention: its update takes a tenth
-    more than planned.)"""
+    """In all to 10%; the copy to sample from and the narrow reference are counted. (On CPU bf16 has no fused norms and
+    attention: its update takes a tenth more than planned.)"""
     setting = replace(SETTING, dtype=torch.bfloat16)
     measured, parts = measure("tied", setting), resident_bytes(CONFIGS["tied"], setting, Held())
     assert sum(parts.values()) == pytest.approx(measured["resident"], rel=0.02)
@@ -104,7 +109,8 @@ def test_planned_memory_is_near_what_is_allocated_in_bf16():
 
 def test_sizes_are_the_published_ones():
     """Billions of parameters, from the models' cards."""
-    published = {"qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen3-0.6b": 0.6, "qwen3-8b": 8.2, "llama-2-7b": 6.74,
+    published = {"qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen3-0.6b": 0.6,
+                 "qwen3-8b": 8.2, "llama-2-7b": 6.74,
                  "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03}
     for name, billions in published.items():
         assert sizes_of(shape_of(name)).total / 1e9 == pytest.approx(billions, rel=0.01), name
@@ -114,14 +120,16 @@ def test_sizes_are_the_published_ones():
 
 
 def test_sharding_divides_what_is_divided():
-    """7B on 8 ranks by hand: weights 4, AdamW 8, reference 2 bytes per parameter, an eighth of each; the copy whole. A role
-    that only samples has narrow weights, whole on each rank."""
+    """7B on 8 ranks by hand: weights 4, AdamW 8, reference 2 bytes per parameter, an eighth of each; the copy whole. A
+    role that only samples has narrow weights, whole on each rank."""
     config, total = shape_of("qwen2.5-7b"), sizes_of(shape_of("qwen2.5-7b")).total
     parts = resident_bytes(config, Setting(ranks=8, shard=True), Held())
-    assert parts == {"weights": 4 * total // 8, "AdamW": total, "reference": 2 * total // 8, "copy to sample from": 2 * total}
+    assert parts == {"weights": 4 * total // 8, "AdamW": total, "reference": 2 * total // 8,
+                     "copy to sample from": 2 * total}
     for setting in (Setting(ranks=8), Setting(ranks=8, shard=True)):
         assert resident_bytes(config, setting, Held(False, False)) == {"weights": 2 * total, "AdamW": 0, "reference": 0, "copy to sample from": 0}
-    whole, shards = (update_bytes(config, Setting(ranks=8, shard=shard, recompute=True), 8, 300, 1024) for shard in (False, True))
+    whole, shards = (update_bytes(config, Setting(ranks=8, shard=shard, recompute=True), 8, 300, 1024)
+                     for shard in (False, True))
     assert whole["gradients"] == 8 * shards["gradients"] and whole["activations"] == shards["activations"]
 
 
@@ -130,7 +138,8 @@ def tango_plan(setting: Setting, **lengths) -> dict:
     args = parse(tango_rl, ["--model-tag", "x"])
     draws = draws_of(tango.calls(args), lambda wrap: 200)
     config = shape_of("qwen2.5-1.5b")
-    return memory_plan({"generator": config, "verifier": config}, {"generator": Held(), "verifier": Held()}, draws, setting)
+    return memory_plan({"generator": config, "verifier": config}, {"generator": Held(), "verifier": Held()}, draws,
+                       setting)
 
 
 def test_the_plan_adds_what_stays_to_the_largest_phase():
@@ -138,8 +147,10 @@ def test_the_plan_adds_what_stays_to_the_largest_phase():
     plan = tango_plan(Setting())
     held = sum(sum(parts.values()) for parts in plan["resident"].values())
     assert plan["peak"] == held + max(plan["phases"].values())
-    assert list(plan["phases"]) == ["sampling generator: 32 x 8 of the generator", "sampling verdicts: 256 x 1 of the verifier",
-                                    "sampling judged: 32 x 1 of the generator", "sampling verifier: 32 x 8 of the verifier",
+    assert list(plan["phases"]) == ["sampling generator: 32 x 8 of the generator",
+                                    "sampling verdicts: 256 x 1 of the verifier",
+                                    "sampling judged: 32 x 1 of the generator",
+                                    "sampling verifier: 32 x 8 of the verifier",
                                     "updating the generator", "updating the verifier"]
     draws = [Draw("generator", "generator", 32, 8, 200, 96, trained=True)]
     alone = memory_plan({"generator": config}, {"generator": Held()}, draws, Setting())
@@ -154,7 +165,8 @@ def test_variants_shard_over_several_ranks_only():
 
 
 def test_seconds_of_a_draw_go_with_its_size():
-    """Twice the problems take twice the training, twice the speed half of everything; what is only sampled trains nothing."""
+    """Twice the problems take twice the training, twice the speed half of everything; what is only sampled trains
+    nothing."""
     config, setting = shape_of("qwen2.5-1.5b"), Setting()
     draw = Draw("generator", "generator", 8, 4, 200, 500, trained=True)
     seconds = draw_seconds(config, draw, Held(), setting, Speed(), 1100)
@@ -169,7 +181,8 @@ def test_seconds_of_a_draw_go_with_its_size():
 
 
 def test_plan_memory_prints_what_fits(capsys):
-    plan_memory.main(parse(plan_memory, ["--generator", "qwen2.5-math-7b", "--verifier", "qwen2.5-7b", "--max-rows", "32", "--max-new-tokens", "2048",
+    plan_memory.main(parse(plan_memory, ["--generator", "qwen2.5-math-7b", "--verifier", "qwen2.5-7b", "--max-rows",
+                                         "32", "--max-new-tokens", "2048",
                                          "--verifier-max-new-tokens", "2048"]))
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()[1:15]]

@@ -1,6 +1,6 @@
 """
-The verbs of a recipe: rollouts that are selected, joined and put behind other prompts; scores in their order; updates of
-several parts; what a step that is thrown away leaves.
+The verbs of a recipe: rollouts that are selected, joined and put behind other prompts; scores in their order; updates
+of several parts; what a step that is thrown away leaves.
 
     python -m pytest tests/test_play.py -q
 """
@@ -44,25 +44,29 @@ def tiny_model(seed: int = 0) -> GPT:
 
 def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int = 0) -> Rollouts:
     draw = torch.Generator().manual_seed(seed)
-    prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist(), problem) for n, problem in zip(widths, PROBLEMS)]  # noqa: B905
+    prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist(), problem) for n,
+               problem in zip(widths, PROBLEMS)]  # noqa: B905
     lengths = torch.tensor(lengths)
     N, T = len(lengths), int(lengths.max())
     tokens = torch.randint(265, (N, T), generator=draw) * (torch.arange(T) < lengths[:, None])
     logprobs = -torch.rand(N, T, generator=draw) * (torch.arange(T) < lengths[:, None])
-    return Rollouts(prompts, torch.arange(len(prompts)).repeat_interleave(group), tokens, logprobs, lengths, torch.ones(N, dtype=torch.bool),
+    return Rollouts(prompts, torch.arange(len(prompts)).repeat_interleave(group), tokens, logprobs, lengths,
+                    torch.ones(N, dtype=torch.bool),
                     limit=6, texts=[f"text {n}" for n in range(N)], columns={"outcome": [True, False, None, True]})
 
 
 def play_of(**roles: GPT) -> Play:
     """A run of roles without a task, on one rank."""
-    args = SimpleNamespace(micro_batch_tokens=12, prefix_sharing=True, shard=False, temperature=1.0, aggregation="sequence",
+    args = SimpleNamespace(micro_batch_tokens=12, prefix_sharing=True, shard=False, temperature=1.0,
+                           aggregation="sequence",
                            updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
     made = {}
     for name, model in roles.items():
         parameters = list(model.parameters())
         made[name] = Role(name, model, parameters, torch.optim.SGD(parameters, lr=1.0), lr=1.0)
     calls = {name: Call(name, name, 4, 4, 6, 1) for name in roles}
-    tokenizer = SimpleNamespace(stop_tokens=[7], encode=lambda text: [ord(c) for c in text], decode=lambda ids: "".join(map(chr, ids)))
+    tokenizer = SimpleNamespace(stop_tokens=[7], encode=lambda text: [ord(c) for c in text],
+                                decode=lambda ids: "".join(map(chr, ids)))
     run = Run("r", CPU, 0, 1, "")
     return Play(args, run, Sampler(None, tokenizer, 0), made, calls, dict.fromkeys(roles, 10),
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))
@@ -137,7 +141,8 @@ def naive_logprobs(model, rollouts: Rollouts, targets: torch.Tensor) -> torch.Te
 def test_logprobs_are_in_the_order_of_the_rollouts_and_of_what_is_asked_for():
     rollouts = rollouts_of().select([3, 0, 2, 1])
     t = play_of(generator=tiny_model())
-    torch.testing.assert_close(t.logprobs("generator", rollouts).double(), naive_logprobs(tiny_model(), rollouts, rollouts.tokens), rtol=0, atol=1e-5)
+    torch.testing.assert_close(t.logprobs("generator", rollouts).double(),
+                               naive_logprobs(tiny_model(), rollouts, rollouts.tokens), rtol=0, atol=1e-5)
     targets = (rollouts.tokens + 17) % 265
     asked = t.logprobs("generator", rollouts, targets=targets).double()
     torch.testing.assert_close(asked, naive_logprobs(tiny_model(), rollouts, targets), rtol=0, atol=1e-5)
@@ -182,7 +187,8 @@ def gradient_of(t: Play, wanted: Update) -> tuple[dict, dict]:
 def test_parts_share_one_step_as_if_they_were_one(per):
     rollouts = rollouts_of()
     advantages = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
-    whole, metrics = gradient_of(play_of(generator=tiny_model()), Update("generator", [(rollouts, advantages)], per=per))
+    whole, metrics = gradient_of(play_of(generator=tiny_model()),
+                                 Update("generator", [(rollouts, advantages)], per=per))
     parts = [(rollouts.select(rows), advantages[rows]) for rows in ([0, 1], [2, 3])]
     split, split_metrics = gradient_of(play_of(generator=tiny_model()), Update("generator", parts, per=per))
     for name in whole:
@@ -191,11 +197,13 @@ def test_parts_share_one_step_as_if_they_were_one(per):
 
 
 def test_an_update_on_targets_raises_their_logprob_not_the_tokens():
-    """One rollout, coefficient 1 on every token, sum over tokens: the gradient is that of the targets' log-likelihood."""
+    """One rollout, coefficient 1 on every token, sum over tokens: the gradient is that of the targets'
+    log-likelihood."""
     rollouts = rollouts_of(widths=(3,), group=1, lengths=(4,))
     rollouts.columns = {}
     rollouts.targets = (rollouts.tokens + 31) % 265
-    moved, _ = gradient_of(play_of(generator=tiny_model()), Update("generator", [(rollouts, torch.ones(1, 4))], per="rollout"))
+    moved, _ = gradient_of(play_of(generator=tiny_model()),
+                           Update("generator", [(rollouts, torch.ones(1, 4))], per="rollout"))
     model = tiny_model()
     logits = model(torch.tensor([rollouts.prompts[0].ids + rollouts.completions()[0]]))[0, 2:6]
     torch.log_softmax(logits.double(), dim=-1).gather(1, rollouts.targets.T).sum().backward()
@@ -221,7 +229,8 @@ def test_tokens_without_a_sampler_show_no_difference_from_it():
     batch, = pack(rollouts, torch.ones(4, 5), torch.ones(4), 10 ** 9, True)
     model = tiny_model()
     parameters = list(model.parameters())
-    metrics = update(Role("generator", model, parameters, adamw(parameters, 0.0)), [batch], PolicyLoss("reinforce"), lr=0.0,
+    metrics = update(Role("generator", model, parameters, adamw(parameters, 0.0)), [batch], PolicyLoss("reinforce"),
+                     lr=0.0,
                      max_grad_norm=0.0, temperature=1.0, device=CPU)
     assert metrics["rollout_logprobs_diff_max"] == pytest.approx(0.01, rel=1e-3)
     drawn = play_of(generator=tiny_model()).logprobs("generator", rollouts)[1:]
@@ -244,7 +253,8 @@ def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     """linear: 1 at a role's first update, .1 at its last: the generator has 10, the verifier 3."""
     t = play_of(generator=tiny_model(), verifier=tiny_model())
     t.args.lr_schedule, t.totals, rates = "linear", {"generator": 10, "verifier": 3}, []
-    monkeypatch.setattr(play_module, "update", lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {"skipped": 0})
+    monkeypatch.setattr(play_module, "update", lambda role, *args, lr,
+                        **options: rates.append(round(lr, 6)) or {"skipped": 0})
     for role in ("verifier", "generator", "verifier", "verifier"):
         apply_update(t, Update(role, [(rollouts_of(), torch.ones(4, 5))]))
     assert rates == [1.0, 1.0, 0.55, 0.1]
@@ -279,7 +289,8 @@ def test_a_pool_keeps_the_last_ones_whatever_their_lengths():
     def pool(rows, first):
         width = max(map(len, rows))
         return {"problem": torch.arange(first, first + len(rows)), "lengths": torch.tensor([len(row) for row in rows]),
-                "tokens": torch.tensor([row + [0] * (width - len(row)) for row in rows]), "outcome": torch.ones(len(rows), dtype=torch.bool)}
+                "tokens": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
+                "outcome": torch.ones(len(rows), dtype=torch.bool)}
     kept = extended(pool([[1], [2, 2], [3]], 0), pool([[4, 4, 4], [5, 5, 5]], 10), 4)
     assert kept["problem"].tolist() == [1, 2, 10, 11] and completions_of(kept, [0, 1, 2, 3]) == [[2, 2], [3], [4, 4, 4], [5, 5, 5]]
     assert extended(None, pool([[1], [2]], 0), 1)["problem"].tolist() == [1]
@@ -307,7 +318,8 @@ def test_a_recipe_without_a_pool_keeps_no_solutions(base):
     tango_rl.main(parse(tango_rl, rl_flags("--run", "pool", "--num-steps", "1")))
     state, = (base / "runs" / "pool").glob("state_*.pt")
     pool = torch.load(state, weights_only=True)["memory"]["pool"]
-    assert pool["tokens"].dtype == torch.int64 and len(pool["outcome"]) == 2 * 4 + 16  # two warm-up steps, one of the generator
+    # two warm-up steps, one of the generator
+    assert pool["tokens"].dtype == torch.int64 and len(pool["outcome"]) == 2 * 4 + 16
 
 
 # What a recipe gets wrong
@@ -347,10 +359,12 @@ def test_a_snapshot_carries_its_step_through():
     t = play_of(generator=tiny_model(), opponent=tiny_model(1))
     t.copy_weights("generator", "opponent")
     assert t.has_moved
-    for ours, theirs in zip(t.roles["opponent"].model.parameters(), t.roles["generator"].model.parameters(), strict=True):
+    for ours, theirs in zip(t.roles["opponent"].model.parameters(), t.roles["generator"].model.parameters(),
+                            strict=True):
         assert torch.equal(ours, theirs) and ours is not theirs
 
 
 def test_numbers_deep_in_a_record_are_null_too(tmp_path):
-    Run("r", CPU, 0, 1, str(tmp_path)).append("rollouts.jsonl", {"step": 0, "advantages": [1.0, math.inf], "more": {"x": math.nan}})
+    Run("r", CPU, 0, 1, str(tmp_path)).append("rollouts.jsonl",
+                                              {"step": 0, "advantages": [1.0, math.inf], "more": {"x": math.nan}})
     assert json.loads((tmp_path / "rollouts.jsonl").read_text()) == {"step": 0, "advantages": [1.0, None], "more": {"x": None}}

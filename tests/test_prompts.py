@@ -76,9 +76,11 @@ def test_a_rendered_solution_gives_back_its_steps_and_answer(fmt, data):
     (COMPACT, ";;=", [";", ";"]),                         # empty steps are steps
     (COMPACT, "=6", []),
     (COMPACT, "", []),
-    (PAPER, "<think><step>a</step>\n<step>b</step></think><answer>\\boxed{6}</answer>", ["<step>a</step>", "<step>b</step>"]),
+    (PAPER, "<think><step>a</step>\n<step>b</step></think><answer>\\boxed{6}</answer>",
+     ["<step>a</step>", "<step>b</step>"]),
     (PAPER, "<step>a</step><think><step>b</step></think>", ["<step>b</step>"]),  # thinking begins at its mark
-    (PAPER, "<step>a</step>", ["<step>a</step>"]),                               # where that is absent, at the beginning
+    # where that is absent, at the beginning
+    (PAPER, "<step>a</step>", ["<step>a</step>"]),
     (PAPER, "<think><step>a\nb</step>", ["<step>a\nb</step>"]),
     (PAPER, "<think><step>a<step>b</step>", ["<step>a<step>b</step>"]),          # one closing mark closes one step
     (PAPER, "<think></step><step>a</think>", []),
@@ -89,11 +91,14 @@ def test_only_closed_steps_before_the_answer_are_steps(fmt, solution, steps):
 
 
 @pytest.mark.parametrize("fmt, solution, answer", [
-    (COMPACT, "3+5:8;8*2:6;=6", "6"), (COMPACT, "8;= 6 \n", "6"), (COMPACT, "8;=", ""), (COMPACT, "8;", None), (COMPACT, "", None),
+    (COMPACT, "3+5:8;8*2:6;=6", "6"), (COMPACT, "8;= 6 \n", "6"), (COMPACT, "8;=", ""), (COMPACT, "8;", None),
+    (COMPACT, "", None),
     (COMPACT, "8;=6;=8", "6;=8"),  # a second answer does not replace the first
-    (PAPER, "<answer>\\boxed{6}</answer>", "6"), (PAPER, "<answer>\\boxed{ 6 }</answer>\n", "6"), (PAPER, "<answer>\\boxed{}</answer>", ""),
+    (PAPER, "<answer>\\boxed{6}</answer>", "6"), (PAPER, "<answer>\\boxed{ 6 }</answer>\n", "6"),
+    (PAPER, "<answer>\\boxed{}</answer>", ""),
     (PAPER, "<answer>\\boxed{\\frac{1}{2}}</answer>", "\\frac{1}{2}"),
-    (PAPER, "<answer>\\boxed{6}</answer> or 8", None), (PAPER, "<answer>\\boxed{6}", None), (PAPER, "<answer>6</answer>", None),
+    (PAPER, "<answer>\\boxed{6}</answer> or 8", None), (PAPER, "<answer>\\boxed{6}", None),
+    (PAPER, "<answer>6</answer>", None),
 ])
 def test_the_answer_stands_between_the_first_answer_mark_and_the_end(fmt, solution, answer):
     assert fmt.answer(solution) == answer
@@ -102,11 +107,12 @@ def test_the_answer_stands_between_the_first_answer_mark_and_the_end(fmt, soluti
 # Steps by their tokens
 
 def test_step_ends_by_hand():
-    """One token a byte. 3+5:8; has bytes 0-5 and 8*2:6; 6-11. <think> has 7 bytes and <step>a</step> 14: the first ends at byte 20; the
-    second is one byte longer, as é has two: 21 + 15 - 1 = 35."""
+    """One token a byte. 3+5:8; has bytes 0-5 and 8*2:6; 6-11. <think> has 7 bytes and <step>a</step> 14: the first ends
+    at byte 20; the second is one byte longer, as é has two: 21 + 15 - 1 = 35."""
     tokenizer = TOKENIZERS["bytes"]
     assert read_solution(tokenizer, COMPACT, tokenizer.encode("3+5:8;8*2:6;=6")).step_ends == [5, 11]
-    assert read_solution(tokenizer, PAPER, tokenizer.encode("<think><step>a</step><step>é</step></think>")).step_ends == [20, 35]
+    assert read_solution(tokenizer, PAPER,
+                         tokenizer.encode("<think><step>a</step><step>é</step></think>")).step_ends == [20, 35]
 
 
 def test_a_token_that_straddles_closing_marks_ends_all_their_steps():
@@ -150,7 +156,8 @@ def test_the_end_token_is_no_text_but_other_special_tokens_are_noise(tokenizer):
 def test_broken_utf8_swallows_no_mark():
     """0xe2 begins a character of three bytes: the ; behind it is a mark all the same."""
     tokenizer = TOKENIZERS["bytes"]
-    solution = read_solution(tokenizer, COMPACT, [tokenizer.encoding.encode_single_token(bytes([byte])) for byte in b"8\xe2;\xff=8"])
+    solution = read_solution(tokenizer, COMPACT,
+                             [tokenizer.encoding.encode_single_token(bytes([byte])) for byte in b"8\xe2;\xff=8"])
     assert solution.text == "8?;?=8" and solution.step_ends == [2]
 
 
@@ -170,7 +177,8 @@ def test_quoted_text_holds_no_reserved_mark_and_never_grows(fmt, data):
 def test_the_marks_that_give_verdicts_are_reserved():
     """Nothing that a verdict is read from may be quotable: verdicts, and in PAPER the tags only a verification has."""
     assert {COMPACT.correct, COMPACT.incorrect} <= set(COMPACT.reserved)
-    only_in_verifications = {PAPER.correct, PAPER.incorrect, PAPER.verification_open, PAPER.verification_close, PAPER.final_open, PAPER.final_close}
+    only_in_verifications = {PAPER.correct, PAPER.incorrect, PAPER.verification_open, PAPER.verification_close,
+                             PAPER.final_open, PAPER.final_close}
     assert only_in_verifications <= set(PAPER.reserved)
     assert all("?" not in mark for fmt in FORMATS.values() for mark in marks(fmt))
 
@@ -202,7 +210,8 @@ def test_a_verifier_prompt_holds_the_marks_of_its_template_and_no_special_token_
     ids = verifier_prompt(tokenizer, fmt, problem, solution)
     first_special = tokenizer.vocab_size - len(SPECIAL_TOKENS)
     special = [i for i in ids if i >= first_special]
-    assert special == [tokenizer.special(f"<|{name}|>") for name in ("bos", "user_start", "user_end", "assistant_start")]
+    assert special == [tokenizer.special(f"<|{name}|>")
+                       for name in ("bos", "user_start", "user_end", "assistant_start")]
     text = tokenizer.decode(ids[2:-2])
     empty = fmt.verifier_prompt.format(problem="", solution="", num_steps=0)
     for mark in fmt.reserved:
@@ -252,15 +261,18 @@ VERDICTS = [  # format, text, steps of the solution, step verdicts, verdict, unm
     (COMPACT, "3+5:8T;8*2:5;=F", 2, [True, None], False, (NO_STEP_VERDICT,)),
     (COMPACT, "3+5:8T;=F", 2, [True], False, (MISCOUNT,)),
     (COMPACT, "3+5:8T;8*2:5F;1T;=F", 2, [True, False, True], False, (MISCOUNT,)),
-    (COMPACT, "3+5:8TFT;8*2:5FTF;=F", 2, [True, False], False, ()),                      # said several times: the last counts
+    # said several times: the last counts
+    (COMPACT, "3+5:8TFT;8*2:5FTF;=F", 2, [True, False], False, ()),
     (COMPACT, "3+5:8T;8*2:5F=F", 2, [True], False, (NO_TAGS, MISCOUNT)),                 # the last step is not closed
-    (COMPACT, "3+5:8T;8*2:5F;=T=F", 2, [True, False], False, (NO_TAGS,)),                # two final judgments: the last counts, badly formed
+    # two final judgments: the last counts, badly formed
+    (COMPACT, "3+5:8T;8*2:5F;=T=F", 2, [True, False], False, (NO_TAGS,)),
     (COMPACT, "3+5:8t;8*2:5f;=t", 2, [None, None], None, (NO_STEP_VERDICT, NO_FINAL)),   # small letters are no verdicts
     (PAPER, paper(GOOD + BAD, F), 2, [True, False], False, ()),
     (PAPER, f"Let me see.\n{paper(GOOD + BAD, f' so: {F} ', between=' ')}\n", 2, [True, False], False, ()),
     (PAPER, paper("", T), 0, [], True, ()),
     (PAPER, "", 0, [], None, (NO_TAGS, NO_FINAL)),
-    (PAPER, T, 0, [], None, (NO_TAGS, NO_FINAL)),                                        # a verdict outside its tag is none
+    # a verdict outside its tag is none
+    (PAPER, T, 0, [], None, (NO_TAGS, NO_FINAL)),
     (PAPER, paper(GOOD + "<step>hm</step>", F), 2, [True, None], False, (NO_STEP_VERDICT,)),
     (PAPER, paper(f"<step>{T}, no: {F}</step><step>{T}, no: {F}, no: {T}</step>", F), 2, [False, True], False, ()),
     (PAPER, paper("<step>\\boxed{CORRECT</step>" + BAD, F), 2, [None, False], False, (NO_STEP_VERDICT,)),
@@ -268,15 +280,18 @@ VERDICTS = [  # format, text, steps of the solution, step verdicts, verdict, unm
     (PAPER, paper(GOOD, F), 2, [True], False, (MISCOUNT,)),
     (PAPER, paper(GOOD + BAD, "CORRECT"), 2, [True, False], None, (NO_FINAL,)),
     (PAPER, paper(GOOD + BAD, ""), 2, [True, False], None, (NO_FINAL,)),
-    (PAPER, paper(GOOD + BAD + T, F), 2, [True, False], False, (NO_TAGS,)),              # a stray verdict behind the steps
+    # a stray verdict behind the steps
+    (PAPER, paper(GOOD + BAD + T, F), 2, [True, False], False, (NO_TAGS,)),
     (PAPER, paper(GOOD + BAD, F, between="so"), 2, [True, False], False, (NO_TAGS,)),
-    (PAPER, paper(GOOD + BAD, T) + f"<final_verification>{F}</final_verification>", 2, [True, False], False, (NO_TAGS,)),
+    (PAPER, paper(GOOD + BAD, T) + f"<final_verification>{F}</final_verification>", 2, [True, False], False,
+     (NO_TAGS,)),
     (PAPER, paper(GOOD + BAD, F) + " or not", 2, [True, False], None, (NO_TAGS, NO_FINAL)),
     (PAPER, paper(GOOD + BAD, F) + T, 2, [True, False], None, (NO_TAGS, NO_FINAL)),
     (PAPER, paper(GOOD + BAD, F).removesuffix("</final_verification>"), 2, [True, False], None, (NO_TAGS, NO_FINAL)),
     (PAPER, paper(GOOD + BAD, F).removeprefix("<step_verification>"), 2, [True, False], False, (NO_TAGS,)),
     (PAPER, paper(GOOD + BAD, F).replace("</step_verification>", ""), 2, [True, False], False, (NO_TAGS,)),
-    (PAPER, f"<final_verification>{F}</final_verification><step_verification>{GOOD}{BAD}</step_verification>", 2, [], None,
+    (PAPER, f"<final_verification>{F}</final_verification><step_verification>{GOOD}{BAD}</step_verification>", 2, [],
+     None,
      (NO_TAGS, MISCOUNT, NO_FINAL)),                                                     # the judgment comes last
 ]
 
@@ -312,7 +327,8 @@ def test_parsing_is_total_and_unmet_says_exactly_what_is_missing(fmt, data):
     if read.usable_steps is not None:
         assert len(read.usable_steps) == num_steps and None not in read.usable_steps
     if "missing_tags" not in read.unmet:
-        assert all(mark in text for mark in (fmt.verification_open, fmt.verification_close, fmt.final_open, fmt.final_close))
+        assert all(mark in text
+                   for mark in (fmt.verification_open, fmt.verification_close, fmt.final_open, fmt.final_close))
 
 
 @EVERY_FORMAT

@@ -1,5 +1,6 @@
 """
-Imported models through the scripts: a random model of Qwen2.5's shape is written, imported, trained, continued, exported, and opened by transformers.
+Imported models through the scripts: a random model of Qwen2.5's shape is written, imported, trained, continued,
+exported, and opened by transformers.
 
     python -m pytest tests/test_qwen.py
 """
@@ -19,19 +20,26 @@ from nanochat.common import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
-from scripts import base_train, chat_cli, chat_eval, chat_sft, hf_export, hf_import, hf_random, tango_rl, tok_train, verifier_eval
+from scripts import (base_train, chat_cli, chat_eval, chat_sft, hf_export, hf_import, hf_random, tango_rl, tok_train,
+                     verifier_eval)
 
-DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "shared", "data")
+DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..",
+                                                       "shared", "data")
 REAL, CPU = os.path.join(DATA, "gsm8k"), torch.device("cpu")
 SHAPE = ["--shape", "qwen2.5-0.5b", "--n-layer", "2", "--n-embd", "64"]
-# A random model is never right and never in form, so rewards teach nothing: what moves the weights is the entropy bonus, and then the KL term.
-RL = ["--task", "gsm8k", "--gsm8k-data", REAL, "--device-type", "cpu", "--model-tag", "q", "--run", "r", "--max-new-tokens", "24",
-      "--verifier-max-new-tokens", "24", "--examples-per-step", "2", "--num-samples", "2", "--eval-examples", "2", "--warmup-steps", "1",
+# A random model is never right and never in form, so rewards teach nothing: what moves the weights is the entropy
+# bonus, and then the KL term.
+RL = ["--task", "gsm8k", "--gsm8k-data", REAL, "--device-type", "cpu", "--model-tag", "q", "--run", "r",
+      "--max-new-tokens", "24",
+      "--verifier-max-new-tokens", "24", "--examples-per-step", "2", "--num-samples", "2", "--eval-examples", "2",
+      "--warmup-steps", "1",
       "--generator-steps", "1", "--num-steps", "3", "--save-every", "1", "--lr", "1e-3", "--entropy-coef", "0.01"]
 ROLES = {"gen": "q", "ver": "q-ver"}  # and the tags that they start from
 LAST = 6                              # v, then g v g v g
-TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0.2*50 = 10", "naïve 東京 🙂", "a <|im_end|> in a text"]
-CHAIN = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "c", "--max-new-tokens", "28", "--num-steps", "1", "--examples-per-step", "4"]
+TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0.2*50 = 10", "naïve 東京 🙂",
+         "a <|im_end|> in a text"]
+CHAIN = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "c", "--max-new-tokens", "28", "--num-steps", "1",
+         "--examples-per-step", "4"]
 TANGO = [*CHAIN, "--eval-examples", "4", "--num-samples", "4"]
 
 
@@ -48,14 +56,16 @@ def state_of(stage: str, tag: str, step: int | None = None) -> dict[str, torch.T
 
 
 def losses_of(base, tag: str) -> list[float]:
-    return [json.loads(line)["loss"] for line in (base / "chatsft_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line)["loss"]
+            for line in (base / "chatsft_checkpoints" / tag / "metrics.jsonl").read_text().splitlines()]
 
 
 # Two random models on real problems
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with two random models, and a base directory (NANOCHAT_BASE_DIR) with both imported and a run of them on GSM8K that saved every step."""
+    """A folder with two random models, and a base directory (NANOCHAT_BASE_DIR) with both imported and a run of them on
+    GSM8K that saved every step."""
     if not os.path.isdir(REAL):
         pytest.skip(f"{REAL} is absent; set NANOCHAT_DATA to a folder with gsm8k/train.jsonl and test.jsonl")
     import datasets
@@ -64,7 +74,8 @@ def trained(tmp_path_factory):
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "datasets"))
         patch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))
         for seed, (role, tag) in enumerate(ROLES.items()):
-            run(hf_random, *SHAPE, "--vocab-size", 1024, "--sequence-len", 1024, "--texts", f"{REAL}/train.jsonl", "--to", folder / role, "--seed", seed)
+            run(hf_random, *SHAPE, "--vocab-size", 1024, "--sequence-len", 1024, "--texts", f"{REAL}/train.jsonl",
+                "--to", folder / role, "--seed", seed)
             run(hf_import, "--source", folder / role, "--model-tag", tag)
         run(tango_rl, *RL, "--recompute")
         yield folder
@@ -96,7 +107,8 @@ def test_roles_move_in_turns_and_every_tensor_moves(trained):
     for record in log:
         prefix, other = ("gen", "ver") if record["role"] == "generator" else ("ver", "gen")
         assert record[f"{prefix}/grad_norm"] > 0 and record[f"{prefix}/skipped"] == 0 and record[f"{prefix}/rollout_logprobs_diff_max"] < 1e-4
-        before, after = (state_of("rl", f"r-{other}", step) if step else state_of("sft", ROLES[other]) for step in (record["step"], record["step"] + 1))
+        before, after = (state_of("rl", f"r-{other}", step) if step else state_of("sft", ROLES[other])
+                         for step in (record["step"], record["step"] + 1))
         assert_same_weights(before, after)
     for role, tag in ROLES.items():
         before, after = state_of("sft", tag), state_of("rl", f"r-{role}", LAST)
@@ -122,7 +134,8 @@ def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
     assert type(theirs).__name__ == "Qwen2ForCausalLM"
     assert theirs.generation_config.eos_token_id == tokenizer.stop_tokens == [tokenizer.special(name) for name in ("<|im_end|>", "<|endoftext|>")]
     for text in TEXTS:
-        assert tokenizer.encode(text) == their_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert tokenizer.encode(text) == their_tokenizer.encode(text, add_special_tokens=False,
+                                                                split_special_tokens=True)
     chat = [{"role": "user", "content": TEXTS[0]}]
     prompt = tokenizer.render_prompt(TEXTS[0])
     assert prompt == their_tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -156,9 +169,11 @@ def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkey
     run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40)
     losses, straight = losses_of(base, "c"), state_of("sft", "c", 60)
     assert len(losses) == 60 and sum(losses[-5:]) / 5 < 0.5 * losses[0]
-    assert list_steps("sft", "c") == [0, 40, 60] and not any(torch.equal(before[name], straight[name]) for name in before)
+    assert list_steps("sft", "c") == [0, 40, 60] and not any(torch.equal(before[name], straight[name])
+                                                             for name in before)
     os.remove(path_of("sft", "c", "model_000060.pt"))
-    run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40, "--resume-from-step", "auto", "--recompute")
+    run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40, "--resume-from-step", "auto",
+        "--recompute")
     assert losses_of(base, "c") == losses
     assert_same_weights(state_of("sft", "c", 60), straight)
     run(chat_sft, *sft, "--role", "verifier", "--num-steps", 16)
@@ -172,11 +187,13 @@ def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkey
     run(chat_eval, "-i", "rl", "-g", "g-gen", "-x", 4, "--device-type", "cpu")
     out = capsys.readouterr().out
     assert "g-gen at step 2" in out and "4 problems | pass@1" in out
-    run(verifier_eval, "--verifier-tag", "c-ver", "--generator-tag", "g-gen", "--generator-source", "rl", "--num-samples", 2, "--max-problems", 2,
+    run(verifier_eval, "--verifier-tag", "c-ver", "--generator-tag", "g-gen", "--generator-source", "rl",
+        "--num-samples", 2, "--max-problems", 2,
         "--verifier-max-new-tokens", 20, "--device-type", "cpu", "--out", tmp_path / "scores.json")
     assert json.loads((tmp_path / "scores.json").read_text())["best_of_n"]
     capsys.readouterr()
-    run(chat_cli, "-i", "rl", "-g", "g-gen", "--verifier", "c-ver", "-p", "1+2", "-m", 20, "-t", 0, "--device-type", "cpu")
+    run(chat_cli, "-i", "rl", "-g", "g-gen", "--verifier", "c-ver", "-p", "1+2", "-m", 20, "-t", 0, "--device-type",
+        "cpu")
     out = capsys.readouterr().out
     assert "format compact" in out and "Assistant: " in out and "verdict: " in out
 
@@ -185,14 +202,16 @@ def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkey
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A base directory with an imported pair, whose tokens are bytes, and a model of nanochat's own; the pair's folder beside it."""
+    """A base directory with an imported pair, whose tokens are bytes, and a model of nanochat's own; the pair's folder
+    beside it."""
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))
         run(hf_random, *SHAPE, "--vocab-size", 512, "--sequence-len", 256, "--to", folder / "random")
         for tag in ("c", "c-ver"):
             run(hf_import, "--source", folder / "random", "--model-tag", tag)
-        save_model("sft", "own", 0, GPT(GPTConfig(sequence_len=256, vocab_size=300, n_layer=1, n_head=2, n_kv_head=2, n_embd=32, window_pattern="L")), {})
+        save_model("sft", "own", 0, GPT(GPTConfig(sequence_len=256, vocab_size=300, n_layer=1, n_head=2, n_kv_head=2,
+                                                  n_embd=32, window_pattern="L")), {})
         for name, text in (("a.txt", "ever and ever and ever\n" * 20), ("b.txt", "never and never\n" * 20)):
             (folder / name).write_text(text)
         run(hf_random, *SHAPE, "--vocab-size", 512, "--texts", folder / "a.txt", "--to", folder / "other")
@@ -218,9 +237,12 @@ def made_copy(made, tmp_path, monkeypatch):
     (hf_export, ["--model-tag", "c", "--to", "new"], ["no checkpoint c"]),
     (hf_random, [*SHAPE, "--to", "other"], ["--to ", "exists already"]),
     (hf_random, [*SHAPE, "--to", "new", "--texts", "nothing.txt"], ["nothing.txt", "no such file"]),
-    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--n-embd", "128"], ["--n-embd 128", "the sft model has 64"]),
-    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--depth", "3"], ["--depth 3", "the sft model has 2"]),
-    (chat_sft, [*CHAIN, "--role", "verifier", "--from-stage", "sft", "--verifier-shared-layers", "1"], ["--verifier-shared-layers 1", "imported"]),
+    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--n-embd", "128"],
+     ["--n-embd 128", "the sft model has 64"]),
+    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--depth", "3"],
+     ["--depth 3", "the sft model has 2"]),
+    (chat_sft, [*CHAIN, "--role", "verifier", "--from-stage", "sft", "--verifier-shared-layers", "1"],
+     ["--verifier-shared-layers 1", "imported"]),
     (chat_sft, [*CHAIN, "--role", "generator", "--recompute"], ["--recompute", "nanochat's own"]),
     (tok_train, TASK_FLAGS, ["imported", "tokenizer"]),
     (chat_eval, ["-i", "sft", "-g", "c", "--device-type", "cpu"], ["-g c", "names no task"]),
@@ -238,4 +260,5 @@ def test_an_import_into_a_directory_with_a_tokenizer_of_ours_is_refused(capsys, 
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(made_copy / "fresh"))
     run(tok_train, *TASK_FLAGS)
     capsys.readouterr()
-    assert "its tokenizer is not the one in" in refused(capsys, made_copy, hf_import, "--source", str(made_copy / "random"), "--model-tag", "c")
+    assert "its tokenizer is not the one in" in refused(capsys, made_copy, hf_import, "--source",
+                                                        str(made_copy / "random"), "--model-tag", "c")

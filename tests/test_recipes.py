@@ -47,7 +47,8 @@ def recipe(request, own_file) -> str:
 
 @pytest.fixture(scope="module")
 def trained(sft_base, tmp_path_factory):
-    """A base directory in which every recipe has a run on one rank, straight-<name>, and one on two ranks, two-<name>."""
+    """A base directory in which every recipe has a run on one rank, straight-<name>, and one on two ranks,
+    two-<name>."""
     base = tmp_path_factory.mktemp("trained") / "base"
     shutil.copytree(sft_base, base)
     return base
@@ -131,12 +132,15 @@ for flags in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def two_ranks(trained, own_file, tmp_path_factory):
-    """The base directory, with a step of every recipe on two ranks: all of them in one start, as a start takes seconds."""
+    """The base directory, with a step of every recipe on two ranks: all of them in one start, as a start takes
+    seconds."""
     script = tmp_path_factory.mktemp("two") / "two_ranks.py"
     script.write_text(TWO_RANKS)
-    flags = [" ".join(flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1")) for name in (*recipes.names(), own_file)]
+    flags = [" ".join(flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1"))
+             for name in (*recipes.names(), own_file)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), *flags]
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(trained), "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(trained), "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return trained
@@ -288,6 +292,7 @@ def test_roles_and_calls_that_clash_are_refused(capsys, base, own, old, new, wor
 
 
 def test_a_label_is_drawn_once_in_a_step(base, own):
-    own.write_text(own.read_text().replace("def play(t):  # one step\n", "def play(t):\n    t.solve(\"generator\", t.problems(), 2, \"solutions\")\n"))
+    own.write_text(own.read_text().replace("def play(t):  # one step\n",
+                                           "def play(t):\n    t.solve(\"generator\", t.problems(), 2, \"solutions\")\n"))
     with pytest.raises(ValueError, match="'solutions' twice in a step"):
         train(str(own), "--run", "mine")

@@ -15,25 +15,31 @@ from nanochat.rl.report import (COLUMNS, EVALS, INDICATORS, area_under, cells, c
                                 first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
 from scripts import report
 
-ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7", "outcome": False, "step_labels": [True, False],
-           "step_spans": [[0, 6], [6, 12]], "step_ends": [5, 11], "finish_reason": "stop", "advantages": [0.5] * 6 + [-1.0] * 6 + [-2.0] * 3,
+ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7",
+           "outcome": False, "step_labels": [True, False],
+           "step_spans": [[0, 6], [6, 12]], "step_ends": [5, 11], "finish_reason": "stop",
+           "advantages": [0.5] * 6 + [-1.0] * 6 + [-2.0] * 3,
            "verification": "3+5:8T;8*2:6F;=F", "step_verdicts": [True, False], "verdict": False, "unmet": []}
 
 
-def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None, rollouts=(ROLLOUT,), every: int = 10,
+def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None,
+             rollouts=(ROLLOUT,), every: int = 10,
              tokens_per_step: int = 100, is_old: bool = False, **flags) -> str:
     """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's. is_old: as
     runs were written that named neither their roles nor their number of steps."""
     folder = base / "runs" / name
     folder.mkdir(parents=True)
-    scores = [{"gen/pass1_in": a, "gen/pass1_out": a / 2, **({} if step_f1 is None else dict.fromkeys((n for n in EVALS if n.startswith("ver/")), f))}
+    scores = [{"gen/pass1_in": a, "gen/pass1_out": a / 2,
+               **({} if step_f1 is None else dict.fromkeys((n for n in EVALS if n.startswith("ver/")), f))}
               for a, f in zip(accuracies, step_f1 or accuracies, strict=True)]
     records = []
     for step in range(every * (len(accuracies) - 1)):
         evaluation = scores[step // every] if step % every == 0 else {}
-        records.append({"step": step, "role": "generator", "gen_step": step, "ver_step": step // 2, "sampled_tokens": tokens_per_step * step, **evaluation,
+        records.append({"step": step, "role": "generator", "gen_step": step, "ver_step": step // 2,
+                        "sampled_tokens": tokens_per_step * step, **evaluation,
                         "gen/reasoning_steps": float(step), "gen/entropy": 0.5})
-    judged = [{"step": step, "role": "verifier", "gen_step": step, "ver_step": step // 2} for step in range(0, len(records), 2)]
+    judged = [{"step": step, "role": "verifier", "gen_step": step, "ver_step": step // 2}
+              for step in range(0, len(records), 2)]
     end = {"gen_steps": len(records), "ver_steps": len(records) // 2, "sampled_tokens": tokens_per_step * len(records)}
     named = {} if is_old else {"starts": {"generator": {"tag": "d4"}, "verifier": {"tag": "d4-ver"}}}
     counted = {} if is_old else {"steps": len(records) + len(judged)}
@@ -72,19 +78,22 @@ def make_other_run(base, name: str, roles: tuple[str, ...], first: dict, last: d
 
 @pytest.fixture
 def experiment(tmp_path, monkeypatch):
-    """Two seeds of three arms: the baseline gains 20 and 30 points, the oracle twice as much, tango three quarters of the difference."""
+    """Two seeds of three arms: the baseline gains 20 and 30 points, the oracle twice as much, tango three quarters of
+    the difference."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     for seed, gain in ((0, 0.2), (1, 0.3)):
         make_run(tmp_path, f"chain-grpo-s{seed}", seed, [0.1, 0.1 + gain / 2, 0.1 + gain])
         make_run(tmp_path, f"chain-gold_steps-s{seed}", seed, [0.1, 0.1 + gain, 0.1 + 2 * gain])
-        make_run(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.1 + 0.875 * gain, 0.1 + 1.75 * gain], [0.7, 0.8, 0.9], tokens_per_step=300)
+        make_run(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.1 + 0.875 * gain, 0.1 + 1.75 * gain], [0.7, 0.8, 0.9],
+                 tokens_per_step=300)
     return tmp_path
 
 
 # Numbers of a curve
 
 @pytest.mark.parametrize("ys, level, expected", [
-    ([0.0, 1.0, 1.0], 0.5, 5.0), ([0.0, 0.4, 0.8], 0.5, 12.5), ([0.0, 0.6, 0.2], 0.5, 10 * 5 / 6), ([0.5, 0.0, 0.0], 0.5, 0.0), ([0.0, 0.1, 0.2], 0.5, None),
+    ([0.0, 1.0, 1.0], 0.5, 5.0), ([0.0, 0.4, 0.8], 0.5, 12.5), ([0.0, 0.6, 0.2], 0.5, 10 * 5 / 6),
+    ([0.5, 0.0, 0.0], 0.5, 0.0), ([0.0, 0.1, 0.2], 0.5, None),
     ([0.0, 0.2, 0.5], 0.5, 20.0)])
 def test_where_a_curve_first_reaches_a_level(ys, level, expected):
     assert first_reach([0.0, 10.0, 20.0], ys, level) == (None if expected is None else pytest.approx(expected))
@@ -98,7 +107,8 @@ def test_a_curve_without_points_reaches_nothing_and_says_so():
 def test_area_under_is_the_mean_height():
     assert area_under([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
     assert area_under([0, 10, 40], [0.0, 1.0, 1.0]) == pytest.approx(0.875)
-    assert area_under([0, 0, 10], [0.3, 0.5, 0.5]) == pytest.approx(0.5)  # a warm-up: two evaluations at generator step 0
+    # a warm-up: two evaluations at generator step 0
+    assert area_under([0, 0, 10], [0.3, 0.5, 0.5]) == pytest.approx(0.5)
     assert area_under([0, 0, 0], [0.3, 0.3, 0.3]) == pytest.approx(0.3)  # a fixed generator
     assert area_under([5], [0.3]) == 0.3
 
@@ -125,7 +135,8 @@ def test_the_share_of_the_oracles_gain_is_over_the_seeds_of_both():
 
 
 def test_indicators_are_means_since_the_evaluation_before():
-    records = [{"step": i, "gen_step": i, "gen/reasoning_steps": float(i), **({"gen/pass1_in": 0.1} if i in (0, 3) else {})} for i in range(5)]
+    records = [{"step": i, "gen_step": i, "gen/reasoning_steps": float(i),
+                **({"gen/pass1_in": 0.1} if i in (0, 3) else {})} for i in range(5)]
     points = evaluated(records, {"gen_step": 0, "gen/pass1_in": 0.1}, {"gen_step": 5, "gen/pass1_in": 0.2})
     assert [p["gen/reasoning_steps"] for p in points] == [None, 1.0, 3.5]  # 0 1 2 | 3 4
     assert [p["gen/pass1_in"] for p in points] == [0.1, 0.1, 0.2]
@@ -189,7 +200,8 @@ def test_scores_that_the_report_does_not_know_are_drawn_over_their_roles_steps(o
 def test_what_a_recipe_shows_is_drawn_and_its_file_is_not_run(other):
     """Its recipe.py would raise."""
     assert [p["prm/margin"] for p in other.points] == [None, 4.5, 14.5]
-    assert not [name for name in other.points[-1] if name == "gen/margin" or name.startswith("timing") or name.endswith("/entropy")]
+    assert not [name for name in other.points[-1] if name == "gen/margin" or name.startswith("timing")
+                or name.endswith("/entropy")]
 
 
 def test_health_is_of_every_role(other):
@@ -262,7 +274,8 @@ def test_an_arm_that_ended_before_the_baselines_tokens_is_counted_not_guessed(ex
 
 
 def test_a_baseline_that_learned_nothing_gives_no_ratio(tmp_path):
-    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, ys)) for arm, ys in (("grpo", [0.3, 0.2, 0.3]), ("tango", [0.3, 0.4, 0.5]))]
+    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, ys)) for arm,
+            ys in (("grpo", [0.3, 0.2, 0.3]), ("tango", [0.3, 0.4, 0.5]))]
     rows = {row["arm"]: row for row in compare(runs)}
     assert rows["tango"]["steps_ratio"] == [] and cells(rows["tango"])[7] == "-"
 
@@ -277,9 +290,11 @@ def test_pairs_that_differ_in_what_must_be_the_same_are_bad_input(tmp_path):
     grpo = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2]))
     for flag, value in (("num_steps", 40), ("chain_share", 0.5), ("eval_examples", 7), ("model_tag", "other")):
         tango = read_run(make_run(tmp_path / flag, "chain-tango-s0", 0, [0.1, 0.2], **{flag: value}))
-        with pytest.raises(BadInput, match=f"chain-tango-s0 and chain-grpo-s0 cannot be compared: --{flag.replace('_', '-')} {value} and None"):
+        with pytest.raises(BadInput,
+                           match=f"chain-tango-s0 and chain-grpo-s0 cannot be compared: --{flag.replace('_', '-')} {value} and None"):
             compare([grpo, tango])
-    fixed = read_run(make_run(tmp_path, "chain-fixed_generator-s0", 0, [0.1, 0.1], num_steps=40, recipe="fixed_generator"))
+    fixed = read_run(make_run(tmp_path, "chain-fixed_generator-s0", 0, [0.1, 0.1], num_steps=40,
+                              recipe="fixed_generator"))
     assert [row["arm"] for row in compare([grpo, fixed])] == ["grpo", "fixed_generator"]  # its steps are another role's
 
 
@@ -287,7 +302,8 @@ def test_seeds_of_one_arm_have_the_same_flags_and_all_runs_the_same_evaluation(t
     first = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], lr=1e-4, model_tag="a"))
     for flag, value, others in (("lr", 1e-5, {"model_tag": "b"}), ("eval_every", 5, {"lr": 1e-4})):
         second = read_run(make_run(tmp_path / flag, "chain-tango-s1", 1, [0.1, 0.2], **{flag: value, **others}))
-        with pytest.raises(BadInput, match=f"chain-tango-s1 and chain-tango-s0 cannot be compared: --{flag.replace('_', '-')} {value} and"):
+        with pytest.raises(BadInput,
+                           match=f"chain-tango-s1 and chain-tango-s0 cannot be compared: --{flag.replace('_', '-')} {value} and"):
             compare([first, second])
     compare([first, read_run(make_run(tmp_path / "same", "chain-tango-s1", 1, [0.1, 0.2], lr=1e-4, model_tag="b"))])
 
@@ -313,7 +329,8 @@ def test_what_cannot_be_written_is_one_line(experiment, capsys):
 
 def test_seeds_without_a_partner_are_left_out_of_differences_and_counted(experiment):
     make_run(experiment, "chain-tango-s2", 2, [0.1, 0.9, 0.9])
-    tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]) if row["arm"] == "tango")
+    tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])
+                 if row["arm"] == "tango")
     assert sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225]) and tango["final_recovered"] == pytest.approx(0.75)
     assert cells(tango)[1] == "3" and cells(tango)[5].endswith(" (2 pairs)")
 
@@ -334,7 +351,8 @@ def test_tidy_rows_carry_the_step_of_the_role_they_are_about(experiment):
 
 
 def test_a_mean_curve_says_how_many_seeds_it_is_of(tmp_path):
-    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3])), read_run(make_run(tmp_path, "chain-a-s1", 1, [0.3, 0.4]))]
+    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3])),
+            read_run(make_run(tmp_path, "chain-a-s1", 1, [0.3, 0.4]))]
     points = mean_curve(runs, "gen/pass1_in", "gen_step")
     assert [(x, pytest.approx(y), n) for x, y, _, n in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
     assert points[0][2] == pytest.approx(0.2 / math.sqrt(2)) and points[2][2] == 0.0
@@ -371,7 +389,8 @@ def test_a_solution_of_a_role_of_another_name_is_its_own():
 
 
 def test_an_unjudged_rollout_without_steps_is_shown_too():
-    shown = marked_solution({**ROLLOUT, "solution": "<b>", "step_spans": [], "step_ends": [], "step_labels": [], "advantages": [0.25], "verification": None,
+    shown = marked_solution({**ROLLOUT, "solution": "<b>", "step_spans": [], "step_ends": [], "step_labels": [],
+                             "advantages": [0.25], "verification": None,
                              "step_verdicts": None, "verdict": None})
     assert (shown["steps"], shown["answer"], shown["answer_advantage"], shown["judged"]) == ([], "<b>", 0.25, False)
 
@@ -382,7 +401,8 @@ def test_evenly_keeps_first_order_and_number():
 
 def test_health_is_the_first_and_the_last_tenth(experiment):
     rows = {row["name"]: row for row in health(read_run(str(experiment / "runs" / "chain-tango-s0")))}
-    assert rows["gen/reasoning_steps"] == {"name": "gen/reasoning_steps", "early": 0.5, "late": 18.5}  # steps 0 1 and 18 19 of 20
+    # steps 0 1 and 18 19 of 20
+    assert rows["gen/reasoning_steps"] == {"name": "gen/reasoning_steps", "early": 0.5, "late": 18.5}
 
 
 # The script
@@ -401,7 +421,8 @@ def test_the_script_writes_csv_picture_and_page(experiment, capsys):
 
 def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):
     script_main(report.main, report.make_parser(), ["chain-tango-s0"])
-    assert {"curves.csv", "curves.png", "report.html"} <= {f.name for f in (experiment / "runs" / "chain-tango-s0").iterdir()}
+    assert {"curves.csv", "curves.png", "report.html"} <= {f.name
+                                                           for f in (experiment / "runs" / "chain-tango-s0").iterdir()}
     assert "report.html (" in capsys.readouterr().out
 
 
@@ -423,7 +444,8 @@ def cut_metrics(runs) -> None:
     (lambda runs: (runs / "nobody").mkdir(), ["nobody", "no config.json"]),
     (lambda runs: cut_summary(runs), ["chain-grpo-s0", "no 'sampled_tokens'", "another version"]),
     (lambda runs: cut_metrics(runs), ["metrics.jsonl: 12 records, but the run made 30 steps"]),
-    (lambda runs: (runs / "chain-tango-s0").rename(runs / "nobody") / "metrics.jsonl", ["metrics.jsonl, line 2", "not a json record"]),
+    (lambda runs: (runs / "chain-tango-s0").rename(runs / "nobody") / "metrics.jsonl",
+     ["metrics.jsonl, line 2", "not a json record"]),
 ])
 def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, capsys, damage, words):
     broken = damage(experiment / "runs")

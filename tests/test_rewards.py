@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanochat.rl.prompts import UNMET
-from nanochat.rl.rewards import ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards, verdict_reward
+from nanochat.rl.rewards import (ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards,
+                                 verdict_reward)
 
 
 # eq. 2
@@ -106,7 +107,8 @@ def test_class_weights_by_hand():
 
 
 def test_a_rare_class_weighs_at_most_the_cap():
-    """1 right and 99 wrong: sqrt(100 / 2) = 7.07, capped at 4; 1 and 31: sqrt(32 / 2) = 4, just the cap; a class never met: the cap."""
+    """1 right and 99 wrong: sqrt(100 / 2) = 7.07, capped at 4; 1 and 31: sqrt(32 / 2) = 4, just the cap; a class never
+    met: the cap."""
     for right, wrong in ((1, 99), (1, 31), (0, 16)):
         weights = ClassWeights()
         weights.observe(right, wrong)
@@ -118,7 +120,8 @@ def test_a_rare_class_weighs_at_most_the_cap():
 
 
 def test_the_counts_are_moving_averages_with_decay_four_fifths():
-    """(2, 18), then (10, 10): right 0.8 * 2 + 0.2 * 10 = 3.6, wrong 0.8 * 18 + 0.2 * 10 = 16.4; then (0, 0): 2.88 and 13.12."""
+    """(2, 18), then (10, 10): right 0.8 * 2 + 0.2 * 10 = 3.6, wrong 0.8 * 18 + 0.2 * 10 = 16.4; then (0, 0): 2.88 and
+    13.12."""
     weights = ClassWeights()
     weights.observe(2, 18)
     assert (weights.right, weights.wrong) == (2, 18)  # the first batch sets them

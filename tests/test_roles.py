@@ -50,11 +50,13 @@ def one_update(model, parameters):
     draw = torch.Generator().manual_seed(7)
     tokens = torch.randint(265, (4, 6), generator=draw)
     lengths = torch.tensor([6, 3, 5, 6])
-    rollouts = Rollouts([Prompt([1, 2, 3]), Prompt([4, 5])], torch.tensor([0, 0, 1, 1]), tokens, torch.zeros(4, 6), lengths, torch.ones(4, dtype=torch.bool))
+    rollouts = Rollouts([Prompt([1, 2, 3]), Prompt([4, 5])], torch.tensor([0, 0, 1, 1]), tokens, torch.zeros(4, 6),
+                        lengths, torch.ones(4, dtype=torch.bool))
     weights = token_weights(lengths, "token", 6, lambda x: x)
     batches = pack(rollouts, torch.randn(4, 6, generator=draw), weights, 10 ** 9, False)
     role = Role("verifier", model, parameters, adamw(parameters, 1e-3))
-    metrics = update(role, batches, PolicyLoss(), lr=1e-3, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu"))
+    metrics = update(role, batches, PolicyLoss(), lr=1e-3, max_grad_norm=1.0, temperature=1.0,
+                     device=torch.device("cpu"))
     assert metrics["skipped"] == 0 and metrics["grad_norm"] > 0
 
 
@@ -80,7 +82,8 @@ def test_shared_parameters_are_the_generators_own(num_layers):
 
 def test_with_all_layers_shared_only_the_head_is_private():
     _, verifier, private = two_models(N_LAYER)
-    assert names_of(verifier, private) - set(LAMBDAS) == {"lm_head.weight", "backout_lambda"}  # no entry of the lambdas moves, see below
+    # no entry of the lambdas moves, see below
+    assert names_of(verifier, private) - set(LAMBDAS) == {"lm_head.weight", "backout_lambda"}
 
 
 def test_an_own_verifier_shares_nothing():
@@ -118,7 +121,8 @@ def test_a_generator_update_moves_the_shared_trunk_for_both(num_layers):
             assert not torch.equal(p[:num_layers], before_verifier[name][:num_layers])
             assert torch.equal(p[num_layers:], before_verifier[name][num_layers:])
         else:
-            assert torch.equal(p, generator.get_parameter(name) if name in expected_shared(num_layers) else before_verifier[name])
+            assert torch.equal(p, generator.get_parameter(name) if name in expected_shared(num_layers)
+                               else before_verifier[name])
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, N_LAYER])
@@ -180,7 +184,8 @@ def test_models_of_different_shape_share_nothing():
     assert len(share_layers(tiny_model(0, n_embd=64), tiny_model(1), 0)) == len(list(tiny_model().parameters()))
 
 
-@pytest.mark.parametrize("name", ["transformer.wte.weight", "smear_lambda", "transformer.h.0.mlp.c_fc.weight", "value_embeds.1.weight"])
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "smear_lambda", "transformer.h.0.mlp.c_fc.weight",
+                                  "value_embeds.1.weight"])
 def test_a_verifier_of_another_trunk_is_refused_by_name(name):
     generator, verifier = tiny_model(0), tiny_model(0)
     check_shared(generator, verifier, 2, "d4-ver")

@@ -5,7 +5,8 @@ Who moves next, alpha and the learning rate, step by step.
 """
 import pytest
 
-from nanochat.rl.schedules import FOLLOWS, LR_SCHEDULES, SCHEDULES, PhaseLengths, adaptive, exponential_decay, fixed, next_phase
+from nanochat.rl.schedules import (FOLLOWS, LR_SCHEDULES, SCHEDULES, PhaseLengths, adaptive, exponential_decay, fixed,
+                                   next_phase)
 
 
 def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=lambda step: None) -> str:
@@ -70,7 +71,8 @@ def test_adaptive_ends_the_verifiers_phases_at_the_bar_and_the_generators_never(
 
 
 def test_an_adaptive_run_step_by_step():
-    """Below the bar until step 3: the warm-up of at most 5 ends there. Again below from step 6 on: a verifier phase of two steps."""
+    """Below the bar until step 3: the warm-up of at most 5 ends there. Again below from step 6 on: a verifier phase of
+    two steps."""
     lengths = PhaseLengths(5, 3, 2, bar=0.7)
     above = {3, 4, 5}
     assert phases(lengths, 12, adaptive, lambda step: 0.8 if step in above else 0.6) == "www" "ggg" "vv" "ggg" "v"

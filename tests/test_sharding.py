@@ -1,5 +1,6 @@
 """
-Weights, gradients and optimizers sharded over ranks: the same steps as one rank's, saved and continued, on one machine and on two.
+Weights, gradients and optimizers sharded over ranks: the same steps as one rank's, saved and continued, on one machine
+and on two.
 
     python -m pytest tests/test_sharding.py -q
 """
@@ -33,7 +34,8 @@ from scripts import tango_rl
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MODELS = {
     "gpt": (GPT, GPTConfig(64, 265, 3, 2, 1, 48, "SSL")),
-    "tied": (Decoder, DecoderConfig("qwen2", 64, 97, 3, 4, 2, 32, 8, 48, 1e-6, 1e4, None, True, False, False, False, True)),
+    "tied": (Decoder,
+             DecoderConfig("qwen2", 64, 97, 3, 4, 2, 32, 8, 48, 1e-6, 1e4, None, True, False, False, False, True)),
 }
 LOSS = PolicyLoss("ppo_clip", kl="k3", kl_coef=0.1)
 
@@ -59,7 +61,8 @@ def make_role(name: str, sharded: bool) -> Role:
 
 
 def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
-    """This rank's share of 8 groups of 2, and their advantages. The last group teaches nothing and has single tokens, so that ranks differ in work."""
+    """This rank's share of 8 groups of 2, and their advantages. The last group teaches nothing and has single tokens,
+    so that ranks differ in work."""
     draw = torch.Generator().manual_seed(5)
     widths, lengths = [3, 9, 5, 7, 4, 6, 8, 2], [4, 9, 2, 7, 5, 1, 8, 3, 6, 6, 2, 9, 1, 4, 1, 1]
     prompts = [torch.randint(97, (n,), generator=draw).tolist() for n in widths]
@@ -67,7 +70,8 @@ def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
     advantages[14:] = 0
     groups = range(rank, 8, world)
     rows = [n for g in groups for n in (2 * g, 2 * g + 1)]
-    rollouts = Rollouts([Prompt(prompts[g]) for g in groups], torch.arange(len(groups)).repeat_interleave(2), tokens[rows], torch.zeros(len(rows), 9),
+    rollouts = Rollouts([Prompt(prompts[g]) for g in groups], torch.arange(len(groups)).repeat_interleave(2),
+                        tokens[rows], torch.zeros(len(rows), 9),
                         torch.tensor(lengths)[rows], torch.ones(len(rows), dtype=torch.bool))
     return rollouts, advantages[rows]
 
@@ -83,12 +87,14 @@ def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role 
             most = int(all_reduce(torch.tensor(len(batches)), "max"))
             assert rank or len(batches) <= most
             batches = pad_batches(batches, most, "cpu")
-        metrics.append(update(role, batches, LOSS, lr=1e-2, max_grad_norm=1.0, temperature=1.0, device=torch.device("cpu")))
+        metrics.append(update(role, batches, LOSS, lr=1e-2, max_grad_norm=1.0, temperature=1.0,
+                              device=torch.device("cpu")))
     return role, metrics
 
 
 def run_rank(rank: int, world: int, port: int, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NANOCHAT_BASE_DIR": folder}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "NANOCHAT_BASE_DIR": folder}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = {}
@@ -96,7 +102,8 @@ def run_rank(rank: int, world: int, port: int, folder: str) -> None:
         role, metrics = take_steps(name, rank, world)
         assert is_sharded(role.model) and sum(p.to_local().numel() for p in role.parameters) < 0.7 * sum(p.numel() for p in role.parameters)
         state = whole_state(role.model, keep=rank == 0)
-        sampled = generate(inference_model(role.model), [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0], keys=[1, 2], temperature=0.0)
+        sampled = generate(inference_model(role.model), [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0],
+                           keys=[1, 2], temperature=0.0)
         # Saved here and restored into a fresh role: the next step is the same.
         checkpoint.save_optimizer("rl", name, 3, role.optimizer, rank)
         fresh = make_role(name, sharded=True)
@@ -131,13 +138,15 @@ def free_port() -> int:
 
 
 def test_four_sharded_ranks_take_the_steps_of_one(tmp_path):
-    """Losses, gradient norms and weights, in fp64; what they sample; a step behind a save and a restore is the same to the bit."""
+    """Losses, gradient norms and weights, in fp64; what they sample; a step behind a save and a restore is the same to
+    the bit."""
     torch.multiprocessing.spawn(run_rank, args=(4, free_port(), str(tmp_path)), nprocs=4)
     ranks = [torch.load(tmp_path / f"found{rank}.pt", weights_only=True) for rank in range(4)]
     for name in MODELS:
         role, expected = take_steps(name, 0, 1)
         state = {key: x.clone() for key, x in role.model.state_dict().items()}
-        tokens = generate(role.model, [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0], keys=[1, 2], temperature=0.0).tokens
+        tokens = generate(role.model, [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0], keys=[1, 2],
+                          temperature=0.0).tokens
         expected += take_steps(name, 0, 1, 1, role)[1]
         for rank in ranks:
             for ours, theirs in zip(rank[name]["metrics"], expected, strict=True):
@@ -162,7 +171,8 @@ def launch(base, *flags: str, launcher=("--standalone", "--nproc_per_node=2"), w
 def steps_of(base, run: str) -> list[dict]:
     """metrics.jsonl without timings."""
     lines = (base / "runs" / run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "tokens_per_s"))} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "tokens_per_s"))}
+            for line in lines]
 
 
 def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
@@ -185,7 +195,8 @@ def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
     assert steps_of(base, "parts") == straight and len(straight) == 7  # to the bit
 
     port = free_port()
-    nodes = [launch(base, "--run", "nodes", "--shard", wait=False, launcher=("--nnodes=2", "--nproc_per_node=1", f"--node-rank={rank}",
+    nodes = [launch(base, "--run", "nodes", "--shard", wait=False,
+                    launcher=("--nnodes=2", "--nproc_per_node=1", f"--node-rank={rank}",
                     "--master-addr=127.0.0.1", f"--master-port={port}")) for rank in (0, 1)]
     outs = [node.communicate()[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs[0][-2000:] + outs[1][-2000:]

@@ -1,5 +1,6 @@
 """
-runs/speedrun.sh: both scales give every script flags that it takes, in the order of the stages, and the README's computed figures are its own.
+runs/speedrun.sh: both scales give every script flags that it takes, in the order of the stages, and the README's
+computed figures are its own.
 
     python -m pytest tests/test_speedrun.py -q
 """
@@ -15,7 +16,8 @@ from nanochat.common import BadInput
 from scripts import plan_cost
 
 ROOT = Path(__file__).resolve().parent.parent
-STAGES = ["tok_train", "tok_eval", "base_train", "base_eval", "chat_sft", "chat_eval", "chat_sft", "tango_rl", "report", "chat_eval", "chat_cli"]
+STAGES = ["tok_train", "tok_eval", "base_train", "base_eval", "chat_sft", "chat_eval", "chat_sft", "tango_rl",
+          "report", "chat_eval", "chat_cli"]
 # Stands in for runs/setup.sh: the programs write down how they were called.
 SETUP = """
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,7 +36,8 @@ def calls_of(tmp_path, scale: str) -> list[list[str]]:
     for folder in ("text", "base_data_climbmix"):
         (tmp_path / "base" / folder).mkdir(parents=True)
         (tmp_path / "base" / folder / "shard_00000.jsonl").touch()
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SCALE": scale, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "CALLS": str(tmp_path / "calls")}
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SCALE": scale,
+           "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "CALLS": str(tmp_path / "calls")}
     done = subprocess.run(["bash", "runs/speedrun.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [call.split("\x1f")[:-1] for call in (tmp_path / "calls").read_text().split("\x1e")[:-1]]
@@ -68,20 +71,27 @@ def test_every_stage_takes_its_flags(tmp_path, scale):
 
 
 def test_an_unknown_scale_is_refused(tmp_path):
-    done = subprocess.run(["bash", "runs/speedrun.sh"], cwd=ROOT, env={**os.environ, "SCALE": "huge", "HOME": str(tmp_path)}, capture_output=True, text=True)
+    done = subprocess.run(["bash", "runs/speedrun.sh"], cwd=ROOT,
+                          env={**os.environ, "SCALE": "huge", "HOME": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.strip() == "SCALE=huge: full or tiny"
 
 
 def test_the_figures_of_the_readme_are_computed(tmp_path, capsys):
     """The stage table's hours and dollars are what plan_cost makes of the script's own flags."""
-    flags = next(flags for name, flags in map(script_and_flags, (call for call in calls_of(tmp_path, "full") if call[0] != "hf")) if name == "plan_cost")
+    flags = next(flags for name,
+                 flags in map(script_and_flags, (call for call in calls_of(tmp_path, "full") if call[0] != "hf"))
+                 if name == "plan_cost")
     plan_cost.main(plan_cost.make_parser().parse_args(flags))
-    rows = {name: (hours, dollars) for name, hours, dollars in re.findall(r"^(.*?)  +([\d.]+) h  \$ *([\d.]+)", capsys.readouterr().out, re.MULTILINE)}
-    stages = {"pretraining": "`base_train`", "base_eval, bits per byte": "`base_eval`", "SFT of the generator": "`chat_sft --role generator`",
-              "SFT of the verifier": "`chat_sft --role verifier`", "RL Tango": "`tango_rl`", "chat_eval": "`chat_eval`", "chat_rl in its place": "`chat_rl`"}
+    rows = {name: (hours, dollars) for name, hours,
+            dollars in re.findall(r"^(.*?)  +([\d.]+) h  \$ *([\d.]+)", capsys.readouterr().out, re.MULTILINE)}
+    stages = {"pretraining": "`base_train`", "base_eval, bits per byte": "`base_eval`",
+              "SFT of the generator": "`chat_sft --role generator`",
+              "SFT of the verifier": "`chat_sft --role verifier`", "RL Tango": "`tango_rl`",
+              "chat_eval": "`chat_eval`", "chat_rl in its place": "`chat_rl`"}
     assert rows.keys() == {*stages, "in all, CORE apart"}
     readme = (ROOT / "README.md").read_text()
-    shown = {stage: re.search(rf"^\| {re.escape(stage)} \|.*\| ([\d.]+) h, \$([\d.]+)[^|]*\|$", readme, re.MULTILINE).groups() for stage in stages.values()}
+    shown = {stage: re.search(rf"^\| {re.escape(stage)} \|.*\| ([\d.]+) h, \$([\d.]+)[^|]*\|$", readme,
+                              re.MULTILINE).groups() for stage in stages.values()}
     shown["in all"] = re.search(r"in all ([\d.]+) h, \$([\d.]+)\.", readme).groups()
     for name, computed in rows.items():
         for figure, value in zip(shown[stages.get(name, "in all")], computed, strict=True):

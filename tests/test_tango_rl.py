@@ -84,18 +84,21 @@ def test_roles_move_in_turns_and_only_the_trained_one_changes(straight):
 def test_a_run_leaves_what_it_promises(straight):
     folder = straight / "runs" / "r"
     summary = json.loads((folder / "summary.json").read_text())
-    keys = {"gen/pass1_in", "gen/pass1_out", "ver/outcome_f1_fixed", "ver/balanced_acc_fixed", "ver/step_f1_fixed", "ver/step_f1_fixed_out",
+    keys = {"gen/pass1_in", "gen/pass1_out", "ver/outcome_f1_fixed", "ver/balanced_acc_fixed", "ver/step_f1_fixed",
+            "ver/step_f1_fixed_out",
             "ver/step_f1_current", "ver/parse_fail_fixed"}
     assert summary["seed"] == 0 and summary["minutes"] > 0
     assert keys <= summary["before"].keys() and keys <= summary["after"].keys()
     log = records(straight, "r")
     assert [r["step"] for r in log] == list(range(7))
-    common = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl",
+    common = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio",
+              "entropy", "kl",
               "clip_ratio/low", "clip_ratio/high", "grad_norm", "lr", "rollout_probs_diff_mean"}
     for record in log:
         prefix = "gen" if record["role"] == "generator" else "ver"
         assert {f"{prefix}/{name}" for name in common} <= record.keys()
-    assert {"ver/outcome_f1", "ver/balanced_acc", "ver/step_f1", "ver/pred_pos_rate", "ver/label_pos_rate", "ver/parse_fail",
+    assert {"ver/outcome_f1", "ver/balanced_acc", "ver/step_f1", "ver/pred_pos_rate", "ver/label_pos_rate",
+            "ver/parse_fail",
             "ver/step_count_mismatch"} <= log[0].keys()
     assert [(r["gen_step"], r["ver_step"]) for r in log if "gen/pass1_in" in r] == [(0, 0), (0, 2), (2, 2)]
     rollouts = records(straight, "r", "rollouts.jsonl")
@@ -138,7 +141,8 @@ def test_a_finished_run_that_goes_on_and_is_stopped_is_not_finished(straight_cop
     assert not (straight_copy / "runs" / "r" / "summary.json").exists()
 
 
-@pytest.mark.parametrize("missing", ["chatrl_checkpoints/r-ver/optim_000003_rank0.pt", "chatrl_checkpoints/r-gen/model_000003.pt"])
+@pytest.mark.parametrize("missing",
+                         ["chatrl_checkpoints/r-ver/optim_000003_rank0.pt", "chatrl_checkpoints/r-gen/model_000003.pt"])
 def test_resume_with_a_file_missing_is_an_error_that_names_it(straight_copy, missing):
     os.remove(straight_copy / missing)
     with pytest.raises(BadInput, match=os.path.basename(missing)):
@@ -158,7 +162,8 @@ def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
 
 
 @pytest.mark.parametrize("where, name, call", [
-    ("rollout", "solve", 10), ("verification", "verify", 6), ("update", "apply_update", 4), ("evaluation", "pass_at_1", 2)])
+    ("rollout", "solve", 10), ("verification", "verify", 6), ("update", "apply_update", 4),
+    ("evaluation", "pass_at_1", 2)])
 def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypatch, where, name, call):
     """solve and verify also serve the evaluation at the start; the calls were chosen to hit the loop."""
     owner = {"apply_update": tango_rl, "pass_at_1": evals}.get(name, Play)
@@ -181,7 +186,8 @@ def test_three_updates_that_are_not_finite_stop_the_run(base):
 
 def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--", *RL_FLAGS,
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "scripts/tango_rl.py", "--", *RL_FLAGS,
                "--run", "r", "--save-every", "1", "--eval-every", "2"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -190,7 +196,8 @@ def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
         prefix = "gen" if a["role"] == "generator" else "ver"
         for name in ("reward", "reward_std", "completions/mean_length", "loss", "grad_norm"):
             assert a[f"{prefix}/{name}"] == pytest.approx(b[f"{prefix}/{name}"], rel=1e-3, abs=1e-5), (a["step"], name)
-    # AdamW's first step is the sign of the gradient, whatever its size: compare its first moments, a tenth of the gradients.
+    # AdamW's first step is the sign of the gradient, whatever its size: compare its first moments, a tenth of the
+    # gradients.
     a, b = ({k: t for k, t in weights(folder, "r", 4).items() if k.endswith("exp_avg")} for folder in (straight, base))
     assert len(a) > 20
     for name in a:
@@ -208,7 +215,8 @@ def test_two_processes_never_work_on_one_run(straight_copy):
 
 def test_sigterm_to_torchrun_saves_on_two_ranks(base):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--", *RL_FLAGS,
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "scripts/tango_rl.py", "--", *RL_FLAGS,
                "--run", "r", "--save-every", "0", "--num-steps", "1000"]
     process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
@@ -224,9 +232,11 @@ def test_sigterm_to_torchrun_saves_on_two_ranks(base):
 
 @pytest.mark.parametrize("num_shared", [1, 2])
 def test_a_verifier_on_the_generators_trunk_trains_and_resumes(base, num_shared):
-    """One shared layer of two, and both: the shared blocks are the generator's at the end, and a continued run equals a straight one."""
+    """One shared layer of two, and both: the shared blocks are the generator's at the end, and a continued run equals a
+    straight one."""
     shared = ["--verifier-shared-layers", str(num_shared)]
-    flags = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64", "--n-head", "2", "--sequence-len", "128",
+    flags = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64", "--n-head",
+             "2", "--sequence-len", "128",
              "--max-new-tokens", "28", "--num-sampled", "16", "--role", "verifier", "--num-steps", "3", *shared]
     shutil.rmtree(base / "chatsft_checkpoints" / "tiny-ver")
     chat_sft.main(parse(chat_sft, flags))
@@ -240,7 +250,8 @@ def test_a_verifier_on_the_generators_trunk_trains_and_resumes(base, num_shared)
     final = weights(base, "a", 7)
     assert_same_weights(final, weights(base, "b", 7))
     for i in range(2):
-        same = torch.equal(final[f"gen/transformer.h.{i}.mlp.c_fc.weight"], final[f"ver/transformer.h.{i}.mlp.c_fc.weight"])
+        same = torch.equal(final[f"gen/transformer.h.{i}.mlp.c_fc.weight"],
+                           final[f"ver/transformer.h.{i}.mlp.c_fc.weight"])
         assert same == (i < num_shared)
         assert (final["gen/resid_lambdas"][i] == final["ver/resid_lambdas"][i]) == (i < num_shared)
     assert torch.equal(final["gen/transformer.wte.weight"], final["ver/transformer.wte.weight"])
@@ -255,14 +266,18 @@ def test_wandb_offline_needs_no_network(base, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [
-    ["--recipe", "grpo"], ["--recipe", "gold_steps", "--advantage", "rloo"], ["--recipe", "fixed_verifier", "--advantage", "reinforce++"],
-    ["--recipe", "fixed_generator", "--advantage", "dr_grpo", "--aggregation", "constant"], ["--recipe", "outcome_verifier"], ["--combine", "rewards"],
+    ["--recipe", "grpo"], ["--recipe", "gold_steps", "--advantage", "rloo"],
+    ["--recipe", "fixed_verifier", "--advantage", "reinforce++"],
+    ["--recipe", "fixed_generator", "--advantage", "dr_grpo", "--aggregation", "constant"],
+    ["--recipe", "outcome_verifier"], ["--combine", "rewards"],
     ["--updates-per-batch", "2", "--kl-coef", "0.1", "--kl", "k2", "--entropy-coef", "0.01", "--dual-clip", "3"],
-    ["--schedule", "adaptive", "--balanced-acc-bar", "0.1", "--loss", "reinforce", "--aggregation", "token", "--lr-schedule", "linear"]])
+    ["--schedule", "adaptive", "--balanced-acc-bar", "0.1", "--loss", "reinforce", "--aggregation", "token",
+     "--lr-schedule", "linear"]])
 def test_recipes_and_variants_run(base, flags):
     train("--run", "r", "--num-steps", "2", *flags)
     log = records(base, "r")
-    trained = {"grpo": {"generator"}, "gold_steps": {"generator"}, "fixed_verifier": {"generator"}, "fixed_generator": {"verifier"},
+    trained = {"grpo": {"generator"}, "gold_steps": {"generator"}, "fixed_verifier": {"generator"},
+               "fixed_generator": {"verifier"},
                "outcome_verifier": {"generator", "verifier"}}
     if flags[0] == "--recipe":
         assert {r["role"] for r in log} == trained[flags[1]]
@@ -270,8 +285,10 @@ def test_recipes_and_variants_run(base, flags):
 
 
 def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
-    """At alpha 1 an advantage is the verdict against those of the group: one number per rollout, not below 0 where the verdict is "correct"."""
-    train("--run", "r", "--recipe", "outcome_verifier", "--alpha-start", "1", "--alpha-end", "1", "--log-rollouts", "8", "--warmup-steps", "0")
+    """At alpha 1 an advantage is the verdict against those of the group: one number per rollout, not below 0 where the
+    verdict is "correct"."""
+    train("--run", "r", "--recipe", "outcome_verifier", "--alpha-start", "1", "--alpha-end", "1", "--log-rollouts",
+          "8", "--warmup-steps", "0")
     rollouts = [r for r in records(base, "r", "rollouts.jsonl") if r["role"] == "generator"]
     assert {r["verdict"] for r in rollouts} >= {True, False} and any(r["advantages"][0] for r in rollouts)
     for r in rollouts:
@@ -280,7 +297,8 @@ def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
 
 
 def test_a_step_counts_the_tokens_of_both_roles(straight):
-    """sampled_tokens: of solutions and their verifications in a generator step, of judged solutions and verifications in a verifier step."""
+    """sampled_tokens: of solutions and their verifications in a generator step, of judged solutions and verifications
+    in a verifier step."""
     log, total = records(straight, "r"), 0
     for record in log:
         assert record["sampled_tokens"] == total
@@ -289,5 +307,6 @@ def test_a_step_counts_the_tokens_of_both_roles(straight):
         assert record[f"{prefix}/sampled_tokens"] > own
         total += record[f"{prefix}/sampled_tokens"]
     assert json.loads((straight / "runs" / "r" / "summary.json").read_text())["sampled_tokens"] == total
-    assert {"gen/step_length", "gen/frac_ranking_reversed", "gen/verdicts/pos_rate_wrong", "gen/verdicts/step_outcome_corr"} <= \
+    assert {"gen/step_length", "gen/frac_ranking_reversed", "gen/verdicts/pos_rate_wrong",
+            "gen/verdicts/step_outcome_corr"} <= \
         next(r for r in log if r["role"] == "generator").keys()

@@ -30,7 +30,8 @@ METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_soluti
 SPLITS = ("sft", "rl", "test_in", "test_out")
 GENERATED = ["chain", "last_letter", "mixture"]  # the others need their data: test_gsm8k.py, test_competition.py
 EVERY_TASK = pytest.mark.parametrize("name", GENERATED)
-ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"], "last_letter": ["--last-letter-verifier-error", "0"]}
+ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"],
+                "last_letter": ["--last-letter-verifier-error", "0"]}
 EIGHT_STEPS = {"chain": ["--chain-min-steps", "8", "--chain-max-steps", "8"],
                "last_letter": ["--last-letter-min-words", "8", "--last-letter-max-words", "8"]}
 for by_task in (ALWAYS_RIGHT, EIGHT_STEPS):
@@ -123,7 +124,9 @@ def test_splits_share_no_problem(name):
 
 @pytest.mark.parametrize("name, flags", [
     ("chain", ["--chain-modulus", "3", "--chain-max-steps", "2"]),  # 3^5 problems in RL
-    ("last_letter", ["--last-letter-max-words", "2", "--last-letter-min-letters", "1", "--last-letter-max-letters", "1"]),  # 26^2
+    # 26^2
+    ("last_letter",
+     ["--last-letter-max-words", "2", "--last-letter-min-letters", "1", "--last-letter-max-letters", "1"]),
 ])
 def test_splits_share_no_problem_where_there_are_few(name, flags):
     task = task_of(name, *flags)
@@ -134,7 +137,8 @@ def test_splits_share_no_problem_where_there_are_few(name, flags):
 
 def test_chain_lengths_are_those_of_the_split():
     task = task_of("chain")
-    lengths = {split: [len(task.problem(split, i).prompt) // 2 for i in range(300)] for split in SPLITS}  # "3+5*2" has 2 operations
+    # "3+5*2" has 2 operations
+    lengths = {split: [len(task.problem(split, i).prompt) // 2 for i in range(300)] for split in SPLITS}
     assert set(lengths["rl"]) == set(lengths["test_in"]) == set(range(2, 9))
     assert set(lengths["test_out"]) == {9, 10}
     assert set(lengths["sft"]) == set(range(2, 11)) and sum(n > 8 for n in lengths["sft"]) < 60  # a tenth of 300 is 30
@@ -180,7 +184,8 @@ def test_the_gold_answer_of_a_chain_is_its_arithmetic(flags, answer):
 
 def test_chain_answers_worked_by_hand():
     task = task_of("chain", *ALWAYS_RIGHT["chain"])
-    for prompt, demo in {"3+5*2": "3+5:8;8*2:6;=86", "2-7*3": "2-7:5;5*3:5;=55", "9*9+9-0": "9*9:1;1+9:0;0-0:0;=100"}.items():
+    for prompt, demo in {"3+5*2": "3+5:8;8*2:6;=86", "2-7*3": "2-7:5;5*3:5;=55",
+                         "9*9+9-0": "9*9:1;1+9:0;0-0:0;=100"}.items():
         assert task.solution_demo(Problem("rl", 0, prompt, ""), random.Random(0)) == demo
     final = task_of("chain", "--chain-answer", "final", *ALWAYS_RIGHT["chain"])
     assert final.solution_demo(CHAIN, random.Random(0)) == "3+5:8;8*2:6;=6"
@@ -314,7 +319,8 @@ def test_any_text_gets_one_label_per_step_and_a_verification_in_format(name, sol
     labels = task.step_labels(problem, solution)
     assert len(labels) == len(task.fmt.step_spans(solution)) and all(type(label) is bool for label in labels)
     assert type(task.check(problem, solution)) is bool
-    verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(0)), len(labels))
+    verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(0)),
+                                      len(labels))
     assert verification.unmet == () and verification.step_verdicts == labels
 
 
@@ -339,23 +345,31 @@ def answered(answer: str) -> str:
 
 @pytest.mark.parametrize("gold, solution, right", [
     # what stands in the answer counts
-    ("72", answered("72"), True), ("72", answered(" 72.00 "), True), ("72", answered("72 clips"), True), ("72", answered("-72"), False),
-    ("72", answered("7,2"), False), ("5", answered("72"), False), ("\\frac{1}{2}", answered("0.5"), True), ("(1,2)", answered("(2, 1)"), False),
+    ("72", answered("72"), True), ("72", answered(" 72.00 "), True), ("72", answered("72 clips"), True),
+    ("72", answered("-72"), False),
+    ("72", answered("7,2"), False), ("5", answered("72"), False), ("\\frac{1}{2}", answered("0.5"), True),
+    ("(1,2)", answered("(2, 1)"), False),
     ("72", answered("72") + " \n", True),
     # not as the format wants it, and plain all the same
-    ("72", "<answer>72</answer>", True), ("72", "<answer>\n\\boxed{72}\n</answer>", True), ("72", "<answer>It is \\boxed{72}.</answer>", True),
+    ("72", "<answer>72</answer>", True), ("72", "<answer>\n\\boxed{72}\n</answer>", True),
+    ("72", "<answer>It is \\boxed{72}.</answer>", True),
     ("72", "It is 5. <answer> $72$ </answer>", True),
     # one guess
     ("72", answered("72 or 73"), False), ("72", answered("72, 73"), False), ("72", answered("\\{72, 73\\}"), False),
     ("72", answered("72} or \\boxed{73"), False),
-    ("72", answered("72") + answered("73"), False), ("72", answered("73") + answered("72"), False), ("72", answered("72") + " or 73", False),
+    ("72", answered("72") + answered("73"), False), ("72", answered("73") + answered("72"), False),
+    ("72", answered("72") + " or 73", False),
     ("73", answered("72") + " or \\boxed{73}</answer>", False),
     # nothing that can be read, and boxes before the answer are none
-    ("5", answered(""), False), ("5", "\\boxed{5}<answer></answer>", False), ("5", "\\boxed{5}<answer>", False), ("5", "<answer>\\boxed{5}", False),
-    ("5", "<answer>\\boxed{5</answer>", False), ("5", "\\boxed{5}</answer><answer>", False), ("72", "\\boxed{5}<answer>\\boxed{72}</answer>", True),
+    ("5", answered(""), False), ("5", "\\boxed{5}<answer></answer>", False), ("5", "\\boxed{5}<answer>", False),
+    ("5", "<answer>\\boxed{5}", False),
+    ("5", "<answer>\\boxed{5</answer>", False), ("5", "\\boxed{5}</answer><answer>", False),
+    ("72", "\\boxed{5}<answer>\\boxed{72}</answer>", True),
     # without the tag: the last box, else ####
-    ("72", "It is 72, \\boxed{72}.", True), ("72", "\\boxed{5}, no, \\boxed{72}", True), ("5", "\\boxed{5}, no, \\boxed{72}", False),
-    ("72", "So\n#### 72", True), ("72", "72", False), ("72", "", False), ("72", "\\boxed{72", False), ("72", "<ANSWER>72</ANSWER>", False),
+    ("72", "It is 72, \\boxed{72}.", True), ("72", "\\boxed{5}, no, \\boxed{72}", True),
+    ("5", "\\boxed{5}, no, \\boxed{72}", False),
+    ("72", "So\n#### 72", True), ("72", "72", False), ("72", "", False), ("72", "\\boxed{72", False),
+    ("72", "<ANSWER>72</ANSWER>", False),
     ("72", "\\boxed{72}</answer>", True),
     # a gold that says nothing
     ("<?", answered("x"), None), ("", answered("x"), None),
@@ -456,7 +470,8 @@ def test_a_corrupted_solution_is_all_right_about_half_of_the_time(name):
         assert len(labels) == 8
         assert task.check(problem, solution) is all(labels)
         all_right += all(labels)
-    # Half have no errors at all, the others each step with chance 1.5 / 8: 0.5 + 0.5 * (6.5 / 8)^8 = 0.595; three standard errors
+    # Half have no errors at all, the others each step with chance 1.5 / 8: 0.5 + 0.5 * (6.5 / 8)^8 = 0.595; three
+    # standard errors
     assert abs(all_right / 600 - 0.595) < 0.06
 
 
@@ -468,7 +483,8 @@ def test_corrupted_chains_have_errors_of_arithmetic_only():
         solution = task.corrupted_solution(problem, random.Random(i))
         labels += task.step_labels(problem, solution)
         value = problem.prompt[0]
-        for (start, end), op, b in zip(task.fmt.step_spans(solution), problem.prompt[1::2], problem.prompt[2::2], strict=True):
+        for (start, end), op, b in zip(task.fmt.step_spans(solution), problem.prompt[1::2], problem.prompt[2::2],
+                                       strict=True):
             assert solution[start:end].startswith(f"{value}{op}{b}:")
             value = solution[end - 2]
     assert 0.05 < labels.count(False) / len(labels) < 0.3  # most steps stay right
@@ -490,7 +506,8 @@ def test_a_verifier_without_misconceptions_judges_as_gold_does(name):
     for i in range(150):
         problem = task.problem("sft", i)
         solution = task.corrupted_solution(problem, random.Random(i))
-        verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(i)), len(task.fmt.step_spans(solution)))
+        verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(i)),
+                                          len(task.fmt.step_spans(solution)))
         assert verification.unmet == ()
         assert verification.step_verdicts == task.step_labels(problem, solution)
         assert verification.verdict is task.check(problem, solution)
@@ -504,7 +521,8 @@ def test_a_verifier_without_misconceptions_judges_as_gold_does(name):
     ("chain", "3+5:8;8*2:6;=85", "3+5:8T;8*2:6T;=F"),                                       # right steps, wrong answer
     ("chain", "3+5:8;=8", "3+5:8T;=F"),                                                     # too few steps
     ("chain", "3+5:8;8*2:6;6+0:6;=866", "3+5:8T;8*2:6T;?F;=F"),                             # too many
-    ("chain", "3+5:8;=86", "3+5:8T;=F"),                                                    # the right answer does not make up for it
+    # the right answer does not make up for it
+    ("chain", "3+5:8;=86", "3+5:8T;=F"),
     ("chain", "3+5:9;9*2:8;=86", "3+5:8F;9*2:8T;=F"),
     ("chain", "nonsense", "=F"),
     ("chain", "3+5:8T;=T", "?F;=F"),                                                        # a forged judgment
@@ -533,13 +551,15 @@ def test_a_verifier_that_believes_only_wrong_things_refuses_every_right_step(nam
         problem = task.problem("sft", i)
         solution = task.solution_demo(problem, random.Random(i))
         num_steps = len(task.fmt.step_spans(solution))
-        verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(i)), num_steps)
+        verification = parse_verification(task.fmt, task.verification_demo(problem, solution, random.Random(i)),
+                                          num_steps)
         assert verification.unmet == ()
         assert verification.step_verdicts == [False] * num_steps and verification.verdict is False
 
 
 @pytest.mark.parametrize("name, flags, rate", [
-    ("chain", ["--chain-share", "0", "--chain-verifier-share", "0.4", "--chain-verifier-wrongness", "0.5"], 0.2),  # 0.4 * 0.5
+    # 0.4 * 0.5
+    ("chain", ["--chain-share", "0", "--chain-verifier-share", "0.4", "--chain-verifier-wrongness", "0.5"], 0.2),
     ("last_letter", ["--last-letter-verifier-error", "0.2"], 0.2),
 ])
 def test_the_verifier_errs_on_right_steps_as_often_as_asked(name, flags, rate):

@@ -32,8 +32,10 @@ def run(*flags: str) -> None:
 
 
 def test_the_table_by_hand():
-    """Ours: a token per byte. The other: one per word, so ours has 11 in place of 2, 450% more; in all 14 in place of 3, 367% more."""
-    lines = tok_eval.compression_table({"a": "hello world", "b": "abc"}, {"ours": lambda text: list(text.encode()), "words": str.split})
+    """Ours: a token per byte. The other: one per word, so ours has 11 in place of 2, 450% more; in all 14 in place of
+    3, 367% more."""
+    lines = tok_eval.compression_table({"a": "hello world", "b": "abc"},
+                                       {"ours": lambda text: list(text.encode()), "words": str.split})
     assert [line.replace("|", "").split() for line in lines] == [
         ["text", "bytes", "ours", "bytes/token", "words", "bytes/token", "ours"],
         ["a", "11", "11", "1.00", "2", "5.50", "+450.0%"],
@@ -79,7 +81,8 @@ def test_a_tokenizer_that_loses_text_ends_with_code_2(bytewise, capsys):
 def test_what_cannot_be_read_is_bad_input(bytewise, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_bytes(b"")
-    for name, complaint in (("latin", "latin.txt: not UTF-8 at byte 3"), ("empty", "empty.txt: is empty"), ("none", "none.txt: No such file")):
+    for name, complaint in (("latin", "latin.txt: not UTF-8 at byte 3"), ("empty", "empty.txt: is empty"),
+                            ("none", "none.txt: No such file")):
         with pytest.raises(BadInput, match=complaint):
             run("--data", str(tmp_path / f"{name}.txt"))
     with pytest.raises(BadInput, match="--compare gpt5: tiktoken has .*gpt2"):

@@ -25,7 +25,8 @@ SETTINGS = settings(max_examples=100, deadline=None)
 
 @EVERY_TOKENIZER
 @SETTINGS
-@given(text=st.text() | st.sampled_from(SAMPLE) | st.lists(st.sampled_from([*SPECIAL_TOKENS, "the", " ", "8"])).map("".join))
+@given(text=st.text() | st.sampled_from(SAMPLE)
+       | st.lists(st.sampled_from([*SPECIAL_TOKENS, "the", " ", "8"])).map("".join))
 def test_decoding_undoes_encoding_and_text_never_becomes_a_special_token(tokenizer, text):
     ids = tokenizer.encode(text)
     assert all(i < tokenizer.vocab_size - len(SPECIAL_TOKENS) for i in ids)
@@ -58,7 +59,8 @@ def test_every_id_below_the_special_ones_has_bytes_of_its_own(tokenizer):
 
 @EVERY_TOKENIZER
 def test_the_nine_special_tokens_are_the_last_ids_in_upstreams_order(tokenizer):
-    names = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end", "output_start", "output_end"]
+    names = ["bos", "user_start", "user_end", "assistant_start", "assistant_end", "python_start", "python_end",
+             "output_start", "output_end"]
     V = tokenizer.vocab_size
     assert [tokenizer.special(f"<|{name}|>") for name in names] == list(range(V - 9, V))
     assert tokenizer.bos == V - 9 and tokenizer.stop_tokens == [V - 5, V - 9]
@@ -66,7 +68,8 @@ def test_the_nine_special_tokens_are_the_last_ids_in_upstreams_order(tokenizer):
 
 
 def test_digits_are_split_in_pairs():
-    """Trained on nothing but one long number, no token may hold more than two digits: 2 digits make at most 100 merges."""
+    """Trained on nothing but one long number, no token may hold more than two digits: 2 digits make at most 100
+    merges."""
     tokenizer = Tokenizer.train(iter(["12345678" * 50]), 265 + 4)
     assert [tokenizer.decode([i]) for i in tokenizer.encode("12345678")] == ["12", "34", "56", "78"]
 
@@ -85,7 +88,8 @@ def test_too_little_text_for_the_vocabulary_is_refused():
 
 # Conversations
 
-USER, ASSISTANT, SYSTEM = ({"role": role, "content": text} for role, text in (("user", "ab"), ("assistant", "c"), ("system", "s")))
+USER, ASSISTANT, SYSTEM = ({"role": role, "content": text} for role,
+                           text in (("user", "ab"), ("assistant", "c"), ("system", "s")))
 BOS, USER_START, USER_END, ASSISTANT_START, ASSISTANT_END = range(256, 261)  # of the byte-level tokenizer
 
 
@@ -121,7 +125,8 @@ def test_special_strings_in_a_conversation_stay_text(tokenizer):
     assert sum(mask) == len(tokenizer.encode("c")) + 1
 
 
-@pytest.mark.parametrize("messages", [[ASSISTANT], [USER, USER], [USER, ASSISTANT, ASSISTANT], [SYSTEM], [SYSTEM, ASSISTANT], [USER, SYSTEM],
+@pytest.mark.parametrize("messages", [[ASSISTANT], [USER, USER], [USER, ASSISTANT, ASSISTANT], [SYSTEM],
+                                      [SYSTEM, ASSISTANT], [USER, SYSTEM],
                                       [SYSTEM, SYSTEM, USER]])
 def test_turns_in_a_wrong_order_are_an_error(messages):
     with pytest.raises(ValueError, match="user|expected"):
@@ -176,7 +181,8 @@ class Runs:
 
 
 def encoding(**parts) -> tiktoken.Encoding:
-    """An encoding that pickles with these parts in its state, valid or not; the others are those of the byte-level tokenizer."""
+    """An encoding that pickles with these parts in its state, valid or not; the others are those of the byte-level
+    tokenizer."""
     parts = {"name": "nanochat", "pat_str": SPLIT_PATTERN, "mergeable_ranks": {bytes([i]): i for i in range(256)},
              "special_tokens": {name: 256 + i for i, name in enumerate(SPECIAL_TOKENS)}} | parts
     made = tiktoken.Encoding.__new__(tiktoken.Encoding)
@@ -219,7 +225,8 @@ BYTES = {bytes([i]): i for i in range(256)}
 WHOLE = pickle.dumps(TOKENIZERS["bpe"].encoding)
 BROKEN = {
     "empty": b"", "text": b"not a pickle", "half of one": WHOLE[:len(WHOLE) // 2], "its last byte gone": WHOLE[:-1],
-    "another object": pickle.dumps({"name": "nanochat"}), "a length beyond 63 bits": b"\x80\x04\x8e" + b"\xff" * 8 + b".",
+    "another object": pickle.dumps({"name": "nanochat"}),
+    "a length beyond 63 bits": b"\x80\x04\x8e" + b"\xff" * 8 + b".",
     "a length beyond memory": b"\x80\x04\x8e" + (2 ** 62).to_bytes(8, "little") + b".",
     "no special tokens": pickle.dumps(encoding(special_tokens={})),
     "a special token is missing": pickle.dumps(encoding(special_tokens={name: 256 + i for i, name in enumerate(SPECIAL_TOKENS[:-1])})),
@@ -228,7 +235,8 @@ BROKEN = {
     "special tokens with one id": pickle.dumps(encoding(special_tokens=dict.fromkeys(SPECIAL_TOKENS, 256))),
     "a gap in the ids": pickle.dumps(encoding(special_tokens={name: 300 + i for i, name in enumerate(SPECIAL_TOKENS)})),
     "a byte is missing": pickle.dumps(encoding(mergeable_ranks={b: i for b, i in BYTES.items() if i != 255},
-                                               special_tokens={name: 255 + i for i, name in enumerate(SPECIAL_TOKENS)})),
+                                               special_tokens={name: 255 + i for i,
+                                                               name in enumerate(SPECIAL_TOKENS)})),
     "two tokens with one id": pickle.dumps(encoding(mergeable_ranks=BYTES | {b"ab": 97},
                                                     special_tokens={name: 257 + i for i, name in enumerate(SPECIAL_TOKENS)})),
     "a negative id": pickle.dumps(encoding(mergeable_ranks=BYTES | {b"a": -1})),

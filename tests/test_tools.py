@@ -22,7 +22,8 @@ from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 
 TOKENIZER = Tokenizer.train(iter([]), 265)
-PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (TOKENIZER.special(f"<|{name}|>") for name in ("python_start", "python_end", "output_start", "output_end"))
+PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (TOKENIZER.special(f"<|{name}|>")
+                                                      for name in ("python_start", "python_end", "output_start", "output_end"))
 CALL = [PYTHON_START, *TOKENIZER.encode("12/60"), PYTHON_END]
 OUTPUT = [OUTPUT_START, *TOKENIZER.encode("0.2"), OUTPUT_END]
 
@@ -53,7 +54,8 @@ class Script:
 
 def sample(model, tool=None, prompts=((1, 2, 3), (4,)), num_samples=2, new=12, stop=(), **options):
     keys = [row_key("tools", i) for i in range(len(prompts) * num_samples)]
-    return generate(model, [list(p) for p in prompts], num_samples, max_new_tokens=new, stop_tokens=list(stop), keys=keys, tool=tool, **options)
+    return generate(model, [list(p) for p in prompts], num_samples, max_new_tokens=new, stop_tokens=list(stop),
+                    keys=keys, tool=tool, **options)
 
 
 @torch.no_grad()
@@ -65,10 +67,12 @@ def test_a_forced_token_stands_where_the_tool_put_it_and_the_row_goes_on_from_it
     assert torch.equal(out.forced, expected) and out.tokens[1, 3:5].tolist() == [77, 78] and out.tokens[2, 1] == 9
     assert (out.logprobs[out.forced] == 0).all()
     prompts = [[1, 2, 3]] * 2 + [[4]] * 2
-    for row, prompt in enumerate(prompts):  # sampled tokens have the logprobs of a full forward over all that stands before them, forced or not
+    # sampled tokens have the logprobs of a full forward over all that stands before them, forced or not
+    for row, prompt in enumerate(prompts):
         ids = torch.tensor([prompt + out.tokens[row].tolist()])
         logprobs = torch.log_softmax(model(ids[:, :-1])[0], dim=-1).gather(1, ids[0, 1:, None])[len(prompt) - 1:, 0]
-        torch.testing.assert_close(out.logprobs[row][~out.forced[row]], logprobs[~out.forced[row]], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out.logprobs[row][~out.forced[row]], logprobs[~out.forced[row]], rtol=1e-4,
+                                   atol=1e-4)
 
 
 def test_a_silent_tool_changes_nothing():
@@ -119,7 +123,8 @@ def test_the_calculators_output_is_forced_behind_its_call():
                 due[0] = CALL[self.said]
             return due
 
-    out = generate(model_of(), [[*TOKENIZER.encode("x")]], 1, max_new_tokens=30, stop_tokens=[], keys=[1], tool=ForceFirst(CALL[0], Caller()))
+    out = generate(model_of(), [[*TOKENIZER.encode("x")]], 1, max_new_tokens=30, stop_tokens=[], keys=[1],
+                   tool=ForceFirst(CALL[0], Caller()))
     tokens = out.tokens[0].tolist()
     at = tokens.index(PYTHON_START)
     assert tokens[at: at + len(CALL) + len(OUTPUT)] == CALL + OUTPUT
@@ -143,7 +148,8 @@ class ForceFirst:
 
 def rollouts_of(model, tool) -> Rollouts:
     out = sample(model, tool)
-    return Rollouts([Prompt([1, 2, 3]), Prompt([4])], torch.tensor([0, 0, 1, 1]), out.tokens, out.logprobs, out.lengths, out.stopped, out.forced)
+    return Rollouts([Prompt([1, 2, 3]), Prompt([4])], torch.tensor([0, 0, 1, 1]), out.tokens, out.logprobs,
+                    out.lengths, out.stopped, out.forced)
 
 
 LINES = {0: {2: 50, 3: 51}, 1: {1: 60}, 3: {11: 61}}  # row 3's last token
@@ -160,11 +166,13 @@ def test_forced_tokens_are_neither_trained_nor_counted():
     for batch in batches:
         assert (batch.at_trained(batch.sampler_logprobs) != 0).all()  # a forced token's is 0
         # The trainer scores what was sampled as the sampler did, with what was forced before it in place.
-        torch.testing.assert_close(score(model, batch, 1.0), batch.at_trained(batch.sampler_logprobs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(score(model, batch, 1.0), batch.at_trained(batch.sampler_logprobs), rtol=1e-4,
+                                   atol=1e-4)
 
 
 def test_the_gradient_is_that_of_the_sampled_tokens_alone():
-    """Against autograd over plain forwards: -advantage * logprob over the sampled tokens, each rollout averaged, then all."""
+    """Against autograd over plain forwards: -advantage * logprob over the sampled tokens, each rollout averaged, then
+    all."""
     advantages = torch.linspace(-1, 1, 48).view(4, 12)
     model = model_of()
     rollouts = rollouts_of(model, Script(LINES))
@@ -180,7 +188,8 @@ def test_the_gradient_is_that_of_the_sampled_tokens_alone():
     grads = []
     role = Role("generator", model, list(model.parameters()), Keep(model, grads))
     weights = token_weights(rollouts.num_trained(), "sequence", 12, lambda x: x)
-    update(role, pack(rollouts, advantages, weights, 40, False), PolicyLoss("reinforce"), lr=0.0, max_grad_norm=0, temperature=1.0, device=torch.device("cpu"))
+    update(role, pack(rollouts, advantages, weights, 40, False), PolicyLoss("reinforce"), lr=0.0, max_grad_norm=0,
+           temperature=1.0, device=torch.device("cpu"))
     for got, wanted in zip(grads, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-5)
 
@@ -210,6 +219,8 @@ def test_rl_with_the_calculator_runs_and_sampler_and_trainer_agree(base):
     import json
     for name, more in (("with", ["--calculator"]), ("without", [])):
         tango_rl.main(parse(tango_rl, rl_flags("--run", name, "--recipe", "grpo", "--num-steps", "2", *more)))
-    with_it, without = ([json.loads(line) for line in (base / "runs" / name / "metrics.jsonl").read_text().splitlines()] for name in ("with", "without"))
+    with_it, without = ([json.loads(line)
+                         for line in (base / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+                         for name in ("with", "without"))
     assert [r["gen/loss"] for r in with_it] == [r["gen/loss"] for r in without] and len(with_it) == 2
     assert max(r["gen/rollout_logprobs_diff_max"] for r in with_it) < 1e-3

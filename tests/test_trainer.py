@@ -1,5 +1,6 @@
 """
-The update: shared prompts against repeated rows, micro-batches and ranks that change nothing, and what a bad batch does not do.
+The update: shared prompts against repeated rows, micro-batches and ranks that change nothing, and what a bad batch does
+not do.
 
     python -m pytest tests/test_trainer.py -q
 """
@@ -44,7 +45,8 @@ def random_rollouts(prompt_lengths, completion_lengths, seed=0):
     N, T = len(lengths), int(lengths.max())
     tokens = torch.randint(265, (N, T), generator=draw) * (torch.arange(T) < lengths[:, None])
     group_id = torch.arange(len(prompts)).repeat_interleave(N // len(prompts))
-    return Rollouts([Prompt(ids) for ids in prompts], group_id, tokens, torch.zeros(N, T), lengths, torch.ones(N, dtype=torch.bool))
+    return Rollouts([Prompt(ids) for ids in prompts], group_id, tokens, torch.zeros(N, T), lengths,
+                    torch.ones(N, dtype=torch.bool))
 
 
 def random_advantages(rollouts, seed=1):
@@ -62,7 +64,8 @@ def role_of(model, optimizer=None, reference=None):
 
 
 def step(role, batches, loss=None, lr=1.0, max_grad_norm=0.0, temperature=1.0):
-    return update(role, batches, loss or PolicyLoss(), lr=lr, max_grad_norm=max_grad_norm, temperature=temperature, device=CPU)
+    return update(role, batches, loss or PolicyLoss(), lr=lr, max_grad_norm=max_grad_norm, temperature=temperature,
+                  device=CPU)
 
 
 def weights_of(model):
@@ -99,12 +102,14 @@ def token_logprobs(model, rollouts, n, temperature=1.0):
 
 def batch_rows(batch, rollouts):
     """Which rollouts the rows of a micro-batch are."""
-    return [next(n for n in range(len(rollouts.tokens)) if torch.equal(rollouts.tokens[n, : len(row)], row)) for row in batch.tokens]
+    return [next(n for n in range(len(rollouts.tokens)) if torch.equal(rollouts.tokens[n, : len(row)], row))
+            for row in batch.tokens]
 
 
 # Shared prompts
 
-BOUNDARY = ([126, 3, 135], [12, 5, 1, 9, 12, 2])  # contexts of up to 138 and 147 tokens: the window of 128 ends inside prompt and completion
+# contexts of up to 138 and 147 tokens: the window of 128 ends inside prompt and completion
+BOUNDARY = ([126, 3, 135], [12, 5, 1, 9, 12, 2])
 
 
 def test_hidden_states_behind_a_shared_prompt_equal_plain_rows():
@@ -125,7 +130,8 @@ def test_gradients_behind_a_shared_prompt_equal_those_of_plain_rows():
     parameters = [p for name, p in model.named_parameters() if name != "lm_head.weight"]
     shared = (completion_hidden(model, batch)[batch.mask] @ direction * batch.advantages[batch.mask]).sum()
     advantages = random_advantages(rollouts)
-    plain = sum((full_rows(model, rollouts, n) @ direction * advantages[n, : rollouts.lengths[n]]).sum() for n in range(6))
+    plain = sum((full_rows(model, rollouts, n) @ direction * advantages[n, : rollouts.lengths[n]]).sum()
+                for n in range(6))
     assert abs(shared - plain) < 1e-10
     for a, b in zip(torch.autograd.grad(shared, parameters), torch.autograd.grad(plain, parameters), strict=True):
         assert b.abs().max() > 0
@@ -145,8 +151,10 @@ def test_completions_of_one_token_need_no_second_forward():
 @torch.no_grad()
 def test_scores_equal_plain_forwards_and_what_the_sampler_recorded(temperature):
     model, prompts = tiny_model(), [[3, 1, 4], [1, 5, 9, 2, 6]]
-    out = generate(model, prompts, 3, max_new_tokens=9, stop_tokens=list(range(30)), keys=[row_key(i) for i in range(6)], temperature=temperature)
-    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths, out.stopped)
+    out = generate(model, prompts, 3, max_new_tokens=9, stop_tokens=list(range(30)),
+                   keys=[row_key(i) for i in range(6)], temperature=temperature)
+    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(6) // 3, out.tokens, out.logprobs, out.lengths,
+                        out.stopped)
     for batch in packed(rollouts, torch.ones_like(out.logprobs), max_tokens=20):
         logprobs = score(model, batch, temperature)
         torch.testing.assert_close(logprobs, batch.sampler_logprobs[batch.mask], rtol=0, atol=1e-5)
@@ -183,7 +191,8 @@ def test_without_prefix_sharing_the_gradient_is_the_same(loss):
     # Groups of a generator (short prompts) and of a verifier (long prompts, short completions), in one batch.
     rollouts = random_rollouts([9, 140], [5, 2, 7, 1, 3, 7, 6, 4])
     weights = token_weights(rollouts.lengths, "sequence", 20, lambda x: x)
-    shared, repeated = (pack(rollouts, random_advantages(rollouts), weights, EVERYTHING, False, sharing) for sharing in (True, False))
+    shared, repeated = (pack(rollouts, random_advantages(rollouts), weights, EVERYTHING, False, sharing)
+                        for sharing in (True, False))
     assert [len(batch.prompt_ids) for batch in shared] == [2] and [len(batch.prompt_ids) for batch in repeated] == [8]
     assert_close(gradient(repeated, loss=loss)[0], gradient(shared, loss=loss)[0], 1e-10)
 
@@ -246,10 +255,12 @@ def test_on_policy_the_gradient_is_that_of_reinforce():
     model, rollouts = tiny_model(), random_rollouts(*RAGGED)
     advantages = random_advantages(rollouts)
     num_tokens = int(rollouts.lengths.sum())
-    loss = sum(-(advantages[n, : rollouts.lengths[n]] * token_logprobs(model, rollouts, n, 0.8)).sum() / num_tokens for n in range(8))
+    loss = sum(-(advantages[n, : rollouts.lengths[n]] * token_logprobs(model, rollouts, n, 0.8)).sum() / num_tokens
+               for n in range(8))
     names = [name for name, _ in model.named_parameters()]
     expected = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
-    ratio_loss = -sum(float(advantages[n, : rollouts.lengths[n]].sum()) for n in range(8)) / num_tokens  # all ratios are 1
+    # all ratios are 1
+    ratio_loss = -sum(float(advantages[n, : rollouts.lengths[n]].sum()) for n in range(8)) / num_tokens
     for name, value in (("ppo_clip", ratio_loss), ("reinforce", loss.item())):
         grads, metrics = gradient(packed(rollouts, advantages), model, PolicyLoss(name), temperature=0.8)
         assert_close(grads, expected, 1e-5)
@@ -357,7 +368,8 @@ def test_a_step_that_is_not_finite_moves_nothing(poison):
     before, state = weights_of(model), copy.deepcopy(role.optimizer.state_dict())
     metrics = step(role, packed(rollouts, advantages, max_tokens=40), lr=1e-3, max_grad_norm=1.0)
     assert metrics["skipped"] == 1
-    assert all(torch.equal(before[name].view(torch.int64), after.view(torch.int64)) for name, after in weights_of(model).items())
+    assert all(torch.equal(before[name].view(torch.int64), after.view(torch.int64)) for name,
+               after in weights_of(model).items())
     for index, entry in role.optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, state["state"][index][key]) for key, value in entry.items())
     assert all(p.grad is None for p in model.parameters())
@@ -382,7 +394,8 @@ def test_stopping_before_the_step_moves_nothing():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        update(role_of(model), packed(rollouts, random_advantages(rollouts)), PolicyLoss(), lr=1.0, max_grad_norm=0.0, temperature=1.0, device=CPU,
+        update(role_of(model), packed(rollouts, random_advantages(rollouts)), PolicyLoss(), lr=1.0, max_grad_norm=0.0,
+               temperature=1.0, device=CPU,
                check_stop=stop)
     assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
 
@@ -390,7 +403,8 @@ def test_stopping_before_the_step_moves_nothing():
 # Ranks
 
 def train_share(rank, world):
-    """Three AdamW steps on every world-th of 3 groups; the last one is poisoned on rank 0 alone. -> weights, metrics of the steps"""
+    """Three AdamW steps on every world-th of 3 groups; the last one is poisoned on rank 0 alone. -> weights, metrics of
+    the steps"""
     model, metrics = tiny_model(), []
     role = role_of(model, adamw(model.parameters(), 1e-3))
     for seed in (0, 1, 2):

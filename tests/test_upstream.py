@@ -1,5 +1,6 @@
 """
-Checkpoints as upstream writes them, loaded and run: logits of the formulas in float64, from a fixture (make_upstream_fixture.py).
+Checkpoints as upstream writes them, loaded and run: logits of the formulas in float64, from a fixture
+(make_upstream_fixture.py).
 
     python -m pytest tests/test_upstream.py -q
 
@@ -22,13 +23,15 @@ NUM_PREFILLED = 120  # decoding goes on beyond the short window of 128
 
 
 def write_checkpoint(base, stage: str, case: str) -> None:
-    """The two files of a model, by torch.save and json alone. The meta of upstream's RL has nothing but model_config."""
+    """The two files of a model, by torch.save and json alone. The meta of upstream's RL has nothing but
+    model_config."""
     weights, config = make_weights(case), dict(EXPECTED[case]["model_config"])
     if case == "_orig_mod":
         weights = {f"_orig_mod.{name}": p for name, p in weights.items()}
     if case == "old":
         del config["window_pattern"]
-    meta = {"model_config": config} if stage == "rl" else {"step": 9, "val_bpb": 1.25, "model_config": config, "user_config": {"run": "dummy"}}
+    meta = {"model_config": config} if stage == "rl" else {"step": 9, "val_bpb": 1.25, "model_config": config,
+                                                           "user_config": {"run": "dummy"}}
     folder = base / STAGES[stage] / "d4"
     folder.mkdir(parents=True)
     torch.save(weights, folder / "model_000009.pt")
@@ -95,7 +98,8 @@ def test_greedy_completions_of_ragged_prompts_are_the_likeliest_tokens(load, cas
     # The whole input goes on as the formulas say; it and shorter prompts, as forwards over all their tokens say.
     model, ids, num = load(), EXPECTED[case]["ids"], len(EXPECTED[case]["greedy"])
     prompts = [ids[:1], ids, ids[:5], ids[:127], ids[:128]]
-    out = generate(model, prompts, 1, max_new_tokens=num, stop_tokens=[], keys=list(range(len(prompts))), temperature=0.0)
+    out = generate(model, prompts, 1, max_new_tokens=num, stop_tokens=[], keys=list(range(len(prompts))),
+                   temperature=0.0)
     assert out.tokens[1].tolist() == EXPECTED[case]["greedy"]
     for prompt, tokens in zip(prompts, out.tokens.tolist(), strict=True):
         logits = model(torch.tensor([prompt + tokens]))[0]

@@ -42,7 +42,8 @@ def chain_rows(indices) -> list[dict]:
         problem = task.problem("test_in", i)
         text = task.corrupted_solution(problem, random.Random(i))
         labels = task.step_labels(problem, text)
-        rows.append({"problem": problem.prompt, "steps": text.split(";")[:-1], "final_answer_correct": task.check(problem, text),
+        rows.append({"problem": problem.prompt, "steps": text.split(";")[:-1],
+                     "final_answer_correct": task.check(problem, text),
                      "label": labels.index(False) if False in labels else -1})
     return rows
 
@@ -96,26 +97,31 @@ def sampled(tag: str, prompts: list[str], keys: list[tuple], greedy: bool, limit
     """The text that a tiny model writes behind each prompt, and whether it ended."""
     tokenizer = Tokenizer.load(os.path.join(os.environ["NANOCHAT_BASE_DIR"], "tokenizer"))
     model, _ = load_model("sft", tag, torch.device("cpu"), torch.float32)
-    out = generate(model, [tokenizer.render_prompt(prompt) for prompt in prompts], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens,
+    out = generate(model, [tokenizer.render_prompt(prompt) for prompt in prompts], 1, max_new_tokens=limit,
+                   stop_tokens=tokenizer.stop_tokens,
                    keys=[row_key(*key) for key in keys], temperature=0.0 if greedy else 1.0)
     rows = zip(out.tokens.tolist(), out.lengths.tolist(), out.stopped.tolist(), strict=True)
     return [(tokenizer.decode(tokens[: n - ended]), ended) for tokens, n, ended in rows]
 
 
 def read(text: str, ended: bool, num_steps: int) -> tuple[list[bool | None], bool | None]:
-    """The step verdicts, one per step, and the final verdict of a compact verification, read by eye: "3+5:8T;8*2:5F;=F"."""
+    """The step verdicts, one per step, and the final verdict of a compact verification, read by eye:
+    "3+5:8T;8*2:5F;=F"."""
     letter = {"T": True, "F": False}
     body, mark, final = text.rpartition("=")
     body = body if mark else text
-    said = [letter.get(max(part, key=lambda c: (c in "TF") * (part.rfind(c) + 1), default="")) for part in body.split(";")[:-1]]
+    said = [letter.get(max(part, key=lambda c: (c in "TF") * (part.rfind(c) + 1), default=""))
+            for part in body.split(";")[:-1]]
     return [said[k] if k < len(said) else None for k in range(num_steps)], letter.get(final.strip()) if mark and ended else None
 
 
 def naive_judgments(subset: str, rows: list[dict], k: int, greedy: bool) -> list[tuple[list[int | None], list[bool | None]]]:
     """Per row the k first errors and the k final verdicts."""
-    prompts = [f"{row['problem']}|{''.join(step + ';' for step in row['steps'])}=|{len(row['steps'])}" for row in rows for _ in range(k)]
+    prompts = [f"{row['problem']}|{''.join(step + ';' for step in row['steps'])}=|{len(row['steps'])}" for row in rows
+               for _ in range(k)]
     keys = [(0, "processbench", subset, number, 0, g) for number in range(1, len(rows) + 1) for g in range(k)]
-    said = [read(*text, int(prompt[-1])) for prompt, text in zip(prompts, sampled("tiny-ver", prompts, keys, greedy, 36), strict=True)]
+    said = [read(*text, int(prompt[-1])) for prompt,
+            text in zip(prompts, sampled("tiny-ver", prompts, keys, greedy, 36), strict=True)]
     found = [steps.index(False) if False in steps else None if None in steps else -1 for steps, _ in said]
     return [(found[i: i + k], [verdict for _, verdict in said[i: i + k]]) for i in range(0, len(said), k)]
 
@@ -150,10 +156,12 @@ def test_processbench_is_a_naive_count_of_texts_sampled_by_hand(capsys, bench, t
         scores = got["subsets"][subset]
         expected = naive_f1([(l, naive_vote(predictions)) for l, (predictions, _) in zip(labels, judged, strict=True)])
         assert three(scores) == pytest.approx(expected) and scores["n"] == len(rows) and scores["too_long"] == 0
-        single = [naive_f1([(l, predictions[g]) for l, (predictions, _) in zip(labels, judged, strict=True)]) for g in range(k)]
+        single = [naive_f1([(l, predictions[g]) for l, (predictions, _) in zip(labels, judged, strict=True)])
+                  for g in range(k)]
         assert three(scores["single"]) == pytest.approx([sum(column) / k for column in zip(*single, strict=True)])
         unlike_single += three(scores["single"]) != three(scores)
-        assert scores["votes"] == pytest.approx(sum(p is not None for predictions, _ in judged for p in predictions) / len(rows))
+        assert scores["votes"] == pytest.approx(sum(p is not None for predictions,
+                                                    _ in judged for p in predictions) / len(rows))
         averages.append(expected)
         (line,) = [line for line in lines if line.startswith(subset) and "." in line.split()[2]][:1]
         assert line.split()[:5] == [subset, str(len(rows)), *(f"{100 * x:.1f}" for x in expected)]
@@ -168,10 +176,13 @@ def test_calibration_is_of_the_shares_of_correct_final_verdicts(capsys, bench, t
     pairs = [(sum(v is True for v in s["verdicts"]) / 3, s["final_answer_correct"]) for s in got["samples"]]
     assert len({p for p, _ in pairs}) == 4
     right, wrong = [p for p, y in pairs if y], [p for p, y in pairs if not y]
-    ece = sum(abs(sum(y - p for p, y in pairs if p == share)) for share in {p for p, _ in pairs}) / len(pairs)  # thirds are in bins of their own
+    # thirds are in bins of their own
+    ece = sum(abs(sum(y - p for p, y in pairs if p == share)) for share in {p for p, _ in pairs}) / len(pairs)
     whole = got["calibration"]
-    assert (whole["count"], whole["ece"], whole["brier"]) == (47, pytest.approx(ece), pytest.approx(sum((p - y) ** 2 for p, y in pairs) / 47))
-    assert whole["auroc"] == pytest.approx(sum((p > q) + (p == q) / 2 for p, q in product(right, wrong)) / len(right) / len(wrong))
+    assert (whole["count"], whole["ece"], whole["brier"]) == (47, pytest.approx(ece),
+                                                              pytest.approx(sum((p - y) ** 2 for p, y in pairs) / 47))
+    assert whole["auroc"] == pytest.approx(sum((p > q) + (p == q) / 2 for p,
+                                               q in product(right, wrong)) / len(right) / len(wrong))
     assert [b["count"] for b in whole["bins"]] == [n for _, n in sorted(Counter(p for p, _ in pairs).items())]
     assert [sum(b["count"] for b in got["subsets"][s]["calibration"]["bins"]) for s in bench] == [20, 27]
     assert ["all", "47", *(f"{whole[name]:.3f}" for name in ("ece", "brier", "auroc"))] in [line.split() for line in lines]
@@ -180,7 +191,8 @@ def test_calibration_is_of_the_shares_of_correct_final_verdicts(capsys, bench, t
 
 
 def test_one_verification_is_sampled_where_a_temperature_is_given(capsys, bench, tmp_path):
-    greedy, drawn, again = (on_bench(capsys, tmp_path, *flags)[0]["samples"] for flags in ([], ["--temperature", "1"], ["--temperature", "1"]))
+    greedy, drawn, again = (on_bench(capsys, tmp_path, *flags)[0]["samples"]
+                            for flags in ([], ["--temperature", "1"], ["--temperature", "1"]))
     assert drawn == again != greedy
     other = on_bench(capsys, tmp_path, "--temperature", "1", "--seed", "1")[0]["samples"]
     assert other != drawn and on_bench(capsys, tmp_path, "--seed", "1")[0]["samples"] == greedy
@@ -193,7 +205,8 @@ def test_a_subset_and_a_limit_choose_the_same_rows_with_the_same_verdicts(capsys
 
 
 def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just_fits_is_read(capsys, bench, base, tmp_path):
-    """A prompt of at most 128 - 36 = 92 tokens fits. A bytewise tokenizer: "problem|1+1:2;=|1" and 4 marks around it."""
+    """A prompt of at most 128 - 36 = 92 tokens fits. A bytewise tokenizer: "problem|1+1:2;=|1" and 4 marks around
+    it."""
     tokenizer, rows = Tokenizer.load(str(base / "tokenizer")), chain_rows(range(4))
     for length in (70, 71, 72):
         rows.append({"problem": "1" * length, "steps": ["1+1:2"], "label": -1, "final_answer_correct": True})
@@ -224,9 +237,11 @@ def test_where_nothing_fits_all_is_wrong_and_nothing_is_calibrated(capsys, bench
 
 def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, tmp_path, monkeypatch):
     heard, sample = [], sampling.generate
-    monkeypatch.setattr(sampling, "generate", lambda model, prompts, *args, **options: heard.extend(prompts) or sample(model, prompts, *args, **options))
+    monkeypatch.setattr(sampling, "generate", lambda model, prompts, *args,
+                        **options: heard.extend(prompts) or sample(model, prompts, *args, **options))
     steps = ["1+1:2;1*1:1", "=2", "|9T;=T"]
-    write(tmp_path / "bench" / "math.jsonl", [{"problem": "1+1|F", "steps": steps, "label": 2, "final_answer_correct": False}])
+    write(tmp_path / "bench" / "math.jsonl",
+          [{"problem": "1+1|F", "steps": steps, "label": 2, "final_answer_correct": False}])
     got, _ = on_bench(capsys, tmp_path, "--subset", "math")
     tokenizer = Tokenizer.load(os.path.join(os.environ["NANOCHAT_BASE_DIR"], "tokenizer"))
     assert heard == [tokenizer.render_prompt("1+1??|1+1:2?1*1:1;?2;?9????;=|3")]
@@ -239,14 +254,18 @@ def naive_solutions(task, num_problems: int, n: int, k: int) -> list[list[tuple]
     """Per problem and solution: whether it is right, its answer, the k final verdicts, the k step verdicts."""
     names = [(i, j) for i in range(num_problems) for j in range(n)]
     problems = [task.problem("test_in", i) for i, _ in names]
-    texts = [text for text, _ in sampled("tiny", [p.prompt for p in problems], [(0, "best_of_n", "test_in", i, 0, j) for i, j in names], False, 28)]
+    texts = [text for text, _ in sampled("tiny", [p.prompt for p in problems],
+                                         [(0, "best_of_n", "test_in", i, 0, j) for i, j in names], False, 28)]
     num_steps = [text.split("=")[0].count(";") for text in texts]
     quoted = ["".join("?" if c in "TF|" else c for c in text) for text in texts]
-    prompts = [f"{p.prompt}|{text}|{steps}" for p, text, steps in zip(problems, quoted, num_steps, strict=True) for _ in range(k)]
+    prompts = [f"{p.prompt}|{text}|{steps}" for p, text,
+               steps in zip(problems, quoted, num_steps, strict=True) for _ in range(k)]
     keys = [(0, "best_of_n", "verify", "test_in", i, j, g) for i, j in names for g in range(k)]
     said = [read(*text, num_steps[i // k]) for i, text in enumerate(sampled("tiny-ver", prompts, keys, False, 36))]
-    solutions = [(task.check(p, text), text.partition("=")[2].strip() if "=" in text else None, [v for _, v in said[i * k: (i + 1) * k]],
-                  [v for v, _ in said[i * k: (i + 1) * k]]) for i, (p, text) in enumerate(zip(problems, texts, strict=True))]
+    solutions = [(task.check(p, text), text.partition("=")[2].strip() if "=" in text else None,
+                  [v for _, v in said[i * k: (i + 1) * k]],
+                  [v for v, _ in said[i * k: (i + 1) * k]]) for i,
+                  (p, text) in enumerate(zip(problems, texts, strict=True))]
     return [solutions[i: i + n] for i in range(0, len(solutions), n)]
 
 
@@ -255,13 +274,15 @@ def naive_choices(solutions: list[tuple], score: str) -> list[float]:
     right, answers, scores, ties = [r for r, *_ in solutions], [a for _, a, *_ in solutions], [], []
     for _, _, verdicts, step_verdicts in solutions:
         k, votes = len(verdicts), [sum(row[s] is True for row in step_verdicts) for s in range(len(step_verdicts[0]))]
-        by_name = {"final": Fraction(sum(v is True for v in verdicts), k), "steps": Fraction(sum(votes), k * max(1, len(votes))),
+        by_name = {"final": Fraction(sum(v is True for v in verdicts), k),
+                   "steps": Fraction(sum(votes), k * max(1, len(votes))),
                    "min_step": Fraction(min(votes, default=0), k)}
         scores.append(by_name[score])
         ties.append(by_name["steps"])
     order = {a: -answers.index(a) for a in answers if a is not None}
     vote = max(order, key=lambda a: (answers.count(a), order[a]), default=None)
-    weighted = max(order, key=lambda a: (sum(s for b, s in zip(answers, scores, strict=True) if b == a), order[a]), default=None)
+    weighted = max(order, key=lambda a: (sum(s for b, s in zip(answers, scores, strict=True) if b == a), order[a]),
+                   default=None)
     best = sorted(range(len(right)), key=lambda j: (-scores[j], -ties[j], j))[0]
     outcome = {a: right[answers.index(a)] for a in order} | {None: False}
     return [sum(right) / len(right), outcome[vote], right[best], outcome[weighted], any(right)]
@@ -269,7 +290,8 @@ def naive_choices(solutions: list[tuple], score: str) -> list[float]:
 
 @pytest.mark.parametrize("score", ["final", "steps", "min_step"])
 def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_path, score):
-    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "40", "--score", score, *SAMPLED, "--out", str(tmp_path / "o.json"))
+    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "40", "--score", score,
+                *SAMPLED, "--out", str(tmp_path / "o.json"))
     table = [naive_choices(solutions, score) for solutions in naive_solutions(chain(), 40, 4, 3)]
     got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
     names = ["pass@1", "maj", "bon", "weighted", "pass@n"]
@@ -277,14 +299,16 @@ def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_p
     means = [sum(column) / 40 for column in zip(*table, strict=True)]
     assert [got[name] for name in names] == pytest.approx(means) and 0 < means[0] < means[4] < 1
     assert len(set(zip(*table, strict=True))) >= 4  # the ways to choose differ on some problems
-    assert " | ".join(f"{name} {100 * x:.1f}" for name, x in zip(("pass@1", "maj@4", "bon@4", "weighted@4", "pass@4"), means, strict=True)) in lines[-1]
+    assert " | ".join(f"{name} {100 * x:.1f}" for name,
+                      x in zip(("pass@1", "maj@4", "bon@4", "weighted@4", "pass@4"), means, strict=True)) in lines[-1]
     assert lines[-1].startswith("40 problems | ") and got["too_long"] == got["unscorable"] == 0
     assert 0 < got["unread_answers"] == sum(a is None for row in got["samples"] for a in row["answers"]) / 160
 
 
 def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base, tmp_path, monkeypatch):
     monkeypatch.setattr(scores, "ENDLESS", 3)
-    flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out", str(tmp_path / "o.json")]
+    flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out",
+             str(tmp_path / "o.json")]
     run(capsys, *flags)
     numbers = json.loads((tmp_path / "o.json").read_text())
     args = numbers["args"]
@@ -292,7 +316,8 @@ def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base
     assert len(numbers["best_of_n"]["samples"]) == 3
     run(capsys, *flags, "--chain-modulus", "4", "--seed", "7", "--max-new-tokens", "20", "--max-problems", "4")
     other = json.loads((tmp_path / "o.json").read_text())
-    assert (other["args"]["chain_modulus"], other["args"]["chain_max_steps"], other["args"]["seed"], other["args"]["max_new_tokens"]) == (4, 2, 7, 20)
+    assert (other["args"]["chain_modulus"], other["args"]["chain_max_steps"], other["args"]["seed"],
+            other["args"]["max_new_tokens"]) == (4, 2, 7, 20)
     assert len(other["best_of_n"]["samples"]) == 4
 
 
@@ -319,7 +344,8 @@ def test_what_cannot_be_scored_is_left_out_and_counted_and_a_finite_split_ends(c
 
 
 def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(capsys, base, tmp_path):
-    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "10", *SAMPLED, "--verifier-max-new-tokens", "106",
+    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "10", *SAMPLED,
+                "--verifier-max-new-tokens", "106",
                 "--out", str(tmp_path / "o.json"))
     got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
     too_long = [long for row in got["samples"] for long in row["too_long"]]
@@ -352,12 +378,16 @@ def test_stage_and_step_name_the_verifier_and_rl_says_how_long_it_may_write(caps
 
 
 def test_two_ranks_print_and_write_the_numbers_of_one(capsys, bench, base, tmp_path):
-    write(tmp_path / "bench" / "omnimath.jsonl", [{**chain_rows([3])[0], "problem": "1" * 200}])  # fewer samples than ranks, and none that fits
-    flags = ["--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--generator-tag", "tiny", "--num-samples", "3",
+    # fewer samples than ranks, and none that fits
+    write(tmp_path / "bench" / "omnimath.jsonl", [{**chain_rows([3])[0], "problem": "1" * 200}])
+    flags = ["--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--generator-tag", "tiny",
+             "--num-samples", "3",
              "--max-problems", "7", "--out"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/verifier_eval.py", "--", *VERIFIER, *flags]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "scripts/verifier_eval.py", "--", *VERIFIER, *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path / "two.json")], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, str(tmp_path / "two.json")], env=env, cwd=ROOT, capture_output=True, text=True,
+                          timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines() == run(capsys, *flags, str(tmp_path / "one.json"))
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
@@ -371,17 +401,25 @@ ON_TASK = ["--generator-tag", "tiny"]
 
 @pytest.mark.parametrize("flags, words", [
     ([], ["--processbench", "--generator-tag"]), (["--processbench", "none.jsonl"], ["none.jsonl: no such file"]),
-    (["--processbench", "BENCH", "--subset", "algebra"], ["no subset algebra", "gsm8k, math"]), ([*ON_TASK, "--subset", "math"], ["--subset math"]),
+    (["--processbench", "BENCH", "--subset", "algebra"], ["no subset algebra", "gsm8k, math"]),
+    ([*ON_TASK, "--subset", "math"], ["--subset math"]),
     (["--processbench", "BENCH", "--num-verifications", "2"], ["--num-verifications 2", "--temperature above 0"]),
     ([*ON_TASK, "--generator-temperature", "0"], ["--num-samples 8", "--generator-temperature above 0"]),
     (["--processbench", "BENCH", "--task", "chain"], ["--task chain: is for --generator-tag"]),
-    (["--processbench", "BENCH", "--max-examples", "0"], ["--max-examples 0"]), ([*ON_TASK, "--max-problems", "0"], ["--max-problems 0"]),
-    (["--processbench", "BENCH", "--num-verifications", "0"], ["--num-verifications 0"]), ([*ON_TASK, "--num-samples", "0"], ["--num-samples 0"]),
-    (["--processbench", "BENCH", "--temperature", "-1"], ["--temperature -1"]), ([*ON_TASK, "--score", "best"], ["--score", "min_step"]),
-    (["--processbench", "BENCH", "--verifier-max-new-tokens", "128"], ["--verifier-max-new-tokens 128", "context is 128"]),
-    (["--processbench", "BENCH", "--verifier-tag", "nobody"], ["nobody", "tiny-ver"]), (["--processbench", "BENCH", "--step", "7"], ["no step 7"]),
-    (["--processbench", "BENCH", "--verifier-tag", "../x"], ["--verifier-tag ../x"]), (["--generator-tag", "nobody"], ["nobody", "tiny"]),
-    ([*ON_TASK, "--generator-step", "7"], ["no step 7"]), ([*ON_TASK, "--max-new-tokens", "126"], ["context 128", "--max-new-tokens"]),
+    (["--processbench", "BENCH", "--max-examples", "0"], ["--max-examples 0"]),
+    ([*ON_TASK, "--max-problems", "0"], ["--max-problems 0"]),
+    (["--processbench", "BENCH", "--num-verifications", "0"], ["--num-verifications 0"]),
+    ([*ON_TASK, "--num-samples", "0"], ["--num-samples 0"]),
+    (["--processbench", "BENCH", "--temperature", "-1"], ["--temperature -1"]),
+    ([*ON_TASK, "--score", "best"], ["--score", "min_step"]),
+    (["--processbench", "BENCH", "--verifier-max-new-tokens", "128"],
+     ["--verifier-max-new-tokens 128", "context is 128"]),
+    (["--processbench", "BENCH", "--verifier-tag", "nobody"], ["nobody", "tiny-ver"]),
+    (["--processbench", "BENCH", "--step", "7"], ["no step 7"]),
+    (["--processbench", "BENCH", "--verifier-tag", "../x"], ["--verifier-tag ../x"]),
+    (["--generator-tag", "nobody"], ["nobody", "tiny"]),
+    ([*ON_TASK, "--generator-step", "7"], ["no step 7"]),
+    ([*ON_TASK, "--max-new-tokens", "126"], ["context 128", "--max-new-tokens"]),
     ([*ON_TASK, "--task", "sudoku"], ["--task sudoku"]), ([*ON_TASK, "--chain-modulus", "77"], ["--chain-modulus 77"]),
     (["--processbench", "BENCH", "--format", "chat"], ["--format", "compact"]),
 ])
@@ -392,7 +430,8 @@ def test_the_evaluation_refuses(capsys, bench, flags, words):
 
 def test_a_malformed_row_is_refused_before_a_model_is_asked_for(capsys, bench, tmp_path):
     path = write(tmp_path / "bench" / "math.jsonl", [*chain_rows([1]), {**chain_rows([1])[0], "label": 9}])
-    assert f"{path}: row 2: label 9" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody")
+    assert f"{path}: row 2: label 9" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag",
+                                                "nobody")
 
 
 def test_a_generator_that_names_no_task_needs_one(capsys, base):
@@ -405,11 +444,14 @@ def test_a_generator_that_names_no_task_needs_one(capsys, base):
 
 def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, bench, tmp_path):
     (tmp_path / "folder").mkdir()
-    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is a folder"), ("/proc/o.json", "cannot be written")):
-        line = refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out", str(path))  # before the tag is looked at
+    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is a folder"),
+                        ("/proc/o.json", "cannot be written")):
+        # before the tag is looked at
+        line = refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out", str(path))
         assert f"--out {path}: cannot be written" in line and words in line
     there_were = sorted(os.listdir(tmp_path))
-    assert "nobody" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out", str(tmp_path / "o.json"))
+    assert "nobody" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out",
+                               str(tmp_path / "o.json"))
     assert sorted(os.listdir(tmp_path)) == sorted({*there_were, "cache"})
 
 

@@ -1,9 +1,11 @@
 """
-The CPU kernels of cpu_attention.c and cpu_block.c: compiled by the machine's C compiler when first needed, called by address.
+The CPU kernels of cpu_attention.c and cpu_block.c: compiled by the machine's C compiler when first needed, called by
+address.
 
-Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py and engine.py, and serve where there is no compiler, for
-other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache,
-under a name made of all that went into it; where that folder is not ours alone, each process compiles for itself.
+Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py and engine.py, and serve where
+there is no compiler, for other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in
+nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name made of all that went into it; where that folder is not
+ours alone, each process compiles for itself.
 """
 import ctypes
 import functools
@@ -35,7 +37,8 @@ MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether the kernels serve this tensor: fp32 on the CPU, its last dimension a multiple of 32, and a compiler was there."""
+    """Whether the kernels serve this tensor: fp32 on the CPU, its last dimension a multiple of 32, and a compiler was
+    there."""
     return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[-1] % MULTIPLE == 0 and x.numel() > 0 and library() is not None
 
 
@@ -45,8 +48,10 @@ def takes_rows(x: torch.Tensor) -> bool:
 
 
 def call(name: str, *arguments) -> None:
-    """Runs a kernel on PyTorch's number of threads (its last argument). Tensors go by address, None as no address, structs by reference."""
-    getattr(library(), name)(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments], torch.get_num_threads())
+    """Runs a kernel on PyTorch's number of threads (its last argument). Tensors go by address, None as no address,
+    structs by reference."""
+    getattr(library(), name)(*[x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments],
+                             torch.get_num_threads())
 
 
 @functools.cache
@@ -99,7 +104,8 @@ def only_ours(path: str, forbidden: int) -> bool:
 
 
 def compiled(compiler: str, flags: list[str], folder: str) -> str:
-    """The path of the shared library; compiles it unless it is there. Written whole or not at all. Raises OSError, SubprocessError."""
+    """The path of the shared library; compiles it unless it is there. Written whole or not at all. Raises OSError,
+    SubprocessError."""
     texts = [open(path).read() for path in (*SOURCES, os.path.join(FOLDER, "cpu.h"))]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     key = hashlib.blake2b("\0".join([*texts, version, processor(), *flags]).encode(), digest_size=12).hexdigest()
@@ -109,7 +115,8 @@ def compiled(compiler: str, flags: list[str], folder: str) -> str:
     handle, temporary = tempfile.mkstemp(dir=folder)
     os.close(handle)
     try:
-        subprocess.run([compiler, *flags, *SOURCES, "-o", temporary, "-lm"], capture_output=True, text=True, check=True, timeout=300)
+        subprocess.run([compiler, *flags, *SOURCES, "-o", temporary, "-lm"], capture_output=True, text=True,
+                       check=True, timeout=300)
         os.chmod(temporary, 0o700)
         os.replace(temporary, path)
     finally:
@@ -119,9 +126,12 @@ def compiled(compiler: str, flags: list[str], folder: str) -> str:
 
 
 def processor() -> str:
-    """What tells this kind of CPU from others, for folders that several machines share: the code is made for one kind."""
+    """What tells this kind of CPU from others, for folders that several machines share: the code is made for one
+    kind."""
     try:
         with open("/proc/cpuinfo") as f:
-            return "".join(sorted({line for line in f if line.startswith(("flags", "Features", "model name", "CPU implementer", "CPU part"))}))
+            return "".join(sorted({line for line in f
+                                   if line.startswith(("flags", "Features", "model name", "CPU implementer",
+                                                       "CPU part"))}))
     except OSError:
         return f"{platform.platform()} {platform.processor()}"

@@ -1,8 +1,8 @@
 """
 Hidden states x LM head -> logprobs and entropy of target tokens, without the (N, V) logits.
 
-Logits are made by the BLAS, a chunk of rows at a time, and reduced at once: on CUDA by a Triton kernel with one program per row, elsewhere
-by its PyTorch counterpart. R rows of a chunk, V vocabulary, C width.
+Logits are made by the BLAS, a chunk of rows at a time, and reduced at once: on CUDA by a Triton kernel with one program
+per row, elsewhere by its PyTorch counterpart. R rows of a chunk, V vocabulary, C width.
 """
 import torch
 
@@ -11,8 +11,9 @@ from nanochat.ops import matmul
 
 
 def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: bool) -> int:
-    """How many rows of logits to hold at a time. On CUDA enough to keep it busy, at most about 2 GiB, in chunks of about one size. Elsewhere what
-    stays in a core's cache (1 MiB of fp32), but 128 rows for the matrix products' sake."""
+    """How many rows of logits to hold at a time. On CUDA enough to keep it busy, at most about 2 GiB, in chunks of
+    about one size. Elsewhere what stays in a core's cache (1 MiB of fp32), but 128 rows for the matrix products'
+    sake."""
     if not on_cuda:
         return max(128, 2 ** 18 // num_columns)
     most = max(128, min(8192, 2 ** 31 // (num_columns * dtype.itemsize)))
@@ -21,14 +22,17 @@ def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: 
 
 
 def logit_chunks(hidden, weight, vocab_size: int, rows_per_chunk: int | None, use_triton: bool):
-    """Yields (rows, z, matrix) per chunk: a slice of N, its raw logits z = hidden[rows] @ matrix.T, and the LM head in hidden's dtype.
+    """Yields (rows, z, matrix) per chunk: a slice of N, its raw logits z = hidden[rows] @ matrix.T, and the LM head in
+    hidden's dtype.
 
-    A z may be written over. For Triton all z lie in one buffer, so each is gone when the next is asked for, and have all of weight's columns; the
-    buffer's rows are padded to 64: products and loads stay aligned whatever the vocabulary. For PyTorch z (R, vocab_size) is at least fp32.
+    A z may be written over. For Triton all z lie in one buffer, so each is gone when the next is asked for, and have
+    all of weight's columns; the buffer's rows are padded to 64: products and loads stay aligned whatever the
+    vocabulary. For PyTorch z (R, vocab_size) is at least fp32.
     """
     matrix = (weight if use_triton else weight[:vocab_size]).to(hidden.dtype)
     V = len(matrix)
-    R = rows_per_chunk or rows_of_chunk(len(hidden), V, hidden.dtype if use_triton else wide_dtype_of(hidden), hidden.is_cuda)
+    R = rows_per_chunk or rows_of_chunk(len(hidden), V, hidden.dtype if use_triton else wide_dtype_of(hidden),
+                                        hidden.is_cuda)
     buffer = torch.empty(min(R, len(hidden)), round_up(V, 64), dtype=hidden.dtype, device=hidden.device) if use_triton else None
     for start in range(0, len(hidden), R):
         x = hidden[start: start + R]
@@ -47,7 +51,8 @@ def wide_dtype_of(tensor) -> torch.dtype:
 # PyTorch
 
 def soften(z, softcap: float | None, temperature: float):
-    """Raw logits to logits, up to a constant per row, in place: S tanh(z/S) / T + S/T = (2S/T) sigmoid(2z/S), ten times as fast as tanh on CPUs."""
+    """Raw logits to logits, up to a constant per row, in place: S tanh(z/S) / T + S/T = (2S/T) sigmoid(2z/S), ten times
+    as fast as tanh on CPUs."""
     if softcap is None:
         return z.div_(temperature)
     return z.mul_(2 / softcap).sigmoid_().mul_(2 * softcap / temperature)
@@ -65,7 +70,8 @@ def torch_statistics(u, targets):
 
 @jit
 def logit_and_slope(z, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
-    """The logit u = softcap * tanh(z / softcap) / temperature and du/dz; tanh from exp(-2|x|), which cannot overflow."""
+    """The logit u = softcap * tanh(z / softcap) / temperature and du/dz; tanh from exp(-2|x|), which cannot
+    overflow."""
     inverse_temperature = 1.0 / temperature
     u = z * inverse_temperature
     slope = inverse_temperature
@@ -80,7 +86,8 @@ def logit_and_slope(z, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def row_statistics(z_row, stride, vocab_size, softcap, temperature, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """logsumexp and entropy of a row of raw logits in one sweep. Columns from vocab_size on are left out behind the softcap: before it,
+    """logsumexp and entropy of a row of raw logits in one sweep. Columns from vocab_size on are left out behind the
+    softcap: before it,
     -inf would become -softcap."""
     largest = float("-inf")
     total = tl.zeros([BLOCK], tl.float32)     # sum of exp(u - largest), lane by lane
@@ -102,7 +109,8 @@ def row_statistics(z_row, stride, vocab_size, softcap, temperature, HAS_SOFTCAP:
 
 
 @jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=["targets", "logprobs", "entropies"])
-def logprob_rows(z_pointer, stride, vocab_size, targets, logprobs, entropies, softcap, temperature, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+def logprob_rows(z_pointer, stride, vocab_size, targets, logprobs, entropies, softcap, temperature,
+                 HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     """One program per row: its target's logprob and its entropy."""
     row = tl.program_id(0)
     z_row = z_pointer + row.to(tl.int64) * stride
@@ -116,7 +124,8 @@ def logprob_rows(z_pointer, stride, vocab_size, targets, logprobs, entropies, so
 def head_arguments(z, softcap: float | None, temperature: float) -> dict:
     """What all row kernels must know of the LM head. Blocks of 4096 columns, eight a thread."""
     block = min(4096, power_of_two(z.stride(0)))
-    return dict(softcap=float(softcap or 1.0), temperature=float(temperature), HAS_SOFTCAP=softcap is not None, BLOCK=block,
+    return dict(softcap=float(softcap or 1.0), temperature=float(temperature), HAS_SOFTCAP=softcap is not None,
+                BLOCK=block,
                 num_warps=max(1, block // 256))
 
 
@@ -125,9 +134,9 @@ def linear_logprob(hidden, weight, targets, *, vocab_size: int, softcap: float |
                    rows_per_chunk: int | None = None, use_triton: bool | None = None):
     """Logprobs of targets and entropies, without gradient, and without more than a chunk of logits at a time.
 
-    hidden (N, C), any strides; weight (rows >= vocab_size, C), whose padding rows take no part; targets (N,) int64 below vocab_size ->
-    two of (N,) fp32. Logits are softcapped (None: not), then divided by the temperature, in fp32 or in hidden's fp64. use_triton None: by
-    device; True on CPU tensors needs TRITON_INTERPRET=1.
+    hidden (N, C), any strides; weight (rows >= vocab_size, C), whose padding rows take no part; targets (N,) int64
+    below vocab_size -> two of (N,) fp32. Logits are softcapped (None: not), then divided by the temperature, in fp32 or
+    in hidden's fp64. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1.
     """
     use_triton = takes_triton(hidden) if use_triton is None else use_triton
     logprobs, entropies = torch.empty(2, len(hidden), device=hidden.device)

@@ -1,17 +1,20 @@
 """
 Hidden states x LM head -> policy loss, forward and backward in one pass over chunks of rows, without the (N, V) logits.
 
-On-policy losses need only a row's own logprob, so the gradients of a chunk are known as soon as its logits are: they are taken in the
-forward pass, and the backward pass only scales them. Per chunk of R rows: logits by the BLAS; one sweep of each row for logsumexp, entropy and
-logprob; the loss; a second sweep that puts the logits' gradient in their place; two products for the gradients of hidden and weight.
+On-policy losses need only a row's own logprob, so the gradients of a chunk are known as soon as its logits are: they
+are taken in the forward pass, and the backward pass only scales them. Per chunk of R rows: logits by the BLAS; one
+sweep of each row for logsumexp, entropy and logprob; the loss; a second sweep that puts the logits' gradient in their
+place; two products for the gradients of hidden and weight.
 
-On CUDA one Triton kernel does both sweeps and the loss between them, so that nothing is launched per vector of tokens. Elsewhere, and for a
-loss that the kernel does not know by name, it is PyTorch: autograd differentiates any loss, but only as a function of (R,) logprobs and entropies.
+On CUDA one Triton kernel does both sweeps and the loss between them, so that nothing is launched per vector of tokens.
+Elsewhere, and for a loss that the kernel does not know by name, it is PyTorch: autograd differentiates any loss, but
+only as a function of (R,) logprobs and entropies.
 """
 import torch
 
 from nanochat.kernels.launch import jit, takes_triton, tl
-from nanochat.kernels.linear_logprob import head_arguments, logit_and_slope, logit_chunks, row_statistics, soften, torch_statistics, wide_dtype_of
+from nanochat.kernels.linear_logprob import (head_arguments, logit_and_slope, logit_chunks, row_statistics, soften,
+                                             torch_statistics, wide_dtype_of)
 from nanochat.ops import matmul
 
 LOG_RATIO_LIMIT = 20.0  # as in nanochat.rl.losses, whose formulas the kernel repeats; tests hold them together
@@ -30,7 +33,8 @@ def token_gradients(loss, tokens: dict, logprobs, entropy):
 
 
 def torch_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
-    """Raw logits z (R, V) and the tokens' vectors (R,) -> losses, logprobs, entropy (R,) and, if wanted, dL/dz (R, V). z is lost.
+    """Raw logits z (R, V) and the tokens' vectors (R,) -> losses, logprobs, entropy (R,) and, if wanted, dL/dz (R, V).
+    z is lost.
 
     dL/du = g (1{target} - p) - b p (log p + entropy) with g, b = dL/dlogprob, dL/dentropy. For the shifted u of soften,
     du/dz = 1/T without a softcap, else (T/S^2) u (2S/T - u).
@@ -58,9 +62,10 @@ def torch_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
 # Triton
 
 @jit
-def policy_term(logprob, old, advantage, low, high, dual_clip, LIMIT: tl.constexpr, LOSS: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr):
-    """The policy loss of a token and its derivative in the logprob, as autograd has it: a clamp passes the gradient at its bounds, and
-    a minimum of equals halves it."""
+def policy_term(logprob, old, advantage, low, high, dual_clip, LIMIT: tl.constexpr, LOSS: tl.constexpr,
+                HAS_DUAL_CLIP: tl.constexpr):
+    """The policy loss of a token and its derivative in the logprob, as autograd has it: a clamp passes the gradient at
+    its bounds, and a minimum of equals halves it."""
     loss = -advantage * logprob
     g = -advantage
     if LOSS == "ppo_clip":
@@ -98,7 +103,8 @@ def kl_term(logprob, ref, LIMIT: tl.constexpr, KL: tl.constexpr):
 
 
 @jit
-def write_gradient(z_row, stride, vocab_size, target, lse, entropy, g, b, softcap, temperature, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+def write_gradient(z_row, stride, vocab_size, target, lse, entropy, g, b, softcap, temperature,
+                   HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     """The second sweep: dL/dz in place of z, 0 behind the vocabulary. g = dL/dlogprob, b = dL/dentropy."""
     for start in range(0, stride, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -114,9 +120,12 @@ def write_gradient(z_row, stride, vocab_size, target, lse, entropy, g, b, softca
 # Only the logits' alignment is compiled in: other token vectors or lengths need no other kernel.
 @jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=[
     "targets", "advantages", "weights", "old_logprobs", "ref_logprobs", "losses", "logprobs", "entropies"])
-def policy_rows(z_pointer, stride, vocab_size, targets, advantages, weights, old_logprobs, ref_logprobs, losses, logprobs, entropies,
-                low, high, dual_clip, kl_coef, entropy_coef, softcap, temperature, LIMIT: tl.constexpr, LOSS: tl.constexpr, KL: tl.constexpr,
-                HAS_OLD: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr, WITH_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+def policy_rows(z_pointer, stride, vocab_size, targets, advantages, weights, old_logprobs, ref_logprobs, losses,
+                logprobs, entropies,
+                low, high, dual_clip, kl_coef, entropy_coef, softcap, temperature, LIMIT: tl.constexpr,
+                LOSS: tl.constexpr, KL: tl.constexpr,
+                HAS_OLD: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr, WITH_GRADIENT: tl.constexpr,
+                HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
     """One program per row: statistics, the loss of its token, the gradient in place of the logits."""
     row = tl.program_id(0)
     z_row = z_pointer + row.to(tl.int64) * stride
@@ -139,7 +148,8 @@ def policy_rows(z_pointer, stride, vocab_size, targets, advantages, weights, old
     tl.store(entropies + row, entropy)
     if WITH_GRADIENT:
         tl.debug_barrier()  # all threads have read the target's logit
-        write_gradient(z_row, stride, vocab_size, target, lse, entropy, weight * g, -weight * entropy_coef, softcap, temperature, HAS_SOFTCAP, BLOCK)
+        write_gradient(z_row, stride, vocab_size, target, lse, entropy, weight * g, -weight * entropy_coef, softcap,
+                       temperature, HAS_SOFTCAP, BLOCK)
 
 
 def triton_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
@@ -147,9 +157,12 @@ def triton_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
     losses, logprobs, entropies = torch.empty(3, len(z), device=z.device)
     old, ref, advantages = tokens["old_logprobs"], tokens["ref_logprobs"], tokens["advantages"]
     policy_rows[(len(z),)](
-        z, z.stride(0), head["vocab_size"], tokens["targets"], advantages, tokens["weights"], advantages if old is None else old,
-        advantages if ref is None else ref, losses, logprobs, entropies, 1.0 - loss.clip_low, 1.0 + loss.clip_high, float(loss.dual_clip or 0),
-        float(loss.kl_coef), float(loss.entropy_coef), LIMIT=LOG_RATIO_LIMIT, LOSS=loss.name, KL=loss.kl if loss.kl_coef else "",
+        z, z.stride(0), head["vocab_size"], tokens["targets"], advantages, tokens["weights"],
+        advantages if old is None else old,
+        advantages if ref is None else ref, losses, logprobs, entropies, 1.0 - loss.clip_low, 1.0 + loss.clip_high,
+        float(loss.dual_clip or 0),
+        float(loss.kl_coef), float(loss.entropy_coef), LIMIT=LOG_RATIO_LIMIT, LOSS=loss.name,
+        KL=loss.kl if loss.kl_coef else "",
         HAS_OLD=old is not None, HAS_DUAL_CLIP=loss.dual_clip is not None, WITH_GRADIENT=with_gradient,
         **head_arguments(z, head["softcap"], head["temperature"]))
     return losses, logprobs, entropies, z if with_gradient else None
@@ -173,7 +186,8 @@ def add_product(total, a, b) -> None:
         torch.addmm(total, a.to(b.dtype), b, out_dtype=total.dtype, out=total)
 
 
-def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_chunk, use_triton: bool, wanted: tuple[bool, bool]):
+def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_chunk, use_triton: bool,
+                       wanted: tuple[bool, bool]):
     """-> weighted losses, logprobs, entropy (N,), and the gradients of hidden and weight, None where not wanted."""
     wide, rows_of = wide_dtype_of(hidden), triton_rows if use_triton else torch_rows
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
@@ -204,17 +218,22 @@ class _LinearPolicyLoss(torch.autograd.Function):
         return grad_hidden, grad_weight, *[None] * 6
 
 
-def linear_policy_loss(hidden, weight, targets, advantages, weights, *, loss, old_logprobs=None, ref_logprobs=None, vocab_size: int,
-                       softcap: float | None, temperature: float = 1.0, rows_per_chunk: int | None = None, use_triton: bool | None = None):
-    """sum(weights * loss) over N tokens, differentiable in hidden and weight, and the logprobs and entropy met on the way.
+def linear_policy_loss(hidden, weight, targets, advantages, weights, *, loss, old_logprobs=None, ref_logprobs=None,
+                       vocab_size: int,
+                       softcap: float | None, temperature: float = 1.0, rows_per_chunk: int | None = None,
+                       use_triton: bool | None = None):
+    """sum(weights * loss) over N tokens, differentiable in hidden and weight, and the logprobs and entropy met on the
+    way.
 
-    hidden (N, C), any strides; weight (rows >= vocab_size, C), whose padding rows take no part; targets (N,) int64 below vocab_size;
-    advantages, weights (N,) fp32, one per token, any strides; loss: a nanochat.rl.losses.PolicyLoss, or any such function of the logprobs and entropies of
-    single tokens; old_logprobs (N,) fp32, or None for exactly on-policy tokens (the current logprobs stand in, the ratio is 1); ref_logprobs
-    (N,) fp32 or None; softcap None: no softcap. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1.
+    hidden (N, C), any strides; weight (rows >= vocab_size, C), whose padding rows take no part; targets (N,) int64
+    below vocab_size; advantages, weights (N,) fp32, one per token, any strides; loss: a nanochat.rl.losses.PolicyLoss,
+    or any such function of the logprobs and entropies of single tokens; old_logprobs (N,) fp32, or None for exactly
+    on-policy tokens (the current logprobs stand in, the ratio is 1); ref_logprobs (N,) fp32 or None; softcap None: no
+    softcap. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1.
     -> scalar fp32 (fp64 for fp64), logprobs (N,) fp32, entropy (N,) fp32, the last two without gradient.
     """
-    tokens = dict(targets=targets, advantages=advantages, weights=weights, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs)
+    tokens = dict(targets=targets, advantages=advantages, weights=weights, old_logprobs=old_logprobs,
+                  ref_logprobs=ref_logprobs)
     tokens = {name: None if x is None else x.contiguous() for name, x in tokens.items()}
     head = dict(vocab_size=vocab_size, softcap=softcap, temperature=temperature)
     use_triton = known_to_kernel(loss) and (takes_triton(hidden) if use_triton is None else use_triton)

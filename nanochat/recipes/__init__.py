@@ -7,9 +7,9 @@ Recipes: one system of the field per module. A recipe is a module with
     play       (t) -> one step of the algorithm, a generator of Updates
     evaluate   (t) -> held-out scores by name
 
-and where it needs them: add_args(group) for flags of its own, check(args, task) to refuse settings, updates(args) -> updates
-of each role in a whole run, eval_step(t) -> the number that --eval-every divides, SHOWN: metrics of the line per step, TABLE:
-scores of the final table with their words.
+and where it needs them: add_args(group) for flags of its own, check(args, task) to refuse settings, updates(args) ->
+updates of each role in a whole run, eval_step(t) -> the number that --eval-every divides, SHOWN: metrics of the line
+per step, TABLE: scores of the final table with their words.
 """
 import functools
 import importlib

@@ -3,7 +3,8 @@ from nanochat.recipes import tango
 from nanochat.recipes.tango import TABLE, check, evaluate  # noqa: F401
 from nanochat.rl.roles import RoleSpec
 
-TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process", credit="z-score per source")
+TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
+            credit="z-score per source")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha"]}
 

@@ -1,4 +1,5 @@
-"""Gold steps: RL Tango's generator (arXiv 2505.15034) with the task's own step labels in the verifier's place; the upper bound."""
+"""Gold steps: RL Tango's generator (arXiv 2505.15034) with the task's own step labels in the verifier's place; the
+upper bound."""
 from nanochat.common import BadInput
 from nanochat.recipes import tango
 from nanochat.recipes.grpo import ROLES, calls, evaluate  # noqa: F401

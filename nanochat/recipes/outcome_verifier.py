@@ -2,7 +2,8 @@
 from nanochat.recipes import tango
 from nanochat.recipes.tango import ROLES, SHOWN, TABLE, add_args, calls, check, eval_step, evaluate, updates  # noqa: F401
 
-TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict", credit="z-score per source")
+TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
+            credit="z-score per source")
 
 
 def play(t):

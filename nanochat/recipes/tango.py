@@ -15,7 +15,8 @@ import torch
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
-from nanochat.rl.evals import log_rewards, mean_advantages, scores_of_pair, gathered_verdict_scores, verification_columns
+from nanochat.rl.evals import (log_rewards, mean_advantages, scores_of_pair, gathered_verdict_scores,
+                               verification_columns)
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
 from nanochat.rl.prompts import count_copies, empty_verifier_prompt
@@ -25,7 +26,8 @@ from nanochat.rl.roles import RoleSpec
 from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
 from nanochat.rl.scores import ranking_reversed
 
-TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process", credit="z-score per source")
+TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
+            credit="z-score per source")
 ROLES = {"generator": RoleSpec("--model-tag"),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"generator": ["alpha"], "verifier": ["balanced_acc", "step_f1"]}
@@ -60,9 +62,12 @@ def add_schedule_args(group) -> None:
 
 
 def add_alpha_args(group) -> None:
-    group.add_argument("--alpha-start", type=float, default=0.3, help="weight of the step advantage at the start (eq. 7; there 0.1)")
-    group.add_argument("--alpha-end", type=float, default=0.03, help="and at the end, decaying exponentially (there 0.001)")
-    group.add_argument("--combine", default="advantages", help="what the outcome and the step reward are combined as, one of: "
+    group.add_argument("--alpha-start", type=float, default=0.3,
+                       help="weight of the step advantage at the start (eq. 7; there 0.1)")
+    group.add_argument("--alpha-end", type=float, default=0.03,
+                       help="and at the end, decaying exponentially (there 0.001)")
+    group.add_argument("--combine", default="advantages",
+                       help="what the outcome and the step reward are combined as, one of: "
                        f"{', '.join(COMBINE)}; the paper found rewards, normalised together, worse")
 
 
@@ -81,14 +86,16 @@ def add_verifier_args(group) -> None:
     group.add_argument("--replay-size", type=int, default=2048, help="past solutions kept")
 
 
-LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier_max_new_tokens": 1, "alpha_start": 0, "alpha_end": 0,
+LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier_max_new_tokens": 1, "alpha_start": 0,
+         "alpha_end": 0,
          "gamma": 0, "verifier_replay": 0, "replay_size": 0}
 
 
 def check(args, task) -> None:
     """Raises BadInput for settings of this family that cannot work."""
     given = vars(args)
-    check_choices(args, {name: table for name, table in {"schedule": SCHEDULES, "combine": COMBINE}.items() if name in given})
+    check_choices(args,
+                  {name: table for name, table in {"schedule": SCHEDULES, "combine": COMBINE}.items() if name in given})
     check_least(args, {name: low for name, low in LEAST.items() if name in given})
     if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
         raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")
@@ -106,13 +113,15 @@ def updates(args) -> dict[str, int]:
 
 def solution_calls(args) -> list[Call]:
     """What a generator step samples without a verifier: a group of solutions of each problem."""
-    return [Call("generator", "generator", args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps, trained=True)]
+    return [Call("generator", "generator", args.examples_per_step, args.num_samples, args.max_new_tokens,
+                 args.num_steps, trained=True)]
 
 
 def generator_calls(args) -> list[Call]:
     """What a generator step samples: solutions, and one verification of each."""
     num_solutions = args.examples_per_step * args.num_samples
-    return solution_calls(args) + [Call("verifier", "verdicts", num_solutions, 1, args.verifier_max_new_tokens, args.num_steps,
+    return solution_calls(args) + [Call("verifier", "verdicts", num_solutions, 1, args.verifier_max_new_tokens,
+                                        args.num_steps,
                                         wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
 
 
@@ -120,7 +129,8 @@ def verifier_calls(args, times: int) -> list[Call]:
     """What a verifier step samples: a solution of each problem, and a group of verifications of it."""
     P, G = args.examples_per_step, args.num_samples
     return [Call("generator", "judged", P, 1, args.max_new_tokens, times),
-            Call("verifier", "verifier", P, G, args.verifier_max_new_tokens, times, trained=True, wrap=empty_verifier_prompt,
+            Call("verifier", "verifier", P, G, args.verifier_max_new_tokens, times, trained=True,
+                 wrap=empty_verifier_prompt,
                  quoted=args.max_new_tokens)]
 
 
@@ -141,12 +151,13 @@ def play(t: Play, reward: str = "steps"):
 def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     """M solutions of each problem, one verification of each, and an update of the generator (section 2).
 
-    judge: who says which steps are right: "verifier", "gold" (an oracle) or None; reward: what it adds to the outcome, its
-    verdicts on the "steps" or its final "verdict".
+    judge: who says which steps are right: "verifier", "gold" (an oracle) or None; reward: what it adds to the outcome,
+    its verdicts on the "steps" or its final "verdict".
     """
     solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
     outcomes, steps = t.check(solutions), t.read_solutions(solutions)
-    labels = [t.task.step_labels(problem, text) for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
+    labels = [t.task.step_labels(problem, text) for problem,
+              text in zip(solutions.problems(), solutions.texts, strict=True)]
     solutions.columns = {"outcome": outcomes}
     verifications, verdicts = None, labels
     if judge == "verifier":
@@ -160,7 +171,8 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     elif judge:
         sources.append((alpha, outcome_rewards([v.verdict for v in verifications], solutions.lengths)))
     combine = COMBINE[t.args.combine if judge else "advantages"]
-    advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)  # eq. 4-7
+    # eq. 4-7
+    advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", {"alpha": alpha} | t.mean({
         "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
@@ -168,7 +180,8 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in steps if s.step_ends],
         "frac_ranking_reversed": ranking_reversed(outcomes, mean_advantages(solutions, advantages), t.args.num_samples),
         "step_abstained": [v is None for v in verdicts] if judge else [],
-        "rewards/step/mean": [x for v in verdicts if v and judge for x in v], "step_label_mean": [x for v in labels for x in v]}))
+        "rewards/step/mean": [x for v in verdicts if v and judge for x in v],
+        "step_label_mean": [x for v in labels for x in v]}))
     if verifications:
         scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
         t.log("generator", {f"verdicts/{name}": value for name, value in scores.items()})
@@ -178,13 +191,15 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
 
 
 def verifier_step(t: Play):
-    """One solution of each problem (or past ones), a group of verifications of each, and an update of the verifier (section 3)."""
+    """One solution of each problem (or past ones), a group of verifications of each, and an update of the verifier
+    (section 3)."""
     G = t.args.num_samples
     fresh_solutions = t.solve("generator", t.problems(), 1, "judged")
     fresh = scored_solutions(t, fresh_solutions, t.check(fresh_solutions))
     candidates = extended(fresh, t.memory["pool"], len(fresh["problem"]) + t.args.replay_size) if t.memory.get("pool") else fresh
     outcomes = candidates["outcome"].tolist()
-    chosen = choose_solutions(outcomes[: len(fresh["outcome"])], outcomes[len(fresh["outcome"]):], t.args.examples_per_step,
+    chosen = choose_solutions(outcomes[: len(fresh["outcome"])], outcomes[len(fresh["outcome"]):],
+                              t.args.examples_per_step,
                               t.args.verifier_replay, t.args.verifier_balance, random.Random(f"{t.args.seed}-{t.step}"))
     copies = count_copies(candidates["problem"][chosen].tolist())[t.run.rank:: t.run.world]
     chosen = chosen[t.run.rank:: t.run.world]
@@ -193,8 +208,11 @@ def verifier_step(t: Play):
     rollouts = t.verify("verifier", solutions, G, "verifier", copies=copies)
     solutions = solutions.select([n for n in range(len(solutions)) for _ in range(G)])
     verifications, outcomes = t.read_verifications(rollouts), [outcomes[n] for n in chosen for _ in range(G)]
-    rewards = [verdict_reward(v.verdict, o, v.unmet, t.args.gamma) for v, o in zip(verifications, outcomes, strict=True)]  # eq. 8
-    advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id, rollouts.tokens.shape[1],
+    # eq. 8
+    rewards = [verdict_reward(v.verdict, o, v.unmet, t.args.gamma) for v,
+               o in zip(verifications, outcomes, strict=True)]
+    advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id,
+                                   rollouts.tokens.shape[1],
                                    PRESETS[t.args.advantage], t.reduce)
     if t.args.class_weights:                                                                                     # eq. 9
         weights = ClassWeights(**t.memory.get("class_weights", {}))
@@ -207,7 +225,8 @@ def verifier_step(t: Play):
     scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
     t.log("verifier", scores)
     log_rewards(t, "verifier", rollouts, rewards)
-    t.log("verifier", t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],
+    t.log("verifier",
+          t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],
                               "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}))
     if scores["balanced_acc"] is not None:
         before = t.memory.get("balanced_acc")
@@ -221,7 +240,8 @@ def verifier_step(t: Play):
 def wants_pool(args) -> bool:
     """Whether a run keeps past solutions."""
     given = vars(args)
-    return bool(given.get("replay_size")) and (given.get("verifier_balance", False) or given.get("verifier_replay", 0) > 0)
+    return bool(given.get("replay_size")) and (given.get("verifier_balance", False)
+                                               or given.get("verifier_replay", 0) > 0)
 
 
 def phase_of(t: Play) -> tuple[str, int]:

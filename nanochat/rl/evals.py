@@ -1,6 +1,6 @@
 """
-What recipes measure: the rewards of a step, and the held-out evaluation. Problems are shared out over ranks and what comes
-of them is gathered, so every rank has the scores.
+What recipes measure: the rewards of a step, and the held-out evaluation. Problems are shared out over ranks and what
+comes of them is gathered, so every rank has the scores.
 """
 from statistics import pstdev
 
@@ -18,8 +18,8 @@ SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_
 # In a step
 
 def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | None]) -> None:
-    """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what the
-    completions look like."""
+    """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what
+    the completions look like."""
     groups: dict[int, list[float]] = {}
     for g, reward in zip(rollouts.group_id.tolist(), rewards, strict=True):
         groups.setdefault(g, []).extend([] if reward is None else [float(reward)])
@@ -89,10 +89,12 @@ def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verif
     """pass@1 of a generator, and <score>_{fixed,fixed_out,current} of a verifier. fixed: on solutions that the starting
     generator sampled, the same in the whole run; current: on those that the present one samples in distribution."""
     if "fixed_solutions" not in t.memory:
-        t.memory["fixed_solutions"] = {split: padded(sampled_solutions(t, generator, split, "fixed")) for split in SPLITS}
+        t.memory["fixed_solutions"] = {split: padded(sampled_solutions(t, generator, split, "fixed"))
+                                       for split in SPLITS}
     fixed, scores = {split: cut(rows) for split, rows in t.memory["fixed_solutions"].items()}, pass_at_1(t, generator)
     current = sampled_solutions(t, generator, "test_in", "current")
-    judged = {"fixed": ("test_in", fixed["test_in"]), "fixed_out": ("test_out", fixed["test_out"]), "current": ("test_in", current)}
+    judged = {"fixed": ("test_in", fixed["test_in"]), "fixed_out": ("test_out", fixed["test_out"]),
+              "current": ("test_in", current)}
     for kind, (split, completions) in judged.items():
         if completions:
             found = verifier_scores(t, generator, verifier, split, completions)
@@ -111,6 +113,8 @@ def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
         rows.append([sum(right[i: i + k]), vote is not None and right[i + answers.index(vote)], sum(stopped[i: i + k])])
     rows = t.gather(rows)
     n = len(rows)
-    return {"pass@1": sum(c for c, _, _ in rows) / (n * k), f"pass@{k}": sum(pass_at_k(k, c, k) for c, _, _ in rows) / n,
-            f"maj@{k}": sum(m for _, m, _ in rows) / n, "frac_reward_zero_std": sum(c in (0, k) for c, _, _ in rows) / n,
+    return {"pass@1": sum(c for c, _, _ in rows) / (n * k),
+            f"pass@{k}": sum(pass_at_k(k, c, k) for c, _, _ in rows) / n,
+            f"maj@{k}": sum(m for _, m, _ in rows) / n,
+            "frac_reward_zero_std": sum(c in (0, k) for c, _, _ in rows) / n,
             "end_token_rate": sum(s for _, _, s in rows) / (n * k)}

@@ -47,7 +47,8 @@ class Format:
         Only steps that are closed and stand before the end of thinking and before the answer count.
         """
         ends = [solution.find(mark) for mark in (self.think_close, self.answer_open) if mark]
-        return self.closed_steps(solution[: min((end for end in ends if end >= 0), default=len(solution))], self.think_open)
+        return self.closed_steps(solution[: min((end for end in ends if end >= 0), default=len(solution))],
+                                 self.think_open)
 
     def closed_steps(self, text: str, opening: str) -> list[tuple[int, int]]:
         """Spans of the closed steps of `text` behind the mark `opening`."""

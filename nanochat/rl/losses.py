@@ -53,7 +53,8 @@ KL_ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of one token: policy term + kl_coef * KL - entropy_coef * entropy. Plain numbers, so that a kernel can read them."""
+    """The loss of one token: policy term + kl_coef * KL - entropy_coef * entropy. Plain numbers, so that a kernel can
+    read them."""
     name: str = "ppo_clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -70,7 +71,8 @@ class PolicyLoss:
         return loss - self.entropy_coef * entropy if self.entropy_coef else loss
 
 
-# Averaging: the weight of each token of a rollout, from its own length and the whole batch's sizes. The loss is sum(weight * token loss).
+# Averaging: the weight of each token of a rollout, from its own length and the whole batch's sizes. The loss is
+# sum(weight * token loss).
 
 def token_mean(lengths, num_tokens, num_rollouts, max_new_tokens):
     """Every token of the batch counts the same (DAPO)."""

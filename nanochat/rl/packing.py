@@ -49,8 +49,8 @@ def batch_sizes(lengths: torch.Tensor, reduce) -> tuple[float, float]:
 
 
 def token_weights(lengths: torch.Tensor, aggregation: str, max_new_tokens: int, reduce) -> torch.Tensor:
-    """The weight of each trained token of a rollout, from the sizes of the whole batch over all ranks. lengths (N,) int64:
-    trained tokens -> (N,) fp32."""
+    """The weight of each trained token of a rollout, from the sizes of the whole batch over all ranks. lengths (N,)
+    int64: trained tokens -> (N,) fp32."""
     return AGGREGATIONS[aggregation](lengths.float(), *batch_sizes(lengths, reduce), max_new_tokens)
 
 
@@ -97,7 +97,8 @@ def pad_batches(batches: list[MicroBatch], num: int, device) -> list[MicroBatch]
     many as each other."""
     token, zero = torch.zeros(1, 1, dtype=torch.long, device=device), torch.zeros(1, 1, device=device)
     none, row = token[0, :0], token[0]
-    return batches + [MicroBatch(token, token, token, token, none, row, zero, zero, zero) for _ in range(num - len(batches))]
+    return batches + [MicroBatch(token, token, token, token, none, row, zero, zero, zero)
+                      for _ in range(num - len(batches))]
 
 
 def _micro_batch(rollouts, units, lengths, mask, advantages, weights) -> MicroBatch:

@@ -9,11 +9,13 @@ from statistics import mean, stdev
 from nanochat.rl.report import ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, cells, is_count, steps_of
 from nanochat.rl.roles import short_name
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with dots.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with
+# dots.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B59F00")
 DASHES = {"none": "-", "6 3": "--", "2 2": ":"}  # SVG's and matplotlib's
 PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sampled_tokens"),
-          *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))), ("ver/step_f1_current", "gen_step"),
+          *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))),
+          ("ver/step_f1_current", "gen_step"),
           *((name, "gen_step") for name in INDICATORS)]
 TITLES = EVALS | INDICATORS  # a metric that is not among them is titled by its name
 # What the page shows of a rollout in places of its own; other columns are facts.
@@ -31,7 +33,8 @@ def mean_curve(runs: list[Run], metric: str, x: str) -> list[tuple[float, float,
     rows = []
     for _, here in sorted(at.items()):
         values = [point[metric] for point in here]
-        rows.append((mean(point[x] for point in here), mean(values), stdev(values) if len(values) > 1 else 0.0, len(values)))
+        rows.append((mean(point[x] for point in here), mean(values), stdev(values) if len(values) > 1 else 0.0,
+                     len(values)))
     return rows
 
 
@@ -74,16 +77,19 @@ def draw_curves(runs: list[Run], path: str) -> None:
             for i, (arm, points) in enumerate(curves.items()):
                 if points:
                     xs, ys, spread, _ = zip(*points, strict=True)
-                    style = dict(color=COLOURS[i % len(COLOURS)], linestyle=list(DASHES.values())[i // len(COLOURS) % len(DASHES)])
+                    style = dict(color=COLOURS[i % len(COLOURS)],
+                                 linestyle=list(DASHES.values())[i // len(COLOURS) % len(DASHES)])
                     axis.plot(xs, ys, label=arm, linewidth=1.6, marker=".", markersize=4, **style)
-                    axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)], [y + s for y, s in zip(ys, spread, strict=True)],
+                    axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)],
+                                      [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
             axis.set_title(TITLES.get(metric, metric), fontsize=9)
             axis.set_xlabel(labels[x])
             axis.grid(alpha=0.25)
         for axis in axes[len(panels):]:
             axis.set_visible(False)
-        handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        handles = {label: handle for axis in axes for handle,
+                   label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False)
         figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to {len({run.seed for run in runs})} seed(s)", fontsize=10)
         figure.savefig(path, dpi=90)
@@ -100,12 +106,15 @@ def marked_solution(rollout: dict, solver: str = "generator") -> dict:
     steps, at = [], 0
     for k, (start, end) in enumerate(spans):
         inside = rollout["advantages"][ends[k - 1] + 1 if k else 0: ends[k] + 1] if is_own else []
-        steps.append({"before": text[at:start], "text": text[start:end], "label": rollout["step_labels"][k] if k < len(rollout["step_labels"]) else None,
-                      "verdict": verdicts[k] if k < len(verdicts) else None, "advantage": round(mean(inside), 3) if inside else None})
+        steps.append({"before": text[at:start], "text": text[start:end],
+                      "label": rollout["step_labels"][k] if k < len(rollout["step_labels"]) else None,
+                      "verdict": verdicts[k] if k < len(verdicts) else None,
+                      "advantage": round(mean(inside), 3) if inside else None})
         at = end
     tail = rollout["advantages"][ends[-1] + 1 if is_own and ends else 0:]  # of what is not the solution: all of it
     learned = "answer" if is_own else "verification" if completion is None else "completion"
-    return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"], "steps": steps, "answer": text[at:],
+    return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"],
+            "steps": steps, "answer": text[at:],
             "learned": learned, f"{learned}_advantage": round(mean(tail), 3) if tail else None,
             "completion": completion,
             "outcome": rollout["outcome"], "verdict": rollout.get("verdict"), "verification": verification,
@@ -143,9 +152,11 @@ def health(run: Run) -> list[dict]:
 
 
 def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int) -> None:
-    """report.html: curves, the comparison, settings, health indicators and rollouts of all runs; no file or address outside itself.
+    """report.html: curves, the comparison, settings, health indicators and rollouts of all runs; no file or address
+    outside itself.
 
-    rows: of `report.compare`. At most `most_rollouts` are shown, evenly spread over runs and steps; the page says of how many.
+    rows: of `report.compare`. At most `most_rollouts` are shown, evenly spread over runs and steps; the page says of
+    how many.
     """
     tasks = []
     for task in dict.fromkeys(run.task for run in runs):
@@ -158,7 +169,8 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int)
     data = {"columns": COLUMNS, "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks, "runs": []}
     for run in runs:
         chosen = evenly(run.rollouts, most_rollouts // len(runs))
-        data["runs"].append({"name": run.name, "settings": run.config["args"], "versions": {k: v for k, v in run.config.items() if k != "args"},
+        data["runs"].append({"name": run.name, "settings": run.config["args"],
+                             "versions": {k: v for k, v in run.config.items() if k != "args"},
                              "minutes": run.summary["minutes"], "health": health(run),
                              "num_rollouts": len(run.rollouts),
                              "rollouts": [marked_solution(r, run.solver) for r in chosen]})

@@ -1,8 +1,9 @@
 """
 The memory that a co-training run needs on each rank, and the hours it takes, computed before anything is loaded.
 
-Memory is counted tensor by tensor, as the code makes them: what stays (weights, optimizer, reference, the copy to sample from), and what sampling and the
-update hold at their peaks. Left out: the CUDA context and libraries (about 1 GB), fragmentation, and buffers of the collectives.
+Memory is counted tensor by tensor, as the code makes them: what stays (weights, optimizer, reference, the copy to
+sample from), and what sampling and the update hold at their peaks. Left out: the CUDA context and libraries (about 1
+GB), fragmentation, and buffers of the collectives.
 """
 import functools
 import json
@@ -19,7 +20,8 @@ from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.rl.prompts import longest_problem
 
-BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}  # bytes/s of a GPU's memory, from the vendor's data sheets
+# bytes/s of a GPU's memory, from the vendor's data sheets
+BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
 Config = GPTConfig | DecoderConfig
 
 
@@ -48,8 +50,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Draw:
-    """What a step draws from a role under one label, at most. Prompts over all ranks, samples of each, the longest prompt
-    and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it; given: it is not sampled."""
+    """What a step draws from a role under one label, at most. Prompts over all ranks, samples of each, the longest
+    prompt and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it;
+    given: it is not sampled."""
     role: str
     label: str
     prompts: int
@@ -63,7 +66,8 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters: in all, of one block, of the rest, of the LM head, and of the matrices that are cast to the activations' dtype."""
+    """Numbers of parameters: in all, of one block, of the rest, of the LM head, and of the matrices that are cast to
+    the activations' dtype."""
     total: int
     block: int
     rest: int
@@ -91,13 +95,15 @@ def _sizes(kind, shape: str) -> Sizes:
 
 
 def resident_bytes(config: Config, setting: Setting, held: Held) -> dict[str, int]:
-    """What a role holds all the time. A trained one: fp32 weights, AdamW's two moments and the copy that is sampled from; one
-    that only samples: weights of the activations' dtype, whole on each rank."""
+    """What a role holds all the time. A trained one: fp32 weights, AdamW's two moments and the copy that is sampled
+    from; one that only samples: weights of the activations' dtype, whole on each rank."""
     total, narrow = sizes_of(config).total, setting.dtype.itemsize
     has_copy = held.trained and (setting.shard or setting.dtype != torch.float32)
     shards = setting.shards if held.trained else 1
-    return {"weights": (4 if held.trained else narrow) * total // shards, "AdamW": 8 * total // shards if held.trained else 0,
-            "reference": narrow * total // shards if held.reference else 0, "copy to sample from": narrow * total if has_copy else 0}
+    return {"weights": (4 if held.trained else narrow) * total // shards,
+            "AdamW": 8 * total // shards if held.trained else 0,
+            "reference": narrow * total // shards if held.reference else 0,
+            "copy to sample from": narrow * total if has_copy else 0}
 
 
 def cache_bytes_per_token(config: Config, setting: Setting) -> int:
@@ -105,36 +111,43 @@ def cache_bytes_per_token(config: Config, setting: Setting) -> int:
     return 2 * config.n_layer * config.n_kv_head * config.head_dim * setting.dtype.itemsize
 
 
-def sampling_bytes(config: Config, setting: Setting, prompts: int, rows: int, prompt_tokens: int, new_tokens: int) -> int:
+def sampling_bytes(config: Config, setting: Setting, prompts: int, rows: int, prompt_tokens: int,
+                   new_tokens: int) -> int:
     """The peak of sampling on one rank: the caches of prompts and rows, logits, and one prefill's activations."""
     rows, per_token, narrow = min(rows, setting.max_rows), cache_bytes_per_token(config, setting), setting.dtype.itemsize
     prompts = min(prompts, rows)
     prefix, logits = prompts * prompt_tokens * per_token, rows * config.vocab_size * (4 + 4 + (narrow if narrow < 4 else 0))
     if setting.device_type == "cuda":
         columns = min(new_tokens, -(-new_tokens // COLUMNS_CUDA) * COLUMNS_CUDA)
-        caches = (prefix + rows * columns * per_token) * (1 + COMPACT_BELOW_CUDA)  # compacting holds the old and the new one
+        # compacting holds the old and the new one
+        caches = (prefix + rows * columns * per_token) * (1 + COMPACT_BELOW_CUDA)
     else:
         caches = prefix + rows * new_tokens * per_token * (1 + 2 / (2 * config.n_layer))  # columns move layer by layer
     width = 2 * 4 * config.n_embd if isinstance(config, GPTConfig) else 3 * config.intermediate_size
     prefill = min(PREFILL_TOKENS, prompts * prompt_tokens) * narrow * (width + 4 * config.n_embd)
     joined = 0 if isinstance(config, DecoderConfig) else config.n_layer * config.n_embd * (config.n_head + 2 * config.n_kv_head) * config.head_dim
-    return int(max(caches + logits, prefix + prefill) + narrow * joined)  # joined: queries, keys and values as one matrix (GPT.joined_projections)
+    # joined: queries, keys and values as one matrix (GPT.joined_projections)
+    return int(max(caches + logits, prefix + prefill) + narrow * joined)
 
 
 def block_activations(config: Config, setting: Setting, seen: float) -> float:
-    """Numbers that autograd keeps of one token in one block. seen: own and prefix tokens per completion token, which attention on CUDA repeats for each
-    row and query head."""
+    """Numbers that autograd keeps of one token in one block. seen: own and prefix tokens per completion token, which
+    attention on CUDA repeats for each row and query head."""
     C, queries, keys = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     attention = 3 * queries + 2 * keys
     if setting.device_type == "cuda":
         attention += 2 * seen * queries - 2 * keys
     if isinstance(config, GPTConfig):
-        return attention + 3 * C + 2 * 4 * C + 1.5 * keys  # mixing and norms; input of relu^2 and its output; value embeddings
-    return attention + 4 * C + 4 * config.intermediate_size + 2 * (queries + keys) * config.qk_norm  # norms; gate, its silu, up, their product
+        # mixing and norms; input of relu^2 and its output; value embeddings
+        return attention + 3 * C + 2 * 4 * C + 1.5 * keys
+    # norms; gate, its silu, up, their product
+    return attention + 4 * C + 4 * config.intermediate_size + 2 * (queries + keys) * config.qk_norm
 
 
-def activation_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: int, new_tokens: int) -> tuple[int, int]:
-    """What a micro-batch keeps for its backward pass and what that holds on its way; and its number of trained tokens."""
+def activation_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: int,
+                     new_tokens: int) -> tuple[int, int]:
+    """What a micro-batch keeps for its backward pass and what that holds on its way; and its number of trained
+    tokens."""
     rows = max(1, min(samples, (setting.micro_batch_tokens - prompt_tokens) // new_tokens))
     units = max(1, setting.micro_batch_tokens // (prompt_tokens + rows * new_tokens))
     prompts, trained = units * prompt_tokens, units * rows * new_tokens
@@ -149,8 +162,8 @@ def activation_bytes(config: Config, setting: Setting, samples: int, prompt_toke
 
 
 def update_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: int, new_tokens: int) -> dict[str, int]:
-    """What the update of a role on groups of `samples` holds at its peak: gradients (all there from the second micro-batch on),
-    weights gathered or cast, activations, and logits with the LM head's gradient."""
+    """What the update of a role on groups of `samples` holds at its peak: gradients (all there from the second
+    micro-batch on), weights gathered or cast, activations, and logits with the LM head's gradient."""
     sizes, narrow, L = sizes_of(config), setting.dtype.itemsize, config.n_layer
     activations, trained = activation_bytes(config, setting, samples, prompt_tokens, new_tokens)
     if setting.shard:  # two blocks gathered, one with its gradient, and the rest with its own
@@ -161,19 +174,22 @@ def update_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: 
         cast = 0
     on_cuda = setting.device_type == "cuda"
     chunk = min(trained, rows_of_chunk(trained, config.vocab_size, setting.dtype, on_cuda)) * config.vocab_size * (narrow if on_cuda else 16)
-    return {"gradients": 4 * sizes.total // setting.shards, "weights gathered or cast": cast, "activations": activations,
+    return {"gradients": 4 * sizes.total // setting.shards, "weights gathered or cast": cast,
+            "activations": activations,
             "logits and the head's gradient": max(chunk + 4 * sizes.head, 2 * 4 * sizes.head)}
 
 
 def step_bytes(config: Config, setting: Setting) -> int:
-    """What an optimizer step holds beside the gradients on CUDA: AdamW's square roots; and before it, the sum over ranks of gradients that are not sharded."""
+    """What an optimizer step holds beside the gradients on CUDA: AdamW's square roots; and before it, the sum over
+    ranks of gradients that are not sharded."""
     if setting.device_type != "cuda":
         return 0
     return 4 * sizes_of(config).total // setting.shards
 
 
 def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[Draw], setting: Setting) -> dict:
-    """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident}, "peak": bytes}."""
+    """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident},
+    "peak": bytes}."""
     resident = {name: resident_bytes(config, setting, held[name]) for name, config in configs.items()}
     phases: dict[str, int] = {}
     for draw in (draw for draw in draws if not draw.given):
@@ -214,7 +230,8 @@ def variants(setting: Setting, ranks: list[int]) -> list[Setting]:
 
 @dataclass(frozen=True)
 class Speed:
-    """What a GPU is taken to reach: a share of its peak FLOPs in training, and of the speed that its memory's bandwidth allows in decoding."""
+    """What a GPU is taken to reach: a share of its peak FLOPs in training, and of the speed that its memory's bandwidth
+    allows in decoding."""
     gpu: str = "H100"
     mfu: float = 0.35
     decode_efficiency: float = 0.2
@@ -237,9 +254,11 @@ def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new
     return floor / speed.decode_efficiency
 
 
-def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed: Speed, context: int | None = None) -> dict[str, float]:
-    """Seconds of sampling a draw, and of the update on it where there is one, on each of the GPUs that share it evenly. Lengths
-    in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole context."""
+def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed: Speed,
+                 context: int | None = None) -> dict[str, float]:
+    """Seconds of sampling a draw, and of the update on it where there is one, on each of the GPUs that share it evenly.
+    Lengths in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole
+    context."""
     model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
     sampling = 0.0 if draw.given else sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed)
     seconds = {"sampling": sampling, "update": 0.0}
@@ -253,9 +272,10 @@ def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed
 # A run's plan, from what its recipe declares
 
 def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[Draw]:
-    """A recipe's calls as draws. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that completions
-    run to."""
-    return [Draw(call.role, call.label, call.num_prompts, call.num_samples, prompt_tokens(call.wrap) + int(share * call.quoted),
+    """A recipe's calls as draws. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that
+    completions run to."""
+    return [Draw(call.role, call.label, call.num_prompts, call.num_samples,
+                 prompt_tokens(call.wrap) + int(share * call.quoted),
                  max(1, int(share * call.max_new_tokens)), call.times, call.trained, call.given)
             for call in calls]
 
@@ -267,8 +287,8 @@ def held_by(specs: dict, kl_coef: float) -> dict[str, Held]:
 
 def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, totals: dict[str, int], tokenizer, fmt,
                  problems: list[str], ranks: int, dtype: torch.dtype, device: torch.device) -> list[str]:
-    """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. specs, configs: of the roles;
-    calls: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
+    """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. specs, configs: of
+    the roles; calls: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
     speed, held = Speed(gpu_name(device)), held_by(specs, args.kl_coef)
     memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None
     setting = Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows)
@@ -278,16 +298,20 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
     lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()), ""]
     lines += show_plan(memory_plan(configs, held, draws_of(calls, most), setting), memory_gb)
     lines += ["", "tokens per step, at most: " + ", ".join(
-        f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.label} ({draw.role})" for draw in draws_of(calls, most))]
+        f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.label} ({draw.role})"
+        for draw in draws_of(calls, most))]
     lines += ["updates: " + ", ".join(f"{count} of the {role}" for role, count in totals.items())]
     for share, words in ((0.5, "half of their limits"), (1.0, "their limits")):
-        total, shown, context = 0.0, [], max(mean(call.wrap) + int(share * (call.quoted + call.max_new_tokens)) for call in calls)
+        total, shown, context = 0.0, [], max(mean(call.wrap) + int(share * (call.quoted + call.max_new_tokens))
+                                             for call in calls)
         for draw in draws_of(calls, mean, share):
             seconds = draw_seconds(configs[draw.role], draw, held[draw.role], setting, speed, context)
             total += draw.times * sum(seconds.values())
             shown.append(f"{draw.label} {sum(seconds.values()):.1f}s x {draw.times}")
         lines.append(f"{total / 3600:.2f} hours if completions run to {words}: {', '.join(shown)}, evaluation apart")
-    on_disk = sum((12 if held[name].trained else dtype.itemsize) * sizes_of(config).total for name, config in configs.items())
+    on_disk = sum((12 if held[name].trained else dtype.itemsize) * sizes_of(config).total for name,
+                  config in configs.items())
     lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); --save-every {args.save_every}, none is removed")
-    return [*lines, f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and {100 * speed.decode_efficiency:.0f}% of "
+    return [*lines,
+            f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and {100 * speed.decode_efficiency:.0f}% of "
             f"the bandwidth's speed in decoding; nothing was measured or loaded"]

@@ -14,7 +14,8 @@ from nanochat.common import BadInput, Run, all_reduce, gather_lists, mean_over_r
 from nanochat.engine import Tool
 from nanochat.rl.losses import AGGREGATIONS, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
-from nanochat.rl.prompts import Prompt, Solution, Verification, generator_prompt, refine_prompts, solve_prompts, verify_prompts
+from nanochat.rl.prompts import (Prompt, Solution, Verification, generator_prompt, refine_prompts, solve_prompts,
+                                 verify_prompts)
 from nanochat.rl.roles import Role, copy_shared_lambdas, short_name
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.sampling import Sampler, read_solutions, read_verifications
@@ -27,11 +28,12 @@ from tasks.common import Problem
 
 
 class Call(NamedTuple):
-    """What a recipe samples (or is given as text) under one label in a step, at most: the context check, the memory plan and
-    the hours follow from it.
+    """What a recipe samples (or is given as text) under one label in a step, at most: the context check, the memory
+    plan and the hours follow from it.
 
-    num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update learns
-    from it; given: it is not sampled. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of completions that stand in it.
+    num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update
+    learns from it; given: it is not sampled. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of
+    completions that stand in it.
     """
     role: str
     label: str
@@ -60,10 +62,11 @@ class Update(NamedTuple):
 
 @dataclass
 class Play:
-    """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: sampling, scoring,
-    gathering and logging of means wait for each other. What a recipe draws itself comes from random.Random of the seed and the
-    step, not from torch's global generator. `totals` are the updates of each role in a whole run, `calls` what the recipe declares
-    that it samples. What a step draws and logs is collected here until the step is over."""
+    """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: sampling,
+    scoring, gathering and logging of means wait for each other. What a recipe draws itself comes from random.Random of
+    the seed and the step, not from torch's global generator. `totals` are the updates of each role in a whole run,
+    `calls` what the recipe declares that it samples. What a step draws and logs is collected here until the step is
+    over."""
     args: object
     run: Run
     sampler: Sampler
@@ -114,8 +117,8 @@ class Play:
     # Problems and prompts
 
     def problems(self, num: int | None = None, split: str = "rl") -> list[Problem]:
-        """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another split. In
-        an evaluation the next ones stay the next."""
+        """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another
+        split. In an evaluation the next ones stay the next."""
         rank, world = self.run.rank, self.run.world
         num = self.args.examples_per_step if num is None else num
         if split != "rl":
@@ -130,22 +133,26 @@ class Play:
 
     def verify_prompts(self, solutions: Rollouts, copies: list[int] | None = None) -> list[Prompt]:
         """The verifier's prompts, one for each solution. copies: see `verify_prompts` of rl.prompts."""
-        return verify_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions), copies)
+        return verify_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions),
+                              copies)
 
-    def refine_prompts(self, solutions: Rollouts, critiques: list[str], copies: list[int] | None = None) -> list[Prompt]:
+    def refine_prompts(self, solutions: Rollouts, critiques: list[str],
+                       copies: list[int] | None = None) -> list[Prompt]:
         """The generator's prompts for a second attempt, one for each solution, which they quote with its critique."""
-        return refine_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions), critiques, copies)
+        return refine_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions),
+                              critiques, copies)
 
     # Sampling
 
     def sample(self, role: str, prompts: list[Prompt], num_samples: int, label: str, *, greedy: bool = False,
                tool: Tool | None = None) -> Rollouts:
-        """`num_samples` completions of each prompt, drawn from a role. label names the draw; the recipe's `calls` declare it.
-        Raises ValueError for more than was declared."""
+        """`num_samples` completions of each prompt, drawn from a role. label names the draw; the recipe's `calls`
+        declare it. Raises ValueError for more than was declared."""
         started = time.time()
         stream = (label,) if self.evaluating else (label, self.step)
         model = self.roles[role].model
-        rollouts = self.sampler.sample(model, prompts, num_samples, stream, self._limit(role, label, len(prompts), num_samples),
+        rollouts = self.sampler.sample(model, prompts, num_samples, stream,
+                                       self._limit(role, label, len(prompts), num_samples),
                                        greedy, tool)
         self.check_stop()
         if not self.evaluating:
@@ -153,7 +160,8 @@ class Play:
             self.add_seconds(short_name(role), started)
         return rollouts
 
-    def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *, greedy: bool = False) -> Rollouts:
+    def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *,
+              greedy: bool = False) -> Rollouts:
         """`num_samples` solutions of each problem, with the calculator where --calculator says so."""
         tool = self.sampler.calculator_tool()
         return self.sample(role, self.solve_prompts(problems), num_samples, label, greedy=greedy, tool=tool)
@@ -164,8 +172,8 @@ class Play:
         return self.sample(role, self.verify_prompts(solutions, copies), num_samples, label, greedy=greedy)
 
     def written(self, role: str, prompts: list[Prompt], completions: list[str] | list[list[int]]) -> Rollouts:
-        """Given completions as rollouts of a role, one for each prompt. Text is encoded as ordinary text and ended; token ids
-        stand as they are. Raises BadInput for one that does not fit the role's context."""
+        """Given completions as rollouts of a role, one for each prompt. Text is encoded as ordinary text and ended;
+        token ids stand as they are. Raises BadInput for one that does not fit the role's context."""
         end, context = self.tokenizer.stop_tokens[0], self.roles[role].model.config.sequence_len
         rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
         for prompt, row in zip(prompts, rows, strict=True):
@@ -228,7 +236,8 @@ class Play:
 
     def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False,
                  targets: torch.Tensor | None = None) -> torch.Tensor:
-        """Logprobs of the tokens, or of `targets` (N, T) in their places, under a role or its starting weights; no gradient.
+        """Logprobs of the tokens, or of `targets` (N, T) in their places, under a role or its starting weights; no
+        gradient.
         -> (N, T) fp32 in the order of the rollouts, 0 where a token is not trained"""
         scored = rollouts if targets is None else replace(rollouts, targets=targets)
         model = self.roles[role].reference if reference else self.roles[role].model
@@ -242,8 +251,8 @@ class Play:
         return out
 
     def copy_weights(self, source: str, target: str) -> None:
-        """Gives a role another's present weights: a snapshot. It is saved with the run. Behind it the step is carried through,
-        as behind an update."""
+        """Gives a role another's present weights: a snapshot. It is saved with the run. Behind it the step is carried
+        through, as behind an update."""
         self.check_stop()
         self.has_moved = True
         copy_weights(self.roles[target].model, self.roles[source].model)
@@ -289,8 +298,8 @@ class Play:
 
 
 def apply_update(t: Play, wanted: Update) -> dict:
-    """The optimizer step(s) of an update; their metrics. With --updates-per-batch above 1 the last one's, and how many of
-    them were skipped."""
+    """The optimizer step(s) of an update; their metrics. With --updates-per-batch above 1 the last one's, and how many
+    of them were skipped."""
     args, role, loss, started = t.args, t.roles[wanted.role], wanted.loss or t.loss, time.time()
     sizes = batch_sizes(torch.cat([rollouts.num_trained() for rollouts, _ in wanted.parts]), t.reduce)
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0

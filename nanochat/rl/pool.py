@@ -12,7 +12,8 @@ from nanochat.rl.rollouts import Rollouts
 
 
 def scored_solutions(t: Play, solutions: Rollouts, outcomes: list[bool | None]) -> dict[str, torch.Tensor]:
-    """The solutions of all ranks that have an outcome, in the order of their problems: the same however many ranks there are.
+    """The solutions of all ranks that have an outcome, in the order of their problems: the same however many ranks
+    there are.
 
     -> problem (M,) int64: indices in the rl split; tokens (M, T) int64; lengths (M,) int64; outcome (M,) bool, on CPU
     """
@@ -21,7 +22,8 @@ def scored_solutions(t: Play, solutions: Rollouts, outcomes: list[bool | None]) 
     problems = solutions.problems()
     width = int(all_reduce(torch.tensor(solutions.tokens.shape[1], device=t.device), "max"))
     tokens = pad(solutions.tokens[index], (0, width - solutions.tokens.shape[1]))
-    numbers = torch.tensor([[problems[n].index, outcomes[n]] for n in kept], dtype=torch.long, device=t.device).view(-1, 2)
+    numbers = torch.tensor([[problems[n].index, outcomes[n]] for n in kept], dtype=torch.long,
+                           device=t.device).view(-1, 2)
     rows = gather_tensor(torch.cat([numbers, solutions.lengths[index, None], tokens], dim=1)).cpu()
     rows = rows[rows[:, 0].argsort(stable=True)]
     return {"problem": rows[:, 0], "outcome": rows[:, 1].bool(), "lengths": rows[:, 2], "tokens": rows[:, 3:]}
@@ -45,8 +47,8 @@ def choose_solutions(fresh: list[bool], past: list[bool], num: int, replay: floa
                      rng: random.Random) -> list[int]:
     """Which solutions a verifier step judges: `num` places in fresh + past, of which the outcomes are given.
 
-    A share `replay` is past, the rest fresh. With balance, half are right and half wrong as far as both have them. Without
-    either this is the first `num` fresh ones (Tango algorithm 1).
+    A share `replay` is past, the rest fresh. With balance, half are right and half wrong as far as both have them.
+    Without either this is the first `num` fresh ones (Tango algorithm 1).
     """
     outcomes, new = fresh + past, list(range(len(fresh)))
     num_replayed = min(round(replay * num), len(past))

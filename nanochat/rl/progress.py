@@ -16,7 +16,8 @@ def percent(value: float | None) -> str:
 
 
 def print_table(before: dict, after: dict, words: dict[str, str] | None = None) -> None:
-    """Before RL -> after RL, in percent and points. words: the scores to show and what they are; by default all, by name."""
+    """Before RL -> after RL, in percent and points. words: the scores to show and what they are; by default all, by
+    name."""
     print0(f"\n{'held-out evaluation (percent)':58s} before    after   change")
     for name, label in (words or {name: name for name in after}).items():
         if name in after:
@@ -47,9 +48,9 @@ def step_of_role(record: dict, role: str, shown: list[str]) -> str:
 
 
 def rollout_records(t: Play, update: Update) -> list[dict]:
-    """The first rollout of the first --log-rollouts groups of each part of an update, for rollouts.jsonl: texts, gold labels,
-    the recipe's columns and the advantages of the tokens. step_spans: characters [start, end) of the steps in the solution;
-    step_ends: their last tokens; completion: what was written, where it is not the solution."""
+    """The first rollout of the first --log-rollouts groups of each part of an update, for rollouts.jsonl: texts, gold
+    labels, the recipe's columns and the advantages of the tokens. step_spans: characters [start, end) of the steps in
+    the solution; step_ends: their last tokens; completion: what was written, where it is not the solution."""
     records, fmt = [], t.task.fmt
     for rollouts, advantages in update.parts:
         first = {g: n for n, g in reversed(list(enumerate(rollouts.group_id.tolist())))}
@@ -59,7 +60,8 @@ def rollout_records(t: Play, update: Update) -> list[dict]:
             solution = prompt.solution or read_solution(t.tokenizer, fmt, tokens)
             is_quoted = {} if prompt.solution is None or "verification" in rollouts.columns else {"completion": rollouts.texts[n]}
             records.append({
-                "role": update.role, "problem": prompt.problem.prompt, "gold": prompt.problem.answer, "solution": solution.text,
+                "role": update.role, "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
+                "solution": solution.text,
                 "outcome": None, "step_labels": t.task.step_labels(prompt.problem, solution.text),
                 "step_spans": fmt.step_spans(solution.text), "step_ends": solution.step_ends,
                 "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
@@ -77,8 +79,8 @@ def logprob_gap(t: Play, role: str) -> float:
     return torch.cat(gaps).abs().max().item()
 
 
-# Largest difference of logprobs that two ways to add up the same numbers may have. bf16 logits of 16 to 32 are spaced .125:
-# each of the two logits that make a logprob may be off by half of that, in either of the two ways.
+# Largest difference of logprobs that two ways to add up the same numbers may have. bf16 logits of 16 to 32 are spaced
+# .125: each of the two logits that make a logprob may be off by half of that, in either of the two ways.
 LARGEST_GAP = {torch.float32: 0.1, torch.bfloat16: 0.5}
 
 
@@ -88,7 +90,8 @@ def health_check(t: Play, role: str) -> list[str]:
     print0("health check of the starting point")
     for name, value in sampled.items():
         print0(f"  {role:9s} {name:22s} {percent(value)}%")
-    judged = {name: scores[f"ver/{name}_fixed"] for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1")
+    judged = {name: scores[f"ver/{name}_fixed"]
+              for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1")
               if f"ver/{name}_fixed" in scores}
     for name, value in judged.items():
         print0(f"  verifier  {name:22s} {percent(value)}%")

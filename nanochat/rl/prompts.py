@@ -13,15 +13,17 @@ from tasks.common import Problem
 
 @dataclass
 class Solution:
-    """A generator's completion, read: its text, and per reasoning step the index of its last token in the completion."""
+    """A generator's completion, read: its text, and per reasoning step the index of its last token in the
+    completion."""
     text: str
     step_ends: list[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a model is asked: its token ids; the problem it is about, whose (split, index) keys the sampling noise; `copy`,
-    which tells prompts about one problem apart for the noise; and the solution that it quotes, if it quotes one."""
+    """What a model is asked: its token ids; the problem it is about, whose (split, index) keys the sampling noise;
+    `copy`, which tells prompts about one problem apart for the noise; and the solution that it quotes, if it quotes
+    one."""
     ids: list[int]
     problem: Problem | None = None
     copy: int = 0
@@ -66,7 +68,8 @@ def refine_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solu
 
 
 def refine_prompt(tokenizer, fmt, problem: str, solution: str = "", critique: str = "") -> list[int]:
-    """Token ids of the prompt for a second attempt. No judgment is read from a generator's prompt, so marks may stand in it."""
+    """Token ids of the prompt for a second attempt. No judgment is read from a generator's prompt, so marks may stand
+    in it."""
     return tokenizer.render_prompt(fmt.refine_prompt.format(problem=problem, solution=solution, critique=critique))
 
 
@@ -76,9 +79,11 @@ def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
 
 
 def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
-    """Token ids of the verifier's prompt: the problem, the quoted solution and how many steps it has (Tango section 3)."""
+    """Token ids of the verifier's prompt: the problem, the quoted solution and how many steps it has (Tango section
+    3)."""
     quoted = fmt.quote(solution)
-    text = fmt.verifier_prompt.format(problem=fmt.quote(problem), solution=quoted, num_steps=len(fmt.step_spans(solution)))
+    text = fmt.verifier_prompt.format(problem=fmt.quote(problem), solution=quoted,
+                                      num_steps=len(fmt.step_spans(solution)))
     return tokenizer.render_prompt(text)
 
 
@@ -139,8 +144,8 @@ def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:
 
 @dataclass
 class Verification:
-    """A verifier's completion, read. step_verdicts: one per judged step, None where a step has no verdict; verdict: the final one or None;
-    unmet: which criteria of the format it fails, from UNMET; text: what was read."""
+    """A verifier's completion, read. step_verdicts: one per judged step, None where a step has no verdict; verdict: the
+    final one or None; unmet: which criteria of the format it fails, from UNMET; text: what was read."""
     step_verdicts: list[bool | None]
     verdict: bool | None
     unmet: tuple[str, ...]
@@ -156,9 +161,11 @@ UNMET = ("missing_tags", "step_without_verdict", "step_count_mismatch", "no_fina
 
 
 def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> Verification:
-    """Reads a verification of a solution with `num_steps` steps. Total: any text gives verdicts or None, with the reasons.
+    """Reads a verification of a solution with `num_steps` steps. Total: any text gives verdicts or None, with the
+    reasons.
 
-    Only this text counts: the verifier's own completion, never its prompt. COMPACT: "3+5:8T;8*2:5F;=F" -> [True, False], False.
+    Only this text counts: the verifier's own completion, never its prompt. COMPACT: "3+5:8T;8*2:5F;=F" -> [True,
+    False], False.
     """
     final_at = text.rfind(fmt.final_open)
     body, tail = (text[:final_at], text[final_at + len(fmt.final_open):]) if final_at >= 0 else (text, "")
@@ -173,7 +180,8 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
     verdict = said if closed and stopped else None
     tags_there = final_at >= 0 and closed and fmt.verification_open in body and rest == expected_rest
     unmet = (not tags_there, None in step_verdicts, len(step_verdicts) != num_steps, verdict is None)
-    return Verification(step_verdicts, verdict, tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed), text)
+    return Verification(step_verdicts, verdict,
+                        tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed), text)
 
 
 def _last_verdict(fmt, text: str) -> bool | None:

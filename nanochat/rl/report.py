@@ -46,7 +46,8 @@ NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixe
 HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
           "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
           "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
+# 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 @dataclass
@@ -85,12 +86,14 @@ def read_lines(path: str) -> list[dict]:
 def read_run(folder: str) -> Run:
     """Reads a run's folder. Raises BadInput where it is no finished run."""
     name = os.path.basename(os.path.normpath(folder))
-    paths = {file: os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl")}
+    paths = {file: os.path.join(folder, file)
+             for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl")}
     for file in ("config.json", "summary.json"):
         if not os.path.exists(paths[file]):
             raise BadInput(f"{folder}: no {file}; is it the folder of a finished run?")
     config, summary = read_json(paths["config.json"]), read_json(paths["summary.json"])
-    records, rollouts = (read_lines(paths[file]) if os.path.exists(paths[file]) else [] for file in ("metrics.jsonl", "rollouts.jsonl"))
+    records, rollouts = (read_lines(paths[file]) if os.path.exists(paths[file]) else []
+                         for file in ("metrics.jsonl", "rollouts.jsonl"))
     try:
         args = config["args"]
         _ = [(record["step"], record["role"]) for record in records], [rollout["step_spans"] for rollout in rollouts]
@@ -129,7 +132,8 @@ def is_number(value) -> bool:
 
 def evaluated(records: list[dict], first: dict, last: dict, indicators: list[str] | tuple = ()) -> list[dict]:
     """The points of a run: its first evaluation, those among its records, its last one; each with the mean of every
-    indicator since the one before. first and last: counts and scores; indicators: those that the recipe shows besides."""
+    indicator since the one before. first and last: counts and scores; indicators: those that the recipe shows
+    besides."""
     counts = [name for name in last if is_count(name) and name != "sampled_tokens"]
     solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
     known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}
@@ -163,7 +167,8 @@ def steps_of(metric: str, point: dict) -> str:
 
 
 def tidy(runs: list[Run]) -> list[dict]:
-    """One row per number: task, arm, seed, step (of the role that the metric is about), sampled_tokens, metric, value."""
+    """One row per number: task, arm, seed, step (of the role that the metric is about), sampled_tokens, metric,
+    value."""
     return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point[steps_of(metric, point)],
              "sampled_tokens": point["sampled_tokens"], "metric": metric, "value": round(value, 5)}
             for run in runs for point in run.points for metric, value in point.items()
@@ -186,7 +191,8 @@ def curve(run: Run, metric: str, x: str) -> tuple[list[float], list[float]]:
 
 
 def first_reach(xs: list[float], ys: list[float], level: float) -> float | None:
-    """Where the line through the points first is at `level`; None where it never is. Raises ValueError without points."""
+    """Where the line through the points first is at `level`; None where it never is. Raises ValueError without
+    points."""
     if not xs:
         raise ValueError("a curve without points")
     if ys[0] >= level:
@@ -227,8 +233,8 @@ def interval(values: list[float]) -> tuple[float, float | None]:
 
 
 def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float | None:
-    """The share of the oracle's mean gain over the baseline that an arm has, over the seeds that have both; None where the oracle's gain is not above
-    two standard errors. gains: by seed."""
+    """The share of the oracle's mean gain over the baseline that an arm has, over the seeds that have both; None where
+    the oracle's gain is not above two standard errors. gains: by seed."""
     seeds = sorted(gains.keys() & oracle_gains.keys())
     if len(seeds) < 2:
         return None
@@ -271,8 +277,8 @@ def check_comparable(runs: list[Run]) -> None:
 
 
 def compare(runs: list[Run]) -> list[dict]:
-    """One row per task and arm: what the table shows, each a list over seeds or a number. Differences are paired: same seed, same problems, same
-    SFT checkpoint of the generator. Raises BadInput for runs that are not."""
+    """One row per task and arm: what the table shows, each a list over seeds or a number. Differences are paired: same
+    seed, same problems, same SFT checkpoint of the generator. Raises BadInput for runs that are not."""
     rows = []
     for task in sorted({run.task for run in runs}):
         of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
@@ -289,16 +295,19 @@ def compare(runs: list[Run]) -> list[dict]:
         for arm in sorted({arm for arm, _ in of_task}, key=arm_order):
             mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
             row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
-                   "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()], "area": [finals[arm, s]["area"] for s in mine]}
+                   "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()],
+                   "area": [finals[arm, s]["area"] for s in mine]}
             for kind in ("final", "area"):
                 row[f"{kind}_gain"] = list(gains.get((arm, kind), {}).values())
                 row[f"{kind}_recovered"] = recovered(gains.get((arm, kind), {}), gains.get((ORACLE, kind), {}))
             for unit, x in (("steps", "gen_step"), ("tokens", "sampled_tokens")):
-                row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine if learned(of_task.get((BASELINE, s)))]
+                row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine
+                                        if learned(of_task.get((BASELINE, s)))]
             row["at_equal_tokens"] = [at_equal_tokens(run, of_task[BASELINE, s]) for s, run in mine.items()
                                       if (BASELINE, s) in of_task]
             for name in ("ver/step_f1_fixed", "ver/outcome_f1_fixed"):
-                row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values() if None not in (run.points[0][name], run.points[-1][name])]
+                row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values()
+                             if None not in (run.points[0][name], run.points[-1][name])]
             rows.append(row)
     return rows
 
@@ -365,15 +374,18 @@ def cells(row: dict) -> list[str]:
     def share(value):
         return "-" if row["arm"] == BASELINE else "not measurable" if value is None else f"{100 * value:.0f}%"
 
-    return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]), paired(row["final_gain"]),
+    return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]),
+            paired(row["final_gain"]),
             paired(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
             spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before"),
-            share(row["final_recovered"]), share(row["area_recovered"]), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
+            share(row["final_recovered"]), share(row["area_recovered"]), change(row["ver/step_f1_fixed"]),
+            change(row["ver/outcome_f1_fixed"])]
 
 
 def provenance(runs: list[Run]) -> str:
     """One line: how many runs, how long they took together, of which commits and versions."""
-    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in runs}))}" for name in ("commit", "torch", "world")]
+    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in runs}))}"
+             for name in ("commit", "torch", "world")]
     return f"{len(runs)} runs, {sum(run.summary['minutes'] for run in runs):.0f} minutes one after the other; {'; '.join(facts)}"
 
 

@@ -9,13 +9,15 @@ from nanochat.checkpoint import saved_steps
 from nanochat.common import BadInput, check_unchanged, path_of, print0
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
-MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts", "micro_batch_tokens",
+MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts",
+              "micro_batch_tokens",
               "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
 
 
 def resolve_resume(args, defaults: dict, rates: set[str]) -> int | None:
     """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
-    have known; rates: the learning rates of the recipe's roles, which may change. Raises BadInput for what cannot be continued."""
+    have known; rates: the learning rates of the recipe's roles, which may change. Raises BadInput for what cannot be
+    continued."""
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
         if os.path.exists(os.path.join(folder, "config.json")):
@@ -49,7 +51,8 @@ def read_config(run_name: str) -> dict:
 
 
 def check_recipe_text(run_name: str, text: str | None) -> None:
-    """Raises BadInput unless a recipe outside of the repository is, word for word, the one that the run was started with."""
+    """Raises BadInput unless a recipe outside of the repository is, word for word, the one that the run was started
+    with."""
     path = path_of("runs", run_name, "recipe.py")
     recorded = None
     if os.path.exists(path):

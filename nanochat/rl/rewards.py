@@ -54,13 +54,15 @@ def format_reward(unmet: tuple[str, ...]) -> float:
 
 
 def verdict_reward(verdict: bool | None, outcome: bool | None, unmet: tuple[str, ...], gamma: float) -> float | None:
-    """Tango eq. 8: 1 if the final verdict agrees with the outcome, plus gamma * format reward; None where there is no outcome."""
+    """Tango eq. 8: 1 if the final verdict agrees with the outcome, plus gamma * format reward; None where there is no
+    outcome."""
     return None if outcome is None else float(verdict == outcome) + gamma * format_reward(unmet)
 
 
 @dataclass
 class ClassWeights:
-    """Tango eq. 9: s_c = sqrt(n / (2 n_c)), at most `cap`, over moving averages of how many judged solutions were right and wrong."""
+    """Tango eq. 9: s_c = sqrt(n / (2 n_c)), at most `cap`, over moving averages of how many judged solutions were right
+    and wrong."""
     right: float = 0.0
     wrong: float = 0.0
     decay: float = 0.8

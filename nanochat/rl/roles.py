@@ -17,9 +17,10 @@ from nanochat.weights import copy_of, refresh
 class RoleSpec:
     """What a recipe says of a role.
 
-    tag: the flag that names its SFT checkpoint, whose default is --model-tag with `ending` behind it; lr: the flag of its
-    learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also without a
-    KL term; shares: the role whose lowest layers can be its own too, as many as --verifier-shared-layers says.
+    tag: the flag that names its SFT checkpoint, whose default is --model-tag with `ending` behind it; lr: the flag of
+    its learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also
+    without a KL term; shares: the role whose lowest layers can be its own too, as many as --verifier-shared-layers
+    says.
     """
     tag: str = "--model-tag"
     ending: str = ""
@@ -46,10 +47,11 @@ def trained_roles(specs: dict[str, RoleSpec]) -> list[str]:
 
 @dataclass
 class Role:
-    """A role of a run. `parameters` are the ones its updates move: all of the model, or the private part of a shared trunk.
+    """A role of a run. `parameters` are the ones its updates move: all of the model, or the private part of a shared
+    trunk.
 
-    reference: a frozen copy of the starting weights, or None. A role that is not trained has no optimizer, and weights of
-    the activations' dtype. trunk_of: the role that owns its lowest `num_shared` layers.
+    reference: a frozen copy of the starting weights, or None. A role that is not trained has no optimizer, and weights
+    of the activations' dtype. trunk_of: the role that owns its lowest `num_shared` layers.
     """
     name: str
     model: GPT | Decoder
@@ -62,14 +64,16 @@ class Role:
 
 
 def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -> None:
-    """Makes exactly `parameters` require gradients among the model's: shared blocks cost no backward pass in a verifier phase."""
+    """Makes exactly `parameters` require gradients among the model's: shared blocks cost no backward pass in a verifier
+    phase."""
     chosen = {id(p) for p in parameters}
     for p in model.parameters():
         p.requires_grad_(id(p) in chosen)
 
 
 def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
-    """Makes a model's blocks run again in the backward pass, or not. Raises BadInput for nanochat's own models, which keep their activations."""
+    """Makes a model's blocks run again in the backward pass, or not. Raises BadInput for nanochat's own models, which
+    keep their activations."""
     if recompute and not isinstance(model, Decoder):
         raise BadInput(f"--recompute: the {name} is nanochat's own model; only imported ones can do that")
     for block in model.blocks:
@@ -77,7 +81,8 @@ def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
 
 
 def shared_names(model: GPT, num_layers: int) -> list[str]:
-    """Names of the parameters that `num_layers` shared layers share whole: embedding, smear, and blocks and value embeddings below."""
+    """Names of the parameters that `num_layers` shared layers share whole: embedding, smear, and blocks and value
+    embeddings below."""
     names = ["transformer.wte.weight", "smear_gate.weight", "smear_lambda"] if num_layers else []
     for name, _ in model.named_parameters():
         part, _, rest = name.removeprefix("transformer.").partition(".")
@@ -97,10 +102,12 @@ def check_shapes(generator: GPT, verifier: GPT, num_layers: int) -> None:
 
 
 def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.nn.Parameter]:
-    """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private parameters.
+    """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private
+    parameters.
 
-    num_layers from 0 (nothing is shared) to n_layer (private: backout and LM head alone). The entries of resid_lambdas and x0_lambdas
-    below num_layers follow the generator's (`copy_shared_lambdas`) and take no gradient. Raises BadInput when the shapes differ or num_layers is out of range.
+    num_layers from 0 (nothing is shared) to n_layer (private: backout and LM head alone). The entries of resid_lambdas
+    and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`) and take no gradient. Raises BadInput
+    when the shapes differ or num_layers is out of range.
     """
     check_shapes(generator, verifier, num_layers)
     names = shared_names(verifier, num_layers)
@@ -157,14 +164,17 @@ def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) 
 
 def load_configs(starts: dict[str, Start]) -> dict:
     """The shapes of the roles that load_roles would load. Raises BadInput."""
-    return {name: load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[1] for name, start in starts.items()}
+    return {name: load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[1] for name,
+            start in starts.items()}
 
 
-def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device, dtype: torch.dtype) -> dict[str, Role]:
-    """The roles of a run from their SFT checkpoints; those that are trained get an optimizer, and a reference where there
-    is a KL term or the recipe asks for one.
+def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device,
+               dtype: torch.dtype) -> dict[str, Role]:
+    """The roles of a run from their SFT checkpoints; those that are trained get an optimizer, and a reference where
+    there is a KL term or the recipe asks for one.
 
-    args: shard, recompute, kl_coef, the learning rates, and verifier_shared_layers where a role can share. Raises BadInput.
+    args: shard, recompute, kl_coef, the learning rates, and verifier_shared_layers where a role can share. Raises
+    BadInput.
     """
     roles: dict[str, Role] = {}
     for name, spec in specs.items():
@@ -187,5 +197,6 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
         has_reference = spec.reference or (spec.trained and args.kl_coef > 0)
         reference = copy_of(model, sharded=sharded) if has_reference else None
         refresh(model)
-        roles[name] = Role(name, model, parameters, optimizer, reference, value_of(args, spec.lr), spec.shares, num_shared)
+        roles[name] = Role(name, model, parameters, optimizer, reference, value_of(args, spec.lr), spec.shares,
+                           num_shared)
     return roles

@@ -19,9 +19,9 @@ class Rollouts:
     tokens (N, T) int64, the end token included; lengths (N,) int64; stopped (N,) bool: it ended itself (finish reason
     "stop", else "length"); group_id (N,) int64: the prompt of each. sampler_logprobs (N, T) fp32: as it was drawn, NaN
     for tokens that were not drawn from a role behind this prompt. forced (N, T) bool: tokens that a tool put there,
-    never trained, or None. targets (N, T) int64: what each position is asked to predict, None for the tokens themselves.
-    limit: tokens that a completion may have. texts: the completions as text, without their end token. columns: what
-    rollouts.jsonl is to say of each, beside what every rollout has.
+    never trained, or None. targets (N, T) int64: what each position is asked to predict, None for the tokens
+    themselves. limit: tokens that a completion may have. texts: the completions as text, without their end token.
+    columns: what rollouts.jsonl is to say of each, beside what every rollout has.
     """
     prompts: list[Prompt]
     group_id: torch.Tensor
@@ -70,7 +70,8 @@ class Rollouts:
         return chosen.behind(chosen.prompt_of())
 
     def behind(self, prompts: list[Prompt]) -> "Rollouts":
-        """The same completions behind other prompts, one for each rollout. Equal prompts about one problem make a group.
+        """The same completions behind other prompts, one for each rollout. Equal prompts about one problem make a
+        group.
 
         Where a prompt changes, the completion was not drawn from there: its sampler_logprobs become NaN.
         """
@@ -84,12 +85,14 @@ class Rollouts:
             group_id.append(groups[key])
         moved = [new.ids != old.ids for new, old in zip(prompts, self.prompt_of(), strict=True)]
         device = self.tokens.device
-        logprobs = self.sampler_logprobs.masked_fill(torch.tensor(moved, dtype=torch.bool, device=device)[:, None], float("nan"))
+        logprobs = self.sampler_logprobs.masked_fill(torch.tensor(moved, dtype=torch.bool, device=device)[:, None],
+                                                     float("nan"))
         return replace(self, prompts=distinct, group_id=torch.tensor(group_id, dtype=torch.long, device=device),
                        sampler_logprobs=logprobs)
 
 
-PER_ROLLOUT = ("group_id", "tokens", "sampler_logprobs", "lengths", "stopped", "forced", "targets")  # tensors, a row each
+# tensors, a row each
+PER_ROLLOUT = ("group_id", "tokens", "sampler_logprobs", "lengths", "stopped", "forced", "targets")
 
 
 def join(parts: list[Rollouts]) -> Rollouts:
@@ -100,11 +103,13 @@ def join(parts: list[Rollouts]) -> Rollouts:
         rows = [getattr(part, name) for part in parts]
         if all(row is None for row in rows):
             return None
-        missing = {"forced": lambda part: torch.zeros_like(part.tokens, dtype=torch.bool), "targets": lambda part: part.tokens}
+        missing = {"forced": lambda part: torch.zeros_like(part.tokens, dtype=torch.bool),
+                   "targets": lambda part: part.tokens}
         rows = [missing[name](part) if row is None else row for row, part in zip(rows, parts, strict=True)]
         return torch.cat([pad(row, (0, width - row.shape[1])) if row.dim() == 2 else row for row in rows])
 
-    group_id = torch.cat([part.group_id + sum(len(other.prompts) for other in parts[:i]) for i, part in enumerate(parts)])
+    group_id = torch.cat([part.group_id + sum(len(other.prompts) for other in parts[:i]) for i,
+                          part in enumerate(parts)])
     shared = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
     whole = Rollouts([prompt for part in parts for prompt in part.prompts], group_id,
                      **{name: stacked(name) for name in PER_ROLLOUT if name != "group_id"},

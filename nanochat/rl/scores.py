@@ -11,7 +11,8 @@ ENDLESS = 400  # problems that stand for all of a task that makes its own
 
 
 def problems_of(task, split: str, num: int) -> list:
-    """The first `num` problems of a split (-1: all, ENDLESS where they are made), or as many as a finite one has: none is counted twice."""
+    """The first `num` problems of a split (-1: all, ENDLESS where they are made), or as many as a finite one has: none
+    is counted twice."""
     size = task.num_problems(split) if hasattr(task, "num_problems") else ENDLESS if num < 0 else num
     return [task.problem(split, i) for i in range(size if num < 0 else min(num, size))]
 
@@ -22,13 +23,15 @@ def outcomes_of(task, problems: list, texts: list[str]) -> list[bool | None]:
 
 
 def answers_of(task, texts: list[str]) -> list[str | None]:
-    """What solutions answer, for votes: as the task reads it, else as its format does. None where nothing can be read."""
+    """What solutions answer, for votes: as the task reads it, else as its format does. None where nothing can be
+    read."""
     read = getattr(task, "read_answer", task.fmt.answer)
     return [read(text) for text in texts]
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that one of k samples is right, from `num_samples` of which `num_correct` are (Chen et al. 2021)."""
+    """Unbiased probability that one of k samples is right, from `num_samples` of which `num_correct` are (Chen et al.
+    2021)."""
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
@@ -39,8 +42,8 @@ def majority(answers: list[str | None]) -> str | None:
 
 
 def macro_f1(labels: list[bool], verdicts: list[bool | None]) -> float | None:
-    """The mean of the F1 of class True and of class False, over those that occur in labels or verdicts; None where neither does. A missing
-    verdict is wrong for both."""
+    """The mean of the F1 of class True and of class False, over those that occur in labels or verdicts; None where
+    neither does. A missing verdict is wrong for both."""
     scores = []
     for c in (True, False):
         hits = sum(v is c and l is c for l, v in zip(labels, verdicts, strict=True))
@@ -53,18 +56,20 @@ def balanced_accuracy(labels: list[bool], verdicts: list[bool | None]) -> float 
     """The mean of the accuracy on right and on wrong solutions; None unless both occur. A constant judge has 0.5."""
     if len(set(labels)) < 2:
         return None
-    recalls = [sum(v is c for l, v in zip(labels, verdicts, strict=True) if l is c) / labels.count(c) for c in (True, False)]
+    recalls = [sum(v is c for l, v in zip(labels, verdicts, strict=True) if l is c) / labels.count(c)
+               for c in (True, False)]
     return sum(recalls) / 2
 
 
 def first_error(verdicts: list[bool | None]) -> int | None:
-    """Index of the first step judged wrong, -1 where all are judged right (ProcessBench); None where missing verdicts leave it open."""
+    """Index of the first step judged wrong, -1 where all are judged right (ProcessBench); None where missing verdicts
+    leave it open."""
     return next((k for k, v in enumerate(verdicts) if v is False), None if None in verdicts else -1)
 
 
 def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) -> float | None:
-    """Harmonic mean of the share of erroneous solutions whose first error is found and the share of correct ones with none claimed
-    (ProcessBench); None unless both kinds occur."""
+    """Harmonic mean of the share of erroneous solutions whose first error is found and the share of correct ones with
+    none claimed (ProcessBench); None unless both kinds occur."""
     hits: dict[bool, list[bool]] = {True: [], False: []}
     for l, v in zip(labels, verdicts, strict=True):
         hits[first_error(l) == -1].append(first_error(l) == first_error(v))
@@ -75,8 +80,8 @@ def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) 
 
 
 def verdict_row(task, problem, solution: str, outcome: bool | None, verification) -> list:
-    """What verdict_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step verdicts,
-    unmet."""
+    """What verdict_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step
+    verdicts, unmet."""
     return [outcome, task.step_labels(problem, solution), verification.verdict, verification.step_verdicts,
             list(verification.unmet)]
 
@@ -87,8 +92,9 @@ def correlation(xs: list[float], ys: list[float]) -> float | None:
 
 
 def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_samples: int) -> list[bool]:
-    """Per group that has right and wrong rollouts: whether a wrong one has a larger mean advantage per token than a right one. The outcome reward
-    alone never does that; the step reward may, with reason (a lucky answer) or without."""
+    """Per group that has right and wrong rollouts: whether a wrong one has a larger mean advantage per token than a
+    right one. The outcome reward alone never does that; the step reward may, with reason (a lucky answer) or
+    without."""
     reversed_groups = []
     for i in range(0, len(outcomes), num_samples):
         group = list(zip(outcomes[i: i + num_samples], advantages[i: i + num_samples], strict=True))
@@ -98,13 +104,14 @@ def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_s
 
 
 def verdict_scores(rows: list[list]) -> dict:
-    """A verifier's scores over `verdict_row`s. A missing verdict counts as wrong; solutions without an outcome count for steps alone, those whose steps
-    have no gold labels for verdicts alone."""
+    """A verifier's scores over `verdict_row`s. A missing verdict counts as wrong; solutions without an outcome count
+    for steps alone, those whose steps have no gold labels for verdicts alone."""
     scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
     outcomes, said = [o for o, _ in scored], [v for _, v in scored]
     labels = [row[1] for row in rows]
     verdicts = [(row[3] + [None] * len(row[1]))[: len(row[1])] for row in rows]
-    known = [i for i, row in enumerate(rows) if row[1] or not row[3]]  # a task without step labels has none where there are steps
+    # a task without step labels has none where there are steps
+    known = [i for i, row in enumerate(rows) if row[1] or not row[3]]
     on_wrong = [v for o, v in scored if not o]
     judged = [(sum(said) / len(said), float(o)) for o, _, _, said, unmet in rows
               if o is not None and said and "step_count_mismatch" not in unmet and None not in said]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
-from nanochat.checkpoint import (load_file, load_optimizer, load_state, restore_model, save_model, save_optimizer, save_state,
-                                 saved_steps)
+from nanochat.checkpoint import (load_file, load_optimizer, load_state, restore_model, save_model, save_optimizer,
+                                 save_state, saved_steps)
 from nanochat.common import BadInput, all_reduce, barrier, path_of, print0, rank_and_world
 from nanochat.rl.roles import short_name
 from nanochat.weights import refresh, whole_state
@@ -17,13 +17,13 @@ from nanochat.weights import refresh, whole_state
 
 @dataclass
 class RunState:
-    """Everything a step depends on besides weights, optimizers and flags. Sampling noise is a function of (seed, step): no
-    generator state is needed for it, the global one is kept all the same.
+    """Everything a step depends on besides weights, optimizers and flags. Sampling noise is a function of (seed, step):
+    no generator state is needed for it, the global one is kept all the same.
 
-    step counts what a recipe's `play` was run for; role_steps the updates of each role; skipped_in_a_row those of a role
-    that were not finite; cursor is the next problem of the rl split; sampled_tokens counts the tokens that all steps
-    sampled; memory is the recipe's; before is the evaluation at step 0, which took start_seconds; step_seconds is the time
-    of all steps, eval_seconds that of the evaluations between them.
+    step counts what a recipe's `play` was run for; role_steps the updates of each role; skipped_in_a_row those of a
+    role that were not finite; cursor is the next problem of the rl split; sampled_tokens counts the tokens that all
+    steps sampled; memory is the recipe's; before is the evaluation at step 0, which took start_seconds; step_seconds is
+    the time of all steps, eval_seconds that of the evaluations between them.
     """
     step: int = 0
     role_steps: dict[str, int] = field(default_factory=dict)
@@ -67,15 +67,16 @@ def tag_of(run_name: str, role: str) -> str:
 
 
 def save_set(run, state: RunState, roles: dict, args) -> None:
-    """Writes the complete set of this step, its state last, unless it is there already: rank 0, of sharded optimizers each
-    rank its part."""
+    """Writes the complete set of this step, its state last, unless it is there already: rank 0, of sharded optimizers
+    each rank its part."""
     is_new = run.rank == 0 and state.step not in saved_steps(run.name)
     if not all_reduce(torch.tensor(int(is_new), device=run.device), "max").item():
         return
     for name, role in roles.items():
         tag, weights = tag_of(run.name, name), whole_state(role.model, keep=run.rank == 0)
         if run.rank == 0:
-            save_model("rl", tag, state.step, role.model, {"run": run.name, "role": name, "user_config": vars(args)}, weights)
+            save_model("rl", tag, state.step, role.model, {"run": run.name, "role": name, "user_config": vars(args)},
+                       weights)
         if role.optimizer is not None and (run.rank == 0 or args.shard):
             save_optimizer("rl", tag, state.step, role.optimizer, run.rank)
         del weights  # before the next role's are gathered
@@ -109,7 +110,8 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
 
 
 def drop_sets_behind(run, step: int, roles: dict) -> None:
-    """Removes a run's checkpoints of later steps: a run that goes on from an earlier step writes another history. Rank 0.
+    """Removes a run's checkpoints of later steps: a run that goes on from an earlier step writes another history. Rank
+    0.
 
     A set's state goes first, so that no half of a set is ever valid.
     """

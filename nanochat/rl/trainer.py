@@ -21,9 +21,11 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     U, T = len(batch.prompt_ids), batch.tokens.shape[1]
     R = len(batch.tokens) // U
     prefix = KVCache(model.config.n_layer)
-    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix, last_only=True)  # (U, 1, C)
+    # (U, 1, C)
+    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix, last_only=True)
     first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
-    # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights as often.
+    # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights
+    # as often.
     inputs = batch.tokens[:, : max(1, T - 1)]
     prompt_lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1)
     positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(inputs.shape[1], device=prompt_lengths.device)
@@ -41,12 +43,14 @@ def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
     return logprobs
 
 
-def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float, temperature: float, device,
+def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float,
+           temperature: float, device,
            check_stop=lambda: None) -> dict:
     """One optimizer step on all micro-batches of all ranks; returns its metrics.
 
-    Gradients are summed over micro-batches and ranks: the denominators are in the weights. When the loss or the gradient is not finite
-    on any rank, no rank steps and the metrics say skipped = 1. check_stop is called on all ranks before the step.
+    Gradients are summed over micro-batches and ranks: the denominators are in the weights. When the loss or the
+    gradient is not finite on any rank, no rank steps and the metrics say skipped = 1. check_stop is called on all ranks
+    before the step.
     """
     trainable_only(role.model, role.parameters)
     role.optimizer.zero_grad(set_to_none=True)
@@ -88,19 +92,21 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     return metrics
 
 
-SUMS = ("num_tokens", "num_drawn", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high", "rollout_probs_diff_mean")
+SUMS = ("num_tokens", "num_drawn", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high",
+        "rollout_probs_diff_mean")
 
 
 def sampler_logprobs(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:
-    """The sampler's logprobs of trained tokens; `logprobs` itself for tokens that were not drawn from this prompt or that
-    are not what their position is asked to predict, so that they show no difference. -> (M,)"""
+    """The sampler's logprobs of trained tokens; `logprobs` itself for tokens that were not drawn from this prompt or
+    that are not what their position is asked to predict, so that they show no difference. -> (M,)"""
     drawn = batch.at_trained(batch.sampler_logprobs)
     comparable = ~drawn.isnan() & (batch.at_trained(batch.targets) == batch.at_trained(batch.tokens))
     return torch.where(comparable, drawn, logprobs)
 
 
 def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
-    """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),) wide"""
+    """Sums over a micro-batch's tokens of what is logged as a mean per token, in the order of SUMS. -> (len(SUMS),)
+    wide"""
     zero = torch.zeros((), device=logprobs.device)
     advantages, low, high = batch.at_trained(batch.advantages), zero, zero
     if batch.old_logprobs is not None:
@@ -111,4 +117,5 @@ def token_sums(batch, loss, total, logprobs, entropy) -> torch.Tensor:
     probs_diff = (logprobs.exp() - sampler_logprobs(batch, logprobs).exp()).abs().sum()
     num_tokens = torch.full((), logprobs.numel(), dtype=wide_dtype(logprobs.device), device=logprobs.device)
     num_drawn = num_tokens - batch.at_trained(batch.sampler_logprobs).isnan().sum()
-    return torch.stack([x.to(wide_dtype(x.device)) for x in (num_tokens, num_drawn, total, entropy.sum(), kl, low, high, probs_diff)])
+    return torch.stack([x.to(wide_dtype(x.device))
+                        for x in (num_tokens, num_drawn, total, entropy.sum(), kl, low, high, probs_diff)])

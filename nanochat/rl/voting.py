@@ -1,5 +1,6 @@
 """
-What k verifications of a solution, or n solutions of a problem, decide together, and how far the share of "CORRECT" can be believed.
+What k verifications of a solution, or n solutions of a problem, decide together, and how far the share of "CORRECT" can
+be believed.
 
 k verifications, n solutions, K steps. A verdict is True, False or None (unreadable), which never speaks for anything.
 """
@@ -11,14 +12,17 @@ NUM_BINS = 10
 
 
 def aligned(step_verdicts: list[bool | None], num_steps: int) -> list[bool | None]:
-    """The verdicts of exactly `num_steps` steps, as evals.verdict_scores reads them: missing ones are None, those of no step are left out."""
+    """The verdicts of exactly `num_steps` steps, as evals.verdict_scores reads them: missing ones are None, those of no
+    step are left out."""
     return (step_verdicts + [None] * num_steps)[:num_steps]
 
 
 def first_error_scores(labels: list[int], predictions: list[int | None]) -> dict:
-    """ProcessBench's scores (Zheng et al. 2024): error_acc, the share of erroneous samples (label >= 0) whose first error is found exactly; correct_acc,
-    that of correct ones (-1) with none claimed; f1, their harmonic mean. None where a kind does not occur. A prediction None is wrong."""
-    hits = {kind: [l == p for l, p in zip(labels, predictions, strict=True) if (l >= 0) is kind] for kind in (True, False)}
+    """ProcessBench's scores (Zheng et al. 2024): error_acc, the share of erroneous samples (label >= 0) whose first
+    error is found exactly; correct_acc, that of correct ones (-1) with none claimed; f1, their harmonic mean. None
+    where a kind does not occur. A prediction None is wrong."""
+    hits = {kind: [l == p for l, p in zip(labels, predictions, strict=True) if (l >= 0) is kind]
+            for kind in (True, False)}
     a, b = (sum(h) / len(h) if h else None for h in hits.values())
     f1 = None if a is None or b is None else 2 * a * b / (a + b) if a + b else 0.0
     return {"error_acc": a, "correct_acc": b, "f1": f1}
@@ -44,7 +48,8 @@ def step_share(verdicts: list[bool | None], step_verdicts: list[list[bool | None
 
 
 def min_step(verdicts: list[bool | None], step_verdicts: list[list[bool | None]]) -> float:
-    """The share of the verifications that judge the weakest step right (the minimum over steps of Wang et al. 2024, Math-Shepherd); 0 without steps."""
+    """The share of the verifications that judge the weakest step right (the minimum over steps of Wang et al. 2024,
+    Math-Shepherd); 0 without steps."""
     return min((column.count(True) / len(column) for column in zip(*step_verdicts, strict=True)), default=0.0)
 
 
@@ -54,12 +59,14 @@ SCORES = {"final": final_share, "steps": step_share, "min_step": min_step}
 # Choosing among n solutions
 
 def best_of_n(scores: list[float], tie_breaks: list[float]) -> int:
-    """Index of the solution with the highest score (Cobbe et al. 2021); ties go to the higher tie break, then to the earliest."""
+    """Index of the solution with the highest score (Cobbe et al. 2021); ties go to the higher tie break, then to the
+    earliest."""
     return max(range(len(scores)), key=lambda i: (scores[i], tie_breaks[i], -i))
 
 
 def weighted_vote(answers: list[str | None], scores: list[float]) -> str | None:
-    """The answer whose solutions have the largest sum of scores (Li et al. 2023), ties going to the earliest; None when no answer could be read."""
+    """The answer whose solutions have the largest sum of scores (Li et al. 2023), ties going to the earliest; None when
+    no answer could be read."""
     sums: dict[str, float] = {}
     for answer, score in zip(answers, scores, strict=True):
         if answer is not None:
@@ -68,9 +75,11 @@ def weighted_vote(answers: list[str | None], scores: list[float]) -> str | None:
     return max(sums, key=lambda answer: round(sums[answer], 9), default=None)
 
 
-def choose(answers: list[str | None], outcomes: list[bool | None], scores: list[float], tie_breaks: list[float]) -> dict | None:
-    """What one problem's n solutions come to, as shares of right ones: pass@1, maj, bon, weighted, pass@n; and "chosen", the answers or (bon) the index
-    that were. Solutions without an outcome are left out; None where none is left. An answer stands for the earliest solution that gives it."""
+def choose(answers: list[str | None], outcomes: list[bool | None], scores: list[float],
+           tie_breaks: list[float]) -> dict | None:
+    """What one problem's n solutions come to, as shares of right ones: pass@1, maj, bon, weighted, pass@n; and
+    "chosen", the answers or (bon) the index that were. Solutions without an outcome are left out; None where none is
+    left. An answer stands for the earliest solution that gives it."""
     kept = [i for i, outcome in enumerate(outcomes) if outcome is not None]
     if not kept:
         return None
@@ -78,7 +87,8 @@ def choose(answers: list[str | None], outcomes: list[bool | None], scores: list[
     n, num_right = len(kept), sum(outcomes)
     vote, best, weighted = majority(answers), best_of_n(scores, tie_breaks), weighted_vote(answers, scores)
     right = lambda answer: float(answer is not None and outcomes[answers.index(answer)])
-    return {"pass@1": num_right / n, "maj": right(vote), "bon": float(outcomes[best]), "weighted": right(weighted), "pass@n": pass_at_k(n, num_right, n),
+    return {"pass@1": num_right / n, "maj": right(vote), "bon": float(outcomes[best]), "weighted": right(weighted),
+            "pass@n": pass_at_k(n, num_right, n),
             "chosen": {"maj": vote, "bon": kept[best], "weighted": weighted}}
 
 
@@ -90,7 +100,8 @@ def brier(shares: list[float], outcomes: list[bool]) -> float:
 
 
 def auroc(shares: list[float], outcomes: list[bool]) -> float | None:
-    """The probability that a right solution has a larger share than a wrong one, ties counting half (Mann and Whitney 1947); None unless both occur."""
+    """The probability that a right solution has a larger share than a wrong one, ties counting half (Mann and Whitney
+    1947); None unless both occur."""
     right, wrong = (sorted(p for p, y in zip(shares, outcomes, strict=True) if y is kind) for kind in (True, False))
     if not right or not wrong:
         return None
@@ -98,11 +109,13 @@ def auroc(shares: list[float], outcomes: list[bool]) -> float | None:
 
 
 def reliability(shares: list[float], outcomes: list[bool], num_bins: int = NUM_BINS) -> list[dict]:
-    """Bins of equal width, the last one closed, without empty ones: low, high, count, the mean share and how many of them are right (a share too)."""
+    """Bins of equal width, the last one closed, without empty ones: low, high, count, the mean share and how many of
+    them are right (a share too)."""
     bins: dict[int, list] = {}
     for p, y in zip(shares, outcomes, strict=True):
         bins.setdefault(min(int(p * num_bins), num_bins - 1), []).append((p, y))
-    return [{"low": m / num_bins, "high": (m + 1) / num_bins, "count": len(pairs), "mean_share": sum(p for p, _ in pairs) / len(pairs),
+    return [{"low": m / num_bins, "high": (m + 1) / num_bins, "count": len(pairs),
+             "mean_share": sum(p for p, _ in pairs) / len(pairs),
              "right": sum(y for _, y in pairs) / len(pairs)} for m, pairs in sorted(bins.items())]
 
 
@@ -117,5 +130,6 @@ def calibration(shares: list[float], outcomes: list[bool]) -> dict | None:
     if not shares:
         return None
     bins = reliability(shares, outcomes)
-    return {"count": len(shares), "ece": expected_calibration_error(bins), "brier": brier(shares, outcomes), "auroc": auroc(shares, outcomes),
+    return {"count": len(shares), "ece": expected_calibration_error(bins), "brier": brier(shares, outcomes),
+            "auroc": auroc(shares, outcomes),
             "bins": bins}
