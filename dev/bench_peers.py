@@ -259,14 +259,17 @@ def interleave(args) -> dict:
                 del runs[name]
             else:
                 runs[name].append(run)
-    print(f"\n{args.workload}: {WORKLOADS[args.workload]}, {args.rounds} rounds of {args.steps} steps, {os.cpu_count()} threads\n")
-    print("| | s per step (min - max) | sampling s | update s | peak MB | times ours | others' CPU |\n| --- | --- | --- | --- | --- | --- | --- |")
+    print(f"\n{args.workload}: {WORKLOADS[args.workload]}, {args.rounds} rounds of {args.steps} steps, "
+          f"{os.cpu_count()} threads\n")
+    print("| | s per step (min - max) | sampling s | update s | peak MB | times ours | others' CPU |\n| --- | --- | "
+          "--- | --- | --- | --- | --- |")
     for name, rows in runs.items():
         seconds, gen, update, peak, others = ([row[key] for row in rows]
                                               for key in ("s_per_step", "gen_s", "update_s", "peak_mem_mb",
                                                           "others_cpu"))
         ratio = f"{statistics.median(seconds) / statistics.median(row['s_per_step'] for row in runs['ours']):.2f}" if "ours" in runs else ""
-        print(f"| {rows[0].get('version', name)} | {statistics.median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f}) | {statistics.median(gen):.2f} | "
+        print(f"| {rows[0].get('version', name)} | {statistics.median(seconds):.2f} ({min(seconds):.2f} - "
+              f"{max(seconds):.2f}) | {statistics.median(gen):.2f} | "
               f"{statistics.median(update):.2f} | {statistics.median(peak):.0f} | {ratio} | {max(others):.0%} |")
     return {"workload": args.workload, "runs": runs}
 

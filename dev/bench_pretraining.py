@@ -94,7 +94,8 @@ def main() -> None:
                                                              check=True).stdout.splitlines()[-1]))
         for side, speeds in found.items():
             speeds.sort()
-            print(f"{name:6s} {side:18s} {speeds[len(speeds) // 2]:9,.0f} tokens/s ({speeds[0]:,.0f} - {speeds[-1]:,.0f})", flush=True)
+            print(f"{name:6s} {side:18s} {speeds[len(speeds) // 2]:9,.0f} tokens/s ({speeds[0]:,.0f} - "
+                  f"{speeds[-1]:,.0f})", flush=True)
 
 
 if __name__ == "__main__":

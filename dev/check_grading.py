@@ -49,7 +49,8 @@ def main(folder: str):
             start = time.monotonic()
             wrong = [pair for pair,
                      verdict in zip(ordinary, graded(pool, ordinary), strict=True) if verdict is not True]
-            print(f"{name}: {len(ordinary)} of {len(pairs)} varied forms need no worker, {len(ordinary) / (time.monotonic() - start):.0f}/s; not True: {wrong}")
+            print(f"{name}: {len(ordinary)} of {len(pairs)} varied forms need no worker, "
+                  f"{len(ordinary) / (time.monotonic() - start):.0f}/s; not True: {wrong}")
 
             pairs = list(zip(golds, golds[1:] + golds[:1], strict=True))
             asked = sum(compare(*map(read, pair)) is None for pair in pairs)
@@ -57,11 +58,13 @@ def main(folder: str):
             verdicts = graded(pool, pairs)
             equal = {pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is not False
                      and unspaced(pair[0]) != unspaced(pair[1])}
-            print(f"{name}: next rows: {asked} of {len(pairs)} pairs to workers, {time.monotonic() - start:.1f} s; equal or None: {sorted(equal)}")
+            print(f"{name}: next rows: {asked} of {len(pairs)} pairs to workers, {time.monotonic() - start:.1f} s; "
+                  f"equal or None: {sorted(equal)}")
 
             bodies = sorted({grading.for_worker(reading) for reading in map(read, golds) if reading.value is None
                              and is_ordinary(reading.body)})
-            print(f"{name}: {len(bodies)} ordinary formulas; not parsed: {[body for body in bodies if not grading.parsable(gold=body)]}")
+            print(f"{name}: {len(bodies)} ordinary formulas; not parsed: "
+                  f"{[body for body in bodies if not grading.parsable(gold=body)]}")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def make_text(seed: int) -> str:
     """Sums in words and digits, with something that is not ASCII."""
     draw = random.Random(seed)
     words = ["apples", "pears", "naïve", "cafés", "世界", "don't", "The answer", "is", "therefore", "<step>"]
-    return "\n".join(f"{draw.choice(words)} {draw.randrange(1000)} + {draw.randrange(99)} {draw.choice(words)} = {draw.choice(words)}!" for _ in range(3000))
+    return "\n".join(f"{draw.choice(words)} {draw.randrange(1000)} + {draw.randrange(99)} {draw.choice(words)} = "
+                     f"{draw.choice(words)}!" for _ in range(3000))
 
 
 @torch.no_grad()

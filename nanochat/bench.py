@@ -32,7 +32,8 @@ def random_model(args, context: int, device) -> GPT:
     BadInput."""
     args.n_kv_head = args.n_kv_head or args.n_head
     if args.n_embd % (2 * args.n_head) or args.n_head % args.n_kv_head:
-        raise BadInput(f"--n-embd {args.n_embd} --n-head {args.n_head} --n-kv-head {args.n_kv_head}: the width must be a multiple of twice the heads, "
+        raise BadInput(f"--n-embd {args.n_embd} --n-head {args.n_head} --n-kv-head {args.n_kv_head}: the width must "
+                       f"be a multiple of twice the heads, "
                        f"the heads a multiple of the key/value heads")
     with torch.device(device):
         model = GPT(GPTConfig(context, args.vocab_size, args.depth, args.n_head, args.n_kv_head, args.n_embd, "L"),

@@ -45,7 +45,8 @@ def load_file(path: str, device="cpu", mmap: bool = False):
     try:
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
     except Exception as error:  # torch raises many types for a file that is damaged or not allowed
-        raise BadInput(f"{path} cannot be loaded: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+        raise BadInput(f"{path} cannot be loaded: "
+                       f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
 
 
 def list_tags(stage: str) -> list[str]:
@@ -76,7 +77,8 @@ def find_step(stage: str, tag: str, step: int | None = None) -> int:
     if not steps:
         raise BadInput(f"no checkpoint {tag} in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}")
     if step is not None and step not in steps:
-        raise BadInput(f"checkpoint {tag} in {path_of(stage)} has no step {step}; there are: {', '.join(map(str, steps))}")
+        raise BadInput(f"checkpoint {tag} in {path_of(stage)} has no step {step}; there are: "
+                       f"{', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
 
 
@@ -220,7 +222,8 @@ def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
     """Says so when an older run left a later step under the tag, which is what loads."""
     last = list_steps(stage, tag)[-1]
     if last > step:
-        print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, which is what loads unless a step is given")
+        print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, which is what loads unless a "
+               f"step is given")
 
 
 def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> int | None:
@@ -239,7 +242,8 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
         raise BadInput(f"--resume-from-step {wanted}: must be -1 (off), auto or a step")
     step = steps[-1] if wanted == "auto" else int(wanted)
     if step not in steps:
-        raise BadInput(f"{path_of(stage, tag)} has no step {step} to continue from; there are: {', '.join(map(str, steps)) or 'none'}")
+        raise BadInput(f"{path_of(stage, tag)} has no step {step} to continue from; there are: "
+                       f"{', '.join(map(str, steps)) or 'none'}")
     meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     check_unchanged(f"{path_of(stage, tag)}", meta["user_config"], args, may_change, defaults)
     return step
@@ -261,5 +265,6 @@ def load_state(run_name: str, step: int) -> dict:
     """A run's state at a step. Raises BadInput that lists the steps there are."""
     steps = saved_steps(run_name)
     if step not in steps:
-        raise BadInput(f"run {run_name} has no complete checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
+        raise BadInput(f"run {run_name} has no complete checkpoint of step {step}; there are: "
+                       f"{', '.join(map(str, steps)) or 'none'}")
     return load_file(path_of("runs", run_name, f"state_{step:06d}.pt"))

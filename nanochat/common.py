@@ -117,7 +117,8 @@ def check_unchanged(what: str, before: dict, args, may_change: set[str], default
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():
         if name not in may_change:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; a continued run cannot change it")
+            raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; a "
+                           f"continued run cannot change it")
     return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]
 
 
@@ -166,7 +167,8 @@ def init_device(device_type: str) -> torch.device:
     if device_type == "":
         device_type = next(name for name, there in available.items() if there)
     if not available.get(device_type):
-        raise BadInput(f"--device-type {device_type}: available are {', '.join(name for name, there in available.items() if there)}")
+        raise BadInput(f"--device-type {device_type}: available are "
+                       f"{', '.join(name for name, there in available.items() if there)}")
     if device_type == "cpu":
         keep_freed_memory()
     device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device(device_type)
@@ -388,7 +390,8 @@ def uses_wandb(run_name: str) -> bool:
     if mode == "online":
         import wandb
         if not wandb.login(prompt=False, verify=False):
-            raise BadInput(f"--run {run_name}: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline or WANDB_MODE=disabled")
+            raise BadInput(f"--run {run_name}: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline or "
+                           f"WANDB_MODE=disabled")
     return True
 
 

@@ -87,7 +87,8 @@ def read_baselines(path: str) -> dict[str, float]:
         try:
             baselines[row["Eval Task"]] = float(row["Random baseline"] or "nan")
         except ValueError:
-            raise BadInput(f"{path}: line {rows.line_num}: baseline {row['Random baseline']!r} is not a number") from None
+            raise BadInput(f"{path}: line {rows.line_num}: baseline {row['Random baseline']!r} is not a "
+                           f"number") from None
     return baselines
 
 
@@ -104,7 +105,8 @@ def read_task(folder: str, path: str, index: int, entry, baselines: dict[str, fl
     if not isinstance(shots, list) or not shots or type(shots[0]) is not int or shots[0] < 0:
         raise BadInput(f"{path}: {label}: num_fewshot must be a list that starts with a number")
     if not 0 <= baselines.get(label, -1) < 100:
-        raise BadInput(f"{os.path.join(folder, 'eval_meta_data.csv')}: no random baseline from 0 to below 100 for {label}")
+        raise BadInput(f"{os.path.join(folder, 'eval_meta_data.csv')}: no random baseline from 0 to below 100 for "
+                       f"{label}")
     data = os.path.join(folder, "eval_data", entry["dataset_uri"])
     task = CoreTask(label, kind, read_items(data, kind), shots[0], delimiter, baselines[label])
     if len(task.items) <= task.num_fewshot:
@@ -180,7 +182,8 @@ def rows_of(tokenizer, task: CoreTask, items: list[dict], index: int) -> list[tu
         return [(ids, len(ids) - common or len(ids)) for ids in rows]  # contexts all the same: nothing to score
     before = [tokenizer.bos, *tokenizer.encode(f"{shots}{str(item['context']).strip()}{task.delimiter}".strip())]
     if len(before) >= len(rows[0]) or rows[0][: len(before)] != before:
-        raise BadInput(f"{task.label}: the continuation {item['continuation']!r} has no tokens of its own behind its context")
+        raise BadInput(f"{task.label}: the continuation {item['continuation']!r} has no tokens of its own behind its "
+                       f"context")
     return [(rows[0], len(before))]
 
 

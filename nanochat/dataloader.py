@@ -35,7 +35,8 @@ def find_files(sources: list[str]) -> list[str]:
         files += sorted(found)
     endings = {os.path.splitext(name)[1] for name in files}
     if len(endings) > 1 or endings - FORMATS.keys():
-        raise BadInput(f"{', '.join(sources)}: has files ending in {', '.join(sorted(endings))}; give one format of {', '.join(FORMATS)}")
+        raise BadInput(f"{', '.join(sources)}: has files ending in {', '.join(sorted(endings))}; give one format of "
+                       f"{', '.join(FORMATS)}")
     return files
 
 
@@ -59,7 +60,8 @@ def open_rows(sources: list[str]):
             rows = datasets.load_dataset(name, split=split or "train", streaming=True)
         columns = rows.column_names or list(next(iter(rows)))
     except Exception as error:  # datasets raises many types for files that are damaged and names that are not there
-        raise BadInput(f"{', '.join(sources)}: cannot be read: {' '.join(str(error).split())[:200] or type(error).__name__}") from None
+        raise BadInput(f"{', '.join(sources)}: cannot be read: "
+                       f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
     if "text" not in columns:
         raise BadInput(f"{', '.join(sources)}: has no column 'text', but {', '.join(columns)}")
     return rows.select_columns(["text"])
@@ -84,7 +86,8 @@ class Documents:
             while (row := self._next(rows, i)) is not None:
                 i += 1
                 if not isinstance(row["text"], str):
-                    raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} in epoch {self.epoch} has no text")
+                    raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} in epoch {self.epoch} "
+                                   f"has no text")
                 nothing_yet = False
                 yield row["text"]
             if nothing_yet:
@@ -96,7 +99,8 @@ class Documents:
         try:
             return next(rows, None)
         except Exception as error:  # as above: damage behind the first rows shows here
-            raise BadInput(f"{', '.join(self.sources)}: cannot be read behind row {i}: {' '.join(str(error).split())[:200]}") from None
+            raise BadInput(f"{', '.join(self.sources)}: cannot be read behind row {i}: "
+                           f"{' '.join(str(error).split())[:200]}") from None
 
     def __iter__(self) -> Iterator[str]:
         return self.iterator

@@ -128,7 +128,8 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - max_new_tokens:
-            raise BadInput(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones it must have 1 to {context - max_new_tokens} "
+            raise BadInput(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones it must have 1 to "
+                           f"{context - max_new_tokens} "
                              f"(context {context})")
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)

@@ -65,7 +65,8 @@ class Tokenizer:
         """A tokenizer of `vocab_size` ids, specials included; MIN_VOCAB_SIZE is bytes without merges. Raises BadInput
         below that."""
         if vocab_size < MIN_VOCAB_SIZE:
-            raise BadInput(f"--vocab-size {vocab_size}: must be at least {MIN_VOCAB_SIZE} (256 bytes and {len(SPECIAL_TOKENS)} special tokens)")
+            raise BadInput(f"--vocab-size {vocab_size}: must be at least {MIN_VOCAB_SIZE} (256 bytes and "
+                           f"{len(SPECIAL_TOKENS)} special tokens)")
         ranks = {bytes([i]): i for i in range(256)}
         if vocab_size > MIN_VOCAB_SIZE:
             import rustbpe
@@ -73,7 +74,8 @@ class Tokenizer:
             trainer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
             ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
             if len(ranks) < vocab_size - len(SPECIAL_TOKENS):
-                raise BadInput(f"--vocab-size {vocab_size}: the text gives no more than {len(ranks) + len(SPECIAL_TOKENS)}")
+                raise BadInput(f"--vocab-size {vocab_size}: the text gives no more than "
+                               f"{len(ranks) + len(SPECIAL_TOKENS)}")
         specials = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         return cls(tiktoken.Encoding("nanochat", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials))
 
@@ -111,7 +113,8 @@ class Tokenizer:
     def check_model(self, name: str, model) -> None:
         """Raises BadInput unless a model was made for this tokenizer's vocabulary."""
         if model.vocab_size != self.vocab_size:
-            raise BadInput(f"the {name} has a vocabulary of {model.vocab_size}, the tokenizer one of {self.vocab_size}: it was trained with another")
+            raise BadInput(f"the {name} has a vocabulary of {model.vocab_size}, the tokenizer one of "
+                           f"{self.vocab_size}: it was trained with another")
 
     def special(self, name: str) -> int:
         return self.encoding.encode_single_token(name)

@@ -30,7 +30,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device-batch-size", type=int, default=32,
                         help="rows that go through the model at once, per rank")
     parser.add_argument("--core", default="",
-                        help="folder of the tasks (core.yaml, eval_data, eval_meta_data.csv); default: eval_bundle, if it is there")
+                        help="folder of the tasks (core.yaml, eval_data, eval_meta_data.csv); default: eval_bundle, "
+                             "if it is there")
     parser.add_argument("--max-per-task", type=int, default=-1, help="examples per task; -1 = all")
     parser.add_argument("--prompts", nargs="*",
                         default=["The capital of France is", "If yesterday was Friday, then tomorrow will be", "3+5*2"],
@@ -64,7 +65,8 @@ def evaluate_text(args, model, tokenizer) -> None:
     bpb = bits_per_byte(model, (batches.next_batch() for _ in range(num_batches)),
                         load_file(path_of("tokenizer", "token_bytes.pt")))
     passes = f", {batches.documents.epoch} whole passes over it" if batches.documents.epoch else ""
-    print0(f"bits per byte {bpb:.4f} on {num_batches * args.device_batch_size * model.config.sequence_len * world:,} tokens{passes}")
+    print0(f"bits per byte {bpb:.4f} on {num_batches * args.device_batch_size * model.config.sequence_len * world:,} "
+           f"tokens{passes}")
 
 
 def print_continuations(args, model, tokenizer) -> None:

@@ -105,7 +105,8 @@ def apply_rules(args, model, world: int) -> dict:
         batch = 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference) ** 0.383))
     row = args.sequence_len * world
     if batch % row:
-        raise BadInput(f"--total-batch-size {batch}: must be a multiple of --sequence-len {args.sequence_len} times {world} ranks")
+        raise BadInput(f"--total-batch-size {batch}: must be a multiple of --sequence-len {args.sequence_len} times "
+                       f"{world} ranks")
     if args.num_iterations > 0:
         num_steps = args.num_iterations
     elif args.target_flops > 0:
@@ -113,7 +114,8 @@ def apply_rules(args, model, world: int) -> dict:
     else:
         num_steps = int(tokens // batch)
     if num_steps < 1:
-        raise BadInput(f"--target-flops {args.target_flops} --target-param-data-ratio {args.target_param_data_ratio}: not one step of {batch} tokens")
+        raise BadInput(f"--target-flops {args.target_flops} --target-param-data-ratio "
+                       f"{args.target_param_data_ratio}: not one step of {batch} tokens")
     lr_factor = math.sqrt(batch / REFERENCE_BATCH)
     return {"weights": weights, "num_steps": num_steps, "batch": batch, "rows": batch // row, "lr_factor": lr_factor,
             "weight_decay": args.weight_decay * lr_factor * reference / tokens}
@@ -121,16 +123,19 @@ def apply_rules(args, model, world: int) -> dict:
 
 def print_rules(what: str, model, rules: dict, where: str) -> None:
     num_tokens = rules["num_steps"] * rules["batch"]
-    print0(f"pretraining of {what}: {model.config}, {sum(p.numel() for p in model.parameters()):,} parameters, {rules['weights']:,} in matrices\n"
+    print0(f"pretraining of {what}: {model.config}, {sum(p.numel() for p in model.parameters()):,} parameters, "
+           f"{rules['weights']:,} in matrices\n"
            f"{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
-           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight decay {rules['weight_decay']:.4f}, {where}")
+           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight "
+           f"decay {rules['weight_decay']:.4f}, {where}")
 
 
 def split_sources(args) -> tuple[list[str], list[str]]:
     """Training and validation sources: without --val-data the last of several files is validation. Raises BadInput."""
     if args.val_data or is_hub_name(args.data):
         if not args.val_data:
-            raise BadInput(f"--data {args.data[0]}: give --val-data too, for example {args.data[0].split(':')[0]}:validation")
+            raise BadInput(f"--data {args.data[0]}: give --val-data too, for example "
+                           f"{args.data[0].split(':')[0]}:validation")
         return args.data, args.val_data
     files = find_files(args.data)
     if len(files) < 2:
@@ -198,10 +203,12 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
         if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
             bpb = f" | val bpb {record['val_bpb']:.4f}" if "val_bpb" in record else ""
             left = state["seconds"] / (step + 1) * (num_steps - step - 1)
-            print0(f"step {step:5d}/{num_steps} | loss {loss:.4f}{bpb} | {tokens_per_s:,.0f} tokens/s | MFU {100 * record['mfu']:.0f}% | "
+            print0(f"step {step:5d}/{num_steps} | loss {loss:.4f}{bpb} | {tokens_per_s:,.0f} tokens/s | MFU "
+                   f"{100 * record['mfu']:.0f}% | "
                    f"epoch {record['epoch']} | {left / 60:.1f} min left")
         if state["skipped"] == 3:
-            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning rates")
+            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning "
+                           f"rates")
         if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < num_steps:
             save()
         if args.sample_every > 0 and state["step"] % args.sample_every == 0 and state["step"] < num_steps:
@@ -264,7 +271,8 @@ def main(args) -> None:
     def evaluate() -> float:
         val_bpb = bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
         if not math.isfinite(val_bpb):
-            raise Diverged(f"behind step {state['step']}: validation bits per byte are {val_bpb}; lower the learning rates")
+            raise Diverged(f"behind step {state['step']}: validation bits per byte are {val_bpb}; lower the learning "
+                           f"rates")
         return val_bpb
 
     def save(val_bpb: float | None = None) -> None:
@@ -284,12 +292,14 @@ def main(args) -> None:
     except StopRequested:
         save()
         run.finish()
-        raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} --resume-from-step auto") from None
+        raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} --resume-from-step "
+                            f"auto") from None
     save(val_bpb)
     run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb})
     run.finish()
     print_samples(args, model, tokenizer, val_sources)
-    print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, {batches.num_empty} had no text\n"
+    print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, "
+           f"{batches.num_empty} had no text\n"
            f"saved {path_of('base', tag)} at step {state['step']}")
     if rank == 0:
         warn_of_later_steps("base", tag, state["step"])

@@ -154,7 +154,8 @@ def usable_providers(args, inputs: dict) -> tuple[dict, dict]:
         try:
             errors[name] = relative_error(gradients(PROVIDERS[name], args, part), exact)
         except NOT_USABLE as error:
-            print0(f"{name} is left out: {type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0][:150]}")
+            print0(f"{name} is left out: {type(error).__name__}: "
+                   f"{(str(error) or 'no reason given').splitlines()[0][:150]}")
             continue
         if errors[name] < limit:
             usable[name] = partial(gradients, PROVIDERS[name], args, inputs)
@@ -209,7 +210,8 @@ def rows_of_table(results: dict, errors: dict, floor: str, flops: float):
         result["gradient_error"] = errors.get(name)
         memory = "-" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 2 ** 20:.0f}"
         error = "-" if result["gradient_error"] is None else f"{result['gradient_error']:.1e}"
-        yield (f"{name:16} {1e3 * result['seconds']:10.2f} {result['useful_tflop_per_s']:10.3f} {result['percent_of_products']:11.1f} {memory:>9} "
+        yield (f"{name:16} {1e3 * result['seconds']:10.2f} {result['useful_tflop_per_s']:10.3f} "
+               f"{result['percent_of_products']:11.1f} {memory:>9} "
                f"{error:>9}")
 
 
@@ -218,7 +220,8 @@ def main(args) -> None:
                        "rounds": 1})
     unknown = set(args.providers.split(",")) - PROVIDERS.keys()
     if unknown:
-        raise BadInput(f"--providers {args.providers}: there is no {', '.join(sorted(unknown))}; choose from {', '.join(PROVIDERS)}")
+        raise BadInput(f"--providers {args.providers}: there is no {', '.join(sorted(unknown))}; choose from "
+                       f"{', '.join(PROVIDERS)}")
     if args.softcap == float("inf"):
         raise BadInput("--softcap inf: give 0 for none")
     device = init_device(args.device_type)

@@ -136,7 +136,8 @@ def main(args) -> None:
                        "verification_len": 1, "steps": 1,
                        "micro_batch_tokens": 0, **MODEL_LEAST})
     if args.examples_per_step % rank_and_world()[1]:
-        raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {rank_and_world()[1]} ranks")
+        raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the "
+                       f"{rank_and_world()[1]} ranks")
     device = init_device(args.device_type)
     args.micro_batch_tokens = args.micro_batch_tokens or (16384 if device.type == "cuda" else 4096)
     context = args.prompt_len + args.completion_len + args.verification_len

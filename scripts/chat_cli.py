@@ -89,7 +89,8 @@ def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
     when the prompt does not fit."""
     room = model.config.sequence_len - len(prompt)
     if room < 1:
-        raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin anew with clear")
+        raise BadInput(f"the conversation has {len(prompt)} tokens, the context {model.config.sequence_len}: begin "
+                       f"anew with clear")
     limit, speaker = min(args.max_new_tokens, room), Speaker(tokenizer)
     print("\nAssistant: ", end="", flush=True)
     out = generate(model, [prompt], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens,
@@ -108,7 +109,8 @@ def verify(args, verifier, tokenizer, fmt: Format, problem: str, solution: str, 
     prompt = verifier_prompt(tokenizer, fmt, problem, solution)
     room = verifier.config.sequence_len - len(prompt)
     if room < 1:
-        raise BadInput(f"problem and solution are {len(prompt)} tokens to the verifier, its context {verifier.config.sequence_len}")
+        raise BadInput(f"problem and solution are {len(prompt)} tokens to the verifier, its context "
+                       f"{verifier.config.sequence_len}")
     out = generate(verifier, [prompt], 1, max_new_tokens=min(args.max_new_tokens, room),
                    stop_tokens=tokenizer.stop_tokens, keys=[0], temperature=0)
     tokens, stopped = out.tokens[0].tolist(), bool(out.stopped[0])
@@ -137,7 +139,8 @@ def choose_format(args, recorded: dict) -> Format | None:
         task = ""  # it has never seen the task
     name = args.format or (TASKS[task].fmt.name if task in TASKS else "chat")
     if args.verifier and name == "chat":
-        raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format compact or paper")
+        raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "
+                       f"compact or paper")
     return FORMATS.get(name)
 
 

@@ -33,7 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, help="stage of the checkpoint")
     parser.add_argument("-a", "--task-name", default="",
-                        help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; default: the checkpoint's")
+                        help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; default: the "
+                             f"checkpoint's")
     parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
     parser.add_argument("-x", "--max-problems", type=int, default=-1,
@@ -180,7 +181,8 @@ def main(args) -> None:
         choices = load_choices(name, args.choices, args.max_problems)
         accuracy, num_long = letter_accuracy(model, tokenizer, choices, device)
         left_out = f" | {num_long} longer than the context" if num_long else ""
-        print0(f"{name:40s} {len(choices):5d} questions | accuracy {100 * accuracy:5.1f}% (chance {100 * RANDOM_BASELINE:.0f}%){left_out}")
+        print0(f"{name:40s} {len(choices):5d} questions | accuracy {100 * accuracy:5.1f}% (chance "
+               f"{100 * RANDOM_BASELINE:.0f}%){left_out}")
 
 
 if __name__ == "__main__":

@@ -79,14 +79,17 @@ def make_parser() -> argparse.ArgumentParser:
     training.add_argument("--micro-batch-tokens", type=int, default=2048,
                           help="tokens that go through the model at once; changes no result")
     training.add_argument("--pack", action=argparse.BooleanOptionalAction, default=False,
-                          help="several examples per row of the whole context, as in pretraining; a row's later examples see its earlier ones")
+                          help="several examples per row of the whole context, as in pretraining; a row's later "
+                               "examples see its earlier ones")
     training.add_argument("--matrix-lr", type=float, default=4e-3, help="Muon, for the blocks' matrices")
     training.add_argument("--embedding-lr", type=float, default=4e-3,
                           help="AdamW, for everything else; of an imported model for all of it")
     training.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
-                          help="shard an imported model's weights, gradients and optimizer over the ranks (FSDP2); changes no result")
+                          help="shard an imported model's weights, gradients and optimizer over the ranks (FSDP2); "
+                               "changes no result")
     training.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
-                          help="run its blocks again in the backward pass instead of keeping their activations; changes no result")
+                          help="run its blocks again in the backward pass instead of keeping their activations; "
+                               "changes no result")
     return parser
 
 
@@ -102,7 +105,8 @@ def start_model(args, tokenizer, device, dtype):
     shape, parser = model.config.asdict() | {"depth": model.config.n_layer}, make_parser()
     for name in ("depth", "n_embd", "n_head", "n_kv_head", "sequence_len", "window_pattern"):
         if getattr(args, name) not in (parser.get_default(name), shape.get(name)):
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the {args.from_stage} model has {shape.get(name)}, and keeps its shape")
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the {args.from_stage} model has "
+                           f"{shape.get(name)}, and keeps its shape")
     return model
 
 
@@ -131,7 +135,8 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
         prompt, completion = verifier_prompt(tokenizer, task.fmt, problem.prompt, solution), task.verification_demo(problem, solution, rng)
     completion = [*tokenizer.encode(completion), tokenizer.assistant_end]
     if len(prompt) + len(completion) > context:
-        raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} has {len(prompt) + len(completion)} tokens")
+        raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} "
+                       f"has {len(prompt) + len(completion)} tokens")
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
 
 
@@ -163,7 +168,8 @@ class Examples:
         now, not in the middle of training."""
         num_long = [self(i) for i in range(512)].count(None)
         if num_long and num_long == math.floor(512 * self.share):
-            raise BadInput(f"--conversations {self.names}: none of the first {num_long} fits the context of {self.context}")
+            raise BadInput(f"--conversations {self.names}: none of the first {num_long} fits the context of "
+                           f"{self.context}")
 
     def __call__(self, index: int) -> tuple[list[int], list[int]] | None:
         """Ids and loss mask, None for a conversation longer than the context: to be counted."""
@@ -218,7 +224,8 @@ def train(args, run, model, parameters, optimizers, examples: Examples, state: d
             left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
             print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {state['seconds']:.0f}s, {left:.0f}s left")
         if state["skipped"] == 3:
-            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning rates")
+            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning "
+                           f"rates")
         if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < args.num_steps:
             save()
 
@@ -274,7 +281,8 @@ def main(args) -> None:
     dtype = compute_dtype(device)
     model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed, args.shard)[0]
     if args.shard and not isinstance(model, Decoder):
-        raise BadInput("--shard: Muon needs whole matrices; only imported models, which AdamW trains, can be sharded here")
+        raise BadInput("--shard: Muon needs whole matrices; only imported models, which AdamW trains, can be sharded "
+                       "here")
     set_recompute(model, args.recompute, args.role)
     generator = load_generator(args, tokenizer, model, device, dtype, resumed is not None) if args.role == "verifier" else None
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -287,7 +295,8 @@ def main(args) -> None:
         return
     examples = Examples(args, task, tokenizer, model.config.sequence_len)
     examples.check()  # before anything is sampled or written, and with what was sampled below
-    print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, {sum(p.numel() for p in parameters):,} parameters trained, "
+    print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, "
+           f"{sum(p.numel() for p in parameters):,} parameters trained, "
            f"{device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None,
                     path_of("sft", tag))
@@ -317,7 +326,8 @@ def main(args) -> None:
         if state["step"]:
             save()
         run.finish()
-        raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and --resume-from-step auto") from None
+        raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and --resume-from-step "
+                            f"auto") from None
     save()
     run.finish()
     left_out = f", {state['too_long']} conversations were longer than the context and left out" if args.conversations else ""

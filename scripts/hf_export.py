@@ -35,7 +35,8 @@ def main(args) -> None:
     step = find_step(args.stage, args.model_tag, None if args.step < 0 else args.step)
     _, config = load_meta(path_of(args.stage, args.model_tag, f"meta_{step:06d}.json"))
     if not isinstance(config, DecoderConfig):
-        raise BadInput(f"--model-tag {args.model_tag}: is nanochat's own model, which transformers does not know; only imported ones can be exported")
+        raise BadInput(f"--model-tag {args.model_tag}: is nanochat's own model, which transformers does not know; "
+                       f"only imported ones can be exported")
     tokenizer = load_tokenizer(path_of("tokenizer"))
     model, _ = load_model(args.stage, args.model_tag, torch.device("cpu"), torch.float32, step)
     write_model(folder, model.config, model.state_dict(), DTYPES[args.dtype], tokenizer)

@@ -23,7 +23,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--source", required=True,
-                        help="a model folder (config.json, safetensors, tokenizer.json), or the name of a model on the hub")
+                        help="a model folder (config.json, safetensors, tokenizer.json), or the name of a model on "
+                             "the hub")
     parser.add_argument("--model-tag", required=True,
                         help="tag of the checkpoint; tango_rl takes <tag>-ver for the verifier")
     return parser
@@ -35,7 +36,8 @@ def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> None:
     if not any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.pkl", "tokenizer.json")):
         tokenizer.save(folder)
     elif not tokenizer.equals(load_tokenizer(folder)):
-        raise BadInput(f"--source {source}: its tokenizer is not the one in {folder}; give NANOCHAT_BASE_DIR another folder")
+        raise BadInput(f"--source {source}: its tokenizer is not the one in {folder}; give NANOCHAT_BASE_DIR another "
+                       f"folder")
 
 
 def main(args) -> None:
@@ -50,7 +52,8 @@ def main(args) -> None:
     keep_tokenizer(tokenizer, args.source)
     save_model("sft", args.model_tag, 0, model, {"imported_from": args.source})
     number = sum(p.numel() for p in model.parameters())
-    print0(f"{args.source}: {model.config.architecture}, {number / 1e9:.3f}B parameters in {next(model.parameters()).dtype}, context "
+    print0(f"{args.source}: {model.config.architecture}, {number / 1e9:.3f}B parameters in "
+           f"{next(model.parameters()).dtype}, context "
            f"{model.config.sequence_len}"
            + ("" if tokenizer.has_template else "; its tokenizer has no chat template: prompts are plain text"))
     print0(f"checkpoint: {path_of('sft', args.model_tag)}")

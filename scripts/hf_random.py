@@ -88,7 +88,8 @@ def main(args) -> None:
     model = allocate(Decoder, config, torch.float32, "cpu", DTYPES[args.dtype])
     model.init_weights(torch.Generator().manual_seed(args.seed), args.std)
     write_model(folder, config, model.state_dict(), DTYPES[args.dtype], tokenizer)
-    print0(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e9:.3f}B random parameters, {tokenizer.vocab_size} tokens")
+    print0(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e9:.3f}B random parameters, "
+           f"{tokenizer.vocab_size} tokens")
 
 
 if __name__ == "__main__":

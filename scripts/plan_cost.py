@@ -119,8 +119,10 @@ def main(args) -> None:
     text, chat = evaluation_rows(args, parse(base_eval, args.base_eval), model, speed)
     rows += [tango, text, chat]
     total = sum(seconds for _, seconds, _ in rows) + chat[1]  # behind SFT and behind RL
-    print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training and "
-           f"{100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, ${args.dollars:.2f} per GPU and hour; not measured")
+    print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training "
+           f"and "
+           f"{100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, ${args.dollars:.2f} per GPU "
+           f"and hour; not measured")
     for name, seconds, what in [*rows, ("in all, CORE apart", total, ""), grpo]:
         print0(f"{name:28s} {seconds / 3600:6.3f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
 

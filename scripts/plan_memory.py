@@ -47,7 +47,8 @@ def config_named(name: str) -> Config:
     try:
         return read_config(find_folder(name))
     except BadInput as error:
-        raise BadInput(f"{name}: no known shape ({', '.join(SHAPES)}), no SFT checkpoint, and as a folder or hub name: {error}") from None
+        raise BadInput(f"{name}: no known shape ({', '.join(SHAPES)}), no SFT checkpoint, and as a folder or hub "
+                       f"name: {error}") from None
 
 
 def main(args) -> None:
@@ -64,7 +65,8 @@ def main(args) -> None:
     draws = draws_of(recipe.calls(plan_args), lambda wrap: args.prompt_tokens)
     held = {name: Held(True, args.kl_coef > 0) for name in configs}
     setting = Setting(dtype=DTYPES[args.dtype], micro_batch_tokens=args.micro_batch_tokens, max_rows=args.max_rows)
-    print0(f"{'ranks':>5s} {'--shard':>8s} {'--recompute':>12s} {'stays':>9s} {'sampling':>9s} {'update':>9s} {'peak':>9s}  GB per rank")
+    print0(f"{'ranks':>5s} {'--shard':>8s} {'--recompute':>12s} {'stays':>9s} {'sampling':>9s} {'update':>9s} "
+           f"{'peak':>9s}  GB per rank")
     best = None
     for variant in variants(setting, sorted(set(args.ranks))):
         plan = memory_plan(configs, held, draws, variant)
@@ -73,14 +75,18 @@ def main(args) -> None:
         resident, fits = plan["peak"] - max(plan["phases"].values()), plan["peak"] / 1e9 <= args.memory
         best = best or (variant, plan) if fits else best
         yes = lambda flag: "yes" if flag else "no"
-        print0(f"{variant.ranks:5d} {yes(variant.shard):>8s} {yes(variant.recompute):>12s} {resident / 1e9:9.2f} {phases['sampling'] / 1e9:9.2f} "
-               f"{phases['updating'] / 1e9:9.2f} {plan['peak'] / 1e9:9.2f}  {'fits' if fits else 'does not fit'} {args.memory:g} GB")
+        print0(f"{variant.ranks:5d} {yes(variant.shard):>8s} {yes(variant.recompute):>12s} {resident / 1e9:9.2f} "
+               f"{phases['sampling'] / 1e9:9.2f} "
+               f"{phases['updating'] / 1e9:9.2f} {plan['peak'] / 1e9:9.2f}  {'fits' if fits else 'does not fit'} "
+               f"{args.memory:g} GB")
     if best:
         chosen, plan = best
-        print0(f"\nthe first that fits, {chosen.ranks} rank(s){' --shard' * chosen.shard}{' --recompute' * chosen.recompute}:")
+        print0(f"\nthe first that fits, {chosen.ranks} "
+               f"rank(s){' --shard' * chosen.shard}{' --recompute' * chosen.recompute}:")
         print0("\n".join(show_plan(plan, args.memory)))
     else:
-        print0("\nnothing fits: lower --max-rows (sampling), --micro-batch-tokens (update), the lengths, or take more ranks with --shard")
+        print0("\nnothing fits: lower --max-rows (sampling), --micro-batch-tokens (update), the lengths, or take "
+               "more ranks with --shard")
 
 
 if __name__ == "__main__":

@@ -108,7 +108,8 @@ def add_common_args(parser) -> None:
     models.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
                         help="shard weights, gradients and optimizers over the ranks (FSDP2); changes no result")
     models.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
-                        help="run blocks of imported models again in the backward pass instead of keeping their activations; changes no result")
+                        help="run blocks of imported models again in the backward pass instead of keeping their "
+                             "activations; changes no result")
     rollout = parser.add_argument_group("rollouts")
     rollout.add_argument("--examples-per-step", type=int, default=32, help="problems per step, over all ranks")
     rollout.add_argument("--num-samples", type=int, default=8, help="G: rollouts per prompt")
@@ -118,7 +119,8 @@ def add_common_args(parser) -> None:
     rollout.add_argument("--max-rows", type=int, default=1024,
                          help="rollouts per rank that decode together; changes memory, no result")
     rollout.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
-                         help="solutions may call the calculator (python_start ... python_end); its output is forced and not trained")
+                         help="solutions may call the calculator (python_start ... python_end); its output is forced "
+                              "and not trained")
     loss = parser.add_argument_group("advantages, loss and optimizer")
     loss.add_argument("--advantage", default="grpo", help=f"one of: {', '.join(PRESETS)}")
     loss.add_argument("--loss", default="ppo_clip", help=f"one of: {', '.join(POLICY_LOSSES)}")
@@ -162,10 +164,12 @@ def check_args(args, recipe, task, world: int) -> None:
     if args.shard and world == 1:
         raise BadInput("--shard: there is one rank, so nothing to shard over; start several with torchrun")
     if args.examples_per_step % world or args.eval_examples < world:
-        raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks (and --eval-examples "
+        raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks (and "
+                       f"--eval-examples "
                        f"at least that)")
     if args.num_samples < 2 and PRESETS[args.advantage].scope == "group" and PRESETS[args.advantage].center != "none":
-        raise BadInput(f"--num-samples 1: --advantage {args.advantage} compares the rollouts of a group and needs at least 2")
+        raise BadInput(f"--num-samples 1: --advantage {args.advantage} compares the rollouts of a group and needs at "
+                       f"least 2")
     if hasattr(recipe, "check"):
         recipe.check(args, task)
 
@@ -255,7 +259,8 @@ def one_step(t: Play, recipe, counted: str):
     t.has_moved = False
     for role, in_a_row in state.skipped_in_a_row.items():
         if in_a_row >= 3:
-            raise Diverged(f"step {record['step']}: loss or gradient of the {role} was not finite three times in a row; "
+            raise Diverged(f"step {record['step']}: loss or gradient of the {role} was not finite three times in a "
+                           f"row; "
                            f"look at its learning rate and at the last records of metrics.jsonl")
 
 
@@ -377,7 +382,8 @@ def main(args) -> None:
         if is_started:
             save_set(run, t.state, roles, args)
         run.finish()
-        raise StopRequested(f"stopped behind step {t.step}; go on with --run {args.run} --resume-from-step auto") from None
+        raise StopRequested(f"stopped behind step {t.step}; go on with --run {args.run} --resume-from-step "
+                            f"auto") from None
     print_table(t.state.before, after, getattr(recipe, "TABLE", None))
     if rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {

@@ -32,9 +32,11 @@ forty years explained, to whoever would listen, why gulls sleep on one leg.\n"""
     return merged + left[i:] + right[j:]\n''',
     "latex": r"""\begin{proof} Let $S_n = \sum_{k=1}^{n} x^{k-1}$ with $x \neq 1$. Then $x S_n - S_n = x^n - 1$, so that
 \[ S_n = \frac{x^n - 1}{x - 1}, \qquad \lim_{n \to \infty} S_n = \frac{1}{1 - x} \quad \text{for } |x| < 1. \] \end{proof}""" + "\n",
-    "greek": "Το καράβι έφυγε αργά το πρωί, γιατί η ομίχλη δεν έλεγε να σηκωθεί από το λιμάνι. Κανείς δεν βιαζόταν: ο φούρναρης είχε φέρει "
+    "greek": "Το καράβι έφυγε αργά το πρωί, γιατί η ομίχλη δεν έλεγε να σηκωθεί από το λιμάνι. Κανείς δεν βιαζόταν: "
+             "ο φούρναρης είχε φέρει "
              "ζεστό ψωμί και ο ταχυδρόμος διάβαζε δυνατά την εφημερίδα.\n",
-    "numbers": "48/2=24, 48+24=72; 3.14159265, 2.71828183; 1,250,000 - 87,500 = 1,162,500; 2024-02-29 07:45:30; 65537, 0x7f3a, 1e-05\n" * 2,
+    "numbers": "48/2=24, 48+24=72; 3.14159265, 2.71828183; 1,250,000 - 87,500 = 1,162,500; 2024-02-29 07:45:30; "
+               "65537, 0x7f3a, 1e-05\n" * 2,
 }
 
 
@@ -86,7 +88,8 @@ def check_round_trip(tokenizer: Tokenizer, name: str, text: str) -> None:
     before, after = text.encode(), b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
     if before != after:
         at = len(os.path.commonprefix([before, after]))
-        raise BadInput(f"the tokenizer does not give back the text {name}: from byte {at} it has {after[at: at + 12]!r}, not {before[at: at + 12]!r}")
+        raise BadInput(f"the tokenizer does not give back the text {name}: from byte {at} it has "
+                       f"{after[at: at + 12]!r}, not {before[at: at + 12]!r}")
 
 
 def compression_table(texts: dict[str, str], encoders: dict[str, Callable]) -> list[str]:
@@ -122,13 +125,15 @@ def main(args) -> None:
     for name in filter(None, args.compare.split(",")):
         encoding = local_encoding(name)
         if encoding is None:
-            print0(f"{name}: not on this machine, left out; tiktoken downloads it where there is a network, to the folder $TIKTOKEN_CACHE_DIR")
+            print0(f"{name}: not on this machine, left out; tiktoken downloads it where there is a network, to the "
+                   f"folder $TIKTOKEN_CACHE_DIR")
         else:
             encoders[name] = encoding.encode_ordinary
     for name, text in texts.items():
         check_round_trip(tokenizer, name, text)
     print0("\n".join(compression_table(texts, encoders)))
-    print0(f"ours: {tokenizer.vocab_size} ids, every text comes back byte for byte, {tokens_per_second(tokenizer.encode, list(texts.values())):,.0f} tokens/s")
+    print0(f"ours: {tokenizer.vocab_size} ids, every text comes back byte for byte, "
+           f"{tokens_per_second(tokenizer.encode, list(texts.values())):,.0f} tokens/s")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help=f"ids, special tokens included; {MIN_VOCAB_SIZE} = no merges")
     parser.add_argument("--num-texts", type=int, default=5000, help="demonstrations of the task to train on")
     parser.add_argument("--data", nargs="+", default=[],
-                        help="train on text instead: .txt, .jsonl or .parquet files, folders, patterns, or one datasets name")
+                        help="train on text instead: .txt, .jsonl or .parquet files, folders, patterns, or one "
+                             "datasets name")
     parser.add_argument("--max-chars", type=int, default=2_000_000_000,
                         help="with --data: characters to train on, of one pass over it")
     parser.add_argument("--doc-cap", type=int, default=10_000, help="with --data: characters of a document that count")
@@ -52,7 +53,8 @@ def check_models(folder: str, tokenizer: Tokenizer) -> None:
     write nonsense."""
     tags = [f"{stage} {tag}" for stage in ("base", "sft", "rl") for tag in list_tags(stage)]
     if tags and os.path.exists(os.path.join(folder, "tokenizer.pkl")) and not Tokenizer.load(folder).equals(tokenizer):
-        raise BadInput(f"{folder} holds the tokenizer of {', '.join(tags)}, and this would be another: use it (--if-missing) or set NANOCHAT_BASE_DIR to a "
+        raise BadInput(f"{folder} holds the tokenizer of {', '.join(tags)}, and this would be another: use it "
+                       f"(--if-missing) or set NANOCHAT_BASE_DIR to a "
                        f"new folder")
 
 
@@ -73,7 +75,8 @@ def main(args) -> None:
     if rank_and_world()[0] == 0:
         tokenizer.save(folder)
     example = task.solution_demo(task.problem("sft", 0), random.Random(0))
-    print0(f"tokenizer: {tokenizer.vocab_size} ids in {folder}, {time.time() - started:.0f}s; {example!r} is {len(tokenizer.encode(example))} tokens")
+    print0(f"tokenizer: {tokenizer.vocab_size} ids in {folder}, {time.time() - started:.0f}s; {example!r} is "
+           f"{len(tokenizer.encode(example))} tokens")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
                         help="default: the best there is")
     parser.add_argument("--seed", type=int, default=None,
-                        help="of problems and sampling noise; default: the checkpoint's (the generator's if there is one)")
+                        help="of problems and sampling noise; default: the checkpoint's (the generator's if there is "
+                             "one)")
     parser.add_argument("--out", default="", metavar="FILE.json",
                         help="writes all numbers and every single prediction there")
     group = parser.add_argument_group("ProcessBench")
@@ -115,7 +116,8 @@ def check_args(args) -> None:
                                 ("num_samples", args.generator_tag and args.generator_temperature == 0,
                                  "--generator-temperature")):
         if getattr(args, count) > 1 and greedy:
-            raise BadInput(f"--{count.replace('_', '-')} {getattr(args, count)}: greedy ones are all the same; give {flag} above 0")
+            raise BadInput(f"--{count.replace('_', '-')} {getattr(args, count)}: greedy ones are all the same; give "
+                           f"{flag} above 0")
     check_name("--verifier-tag", args.verifier_tag)
     check_name("--generator-tag", args.generator_tag or args.verifier_tag)
     if args.out:
@@ -200,13 +202,15 @@ def print_calibration(scores: dict[str, dict]) -> None:
                    + " ".join(f"{shown(row['calibration'][s], 3, 1):>10}" for s in ("ece", "brier", "auroc")))
     print0(f"{'share of CORRECT':16s} {'n':>6} {'mean':>10} {'right':>10}")
     for b in (scores["all"]["calibration"] or {"bins": []})["bins"]:
-        print0(f"{shown(b['low'], 0) + ' to ' + shown(b['high'], 0):16s} {b['count']:>6} {shown(b['mean_share']):>10} {shown(b['right']):>10}")
+        print0(f"{shown(b['low'], 0) + ' to ' + shown(b['high'], 0):16s} {b['count']:>6} "
+               f"{shown(b['mean_share']):>10} {shown(b['right']):>10}")
 
 
 def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampler, device) -> dict:
     """Verifies and prints ProcessBench subset by subset; all numbers and rows."""
     k, rows, scores = args.num_verifications, [], {}
-    print0(f"\nProcessBench, {args.processbench}, format {args.format}: {k} verification{'s' * (k > 1)} each; percent; votes: readable ones per sample" +
+    print0(f"\nProcessBench, {args.processbench}, format {args.format}: {k} verification{'s' * (k > 1)} each; "
+           f"percent; votes: readable ones per sample" +
            (f"; single: mean of the {k} verifications alone" if k > 1 else ""))
     names = ["erroneous", "correct", "F1"] + ["single err", "single cor", "single F1"] * (k > 1) + ["parse fail", "votes", "too long"]
     print0(f"{'subset':16s} {'n':>6} " + " ".join(f"{name:>10}" for name in names))
@@ -219,7 +223,8 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
     print_subset("average", average, k)
     num_long = sum(row["too_long"] for row in rows)
     if num_long:
-        print0(f"{num_long} of {len(rows)} do not fit the verifier's context {verifier.config.sequence_len} with {args.verifier_max_new_tokens} new tokens: "
+        print0(f"{num_long} of {len(rows)} do not fit the verifier's context {verifier.config.sequence_len} with "
+               f"{args.verifier_max_new_tokens} new tokens: "
                f"not cut, not verified, counted as wrong")
     whole = processbench_scores(rows, k)
     if k > 1:
@@ -278,15 +283,18 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
               "unread_answers": sum(answer is None for row in rows for answer in row["answers"]) / total,
               "parse_fail": count("malformed") / verified if verified else None,
               **{name: sum(choice[name] for choice in scored) / len(scored) if scored else None for name in CHOICES}}
-    print0(f"\nbest of {n}, task {args.task}: {k} verification{'s' * (k > 1)} of each solution, score {args.score}; percent\n"
+    print0(f"\nbest of {n}, task {args.task}: {k} verification{'s' * (k > 1)} of each solution, score {args.score}; "
+           f"percent\n"
            f"{len(rows)} problems | "
            + " | ".join(f"{name.removesuffix('@n')}{f'@{n}' * (name != 'pass@1')} {shown(scores[name])}"
                         for name in CHOICES) +
            f" | answers unread {shown(scores['unread_answers'])} | parse failures {shown(scores['parse_fail'])}")
     if scores["unscorable"]:
-        print0(f"{scores['unscorable']} solutions cannot be scored and are left out, with them {scores['problems_left_out']} whole problems")
+        print0(f"{scores['unscorable']} solutions cannot be scored and are left out, with them "
+               f"{scores['problems_left_out']} whole problems")
     if scores["too_long"]:
-        print0(f"{scores['too_long']} of {total} solutions do not fit the verifier's context: not cut, not verified, score 0")
+        print0(f"{scores['too_long']} of {total} solutions do not fit the verifier's context: not cut, not verified, "
+               f"score 0")
     return {**scores, "samples": rows}
 
 

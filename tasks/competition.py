@@ -190,8 +190,10 @@ def add_args(parser):
     group = parser.add_argument_group("competition mathematics")
     for name, row in SETS.items():
         group.add_argument(f"--{name}-data", nargs="+", default=list(row.sources), metavar="SOURCE",
-                           help=f"{', '.join(row.parts)}: each a {', '.join(FILES)} file or a dataset of the hub (owner/name[/configuration][:split]), "
-                                f"last ones may be left out; or one folder with {', '.join(row.files)} as such files; default: {' '.join(row.sources)}")
+                           help=f"{', '.join(row.parts)}: each a {', '.join(FILES)} file or a dataset of the hub "
+                                f"(owner/name[/configuration][:split]), "
+                                f"last ones may be left out; or one folder with {', '.join(row.files)} as such "
+                                f"files; default: {' '.join(row.sources)}")
 
 
 class Competition:
@@ -224,7 +226,8 @@ class Competition:
             for file in files:
                 found = [path for end in FILES if os.path.isfile(path := os.path.join(folder, file + end))]
                 if len(found) != 1:
-                    raise BadInput(f"{self.flag} {folder}: has {len(found)} files {file} that end in {', '.join(FILES)}, needs one")
+                    raise BadInput(f"{self.flag} {folder}: has {len(found)} files {file} that end in "
+                                   f"{', '.join(FILES)}, needs one")
                 given += found
         if len(given) > len(parts):
             raise BadInput(f"{self.flag} {' '.join(given)}: at most {len(parts)} sources, of {', '.join(parts)}")
@@ -238,7 +241,8 @@ class Competition:
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless. Raises BadInput for a split without problems."""
         if not self.splits[split]:
-            raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is {', '.join(SETS[self.name].parts)})")
+            raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is "
+                           f"{', '.join(SETS[self.name].parts)})")
         return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
 
     def num_problems(self, split: str) -> int:
@@ -259,7 +263,8 @@ class Competition:
 
     def _steps(self, problem: Problem) -> list[str]:
         if problem.prompt not in self.solutions:
-            raise BadInput(f"task {self.name}: nothing to demonstrate, {self.flag} has no worked solution (column solution) of {problem.prompt[:40]!r}")
+            raise BadInput(f"task {self.name}: nothing to demonstrate, {self.flag} has no worked solution (column "
+                           f"solution) of {problem.prompt[:40]!r}")
         return solution_steps(self.solutions[problem.prompt])
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:

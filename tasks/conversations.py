@@ -17,7 +17,8 @@ def check_messages(where: str, messages) -> list[dict]:
     turns = [m.get("role") for m in messages]
     turns = turns[1:] if turns[:1] == ["system"] else turns
     if len(turns) < 2 or turns != ["user" if i % 2 == 0 else "assistant" for i in range(len(turns))]:
-        raise BadInput(f"{where}: roles must alternate from a user's to an assistant's, not {', '.join(map(str, turns))}")
+        raise BadInput(f"{where}: roles must alternate from a user's to an assistant's, not "
+                       f"{', '.join(map(str, turns))}")
     return messages
 
 
@@ -55,5 +56,6 @@ def _from_hub(source: str) -> list[list[dict]]:
     try:
         rows = quiet_datasets().load_dataset(name, split=split or "train")["messages"]
     except Exception as error:  # datasets raises many types for names that are not there
-        raise BadInput(f"{source}: no such file, and cannot be loaded as a datasets name: {' '.join(str(error).split())[:200]}") from None
+        raise BadInput(f"{source}: no such file, and cannot be loaded as a datasets name: "
+                       f"{' '.join(str(error).split())[:200]}") from None
     return [check_messages(f"{source} row {i}", row) for i, row in enumerate(rows)]

@@ -147,7 +147,8 @@ class Worker:
             raise
         if started != b"ready\n":
             self.kill()
-            raise RuntimeError("a grading worker did not start; what it wrote to stderr says why (is math-verify installed?)")
+            raise RuntimeError("a grading worker did not start; what it wrote to stderr says why (is math-verify "
+                               "installed?)")
 
     def line(self, seconds: float) -> bytes:
         """The next line that it writes; what there is of it when the time is over or it has ended."""

@@ -149,7 +149,8 @@ def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -
 def add_args(parser):
     group = parser.add_argument_group("task gsm8k")
     group.add_argument("--gsm8k-data", default="openai/gsm8k", metavar="SOURCE",
-                       help="a folder with train.jsonl and test.jsonl (columns question, answer), or the name of a dataset on the hub")
+                       help="a folder with train.jsonl and test.jsonl (columns question, answer), or the name of a "
+                            "dataset on the hub")
 
 
 class GSM8K:
@@ -173,7 +174,8 @@ class GSM8K:
             self.splits[split].append(question)
         for split, questions in self.splits.items():
             if not questions:
-                raise BadInput(f"--gsm8k-data {args.gsm8k_data}: no problem is left for split {split} ({self.num_dropped} without a gold answer)")
+                raise BadInput(f"--gsm8k-data {args.gsm8k_data}: no problem is left for split {split} "
+                               f"({self.num_dropped} without a gold answer)")
 
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless and share no problem."""

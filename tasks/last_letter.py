@@ -46,9 +46,11 @@ def add_args(parser):
     group.add_argument("--last-letter-words", default="", metavar="FILE",
                        help="text file with one word a line; default: random letters")
     group.add_argument("--last-letter-full-share", type=float, default=0.2,
-                       help="share of the SFT problems that have any length up to test_out's; the others have at most half of RL's words")
+                       help="share of the SFT problems that have any length up to test_out's; the others have at "
+                            "most half of RL's words")
     group.add_argument("--last-letter-verifier-error", type=float, default=0.1,
-                       help="how often a verifier demonstration believes a step's new letter wrongly, so that SFT leaves the verifier unsure")
+                       help="how often a verifier demonstration believes a step's new letter wrongly, so that SFT "
+                            "leaves the verifier unsure")
 
 
 class LastLetter:
@@ -125,7 +127,8 @@ class LastLetter:
                    most in self.sizes.values()}
         shortest = min(by_size)
         if len(by_size[shortest]) < MIN_USABLE_WORDS:
-            raise BadInput(f"--last-letter-words {path}: has {len(by_size[shortest])} words of {self.min_letters} to {shortest} letters a-z, "
+            raise BadInput(f"--last-letter-words {path}: has {len(by_size[shortest])} words of {self.min_letters} to "
+                           f"{shortest} letters a-z, "
                            f"need at least {MIN_USABLE_WORDS}")
         return by_size
 

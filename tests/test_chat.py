@@ -409,7 +409,8 @@ def test_every_message_to_a_model_of_a_task_is_a_problem_of_its_own(capsys, base
 def test_a_conversation_that_no_longer_fits_is_one_line_and_goes_on(capsys, base, monkeypatch):
     lines = talk(capsys, monkeypatch, "--format", "chat", stdin="1+1\n" + "1" * 130 + "\nclear\n1+1\n")
     errors = [line for line in lines if "error" in line]
-    assert len(errors) == 1 and re.fullmatch("error: the conversation has [0-9]+ tokens, the context 128: begin anew with clear", errors[0])
+    assert len(errors) == 1 and re.fullmatch("error: the conversation has [0-9]+ tokens, the context 128: begin anew "
+                                             "with clear", errors[0])
     answers = [line for line in lines if "Assistant" in line]
     assert len(answers) == 2 and answers[0] == answers[1]
     assert "134 tokens, the context 128" in refused(capsys, chat_cli, "-p", "1" * 130)

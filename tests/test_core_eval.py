@@ -285,7 +285,8 @@ def test_a_well_formed_folder(tmp_path):
 
 def test_the_last_line_may_lack_its_end_and_lines_may_end_as_on_windows(tmp_path):
     assert load_core(write_core(tmp_path,
-                                text='{"context": "a\u2028b", "continuation": "c"}\r\n{"context": "d", "continuation": "e"}'))[2].items == [
+                                text='{"context": "a\u2028b", "continuation": "c"}\r\n{"context": "d", '
+                                     '"continuation": "e"}'))[2].items == [
         {"context": "a\u2028b", "continuation": "c"}, {"context": "d", "continuation": "e"}]
 
 

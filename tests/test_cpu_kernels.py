@@ -402,7 +402,8 @@ def test_without_a_compiler_pytorch_does_the_work(fresh, monkeypatch, capsys, tm
 
 def compiler(path, text, version=1) -> str:
     """An executable that stands in for a compiler; `text` are shell commands that compile to $out."""
-    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{text}\n')
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo {version} && exit\nfor word; do [ "$last" = -o ] && '
+                    f'out=$word; last=$word; done\n{text}\n')
     path.chmod(0o755)
     return str(path)
 

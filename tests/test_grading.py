@@ -341,9 +341,11 @@ def test_eight_threads_share_the_workers(monkeypatch):
 
 def test_importing_and_plain_answers_start_and_load_nothing():
     code = (ALONE + "import subprocess\nfrom tasks import grading, grading_worker\nsubprocess.Popen = None\n"
-            "for gold, answer in (('18', '18.0'), ('1/2', '0.5'), ('\\\\text{Dana}', 'Evelyn'), ('5', '6'), ('\\\\sqrt{2}', '\\\\sqrt 2')):\n"
+            "for gold, answer in (('18', '18.0'), ('1/2', '0.5'), ('\\\\text{Dana}', 'Evelyn'), ('5', '6'), "
+            "('\\\\sqrt{2}', '\\\\sqrt 2')):\n"
             "    grading.grade(completion='\\\\boxed{' + answer + '}', gold=gold), grading.readable(gold)\n"
-            "print(grading_worker.WORKERS.slots, [name for name in ('sympy', 'math_verify', 'torch') if name in sys.modules])")
+            "print(grading_worker.WORKERS.slots, [name for name in ('sympy', 'math_verify', 'torch') if name in "
+            "sys.modules])")
     assert run_python(code).communicate(timeout=60)[0] == "None []\n"
 
 
@@ -373,7 +375,8 @@ print(worker.process.pid, flush=True)
 
 def test_a_signal_to_the_process_group_leaves_workers_alive_and_the_end_of_their_parent_ends_them():
     trainer = run_python(TRAINER
-                         + "sys.stdin.readline()\nprint(grading.grade(completion='\\\\boxed{2+x}', gold='x+2'), worker.is_alive(), flush=True)\n"
+                         + "sys.stdin.readline()\nprint(grading.grade(completion='\\\\boxed{2+x}', gold='x+2'), "
+                           "worker.is_alive(), flush=True)\n"
                          "sys.stdin.readline()", stdin=subprocess.PIPE, start_new_session=True)
     assert trainer.stdout.readline() == "True\n"
     pid = int(trainer.stdout.readline())
@@ -436,7 +439,8 @@ NEXT_ROW_EQUAL = {("0.7", r"\frac{7}{10}"), (r"\frac{1}{2}", r"\dfrac{1}{2}"), (
 def real(name: str, *files: str) -> list[dict]:
     paths = [os.path.join(DATA, name, f"{file}.jsonl") for file in files]
     if not all(map(os.path.isfile, paths)):
-        pytest.skip(f"{os.path.join(DATA, name)} is absent; set NANOCHAT_DATA to a folder with {name}/{'.jsonl, '.join(files)}.jsonl")
+        pytest.skip(f"{os.path.join(DATA, name)} is absent; set NANOCHAT_DATA to a folder with "
+                    f"{name}/{'.jsonl, '.join(files)}.jsonl")
     return [json.loads(line) for path in paths for line in open(path, encoding="utf-8")]
 
 

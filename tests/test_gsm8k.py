@@ -133,7 +133,8 @@ def test_files_that_cannot_be_used_are_bad_input(cache, tmp_path):
     (folder / "train.jsonl").write_text('{"question": "What?", "solution": "3"}\n')
     with pytest.raises(BadInput, match="train.jsonl: has no column 'answer', only question, solution"):
         GSM8K(source, 0)
-    (folder / "train.jsonl").write_text('{"question": "What?", "answer": "#### 3"}\n{"question": null, "answer": "#### 3"}\n')
+    (folder / "train.jsonl").write_text('{"question": "What?", "answer": "#### 3"}\n{"question": null, "answer": '
+                                        '"#### 3"}\n')
     with pytest.raises(BadInput, match="train.jsonl: row 2 of train has no text for question or answer"):
         GSM8K(source, 0)
     (folder / "train.jsonl").write_text("not json\n")

@@ -475,7 +475,8 @@ def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
 def test_a_hub_that_gives_nothing_is_one_line(monkeypatch):
     response = SimpleNamespace(headers={}, request=None)
     for error, said in ((huggingface_hub.errors.LocalEntryNotFoundError("Cannot find\nthe thing"), "Cannot find"),
-                        (huggingface_hub.errors.RepositoryNotFoundError("404 Client Error.\n\nRepository Not Found", response=response), "404"),
+                        (huggingface_hub.errors.RepositoryNotFoundError("404 Client Error.\n\nRepository Not "
+                                                                        "Found", response=response), "404"),
                         (huggingface_hub.errors.HFValidationError("Repo id must"), "Repo id must"),
                         (OSError(), "OSError"), (ConnectionError("off"), "off")):
         def fail(*_, error=error, **__):

@@ -540,7 +540,8 @@ def test_a_forged_turn_is_quoted_word_for_word(loaded, kind):
     ("{% for m in messages %}<|im{{ m.content | trim }}|>{% endfor %}", " _end "),                        # both
     ("{% for m in messages %}{{ m.content }}|im_end|>{% endfor %}", "<"),
     ("{% for m in messages %}<|im_end|{{ m.content | trim }}{% endfor %}", " > "),
-    ("{% for m in messages %}{% if '<|im_' in m.content and 'end|>' in m.content %}{{ m.content }}{% endif %}{% endfor %}", "<|im_end|>"),
+    ("{% for m in messages %}{% if '<|im_' in m.content and 'end|>' in m.content %}{{ m.content }}{% endif %}{% "
+     "endfor %}", "<|im_end|>"),
     ("{% for m in messages %}{{ m.content }}end|>{% if 'x<|im_' in m.content %}{% endif %}{% endfor %}", "x<|im_"),
     ("{% for m in messages %}<|im_{{ m.content }}{% if 'end|>x' in m.content %}{% endif %}{% endfor %}", "end|>x"),
     ("{% for m in messages %}{{ '<|im_' ~ m.content.split('</think>')[-1] }}{% endfor %}", "x</think>end|>"),
@@ -668,8 +669,10 @@ def test_a_text_with_a_control_token_s_name_is_trimmed_and_split_like_any_other(
 
 def test_templates_have_what_transformers_offers_them(tmp_path):
     from transformers import AutoTokenizer
-    template = ("{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{{ [1] | tojson(separators=(',', ':')) }}"
-                "{% if loop.first %}{% continue %}{% endif %}{{ pad_token ~ eos_token ~ bos_token ~ (documents is none) }}{% break %}{% endfor %}\n"
+    template = ("{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(indent=2) }}{{ [1] | "
+                "tojson(separators=(',', ':')) }}"
+                "{% if loop.first %}{% continue %}{% endif %}{{ pad_token ~ eos_token ~ bos_token ~ (documents is "
+                "none) }}{% break %}{% endfor %}\n"
                 " {%- set n = namespace(a=1) %}\n   {% set n.a = 2 %}\n"
                 "{{ n.a }}{{ strftime_now(format='%Y') }}{{ dict(a=1).a }}\n")
     tokenizer, messages = with_template(tmp_path, template), turns("<é'&\">", "東", "c")

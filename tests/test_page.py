@@ -98,7 +98,8 @@ def find(browser, selector: str) -> list:
 def choose(browser, **values) -> list[str]:
     """Sets controls by id; the heads of the rollouts that are then shown."""
     for name, value in values.items():
-        browser.execute_script("const e = document.getElementById(arguments[0]); e.value = arguments[1]; e.dispatchEvent(new Event('input'))", name, str(value))
+        browser.execute_script("const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
+                               "e.dispatchEvent(new Event('input'))", name, str(value))
     return [head.text for head in find(browser, "article .head")]
 
 
@@ -191,6 +192,7 @@ def test_light_and_dark(shown):
     for scheme in ("light", "dark"):
         shown.execute_cdp_cmd("Emulation.setEmulatedMedia",
                               {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        colours.append(shown.execute_script("const s = getComputedStyle(document.body); return [s.backgroundColor, s.color]"))
+        colours.append(shown.execute_script("const s = getComputedStyle(document.body); return [s.backgroundColor, "
+                                            "s.color]"))
     light, dark = ([sum(int(x) for x in c[4:-1].split(",")) / 765 for c in pair] for pair in colours)
     assert light[0] > 0.9 > 0.3 > light[1] and dark[0] < 0.15 < 0.8 < dark[1]

@@ -164,7 +164,8 @@ def test_the_answer_is_what_the_last_box_holds(text, answer):
 
 def test_a_sample_is_a_solution_in_the_format_with_its_last_steps_answer():
     sample = LabelledSolution("?", ("first \\boxed{3}", "then \\boxed{4}"), 1, False, "math", 1)
-    assert solution_text(PAPER, sample) == ("<think><step>first \\boxed{3}</step><step>then \\boxed{4}</step></think><answer>\\boxed{4}</answer>")
+    assert solution_text(PAPER, sample) == ("<think><step>first \\boxed{3}</step><step>then "
+                                            "\\boxed{4}</step></think><answer>\\boxed{4}</answer>")
     assert solution_text(COMPACT, sample) == "first \\boxed{3};then \\boxed{4};=4"
     without = LabelledSolution("?", ("first \\boxed{3}", "then 4"), 1, False, "math", 1)
     assert solution_text(PAPER, without).endswith("then 4</step></think><answer>\\boxed{}</answer>") and PAPER.answer(solution_text(PAPER, without)) == ""

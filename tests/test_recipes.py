@@ -293,6 +293,7 @@ def test_roles_and_calls_that_clash_are_refused(capsys, base, own, old, new, wor
 
 def test_a_label_is_drawn_once_in_a_step(base, own):
     own.write_text(own.read_text().replace("def play(t):  # one step\n",
-                                           "def play(t):\n    t.solve(\"generator\", t.problems(), 2, \"solutions\")\n"))
+                                           "def play(t):\n    t.solve(\"generator\", t.problems(), 2, "
+                                           "\"solutions\")\n"))
     with pytest.raises(ValueError, match="'solutions' twice in a step"):
         train(str(own), "--run", "mine")

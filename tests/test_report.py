@@ -291,7 +291,8 @@ def test_pairs_that_differ_in_what_must_be_the_same_are_bad_input(tmp_path):
     for flag, value in (("num_steps", 40), ("chain_share", 0.5), ("eval_examples", 7), ("model_tag", "other")):
         tango = read_run(make_run(tmp_path / flag, "chain-tango-s0", 0, [0.1, 0.2], **{flag: value}))
         with pytest.raises(BadInput,
-                           match=f"chain-tango-s0 and chain-grpo-s0 cannot be compared: --{flag.replace('_', '-')} {value} and None"):
+                           match=f"chain-tango-s0 and chain-grpo-s0 cannot be compared: --{flag.replace('_', '-')} "
+                                 f"{value} and None"):
             compare([grpo, tango])
     fixed = read_run(make_run(tmp_path, "chain-fixed_generator-s0", 0, [0.1, 0.1], num_steps=40,
                               recipe="fixed_generator"))
@@ -303,7 +304,8 @@ def test_seeds_of_one_arm_have_the_same_flags_and_all_runs_the_same_evaluation(t
     for flag, value, others in (("lr", 1e-5, {"model_tag": "b"}), ("eval_every", 5, {"lr": 1e-4})):
         second = read_run(make_run(tmp_path / flag, "chain-tango-s1", 1, [0.1, 0.2], **{flag: value, **others}))
         with pytest.raises(BadInput,
-                           match=f"chain-tango-s1 and chain-tango-s0 cannot be compared: --{flag.replace('_', '-')} {value} and"):
+                           match=f"chain-tango-s1 and chain-tango-s0 cannot be compared: --{flag.replace('_', '-')} "
+                                 f"{value} and"):
             compare([first, second])
     compare([first, read_run(make_run(tmp_path / "same", "chain-tango-s1", 1, [0.1, 0.2], lr=1e-4, model_tag="b"))])
 

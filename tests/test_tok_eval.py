@@ -75,7 +75,8 @@ def test_a_tokenizer_that_loses_text_ends_with_code_2(bytewise, capsys):
         script_main(tok_eval.main, tok_eval.make_parser(), ["--compare", ""])
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: the tokenizer does not give back the text english: from byte 3 it has b'ferryleftlat'") and error.count("\n") == 1
+    assert error.startswith("error: the tokenizer does not give back the text english: from byte 3 it has "
+                            "b'ferryleftlat'") and error.count("\n") == 1
 
 
 def test_what_cannot_be_read_is_bad_input(bytewise, tmp_path):

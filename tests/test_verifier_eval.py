@@ -221,7 +221,8 @@ def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just
         assert (s["prediction"], s["predictions"], s["verdicts"]) == (None, [None] * 3, [None] * 3)
     right = [s["prediction"] == -1 for s in got["samples"] if s["label"] == -1]
     assert got["subsets"]["math"]["correct_acc"] == sum(right) / len(right) and len(right) >= 4
-    assert got["calibration"]["count"] == 5 and any("2 of 7 do not fit the verifier's context 128 with 36 new tokens" in line for line in lines)
+    assert got["calibration"]["count"] == 5 and any("2 of 7 do not fit the verifier's context 128 with 36 new "
+                                                    "tokens" in line for line in lines)
     assert got["subsets"]["math"]["parse_fail"] == sum(s["malformed"] for s in got["samples"]) / 15
     # Nothing else moves: the others' verdicts are those without the long ones.
     write(tmp_path / "bench" / "math.jsonl", rows[:5])

@@ -48,7 +48,8 @@ def load(name: str) -> ModuleType:
         raise BadInput(f"--recipe {name}: has no {', '.join(missing)}")
     roles = list(module.ROLES)
     if len({short_name(role) for role in roles}) < len(roles):
-        raise BadInput(f"--recipe {name}: of its roles {', '.join(roles)} two have the same first three letters, under which "
+        raise BadInput(f"--recipe {name}: of its roles {', '.join(roles)} two have the same first three letters, "
+                       f"under which "
                        f"checkpoints and metrics stand")
     if not trained_roles(module.ROLES):
         raise BadInput(f"--recipe {name}: none of its roles is trained")

@@ -100,7 +100,8 @@ def check(args, task) -> None:
     if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
         raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")
     if given.get("alpha_start", 0) > 0 and given["alpha_end"] == 0:
-        raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start 0 for no "
+        raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
+                       "0 for no "
                        "step rewards")
 
 

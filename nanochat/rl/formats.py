@@ -90,10 +90,13 @@ PAPER = Format(
               "\\boxed{CORRECT}", "\\boxed{INCORRECT}"),
     generator_prompt="{problem}\n\nSolve this step by step, in this form: "
                      "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
-    verifier_prompt="Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse each, end each analysis with "
-                    "\\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, then judge the whole, in this form: <step_verification><step>...</step>..."
+    verifier_prompt="Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse each, "
+                    "end each analysis with "
+                    "\\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, then judge the whole, in this form: "
+                    "<step_verification><step>...</step>..."
                     "</step_verification><final_verification>\\boxed{{...}}</final_verification>",
-    refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem again, step by step, in this "
+    refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem "
+                  "again, step by step, in this "
                   "form: <think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
 )
 

@@ -65,7 +65,8 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
     """
     for name, x in (("advantages", advantages), ("targets", rollouts.targets)):
         if x is not None and x.shape != rollouts.tokens.shape:
-            raise ValueError(f"{name} have the shape {tuple(x.shape)}, the rollouts' tokens {tuple(rollouts.tokens.shape)}")
+            raise ValueError(f"{name} have the shape {tuple(x.shape)}, the rollouts' tokens "
+                             f"{tuple(rollouts.tokens.shape)}")
     lengths, widths = rollouts.lengths.tolist(), [len(prompt.ids) for prompt in rollouts.prompts]
     idle = (advantages == 0).all(dim=1).tolist()
     groups: dict[int, list[int]] = {}

@@ -91,7 +91,8 @@ def draw_curves(runs: list[Run], path: str) -> None:
         handles = {label: handle for axis in axes for handle,
                    label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False)
-        figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to {len({run.seed for run in runs})} seed(s)", fontsize=10)
+        figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to {len({run.seed for run in runs})} "
+                        f"seed(s)", fontsize=10)
         figure.savefig(path, dpi=90)
 
 

@@ -311,7 +311,9 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
         lines.append(f"{total / 3600:.2f} hours if completions run to {words}: {', '.join(shown)}, evaluation apart")
     on_disk = sum((12 if held[name].trained else dtype.itemsize) * sizes_of(config).total for name,
                   config in configs.items())
-    lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); --save-every {args.save_every}, none is removed")
+    lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); "
+                 f"--save-every {args.save_every}, none is removed")
     return [*lines,
-            f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and {100 * speed.decode_efficiency:.0f}% of "
+            f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and "
+            f"{100 * speed.decode_efficiency:.0f}% of "
             f"the bandwidth's speed in decoding; nothing was measured or loaded"]

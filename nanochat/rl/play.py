@@ -178,7 +178,8 @@ class Play:
         rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
         for prompt, row in zip(prompts, rows, strict=True):
             if len(prompt.ids) + len(row) > context:
-                raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}: the {role}'s "
+                raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}: the "
+                               f"{role}'s "
                                f"context is {context}")
         lengths = [len(row) for row in rows]
         width = max(lengths, default=1)
@@ -199,10 +200,12 @@ class Play:
         call = self.calls.get(label)
         most = -(-call.num_prompts // self.run.world) if call else 0
         if label in self.labels:
-            raise ValueError(f"the recipe samples {label!r} twice in a step: the second draw would have the first one's noise")
+            raise ValueError(f"the recipe samples {label!r} twice in a step: the second draw would have the first "
+                             f"one's noise")
         self.labels.add(label)
         if call is None or call.role != role or num_prompts > most or num_samples > call.num_samples:
-            raise ValueError(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its calls() declare "
+            raise ValueError(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its "
+                             f"calls() declare "
                              f"{call or 'no such label'}")
         return call.max_new_tokens
 
@@ -279,7 +282,8 @@ class Play:
         """Adds to the step's record in metrics.jsonl, under the role's prefix."""
         wrong = [name for name, x in values.items() if not (x is None or isinstance(x, bool | int | float | str))]
         if wrong:
-            raise ValueError(f"{wrong[0]} of the {role or 'step'} is a {type(values[wrong[0]]).__name__}: numbers and texts are logged")
+            raise ValueError(f"{wrong[0]} of the {role or 'step'} is a {type(values[wrong[0]]).__name__}: numbers "
+                             f"and texts are logged")
         prefix = f"{short_name(role)}/" if role else ""
         self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
 

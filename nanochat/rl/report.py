@@ -273,7 +273,8 @@ def check_comparable(runs: list[Run]) -> None:
                 same |= {name for name in flags.keys() & others.keys() - PER_RUN if not name.endswith("_tag")}
             for name in sorted(same):
                 if flags.get(name) != others.get(name):
-                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} {flags.get(name)} and {others.get(name)}")
+                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} "
+                                   f"{flags.get(name)} and {others.get(name)}")
 
 
 def compare(runs: list[Run]) -> list[dict]:

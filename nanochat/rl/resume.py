@@ -21,17 +21,20 @@ def resolve_resume(args, defaults: dict, rates: set[str]) -> int | None:
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
         if os.path.exists(os.path.join(folder, "config.json")):
-            raise BadInput(f"--run {args.run}: {folder} exists; take another name or continue it with --resume-from-step auto")
+            raise BadInput(f"--run {args.run}: {folder} exists; take another name or continue it with "
+                           f"--resume-from-step auto")
         return None
     if args.run == "dummy":
-        raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy run's is dummy-<n>)")
+        raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy "
+                       f"run's is dummy-<n>)")
     if args.resume_from_step != "auto" and not re.fullmatch("[0-9]+", args.resume_from_step):
         raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
     if args.resume_from_step == "auto" and not steps:
         return None
     step = steps[-1] if args.resume_from_step == "auto" else int(args.resume_from_step)
     if step not in steps:
-        raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: {', '.join(map(str, steps)) or 'none'}")
+        raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
+                       f"{', '.join(map(str, steps)) or 'none'}")
     changed = check_unchanged(f"run {args.run}", read_config(args.run)["args"], args, MAY_CHANGE | rates, defaults)
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
@@ -59,5 +62,6 @@ def check_recipe_text(run_name: str, text: str | None) -> None:
         with open(path, encoding="utf-8") as f:
             recorded = f.read()
     if recorded != text:
-        raise BadInput(f"run {run_name} was started with another text of this recipe ({path}); a continued run cannot change it: "
+        raise BadInput(f"run {run_name} was started with another text of this recipe ({path}); a continued run "
+                       f"cannot change it: "
                        f"start a new run, or put the old text back")

@@ -94,11 +94,13 @@ def shared_names(model: GPT, num_layers: int) -> list[str]:
 def check_shapes(generator: GPT, verifier: GPT, num_layers: int) -> None:
     """Raises BadInput unless the verifier can share `num_layers` layers with the generator."""
     if num_layers and not (isinstance(generator, GPT) and isinstance(verifier, GPT)):
-        raise BadInput(f"--verifier-shared-layers {num_layers}: only nanochat's own models share layers, not imported ones")
+        raise BadInput(f"--verifier-shared-layers {num_layers}: only nanochat's own models share layers, not "
+                       f"imported ones")
     if not 0 <= num_layers <= verifier.config.n_layer:
         raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.config.n_layer} layers")
     if num_layers and generator.config != verifier.config:
-        raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: {generator.config} and {verifier.config}")
+        raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: "
+                       f"{generator.config} and {verifier.config}")
 
 
 def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.nn.Parameter]:
@@ -157,7 +159,8 @@ def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) 
         step = find_step("sft", tag, step)
         starts[name] = Start(tag, step, fingerprint(path_of("sft", tag, f"model_{step:06d}.pt")))
         if recorded and starts[name].fingerprint != recorded[name]["fingerprint"]:
-            raise BadInput(f"{path_of('sft', tag)}: step {step} is not what the run started from; its SFT was done again, "
+            raise BadInput(f"{path_of('sft', tag)}: step {step} is not what the run started from; its SFT was done "
+                           f"again, "
                            f"so the run cannot go on with it as its reference")
     return starts
 
@@ -183,7 +186,8 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
         if num_shared and args.shard:
             raise BadInput(f"--verifier-shared-layers {num_shared}: cannot go with --shard")
         if num_shared and specs[spec.shares].trained and not spec.trained:
-            raise BadInput(f"--verifier-shared-layers {num_shared}: this recipe keeps the {name} fixed, and shared layers move "
+            raise BadInput(f"--verifier-shared-layers {num_shared}: this recipe keeps the {name} fixed, and shared "
+                           f"layers move "
                            f"with the {spec.shares}")
         # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
         is_wide = spec.trained or any(other.shares == name and args.verifier_shared_layers for other in specs.values())

@@ -91,13 +91,15 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
     saved = load_state(run_name, step)
     rank, world = rank_and_world()
     if "memory" not in saved:
-        raise BadInput(f"run {run_name} was made before recipes were files, and its state is of another kind; continue it with "
+        raise BadInput(f"run {run_name} was made before recipes were files, and its state is of another kind; "
+                       f"continue it with "
                        f"the version that made it")
     if saved.pop("roles") != sorted(roles):
         raise BadInput(f"run {run_name} was saved with other roles than {', '.join(sorted(roles))}")
     saved_world = saved.pop("world")
     if sharded and saved_world != world:
-        raise BadInput(f"run {run_name} has optimizers sharded over {saved_world} ranks and can be continued by as many, not by {world}")
+        raise BadInput(f"run {run_name} has optimizers sharded over {saved_world} ranks and can be continued by as "
+                       f"many, not by {world}")
     torch.set_rng_state(saved.pop("torch_rng"))
     for name, role in roles.items():
         tag = tag_of(run_name, name)
