@@ -22,7 +22,7 @@ import torch
 from nanochat import recipes
 from nanochat.checkpoint import default_tag
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_choices, check_least, check_name,
-                             check_writable, choose_run_name, compute_dtype, describe_versions, flag_defaults,
+                             check_writable, choose_run_name, compute_dtype, describe_versions, finite, flag_defaults,
                              gather_lists, init_device, path_of, print0, rank_and_world, script_main, start_run,
                              uses_wandb, write_json)
 from nanochat.hf.tokenizer import load_tokenizer
@@ -80,8 +80,11 @@ def add_recipe_args(parser, recipe, name: str) -> None:
         if spec.shares and "--verifier-shared-layers" not in known:
             group.add_argument("--verifier-shared-layers", type=int, default=0,
                                help=f"lowest layers the {role} shares with the {spec.shares}")
-    if hasattr(recipe, "add_args"):
-        recipe.add_args(group)
+    try:
+        if hasattr(recipe, "add_args"):
+            recipe.add_args(group)
+    except argparse.ArgumentError as error:
+        raise BadInput(f"--recipe {name}: {error}") from None
 
 
 def explain_unknown_flag(message: str, name: str) -> str:
@@ -202,6 +205,18 @@ def check_problems(args, task, tokenizer, calls: list, configs: dict, device) ->
     return prompts
 
 
+def check_calls(name: str, specs: dict, calls: list) -> None:
+    """Raises BadInput for declarations of a recipe that cannot be."""
+    if len({call.label for call in calls}) < len(calls):
+        raise BadInput(f"--recipe {name}: its calls() declare a label twice")
+    for call in calls:
+        if call.role not in specs:
+            raise BadInput(f"--recipe {name}: its calls() name a role {call.role}; there are {', '.join(specs)}")
+        if min(call.num_prompts, call.num_samples, call.max_new_tokens) < 1:
+            raise BadInput(f"--recipe {name}: its calls() declare nothing to sample as {call.label}: prompts, samples and "
+                           f"--max-new-tokens must be at least 1")
+
+
 # The loop
 
 def train(t: Play, recipe) -> None:
@@ -287,7 +302,13 @@ def evaluating(t: Play):
 def held_out(t: Play, recipe) -> dict:
     """The recipe's held-out scores."""
     with evaluating(t):
-        return recipe.evaluate(t)
+        scores = recipe.evaluate(t)
+    if not isinstance(scores, dict):
+        raise ValueError(f"evaluate gives a {type(scores).__name__}, not a dict of scores")
+    for name, value in scores.items():
+        if not (value is None or isinstance(value, bool | int | float)):
+            raise ValueError(f"evaluate gives {name} as a {type(value).__name__}: scores are numbers or None")
+    return scores
 
 
 def seconds_left(t: Play) -> float:
@@ -317,8 +338,10 @@ def main(args) -> None:
     check_args(args, recipe, task, world)
     complete_args(args, recipe)
     choose_run_name(args.run)
-    rates = {spec.lr.removeprefix("--").replace("-", "_") for spec in recipe.ROLES.values()}
-    resume_step = resolve_resume(args, flag_defaults(make_parser(["--recipe", args.recipe])), rates)
+    may_change = {spec.lr.removeprefix("--").replace("-", "_") for spec in recipe.ROLES.values()}
+    if hasattr(recipe, "text"):  # which is compared, wherever its file is
+        may_change.add("recipe")
+    resume_step = resolve_resume(args, flag_defaults(make_parser(["--recipe", args.recipe])), may_change)
     config = read_config(args.run) if resume_step is not None else {}
     if resume_step is not None:
         check_recipe_text(args.run, getattr(recipe, "text", None))
@@ -332,8 +355,7 @@ def main(args) -> None:
     dtype = compute_dtype(device)
     starts = find_starts(args, recipe.ROLES, config.get("starts"))
     configs, calls = load_configs(starts), list(recipe.calls(args))
-    if len({call.label for call in calls}) < len(calls):
-        raise BadInput(f"--recipe {args.recipe}: its calls() declare a label twice")
+    check_calls(args.recipe, recipe.ROLES, calls)
     totals = recipe.updates(args) if hasattr(recipe, "updates") else dict.fromkeys(trained_roles(recipe.ROLES), args.num_steps)
     prompts = check_problems(args, task, tokenizer, calls, configs, device)
     if args.dry_run:
@@ -389,7 +411,7 @@ def main(args) -> None:
         write_json(os.path.join(run.folder, "summary.json"), {
             "seed": args.seed, "recipe": recipes.short(args.recipe), "minutes": round(seconds / 60, 2), "steps": t.step,
             **{f"{short_name(role)}_steps": t.steps[role] for role in roles}, "sampled_tokens": t.state.sampled_tokens,
-            "before": t.state.before, "after": after})
+            "before": finite(t.state.before), "after": finite(after)})
     run.finish()
     print0(f"\nthe run's folder:\n{run.folder}")
 

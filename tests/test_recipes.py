@@ -297,3 +297,38 @@ def test_a_label_is_drawn_once_in_a_step(base, own):
                                            "\"solutions\")\n"))
     with pytest.raises(ValueError, match="'solutions' twice in a step"):
         train(str(own), "--run", "mine")
+
+
+def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path):
+    train(str(own), "--run", "mine")
+    moved = shutil.move(own, tmp_path / "renamed.py")
+    train(str(moved), "--run", "mine", "--resume-from-step", "1")
+    with pytest.raises(BadInput, match="--recipe grpo: run mine was started with"):
+        train("grpo", "--run", "mine", "--resume-from-step", "1")
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ("    yield Update(\"generator\", [(solutions, advantages)])", "    yield \"generator\"", "play yields a str, not an Update"),
+    ("yield Update(\"generator\"", "yield Update(\"verifier\"", "an Update of 'verifier'; the roles that are trained are generator"),
+    ("[(solutions, advantages)])", "((s, advantages) for s in [solutions]))", "must be a list of"),
+    ("return pass_at_1(t, \"generator\")", "pass_at_1(t, \"generator\")", "evaluate gives a NoneType"),
+    ("return pass_at_1(t, \"generator\")", "return {\"x\": \"good\"}", "evaluate gives x as a str")])
+def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, words):
+    text = own.read_text()
+    assert old in text
+    own.write_text(text.replace(old, new))
+    with pytest.raises(ValueError, match=words):
+        train(str(own), "--run", "mine")
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ("[Call(\"generator\", \"solutions\"", "[Call(\"judge\", \"solutions\"", "name a role judge; there are generator, verifier"),
+    ("args.verifier_max_new_tokens, args.num_steps", "0, args.num_steps", "declare nothing to sample as verdicts"),
+    ("\"--gold-every\"", "\"--num-steps\"", "conflicting option")])
+def test_declarations_that_cannot_be_are_refused_before_anything_is_written(base, own, old, new, words):
+    text = own.read_text()
+    assert old in text
+    own.write_text(text.replace(old, new))
+    with pytest.raises(BadInput, match=words):
+        train(str(own), "--run", "mine")
+    assert not (base / "runs").exists()

@@ -301,9 +301,21 @@ class Play:
         return not self.has_moved and self.run.should_stop()
 
 
+def check_update(t: Play, wanted: Update) -> None:
+    """Raises ValueError for what a recipe yields and no step can be made of."""
+    if not isinstance(wanted, Update):
+        raise ValueError(f"play yields a {type(wanted).__name__}, not an Update")
+    if wanted.role not in t.roles or t.roles[wanted.role].optimizer is None:
+        trained = [name for name, role in t.roles.items() if role.optimizer is not None]
+        raise ValueError(f"play yields an Update of {wanted.role!r}; the roles that are trained are {', '.join(trained)}")
+    if not isinstance(wanted.parts, list) or not wanted.parts:
+        raise ValueError(f"the parts of an Update of {wanted.role} must be a list of (rollouts, advantages)")
+
+
 def apply_update(t: Play, wanted: Update) -> dict:
     """The optimizer step(s) of an update; their metrics. With --updates-per-batch above 1 the last one's, and how many
     of them were skipped."""
+    check_update(t, wanted)
     args, role, loss, started = t.args, t.roles[wanted.role], wanted.loss or t.loss, time.time()
     sizes = batch_sizes(torch.cat([rollouts.num_trained() for rollouts, _ in wanted.parts]), t.reduce)
     keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0

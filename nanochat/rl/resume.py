@@ -14,10 +14,9 @@ MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eva
               "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
 
 
-def resolve_resume(args, defaults: dict, rates: set[str]) -> int | None:
+def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
-    have known; rates: the learning rates of the recipe's roles, which may change. Raises BadInput for what cannot be
-    continued."""
+    have known; may_change: flags that may differ besides MAY_CHANGE. Raises BadInput for what cannot be continued."""
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
         if os.path.exists(os.path.join(folder, "config.json")):
@@ -35,7 +34,7 @@ def resolve_resume(args, defaults: dict, rates: set[str]) -> int | None:
     if step not in steps:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
-    changed = check_unchanged(f"run {args.run}", read_config(args.run)["args"], args, MAY_CHANGE | rates, defaults)
+    changed = check_unchanged(f"run {args.run}", read_config(args.run)["args"], args, MAY_CHANGE | may_change, defaults)
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
 
