@@ -1,5 +1,4 @@
-"""Fixed generator: RL Tango (arXiv 2505.15034, section 4.3) with the generator as its SFT left it; only the verifier
-learns."""
+"""Fixed generator: RL Tango's verifier alone, judging a generator as SFT left it. arXiv 2505.15034, section 4.3."""
 from nanochat.recipes import tango
 from nanochat.recipes.tango import TABLE, check, evaluate  # noqa: F401
 from nanochat.rl.roles import RoleSpec

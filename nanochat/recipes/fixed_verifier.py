@@ -1,4 +1,4 @@
-"""Fixed verifier: RL Tango (arXiv 2505.15034, section 4.3) with the verifier as its SFT left it."""
+"""Fixed verifier: RL Tango's generator with a verifier as SFT left it. arXiv 2505.15034, section 4.3."""
 from nanochat.recipes import tango
 from nanochat.recipes.tango import TABLE, check, evaluate  # noqa: F401
 from nanochat.rl.roles import RoleSpec

@@ -1,5 +1,4 @@
-"""Gold steps: RL Tango's generator (arXiv 2505.15034) with the task's own step labels in the verifier's place; the
-upper bound."""
+"""Gold steps: RL Tango's generator with the task's step labels as its verifier, an upper bound. arXiv 2505.15034."""
 from nanochat.common import BadInput
 from nanochat.recipes import tango
 from nanochat.recipes.grpo import ROLES, calls, evaluate  # noqa: F401

@@ -1,5 +1,4 @@
-"""GRPO (Shao et al. 2024): the generator alone, rewarded by its answers; the baseline of every other recipe. arXiv
-2402.03300.
+"""GRPO (Shao et al. 2024): the generator alone, rewarded by its answers; the baseline of all others. arXiv 2402.03300.
 
 --advantage names its relatives: rloo (Ahmadian et al. 2024), dr_grpo (Liu et al. 2025), reinforce++ (Hu 2025).
 """

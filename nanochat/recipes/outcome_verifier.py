@@ -1,4 +1,4 @@
-"""Outcome verifier: RL Tango (arXiv 2505.15034) in which the final verdict is the verifier's reward, and no step's."""
+"""Outcome verifier: RL Tango in which the verifier's final verdict is rewarded, no step's. arXiv 2505.15034."""
 from nanochat.recipes import tango
 from nanochat.recipes.tango import ROLES, SHOWN, TABLE, add_args, calls, check, eval_step, evaluate, updates  # noqa: F401
 
