@@ -3,7 +3,9 @@
 # GRPO also in its own learning rate); then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
-# Arms also come as grpo_<lr> (grpo_2e-4), alpha_<0.x> and ng_<1 to 10>, and as other recipes: prime, dpo, spin.
+# Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin, critique_grpo, score), and those and
+# grpo with another rate (grpo_2e-4). Two-turn recipes start from a second SFT, which teaches the form of a second attempt;
+# beside them stands grpo_refine, GRPO from the same SFT with twice the steps.
 #   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores (last_letter: an hour, mixture: two)
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
@@ -13,7 +15,8 @@ JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_2e-4 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
 no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
-OTHERS="prime dpo spin"
+OTHERS="prime dpo spin grpo_refine critique_grpo score"
+TUNED="grpo|grpo_refine|prime|dpo|spin|critique_grpo|score"  # arms that also come with another rate
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
@@ -34,10 +37,11 @@ CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong ch
 WORDS="--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
 LONG="--sequence-len 576 --max-new-tokens 208"
 LONG_RL="--max-new-tokens 208 --eval-examples 200" LONG_VERDICT="--verifier-max-new-tokens 224" VERDICT=""
+REFINE_SFT="--num-steps 200 --refine-share 0.5 --matrix-lr 2e-3 --embedding-lr 2e-3"  # an SFT after the generator's
 VERIFIER_SFT=""  # later flags override earlier ones, here and below
 case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/LOG.md)
     chain)
-        TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS=""
+        TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS="--sequence-len 384"  # room for a second attempt
         TASK_RL="--lr 2e-4" ALPHA="--alpha-start 0.5 --alpha-end 0.05" GRPO_FLAGS="--lr 4e-4" TASK_STEPS=60 ;;
     last_letter)  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         TASK_FLAGS="--task last_letter $WORDS" SFT_FLAGS=$LONG
@@ -55,9 +59,11 @@ esac
 RL_FLAGS="--eval-every 10 --kl-coef 0 $TASK_RL"
 JUDGING="$VERDICT --verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"  # what trains a verifier
 
+has_verifier() { [[ ! $1 =~ ^(gold_steps|($TUNED)(_[1-9]e-[1-9])?)$ ]]; }  # one that had SFT
+two_turns() { [[ $1 =~ ^(grpo_refine|critique_grpo|score) ]]; }
 role_flags() {  # arm, tag of its verifier: the flags of its recipe that the other arms of the recipe have too
+    has_verifier "$1" || [ "$1" = gold_steps ] || return 0
     case $1 in
-        grpo*|prime|dpo|spin) ;;
         gold_steps) echo "$ALPHA" ;;
         fixed_verifier) echo "--verifier-tag $2 $VERDICT $ALPHA" ;;
         fixed_generator) echo "--verifier-tag $2 $JUDGING" ;;
@@ -66,11 +72,14 @@ role_flags() {  # arm, tag of its verifier: the flags of its recipe that the oth
 }
 arm_flags() {  # what makes an arm
     case $1 in
+        *_[1-9]e-[1-9]) [[ ${1%_*} =~ ^($TUNED)$ ]] && echo "$(arm_flags "${1%_*}") --lr ${1##*_}" ;;
         prime) echo "--recipe prime --lr 1e-4 --prm-lr 1e-4 --process-norm none" ;;
         dpo) echo "--recipe dpo --lr 1e-4" ;;
         spin) echo "--recipe spin --lr 3e-5" ;;
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
-        grpo_[1-9]e-[1-9]) echo "--recipe grpo --lr ${1#grpo_}" ;;
+        grpo_refine) echo "--recipe grpo $GRPO_FLAGS --num-steps $((2 * STEPS))" ;;
+        critique_grpo) echo "--recipe critique_grpo --lr 2e-4" ;;
+        score) echo "--recipe score --lr 1e-4 --stage1-steps $((STEPS / 3))" ;;
         tango|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
         fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS - 1) / 3))" ;;
         alpha_1) echo "--alpha-start 1 --alpha-end 1" ;;  # constant
@@ -105,9 +114,15 @@ for list in "--seeds $SEEDS" "--arms $ARMS"; do
     [ -z "$(printf '%s\n' "${words[@]}" | sort | uniq -d)" ] || refuse "$list: something is there twice"
 done
 
-sft_tag() { local ending; read -r ending _ <<< "$(verifier_of "${2:-}")"; echo "$TASK-s$1${2:+-ver$ending}"; }  # seed [arm]: the checkpoint's, as below
+sft_tag() {  # seed [gen|refine|arm]: the tag of the SFT of a seed's generator, of second attempts, or of an arm's verifier
+    local ending
+    case ${2:-gen} in gen) ending= ;; refine) ending=-refine ;; *) read -r ending _ <<< "$(verifier_of "$2")"; ending=-ver$ending ;; esac
+    echo "$TASK-s$1$ending"
+}
+start_of() { if two_turns "$1"; then echo refine; else echo gen; fi; }  # arm: its generator's SFT
+starts_of() { start_of "$1"; if has_verifier "$1"; then echo "$1"; fi; }  # arm: all that must be there before it
 flags_of() {  # seed, arm: all of a run's flags
-    echo --model-tag "$(sft_tag "$1")" $(role_flags "$2" "$(sft_tag "$1" "$2")") --seed "$1" --device-type cpu --num-steps "$STEPS" \
+    echo --model-tag "$(sft_tag "$1" "$(start_of "$2")")" $(role_flags "$2" "$(sft_tag "$1" "$2")") --seed "$1" --device-type cpu --num-steps "$STEPS" \
         $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
 }
 case $LIST in
@@ -123,16 +138,18 @@ export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 LOGS=$NANOCHAT_BASE_DIR/logs
 logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
 
-sft_flags() {  # seed [arm]: all flags of the SFT of a seed's generator or, with an arm, of its verifier
+sft_flags() {  # seed, gen|refine|arm: all flags of that SFT
     local flags
-    read -r _ flags <<< "$(verifier_of "${2:-}")"
-    if [ $# = 1 ]; then
-        echo --role generator --model-tag "$(sft_tag "$1")" --seed "$1" --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS
-    else
-        echo --role verifier --model-tag "$(sft_tag "$1")" --verifier-tag "$(sft_tag "$1" "$2")" --seed "$1" --device-type cpu $MODEL $SFT_FLAGS $VERIFIER_SFT $TASK_FLAGS $flags
-    fi
+    case $2 in
+        gen) echo --role generator --model-tag "$(sft_tag "$1")" --seed "$1" --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS ;;
+        refine) echo --role generator --model-tag "$(sft_tag "$1" refine)" --from-stage sft --from-tag "$(sft_tag "$1")" --seed "$1" \
+            --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS $REFINE_SFT ;;
+        *) read -r _ flags <<< "$(verifier_of "$2")"
+           echo --role verifier --model-tag "$(sft_tag "$1")" --verifier-tag "$(sft_tag "$1" "$2")" --seed "$1" --device-type cpu \
+               $MODEL $SFT_FLAGS $VERIFIER_SFT $TASK_FLAGS $flags ;;
+    esac
 }
-sft() {  # seed [arm]
+sft() {  # seed, gen|refine|arm
     local tag flags
     tag=$(sft_tag "$@") flags=$(sft_flags "$@")
     has_model "chatsft_checkpoints/$tag" || { echo "$flags" > "$LOGS/sft-$tag.flags"; logged "sft-$tag" python -m scripts.chat_sft $flags; }
@@ -154,21 +171,25 @@ same_flags() {  # folder, name of its log, flags
         refuse "$NANOCHAT_BASE_DIR/$1 was made with other flags (see $LOGS/$2.flags): set NANOCHAT_BASE_DIR to a new folder"
 }
 while read -r seed arm; do
-    same_flags "chatsft_checkpoints/$(sft_tag "$seed")" "sft-$(sft_tag "$seed")" "$(sft_flags "$seed")"
-    same_flags "chatsft_checkpoints/$(sft_tag "$seed" "$arm")" "sft-$(sft_tag "$seed" "$arm")" "$(sft_flags "$seed" "$arm")"
+    for start in gen $(starts_of "$arm"); do
+        tag=$(sft_tag "$seed" "$start")
+        same_flags "chatsft_checkpoints/$tag" "sft-$tag" "$(sft_flags "$seed" "$start")"
+    done
     same_flags "runs/$NAME-$arm-s$seed" "$NAME-$arm-s$seed" "$(flags_of "$seed" "$arm")"
 done < <(pairs)
 mkdir -p "$LOGS"
 mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 source runs/setup.sh
 
-export NAME TASK STEPS WARMUP MODEL GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS VERDICT JUDGING ALPHA
-export -f logged has_model role_flags arm_flags verifier_of sft_tag sft_flags flags_of sft rl
+export NAME TASK STEPS WARMUP MODEL TUNED REFINE_SFT GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS VERDICT JUDGING ALPHA
+export -f logged has_model has_verifier two_turns role_flags arm_flags verifier_of start_of sft_tag sft_flags flags_of sft rl
 each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
-for seed in $SEEDS; do echo "$seed"; done | each sft
-pairs | while read -r seed arm; do echo "$(sft_tag "$seed" "$arm") $seed $arm"; done | sort -u -k 1,1 | cut -d " " -f 2- | each sft
+for seed in $SEEDS; do echo "$seed gen"; done | each sft
+pairs | while read -r seed arm; do
+    for start in $(starts_of "$arm"); do echo "$(sft_tag "$seed" "$start") $seed $start"; done
+done | sort -u -k 1,1 | cut -d " " -f 2- | each sft
 started=$SECONDS failed=0
 pairs | each rl || failed=1
 {

@@ -9,7 +9,7 @@ Recipes: one system of the field per module. A recipe is a module with
 
 and where it needs them: add_args(group) for flags of its own, check(args, task) to refuse settings, updates(args) ->
 updates of each role in a whole run, eval_step(t) -> the number that --eval-every divides, SHOWN: metrics of the line
-per step, TABLE: scores of the final table with their words.
+per step, TABLE: scores of the final table, which are shares, with their words.
 """
 import functools
 import importlib
@@ -17,10 +17,11 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
 from types import ModuleType
 
 from nanochat.common import BadInput
-from nanochat.rl.roles import short_name, trained_roles
+from nanochat.rl.roles import RoleSpec, short_name, trained_roles
 
 NEEDED = ("TAGS", "ROLES", "calls", "play", "evaluate")
 
@@ -46,14 +47,26 @@ def load(name: str) -> ModuleType:
     missing = [part for part in NEEDED if not hasattr(module, part)]
     if missing:
         raise BadInput(f"--recipe {name}: has no {', '.join(missing)}")
-    roles = list(module.ROLES)
+    check_roles(name, module.ROLES)
+    return module
+
+
+def check_roles(name: str, roles: dict[str, RoleSpec]) -> None:
+    """Raises BadInput for roles that cannot be."""
+    if not isinstance(roles, dict) or not all(isinstance(spec, RoleSpec) for spec in roles.values()):
+        raise BadInput(f"--recipe {name}: ROLES must be a dict of names and RoleSpecs")
     if len({short_name(role) for role in roles}) < len(roles):
         raise BadInput(f"--recipe {name}: of its roles {', '.join(roles)} two have the same first three letters, "
-                       f"under which "
-                       f"checkpoints and metrics stand")
-    if not trained_roles(module.ROLES):
+                       f"under which checkpoints and metrics stand")
+    if not trained_roles(roles):
         raise BadInput(f"--recipe {name}: none of its roles is trained")
-    return module
+    endings = {"--model-tag": ""}
+    for i, (role, spec) in enumerate(roles.items()):
+        if spec.shares is not None and spec.shares not in list(roles)[:i]:
+            raise BadInput(f"--recipe {name}: {role} shares layers with {spec.shares}, which is no role before it")
+        if endings.setdefault(spec.tag, spec.ending) != spec.ending:
+            raise BadInput(f"--recipe {name}: the ending {spec.ending!r} of {role} needs a tag flag of its own, "
+                           f"not {spec.tag}")
 
 
 @functools.cache
@@ -65,14 +78,16 @@ def run_file(name: str, text: str) -> ModuleType:
     try:
         exec(compile(text, name, "exec"), module.__dict__)
     except Exception as error:
-        raise BadInput(f"--recipe {name}: {type(error).__name__}: {error}") from None
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+        at = f" (line {lines[-1]})" if lines else ""  # a SyntaxError names it itself
+        raise BadInput(f"--recipe {name}: {type(error).__name__}: {error}{at}") from None
     return module
 
 
 def read_text(name: str) -> str:
     """The text of a file. Raises BadInput."""
     try:
-        with open(name, encoding="utf-8") as f:
+        with open(os.path.expanduser(name), encoding="utf-8") as f:
             return f.read()
     except FileNotFoundError:
         raise BadInput(f"--recipe {name}: no such file") from None
@@ -87,9 +102,9 @@ def short(name: str) -> str:
 
 def describe() -> list[str]:
     """A line per recipe of the repository: its name, the first line of its docstring (with the paper), its tags."""
-    lines = []
+    lines, width = [], max(map(len, names()))
     for name in names():
         recipe = load(name)
-        lines.append(f"{name:18s} {recipe.__doc__.strip().splitlines()[0]}")
-        lines.append(f"{'':18s} {', '.join(f'{key}: {value}' for key, value in recipe.TAGS.items())}")
+        lines.append(f"{name:{width}s}  {recipe.__doc__.strip().splitlines()[0]}")
+        lines.append(f"{'':{width}s}  {', '.join(f'{key}: {value}' for key, value in recipe.TAGS.items())}")
     return lines

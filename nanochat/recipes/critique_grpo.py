@@ -92,7 +92,7 @@ def calls(args, critique_tokens: int = CRITIQUE_TOKENS) -> list[Call]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
     return [Call("generator", "generator", P, G, limit, args.num_steps, trained=True),
             Call("generator", "refined", P * G, 1, limit, args.num_steps, wrap=refine_prompt,
-                 quoted=limit + critique_tokens)]
+                 quoted=limit + critique_tokens, scored=1)]  # one refinement of each group is, in fact
 
 
 # The algorithm

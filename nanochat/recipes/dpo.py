@@ -53,7 +53,7 @@ def check_pair_args(args) -> None:
 
 def calls(args) -> list[Call]:
     P, G = args.examples_per_step, args.num_samples
-    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True)]
+    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True, scored=1)]
 
 
 def play(t: Play):

@@ -84,7 +84,8 @@ def calls(args) -> list[Call]:
     """The rollouts, which the generator samples and the PRM is given."""
     size = (args.examples_per_step, args.num_samples, args.max_new_tokens)
     return [Call("generator", "generator", *size, args.num_steps, trained=True),
-            Call("prm", "scored", *size, updates(args)["prm"], trained=True, given=True)]
+            Call("prm", "scored", *size, updates(args)["prm"], trained=True, given=True,
+                 scored=2 if args.prm_update == "before" else 1)]
 
 
 # Formulas

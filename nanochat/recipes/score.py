@@ -62,8 +62,9 @@ def check(args, task) -> None:
 
 def calls(args) -> list[Call]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    return [Call("generator", "generator", P, G, limit, args.num_steps, trained=True),
-            Call("generator", "second", P * G, 1, limit, args.num_steps, True, wrap=refine_prompt, quoted=limit)]
+    return [Call("generator", "generator", P, G, limit, args.num_steps, trained=True, scored=1),
+            Call("generator", "second", P * G, 1, limit, args.num_steps, trained=True, wrap=refine_prompt, quoted=limit,
+                 scored=1)]
 
 
 # The formulas

@@ -11,7 +11,7 @@ recipe's own: --advantage, --loss, --aggregation, --kl-coef and --entropy-coef h
 Departures:
 1. Fresh demonstrations and samples for every step of an iteration. The paper makes one set of pairs per iteration, goes
    through it several times, and from the second iteration on adds the set before.
-2. --num-samples y' for each y, each a pair of its own. The paper has one (--num-samples 1 --advantage reinforce).
+2. --num-samples y' for each y, each a pair of its own. The paper has one (--num-samples 1).
 3. An iteration has 50 updates, not thousands; beta stays 0.1, where the authors' code takes 5 in the last iteration.
 4. AdamW at a constant --lr, not RMSprop at 5e-7 and later 1e-7 with a linear decay: the models here are tiny.
 """
@@ -28,13 +28,11 @@ from tasks.common import Problem
 TAGS = dict(family="pairs", verifier="none", reward="none: demonstrations", credit="pair loss against a snapshot")
 ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag", trained=False)}
 SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin", "frac_equal"]}
-TABLE = {"gen/pass1_in": "generator greedy pass@1, in distribution",
-         "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)"}
 
 
 def add_args(group) -> None:
     add_pair_args(group)
-    group.set_defaults(kl_coef=0.0)  # no reference is kept
+    group.set_defaults(kl_coef=0.0, advantage="reinforce")  # no reference is kept, no group is compared
     group.add_argument("--iteration-steps", type=int, default=50, help="updates of an iteration, against one opponent")
 
 
@@ -45,8 +43,9 @@ def check(args, task) -> None:
 
 def calls(args) -> list[Call]:
     P, G = args.examples_per_step, args.num_samples
-    return [Call("opponent", "opponent", P, G, args.max_new_tokens, args.num_steps),
-            Call("generator", "pairs", P, G + 1, args.max_new_tokens, args.num_steps, trained=True, given=True)]
+    return [Call("opponent", "opponent", P, G, args.max_new_tokens, args.num_steps, split="sft"),
+            Call("generator", "pairs", P, G + 1, args.max_new_tokens, args.num_steps, trained=True, given=True,
+                 scored=2, split="sft")]
 
 
 def play(t: Play):

@@ -87,22 +87,19 @@ def add_verifier_args(group) -> None:
 
 
 LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier_max_new_tokens": 1, "alpha_start": 0,
-         "alpha_end": 0,
-         "gamma": 0, "verifier_replay": 0, "replay_size": 0}
+         "alpha_end": 0, "gamma": 0, "verifier_replay": 0, "replay_size": 0}
 
 
 def check(args, task) -> None:
     """Raises BadInput for settings of this family that cannot work."""
-    given = vars(args)
-    check_choices(args,
-                  {name: table for name, table in {"schedule": SCHEDULES, "combine": COMBINE}.items() if name in given})
+    given, tables = vars(args), {"schedule": SCHEDULES, "combine": COMBINE}
+    check_choices(args, {name: table for name, table in tables.items() if name in given})
     check_least(args, {name: low for name, low in LEAST.items() if name in given})
     if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
         raise BadInput("--alpha-start, --alpha-end and --verifier-replay are shares: at most 1")
     if given.get("alpha_start", 0) > 0 and given["alpha_end"] == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
-                       "0 for no "
-                       "step rewards")
+                       "0 for no step rewards")
 
 
 # What a run is made of
@@ -121,9 +118,9 @@ def solution_calls(args) -> list[Call]:
 def generator_calls(args) -> list[Call]:
     """What a generator step samples: solutions, and one verification of each."""
     num_solutions = args.examples_per_step * args.num_samples
-    return solution_calls(args) + [Call("verifier", "verdicts", num_solutions, 1, args.verifier_max_new_tokens,
-                                        args.num_steps,
-                                        wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
+    return [*solution_calls(args),
+            Call("verifier", "verdicts", num_solutions, 1, args.verifier_max_new_tokens, args.num_steps,
+                 wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
 
 
 def verifier_calls(args, times: int) -> list[Call]:
@@ -131,8 +128,7 @@ def verifier_calls(args, times: int) -> list[Call]:
     P, G = args.examples_per_step, args.num_samples
     return [Call("generator", "judged", P, 1, args.max_new_tokens, times),
             Call("verifier", "verifier", P, G, args.verifier_max_new_tokens, times, trained=True,
-                 wrap=empty_verifier_prompt,
-                 quoted=args.max_new_tokens)]
+                 wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
 
 
 def calls(args) -> list[Call]:
@@ -157,8 +153,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     """
     solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
     outcomes, steps = t.check(solutions), t.read_solutions(solutions)
-    labels = [t.task.step_labels(problem, text) for problem,
-              text in zip(solutions.problems(), solutions.texts, strict=True)]
+    labels = list(map(t.task.step_labels, solutions.problems(), solutions.texts))
     solutions.columns = {"outcome": outcomes}
     verifications, verdicts = None, labels
     if judge == "verifier":
@@ -171,9 +166,8 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         sources.append((alpha, step_rewards([s.step_ends for s in steps], verdicts, t.device)))                 # eq. 3
     elif judge:
         sources.append((alpha, outcome_rewards([v.verdict for v in verifications], solutions.lengths)))
-    combine = COMBINE[t.args.combine if judge else "advantages"]
-    # eq. 4-7
-    advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+    combine, preset = COMBINE[t.args.combine if judge else "advantages"], PRESETS[t.args.advantage]
+    advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], preset, t.reduce)            # eq. 4-7
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", {"alpha": alpha} | t.mean({
         "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
@@ -197,10 +191,10 @@ def verifier_step(t: Play):
     G = t.args.num_samples
     fresh_solutions = t.solve("generator", t.problems(), 1, "judged")
     fresh = scored_solutions(t, fresh_solutions, t.check(fresh_solutions))
-    candidates = extended(fresh, t.memory["pool"], len(fresh["problem"]) + t.args.replay_size) if t.memory.get("pool") else fresh
+    num_fresh, pool = len(fresh["problem"]), t.memory.get("pool")
+    candidates = extended(fresh, pool, num_fresh + t.args.replay_size) if pool else fresh
     outcomes = candidates["outcome"].tolist()
-    chosen = choose_solutions(outcomes[: len(fresh["outcome"])], outcomes[len(fresh["outcome"]):],
-                              t.args.examples_per_step,
+    chosen = choose_solutions(outcomes[:num_fresh], outcomes[num_fresh:], t.args.examples_per_step,
                               t.args.verifier_replay, t.args.verifier_balance, random.Random(f"{t.args.seed}-{t.step}"))
     copies = count_copies(candidates["problem"][chosen].tolist())[t.run.rank:: t.run.world]
     chosen = chosen[t.run.rank:: t.run.world]
@@ -209,12 +203,10 @@ def verifier_step(t: Play):
     rollouts = t.verify("verifier", solutions, G, "verifier", copies=copies)
     solutions = solutions.select([n for n in range(len(solutions)) for _ in range(G)])
     verifications, outcomes = t.read_verifications(rollouts), [outcomes[n] for n in chosen for _ in range(G)]
-    # eq. 8
-    rewards = [verdict_reward(v.verdict, o, v.unmet, t.args.gamma) for v,
-               o in zip(verifications, outcomes, strict=True)]
+    pairs = list(zip(verifications, outcomes, strict=True))
+    rewards = [verdict_reward(v.verdict, o, v.unmet, t.args.gamma) for v, o in pairs]                           # eq. 8
     advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id,
-                                   rollouts.tokens.shape[1],
-                                   PRESETS[t.args.advantage], t.reduce)
+                                   rollouts.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
     if t.args.class_weights:                                                                                     # eq. 9
         weights = ClassWeights(**t.memory.get("class_weights", {}))
         counts = torch.tensor([outcomes.count(True) / G, outcomes.count(False) / G], device=t.device)
@@ -226,13 +218,11 @@ def verifier_step(t: Play):
     scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
     t.log("verifier", scores)
     log_rewards(t, "verifier", rollouts, rewards)
-    t.log("verifier",
-          t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True)],
+    t.log("verifier", t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in pairs],
                               "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}))
     if scores["balanced_acc"] is not None:
-        before = t.memory.get("balanced_acc")
-        t.memory["balanced_acc"] = (scores["balanced_acc"] if before is None else
-                                    BALANCED_ACC_DECAY * before + (1 - BALANCED_ACC_DECAY) * scores["balanced_acc"])
+        now, before, decay = scores["balanced_acc"], t.memory.get("balanced_acc"), BALANCED_ACC_DECAY
+        t.memory["balanced_acc"] = now if before is None else decay * before + (1 - decay) * now
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), fresh, t.args.replay_size)
     yield Update("verifier", [(rollouts, advantages)])
@@ -241,8 +231,7 @@ def verifier_step(t: Play):
 def wants_pool(args) -> bool:
     """Whether a run keeps past solutions."""
     given = vars(args)
-    return bool(given.get("replay_size")) and (given.get("verifier_balance", False)
-                                               or given.get("verifier_replay", 0) > 0)
+    return bool(given.get("replay_size") and (given["verifier_balance"] or given["verifier_replay"]))
 
 
 def phase_of(t: Play) -> tuple[str, int]:

@@ -52,7 +52,7 @@ class Held:
 class Draw:
     """What a step draws from a role under one label, at most. Prompts over all ranks, samples of each, the longest
     prompt and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it;
-    given: it is not sampled."""
+    given: it is not sampled; scored: forward passes over it besides the update's and a reference's."""
     role: str
     label: str
     prompts: int
@@ -62,6 +62,7 @@ class Draw:
     times: int = 1
     trained: bool = False
     given: bool = False
+    scored: int = 0
 
 
 @dataclass(frozen=True)
@@ -256,17 +257,16 @@ def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new
 
 def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed: Speed,
                  context: int | None = None) -> dict[str, float]:
-    """Seconds of sampling a draw, and of the update on it where there is one, on each of the GPUs that share it evenly.
-    Lengths in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole
+    """Seconds of sampling a draw, and of what is done with it (scoring, the update), on each of the GPUs that share it
+    evenly. Lengths in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole
     context."""
     model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
     sampling = 0.0 if draw.given else sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed)
-    seconds = {"sampling": sampling, "update": 0.0}
-    if draw.trained:
-        passes = (3 + held.reference + setting.recompute) / 3  # a reference runs forward, as a block that is run again
-        tokens = P * draw.prompt_tokens + P * draw.samples * new
-        seconds["update"] = tokens * flops_per_token(model, context) * passes / (speed.limits[0] * speed.mfu)
-    return seconds
+    # a forward pass is a third of an update; a reference runs forward, as a block that is run again
+    passes = draw.scored + (3 + held.reference + setting.recompute) * draw.trained
+    tokens = P * draw.prompt_tokens + P * draw.samples * new
+    update = tokens * flops_per_token(model, context) * passes / 3 / (speed.limits[0] * speed.mfu)
+    return {"sampling": sampling, "update": update}
 
 
 # A run's plan, from what its recipe declares
@@ -276,7 +276,8 @@ def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[D
     completions run to."""
     return [Draw(call.role, call.label, call.num_prompts, call.num_samples,
                  prompt_tokens(call.wrap) + int(share * call.quoted),
-                 max(1, int(share * call.max_new_tokens)), call.times, call.trained, call.given)
+                 max(1, int(share * call.max_new_tokens)), call.times, call.trained, call.given,
+                 call.scored)
             for call in calls]
 
 

@@ -33,7 +33,8 @@ class Call(NamedTuple):
 
     num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update
     learns from it; given: it is not sampled. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of
-    completions that stand in it.
+    completions that stand in it. scored: calls of Play.logprobs on it, without those of a reference; split: where its
+    problems are from.
     """
     role: str
     label: str
@@ -45,6 +46,8 @@ class Call(NamedTuple):
     given: bool = False
     wrap: Callable = generator_prompt
     quoted: int = 0
+    scored: int = 0
+    split: str = "rl"
 
 
 class Update(NamedTuple):
@@ -152,8 +155,7 @@ class Play:
         stream = (label,) if self.evaluating else (label, self.step)
         model = self.roles[role].model
         rollouts = self.sampler.sample(model, prompts, num_samples, stream,
-                                       self._limit(role, label, len(prompts), num_samples),
-                                       greedy, tool)
+                                       self._limit(role, label, len(prompts), num_samples), greedy, tool)
         self.check_stop()
         if not self.evaluating:
             self.sampled += int(rollouts.lengths.sum())
@@ -179,8 +181,7 @@ class Play:
         for prompt, row in zip(prompts, rows, strict=True):
             if len(prompt.ids) + len(row) > context:
                 raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}: the "
-                               f"{role}'s "
-                               f"context is {context}")
+                               f"{role}'s context is {context}")
         lengths = [len(row) for row in rows]
         width = max(lengths, default=1)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=self.device)
@@ -205,8 +206,7 @@ class Play:
         self.labels.add(label)
         if call is None or call.role != role or num_prompts > most or num_samples > call.num_samples:
             raise ValueError(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its "
-                             f"calls() declare "
-                             f"{call or 'no such label'}")
+                             f"calls() declare {call or 'no such label'}")
         return call.max_new_tokens
 
     # Reading
@@ -240,13 +240,13 @@ class Play:
     def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False,
                  targets: torch.Tensor | None = None) -> torch.Tensor:
         """Logprobs of the tokens, or of `targets` (N, T) in their places, under a role or its starting weights; no
-        gradient.
-        -> (N, T) fp32 in the order of the rollouts, 0 where a token is not trained"""
+        gradient. -> (N, T) fp32 in the order of the rollouts, 0 where a token is not trained"""
         scored = rollouts if targets is None else replace(rollouts, targets=targets)
         model = self.roles[role].reference if reference else self.roles[role].model
         out = torch.zeros(scored.tokens.shape, device=self.device)
         for batch in self.even(self.micro_batches(scored, out, out[:, 0], keep_idle=True)):
-            logprobs, places = score(model, batch, self.args.temperature), torch.zeros(batch.tokens.numel(), device=self.device)
+            logprobs = score(model, batch, self.args.temperature)
+            places = torch.zeros(batch.tokens.numel(), device=self.device)
             if len(batch.index):  # an added micro-batch is of no rollout
                 places[batch.index] = logprobs
                 out[batch.rows, : batch.tokens.shape[1]] = places.view_as(batch.tokens)
@@ -306,8 +306,8 @@ def check_update(t: Play, wanted: Update) -> None:
     if not isinstance(wanted, Update):
         raise ValueError(f"play yields a {type(wanted).__name__}, not an Update")
     if wanted.role not in t.roles or t.roles[wanted.role].optimizer is None:
-        trained = [name for name, role in t.roles.items() if role.optimizer is not None]
-        raise ValueError(f"play yields an Update of {wanted.role!r}; the roles that are trained are {', '.join(trained)}")
+        trained = ", ".join(name for name, role in t.roles.items() if role.optimizer is not None)
+        raise ValueError(f"play yields an Update of {wanted.role!r}; the roles that are trained are {trained}")
     if not isinstance(wanted.parts, list) or not wanted.parts:
         raise ValueError(f"the parts of an Update of {wanted.role} must be a list of (rollouts, advantages)")
 

@@ -15,15 +15,24 @@ def percent(value: float | None) -> str:
     return "    -" if value is None else f"{100 * value:5.1f}"
 
 
+PASS_AT_1 = {"gen/pass1_in": "generator greedy pass@1, in distribution",
+             "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)"}
+
+
 def print_table(before: dict, after: dict, words: dict[str, str] | None = None) -> None:
-    """Before RL -> after RL, in percent and points. words: the scores to show and what they are; by default all, by
-    name."""
-    print0(f"\n{'held-out evaluation (percent)':58s} before    after   change")
-    for name, label in (words or {name: name for name in after}).items():
-        if name in after:
-            old, new = before.get(name), after[name]
-            change = f"{100 * (new - old):+6.1f}" if None not in (old, new) else "     -"
-            print0(f"{label:58s}  {percent(old)} -> {percent(new)}   {change}")
+    """Before RL -> after RL. words: the scores to show, all shares, and what they are; by default pass@1, and behind it
+    all others as they are, by name."""
+    plain = lambda value: "    -" if value is None else f"{value:5.3f}"
+    parts = [("held-out evaluation (percent)", words or PASS_AT_1, percent, 100)]
+    if words is None:
+        parts.append(("other scores", {name: name for name in after if name not in PASS_AT_1}, plain, 1))
+    for title, labels, show, scale in parts:
+        rows = [(label, before.get(name), after[name]) for name, label in labels.items() if name in after]
+        if rows:
+            print0(f"\n{title:58s} before    after   change")
+        for label, old, new in rows:
+            change = "     -" if None in (old, new) else f"{scale * (new - old):+6.{1 if scale == 100 else 3}f}"
+            print0(f"{label:58s}  {show(old)} -> {show(new)}   {change}")
 
 
 def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
@@ -58,15 +67,16 @@ def rollout_records(t: Play, update: Update) -> list[dict]:
             prompt = rollouts.prompts[int(rollouts.group_id[n])]
             tokens = rollouts.tokens[n, : rollouts.lengths[n]].tolist()
             solution = prompt.solution or read_solution(t.tokenizer, fmt, tokens)
-            is_quoted = {} if prompt.solution is None or "verification" in rollouts.columns else {"completion": rollouts.texts[n]}
+            is_quoted = prompt.solution is not None and "verification" not in rollouts.columns
             records.append({
                 "role": update.role, "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
-                "solution": solution.text,
-                "outcome": None, "step_labels": t.task.step_labels(prompt.problem, solution.text),
+                "solution": solution.text, "outcome": None,
+                "step_labels": t.task.step_labels(prompt.problem, solution.text),
                 "step_spans": fmt.step_spans(solution.text), "step_ends": solution.step_ends,
                 "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
                 "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
-                **is_quoted, **{name: values[n] for name, values in rollouts.columns.items()}})
+                **({"completion": rollouts.texts[n]} if is_quoted else {}),
+                **{name: values[n] for name, values in rollouts.columns.items()}})
     return records
 
 
@@ -85,7 +95,8 @@ LARGEST_GAP = {torch.float32: 0.1, torch.bfloat16: 0.5}
 
 
 def health_check(t: Play, role: str) -> list[str]:
-    """Prints what RL starts from and returns the warnings: each names the likely cause. role: the one that solves."""
+    """Prints what RL starts from and returns the warnings: each names the likely cause. role: the one that solves. A
+    role named verifier is looked at where the recipe evaluates it on fixed solutions."""
     sampled, gap, scores = sampled_scores(t, role, 64), logprob_gap(t, role), t.state.before
     print0("health check of the starting point")
     for name, value in sampled.items():

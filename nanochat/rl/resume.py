@@ -10,8 +10,7 @@ from nanochat.common import BadInput, check_unchanged, path_of, print0
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts",
-              "micro_batch_tokens",
-              "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
+              "micro_batch_tokens", "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
 
 
 def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
@@ -56,11 +55,12 @@ def check_recipe_text(run_name: str, text: str | None) -> None:
     """Raises BadInput unless a recipe outside of the repository is, word for word, the one that the run was started
     with."""
     path = path_of("runs", run_name, "recipe.py")
-    recorded = None
-    if os.path.exists(path):
-        with open(path, encoding="utf-8") as f:
-            recorded = f.read()
+    if not os.path.exists(path):
+        if text is not None:
+            raise BadInput(f"{path} is missing: nothing tells which text of the recipe run {run_name} was started with")
+        return
+    with open(path, encoding="utf-8") as f:
+        recorded = f.read()
     if recorded != text:
         raise BadInput(f"run {run_name} was started with another text of this recipe ({path}); a continued run "
-                       f"cannot change it: "
-                       f"start a new run, or put the old text back")
+                       f"cannot change it: start a new run, or put the old text back")

@@ -35,9 +35,9 @@ def short_name(role: str) -> str:
     return role[:3]
 
 
-def value_of(args, flag: str):
-    """The value of a flag by its name on the command line."""
-    return getattr(args, flag.removeprefix("--").replace("-", "_"))
+def name_of(flag: str) -> str:
+    """A flag's name among the parsed arguments: --verifier-lr -> verifier_lr."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def trained_roles(specs: dict[str, RoleSpec]) -> list[str]:
@@ -153,22 +153,21 @@ def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) 
     """
     starts = {}
     for name, spec in specs.items():
-        tag, step = value_of(args, spec.tag), None if args.model_step < 0 else args.model_step
+        tag, step = getattr(args, name_of(spec.tag)), None if args.model_step < 0 else args.model_step
         if recorded:
             step = recorded[name]["step"]
         step = find_step("sft", tag, step)
         starts[name] = Start(tag, step, fingerprint(path_of("sft", tag, f"model_{step:06d}.pt")))
         if recorded and starts[name].fingerprint != recorded[name]["fingerprint"]:
             raise BadInput(f"{path_of('sft', tag)}: step {step} is not what the run started from; its SFT was done "
-                           f"again, "
-                           f"so the run cannot go on with it as its reference")
+                           f"again, so the run cannot go on with it as its reference")
     return starts
 
 
 def load_configs(starts: dict[str, Start]) -> dict:
     """The shapes of the roles that load_roles would load. Raises BadInput."""
-    return {name: load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[1] for name,
-            start in starts.items()}
+    return {name: load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[1]
+            for name, start in starts.items()}
 
 
 def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device,
@@ -187,8 +186,7 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
             raise BadInput(f"--verifier-shared-layers {num_shared}: cannot go with --shard")
         if num_shared and specs[spec.shares].trained and not spec.trained:
             raise BadInput(f"--verifier-shared-layers {num_shared}: this recipe keeps the {name} fixed, and shared "
-                           f"layers move "
-                           f"with the {spec.shares}")
+                           f"layers move with the {spec.shares}")
         # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
         is_wide = spec.trained or any(other.shares == name and args.verifier_shared_layers for other in specs.values())
         model, _ = load_model("sft", start.tag, device, dtype, start.step, sharded, trained=is_wide)
@@ -197,10 +195,10 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
             check_shared(roles[spec.shares].model, model, num_shared, start.tag)
             parameters = share_layers(roles[spec.shares].model, model, num_shared)
         set_recompute(model, args.recompute and spec.trained, name)
-        optimizer = adamw(parameters, value_of(args, spec.lr)) if spec.trained else None
+        lr = getattr(args, name_of(spec.lr)) if spec.trained else 0.0
+        optimizer = adamw(parameters, lr) if spec.trained else None
         has_reference = spec.reference or (spec.trained and args.kl_coef > 0)
         reference = copy_of(model, sharded=sharded) if has_reference else None
         refresh(model)
-        roles[name] = Role(name, model, parameters, optimizer, reference, value_of(args, spec.lr), spec.shares,
-                           num_shared)
+        roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_shared)
     return roles

@@ -1,0 +1,147 @@
+"""
+The flags that all recipes share, and what is refused before anything is loaded or written.
+"""
+import argparse
+import zlib
+
+from nanochat.checkpoint import default_tag
+from nanochat.common import BadInput, check_choices, check_least, check_name, gather_lists
+from nanochat.rl.advantages import PRESETS
+from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
+from nanochat.rl.play import Call
+from nanochat.rl.prompts import check_fit, longest_problem
+from nanochat.rl.roles import RoleSpec, name_of
+from nanochat.rl.schedules import LR_SCHEDULES
+from nanochat.rl.scores import problems_of
+
+TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS,
+          "lr_schedule": LR_SCHEDULES}
+LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1, "max_new_tokens": 1, "top_k": 0,
+         "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1, "kl_coef": 0, "lr": 0, "save_every": 0,
+         "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
+         "log_rollouts": 0, "entropy_coef": 0}
+
+
+def add_common_args(parser) -> None:
+    parser.add_argument("--resume-from-step", default="-1",
+                        help="continue --run from this step, or from its last with 'auto'; -1 = a fresh run")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
+    parser.add_argument("--num-steps", type=int, default=200, help="updates of the recipe's first role that is trained")
+    models = parser.add_argument_group("models")
+    models.add_argument("--model-tag", default="", help="SFT checkpoint of the generator; default: the largest d<N>")
+    models.add_argument("--model-step", type=int, default=-1, help="step of the SFT checkpoints; -1 = the last")
+    models.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
+                        help="shard weights, gradients and optimizers over the ranks (FSDP2); changes no result")
+    models.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
+                        help="run blocks of imported models again in the backward pass instead of keeping their "
+                             "activations; changes no result")
+    rollout = parser.add_argument_group("rollouts")
+    rollout.add_argument("--examples-per-step", type=int, default=32, help="problems per step, over all ranks")
+    rollout.add_argument("--num-samples", type=int, default=8, help="G: rollouts per prompt")
+    rollout.add_argument("--max-new-tokens", type=int, default=96, help="of a solution")
+    rollout.add_argument("--temperature", type=float, default=1.0)
+    rollout.add_argument("--top-k", type=int, default=0, help="0 = the full softmax; anything else biases the ratio")
+    rollout.add_argument("--max-rows", type=int, default=1024,
+                         help="rollouts per rank that decode together; changes memory, no result")
+    rollout.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
+                         help="solutions may call the calculator (python_start ... python_end); its output is forced "
+                              "and not trained")
+    loss = parser.add_argument_group("advantages, loss and optimizer")
+    loss.add_argument("--advantage", default="grpo", help=f"one of: {', '.join(PRESETS)}")
+    loss.add_argument("--loss", default="ppo_clip", help=f"one of: {', '.join(POLICY_LOSSES)}")
+    loss.add_argument("--clip-low", type=float, default=0.2)
+    loss.add_argument("--clip-high", type=float, default=0.2)
+    loss.add_argument("--dual-clip", type=float, default=None)
+    loss.add_argument("--kl", default="k3", help=f"one of: {', '.join(KL_ESTIMATORS)}")
+    loss.add_argument("--kl-coef", type=float, default=1e-3, help="beta: weight of the KL to the starting weights")
+    loss.add_argument("--entropy-coef", type=float, default=0.0)
+    loss.add_argument("--aggregation", default="sequence", help=f"one of: {', '.join(AGGREGATIONS)}")
+    loss.add_argument("--updates-per-batch", type=int, default=1, help="optimizer steps on each batch of rollouts")
+    loss.add_argument("--lr", type=float, default=1e-4, help="AdamW; 1e-6 for pretrained 7B models")
+    loss.add_argument("--lr-schedule", default="constant", help=f"one of: {', '.join(LR_SCHEDULES)}")
+    loss.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
+    loss.add_argument("--micro-batch-tokens", type=int, default=4096,
+                      help="tokens that go through a model at once; changes no result")
+    loss.add_argument("--prefix-sharing", action=argparse.BooleanOptionalAction, default=True,
+                      help="run a group's prompt once per update, not once per rollout; changes no result")
+    evals = parser.add_argument_group("evaluation and logs")
+    evals.add_argument("--eval-every", type=int, default=0, help="steps between evaluations; 0 = before and after only")
+    evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
+    evals.add_argument("--log-rollouts", type=int, default=4,
+                       help="rollouts per update that go to rollouts.jsonl, one of a group")
+
+
+def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
+    """The flags of roles that are not there yet."""
+    known = group._option_string_actions
+    for role, spec in roles.items():
+        if spec.tag not in known:
+            group.add_argument(spec.tag, default="",
+                               help=f"SFT checkpoint of the {role}; default: <model-tag>{spec.ending}")
+        if spec.trained and spec.lr not in known:
+            group.add_argument(spec.lr, type=float, default=None, help=f"learning rate of the {role}; default: --lr")
+        if spec.shares and "--verifier-shared-layers" not in known:
+            group.add_argument("--verifier-shared-layers", type=int, default=0,
+                               help=f"lowest layers the {role} shares with the {spec.shares}")
+
+
+def check_args(args, recipe, task, world: int) -> None:
+    """Refuses what cannot work, before anything is loaded or written."""
+    check_choices(args, TABLES)
+    check_least(args, LEAST | {name: 0 for name in ("verifier_lr", "verifier_shared_layers") if hasattr(args, name)})
+    if not args.temperature > 0:
+        raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
+    if args.shard and world == 1:
+        raise BadInput("--shard: there is one rank, so nothing to shard over; start several with torchrun")
+    if args.examples_per_step % world or args.eval_examples < world:
+        raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks (and "
+                       f"--eval-examples at least that)")
+    if args.num_samples < 2 and PRESETS[args.advantage].scope == "group" and PRESETS[args.advantage].center != "none":
+        raise BadInput(f"--num-samples 1: --advantage {args.advantage} compares the rollouts of a group and needs at "
+                       f"least 2")
+    if hasattr(recipe, "check"):
+        recipe.check(args, task)
+
+
+def complete_args(args, roles: dict[str, RoleSpec]) -> None:
+    """Gives the flags of roles their defaults. Raises BadInput."""
+    args.model_tag = args.model_tag or default_tag("sft")
+    for spec in roles.values():
+        name, rate = name_of(spec.tag), name_of(spec.lr)
+        setattr(args, name, getattr(args, name) or args.model_tag + spec.ending)
+        check_name(spec.tag, getattr(args, name))
+        if spec.trained and getattr(args, rate) is None:
+            setattr(args, rate, args.lr)
+
+
+def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, device) -> list[str]:
+    """The problems' texts, all of a finite task. Raises BadInput where one does not fit a role's context, a split is
+    missing or ranks have others."""
+    task.problem("test_in", 0)  # what is evaluated must be there
+    splits = dict.fromkeys(["rl", "test_in", "test_out", *(call.split for call in calls)])
+    problems = [task.problem("rl", 0), *(problem for split in splits for problem in problems_of(task, split, -1))]
+    checksum = zlib.crc32("\n".join(problem.prompt + problem.answer for problem in problems).encode())
+    if len(set(gather_lists([checksum], device))) > 1:
+        raise BadInput(f"--task {args.task}: the ranks have loaded different problems; are their files the same?")
+    prompts = [problem.prompt for problem in problems]
+    longest = longest_problem(tokenizer, prompts)
+    for call in calls:
+        check_fit(call.role, call.wrap, call.quoted, call.max_new_tokens, configs[call.role].sequence_len, tokenizer,
+                  task.fmt, longest)
+    return prompts
+
+
+def check_calls(name: str, roles: dict[str, RoleSpec], calls: list[Call]) -> None:
+    """Raises BadInput for declarations of a recipe that cannot be."""
+    if not isinstance(calls, list) or not all(isinstance(call, Call) for call in calls):
+        raise BadInput(f"--recipe {name}: its calls() must give a list of Call")
+    if len({call.label for call in calls}) < len(calls):
+        raise BadInput(f"--recipe {name}: its calls() declare a label twice")
+    for call in calls:
+        if call.role not in roles:
+            raise BadInput(f"--recipe {name}: its calls() name a role {call.role}; there are {', '.join(roles)}")
+        if min(call.num_prompts, call.num_samples, call.max_new_tokens) < 1:
+            raise BadInput(f"--recipe {name}: its calls() declare nothing to sample as {call.label}: prompts, samples "
+                           f"and --max-new-tokens must be at least 1")
