@@ -17,7 +17,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.recipes import prime
 from nanochat.rl.advantages import to_go, whiten
 from nanochat.rl.rewards import keep_groups
-from nanochat.rl.scores import pair_wins, step_sums
+from nanochat.rl.scores import judgments, pair_wins, step_sums
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.play import Play
@@ -211,9 +211,9 @@ def test_pairs_are_of_right_and_wrong_rollouts_of_one_problem():
     assert pair_wins(outcomes, scores, [0, 0, 0, 1, 1, 2, 2]) == [1.0, 0.0, 0.5]
 
 
-def test_a_rollout_is_judged_right_when_its_sum_of_q_is_positive():
+def test_a_rollout_is_judged_right_when_its_log_odds_are_positive():
     q = torch.tensor([[50.0, -10.0], [-50.0, 10.0], [0.0, 0.0], [30.0, 10.0]])  # beta sum q = 2, -2, 0, 2
-    judged = prime.judgments(q, [True, False, True, False], [0, 0, 0, 0], 0.05)
+    judged = judgments(0.05 * q, [True, False, True, False], [0, 0, 0, 0])
     # -log sigma(2) = .126928 for a right one and, of -2, for a wrong one; log 2; -log sigma(-2) = 2.126928
     assert judged["bce"] == pytest.approx([0.126928, 0.126928, math.log(2), 2.126928], rel=1e-5)
     assert judged["accuracy"] == [True, True, False, False]  # .5 is not above .5

@@ -18,18 +18,15 @@ Departures:
 from dataclasses import replace
 
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, source_advantages, to_go, whiten
-from nanochat.rl.evals import log_rewards, pass_at_1
+from nanochat.rl.evals import log_odds_scores, log_rewards, pass_at_1
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.rewards import keep_groups, outcome_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import pair_wins, step_sums
-from nanochat.rl.voting import auroc
 
 TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", reward="outcome + process",
             credit="RLOO per source")
@@ -118,15 +115,6 @@ def largest_return(rewards: torch.Tensor, reduce) -> torch.Tensor:
     return reduce(torch.cat([sizes, sizes.new_zeros(1)]).max(), "max")  # a rank may have no rollouts
 
 
-def judgments(q: torch.Tensor, outcomes: list[bool], group_id: list[int], beta: float) -> dict[str, list]:
-    """The PRM as a judge of outcomes: its loss on each rollout (bce), whether sigma(beta sum q) > .5 is the outcome
-    (accuracy), and `pair_wins` (pair_accuracy). q (N, T)"""
-    sums, right = q.sum(dim=1), torch.tensor(outcomes, dtype=q.dtype, device=q.device)
-    return {"bce": bce_with_logits(beta * sums, right, reduction="none").tolist(),
-            "accuracy": ((sums > 0) == (right > 0)).tolist(),
-            "pair_accuracy": pair_wins(outcomes, sums.tolist(), group_id)}
-
-
 # The algorithm
 
 def play(t: Play):
@@ -138,13 +126,13 @@ def play(t: Play):
         return  # on no rank a problem that is neither too easy nor too hard
     ref_logprobs = t.logprobs("prm", rollouts, reference=True)
     q = t.logprobs("prm", rollouts) - ref_logprobs                                           # (N, T)
-    log_judge(t, rollouts, q)
+    log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q)  # it has not yet learned from these rollouts
     learn = prm_update(rollouts, q, t.args.prm_beta)                                         # L_CE
     when = t.args.prm_update if t.steps["prm"] < t.totals["prm"] else "none"
     if when == "before":
         yield learn
         q = t.logprobs("prm", rollouts) - ref_logprobs
-        log_judge(t, rollouts, q, "rescored/")
+        log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q, "rescored/")
     yield Update("generator", [(rollouts, advantages_of(t, rollouts, q))])                   # L_CLIP
     if when == "after":
         yield learn
@@ -179,17 +167,6 @@ def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
                                 rollouts.tokens.shape[1], PRESETS["rloo"])
     t.log("generator", {"largest_process_return": largest.item()})
     return whiten(process + outcome, rollouts.mask, t.reduce)                                # core_algos.py
-
-
-def log_judge(t: Play, rollouts: Rollouts, q: torch.Tensor, prefix: str = "") -> None:
-    """Logs how well the PRM judges rollouts, and steps (step_auc) where those have labels. Without a prefix it has not
-    yet learned from these rollouts."""
-    scores = t.mean(judgments(q, rollouts.columns["outcome"], rollouts.group_id.tolist(), t.args.prm_beta))
-    rows = zip(rollouts.problems(), t.read_solutions(rollouts), q.tolist(), strict=True)
-    steps = [step_sums(t.task.step_labels(problem, s.text), s.step_ends, values) for problem, s, values in rows]
-    labels, sums = ([step[i] for of_rollout in t.gather(steps) for step in of_rollout] for i in (0, 1))
-    scores["step_auc"] = auroc(sums, labels)
-    t.log("prm", {prefix + name: value for name, value in scores.items()})
 
 
 def evaluate(t: Play) -> dict:

@@ -10,7 +10,8 @@ from nanochat.rl.play import Play
 from nanochat.rl.prompts import Verification
 from nanochat.rl.roles import short_name
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import answers_of, verdict_scores, verdict_row, majority, pass_at_k
+from nanochat.rl.scores import answers_of, judgments, majority, pass_at_k, step_sums, verdict_row, verdict_scores
+from nanochat.rl.voting import auroc
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
 
@@ -42,6 +43,19 @@ def gathered_verdict_scores(t: Play, solutions: Rollouts, outcomes: list[bool | 
     """`verdict_scores` over all ranks; verifications[i] is of the i-th solution."""
     rows = zip(solutions.problems(), solutions.texts, outcomes, verifications, strict=True)
     return verdict_scores(t.gather([verdict_row(t.task, *row) for row in rows]))
+
+
+def log_odds_scores(t: Play, role: str, rollouts: Rollouts, log_odds: torch.Tensor, prefix: str = "") -> None:
+    """Logs how well a role judges rollouts (`judgments`), and their steps where those have labels (step_auc).
+
+    log_odds (N, T): a token's share in the log-odds that the answer is right. rollouts: with a column of outcomes.
+    """
+    scores = t.mean(judgments(log_odds, rollouts.columns["outcome"], rollouts.group_id.tolist()))
+    rows = zip(rollouts.problems(), t.read_solutions(rollouts), log_odds.tolist(), strict=True)
+    steps = [step_sums(t.task.step_labels(problem, s.text), s.step_ends, values) for problem, s, values in rows]
+    labels, sums = ([step[i] for of_rollout in t.gather(steps) for step in of_rollout] for i in (0, 1))
+    scores["step_auc"] = auroc(sums, labels)
+    t.log(role, {prefix + name: value for name, value in scores.items()})
 
 
 def verification_columns(verifications: list[Verification]) -> dict[str, list]:

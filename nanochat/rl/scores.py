@@ -1,9 +1,12 @@
 """
-Scores: pass@1, pass@k, maj@k of a generator; F1 and balanced accuracy of a verifier.
+Scores: pass@1, pass@k, maj@k of a generator; F1 and balanced accuracy of a verifier; how log-odds of outcomes rank.
 """
 from collections import Counter
 from math import comb
 from statistics import correlation as correlate
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
 from nanochat.common import in_threads
 
@@ -129,13 +132,22 @@ def verdict_scores(rows: list[list]) -> dict:
     }
 
 
+def judgments(log_odds: torch.Tensor, outcomes: list[bool], group_id: list[int]) -> dict[str, list]:
+    """Of rollouts whose tokens add up to the log-odds that the answer is right: the cross-entropy with the outcome
+    (bce), whether a chance above .5 is the outcome (accuracy), and `pair_wins` (pair_accuracy). log_odds (N, T)"""
+    sums, right = log_odds.sum(dim=1), torch.tensor(outcomes, dtype=log_odds.dtype, device=log_odds.device)  # (N,)
+    return {"bce": bce_with_logits(sums, right, reduction="none").tolist(),
+            "accuracy": ((sums > 0) == (right > 0)).tolist(),
+            "pair_accuracy": pair_wins(outcomes, sums.tolist(), group_id)}
+
+
 def pair_wins(outcomes: list[bool], scores: list[float], group_id: list[int]) -> list[float]:
     """Of each pair of a right and a wrong rollout of a group: 1 if the right one scores higher, .5 if equal, else 0."""
     rows = list(zip(outcomes, scores, group_id, strict=True))
     return [(a > b) + (a == b) / 2 for right, a, g in rows if right for other, b, h in rows if g == h and not other]
 
 
-def step_sums(labels: list[bool], step_ends: list[int], q: list[float]) -> list[list]:
-    """[label, sum of q over its tokens] of each step; nothing where the steps have no labels."""
+def step_sums(labels: list[bool], step_ends: list[int], values: list[float]) -> list[list]:
+    """[label, sum of the values of its tokens] of each step; nothing where the steps have no labels."""
     starts = [0, *(end + 1 for end in step_ends)]
-    return [[label, sum(q[start: end + 1])] for label, start, end in zip(labels, starts, step_ends, strict=False)]
+    return [[label, sum(values[start: end + 1])] for label, start, end in zip(labels, starts, step_ends, strict=False)]

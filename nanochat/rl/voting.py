@@ -6,7 +6,7 @@ k verifications, n solutions, K steps. A verdict is True, False or None (unreada
 """
 from bisect import bisect_left, bisect_right
 
-from nanochat.rl.evals import majority, pass_at_k
+from nanochat.rl.scores import majority, pass_at_k
 
 NUM_BINS = 10
 
