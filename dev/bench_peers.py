@@ -2,10 +2,12 @@
 Times one RL step (sample completions, policy gradient, optimizer step) of peers on a stated workload, and interleaved
 with ours.
 
-    python -m venv /tmp/peers/venv && /tmp/peers/venv/bin/pip install torch==2.13.0 "trl==1.16.*" datasets accelerate psutil tiktoken rustbpe
+    python -m venv /tmp/peers/venv
+    /tmp/peers/venv/bin/pip install torch==2.13.0 "trl==1.16.*" datasets accelerate psutil tiktoken rustbpe
     git clone https://github.com/karpathy/nanochat /tmp/peers/nanochat
     /tmp/peers/venv/bin/python dev/bench_peers.py nanochat --steps 2 --nanochat-dir /tmp/peers/nanochat
-    python dev/bench_peers.py interleave --workload W1 --peer-python /tmp/peers/venv/bin/python --nanochat-dir /tmp/peers/nanochat
+    python dev/bench_peers.py interleave --workload W1 --peer-python /tmp/peers/venv/bin/python \\
+        --nanochat-dir /tmp/peers/nanochat
 
 fp32, CPU, OMP_NUM_THREADS threads (default: all cores), random weights and rewards, random prompts of exactly
 --prompt-len tokens, completions of exactly --completion-len (end tokens lie outside of the model's vocabulary),
@@ -132,7 +134,8 @@ def run_trl(args) -> dict:
             started = time.perf_counter()
             out = super()._generate(prompts)
             generation.append(time.perf_counter() - started)
-            assert [len(p) for p in out[0]] == [args.prompt_len] * rows and [len(c) for c in out[1]] == [args.completion_len] * rows
+            assert ([len(p) for p in out[0]] == [args.prompt_len] * rows
+                    and [len(c) for c in out[1]] == [args.completion_len] * rows)
             return out
 
     dice = torch.Generator().manual_seed(0)
@@ -232,13 +235,15 @@ def run_child(command: list[str], threads: int) -> dict | str:
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["no message"])[-1]
     wall, busy, own = (after - before for before, after in zip(started, clocks(), strict=True))
-    return json.loads(done.stdout.strip().splitlines()[-1]) | {"others_cpu": round(max(0.0, busy - own) / wall / os.cpu_count(), 3)}
+    return (json.loads(done.stdout.strip().splitlines()[-1])
+            | {"others_cpu": round(max(0.0, busy - own) / wall / os.cpu_count(), 3)})
 
 
 def interleave(args) -> dict:
     """Ours, then each peer, `rounds` times over. This process stays small: a child's peak of resident memory starts
     from its parent's."""
-    flags = [word for name, value in WORKLOADS[args.workload].items() for word in ("--" + name.replace("_", "-"), str(value))] + ["--steps", str(args.steps)]
+    flags = [word for name, value in WORKLOADS[args.workload].items()
+             for word in ("--" + name.replace("_", "-"), str(value))] + ["--steps", str(args.steps)]
     ours = [args.ours_python, "-m", "scripts.bench_step", *flags, "--dtype", "float32", "--device-type", "cpu",
             "--micro-batch-tokens", str(OURS_TOKENS[args.workload]), "--role"]
     peer = [args.peer_python, "dev/bench_peers.py"]
@@ -267,7 +272,8 @@ def interleave(args) -> dict:
         seconds, gen, update, peak, others = ([row[key] for row in rows]
                                               for key in ("s_per_step", "gen_s", "update_s", "peak_mem_mb",
                                                           "others_cpu"))
-        ratio = f"{statistics.median(seconds) / statistics.median(row['s_per_step'] for row in runs['ours']):.2f}" if "ours" in runs else ""
+        ratio = (f"{statistics.median(seconds) / statistics.median(row['s_per_step'] for row in runs['ours']):.2f}"
+                 if "ours" in runs else "")
         print(f"| {rows[0].get('version', name)} | {statistics.median(seconds):.2f} ({min(seconds):.2f} - "
               f"{max(seconds):.2f}) | {statistics.median(gen):.2f} | "
               f"{statistics.median(update):.2f} | {statistics.median(peak):.0f} | {ratio} | {max(others):.0%} |")

@@ -142,14 +142,16 @@ def record_model(model, tokenizer, row: list[int]) -> dict:
         cached.append(model(ids[:, start: end], kv_cache=cache)[0, -1])
     greedy = []
     for length in PROMPT_LENGTHS:
-        (tokens,), (mask,) = Engine(model, tokenizer).generate_batch(row[:length], temperature=0.0, max_tokens=MAX_NEW_TOKENS)
+        (tokens,), (mask,) = Engine(model, tokenizer).generate_batch(
+            row[:length], temperature=0.0, max_tokens=MAX_NEW_TOKENS)
         assert all(mask[length:]), "a tool was called: try another --seed"
         greedy.append(tokens[length:])
     windows, model.window_sizes = model.window_sizes, [(SEQUENCE_LEN, 0)] * config.n_layer
     gap = (model(ids)[0] - full).abs().amax(dim=1)
     model.window_sizes = windows
     is_short = any(window < SEQUENCE_LEN for window, _ in windows)
-    assert gap[:129].max() < 1e-4 and (gap[129:].max() > 1e-3) == is_short, f"the short window does not matter: {gap[129:].max()}"
+    assert gap[:129].max() < 1e-4 and (gap[129:].max() > 1e-3) == is_short, (
+        f"the short window does not matter: {gap[129:].max()}")
     return {"ids": row, "full": full, "cached": torch.stack(cached), "greedy": greedy}
 
 
@@ -165,7 +167,8 @@ def worker(mode: str, upstream: str, seed: int) -> None:
     """mode make: tokenizer and checkpoints of upstream's, with records; mode open: records of what is in the base
     directory."""
     import nanochat.gpt
-    assert Path(nanochat.gpt.__file__).resolve().is_relative_to(Path(upstream).resolve()), f"{nanochat.gpt.__file__} is not upstream's"
+    assert Path(nanochat.gpt.__file__).resolve().is_relative_to(Path(upstream).resolve()), (
+        f"{nanochat.gpt.__file__} is not upstream's")
     from nanochat.checkpoint_manager import load_model
     from nanochat.tokenizer import get_tokenizer
     if mode == "make":
@@ -234,7 +237,8 @@ def compare_tokenizer(tokenizer, record: dict):
                                       ids in zip(TEXTS, record["texts"], strict=True)), 0
     yield "texts that do not come back", sum(tokenizer.decode(ids) != text.replace("\ufffd", "?") for text,
                                              ids in zip(TEXTS, record["texts"], strict=True)), 0
-    yield "conversation: ids or mask differ", int(list(tokenizer.render_conversation(CONVERSATION, 2048)) != record["conversation"]), 0
+    yield ("conversation: ids or mask differ",
+           int(list(tokenizer.render_conversation(CONVERSATION, 2048)) != record["conversation"]), 0)
     sizes = [len(tokenizer.token_bytes(i)) for i in range(VOCAB_SIZE - 9)] + [0] * 9
     yield "tokens with another number of bytes", sum(a != b for a,
                                                      b in zip(sizes, record["bytes"].tolist(), strict=True)), 0

@@ -86,7 +86,9 @@ class KVCache:
     def select(self, rows: torch.Tensor) -> "KVCache":
         """A cache of the rows (U', R') int64, each the place u * R + r of an old one; they may repeat. Itself when it
         is empty or nothing moves."""
-        if not self.length or rows.shape[1] == self.k[0].shape[2] and torch.equal(rows.flatten(), torch.arange(len(self.last_embedding))):
+        if (not self.length
+                or rows.shape[1] == self.k[0].shape[2]
+                and torch.equal(rows.flatten(), torch.arange(len(self.last_embedding)))):
             return self
         rows = rows.to(self.last_embedding.device)
         cache = KVCache(len(self.k), self.capacity)
@@ -154,7 +156,8 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
     """
     one = q.shape[4] == 1 and not torch.is_grad_enabled()
     if cpu.takes(q):
-        return _decode_kernel(q, parts, mask, prefix_k, prefix_v) if one else _attend_kernel(q, parts, mask, prefix_k, prefix_v)
+        return (_decode_kernel(q, parts, mask, prefix_k, prefix_v) if one
+                else _attend_kernel(q, parts, mask, prefix_k, prefix_v))
     if one:
         return _attend_one(q, parts, mask, prefix_k, prefix_v)
     k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))

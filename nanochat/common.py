@@ -171,7 +171,8 @@ def init_device(device_type: str) -> torch.device:
                        f"{', '.join(name for name, there in available.items() if there)}")
     if device_type == "cpu":
         keep_freed_memory()
-    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda" else torch.device(device_type)
+    device = (torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda"
+              else torch.device(device_type))
     if device_type == "cuda":
         torch.cuda.set_device(device)
         # it plans for half a second at every new shape, and micro-batches have many

@@ -97,7 +97,8 @@ def read_task(folder: str, path: str, index: int, entry, baselines: dict[str, fl
     for key in ("label", "icl_task_type", "dataset_uri", "num_fewshot"):
         if not isinstance(entry, dict) or key not in entry:
             raise BadInput(f"{path}: task {index} has no {key}")
-    label, kind, shots, delimiter = entry["label"], entry["icl_task_type"], entry["num_fewshot"], entry.get("continuation_delimiter", " ")
+    label, kind, shots, delimiter = (entry["label"], entry["icl_task_type"], entry["num_fewshot"],
+                                     entry.get("continuation_delimiter", " "))
     if not all(isinstance(x, str) for x in (label, entry["dataset_uri"], delimiter)):
         raise BadInput(f"{path}: task {index}: label, dataset_uri and continuation_delimiter must be text")
     if kind not in list(KINDS):

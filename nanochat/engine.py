@@ -92,8 +92,8 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     target = noise[:, None] * totals[:, -1:]
     block = _first_above(totals, target)  # (B, 1)
     target = target - F.pad(totals, (1, 0)).gather(1, block)
-    # (B, BLOCK)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].to(totals.dtype).cumsum(dim=-1)
+    inside = (blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
+              .to(totals.dtype).cumsum(dim=-1))  # (B, BLOCK)
     tokens = block * BLOCK + _first_above(inside, target)
     logprobs = logits.gather(1, tokens) - highest - totals[:, -1:].log().float()
     return tokens[:, 0], logprobs[:, 0]

@@ -96,8 +96,8 @@ class Attention(nn.Module):
         gate = None
         if value_embedding is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
-        # (U, Hkv, R, group, T, D) and twice (U, Hkv, R, T, D)
-        q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, U, self.n_head, self.n_kv_head)
+        q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE,
+                              U, self.n_head, self.n_kv_head)  # (U, Hkv, R, group, T, D) and twice (U, Hkv, R, T, D)
         parts = [(k, v)] if cache is None else cache.append(self.layer, k, v)
         shared = (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0]) if prefix is not None else ()
         if ends is not None:  # one query per row, behind all keys
@@ -180,7 +180,8 @@ class GPT(nn.Module):
                 p.normal_(0.0, 0.8, generator=generator)
             elif name == "lm_head.weight":
                 p.normal_(0.0, 0.001, generator=generator)
-            elif name.endswith((".c_q.weight", ".c_k.weight", ".c_v.weight", ".c_fc.weight")) or name.startswith("value_embeds"):
+            elif (name.endswith((".c_q.weight", ".c_k.weight", ".c_v.weight", ".c_fc.weight"))
+                  or name.startswith("value_embeds")):
                 p.uniform_(-bound, bound, generator=generator)
         self.resid_lambdas.fill_(1.0)
         self.x0_lambdas.fill_(0.1)

@@ -25,7 +25,8 @@ def mkl_is_slow() -> bool:
             amd = "AuthenticAMD" in f.read()
     except OSError:
         amd = False
-    return amd and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return (amd and torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+            and hasattr(torch.ops.mkldnn, "_linear_pointwise"))
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -64,7 +65,8 @@ def run(function, *arguments):
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T. x (..., C), weight (D, C) of the same dtype -> (..., D)."""
-    return run(_Linear, x, weight) if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64) else F.linear(x, weight)
+    return (run(_Linear, x, weight) if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+            else F.linear(x, weight))
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +116,9 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
     B, T, width = qkv.shape
     D = width // (heads + 2 * kv_heads)
     assert all(x.shape == (B, T, 1, D // 2) and x.dtype == qkv.dtype for x in cos_sin)
-    assert gate is None or gate.shape == (B, T, kv_heads) and embedding.shape == (B, T, kv_heads * D) and gate.dtype == embedding.dtype == qkv.dtype
+    assert (gate is None
+            or gate.shape == (B, T, kv_heads) and embedding.shape == (B, T, kv_heads * D)
+            and gate.dtype == embedding.dtype == qkv.dtype)
     if cpu.takes(qkv) and D % cpu.MULTIPLE == 0:
         q, k, v = run(_SplitHeads, qkv, *cos_sin, gate, embedding, scale, units, heads, kv_heads)
         return to_units(q, units, kv_heads), k, v
@@ -216,13 +220,15 @@ class _Mix(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, x0, a, b = ctx.saved_tensors
-        grad, grad_x, grad_x0, sums = grad.contiguous(), torch.empty_like(x), torch.empty_like(x), x.new_empty(-(-x.numel() // 1024), 2)
+        grad, grad_x, grad_x0, sums = (grad.contiguous(), torch.empty_like(x), torch.empty_like(x),
+                                       x.new_empty(-(-x.numel() // 1024), 2))
         cpu.call("mix_backward", grad, x, x0, a, b, grad_x, grad_x0, sums, x.numel())
         return grad_x, grad_x0, *sums.sum(dim=0)
 
 
 class _Heads(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_long) for name in ("U", "R", "T", "Hq", "Hkv", "D")] + [("scale", ctypes.c_float), ("epsilon", ctypes.c_float)]
+    _fields_ = ([(name, ctypes.c_long) for name in ("U", "R", "T", "Hq", "Hkv", "D")]
+                + [("scale", ctypes.c_float), ("epsilon", ctypes.c_float)])
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -246,7 +252,8 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx, grad_q, grad_k, grad_v):
         q, k, factors, cos, sin, gate, embedding = ctx.saved_tensors
         grad_qkv = q.new_empty(*q.shape[:2], ctx.width)
-        grad_gate, grad_embedding = (None, None) if gate is None else (torch.empty_like(gate), torch.empty_like(embedding))
+        grad_gate, grad_embedding = ((None, None) if gate is None
+                                     else (torch.empty_like(gate), torch.empty_like(embedding)))
         cpu.call("split_heads_backward", ctypes.byref(ctx.shape), *(x.contiguous() for x in (grad_q, grad_k, grad_v)),
                  q, k, factors, cos, sin, gate, embedding,
                  grad_qkv, grad_gate, grad_embedding)

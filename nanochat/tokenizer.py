@@ -14,7 +14,7 @@ from nanochat.common import BadInput
 
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]
-SPLIT_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
+SPLIT_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")  # noqa: E501
 # What an assistant's message is made of: the tokens around it, and whether it is trained.
 PARTS = {"text": (None, 1), "python": (("<|python_start|>", "<|python_end|>"), 1),
          "python_output": (("<|output_start|>", "<|output_end|>"), 0)}
@@ -108,7 +108,8 @@ class Tokenizer:
     def equals(self, other: "Tokenizer") -> bool:
         """Whether both give every text the same ids."""
         tokens = lambda t: [t.encoding.decode_single_token_bytes(i) for i in range(t.vocab_size)]
-        return isinstance(other, Tokenizer) and self.encoding._pat_str == other.encoding._pat_str and tokens(self) == tokens(other)
+        return (isinstance(other, Tokenizer) and self.encoding._pat_str == other.encoding._pat_str
+                and tokens(self) == tokens(other))
 
     def check_model(self, name: str, model) -> None:
         """Raises BadInput unless a model was made for this tokenizer's vocabulary."""

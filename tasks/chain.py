@@ -165,7 +165,8 @@ class Chain:
         for k, (start, end) in enumerate(self.fmt.step_spans(solution)):
             match = STEP.fullmatch(self.fmt.step_body(solution[start:end]))
             fact = (int(match[1]), match[2], int(match[3]), int(match[4])) if match else None
-            copied = fact is not None and k < len(operations) and value is not None and fact[:3] == (value, *operations[k])
+            copied = (fact is not None and k < len(operations) and value is not None
+                      and fact[:3] == (value, *operations[k]))
             facts.append(fact if copied else None)
             value = fact[3] if fact else None
         return facts

@@ -278,7 +278,8 @@ class Competition:
         steps, answer = self._steps(problem), problem.answer
         if rng.random() < 0.5:
             others = (rng.choice(self.splits[problem.split])[1] for _ in range(20))
-            answer = mistaken(answer, rng) if ANSWER.fullmatch(answer) else next((other for other in others if other != answer), answer)
+            answer = (mistaken(answer, rng) if ANSWER.fullmatch(answer)
+                      else next((other for other in others if other != answer), answer))
         return self.fmt.render_solution(steps, answer)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:

@@ -48,7 +48,9 @@ def hash_mark(completion: str) -> str | None:
 
 def last_number(completion: str) -> str | None:
     """The last plain number or fraction of two: "it is 3 or 1/2." -> "1/2". None where there is none."""
-    found = re.findall(r"(?:(?<![\w.)\]}])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?", completion)
+    found = re.findall(r"(?:(?<![\w.)\]}])-)?"
+                       r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+                       r"(?:/[0-9]+)?", completion)
     return found[-1] if found else None
 
 
@@ -136,9 +138,11 @@ def unspaced(text: str) -> str:
 
 # Reading an answer
 
-NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<whole>[0-9]+) ?(?=\\frac|(?<= )[0-9]+/))?(?:\\frac\{{(?P<top>-?{DECIMAL})\}}\{{(?P<bottom>-?{DECIMAL})\}}"
+NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<whole>[0-9]+) ?(?=\\frac|(?<= )[0-9]+/))?"
+                    rf"(?:\\frac\{{(?P<top>-?{DECIMAL})\}}\{{(?P<bottom>-?{DECIMAL})\}}"
                     rf"|(?P<left>{DECIMAL})(?:/(?P<right>{DECIMAL})|[eE](?P<e>[-+]?[0-9]{{1,3}})"
-                    rf"|(?:\\times|\\cdot|\*) ?10\^(?:(?P<ten>[0-9])|\{{(?P<tens>[-+]?[0-9]{{1,3}})\}}))?)(?P<percent>%?)")
+                    rf"|(?:\\times|\\cdot|\*) ?10\^(?:(?P<ten>[0-9])|\{{(?P<tens>[-+]?[0-9]{{1,3}})\}}))?)"
+                    r"(?P<percent>%?)")
 REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)(?:\{([0-9]+)\}|([0-9]))(%?)")
 BASED = re.compile(r"(?:\\text\{)?(-?[0-9A-Za-z.]+)\}?_\{?([0-9]{1,2})\}?")
 NAMED = re.compile(r"((?:\\[a-z]+|[A-Za-z]{1,2})(?:_\w|_\{\w+\})?|[a-z]\([a-z]\))=([^=<>]+)")
@@ -218,7 +222,8 @@ def words_of(text: str) -> str | None:
     may be a product."""
     wrapped = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     longest = max((word for word in re.findall("[A-Za-z]+", text)), key=len, default="")
-    if wrapped or TIME.fullmatch(spelled(text)) or WORDS.fullmatch(text) and len(longest) > 3 and longest.lower() not in NO_UNIT:
+    if (wrapped or TIME.fullmatch(spelled(text))
+            or WORDS.fullmatch(text) and len(longest) > 3 and longest.lower() not in NO_UNIT):
         return spelled(text)
     return None
 
@@ -240,14 +245,16 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
     elif known:
         is_unit = len(words[0]) > 1 and ("/" not in match[2] or words[-1] in KNOWN_UNITS)
     else:
-        is_unit = len(words[0]) > 2 and "/" not in match[2] and match[0][match.end(1):] == match[2] and match[2][0] == " " and plain_number(match[1])
+        is_unit = (len(words[0]) > 2 and "/" not in match[2] and match[0][match.end(1):] == match[2]
+                   and match[2][0] == " " and plain_number(match[1]))
     return (match[1], known) if is_unit and not NO_UNIT.intersection(words) else (text, frozenset())
 
 
 def power_of(before: str, after: str) -> str:
     """The power of a unit between these words, the last of them its exponent: "^2" in "sq cm", "cm squared" and
     "cm^2"."""
-    power = "2" if before in ("sq", "square") or after == "squared" else "3" if before in ("cu", "cubic") or after == "cubed" else after
+    power = ("2" if before in ("sq", "square") or after == "squared"
+             else "3" if before in ("cu", "cubic") or after == "cubed" else after)
     return f"^{power}" if power.isdigit() and power != "1" else ""
 
 
@@ -287,14 +294,16 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
         return gold.words == (answer.words if answer.words is not None else spelled(answer.body))
     if answer.words is not None and (gold.value is not None or gold.base):
         return False
-    if re.fullmatch("[A-Za-z]{2,}", gold.body) and not gold.name and (answer.words is not None or re.fullmatch("[A-Za-z]{2,}", answer.body)):
+    if (re.fullmatch("[A-Za-z]{2,}", gold.body) and not gold.name
+            and (answer.words is not None or re.fullmatch("[A-Za-z]{2,}", answer.body))):
         # words, or points and names of two or three letters: no products
         return spelled(gold.body) == spelled(answer.body)
     if gold.units - answer.units and answer.units - gold.units:
         return False
     same_name = not (gold.name and answer.name) or gold.name == answer.name
     if gold.base:
-        return same_name and answer.base in (gold.base, None) and (answer.base or (answer.body.upper(), gold.base[1])) == gold.base
+        return (same_name and answer.base in (gold.base, None)
+                and (answer.base or (answer.body.upper(), gold.base[1])) == gold.base)
     if answer.base and gold.value is not None:
         return same_name and answer.base[1] == 10 and plain_number(answer.base[0]) == (gold.value, False)
     if gold.body == answer.body and same_name:
@@ -350,8 +359,10 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
         return None
 
 
-ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sqrt(?=\{[^{}])|\\(?:pi|infty|cup|circ|pm|sin|cos|tan|cot|theta|le)(?![A-Za-z])"
-                      r"|\\(?:begin|end)\{pmatrix\}|\\[\\{}]|[-+](?![-+*/^_=,:&!)\]}]|$)|[*/^_=,:&](?![*/^_=,:&!)\]}]|$)|[0-9A-Za-z.{}()\[\] ])+")
+ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sqrt(?=\{[^{}])"
+                      r"|\\(?:pi|infty|cup|circ|pm|sin|cos|tan|cot|theta|le)(?![A-Za-z])"
+                      r"|\\(?:begin|end)\{pmatrix\}|\\[\\{}]"
+                      r"|[-+](?![-+*/^_=,:&!)\]}]|$)|[*/^_=,:&](?![*/^_=,:&!)\]}]|$)|[0-9A-Za-z.{}()\[\] ])+")
 
 
 def readable(gold: str) -> bool:

@@ -33,7 +33,8 @@ SIGNS = "-–−+*/x×÷"
 EXPRESSION = rf"{OPERAND}(?: ?(?:[-–−+*/×÷]|x(?! ?-)) ?{OPERAND})"
 # The right side is looked ahead at, so that in "2+3 = 6-1 = 5" the search goes on with 6-1. It must not go on in words
 # or as "1 1/2", "18 000".
-EQUATION = re.compile(rf"(?<![0-9.,$%])({EXPRESSION}{{1,10}}) ?= ?(?=({EXPRESSION}{{0,10}})(?! ?[-–−+*×÷] ?[A-Za-z]| [0-9]))")
+EQUATION = re.compile(rf"(?<![0-9.,$%])({EXPRESSION}{{1,10}}) ?= ?"
+                      rf"(?=({EXPRESSION}{{0,10}})(?! ?[-–−+*×÷] ?[A-Za-z]| [0-9]))")
 
 
 def read_split(source: str, split: str) -> list[tuple[str, str]]:
@@ -99,7 +100,8 @@ def evaluate(expression: str) -> float | None:
 
 def plain(expression: str) -> str:
     """An expression of a text in Python's signs: "$1,200 x 3" -> "1200*3"."""
-    return re.sub(r"(?<![0-9.])0+(?=[0-9])", "", re.sub("[$, ]", "", expression)).translate(str.maketrans("x×÷–−", "**/--"))
+    return re.sub(r"(?<![0-9.])0+(?=[0-9])", "", re.sub("[$, ]", "", expression)).translate(
+        str.maketrans("x×÷–−", "**/--"))
 
 
 def is_result(stated: str, value: float) -> bool:
@@ -170,7 +172,8 @@ class GSM8K:
         self.splits = {"sft": [], "rl": [], "test_in": [], "test_out": []}
         for question in self.worked:
             odd = zlib.crc32(question.encode()) % 2
-            split = ("test_out" if odd else "test_in") if question in held_out else "sft" if in_split(question, "sft") else "rl"
+            split = (("test_out" if odd else "test_in") if question in held_out
+                     else "sft" if in_split(question, "sft") else "rl")
             self.splits[split].append(question)
         for split, questions in self.splits.items():
             if not questions:

@@ -49,7 +49,8 @@ def check_choice(choice: Choice) -> None:
     """Raises ValueError unless all is text, every choice has a letter of its own, and the answer is one of them."""
     if not all(isinstance(text, str) and text for text in (choice.question, *choice.letters, *choice.choices)):
         raise ValueError("question, letters and choices must be texts that are not empty")
-    if len(choice.letters) != len(choice.choices) or len(set(choice.letters)) != len(choice.letters) or len(choice.letters) < 2:
+    if (len(choice.letters) != len(choice.choices)
+            or len(set(choice.letters)) != len(choice.letters) or len(choice.letters) < 2):
         raise ValueError(f"{len(choice.choices)} choices and the letters {', '.join(choice.letters)}")
     if choice.answer not in choice.letters:
         raise ValueError(f"the answer {choice.answer!r} is none of {', '.join(choice.letters)}")

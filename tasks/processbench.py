@@ -43,7 +43,8 @@ def read_row(row: dict, subset: str, number: int) -> LabelledSolution:
         if not isinstance(step, str) or not step.strip():
             raise ValueError(f"step {k} must be a text that is not empty")
     # True is an int too, and one missing label makes floats of a whole column.
-    if isinstance(label, bool) or not isinstance(label, int | float) or not -1 <= label < len(steps) or label != int(label):
+    if (isinstance(label, bool) or not isinstance(label, int | float)
+            or not -1 <= label < len(steps) or label != int(label)):
         raise ValueError(f"label {label!r} must be from -1 to {len(steps) - 1}, the index of one of {len(steps)} "
                          f"steps or -1")
     if not isinstance(correct, bool):

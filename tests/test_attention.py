@@ -27,7 +27,9 @@ def random(*shape, seed=0):
 
 
 def random_qkv(U, Hkv, R, group, T, D=8, seed=0):
-    q, k, v = random(U, Hkv, R, group, T, D, seed=seed), random(U, Hkv, R, T, D, seed=seed + 1), random(U, Hkv, R, T, D, seed=seed + 2)
+    q, k, v = (random(U, Hkv, R, group, T, D, seed=seed),
+               random(U, Hkv, R, T, D, seed=seed + 1),
+               random(U, Hkv, R, T, D, seed=seed + 2))
     return [x.requires_grad_() for x in (q, k, v)]
 
 
@@ -311,7 +313,8 @@ def test_a_cache_returns_all_columns_so_far(sizes):
         start, end = end, end + size
         for layer, (k, v) in layers.items():
             returned = cache.append(layer, k[..., start:end, :], v[..., start:end, :])
-            assert [a.shape for part in returned for a in part] == [a.shape for part in cache.parts(layer) for a in part]
+            assert ([a.shape for part in returned for a in part]
+                    == [a.shape for part in cache.parts(layer) for a in part])
             assert_holds(cache, layer, k[..., :end, :], v[..., :end, :])
     assert cache.parts(0) == [] and cache.k[0] is None
 
@@ -335,12 +338,12 @@ def test_select_repeats_and_drops_rows(filled):
     cache.length, cache.last_embedding = 4 + filled, torch.arange(6.0).view(6, 1, 1)
     taken = [[5, 3], [0, 0], [4, 5]]
     chosen = cache.select(torch.tensor(taken))
-    # (3, Hkv, 2, T, D)
     expected = [torch.stack([torch.stack([x[p // 3, :, p % 3] for p in line], dim=1) for line in taken])
-                for x in (k, v)]
+                for x in (k, v)]  # (3, Hkv, 2, T, D)
     for layer in range(2):
         assert_holds(chosen, layer, *(x + layer for x in expected))
-    assert chosen.length == 4 + filled and chosen.last_embedding.flatten().tolist() == [5, 3, 0, 0, 4, 5] and chosen.positions is None
+    assert (chosen.length == 4 + filled and chosen.last_embedding.flatten().tolist() == [5, 3, 0, 0, 4, 5]
+            and chosen.positions is None)
     # Both go on, each by itself.
     new = columns(2, U=3, R=2, seed=5)
     for t in range(2):

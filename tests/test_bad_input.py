@@ -28,7 +28,8 @@ def refused(capsys, base, script, *flags: str) -> str:
     """Runs a script that must refuse its input; its line."""
     before = files_under(base)
     with pytest.raises(SystemExit) as stop:
-        script_main(script.main, script.make_parser, list(flags)) if script is tango_rl else script_main(script.main, script.make_parser(), list(flags))
+        (script_main(script.main, script.make_parser, list(flags)) if script is tango_rl
+         else script_main(script.main, script.make_parser(), list(flags)))
     assert stop.value.code == 2
     assert files_under(base) == before
     return capsys.readouterr().err.strip()

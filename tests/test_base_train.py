@@ -135,10 +135,12 @@ def test_every_parameter_has_one_optimizer_and_matrices_have_muon():
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
     model = small_model()
-    optimizers, before = pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.1), [p.clone() for p in model.parameters()]
+    optimizers, before = (pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.1),
+                          [p.clone() for p in model.parameters()])
     model.lm_head.weight.grad = torch.full_like(model.lm_head.weight, math.nan)
     assert not math.isfinite(optimize(optimizers, list(model.parameters()), 1.0, 1.0))
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and model.lm_head.weight.grad is None
+    assert (all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+            and model.lm_head.weight.grad is None)
 
 
 def rules_of(*more: str, world: int = 8) -> dict:
@@ -159,11 +161,13 @@ def test_a_deeper_model_gets_a_larger_batch_and_less_decay():
     shallow, deep = rules_of("--depth", "12"), rules_of("--depth", "24")
     ratio = deep["weights"] / shallow["weights"]
     assert deep["batch"] == 2 ** round(19 + math.log2(ratio ** 0.383)) == 2 ** 20
-    assert deep["lr_factor"] == pytest.approx(2 ** 0.5) and deep["weight_decay"] == pytest.approx(0.28 * 2 ** 0.5 / ratio)
+    assert (deep["lr_factor"] == pytest.approx(2 ** 0.5)
+            and deep["weight_decay"] == pytest.approx(0.28 * 2 ** 0.5 / ratio))
     assert rules_of("--depth", "24", "--num-iterations", "7")["num_steps"] == 7
     flops = 1e18
     model_flops = 6 * deep["weights"] + 12 * 1536 * (18 * 512 + 6 * 2048)  # SSSL over 24 layers
-    assert rules_of("--depth", "24", "--target-flops", str(flops))["num_steps"] == round(flops / (model_flops * 2 ** 20))
+    assert (rules_of("--depth", "24", "--target-flops", str(flops))["num_steps"]
+            == round(flops / (model_flops * 2 ** 20)))
 
 
 def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
@@ -193,7 +197,8 @@ def test_a_run_learns_logs_and_is_read_by_base_eval(base, capsys):
     assert [r["step"] for r in records] == list(range(31)) and [r["step"] for r in records
                                                                 if "val_bpb" in r] == [0, 15, 30]
     assert records[0]["val_bpb"] > 8 and records[-1]["val_bpb"] < 6 and records[0]["loss"] > records[29]["loss"] + 1
-    assert records[7]["tokens"] == 7 * 128 and records[0]["lr_factor"] == 0.5 and all(r["skipped"] == 0 for r in records[:-1])
+    assert (records[7]["tokens"] == 7 * 128 and records[0]["lr_factor"] == 0.5
+            and all(r["skipped"] == 0 for r in records[:-1]))
     _, meta = load_model("base", "base", torch.device("cpu"), torch.float32)
     assert meta["val_bpb"] == records[-1]["val_bpb"] and meta["user_config"]["depth"] == 2
     capsys.readouterr()
@@ -203,7 +208,8 @@ def test_a_run_learns_logs_and_is_read_by_base_eval(base, capsys):
                                      "--split-tokens", "256", "--device-batch-size", "2", "--max-new-tokens", "4",
                                      "--prompts", "3+5"]))
     out = capsys.readouterr().out
-    assert f"bits per byte {records[-1]['val_bpb']:.4f} on 256 tokens" in out and "CORE left out" in out and "'3+5' -> " in out
+    assert (f"bits per byte {records[-1]['val_bpb']:.4f} on 256 tokens" in out
+            and "CORE left out" in out and "'3+5' -> " in out)
 
 
 @pytest.mark.parametrize("stop", [3, 4])

@@ -82,7 +82,8 @@ def test_a_provider_with_wrong_gradients_is_left_out(monkeypatch, capsys):
                                              "70", "--rounds", "1", "--providers",
                                              "ours,liger"]))
     out = capsys.readouterr().out
-    assert "liger is left out: its gradients are off" in out and "liger" not in json.loads(out.splitlines()[-1])["results"]
+    assert ("liger is left out: its gradients are off" in out
+            and "liger" not in json.loads(out.splitlines()[-1])["results"])
 
 
 @pytest.mark.parametrize("script, flags, words", [

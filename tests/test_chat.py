@@ -117,7 +117,8 @@ def in_every_step(task, problem, text: str) -> bool:
     ([], ["--chain-answer", "final"], 5, 8), (["--seed", "0"], ["--chain-answer", "final"], 0, 8),
     (["--chain-max-steps", "1", "--chain-answer", "all"], ["--chain-max-steps", "1"], 5, 8),
     (["-m", "28"], ["--chain-answer", "final"], 5, 28)])
-def test_greedy_scores_are_a_naive_count_with_the_checkpoints_flags_unless_others_are_given(capsys, base, flags, task_flags, seed, limit):
+def test_greedy_scores_are_a_naive_count_with_the_checkpoints_flags_unless_others_are_given(
+        capsys, base, flags, task_flags, seed, limit):
     """With 8 tokens an answer behind one step is whole, and its end cut off."""
     change_meta(base, seed=5, chain_answer="final", max_new_tokens=8)
     shown = scores(capsys, "-x", "30", *flags)
@@ -145,7 +146,8 @@ def test_pass_and_majority_at_k_are_those_of_the_samples(capsys, base):
         num_majority += bool(answers) and Counter(answers).most_common(1)[0][0] == problem.answer
         num_all += sum(in_every_step(task, problem, text) for text in texts)
     assert 0 < num_right / 4 < num_any < 20 and num_majority != num_any
-    assert (shown["pass@1"], shown["pass@4"], shown["maj@4"]) == (percent(num_right, 80), percent(num_any, 20), percent(num_majority, 20))
+    assert ((shown["pass@1"], shown["pass@4"], shown["maj@4"])
+            == (percent(num_right, 80), percent(num_any, 20), percent(num_majority, 20)))
     assert shown["right in every step"] == percent(num_all, 80)
 
 
@@ -173,7 +175,8 @@ def test_a_mixture_is_shown_whole_and_by_part(capsys, base):
     assert list(shown)[:4] == ["mixture", "  chain", "  last_letter", "mixture, test_out"] and len(shown) == 8
     assert shown["  chain"] == scores(capsys, "-x", "20", "--chain-answer", "final")["chain"]
     assert shown["  chain"]["number"] == "20"
-    assert 2 * float(shown["mixture"]["pass@1"]) == float(shown["  chain"]["pass@1"]) + float(shown["  last_letter"]["pass@1"]) > 0
+    assert (2 * float(shown["mixture"]["pass@1"])
+            == float(shown["  chain"]["pass@1"]) + float(shown["  last_letter"]["pass@1"]) > 0)
     assert shown["chain"]["number"] == shown["mixture"]["number"] == "40"
 
 
@@ -223,9 +226,11 @@ def questions(base, tokenizer, tmp_path, monkeypatch) -> str:
     return str(path)
 
 
-def test_multiple_choice_is_the_likeliest_letter_of_each_question_and_long_ones_are_wrong(capsys, base, tokenizer, questions):
+def test_multiple_choice_is_the_likeliest_letter_of_each_question_and_long_ones_are_wrong(
+        capsys, base, tokenizer, questions):
     line = run(capsys, chat_eval, "-i", "sft", "-a", "ARC-Easy", "--choices", questions).splitlines()[1]
-    assert line.split() == f"ARC-Easy 26 questions | accuracy {100 * 16 / 26:.1f}% (chance 25%) | 2 longer than the context".split()
+    assert line.split() == (f"ARC-Easy 26 questions | accuracy {100 * 16 / 26:.1f}% "
+                            "(chance 25%) | 2 longer than the context").split()
     choices = load_choices("ARC-Easy", questions)
     for max_tokens in (1, 400):  # a question at a time, and a few
         assert chat_eval.letter_accuracy(tiny(), tokenizer, choices, torch.device("cpu"), max_tokens) == (16 / 26, 2)
@@ -270,7 +275,8 @@ def test_the_evaluation_refuses(capsys, base, flags, words):
 def test_a_checkpoint_that_names_no_task_is_not_evaluated_on_one_by_default(capsys, base):
     change_meta(base, task=None)
     assert "names no task" in refused(capsys, chat_eval, "-i", "sft")
-    assert scores(capsys, "-x", "2", "-a", "chain").keys() == scores(capsys, "-x", "2", "--task", "chain").keys() == {"chain", "chain, test_out"}
+    assert (scores(capsys, "-x", "2", "-a", "chain").keys()
+            == scores(capsys, "-x", "2", "--task", "chain").keys() == {"chain", "chain, test_out"})
 
 
 # chat_cli
@@ -355,7 +361,8 @@ def test_what_a_model_writes_cannot_steer_the_terminal(capsys, base, tokenizer, 
 def test_of_all_characters_controls_and_formats_become_question_marks():
     import unicodedata
     for code in [*range(0x3100), 0xd800, 0xe000, 0xfeff, 0x1f600, 0xe0041, 0x10ffff]:
-        kept = unicodedata.category(chr(code))[0] not in "C" and code not in (0x2028, 0x2029) or chr(code) in "\n\t\u200c\u200d"
+        kept = (unicodedata.category(chr(code))[0] not in "C" and code not in (0x2028, 0x2029)
+                or chr(code) in "\n\t\u200c\u200d")
         assert chat_cli.printable(chr(code)) == (chr(code) if kept else "?"), hex(code)
 
 

@@ -223,7 +223,8 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base, role, monkeypatch):
     train(*again, "--resume-from-step", "auto", role=role)
     assert equal(weights("two"), weights("whole")) and list_steps("sft", "two") == [4, 6]
     same = ("step", "loss", "grad_norm", "trained_tokens")
-    assert [[r[k] for k in same] for r in metrics_of(base, "two")] == [[r[k] for k in same] for r in metrics_of(base, "whole")]
+    assert ([[r[k] for k in same] for r in metrics_of(base, "two")]
+            == [[r[k] for k in same] for r in metrics_of(base, "whole")])
 
 
 def test_checkpoints_on_the_way_and_a_finished_run(base, capsys):

@@ -115,7 +115,8 @@ def test_older_checkpoints_may_lack_three_keys(base):
     del meta["model_config"]["window_pattern"]
     (folder / "meta_000007.json").write_text(json.dumps(meta))
     loaded, _ = load_model("sft", "d2", "cpu", FP32)
-    assert loaded.resid_lambdas.tolist() == [1, 1] and loaded.x0_lambdas.tolist() == [0, 0] and loaded.config.window_pattern == "L"
+    assert (loaded.resid_lambdas.tolist() == [1, 1] and loaded.x0_lambdas.tolist() == [0, 0]
+            and loaded.config.window_pattern == "L")
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 

@@ -104,7 +104,8 @@ def test_every_set_can_be_files_of_plain_rows_one_per_part(name, column, tmp_pat
     assert (task.num_problems("sft"), task.num_problems("rl")) == (0, 30 if parts[0] == "train" else 0)
     for split in SPLITS[1:] if parts[0] == "train" else ("test_in", "test_out"):
         problem = task.problem(split, 4)
-        assert problem.prompt == f"{split if 'test' in split else 'train'} {problem.answer}?" and task.step_labels(problem, "") == []
+        assert (problem.prompt == f"{split if 'test' in split else 'train'} {problem.answer}?"
+                and task.step_labels(problem, "") == [])
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -124,7 +125,8 @@ def test_long_problems_are_left_out_of_training_alone(tmp_path):
     rows = [{"problem": letter * size, "answer": "1"} for letter, size in (("a", 3000), ("b", 3001))]
     task = task_of("math", write(tmp_path / "train.jsonl", rows),
                    write(tmp_path / "test.jsonl", [{"problem": "c" * 3001, "answer": "1"}]))
-    assert (task.num_problems("rl"), task.num_problems("test_in"), task.dropped) == (1, 1, {("train", "longer than 3000 characters"): 1})
+    assert ((task.num_problems("rl"), task.num_problems("test_in"), task.dropped)
+            == (1, 1, {("train", "longer than 3000 characters"): 1}))
 
 
 def test_json_and_parquet_files_are_read_too(tmp_path):
@@ -247,7 +249,8 @@ def test_what_is_left_out_is_counted_by_part_and_reason_and_told_once(tmp_path, 
     assert task.num_dropped == 9 and task.num_problems("test_in") == 9
     assert prompts(task, "sft") | prompts(task, "rl") == {plain(k)["problem"] for k in range(40) if k != 2}
     shown = capsys.readouterr().out
-    assert shown.count("\n") == 1 and shown.startswith("math: ") and "9 test_in problems; left out: " in shown and "2 repeated (train)" in shown
+    assert (shown.count("\n") == 1 and shown.startswith("math: ")
+            and "9 test_in problems; left out: " in shown and "2 repeated (train)" in shown)
 
 
 def test_a_problem_of_test_out_is_held_out_too_and_programs_are_left_out(tmp_path):
@@ -288,7 +291,8 @@ def test_a_problem_is_a_function_of_seed_split_and_index(tmp_path):
     path = write(tmp_path / "rows.jsonl", [plain(k) for k in range(50)])
     first, again, other = (task_of("aime", path, path, seed=seed) for seed in (0, 0, 1))
     problems = [first.problem("test_in", i) for i in range(120)]
-    assert problems == [again.problem("test_in", i) for i in reversed(range(120))][::-1] != [other.problem("test_in", i) for i in range(120)]
+    assert (problems == [again.problem("test_in", i) for i in reversed(range(120))][::-1]
+            != [other.problem("test_in", i) for i in range(120)])
     assert [(p.split, p.index) for p in problems] == [("test_in", i) for i in range(120)]
     assert [p.prompt for p in problems] != [first.problem("test_out", i).prompt for i in range(120)]
 
@@ -324,7 +328,8 @@ def test_a_corrupted_solution_has_another_answer_half_of_the_time(task):
     demo = task.solution_demo(problem, random.Random(0))
     for i in range(400):
         solution = task.corrupted_solution(problem, random.Random(i))
-        assert solution.split("<answer>")[0] == demo.split("<answer>")[0] and task.check(problem, solution) is (solution == demo)
+        assert (solution.split("<answer>")[0] == demo.split("<answer>")[0]
+                and task.check(problem, solution) is (solution == demo))
         right += solution == demo
     assert abs(right / 400 - 0.5) < 0.08  # three standard errors
 
@@ -369,7 +374,8 @@ def test_every_real_gold_answer_is_right_when_it_is_given_back(real):
     for split in ("sft", "rl", "test_in"):
         for i in range(real.num_problems(split)):
             problem = real.problem(split, i)
-            assert real.check(problem, real.fmt.render_solution(["As is \\boxed{0}."], problem.answer)) is True, problem.answer
+            assert real.check(
+                problem, real.fmt.render_solution(["As is \\boxed{0}."], problem.answer)) is True, problem.answer
             assert real.check(problem, f"So it is $\\boxed{{{problem.answer}}}$.") is True, problem.answer
 
 

@@ -118,7 +118,8 @@ def plain_score(model, ids: list[int], start: int) -> tuple[float, bool]:
     with torch.no_grad():
         logprobs = torch.log_softmax(model(torch.tensor([ids]))[0], dim=-1)
     places = range(start, len(ids))
-    return -sum(logprobs[t - 1, ids[t]].item() for t in places) / len(places), all(logprobs[t - 1].argmax().item() == ids[t] for t in places)
+    return (-sum(logprobs[t - 1, ids[t]].item() for t in places) / len(places),
+            all(logprobs[t - 1].argmax().item() == ids[t] for t in places))
 
 
 def greedy(ids: list[int], num: int) -> list[int]:
@@ -258,7 +259,7 @@ icl_tasks:
 - {label: choice, icl_task_type: multiple_choice, dataset_uri: a/choice.jsonl, num_fewshot: [2], continuation_delimiter: "\\nAnswer: "}
 - {label: schema, icl_task_type: schema, dataset_uri: schema.jsonl, num_fewshot: [0]}
 - {label: text, icl_task_type: language_modeling, dataset_uri: text.jsonl, num_fewshot: [1], has_categories: true}
-"""
+"""  # noqa: E501
 CSV = "Eval Task,Task Category,Random baseline\nchoice,x,25.0\nother,x,\nschema,y,50\ntext,z,0\n"
 
 

@@ -74,7 +74,8 @@ def assert_close(a, b, tolerance=3e-6):
 
 def assert_agrees(inputs, mask, grad=None):
     """Outputs and gradients of the kernels, against the counterpart in fp64."""
-    inputs, exact = [x.detach().requires_grad_() for x in inputs], [x.detach().double().requires_grad_() for x in inputs]
+    inputs, exact = ([x.detach().requires_grad_() for x in inputs],
+                     [x.detach().double().requires_grad_() for x in inputs])
     out, expected = call(inputs, mask), call(exact, wide(mask))
     assert "Kernel" in out.grad_fn.name() and "Kernel" not in expected.grad_fn.name()
     grad = random(*out.shape, seed=9) if grad is None else grad(out)
@@ -327,7 +328,8 @@ def test_the_short_window_takes_part():
 @pytest.mark.parametrize("n_layer, n_kv_head, pattern",
                          [(1, 4, "L"), (1, 2, "SL"), (2, 2, "L"), (2, 4, "SL"), (3, 4, "L"), (3, 2, "SL"), (3, 2, "S")])
 def test_last_only_gives_the_last_tokens_of_the_whole(dtype, tolerance, n_layer, n_kv_head, pattern):
-    model, lengths, columns = model_of(n_layer, n_kv_head, pattern, dtype), torch.tensor([140, 1, 131]), torch.arange(140)
+    model, lengths, columns = (model_of(n_layer, n_kv_head, pattern, dtype),
+                               torch.tensor([140, 1, 131]), torch.arange(140))
     positions, results = torch.where(columns < lengths[:, None], columns, PADDING_POSITION), []
     for last_only in (False, True):
         cache = KVCache(n_layer)
@@ -362,7 +364,8 @@ def test_joined_projections_go_when_sampling_ends(monkeypatch):
 def start(tmp_path):
     """A process that compiles, if it must, and runs one kernel. CC names a compiler that does not exist: the next is
     taken."""
-    code = "import torch; from nanochat import ops; print(ops.cpu.library() is not None, float(ops.norm(torch.ones(2, 32)).sum()))"
+    code = ("import torch; from nanochat import ops; "
+            "print(ops.cpu.library() is not None, float(ops.norm(torch.ones(2, 32)).sum()))")
     env = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
            "CC": "no-such-compiler"}
     return subprocess.Popen([sys.executable, "-c", code], env=os.environ | env, stdout=subprocess.PIPE,
@@ -433,7 +436,8 @@ def test_a_compiler_without_threads_will_do(fresh, monkeypatch, capsys, tmp_path
                        compiler(tmp_path / "compile", f'case "$*" in *-fopenmp*) exit 1;; *) cp {built} $out;; esac'))
     single, (inputs, mask) = fresh(), case(3, 2, 3, 2, 40, 20, 32)
     folder, error = tmp_path / "nanochat" / "kernels", capsys.readouterr().err
-    assert "on one thread" in error and error.count("\n") == 1 and len(os.listdir(folder)) == 1 and folder.stat().st_mode & 0o777 == 0o700
+    assert ("on one thread" in error and error.count("\n") == 1
+            and len(os.listdir(folder)) == 1 and folder.stat().st_mode & 0o777 == 0o700)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     expected = call(inputs, mask)
     monkeypatch.setattr(cpu, "library", lambda: single)

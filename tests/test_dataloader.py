@@ -149,7 +149,8 @@ def test_rows_are_full_begin_with_bos_and_lose_no_token(shards):
     num_bytes = sum(len(text_of(s, i)) for s in range(3) for i in range(60))
     waiting = sum(length - 1 for length in batches.shelf.lengths)
     # What came out and what waits is what went in: two epochs and the beginning of a third.
-    assert sum(map(len, pieces)) + waiting >= 2 * num_bytes and (sum(map(len, pieces)) + waiting - 2 * num_bytes) <= 8 * 45
+    assert (sum(map(len, pieces)) + waiting >= 2 * num_bytes
+            and (sum(map(len, pieces)) + waiting - 2 * num_bytes) <= 8 * 45)
     assert batches.num_cut > 0 and len(whole) > 200
 
 
@@ -182,7 +183,8 @@ def test_damage_behind_the_first_rows_is_one_line(tmp_path):
     path.write_text((json.dumps({"text": "x" * 10 ** 6}) + "\n") * 12 + '{"text": "bro')
     with pytest.raises(BadInput) as error:
         list(islice(Documents([str(path)]), 13))
-    assert str(path) in str(error.value) and "cannot be read behind row" in str(error.value) and "\n" not in str(error.value)
+    assert (str(path) in str(error.value) and "cannot be read behind row" in str(error.value)
+            and "\n" not in str(error.value))
 
 
 def test_documents_without_text_are_counted(tmp_path):

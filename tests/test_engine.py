@@ -33,7 +33,8 @@ def tiny_model(seed=0, sequence_len=256):
     model = Recorder(GPTConfig(sequence_len, 265, 2, 2, 1, 48, "SL"), torch.float64).double()
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
+                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
     return model
 
 
@@ -172,7 +173,8 @@ def test_finished_rows_leave_without_changing_the_others(monkeypatch, share):
 @pytest.mark.parametrize("share", [0.8, 1.0])
 @pytest.mark.parametrize("filled", [1.0, 1.1, 100.0])
 def test_groups_that_shrink_unevenly_change_no_row(monkeypatch, share, filled):
-    prompts, keys, options = random_prompts(6, 2, 9, 2, 30), keys_for(40), dict(max_new_tokens=24, stop_tokens=list(range(60)))
+    prompts, keys, options = (random_prompts(6, 2, 9, 2, 30), keys_for(40),
+                              dict(max_new_tokens=24, stop_tokens=list(range(60))))
     reference = sampled(tiny_model(), [prompt for prompt in prompts for _ in range(8)], 1, keys, **options)
     monkeypatch.setattr(engine, "COMPACT_BELOW", share)
     monkeypatch.setattr(engine, "MAX_FILLED", filled)
@@ -237,7 +239,8 @@ def test_prompts_in_pieces_equal_prompts_at_once(monkeypatch, tokens, shapes):
     monkeypatch.setattr(engine, "PREFILL_TOKENS", tokens)
     cache, hidden = prefill(model, prompts)
     assert model.shapes == shapes
-    assert (hidden - whole_hidden).abs().max() < 1e-12 and (cache.last_embedding - whole.last_embedding).abs().max() < 1e-12
+    assert ((hidden - whole_hidden).abs().max() < 1e-12
+            and (cache.last_embedding - whole.last_embedding).abs().max() < 1e-12)
     assert torch.equal(cache.positions, whole.positions) and cache.length == whole.length == 130
     real = (cache.positions < PADDING_POSITION)[:, None, None, :, None]  # (P, 1, 1, Tp, 1)
     assert real.sum(dim=3).flatten().tolist() == [1, 2, 2, 5, 9, 130]
@@ -332,8 +335,10 @@ def test_narrow_activations_sample_from_a_copy_that_follows_the_weights():
     model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.bfloat16)
     model.init_weights(torch.Generator().manual_seed(0))
     counterpart = engine.inference_model(model)
-    assert {p.dtype for p in counterpart.parameters()} == {torch.bfloat16} and engine.inference_model(model) is counterpart
-    assert {p.dtype for p in model.parameters()} == {torch.float32} and not any("inference" in name for name in model.state_dict())
+    assert ({p.dtype for p in counterpart.parameters()} == {torch.bfloat16}
+            and engine.inference_model(model) is counterpart)
+    assert ({p.dtype for p in model.parameters()} == {torch.float32}
+            and not any("inference" in name for name in model.state_dict()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     ids = torch.arange(5)[None]
     model(ids).square().sum().backward()

@@ -193,7 +193,8 @@ def test_solutions_without_gold_step_labels_count_for_verdicts_alone():
 def test_step_verdicts_of_the_wrong_number_say_nothing_of_the_correlation():
     rows = [[T, [T], T, [T], []], [F, [F], F, [F], []]]
     assert verdict_scores(rows)["step_outcome_corr"] == pytest.approx(1.0)
-    assert verdict_scores([*rows, [F, [F, F], F, [T], ["step_count_mismatch"]]])["step_outcome_corr"] == pytest.approx(1.0)
+    assert (verdict_scores([*rows, [F, [F, F], F, [T], ["step_count_mismatch"]]])["step_outcome_corr"]
+            == pytest.approx(1.0))
     assert verdict_scores(rows[:1])["step_outcome_corr"] is None
 
 
@@ -238,7 +239,8 @@ def test_replay_takes_its_share_from_the_pool_and_the_rest_fresh():
     """replay 0.25 of 8: 2 past, 6 fresh."""
     fresh, pool = entries([F] * 8), entries([T] * 20, first=100)
     chosen = choose(fresh, pool, 8, replay=0.25)
-    assert chosen[:6] == fresh[:6] and all(entry in pool for entry in chosen[6:]) and len({entry[0] for entry in chosen}) == 8
+    assert (chosen[:6] == fresh[:6] and all(entry in pool for entry in chosen[6:])
+            and len({entry[0] for entry in chosen}) == 8)
 
 
 def test_replay_from_a_short_pool_is_filled_up_with_fresh_solutions():

@@ -27,7 +27,8 @@ def tiny_model(n_layer=4, n_head=4, n_kv_head=2, n_embd=48, sequence_len=256, wi
                 torch.float64).double()
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
+                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
     return model
 
 
@@ -313,7 +314,7 @@ for name in names:
     importlib.import_module(name)
 assert not logging.root.handlers
 print(" ".join(names))
-"""
+"""  # noqa: E501
 
 
 def test_importing_a_module_does_nothing(tmp_path):
@@ -322,6 +323,7 @@ def test_importing_a_module_does_nothing(tmp_path):
     out = subprocess.run([sys.executable, "-c", IMPORT_ALL, "--no-such-flag", "x"], cwd=ROOT, env=env,
                          capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
-    assert {"nanochat.gpt", "nanochat.rl.trainer", "nanochat.kernels.linear_logprob", "scripts.tango_rl"} <= set(out.stdout.split())
+    assert ({"nanochat.gpt", "nanochat.rl.trainer", "nanochat.kernels.linear_logprob", "scripts.tango_rl"}
+            <= set(out.stdout.split()))
     assert len(out.stdout.splitlines()) == 1 and not out.stderr
     assert not (tmp_path / "absent").exists()

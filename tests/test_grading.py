@@ -26,7 +26,8 @@ from tasks.grading_worker import Unscorable, Worker, Workers
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(ROOT, "..", "shared", "data")
 # without what loads torch
-ALONE = "import sys, types\nsys.modules['tasks'] = types.ModuleType('tasks'); sys.modules['tasks'].__path__ = ['tasks']\n"
+ALONE = ("import sys, types\n"
+         "sys.modules['tasks'] = types.ModuleType('tasks'); sys.modules['tasks'].__path__ = ['tasks']\n")
 HARD = "9^{9^{9^9}}"  # an answer that no worker finishes
 PATIENCE = 10         # seconds on top of a budget, for the start of a worker on a busy machine
 # gold -> answers that are the same
@@ -231,7 +232,8 @@ def test_extractors_are_tried_in_order(no_worker):
     assert grade(completion=both, gold="1") is True and grade(completion=both, gold="2") is False
     assert grade(completion=both, gold="2", extract=("hash", "boxed")) is True
     assert grade(completion="\\boxed{}\n#### 2", gold="2") is True
-    assert grade(completion="so 2", gold="2") is False and grade(completion="so 2", gold="2", extract=("boxed", "number")) is True
+    assert (grade(completion="so 2", gold="2") is False
+            and grade(completion="so 2", gold="2", extract=("boxed", "number")) is True)
     with pytest.raises(KeyError):
         grade(completion="5", gold="5", extract=("bxoed",))
 
@@ -334,8 +336,10 @@ def test_eight_threads_share_the_workers(monkeypatch):
     grading.verified.cache_clear()
     jobs = [(f"x+{k}", f"{k + k % 2}+x", k % 2 == 0) for k in range(1, 101)]
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda job: grade(completion=box(job[1]), gold=job[0]), jobs)) == [expected for *_, expected in jobs]
-    assert 1 <= sum(worker is not None for worker in workers.slots.queue) <= workers.slots.qsize() == grading_worker.NUM_WORKERS
+        assert (list(pool.map(lambda job: grade(completion=box(job[1]), gold=job[0]), jobs))
+                == [expected for *_, expected in jobs])
+    assert (1 <= sum(worker is not None for worker in workers.slots.queue)
+            <= workers.slots.qsize() == grading_worker.NUM_WORKERS)
     workers.close()
 
 

@@ -166,7 +166,8 @@ def test_the_outcome_is_the_number(task, answer, right):
 
 def test_a_box_or_a_mark_is_read_where_the_format_is_not_kept(task):
     assert task.check(problem_of(CLIPS), "In all \\boxed{72}.") is task.check(problem_of(CLIPS), CLIPS[1]) is True
-    assert task.check(problem_of(CLIPS), "In all 72.") is task.check(problem_of(CLIPS), "\\boxed{72} <answer>\\boxed{24}</answer>") is False
+    assert (task.check(problem_of(CLIPS), "In all 72.")
+            is task.check(problem_of(CLIPS), "\\boxed{72} <answer>\\boxed{24}</answer>") is False)
 
 
 def test_a_gold_answer_has_no_commas_and_no_dollar_sign():
@@ -245,7 +246,8 @@ def test_a_corrupted_solution_is_right_or_has_one_slip(task):
 def test_without_plain_equations_only_the_answer_slips(task):
     task.worked["How old?"] = "Twice <<2*4=8>>8 is 16.\n#### 16"
     solutions = {task.corrupted_solution(Problem("sft", 0, "How old?", "16"), random.Random(i)) for i in range(50)}
-    assert {solution.split("</think>")[0] for solution in solutions} == {"<think><step>Twice 8 is 16.</step>"} and len(solutions) > 2
+    assert ({solution.split("</think>")[0] for solution in solutions} == {"<think><step>Twice 8 is 16.</step>"}
+            and len(solutions) > 2)
     del task.worked["How old?"]
 
 
@@ -261,7 +263,8 @@ def test_without_plain_equations_only_the_answer_slips(task):
 def test_a_verification_works_the_equations_again(task, body, answer, judged):
     solution = task.fmt.render_solution(body, answer)
     analyses, verdicts = [a for a, _ in judged[:-1]], [v for _, v in judged[:-1]]
-    assert task.verification_demo(problem_of(CLIPS), solution, random.Random(0)) == task.fmt.render_verification(analyses, verdicts, judged[-1])
+    assert (task.verification_demo(problem_of(CLIPS), solution, random.Random(0))
+            == task.fmt.render_verification(analyses, verdicts, judged[-1]))
 
 
 def test_a_line_of_the_dataset_is_right_whatever_its_equations(task):
@@ -309,7 +312,8 @@ def test_real_demonstrations_are_right_and_slips_are_found(real):
             assert real.check(problem, demo) is True and "<<" not in demo
             verification = parse_verification(real.fmt, real.verification_demo(problem, demo, random.Random(0)),
                                               num_steps)
-            assert verification.unmet == () and verification.step_verdicts == [True] * num_steps and verification.verdict is True
+            assert (verification.unmet == () and verification.step_verdicts == [True] * num_steps
+                    and verification.verdict is True)
             solution = real.corrupted_solution(problem, random.Random(f"{split}{i}"))
             judged = parse_verification(real.fmt, real.verification_demo(problem, solution, random.Random(0)),
                                         num_steps)

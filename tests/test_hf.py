@@ -153,7 +153,8 @@ def test_parameter_names_are_those_of_transformers():
             biases = family != "qwen2"
             model = Decoder(small_config(family, vocab_size=211, out_bias=biases, qkv_bias=True,
                                          mlp_bias=family == "llama", tied=tied))
-            assert {name: x.shape for name, x in model.state_dict().items()} == {name: x.shape for name, x in theirs.items()}
+            assert ({name: x.shape for name, x in model.state_dict().items()}
+                    == {name: x.shape for name, x in theirs.items()})
             assert ("lm_head.weight" in dict(model.named_parameters())) != tied
 
 
@@ -211,8 +212,10 @@ def test_what_a_configuration_leaves_out_is_as_transformers_has_it(tmp_path):
         write(tmp_path, "config.json",
               {key: value for key, value in config.to_dict().items() if key not in optional} | {"model_type": family})
         ours = read_config(str(tmp_path))
-        assert (ours.n_kv_head, ours.head_dim, ours.norm_eps, ours.rope_theta, ours.rope_scaling, ours.tied) == (4, 12, 1e-6, 10000.0, None, False)
-        assert (ours.qkv_bias, ours.out_bias, ours.mlp_bias, ours.qk_norm) == (family == "qwen2", False, False, family == "qwen3")
+        assert ((ours.n_kv_head, ours.head_dim, ours.norm_eps, ours.rope_theta, ours.rope_scaling, ours.tied)
+                == (4, 12, 1e-6, 10000.0, None, False))
+        assert ((ours.qkv_bias, ours.out_bias, ours.mlp_bias, ours.qk_norm)
+                == (family == "qwen2", False, False, family == "qwen3"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -312,7 +315,8 @@ def double_model(family="qwen2", seed=0, **changes):
 
 def padded(rows):
     """Ragged rows as ids and positions, padding behind them."""
-    ids, positions = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long), torch.full((len(rows), max(map(len, rows))), PADDING_POSITION)
+    ids, positions = (torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long),
+                      torch.full((len(rows), max(map(len, rows))), PADDING_POSITION))
     for row, own in enumerate(rows):
         ids[row, : len(own)], positions[row, : len(own)] = own, torch.arange(len(own))
     return ids, positions
@@ -345,7 +349,8 @@ def test_cached_pieces_equal_one_forward(family):
 def test_right_padded_rows_equal_rows_alone_and_last_only_gives_their_last_tokens(lengths):
     model, rows = double_model(), [random_ids(n, seed=n) for n in lengths]
     ids, positions = padded(rows)
-    whole, last = model.trunk(ids, positions=positions), model.trunk(ids, positions=positions, cache=KVCache(3), last_only=True)
+    whole, last = (model.trunk(ids, positions=positions),
+                   model.trunk(ids, positions=positions, cache=KVCache(3), last_only=True))
     assert whole.isfinite().all() and last.shape == (len(rows), 1, 48)
     for row, own in enumerate(rows):
         alone = model.trunk(own[None])[0]

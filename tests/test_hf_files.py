@@ -104,7 +104,8 @@ def test_bf16_is_written_and_read_by_both(tmp_path):
     ours = imported(reference_model("llama"), tmp_path / "in")
     write_model(str(tmp_path / "out"), ours.config, ours.state_dict(), torch.bfloat16, Letters())
     rounded = {name: x.bfloat16() for name, x in ours.state_dict().items()}
-    back, again = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), read_model(str(tmp_path / "out"), CPU, torch.float32)
+    back, again = (AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+                   read_model(str(tmp_path / "out"), CPU, torch.float32))
     assert back.dtype == torch.bfloat16
     for state in (tensors_of(tmp_path / "out"), back.state_dict(), again.state_dict()):
         assert state.keys() == rounded.keys() and all(torch.equal(state[name], x) for name, x in rounded.items())
@@ -249,7 +250,8 @@ def test_a_checkpoint_keeps_an_imported_model(tied, tmp_path, monkeypatch):
     save_model("sft", "imported", 0, ours, {})
     loaded, meta = load_model("sft", "imported", CPU, torch.float32)
     assert loaded.config == ours.config and meta["model_config"]["architecture"] == "qwen2"
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32} and {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    assert ({p.dtype for p in loaded.parameters()} == {torch.float32}
+            and {p.dtype for p in ours.parameters()} == {torch.bfloat16})
     assert len(list(loaded.parameters())) == len(list(ours.parameters())) == len(list(model.parameters()))
     assert largest_gap(ours, loaded) < 1e-6
     assert largest_gap(AutoModelForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.float32), loaded) < 3e-5
@@ -264,7 +266,8 @@ def test_allocated_weights_are_filled_in_their_own_dtype_and_stay_tied():
         assert model.compute_dtype == torch.float32 and model.lm_head.weight is model.model.embed_tokens.weight
         fill(model, source.state_dict())
         for name, p in model.named_parameters():
-            assert p.dtype == dtype and p.device == CPU and p.requires_grad and torch.equal(p, source.get_parameter(name).to(dtype))
+            assert (p.dtype == dtype and p.device == CPU and p.requires_grad
+                    and torch.equal(p, source.get_parameter(name).to(dtype)))
 
 
 
@@ -465,7 +468,8 @@ def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
     assert find_folder(str(tmp_path)) == str(tmp_path) and find_folder("~") == str(tmp_path) and not asked
     assert find_folder("Qwen/Qwen2.5-0.5B_x") == str(tmp_path)
     (name, patterns), = asked
-    assert name == "Qwen/Qwen2.5-0.5B_x" and "*.safetensors" in patterns and "*.json" in patterns and not any("bin" in p or p == "*" for p in patterns)
+    assert (name == "Qwen/Qwen2.5-0.5B_x" and "*.safetensors" in patterns
+            and "*.json" in patterns and not any("bin" in p or p == "*" for p in patterns))
     for source in ("nowhere", "a/b/c", "../absent", "./absent", "/no/such", "~/nothing", "", "a/", "a b/c"):
         refused(lambda source=source: find_folder(source),
                 f"--source {source}: no such folder, and not the name of a model")

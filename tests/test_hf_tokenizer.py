@@ -28,7 +28,7 @@ TEXT = ["the cat sat on the mat, and the other cat sat there too; 1234567890 567
         "<think><step>12 + 3 = 15</step></think>\n\n",
         "user system assistant You are a helpful assistant. Today Date: 26 Jul\n", "déjà vu — 東京 🙂 don't\t\n",
         "[INST] what is it? [/INST] im_end"] * 8
-QWEN_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")  # noqa: E501
 LLAMA_SPLIT = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 QWEN25 = """{%- if messages[0]['role'] == 'system' %}
@@ -44,7 +44,7 @@ QWEN25 = """{%- if messages[0]['role'] == 'system' %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
-"""
+"""  # noqa: E501
 QWEN3 = """{%- if tools %}{{- tools | tojson }}{%- endif %}
 {%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
@@ -79,7 +79,7 @@ QWEN3 = """{%- if tools %}{{- tools | tojson }}{%- endif %}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+"""  # noqa: E501
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content'] | trim %}
@@ -93,17 +93,17 @@ LLAMA3 = """{{- bos_token }}
     {%- generation %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
-"""
+"""  # noqa: E501
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}{% set said = messages[0]['content'] %}
 {% else %}{% set rest = messages %}{% set said = false %}{% endif %}{% for message in rest %}
 {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
 {% if loop.index0 == 0 and said != false %}{% set content = '<<SYS>>\\n' + said + '\\n<</SYS>>\\n\\n' + message['content'] %}
 {% else %}{% set content = message['content'] %}{% endif %}
 {% if message['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
-{%- elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""
+{%- elif message['role'] == 'assistant' %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"""  # noqa: E501
 DEEPSEEK = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<｜User｜>' + m.content }}{% elif m.role == 'system' %}{{ m.content }}
 {%- else %}{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + eos_token }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>' }}{% endif %}"""
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>' }}{% endif %}"""  # noqa: E501
 
 
 def trained(split: str, specials: list[str], words: list[str], **trainer) -> Library:
@@ -174,10 +174,12 @@ def write(folder, library: Library, config: dict | None, generation: dict | None
     os.makedirs(folder, exist_ok=True)
     library.save(str(folder / "tokenizer.json"))
     if config is not None:
-        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
     if generation is not None:
         to_id = lambda value: [to_id(v) for v in value] if isinstance(value, list) else library.token_to_id(value)
-        (folder / "generation_config.json").write_text(json.dumps({name: to_id(value) for name, value in generation.items()}))
+        (folder / "generation_config.json").write_text(
+            json.dumps({name: to_id(value) for name, value in generation.items()}))
     return str(folder)
 
 
@@ -264,9 +266,11 @@ def test_a_saved_copy_is_equal_and_transformers_reads_it(loaded, references, kin
     copy = HFTokenizer.load(str(tmp_path / "copy"))
     for name in ("vocab_size", "stop_tokens", "assistant_end", "bos", "eos", "has_template", "files"):
         assert getattr(copy, name) == getattr(loaded[kind], name), name
-    assert copy.equals(loaded[kind]) and copy.render_chat(CONVERSATIONS[4]) == loaded[kind].render_chat(CONVERSATIONS[4])
+    assert (copy.equals(loaded[kind])
+            and copy.render_chat(CONVERSATIONS[4]) == loaded[kind].render_chat(CONVERSATIONS[4]))
     again = AutoTokenizer.from_pretrained(str(tmp_path / "copy"))
-    assert again.encode(TEXT[0]) == references[kind].encode(TEXT[0]) and again.chat_template == references[kind].chat_template
+    assert (again.encode(TEXT[0]) == references[kind].encode(TEXT[0])
+            and again.chat_template == references[kind].chat_template)
     assert not [name for name in os.listdir(tmp_path / "copy") if name.endswith(".tmp")]
 
 
@@ -288,7 +292,8 @@ def test_decoding_undoes_encoding(loaded, kind, text):
 @given(text=st.text() | st.sampled_from(TEXT))
 def test_sentencepiece_text_comes_back_behind_the_space_that_it_puts_first(loaded, text):
     tokenizer = loaded["llama2"]
-    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == (b" " + text.encode() if text else b"").replace("▁".encode(), b" ")
+    assert (b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
+            == (b" " + text.encode() if text else b"").replace("▁".encode(), b" "))
 
 
 @every_kind
@@ -305,7 +310,8 @@ def test_bytes_of_tokens(loaded):
     """A special token and an id of a padded vocabulary are "?", <0x0A> is a newline, a word that was added is its
     text."""
     qwen3, llama2, deepseek = loaded["qwen3"], loaded["llama2"], loaded["deepseek"]
-    assert [qwen3.token_bytes(i) for i in (qwen3.special("<|im_end|>"), qwen3.vocab_size, qwen3.special("<think>"))] == [b"?", b"?", b"<think>"]
+    assert ([qwen3.token_bytes(i) for i in (qwen3.special("<|im_end|>"), qwen3.vocab_size, qwen3.special("<think>"))]
+            == [b"?", b"?", b"<think>"])
     assert [llama2.token_bytes(i) for i in (0, 1, 2, 3 + 10, 3 + 255)] == [b"?", b"?", b"?", b"\n", b"\xff"]
     assert b"".join(map(llama2.token_bytes, llama2.encode("the 東"))) == " the 東".encode()
     assert deepseek.token_bytes(deepseek.special("<｜User｜>")) == b"?"  # it frames turns
@@ -323,7 +329,8 @@ def test_an_added_word_with_letters_of_the_byte_alphabet_is_its_text(tmp_path):
 def test_half_a_surrogate_pair_is_replaced(loaded):
     tokenizer = loaded["qwen25"]
     assert tokenizer.encode("a\ud83d") == tokenizer.encode("a\ufffd") == tokenizer.encode_batch(["a\ud83d"])[0]
-    assert tokenizer.encode("\ud83d\ude42") == tokenizer.encode("🙂") and tokenizer.render_prompt("\ud83d\ude42") == tokenizer.render_prompt("🙂")
+    assert (tokenizer.encode("\ud83d\ude42") == tokenizer.encode("🙂")
+            and tokenizer.render_prompt("\ud83d\ude42") == tokenizer.render_prompt("🙂"))
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
@@ -331,7 +338,8 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
     library.enable_truncation(3)
     library.enable_padding(length=50)
     tokenizer = with_template(tmp_path, QWEN25, lambda: library)
-    assert tokenizer.encode("the cat sat on the mat") == HFTokenizer.load(write(tmp_path / "b", qwen(), CHATML_NAMES)).encode("the cat sat on the mat")
+    assert (tokenizer.encode("the cat sat on the mat")
+            == HFTokenizer.load(write(tmp_path / "b", qwen(), CHATML_NAMES)).encode("the cat sat on the mat"))
 
 
 @every_chat
@@ -586,7 +594,8 @@ def test_a_special_token_s_name_that_arises_by_normalizing_is_text(tmp_path):
     library.normalizer = normalizers.NFKC()
     assert library.token_to_id("<|im_end|>") in library.encode("＜|im_end|＞").ids
     tokenizer = with_template(tmp_path, QWEN25, lambda: library, pad_token=None)
-    assert controls(tokenizer, tokenizer.render_prompt("＜|im_end|＞")) == controls(tokenizer, tokenizer.render_prompt("a"))
+    assert (controls(tokenizer, tokenizer.render_prompt("＜|im_end|＞"))
+            == controls(tokenizer, tokenizer.render_prompt("a")))
 
 
 def test_tokens_that_only_the_config_calls_special_are_control_tokens(tmp_path):
@@ -603,7 +612,9 @@ def test_added_words_that_are_no_tags_stay_tokens(tmp_path):
     library = trained(QWEN_SPLIT, ["<|im_start|>", "<|im_end|>"], ["\n", "\n\n", "user", "<turn>", "###"])
     template = "{% for m in messages %}<turn>user\n\n### {{ m.content }}{% endfor %}"
     tokenizer = with_template(tmp_path, template, lambda: library, pad_token=None)
-    assert [tokenizer.special(name) in tokenizer.encode("\n\n<turn>user###\n") for name in ("\n", "\n\n", "user", "###", "<turn>")] == [True] * 4 + [False]
+    assert ([tokenizer.special(name) in tokenizer.encode("\n\n<turn>user###\n")
+             for name in ("\n", "\n\n", "user", "###", "<turn>")]
+            == [True] * 4 + [False])
     assert tokenizer.render_prompt("a")[:3] == [tokenizer.special(name) for name in ("<turn>", "user", "\n\n")]
 
 
@@ -613,7 +624,8 @@ def test_eos_may_be_a_word_of_the_vocabulary(tmp_path):
     tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)),
                                        {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
     assert (tokenizer.bos, tokenizer.eos, tokenizer.token_bytes(0)) == (1, 2, b"?")
-    assert controls(tokenizer, tokenizer.render_prompt("</s><s>")) == Counter(["<s>"]) and said(tokenizer, turns("a", "b")) == [" b </s>"]
+    assert (controls(tokenizer, tokenizer.render_prompt("</s><s>")) == Counter(["<s>"])
+            and said(tokenizer, turns("a", "b")) == [" b </s>"])
 
 
 def test_a_special_token_in_the_vocabulary_is_no_word_of_it(tmp_path):
@@ -634,7 +646,8 @@ def test_an_unknown_character_is_the_unknown_token(tmp_path):
     settings["model"]["byte_fallback"] = False
     tokenizer = HFTokenizer.load(write(tmp_path, Library.from_str(json.dumps(settings)),
                                        {"eos_token": "</s>", "bos_token": "<s>", "chat_template": LLAMA2}))
-    assert 0 in tokenizer.encode("東") and 0 in tokenizer.render_prompt("東") and tokenizer.decode(tokenizer.encode("東")) == " ?"
+    assert (0 in tokenizer.encode("東") and 0 in tokenizer.render_prompt("東")
+            and tokenizer.decode(tokenizer.encode("東")) == " ?")
 
 
 def test_special_tokens_that_the_library_does_not_find_are_an_error(tmp_path):
@@ -650,7 +663,8 @@ def test_special_tokens_that_the_library_does_not_find_are_an_error(tmp_path):
 
 def test_the_end_of_an_answer_may_stand_behind_a_space(tmp_path):
     tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content }} <|im_start|>{% endfor %}")
-    assert tokenizer.assistant_end == tokenizer.special("<|im_start|>") and tokenizer.stop_tokens == [tokenizer.eos, tokenizer.assistant_end]
+    assert (tokenizer.assistant_end == tokenizer.special("<|im_start|>")
+            and tokenizer.stop_tokens == [tokenizer.eos, tokenizer.assistant_end])
 
 
 def test_a_template_that_counts_characters_sees_the_real_text(tmp_path):
@@ -676,7 +690,8 @@ def test_templates_have_what_transformers_offers_them(tmp_path):
                 " {%- set n = namespace(a=1) %}\n   {% set n.a = 2 %}\n"
                 "{{ n.a }}{{ strftime_now(format='%Y') }}{{ dict(a=1).a }}\n")
     tokenizer, messages = with_template(tmp_path, template), turns("<é'&\">", "東", "c")
-    expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(messages, tokenize=True, return_dict=False)
+    expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
+        messages, tokenize=True, return_dict=False)
     assert tokenizer.render_chat(messages) == expected and "東" in tokenizer.decode(expected)
 
 
@@ -691,8 +706,10 @@ def test_special_tokens_that_swallow_spaces_do_so_in_the_library_s_way(tmp_path)
     settings = json.loads(qwen().to_str())
     settings["added_tokens"][2] |= {"rstrip": True, "lstrip": True}
     tokenizer = with_template(tmp_path, QWEN25, lambda: Library.from_str(json.dumps(settings)))
-    expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(turns("a ", "b ", "c"), tokenize=True, return_dict=False)
-    assert tokenizer.render_conversation(turns("a ", "b ", "c"), None)[0] == expected and said(tokenizer, turns("a ", "b ", "c")) == ["b<|im_end|>"]
+    expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
+        turns("a ", "b ", "c"), tokenize=True, return_dict=False)
+    assert (tokenizer.render_conversation(turns("a ", "b ", "c"), None)[0] == expected
+            and said(tokenizer, turns("a ", "b ", "c")) == ["b<|im_end|>"])
 
 
 # Hostile templates

@@ -75,7 +75,8 @@ def test_recipes_import_verbs_and_siblings_alone():
     for module, path in modules().items():
         if module.startswith("nanochat.recipes."):
             family = lambda other: FAMILIES.get(other.rpartition(".")[2], other.rpartition(".")[2])
-            others = {other for other in imports_of(path) if not other.startswith("nanochat.rl.")} - {"nanochat.common", "nanochat.recipes", "tasks.common"}
+            others = ({other for other in imports_of(path) if not other.startswith("nanochat.rl.")}
+                      - {"nanochat.common", "nanochat.recipes", "tasks.common"})
             assert not {other for other in others if family(other) != family(module)}, module
 
 

@@ -111,7 +111,8 @@ def test_equal_logits_give_the_uniform_distribution(use_triton):
     for softcap in (None, 15.0):
         logprobs, entropy = linear_logprob(hidden, weight, torch.tensor([0, 256], device=DEVICE), vocab_size=257,
                                            softcap=softcap, use_triton=use_triton)
-        assert logprobs.tolist() == pytest.approx([-math.log(257)] * 2, rel=1e-6) and entropy.tolist() == pytest.approx([math.log(257)] * 2, rel=1e-6)
+        assert (logprobs.tolist() == pytest.approx([-math.log(257)] * 2, rel=1e-6)
+                and entropy.tolist() == pytest.approx([math.log(257)] * 2, rel=1e-6))
 
 
 @BOTH
@@ -215,7 +216,8 @@ def test_no_tokens(use_triton):
     inputs = {name: x[:0] if name != "weight" else x for name, x in case(HEADS["padded"]).items()}
     total, grad_hidden, grad_weight, logprobs, entropy = run(linear_policy_loss, inputs, loss=PolicyLoss(),
                                                              use_triton=use_triton, **options_of(head))
-    assert total.item() == 0 and grad_hidden.shape == (0, C) and not grad_weight.any() and logprobs.shape == entropy.shape == (0,)
+    assert (total.item() == 0 and grad_hidden.shape == (0, C)
+            and not grad_weight.any() and logprobs.shape == entropy.shape == (0,))
     scores = linear_logprob(inputs["hidden"], inputs["weight"], inputs["targets"], use_triton=use_triton,
                             **options_of(head))
     assert [x.shape for x in scores] == [(0,), (0,)]
@@ -318,7 +320,8 @@ def test_gradcheck(loss, softcap):
     hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     targets, advantages = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, -1.0, -0.5, -2.0], dtype=torch.float64)
     head = dict(vocab_size=3, softcap=softcap, temperature=0.7)
-    old = full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0] - torch.log(torch.tensor([1.05, 0.95, 0.5, 1.5], dtype=torch.float64))
+    old = (full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0]
+           - torch.log(torch.tensor([1.05, 0.95, 0.5, 1.5], dtype=torch.float64)))
 
     def total(hidden, weight):
         return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=loss, old_logprobs=old,
@@ -343,7 +346,8 @@ class LargestTensor(TorchDispatchMode):
 def test_no_tensor_is_larger_than_a_chunk(use_triton):
     """100 rows of 300 logits in chunks of 7: nothing has more than 7 * 320 fp32, whatever the loss."""
     draw = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(100, 2, generator=draw).to(DEVICE).requires_grad_(), torch.randn(320, 2, generator=draw).to(DEVICE).requires_grad_()
+    hidden, weight = (torch.randn(100, 2, generator=draw).to(DEVICE).requires_grad_(),
+                      torch.randn(320, 2, generator=draw).to(DEVICE).requires_grad_())
     targets, ones = torch.zeros(100, dtype=torch.int64, device=DEVICE), torch.ones(100, device=DEVICE)
     for loss in (PolicyLoss(entropy_coef=0.1), PolicyLoss("reinforce"), only_entropy):
         with LargestTensor() as largest:
@@ -374,7 +378,8 @@ def test_the_benchmark_ends_with_json_and_refuses_unknown_providers(capsys):
     bench_kernels.main(args)
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert list(record["results"]) == ["ours", "naive", "three products", "linear_logprob", "one product"]
-    assert record["results"]["ours"]["gradient_error"] < 1e-4 and record["results"]["one product"]["percent_of_products"] == 100
+    assert (record["results"]["ours"]["gradient_error"] < 1e-4
+            and record["results"]["one product"]["percent_of_products"] == 100)
     args.providers = "ours,theirs"
     with pytest.raises(BadInput, match="there is no theirs"):
         bench_kernels.main(args)

@@ -33,7 +33,7 @@ from nanochat.rl.losses import PolicyLoss
 ones, hidden = torch.ones(2), torch.ones(2, 3, requires_grad=True)
 linear_policy_loss(hidden, torch.eye(3), torch.tensor([0, 1]), ones, ones, loss=PolicyLoss(), vocab_size=3, softcap=None)[0].backward()
 print(hidden.grad.shape)
-"""
+"""  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "torch.Size([2, 3])\n", done.stderr
 
@@ -67,7 +67,8 @@ def compile_kernels() -> None:
 
 def test_the_kernels_compile_for_hopper_without_one(tmp_path):
     """Rows are read and written 16 bytes a thread."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ROOT}
+    env = ({name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+           | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ROOT})
     done = subprocess.run([sys.executable, "-c", "import test_kernels_gpu; test_kernels_gpu.compile_kernels()"],
                           cwd=os.path.dirname(__file__), env=env,
                           capture_output=True, text=True)
@@ -82,7 +83,8 @@ def gpu_case(N: int, V: int = 50304, width: int = 256) -> dict:
     hidden = torch.randn(N, width, generator=draw, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(V, width, generator=draw, device="cuda", dtype=torch.bfloat16) / 8
     targets = torch.randint(V, (N,), generator=draw, device="cuda")
-    old, ref = full_logprobs(hidden.float(), weight.float(), targets, V, 15.0, 1.0)[0] + 0.3 * torch.randn(2, N, generator=draw, device="cuda")
+    old, ref = (full_logprobs(hidden.float(), weight.float(), targets, V, 15.0, 1.0)[0]
+                + 0.3 * torch.randn(2, N, generator=draw, device="cuda"))
     return dict(hidden=hidden, weight=weight, targets=targets, advantages=torch.randn(N, generator=draw, device="cuda"),
                 weights=torch.full((N,), 1 / N, device="cuda"), old_logprobs=old, ref_logprobs=ref)
 

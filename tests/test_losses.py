@@ -55,7 +55,8 @@ def test_the_clip_range_may_be_lopsided():
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage():
     """ratio 10, A = -2: 20 without, 3 * 2 = 6 with dual_clip 3; ratio 2: 4 < 6 stays; A > 0 is untouched."""
     assert ppo([10.0], [-2.0]) == pytest.approx([20.0], rel=1e-12)
-    assert ppo([10.0, 2.0, 0.5, 10.0], [-2.0, -2.0, -2.0, 2.0], dual_clip=3.0) == pytest.approx([6.0, 4.0, 1.6, -2.4], rel=1e-12)
+    assert (ppo([10.0, 2.0, 0.5, 10.0], [-2.0, -2.0, -2.0, 2.0], dual_clip=3.0)
+            == pytest.approx([6.0, 4.0, 1.6, -2.4], rel=1e-12))
 
 
 def test_clipped_tokens_get_no_gradient_and_others_minus_ratio_times_advantage():
@@ -204,7 +205,8 @@ def case(head, seed=0, rows=N):
     targets = torch.randint(V, (rows,), generator=draw)
     noise = 0.4 * torch.randn(2, rows, generator=draw)
     old, ref = full_logprobs(hidden, weight, targets, **head)[0] + noise
-    return hidden, weight, targets, torch.randn(rows, generator=draw), torch.rand(rows, generator=draw) / max(1, rows), old, ref
+    return (hidden, weight, targets, torch.randn(rows, generator=draw),
+            torch.rand(rows, generator=draw) / max(1, rows), old, ref)
 
 
 def fused(loss, head, inputs, **options):
@@ -313,7 +315,8 @@ def test_gradcheck(name):
     hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     targets, advantages = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, -1.0, 0.5, -2.0])
     # Ratios 1.1, 0.9, 0.5 and 1.5 are far from the kinks at 0.8 and 1.2; none is clipped.
-    old = full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0].float() - torch.log(torch.tensor([1.1, 0.9, 0.5, 1.5]))
+    old = (full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0].float()
+           - torch.log(torch.tensor([1.1, 0.9, 0.5, 1.5])))
 
     def total(hidden, weight):
         return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=LOSSES[name],

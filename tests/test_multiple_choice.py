@@ -30,7 +30,9 @@ def write(path, rows: list[dict]) -> str:
 def test_the_prompt_is_upstreams_to_the_character():
     """Copied from what upstream's render_mc gives: its models were trained on this text."""
     choice = Choice("What melts?", ("A", "B"), ("ice", "a stone"), "A")
-    assert choice_prompt(choice) == "Multiple Choice question: What melts?\n- ice=A\n- a stone=B\n\nRespond only with the letter of the correct answer."
+    assert choice_prompt(choice) == (
+        "Multiple Choice question: What melts?\n- ice=A\n- a stone=B\n\n"
+        "Respond only with the letter of the correct answer.")
 
 
 def test_rows_of_arc_are_read(tmp_path):
@@ -51,7 +53,8 @@ def test_fewer_examples_are_the_first_of_one_random_order(tmp_path):
     path = write(tmp_path / "mmlu.jsonl", [{**MMLU, "question": f"{k}?"} for k in range(50)])
     everything = load_choices("MMLU", path)
     assert sorted(c.question for c in everything) == sorted(f"{k}?" for k in range(50))
-    assert load_choices("MMLU", path, 10) == everything[:10] and {c.question for c in everything[:10]} != {f"{k}?" for k in range(10)}
+    assert (load_choices("MMLU", path, 10) == everything[:10]
+            and {c.question for c in everything[:10]} != {f"{k}?" for k in range(10)})
     assert load_choices("MMLU", path, 0) == [] and load_choices("MMLU", path, 99) == everything
 
 

@@ -31,7 +31,8 @@ def heads(units, num_heads, kv_heads, D, gated=True, T=3):
         cos_sin = rotary(torch.arange(B * T).view(B, T) * 3, D, qkv.dtype)
         return torch.cat([x.flatten() for x in split_heads(qkv, cos_sin, *(gate_and_embedding or (None, None)), 1.2,
                                                            units, num_heads, kv_heads)])
-    return function, [(4, T, (num_heads + 2 * kv_heads) * D)] + ([(4, T, kv_heads), (4, T, kv_heads * D)] if gated else [])
+    return function, ([(4, T, (num_heads + 2 * kv_heads) * D)]
+                      + ([(4, T, kv_heads), (4, T, kv_heads * D)] if gated else []))
 
 
 # name -> the function of its tensors, their shapes: widths that kernels take, and widths that they do not
@@ -205,7 +206,8 @@ def test_norm_by_its_formula(C):
     for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
         x = random(3, C).to(dtype)
         for row, out in zip(x, norm(x), strict=True):
-            assert (out - row / (sum(c * c for c in row.tolist()) / C + torch.finfo(dtype).eps) ** 0.5).abs().max() < tolerance
+            assert ((out - row / (sum(c * c for c in row.tolist()) / C + torch.finfo(dtype).eps) ** 0.5).abs().max()
+                    < tolerance)
 
 
 @pytest.mark.parametrize("C", [5, 64])
@@ -231,7 +233,8 @@ def test_what_is_not_a_number_stays_so():
 @pytest.mark.parametrize("D", [8, 32])
 def test_heads_go_where_attention_wants_them(D):
     # Rows 2u and 2u+1 are those of unit u; query heads 3h to 3h+2 read key head h; v takes gate * embedding.
-    qkv, gate, embedding = random(4, 3, 10 * D).float(), random(4, 3, 2, seed=1).float(), random(4, 3, 2 * D, seed=2).float()
+    qkv, gate, embedding = (random(4, 3, 10 * D).float(), random(4, 3, 2, seed=1).float(),
+                            random(4, 3, 2 * D, seed=2).float())
     cos, sin = rotary(torch.arange(12).view(4, 3) * 3, D, qkv.dtype)
     q, k, v = split_heads(qkv, (cos, sin), gate, embedding, 1.2, 2, 6, 2)
     assert q.shape == (2, 2, 2, 3, 3, D) and k.shape == v.shape == (2, 2, 2, 3, D)  # U, Hkv, R, [group,] T, D
@@ -247,9 +250,8 @@ def test_heads_go_where_attention_wants_them(D):
         elif head < 8:
             gap = k[row // 2, head - 6, row % 2, t] - turned(x, row, t)
         else:
-            gap = v[row // 2, head - 8, row % 2, t] - (x
-                                                       + gate[row, t,
-                                                              head - 8] * embedding[row, t, (head - 8) * D: (head - 7) * D])
+            gap = v[row // 2, head - 8, row % 2, t] - (
+                x + gate[row, t, head - 8] * embedding[row, t, (head - 8) * D: (head - 7) * D])
         assert gap.abs().max() < 2e-6
 
 
@@ -361,10 +363,9 @@ def operands():
     }
 
 
-ONEDNN = pytest.mark.parametrize("onednn",
-                                 [pytest.param(True,
-                                               marks=pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")),
-                                            False])
+ONEDNN = pytest.mark.parametrize("onednn", [
+    pytest.param(True, marks=pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")),
+    False])
 
 
 @ONEDNN
@@ -402,7 +403,9 @@ def test_products_of_empty_matrices(monkeypatch, onednn, n, c, d):
 def test_linear_by_either_library(monkeypatch, called, onednn, C, D, layout):
     monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
     monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
-    wide, weight, grads = random(3, 21, 2 * C).float()[..., C:], random(D, C, seed=1).float().requires_grad_(), random(3, 21, 2 * D, seed=2).float()[..., :D]
+    wide, weight, grads = (random(3, 21, 2 * C).float()[..., C:],
+                           random(D, C, seed=1).float().requires_grad_(),
+                           random(3, 21, 2 * D, seed=2).float()[..., :D])
     grad = {"dense": grads.contiguous(), "gaps": grads, "spread": torch.ones(()).expand(3, 21, D)}[layout]
     x = (wide.contiguous() if layout == "dense" else wide).requires_grad_()
     exact = [y.detach().double().requires_grad_() for y in (x, weight)]

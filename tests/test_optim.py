@@ -66,7 +66,8 @@ def test_muon_takes_the_blocks_matrices_alone():
     assert isinstance(muon, torch.optim.Muon) and isinstance(rest, torch.optim.AdamW)
     expected = {id(p) for block in model.transformer.h
                 for layer in (block.attn.c_q, block.attn.c_k, block.attn.c_v, block.attn.c_proj,
-                                                                      block.mlp.c_fc, block.mlp.c_proj) for p in layer.parameters()}
+                              block.mlp.c_fc, block.mlp.c_proj)
+                for p in layer.parameters()}
     assert groups_of([muon])[0] == expected and len(expected) == 18
     assert muon.param_groups[0]["lr"] == 1e-3 and rest.param_groups[0]["lr"] == 2e-3
 

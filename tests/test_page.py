@@ -113,10 +113,13 @@ IN_BROWSER = pytest.mark.browser
 @IN_BROWSER
 def test_curves_and_table_are_there(shown):
     titles = [h.text for h in find(shown, ".panel h3")]
-    assert titles[0] == "generator pass@1, in distribution" and INDICATORS["gen/reasoning_steps"] in titles and "verifier balanced accuracy" in titles
+    assert (titles[0] == "generator pass@1, in distribution"
+            and INDICATORS["gen/reasoning_steps"] in titles and "verifier balanced accuracy" in titles)
     accuracy, verifier = find(shown, ".panel")[0], find(shown, ".panel")[titles.index("verifier balanced accuracy")]
-    assert len(accuracy.find_elements("css selector", "polyline")) == 2 and len(verifier.find_elements("css selector", "polyline")) == 1
-    assert "tango, generator step 20: 0.55 ± 0.0707 (2 seeds)" in [t.get_attribute("textContent") for t in accuracy.find_elements("css selector", "title")]
+    assert (len(accuracy.find_elements("css selector", "polyline")) == 2
+            and len(verifier.find_elements("css selector", "polyline")) == 1)
+    assert ("tango, generator step 20: 0.55 ± 0.0707 (2 seeds)"
+            in [t.get_attribute("textContent") for t in accuracy.find_elements("css selector", "title")])
     assert [row.text.split()[0] for row in find(shown, "#table tbody tr")] == ["tango", "grpo", "own"]
     assert "NaN" not in shown.page_source.split('id="data"')[0]
 
@@ -142,7 +145,8 @@ def test_role_and_step_filters_join(shown):
 def test_pages_turn(shown):
     assert len(find(shown, "article")) == 20 and "page 1 of 2" in status(shown)
     find(shown, "#next")[0].click()
-    assert len(find(shown, "article")) == 7 and "page 2 of 2" in status(shown) and not find(shown, "#next")[0].is_enabled()
+    assert (len(find(shown, "article")) == 7 and "page 2 of 2" in status(shown)
+            and not find(shown, "#next")[0].is_enabled())
     assert len(choose(shown, kind="believed")) == 1 and "page 1 of 1" in status(shown)
 
 
@@ -150,8 +154,10 @@ def test_pages_turn(shown):
 def test_steps_carry_verdict_label_and_advantage(shown):
     choose(shown, kind="believed")
     first, second, answer = find(shown, "article .step")
-    assert first.text == "3+5:8;\n1: right, gold right, A +0.50" and set(first.get_attribute("class").split()) == {"step", "mono", "right"}
-    assert second.text == "8*2:7;\n2: right, gold wrong, A -1.00" and set(second.get_attribute("class").split()) == {"step", "mono", "right", "off"}
+    assert (first.text == "3+5:8;\n1: right, gold right, A +0.50"
+            and set(first.get_attribute("class").split()) == {"step", "mono", "right"})
+    assert (second.text == "8*2:7;\n2: right, gold wrong, A -1.00"
+            and set(second.get_attribute("class").split()) == {"step", "mono", "right", "off"})
     assert answer.text == "=7\nanswer, A -2.00"
     assert find(shown, "article details .mono")[0].text == "3+5:8T;8*2:7T;=T"
 
@@ -160,7 +166,8 @@ def test_steps_carry_verdict_label_and_advantage(shown):
 def test_text_of_models_is_never_markup(shown):
     choose(shown, **{"from": 5, "to": 6})
     verified, unjudged = find(shown, "article")
-    assert verified.find_element("css selector", "details .mono").text == HOSTILE and "unmet: missing_tags" in verified.text
+    assert (verified.find_element("css selector", "details .mono").text == HOSTILE
+            and "unmet: missing_tags" in verified.text)
     assert HOSTILE in unjudged.text and "cut at the length limit" in unjudged.text and "verdict" not in unjudged.text
     assert find(shown, "img") == []
 
@@ -182,7 +189,8 @@ def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
 @IN_BROWSER
 def test_another_run_brings_its_settings_and_rollouts(shown):
     assert len(choose(shown, run=1)) == 1
-    assert "seed 1" in [row.text for row in find(shown, "#settings tbody tr")] and len(find(shown, "#settings table")) == 1
+    assert ("seed 1" in [row.text for row in find(shown, "#settings tbody tr")]
+            and len(find(shown, "#settings table")) == 1)
     assert any(row.text.startswith("gen/reasoning_steps") for row in find(shown, "#health tbody tr"))
 
 

@@ -92,8 +92,10 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
     setting = replace(SETTING, recompute=recompute)
     measured = measure(name, setting)
     assert sum(resident_bytes(CONFIGS[name], setting, Held()).values()) == pytest.approx(measured["resident"], rel=0.02)
-    assert sum(update_bytes(CONFIGS[name], setting, GROUP, PROMPT, NEW).values()) == pytest.approx(measured["update"], rel=0.07)
-    assert sampling_bytes(CONFIGS[name], setting, PROMPTS, PROMPTS * GROUP, PROMPT, NEW) == pytest.approx(measured["sampling"], rel=0.12)
+    assert (sum(update_bytes(CONFIGS[name], setting, GROUP, PROMPT, NEW).values())
+            == pytest.approx(measured["update"], rel=0.07))
+    assert (sampling_bytes(CONFIGS[name], setting, PROMPTS, PROMPTS * GROUP, PROMPT, NEW)
+            == pytest.approx(measured["sampling"], rel=0.12))
 
 
 def test_planned_memory_is_near_what_is_allocated_in_bf16():
@@ -116,7 +118,8 @@ def test_sizes_are_the_published_ones():
         assert sizes_of(shape_of(name)).total / 1e9 == pytest.approx(billions, rel=0.01), name
     for name in SHAPES:
         sizes = sizes_of(shape_of(name))
-        assert sizes.block * shape_of(name).n_layer + sizes.rest == sizes.total and sizes.head == shape_of(name).vocab_size * shape_of(name).n_embd
+        assert (sizes.block * shape_of(name).n_layer + sizes.rest == sizes.total
+                and sizes.head == shape_of(name).vocab_size * shape_of(name).n_embd)
 
 
 def test_sharding_divides_what_is_divided():
@@ -127,7 +130,8 @@ def test_sharding_divides_what_is_divided():
     assert parts == {"weights": 4 * total // 8, "AdamW": total, "reference": 2 * total // 8,
                      "copy to sample from": 2 * total}
     for setting in (Setting(ranks=8), Setting(ranks=8, shard=True)):
-        assert resident_bytes(config, setting, Held(False, False)) == {"weights": 2 * total, "AdamW": 0, "reference": 0, "copy to sample from": 0}
+        assert (resident_bytes(config, setting, Held(False, False))
+                == {"weights": 2 * total, "AdamW": 0, "reference": 0, "copy to sample from": 0})
     whole, shards = (update_bytes(config, Setting(ranks=8, shard=shard, recompute=True), 8, 300, 1024)
                      for shard in (False, True))
     assert whole["gradients"] == 8 * shards["gradients"] and whole["activations"] == shards["activations"]
@@ -171,10 +175,12 @@ def test_seconds_of_a_draw_go_with_its_size():
     draw = Draw("generator", "generator", 8, 4, 200, 500, trained=True)
     seconds = draw_seconds(config, draw, Held(), setting, Speed(), 1100)
     assert min(seconds.values()) > 0
-    assert draw_seconds(config, replace(draw, prompts=16), Held(), setting, Speed(), 1100)["update"] == pytest.approx(2 * seconds["update"])
+    assert (draw_seconds(config, replace(draw, prompts=16), Held(), setting, Speed(), 1100)["update"]
+            == pytest.approx(2 * seconds["update"]))
     faster = draw_seconds(config, draw, Held(), setting, Speed(mfu=0.7, decode_efficiency=0.4), 1100)
     assert all(faster[name] == pytest.approx(seconds[name] / 2) for name in seconds)
-    assert draw_seconds(config, replace(draw, trained=False), Held(), setting, Speed(), 1100) == {**seconds, "update": 0.0}
+    assert (draw_seconds(config, replace(draw, trained=False), Held(), setting, Speed(), 1100)
+            == {**seconds, "update": 0.0})
     # A reference adds a forward to the forward and the two that a backward costs.
     alone = draw_seconds(config, draw, Held(reference=False), setting, Speed(), 1100)
     assert seconds["update"] == pytest.approx(alone["update"] * 4 / 3)
@@ -186,7 +192,8 @@ def test_plan_memory_prints_what_fits(capsys):
                                          "--verifier-max-new-tokens", "2048"]))
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()[1:15]]
-    assert [row[:3] for row in rows][-1] == ["8", "yes", "yes"] and "does not fit" not in out.splitlines()[14] and "does not fit" in out.splitlines()[1]
+    assert ([row[:3] for row in rows][-1] == ["8", "yes", "yes"]
+            and "does not fit" not in out.splitlines()[14] and "does not fit" in out.splitlines()[1])
     assert "the first that fits, 8 rank(s) --shard --recompute" in out
     with pytest.raises(BadInput, match="no-such: no known shape"):
         plan_memory.main(parse(plan_memory, ["--generator", "no-such"]))
@@ -196,8 +203,10 @@ def test_a_dry_run_plans_and_writes_nothing(base, capsys):
     before = sorted(str(path) for path in base.rglob("*"))
     tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", "planned", "--dry-run"]))
     out = capsys.readouterr().out
-    assert "--model-tag tiny" in out and "--verifier-tag tiny-ver" in out and "peak: all that stays" in out and "hours if completions" in out
+    assert ("--model-tag tiny" in out and "--verifier-tag tiny-ver" in out
+            and "peak: all that stays" in out and "hours if completions" in out)
     # 4 problems x 4 samples x 28 and 36 tokens; 4 solutions are judged
-    assert "at most: 448 of generator (generator), 576 of verdicts (verifier), 112 of judged (generator), 576 of verifier" in out
+    assert ("at most: 448 of generator (generator), 576 of verdicts (verifier), "
+            "112 of judged (generator), 576 of verifier" in out)
     assert "updates: 4 of the generator, 3 of the verifier" in out  # the warm-up of 2, and 1 between phases of 2
     assert sorted(str(path) for path in base.rglob("*")) == before

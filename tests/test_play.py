@@ -38,7 +38,8 @@ def tiny_model(seed: int = 0) -> GPT:
     model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.float64).double()
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
+                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
     return model
 
 
@@ -112,7 +113,8 @@ def test_behind_another_prompt_a_completion_was_not_drawn():
     rollouts = rollouts_of()
     other = Prompt([9, 9], PROBLEMS[0])
     moved = rollouts.behind([other, other, rollouts.prompts[1], rollouts.prompts[1]])
-    assert moved.sampler_logprobs[:2].isnan().all() and torch.equal(moved.sampler_logprobs[2:], rollouts.sampler_logprobs[2:])
+    assert (moved.sampler_logprobs[:2].isnan().all()
+            and torch.equal(moved.sampler_logprobs[2:], rollouts.sampler_logprobs[2:]))
     assert moved.group_id.tolist() == [0, 0, 1, 1] and moved.prompts[0].ids == [9, 9]
     assert torch.equal(moved.tokens, rollouts.tokens) and not rollouts.sampler_logprobs.isnan().any()
 
@@ -164,7 +166,8 @@ def test_forced_tokens_are_not_scored():
 def test_written_completions_end_and_have_no_sampler():
     t = play_of(generator=tiny_model())
     rollouts = t.written("generator", [Prompt([1], PROBLEMS[0]), Prompt([1, 2], PROBLEMS[1])], ["abc", "d"])
-    assert rollouts.completions() == [[97, 98, 99, 7], [100, 7]] and rollouts.stopped.all() and rollouts.texts == ["abc", "d"]
+    assert (rollouts.completions() == [[97, 98, 99, 7], [100, 7]]
+            and rollouts.stopped.all() and rollouts.texts == ["abc", "d"])
     assert rollouts.sampler_logprobs.isnan().all() and rollouts.limit == 6
     given = t.written("generator", [Prompt([1], PROBLEMS[0])], [[97, 98]])
     assert given.completions() == [[97, 98]] and not given.stopped.any()
@@ -236,7 +239,8 @@ def test_tokens_without_a_sampler_show_no_difference_from_it():
     drawn = play_of(generator=tiny_model()).logprobs("generator", rollouts)[1:]
     drawn = drawn[drawn != 0].double()
     # The mean over the 10 tokens that were drawn, not over all 14.
-    assert metrics["rollout_probs_diff_mean"] == pytest.approx(float((drawn.exp() - (drawn + 0.01).exp()).abs().mean()), rel=1e-3)
+    assert (metrics["rollout_probs_diff_mean"]
+            == pytest.approx(float((drawn.exp() - (drawn + 0.01).exp()).abs().mean()), rel=1e-3))
 
 
 def test_every_skipped_update_of_a_batch_is_counted(monkeypatch):
@@ -280,7 +284,8 @@ def test_a_step_that_is_thrown_away_leaves_no_trace_in_the_memory():
     state.memory |= {"phase": "generator", "new": 1}
     state.role_steps["generator"] = 3
     state.restore(before)
-    assert state.memory.keys() == {"pool", "phase"} and state.memory["phase"] == "warmup" and state.role_steps == {"generator": 2}
+    assert (state.memory.keys() == {"pool", "phase"} and state.memory["phase"] == "warmup"
+            and state.role_steps == {"generator": 2})
     assert torch.equal(state.memory["pool"]["tokens"], torch.ones(2, 2))
 
 
@@ -292,21 +297,24 @@ def test_a_pool_keeps_the_last_ones_whatever_their_lengths():
                 "tokens": torch.tensor([row + [0] * (width - len(row)) for row in rows]),
                 "outcome": torch.ones(len(rows), dtype=torch.bool)}
     kept = extended(pool([[1], [2, 2], [3]], 0), pool([[4, 4, 4], [5, 5, 5]], 10), 4)
-    assert kept["problem"].tolist() == [1, 2, 10, 11] and completions_of(kept, [0, 1, 2, 3]) == [[2, 2], [3], [4, 4, 4], [5, 5, 5]]
+    assert (kept["problem"].tolist() == [1, 2, 10, 11]
+            and completions_of(kept, [0, 1, 2, 3]) == [[2, 2], [3], [4, 4, 4], [5, 5, 5]])
     assert extended(None, pool([[1], [2]], 0), 1)["problem"].tolist() == [1]
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
     run = Run("r", CPU, 0, 1, str(tmp_path))
     run.append("metrics.jsonl", {"step": 0, "loss": math.nan, "grad": math.inf, "kl": None, "lr": 0.1})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "loss": None, "grad": None, "kl": None, "lr": 0.1}
+    assert (json.loads((tmp_path / "metrics.jsonl").read_text())
+            == {"step": 0, "loss": None, "grad": None, "kl": None, "lr": 0.1})
 
 
 def test_the_bar_for_the_samplers_difference_knows_the_dtype():
     """Logits of 16 to 32 are spaced .125 in bf16: two of them may well be .2 off, in fp32 they may not."""
     sampled = {"pass@1": 0.5, "end_token_rate": 1.0}
     assert health_warnings(sampled, {}, 0.2, torch.bfloat16) == []
-    assert len(health_warnings(sampled, {}, 0.2, torch.float32)) == 1 and len(health_warnings(sampled, {}, 0.6, torch.bfloat16)) == 1
+    assert (len(health_warnings(sampled, {}, 0.2, torch.float32)) == 1
+            and len(health_warnings(sampled, {}, 0.6, torch.bfloat16)) == 1)
 
 
 def test_a_recipe_without_a_pool_keeps_no_solutions(base):
@@ -352,7 +360,8 @@ def test_evaluations_take_no_problem_from_training():
     t.evaluating = True
     assert t.problems() == t.problems() == [("rl", 0), ("rl", 1)] and t.num_drawn == 0
     t.evaluating = False
-    assert t.problems() == [("rl", 0), ("rl", 1)] and t.problems(3) == [("rl", 2), ("rl", 3), ("rl", 4)] and t.num_drawn == 5
+    assert (t.problems() == [("rl", 0), ("rl", 1)]
+            and t.problems(3) == [("rl", 2), ("rl", 3), ("rl", 4)] and t.num_drawn == 5)
 
 
 def test_a_snapshot_carries_its_step_through():
@@ -367,4 +376,5 @@ def test_a_snapshot_carries_its_step_through():
 def test_numbers_deep_in_a_record_are_null_too(tmp_path):
     Run("r", CPU, 0, 1, str(tmp_path)).append("rollouts.jsonl",
                                               {"step": 0, "advantages": [1.0, math.inf], "more": {"x": math.nan}})
-    assert json.loads((tmp_path / "rollouts.jsonl").read_text()) == {"step": 0, "advantages": [1.0, None], "more": {"x": None}}
+    assert (json.loads((tmp_path / "rollouts.jsonl").read_text())
+            == {"step": 0, "advantages": [1.0, None], "more": {"x": None}})

@@ -72,7 +72,8 @@ def test_a_folder_holds_subsets_in_the_papers_order_and_others_behind(tmp_path):
     assert [(s.subset, s.row) for s in samples] == [("gsm8k", 1), ("gsm8k", 2), ("gsm8k", 3), ("gsm8k", 4),
                                                     ("omnimath", 1), ("omnimath", 2),
                                                     ("ants", 1), ("ants", 2), ("ants", 3), ("zebra", 1)]
-    assert load_processbench(str(folder), "ants") == samples[6:9] and load_processbench(str(folder / "ants.jsonl"), "ants") == samples[6:9]
+    assert (load_processbench(str(folder), "ants") == samples[6:9]
+            and load_processbench(str(folder / "ants.jsonl"), "ants") == samples[6:9])
 
 
 def test_the_hubs_splits_are_the_subsets():
@@ -90,8 +91,10 @@ def test_a_limit_is_a_fixed_choice_per_subset_that_a_larger_one_holds(tmp_path):
     for fewer, more in zip(chosen, chosen[1:], strict=False):
         assert set(fewer) < set(more) or fewer == more
     # in the tables' order
-    assert chosen[0] == [s for s in whole if s in chosen[0]] == load_processbench(str(tmp_path / "bench"), max_examples=10)
-    assert [s.row for s in chosen[0]][:10] != list(range(1, 11)) and all(s.problem == f"What is {s.row - 1}?" for s in chosen[0])
+    assert (chosen[0] == [s for s in whole if s in chosen[0]]
+            == load_processbench(str(tmp_path / "bench"), max_examples=10))
+    assert ([s.row for s in chosen[0]][:10] != list(range(1, 11))
+            and all(s.problem == f"What is {s.row - 1}?" for s in chosen[0]))
 
 
 # Refusing
@@ -168,7 +171,8 @@ def test_a_sample_is_a_solution_in_the_format_with_its_last_steps_answer():
                                             "\\boxed{4}</step></think><answer>\\boxed{4}</answer>")
     assert solution_text(COMPACT, sample) == "first \\boxed{3};then \\boxed{4};=4"
     without = LabelledSolution("?", ("first \\boxed{3}", "then 4"), 1, False, "math", 1)
-    assert solution_text(PAPER, without).endswith("then 4</step></think><answer>\\boxed{}</answer>") and PAPER.answer(solution_text(PAPER, without)) == ""
+    assert (solution_text(PAPER, without).endswith("then 4</step></think><answer>\\boxed{}</answer>")
+            and PAPER.answer(solution_text(PAPER, without)) == "")
 
 
 class Bytes:
@@ -241,11 +245,13 @@ def test_the_average_is_of_subsets_not_of_samples_and_needs_all():
     rows = [{"error_acc": 0.2, "correct_acc": 1.0, "f1": 1 / 3}, {"error_acc": 0.4, "correct_acc": 0.5, "f1": 4 / 9}]
     assert mean_scores(rows) == {name: pytest.approx(x) for name,
                                  x in (("error_acc", 0.3), ("correct_acc", 0.75), ("f1", 7 / 18))}
-    assert mean_scores([rows[0], {"error_acc": 0.4, "correct_acc": None, "f1": None}]) == {"error_acc": pytest.approx(0.3), "correct_acc": None, "f1": None}
+    assert (mean_scores([rows[0], {"error_acc": 0.4, "correct_acc": None, "f1": None}])
+            == {"error_acc": pytest.approx(0.3), "correct_acc": None, "f1": None})
 
 
 def test_verdicts_are_aligned_with_the_steps():
-    assert aligned([True], 3) == [True, None, None] and aligned([True, False, True], 2) == [True, False] and aligned([], 0) == []
+    assert (aligned([True], 3) == [True, None, None]
+            and aligned([True, False, True], 2) == [True, False] and aligned([], 0) == [])
     assert first_error(aligned([True, True], 3)) is None  # the third step is not judged
     assert first_error(aligned([True, False], 3)) == 1 and first_error(aligned([True, True, False], 2)) == -1
 
@@ -254,7 +260,8 @@ def test_scores_of_a_solution_by_hand():
     """Three verifications of two steps. final 1/3 (an unread verdict is no CORRECT); steps (2 + 1 + 1) / 6; step 1 is
     called right twice, step 2 twice."""
     verdicts, step_verdicts = [True, False, None], [[True, True], [True, False], [None, True]]
-    assert {name: score(verdicts, step_verdicts) for name, score in SCORES.items()} == {"final": 1 / 3, "steps": 4 / 6, "min_step": 2 / 3}
+    assert ({name: score(verdicts, step_verdicts) for name, score in SCORES.items()}
+            == {"final": 1 / 3, "steps": 4 / 6, "min_step": 2 / 3})
     assert SCORES["min_step"](verdicts, [[True, False], [True, False], [True, True]]) == 1 / 3
     assert {name: score([True], [[]]) for name, score in SCORES.items()} == {"final": 1, "steps": 0, "min_step": 0}
 
@@ -268,7 +275,8 @@ def test_best_of_n_goes_by_score_then_tie_break_then_place():
 
 def test_the_weighted_vote_sums_scores_per_answer():
     assert weighted_vote(["a", "b", "a", "b"], [0.5, 0.9, 0.5, 0.0]) == "a"  # 1.0 against 0.9
-    assert weighted_vote(["a", "b", "b"], [0.7, 0.3, 0.3]) == "a" and weighted_vote(["a", "b", "b"], [0.5, 0.3, 0.3]) == "b"
+    assert (weighted_vote(["a", "b", "b"], [0.7, 0.3, 0.3]) == "a"
+            and weighted_vote(["a", "b", "b"], [0.5, 0.3, 0.3]) == "b")
     assert weighted_vote([None, "b", None], [1.0, 0.1, 1.0]) == "b" and weighted_vote([None], [1.0]) is None
     assert weighted_vote(["b", "a"], [0.5, 0.5]) == "b" and weighted_vote(["b", "a", "a"], [0.0, 0.0, 0.0]) == "b"
     assert 0.1 + 0.2 > 0.3 and weighted_vote(["b", "a", "a"], [0.3, 0.1, 0.2]) == "b"  # a tie but for rounding
@@ -306,7 +314,8 @@ def test_calibration_by_hand():
             {"low": 0.5, "high": 0.6, "count": 2, "mean_share": 0.5, "right": 1.0},
             {"low": 0.9, "high": 1.0, "count": 2, "mean_share": 1.0, "right": 0.5}]
     assert reliability(shares, outcomes) == bins
-    assert expected_calibration_error(bins) == pytest.approx(0.5) and brier(shares, outcomes) == pytest.approx(2.5 / 6) and auroc(shares, outcomes) == 0.5
+    assert (expected_calibration_error(bins) == pytest.approx(0.5)
+            and brier(shares, outcomes) == pytest.approx(2.5 / 6) and auroc(shares, outcomes) == 0.5)
     assert calibration(shares, outcomes) == {"count": 6, "ece": pytest.approx(0.5), "brier": pytest.approx(2.5 / 6),
                                              "auroc": 0.5, "bins": bins}
     assert calibration([], []) is None
@@ -321,11 +330,13 @@ def test_calibration_of_judges_that_know_and_that_guess():
     assert (knows["ece"], knows["brier"]) == (0, 0) and (halves["ece"], halves["brier"]) == (0, 0.25)
     # Weights are counts: .75 * |.25 - 0| would be .1875 with a fourth sample in a bin of its own; here 3/4 * 1/3 + 1/4
     # * 0 = .25.
-    assert expected_calibration_error(reliability([0.0, 0.0, 0.0, 1.0], [True, False, False, True])) == pytest.approx(0.25)
+    assert (expected_calibration_error(reliability([0.0, 0.0, 0.0, 1.0], [True, False, False, True]))
+            == pytest.approx(0.25))
 
 
 def test_a_share_on_an_edge_is_in_the_bin_above_it_for_every_k():
     for k in range(1, 65):
         for s in range(k + 1):
             (row,) = reliability([s / k], [True])
-            assert Fraction(str(row["low"])) <= Fraction(s, k) and (Fraction(s, k) < Fraction(str(row["high"])) or s == k and row["high"] == 1), (s, k)
+            assert (Fraction(str(row["low"])) <= Fraction(s, k)
+                    and (Fraction(s, k) < Fraction(str(row["high"])) or s == k and row["high"] == 1)), (s, k)

@@ -206,7 +206,8 @@ def test_a_forged_judgment_is_quoted_without_its_marks(fmt, solution, quoted):
 @EVERY_FORMAT
 @SETTINGS
 @given(data=st.data())
-def test_a_verifier_prompt_holds_the_marks_of_its_template_and_no_special_token_whatever_it_quotes(tokenizer, fmt, data):
+def test_a_verifier_prompt_holds_the_marks_of_its_template_and_no_special_token_whatever_it_quotes(
+        tokenizer, fmt, data):
     problem, solution = data.draw(mark_soup(fmt)), data.draw(mark_soup(fmt))
     ids = verifier_prompt(tokenizer, fmt, problem, solution)
     first_special = tokenizer.vocab_size - len(SPECIAL_TOKENS)
@@ -222,12 +223,15 @@ def test_a_verifier_prompt_holds_the_marks_of_its_template_and_no_special_token_
 def test_prompts_by_hand():
     tokenizer = TOKENIZERS["bytes"]
     assert tokenizer.decode(generator_prompt(tokenizer, COMPACT, "3+5*2")[2:-2]) == "3+5*2"
-    assert tokenizer.decode(verifier_prompt(tokenizer, COMPACT, "3+5*2", "3+5:8;8*2:6;=6")[2:-2]) == "3+5*2|3+5:8;8*2:6;=6|2"
+    assert (tokenizer.decode(verifier_prompt(tokenizer, COMPACT, "3+5*2", "3+5:8;8*2:6;=6")[2:-2])
+            == "3+5*2|3+5:8;8*2:6;=6|2")
     # Braces in a problem or a solution are text, not places of the template.
-    assert tokenizer.decode(verifier_prompt(tokenizer, COMPACT, "{problem}", "{num_steps};")[2:-2]) == "{problem}|{num_steps};|1"
+    assert (tokenizer.decode(verifier_prompt(tokenizer, COMPACT, "{problem}", "{num_steps};")[2:-2])
+            == "{problem}|{num_steps};|1")
     text = tokenizer.decode(generator_prompt(tokenizer, PAPER, "{x}")[2:-2])
     assert text.startswith("{x}\n\n") and text.endswith("<answer>\\boxed{...}</answer>")
-    assert "\n\nThe solution has 2 steps. " in tokenizer.decode(verifier_prompt(tokenizer, PAPER, "x", "<step>a</step><step>b</step>"))
+    assert ("\n\nThe solution has 2 steps. "
+            in tokenizer.decode(verifier_prompt(tokenizer, PAPER, "x", "<step>a</step><step>b</step>")))
 
 
 @EVERY_FORMAT

@@ -93,11 +93,13 @@ def test_an_import_has_the_weights_and_the_tokenizer_of_its_folder(trained):
     for role, tag in ROLES.items():
         stored = torch.load(path_of("sft", tag, "model_000000.pt"), weights_only=True)
         expected = load_file(trained / role / "model.safetensors")
-        assert stored.keys() - expected.keys() == {"lm_head.weight"} and torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+        assert (stored.keys() - expected.keys() == {"lm_head.weight"}
+                and torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"]))
         assert all(x.dtype == torch.bfloat16 and torch.equal(x, stored[name]) for name, x in expected.items())
     assert not torch.equal(state_of("sft", "q")["lm_head.weight"], state_of("sft", "q-ver")["lm_head.weight"])
     tokenizer, source = load_tokenizer(path_of("tokenizer")), HFTokenizer.load(str(trained / "gen"))
-    assert 900 < tokenizer.vocab_size <= 1024 and tokenizer.equals(source) and tokenizer.render_prompt(TEXTS[0]) == source.render_prompt(TEXTS[0])
+    assert (900 < tokenizer.vocab_size <= 1024 and tokenizer.equals(source)
+            and tokenizer.render_prompt(TEXTS[0]) == source.render_prompt(TEXTS[0]))
     assert len(tokenizer.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])  # it has learnt merges
 
 
@@ -106,7 +108,8 @@ def test_roles_move_in_turns_and_every_tensor_moves(trained):
     assert [record["role"] for record in log] == ["verifier", "generator"] * 3
     for record in log:
         prefix, other = ("gen", "ver") if record["role"] == "generator" else ("ver", "gen")
-        assert record[f"{prefix}/grad_norm"] > 0 and record[f"{prefix}/skipped"] == 0 and record[f"{prefix}/rollout_logprobs_diff_max"] < 1e-4
+        assert (record[f"{prefix}/grad_norm"] > 0 and record[f"{prefix}/skipped"] == 0
+                and record[f"{prefix}/rollout_logprobs_diff_max"] < 1e-4)
         before, after = (state_of("rl", f"r-{other}", step) if step else state_of("sft", ROLES[other])
                          for step in (record["step"], record["step"] + 1))
         assert_same_weights(before, after)
@@ -132,7 +135,8 @@ def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
     theirs, model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), model_of("rl", f"r-{role}")
     their_tokenizer, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(path_of("tokenizer"))
     assert type(theirs).__name__ == "Qwen2ForCausalLM"
-    assert theirs.generation_config.eos_token_id == tokenizer.stop_tokens == [tokenizer.special(name) for name in ("<|im_end|>", "<|endoftext|>")]
+    assert (theirs.generation_config.eos_token_id == tokenizer.stop_tokens
+            == [tokenizer.special(name) for name in ("<|im_end|>", "<|endoftext|>")])
     for text in TEXTS:
         assert tokenizer.encode(text) == their_tokenizer.encode(text, add_special_tokens=False,
                                                                 split_special_tokens=True)
@@ -153,7 +157,8 @@ def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, 
     assert all(x.dtype == torch.bfloat16 and torch.equal(x, expected[name].bfloat16()) for name, x in exported.items())
     assert len(exported) == len(expected) - 1  # the head is the embedding
     run(hf_export, "--stage", "sft", "--model-tag", "q", "--to", tmp_path / "untrained")
-    assert (tmp_path / "untrained" / "model.safetensors").read_bytes() == (trained / "gen" / "model.safetensors").read_bytes()
+    assert ((tmp_path / "untrained" / "model.safetensors").read_bytes()
+            == (trained / "gen" / "model.safetensors").read_bytes())
 
 
 # A model that learns

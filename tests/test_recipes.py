@@ -214,7 +214,8 @@ def test_a_file_that_is_no_recipe_is_refused_in_one_line(capsys, base, tmp_path,
     with pytest.raises(SystemExit) as stop:
         script_main(tango_rl.main, tango_rl.make_parser, ["--recipe", str(path)])
     line = capsys.readouterr().err
-    assert stop.value.code == 2 and line.startswith(f"error: --recipe {path}: ") and words in line and line.count("\n") == 1
+    assert (stop.value.code == 2 and line.startswith(f"error: --recipe {path}: ")
+            and words in line and line.count("\n") == 1)
 
 
 UNDECLARED = '''
@@ -241,7 +242,8 @@ def test_a_step_without_an_update_is_counted_and_the_run_goes_on(base, own):
     own.write_text(example().replace("def play(t):", NOTHING.strip() + "\n\n\ndef unused(t):"))
     train(str(own), "--run", "mine")
     log = records(base, "mine")
-    assert [record["without_update"] for record in log] == [1, 1, 1] and [record["gen_step"] for record in log] == [0, 1, 2]
+    assert ([record["without_update"] for record in log] == [1, 1, 1]
+            and [record["gen_step"] for record in log] == [0, 1, 2])
 
 
 # What a run starts from
@@ -288,7 +290,8 @@ def test_roles_and_calls_that_clash_are_refused(capsys, base, own, old, new, wor
     with pytest.raises(SystemExit) as stop:
         script_main(tango_rl.main, tango_rl.make_parser, flags)
     line = capsys.readouterr().err
-    assert stop.value.code == 2 and line.startswith(f"error: --recipe {own}: ") and words in line and line.count("\n") == 1
+    assert (stop.value.code == 2 and line.startswith(f"error: --recipe {own}: ")
+            and words in line and line.count("\n") == 1)
 
 
 def test_a_label_is_drawn_once_in_a_step(base, own):
@@ -308,8 +311,10 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
 
 
 @pytest.mark.parametrize("old, new, words", [
-    ("    yield Update(\"generator\", [(solutions, advantages)])", "    yield \"generator\"", "play yields a str, not an Update"),
-    ("yield Update(\"generator\"", "yield Update(\"verifier\"", "an Update of 'verifier'; the roles that are trained are generator"),
+    ("    yield Update(\"generator\", [(solutions, advantages)])", "    yield \"generator\"",
+     "play yields a str, not an Update"),
+    ("yield Update(\"generator\"", "yield Update(\"verifier\"",
+     "an Update of 'verifier'; the roles that are trained are generator"),
     ("[(solutions, advantages)])", "((s, advantages) for s in [solutions]))", "must be a list of"),
     ("return pass_at_1(t, \"generator\")", "pass_at_1(t, \"generator\")", "evaluate gives a NoneType"),
     ("return pass_at_1(t, \"generator\")", "return {\"x\": \"good\"}", "evaluate gives x as a str")])
@@ -322,7 +327,8 @@ def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, word
 
 
 @pytest.mark.parametrize("old, new, words", [
-    ("[Call(\"generator\", \"solutions\"", "[Call(\"judge\", \"solutions\"", "name a role judge; there are generator, verifier"),
+    ("[Call(\"generator\", \"solutions\"", "[Call(\"judge\", \"solutions\"",
+     "name a role judge; there are generator, verifier"),
     ("args.verifier_max_new_tokens, args.num_steps", "0, args.num_steps", "declare nothing to sample as verdicts"),
     ("\"--gold-every\"", "\"--num-steps\"", "conflicting option")])
 def test_declarations_that_cannot_be_are_refused_before_anything_is_written(base, own, old, new, words):

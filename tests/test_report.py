@@ -147,7 +147,8 @@ def test_the_first_point_is_the_one_before_training(evaluated_at):
     """Also where no evaluation, or none at step 0, is among the records."""
     records = [{"step": i, "gen_step": i, **({"gen/pass1_in": 0.3} if i in evaluated_at else {})} for i in range(20)]
     points = evaluated(records, {"gen_step": 0, "gen/pass1_in": 0.1}, {"gen_step": 20, "gen/pass1_in": 0.5})
-    assert [(p["gen_step"], p["gen/pass1_in"]) for p in points] == [(0, 0.1), *([(15, 0.3)] if evaluated_at == (15,) else []), (20, 0.5)]
+    assert ([(p["gen_step"], p["gen/pass1_in"]) for p in points]
+            == [(0, 0.1), *([(15, 0.3)] if evaluated_at == (15,) else []), (20, 0.5)])
 
 
 @pytest.mark.parametrize("x, expected", [(0.0, 0.0), (5.0, 0.5), (10.0, 1.0), (30.0, 0.75), (40.0, 0.5), (41.0, None)])
@@ -333,13 +334,16 @@ def test_seeds_without_a_partner_are_left_out_of_differences_and_counted(experim
     make_run(experiment, "chain-tango-s2", 2, [0.1, 0.9, 0.9])
     tango = next(row for row in compare([read_run(str(f)) for f in (experiment / "runs").iterdir()])
                  if row["arm"] == "tango")
-    assert sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225]) and tango["final_recovered"] == pytest.approx(0.75)
+    assert (sorted(tango["final_gain"]) == pytest.approx([0.15, 0.225])
+            and tango["final_recovered"] == pytest.approx(0.75))
     assert cells(tango)[1] == "3" and cells(tango)[5].endswith(" (2 pairs)")
 
 
 def test_a_name_gives_task_and_arm_only_when_its_seed_is_the_runs(tmp_path):
-    assert (lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "hard-no_class_weights-s3", 3, [0.1, 0.2]))) == ("hard", "no_class_weights", 3)
-    assert (lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "chain-tango-s4", 3, [0.1, 0.2]))) == ("chain", "chain-tango-s4", 3)
+    assert ((lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "hard-no_class_weights-s3", 3, [0.1, 0.2])))
+            == ("hard", "no_class_weights", 3))
+    assert ((lambda r: (r.task, r.arm, r.seed))(read_run(make_run(tmp_path, "chain-tango-s4", 3, [0.1, 0.2])))
+            == ("chain", "chain-tango-s4", 3))
     assert (lambda r: (r.task, r.arm))(read_run(make_run(tmp_path, "first", 0, [0.1, 0.2]))) == ("chain", "first")
 
 
@@ -364,7 +368,8 @@ def test_a_mean_curve_says_how_many_seeds_it_is_of(tmp_path):
 
 def test_a_rollout_is_cut_at_its_steps_with_their_mean_advantages():
     shown = marked_solution(ROLLOUT)
-    assert [(s["text"], s["label"], s["verdict"], s["advantage"]) for s in shown["steps"]] == [("3+5:8;", True, True, 0.5), ("8*2:7;", False, False, -1.0)]
+    assert ([(s["text"], s["label"], s["verdict"], s["advantage"]) for s in shown["steps"]]
+            == [("3+5:8;", True, True, 0.5), ("8*2:7;", False, False, -1.0)])
     assert (shown["answer"], shown["answer_advantage"], shown["judged"]) == ("=7", -2.0, True)
 
 
@@ -398,7 +403,8 @@ def test_an_unjudged_rollout_without_steps_is_shown_too():
 
 
 def test_evenly_keeps_first_order_and_number():
-    assert evenly(list(range(10)), 5) == [0, 2, 4, 6, 8] and evenly([1, 2], 5) == [1, 2] and len(evenly(list(range(1001)), 600)) == 600
+    assert (evenly(list(range(10)), 5) == [0, 2, 4, 6, 8] and evenly([1, 2], 5) == [1, 2]
+            and len(evenly(list(range(1001)), 600)) == 600)
 
 
 def test_health_is_the_first_and_the_last_tenth(experiment):
@@ -418,7 +424,8 @@ def test_the_script_writes_csv_picture_and_page(experiment, capsys):
         assert len(list(csv.DictReader(f))) == len(tidy([read_run(str(experiment / "runs" / name)) for name in names]))
     assert (out / "chain.png").read_bytes()[:4] == b"\x89PNG"
     printed = capsys.readouterr().out
-    assert "| tango | 2 |" in printed and "6 runs, 9 minutes one after the other; commit None; torch 2; world None" in printed
+    assert ("| tango | 2 |" in printed
+            and "6 runs, 9 minutes one after the other; commit None; torch 2; world None" in printed)
 
 
 def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):

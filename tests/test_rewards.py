@@ -44,12 +44,14 @@ def test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps():
 def test_the_steps_of_a_solution_are_worth_one_in_all_however_many_they_are(K):
     all_right = step_rewards([list(range(K))], [[True] * K], "cpu")
     all_wrong = step_rewards([list(range(K))], [[False] * K], "cpu")
-    assert all_right.values.sum().item() == pytest.approx(1.0, rel=1e-6) and torch.equal(all_wrong.values, -all_right.values)
+    assert (all_right.values.sum().item() == pytest.approx(1.0, rel=1e-6)
+            and torch.equal(all_wrong.values, -all_right.values))
 
 
 def test_step_rewards_of_nobody_have_a_shape():
     rewards = step_rewards([[], []], [None, None], "cpu")
-    assert rewards.values.shape == rewards.token_index.shape == rewards.valid.shape == (2, 1) and not rewards.valid.any()
+    assert (rewards.values.shape == rewards.token_index.shape == rewards.valid.shape == (2, 1)
+            and not rewards.valid.any())
 
 
 @pytest.mark.parametrize("verdicts", [[True], [True, False], [True] * 4])
@@ -103,7 +105,8 @@ def test_class_weights_by_hand():
     """2 right and 18 wrong of 20: sqrt(20 / 4) = sqrt(5) = 2.236068 and sqrt(20 / 36) = 0.745356."""
     weights = ClassWeights()
     weights.observe(2, 18)
-    assert weights.weight(True) == pytest.approx(2.236068, rel=1e-6) and weights.weight(False) == pytest.approx(0.745356, rel=1e-6)
+    assert (weights.weight(True) == pytest.approx(2.236068, rel=1e-6)
+            and weights.weight(False) == pytest.approx(0.745356, rel=1e-6))
 
 
 def test_a_rare_class_weighs_at_most_the_cap():
@@ -138,7 +141,8 @@ def test_a_first_batch_without_one_class_is_averaged_away():
     weights = ClassWeights()
     weights.observe(0, 10)
     weights.observe(10, 0)
-    assert weights.weight(True) == pytest.approx(2.5 ** 0.5, rel=1e-12) and weights.weight(False) == pytest.approx(0.625 ** 0.5, rel=1e-12)
+    assert (weights.weight(True) == pytest.approx(2.5 ** 0.5, rel=1e-12)
+            and weights.weight(False) == pytest.approx(0.625 ** 0.5, rel=1e-12))
 
 
 def test_the_weights_even_out_what_the_classes_contribute_less_than_fully():

@@ -45,7 +45,8 @@ def random_state(name: str) -> dict:
     kind, config = MODELS[name]
     draw, model = torch.Generator().manual_seed(3), allocate(kind, config, torch.float64, "cpu", torch.float64)
     for p in model.parameters():
-        p.data = torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+        p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
+                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
     return model.state_dict()
 
 
@@ -76,7 +77,8 @@ def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
     return rollouts, advantages[rows]
 
 
-def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role | None = None) -> tuple[Role, list[dict]]:
+def take_steps(name: str, rank: int, world: int, num_steps: int = 2,
+               role: Role | None = None) -> tuple[Role, list[dict]]:
     role = role or make_role(name, sharded=world > 1)
     metrics = []
     for _ in range(num_steps):
@@ -100,7 +102,8 @@ def run_rank(rank: int, world: int, port: int, folder: str) -> None:
     found = {}
     for name in MODELS:
         role, metrics = take_steps(name, rank, world)
-        assert is_sharded(role.model) and sum(p.to_local().numel() for p in role.parameters) < 0.7 * sum(p.numel() for p in role.parameters)
+        assert (is_sharded(role.model)
+                and sum(p.to_local().numel() for p in role.parameters) < 0.7 * sum(p.numel() for p in role.parameters))
         state = whole_state(role.model, keep=rank == 0)
         sampled = generate(inference_model(role.model), [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0],
                            keys=[1, 2], temperature=0.0)

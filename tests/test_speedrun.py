@@ -95,4 +95,5 @@ def test_the_figures_of_the_readme_are_computed(tmp_path, capsys):
     shown["in all"] = re.search(r"in all ([\d.]+) h, \$([\d.]+)\.", readme).groups()
     for name, computed in rows.items():
         for figure, value in zip(shown[stages.get(name, "in all")], computed, strict=True):
-            assert abs(float(figure) - float(value)) <= 0.51 * 10 ** -len(figure.partition(".")[2]) + 5e-4, (name, figure, value)
+            assert (abs(float(figure) - float(value))
+                    <= 0.51 * 10 ** -len(figure.partition(".")[2]) + 5e-4), (name, figure, value)

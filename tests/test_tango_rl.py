@@ -293,7 +293,8 @@ def test_outcome_verifier_rewards_the_final_verdict_and_no_step(base):
     assert {r["verdict"] for r in rollouts} >= {True, False} and any(r["advantages"][0] for r in rollouts)
     for r in rollouts:
         assert len(set(r["advantages"])) == 1
-        assert r["advantages"][0] >= 0 if r["verdict"] else r["advantages"][0] <= 0 if r["verdict"] is False else r["advantages"][0] == 0
+        assert (r["advantages"][0] >= 0 if r["verdict"]
+                else r["advantages"][0] <= 0 if r["verdict"] is False else r["advantages"][0] == 0)
 
 
 def test_a_step_counts_the_tokens_of_both_roles(straight):

@@ -64,7 +64,8 @@ def test_a_task_has_a_name_a_format_and_the_methods_of_chain(name):
     task = task_of(name)
     assert task.name == name and isinstance(task.fmt, Format)
     for method in METHODS:
-        assert inspect.signature(getattr(TASKS[name], method)) == inspect.signature(getattr(TASKS["chain"], method)), method
+        assert (inspect.signature(getattr(TASKS[name], method))
+                == inspect.signature(getattr(TASKS["chain"], method))), method
 
 
 @EVERY_TASK
@@ -150,7 +151,8 @@ def test_last_letter_lengths_are_those_of_the_split():
     num_words = {split: {len(words) for words in problems[split]} for split in SPLITS}
     num_letters = {split: {len(word) for words in problems[split] for word in words} for split in SPLITS}
     assert num_words["rl"] == num_words["test_in"] == set(range(2, 11)) and num_words["test_out"] == {11, 12}
-    assert num_letters["rl"] == num_letters["test_in"] == set(range(3, 11)) and num_letters["test_out"] == set(range(3, 13))
+    assert (num_letters["rl"] == num_letters["test_in"] == set(range(3, 11))
+            and num_letters["test_out"] == set(range(3, 13)))
 
 
 def test_the_full_length_share_of_last_letter_decides_how_many_sft_problems_are_long():
@@ -381,7 +383,8 @@ def test_an_answer_is_checked_as_mathematics_where_the_format_has_it(gold, solut
 def test_other_formats_have_their_answers_checked_too():
     problem = Problem("rl", 0, "3+5*2", "86")
     assert check_answer(COMPACT, problem, "3+5:8;8*2:6;=86") is check_answer(COMPACT, problem, "=086.0") is True
-    assert check_answer(COMPACT, problem, "3+5:8;=8") is check_answer(COMPACT, problem, "=85=86") is check_answer(COMPACT, problem, "=") is False
+    assert (check_answer(COMPACT, problem, "3+5:8;=8")
+            is check_answer(COMPACT, problem, "=85=86") is check_answer(COMPACT, problem, "=") is False)
 
 
 def test_many_solutions_are_checked_in_order_and_at_the_same_time():

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from nanochat.common import BadInput
 from nanochat.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
 
-SAMPLE = ["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n"] * 5 + ["3+5:8;8*2:6;=6", "déjà vu — 東京 🙂"] * 5
+SAMPLE = (["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n"] * 5
+          + ["3+5:8;8*2:6;=6", "déjà vu — 東京 🙂"] * 5)
 TOKENIZERS = {"bytes": Tokenizer.train(iter([]), 265), "bpe": Tokenizer.train(iter(SAMPLE), 300)}
 EVERY_TOKENIZER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 SETTINGS = settings(max_examples=100, deadline=None)
@@ -110,7 +111,8 @@ def test_a_prompt_is_the_beginning_of_its_conversation():
 def test_a_system_message_joins_the_first_user_turn():
     tokenizer = TOKENIZERS["bytes"]
     joined = {"role": "user", "content": "s\n\nab"}
-    assert tokenizer.render_conversation([SYSTEM, USER, ASSISTANT], 100) == tokenizer.render_conversation([joined, ASSISTANT], 100)
+    assert (tokenizer.render_conversation([SYSTEM, USER, ASSISTANT], 100)
+            == tokenizer.render_conversation([joined, ASSISTANT], 100))
     messages = [dict(SYSTEM), dict(USER)]
     tokenizer.render_conversation(messages, 100)
     assert messages == [SYSTEM, USER]  # the caller's messages stay as they are
@@ -229,16 +231,18 @@ BROKEN = {
     "a length beyond 63 bits": b"\x80\x04\x8e" + b"\xff" * 8 + b".",
     "a length beyond memory": b"\x80\x04\x8e" + (2 ** 62).to_bytes(8, "little") + b".",
     "no special tokens": pickle.dumps(encoding(special_tokens={})),
-    "a special token is missing": pickle.dumps(encoding(special_tokens={name: 256 + i for i, name in enumerate(SPECIAL_TOKENS[:-1])})),
+    "a special token is missing": pickle.dumps(
+        encoding(special_tokens={name: 256 + i for i, name in enumerate(SPECIAL_TOKENS[:-1])})),
     "special tokens first": pickle.dumps(encoding(mergeable_ranks={b: i + 9 for b, i in BYTES.items()},
                                                   special_tokens={name: i for i, name in enumerate(SPECIAL_TOKENS)})),
     "special tokens with one id": pickle.dumps(encoding(special_tokens=dict.fromkeys(SPECIAL_TOKENS, 256))),
     "a gap in the ids": pickle.dumps(encoding(special_tokens={name: 300 + i for i, name in enumerate(SPECIAL_TOKENS)})),
-    "a byte is missing": pickle.dumps(encoding(mergeable_ranks={b: i for b, i in BYTES.items() if i != 255},
-                                               special_tokens={name: 255 + i for i,
-                                                               name in enumerate(SPECIAL_TOKENS)})),
-    "two tokens with one id": pickle.dumps(encoding(mergeable_ranks=BYTES | {b"ab": 97},
-                                                    special_tokens={name: 257 + i for i, name in enumerate(SPECIAL_TOKENS)})),
+    "a byte is missing": pickle.dumps(
+        encoding(mergeable_ranks={b: i for b, i in BYTES.items() if i != 255},
+                 special_tokens={name: 255 + i for i, name in enumerate(SPECIAL_TOKENS)})),
+    "two tokens with one id": pickle.dumps(
+        encoding(mergeable_ranks=BYTES | {b"ab": 97},
+                 special_tokens={name: 257 + i for i, name in enumerate(SPECIAL_TOKENS)})),
     "a negative id": pickle.dumps(encoding(mergeable_ranks=BYTES | {b"a": -1})),
     "a pattern that is none": pickle.dumps(encoding(pat_str="(")),
     "ranks that are none": pickle.dumps(encoding(mergeable_ranks=None)),

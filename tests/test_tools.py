@@ -22,8 +22,8 @@ from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 
 TOKENIZER = Tokenizer.train(iter([]), 265)
-PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (TOKENIZER.special(f"<|{name}|>")
-                                                      for name in ("python_start", "python_end", "output_start", "output_end"))
+PYTHON_START, PYTHON_END, OUTPUT_START, OUTPUT_END = (
+    TOKENIZER.special(f"<|{name}|>") for name in ("python_start", "python_end", "output_start", "output_end"))
 CALL = [PYTHON_START, *TOKENIZER.encode("12/60"), PYTHON_END]
 OUTPUT = [OUTPUT_START, *TOKENIZER.encode("0.2"), OUTPUT_END]
 

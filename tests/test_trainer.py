@@ -33,7 +33,8 @@ def tiny_model(n_layer=2, seed=0, scale=1.0):
     model = GPT(GPTConfig(256, 265, n_layer, 2, 1, 48, "SSL"), torch.float64).double()
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
-        p.data = scale * torch.randn(p.shape, generator=draw, dtype=torch.float64) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+        p.data = (scale * torch.randn(p.shape, generator=draw, dtype=torch.float64)
+                  * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5))
     return model
 
 

@@ -65,7 +65,8 @@ def bench(base, tmp_path, monkeypatch) -> dict[str, list[dict]]:
         for row in part[::4]:  # a wrong step may end in a right answer, and a misread answer stand behind right ones
             row["final_answer_correct"] = not row["final_answer_correct"]
         write(tmp_path / "bench" / f"{name}.jsonl", part)
-        assert {row["label"] for row in part} == {-1, 0, 1} and {row["final_answer_correct"] for row in part} == {True, False}
+        assert ({row["label"] for row in part} == {-1, 0, 1}
+                and {row["final_answer_correct"] for row in part} == {True, False})
     return rows
 
 
@@ -112,10 +113,12 @@ def read(text: str, ended: bool, num_steps: int) -> tuple[list[bool | None], boo
     body = body if mark else text
     said = [letter.get(max(part, key=lambda c: (c in "TF") * (part.rfind(c) + 1), default=""))
             for part in body.split(";")[:-1]]
-    return [said[k] if k < len(said) else None for k in range(num_steps)], letter.get(final.strip()) if mark and ended else None
+    return ([said[k] if k < len(said) else None for k in range(num_steps)],
+            letter.get(final.strip()) if mark and ended else None)
 
 
-def naive_judgments(subset: str, rows: list[dict], k: int, greedy: bool) -> list[tuple[list[int | None], list[bool | None]]]:
+def naive_judgments(subset: str, rows: list[dict], k: int,
+                    greedy: bool) -> list[tuple[list[int | None], list[bool | None]]]:
     """Per row the k first errors and the k final verdicts."""
     prompts = [f"{row['problem']}|{''.join(step + ';' for step in row['steps'])}=|{len(row['steps'])}" for row in rows
                for _ in range(k)]
@@ -185,9 +188,11 @@ def test_calibration_is_of_the_shares_of_correct_final_verdicts(capsys, bench, t
                                                q in product(right, wrong)) / len(right) / len(wrong))
     assert [b["count"] for b in whole["bins"]] == [n for _, n in sorted(Counter(p for p, _ in pairs).items())]
     assert [sum(b["count"] for b in got["subsets"][s]["calibration"]["bins"]) for s in bench] == [20, 27]
-    assert ["all", "47", *(f"{whole[name]:.3f}" for name in ("ece", "brier", "auroc"))] in [line.split() for line in lines]
+    assert (["all", "47", *(f"{whole[name]:.3f}" for name in ("ece", "brier", "auroc"))]
+            in [line.split() for line in lines])
     alone, lines = on_bench(capsys, tmp_path)
-    assert alone["calibration"] is None and "calibration of the final verdict needs --num-verifications above 1" in lines
+    assert (alone["calibration"] is None
+            and "calibration of the final verdict needs --num-verifications above 1" in lines)
 
 
 def test_one_verification_is_sampled_where_a_temperature_is_given(capsys, bench, tmp_path):
@@ -201,10 +206,12 @@ def test_one_verification_is_sampled_where_a_temperature_is_given(capsys, bench,
 def test_a_subset_and_a_limit_choose_the_same_rows_with_the_same_verdicts(capsys, bench, tmp_path):
     whole = on_bench(capsys, tmp_path, *SAMPLED)[0]["samples"]
     part, lines = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math", "--max-examples", "5")
-    assert len(part["samples"]) == 5 and all(s in whole and s["subset"] == "math" for s in part["samples"]) and list(part["subsets"]) == ["math"]
+    assert (len(part["samples"]) == 5 and all(s in whole and s["subset"] == "math" for s in part["samples"])
+            and list(part["subsets"]) == ["math"])
 
 
-def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just_fits_is_read(capsys, bench, base, tmp_path):
+def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just_fits_is_read(
+        capsys, bench, base, tmp_path):
     """A prompt of at most 128 - 36 = 92 tokens fits. A bytewise tokenizer: "problem|1+1:2;=|1" and 4 marks around
     it."""
     tokenizer, rows = Tokenizer.load(str(base / "tokenizer")), chain_rows(range(4))
@@ -216,7 +223,8 @@ def test_a_sample_longer_than_the_context_is_counted_and_wrong_and_one_that_just
         row["problem"] = "1" * (len(row["problem"]) + shift)  # 92, 93, 94 tokens
     write(tmp_path / "bench" / "math.jsonl", rows)
     got, lines = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")
-    assert [s["too_long"] for s in got["samples"]] == [False] * 5 + [True] * 2 and got["subsets"]["math"]["too_long"] == 2
+    assert ([s["too_long"] for s in got["samples"]] == [False] * 5 + [True] * 2
+            and got["subsets"]["math"]["too_long"] == 2)
     for s in got["samples"][5:]:
         assert (s["prediction"], s["predictions"], s["verdicts"]) == (None, [None] * 3, [None] * 3)
     right = [s["prediction"] == -1 for s in got["samples"] if s["label"] == -1]
@@ -233,7 +241,8 @@ def test_where_nothing_fits_all_is_wrong_and_nothing_is_calibrated(capsys, bench
     long = {"problem": "1" * 200, "steps": ["1+1:2"], "final_answer_correct": True}
     write(tmp_path / "bench" / "math.jsonl", [{**long, "label": 0}, {**long, "label": -1}])
     got, _ = on_bench(capsys, tmp_path, *SAMPLED, "--subset", "math")
-    assert three(got["average"]) == [0, 0, 0] and got["calibration"] is None and got["subsets"]["math"]["parse_fail"] is None
+    assert (three(got["average"]) == [0, 0, 0] and got["calibration"] is None
+            and got["subsets"]["math"]["parse_fail"] is None)
 
 
 def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, tmp_path, monkeypatch):
@@ -313,7 +322,9 @@ def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base
     run(capsys, *flags)
     numbers = json.loads((tmp_path / "o.json").read_text())
     args = numbers["args"]
-    assert (args["task"], args["chain_modulus"], args["seed"], args["max_new_tokens"], args["step"], args["generator_step"]) == ("chain", 3, 0, 28, 200, 200)
+    assert ((args["task"], args["chain_modulus"], args["seed"], args["max_new_tokens"],
+             args["step"], args["generator_step"])
+            == ("chain", 3, 0, 28, 200, 200))
     assert len(numbers["best_of_n"]["samples"]) == 3
     run(capsys, *flags, "--chain-modulus", "4", "--seed", "7", "--max-new-tokens", "20", "--max-problems", "4")
     other = json.loads((tmp_path / "o.json").read_text())
@@ -338,10 +349,12 @@ def test_what_cannot_be_scored_is_left_out_and_counted_and_a_finite_split_ends(c
     assert got["unscorable"] == sum(row.count(None) for row in outcomes) > 6
     kept = [[o for o in row if o is not None] for row in outcomes]
     assert got["pass@1"] == pytest.approx(sum(sum(row) / len(row) for row in kept if row) / sum(map(bool, kept)))
-    assert f"{got['unscorable']} solutions cannot be scored and are left out, with them {got['problems_left_out']} whole problems" in lines
+    assert (f"{got['unscorable']} solutions cannot be scored and are left out, "
+            f"with them {got['problems_left_out']} whole problems" in lines)
     assert got["samples"][0]["choice"] is None
     for asked, there_are in (("9", 3), ("2", 2)):
-        assert run(capsys, "--generator-tag", "tiny", "--num-samples", "2", "--max-problems", asked)[-2].startswith(f"{there_are} problems | ")
+        assert run(capsys, "--generator-tag", "tiny", "--num-samples", "2", "--max-problems", asked)[-2].startswith(
+            f"{there_are} problems | ")
 
 
 def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(capsys, base, tmp_path):
@@ -365,7 +378,8 @@ def test_stage_and_step_name_the_verifier_and_rl_says_how_long_it_may_write(caps
     after.mkdir(parents=True)
     meta = json.loads((before / "meta_000200.json").read_text())
     for step, changes in ((5, {}), (9, {"verifier_max_new_tokens": 30})):
-        (after / f"meta_{step:06d}.json").write_text(json.dumps({**meta, "step": step, "user_config": {**meta["user_config"], **changes}}))
+        (after / f"meta_{step:06d}.json").write_text(
+            json.dumps({**meta, "step": step, "user_config": {**meta["user_config"], **changes}}))
         (after / f"model_{step:06d}.pt").write_bytes((before / "model_000200.pt").read_bytes())
     flags = ["--verifier-source", "rl", "--verifier-tag", "r-ver", "--max-examples", "5"]
     expected, _ = on_bench(capsys, tmp_path, "--max-examples", "5")
@@ -440,7 +454,8 @@ def test_a_generator_that_names_no_task_needs_one(capsys, base):
     meta = json.loads(path.read_text())
     path.write_text(json.dumps({**meta, "user_config": {}}))
     assert "names no task" in refused(capsys, *ON_TASK)
-    assert run(capsys, *ON_TASK, "--task", "chain", "--max-problems", "1", "--max-new-tokens", "20")[-1].startswith("1 problems | ")
+    assert run(capsys, *ON_TASK, "--task", "chain", "--max-problems", "1", "--max-new-tokens", "20")[-1].startswith(
+        "1 problems | ")
 
 
 def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, bench, tmp_path):

@@ -39,12 +39,14 @@ MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 def takes(x: torch.Tensor) -> bool:
     """Whether the kernels serve this tensor: fp32 on the CPU, its last dimension a multiple of 32, and a compiler was
     there."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and x.shape[-1] % MULTIPLE == 0 and x.numel() > 0 and library() is not None
+    return (x.device.type == "cpu" and x.dtype == torch.float32
+            and x.shape[-1] % MULTIPLE == 0 and x.numel() > 0 and library() is not None)
 
 
 def takes_rows(x: torch.Tensor) -> bool:
     """The same for a matrix of rows of any length and stride, each without gaps."""
-    return x.device.type == "cpu" and x.dtype == torch.float32 and x.stride(-1) == 1 and x.numel() > 0 and library() is not None
+    return (x.device.type == "cpu" and x.dtype == torch.float32
+            and x.stride(-1) == 1 and x.numel() > 0 and library() is not None)
 
 
 def call(name: str, *arguments) -> None:

@@ -33,7 +33,8 @@ def logit_chunks(hidden, weight, vocab_size: int, rows_per_chunk: int | None, us
     V = len(matrix)
     R = rows_per_chunk or rows_of_chunk(len(hidden), V, hidden.dtype if use_triton else wide_dtype_of(hidden),
                                         hidden.is_cuda)
-    buffer = torch.empty(min(R, len(hidden)), round_up(V, 64), dtype=hidden.dtype, device=hidden.device) if use_triton else None
+    buffer = (torch.empty(min(R, len(hidden)), round_up(V, 64), dtype=hidden.dtype, device=hidden.device)
+              if use_triton else None)
     for start in range(0, len(hidden), R):
         x = hidden[start: start + R]
         rows = slice(start, start + len(x))

@@ -193,7 +193,8 @@ def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     logprobs, entropy = torch.empty(2, len(hidden), device=hidden.device)
     grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
-    grad_weight = torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, wide), device=weight.device) if wanted[1] else None
+    grad_weight = (torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, wide), device=weight.device)
+                   if wanted[1] else None)
     for rows, z, matrix in logit_chunks(hidden, weight, head["vocab_size"], rows_per_chunk, use_triton):
         chunk = {name: None if x is None else x[rows] for name, x in tokens.items()}
         losses[rows], logprobs[rows], entropy[rows], dz = rows_of(z, chunk, loss, head, any(wanted))
