@@ -237,7 +237,7 @@ class Decoder(nn.Module):
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
             shared = (prefix.k[i][:, :, 0], prefix.v[i][:, :, 0]) if prefix is not None else None
-            x = block(x, cos_sin, mask, Store(cache, i), shared, ends)
+            x = block(x, cos_sin, mask, LayerCache(cache, i), shared, ends)
         if cache is not None:
             cache.length += T
         return self.model.norm(x)
@@ -255,7 +255,7 @@ class Decoder(nn.Module):
         return self.head(self.trunk(ids))
 
 
-class Store:
+class LayerCache:
     """Puts a layer's new keys and values into a cache, if there is one; gives those of all columns."""
 
     def __init__(self, cache: KVCache | None, layer: int):
