@@ -5,7 +5,8 @@ Pretraining of a base model on text: packed batches, Muon for the blocks' matric
 batch size (~ tokens ^ 0.383), the learning rates (~ sqrt(batch size)) and the weight decay: upstream nanochat's rules,
 with its reference of depth 12 and 524,288 tokens.
 
-    python -m scripts.base_train --data text/*.jsonl --depth 4 --sequence-len 256 --num-iterations 500 --total-batch-size 8192     # a laptop
+    python -m scripts.base_train --data text/*.jsonl --depth 4 --sequence-len 256 --num-iterations 500 \\
+        --total-batch-size 8192     # a laptop
     torchrun --standalone --nproc_per_node=8 scripts/base_train.py -- --data shards/*.parquet --depth 24 --run base
 """
 import argparse
@@ -46,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", required=True,
                       help="files of one kind, folders, patterns, or one datasets name: "
-                      ".txt (each one document), .jsonl or .parquet (column text)")
+                           ".txt (each one document), .jsonl or .parquet (column text)")
     data.add_argument("--val-data", nargs="+", default=[],
                       help="the same for validation; default: the last file of --data, which is then not trained on")
     add_model_args(parser, depth=20, sequence_len=2048, window_pattern="SSSL")
@@ -126,8 +127,8 @@ def print_rules(what: str, model, rules: dict, where: str) -> None:
     print0(f"pretraining of {what}: {model.config}, {sum(p.numel() for p in model.parameters()):,} parameters, "
            f"{rules['weights']:,} in matrices\n"
            f"{rules['num_steps']} steps of {rules['batch']:,} tokens ({num_tokens / rules['weights']:.1f} per weight), "
-           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, weight "
-           f"decay {rules['weight_decay']:.4f}, {where}")
+           f"{num_tokens * flops_per_token(model):.2e} FLOPs, learning rates x {rules['lr_factor']:.4f}, "
+           f"weight decay {rules['weight_decay']:.4f}, {where}")
 
 
 def split_sources(args) -> tuple[list[str], list[str]]:
@@ -195,20 +196,18 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
         state |= {"step": step + 1, "seconds": state["seconds"] + time.time() - started,
                   "skipped": 0 if math.isfinite(grad_norm) and math.isfinite(loss) else state["skipped"] + 1}
         record |= {"loss": loss, "grad_norm": grad_norm, "lr_factor": factor, "skipped": int(state["skipped"] > 0),
-                   "epoch": batches.documents.epoch,
-                   "documents_cut": batches.num_cut, "documents_empty": batches.num_empty,
-                   "tokens_per_s": tokens_per_s, "mfu": flops * tokens_per_s / speed,
-                   "timing_s/step": seconds}
+                   "epoch": batches.documents.epoch, "documents_cut": batches.num_cut,
+                   "documents_empty": batches.num_empty, "tokens_per_s": tokens_per_s,
+                   "mfu": flops * tokens_per_s / speed, "timing_s/step": seconds}
         run.log(record)
         if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
             bpb = f" | val bpb {record['val_bpb']:.4f}" if "val_bpb" in record else ""
             left = state["seconds"] / (step + 1) * (num_steps - step - 1)
-            print0(f"step {step:5d}/{num_steps} | loss {loss:.4f}{bpb} | {tokens_per_s:,.0f} tokens/s | MFU "
-                   f"{100 * record['mfu']:.0f}% | "
-                   f"epoch {record['epoch']} | {left / 60:.1f} min left")
+            print0(f"step {step:5d}/{num_steps} | loss {loss:.4f}{bpb} | {tokens_per_s:,.0f} tokens/s | "
+                   f"MFU {100 * record['mfu']:.0f}% | epoch {record['epoch']} | {left / 60:.1f} min left")
         if state["skipped"] == 3:
-            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning "
-                           f"rates")
+            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; "
+                           f"lower the learning rates")
         if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < num_steps:
             save()
         if args.sample_every > 0 and state["step"] % args.sample_every == 0 and state["step"] < num_steps:
@@ -217,9 +216,8 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
 
 def check_args(args) -> None:
     check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0,
-                       "warmdown_ratio": 0, "final_lr_frac": 0,
-                       "matrix_lr": 0, "embedding_lr": 0, "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0,
-                       "max_grad_norm": 0})
+                       "warmdown_ratio": 0, "final_lr_frac": 0, "matrix_lr": 0, "embedding_lr": 0,
+                       "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0})
     if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
         raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
     if args.num_iterations == 0:
@@ -271,8 +269,8 @@ def main(args) -> None:
     def evaluate() -> float:
         val_bpb = bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
         if not math.isfinite(val_bpb):
-            raise Diverged(f"behind step {state['step']}: validation bits per byte are {val_bpb}; lower the learning "
-                           f"rates")
+            raise Diverged(f"behind step {state['step']}: validation bits per byte are {val_bpb}; "
+                           f"lower the learning rates")
         return val_bpb
 
     def save(val_bpb: float | None = None) -> None:
@@ -283,8 +281,7 @@ def main(args) -> None:
         if rank == 0:
             save_model("base", tag, state["step"], model,
                        {"user_config": vars(args), "val_bpb": val_bpb, "total_batch_size": rules["batch"],
-                                                           "device_batch_size": args.device_batch_size,
-                                                           "max_seq_len": args.sequence_len})
+                        "device_batch_size": args.device_batch_size, "max_seq_len": args.sequence_len})
 
     try:
         train(args, run, model, optimizers, batches, rules, state, evaluate, save)
@@ -292,8 +289,8 @@ def main(args) -> None:
     except StopRequested:
         save()
         run.finish()
-        raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} --resume-from-step "
-                            f"auto") from None
+        raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} "
+                            f"--resume-from-step auto") from None
     save(val_bpb)
     run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb})
     run.finish()

@@ -7,8 +7,8 @@ taken off; providers take turns, medians are shown. transformers gets a Llama wi
 wide, no end token. The last line is JSON.
 
     python -m scripts.bench_engine --rows 256 --prompt-len 64 --completion-len 128
-    python -m scripts.bench_engine --device-type cuda --dtype bfloat16 --depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 151936 \\
-        --rows 256 --prompt-len 960 --completion-len 128
+    python -m scripts.bench_engine --device-type cuda --dtype bfloat16 --depth 28 --n-embd 1536 --n-head 12 \\
+        --n-kv-head 2 --vocab-size 151936 --rows 256 --prompt-len 960 --completion-len 128
 """
 import argparse
 import json
@@ -50,9 +50,8 @@ def transformers(args, device):
     """The same from transformers. Raises ImportError where it is not installed."""
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(vocab_size=args.vocab_size, hidden_size=args.n_embd, intermediate_size=args.n_embd * 8 // 3,
-                         num_hidden_layers=args.depth,
-                         num_attention_heads=args.n_head, num_key_value_heads=args.n_kv_head,
-                         tie_word_embeddings=False, eos_token_id=None,
+                         num_hidden_layers=args.depth, num_attention_heads=args.n_head,
+                         num_key_value_heads=args.n_kv_head, tie_word_embeddings=False, eos_token_id=None,
                          max_position_embeddings=args.prompt_len + args.completion_len)
     with torch.device(device):
         model = LlamaForCausalLM(config).to(DTYPES[args.dtype]).eval()
@@ -60,8 +59,7 @@ def transformers(args, device):
     def sample(prompts, length):
         ids = torch.tensor(prompts, device=device).repeat_interleave(args.num_samples, dim=0)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
-                             top_p=1.0, max_new_tokens=length,
-                             pad_token_id=0)
+                             top_p=1.0, max_new_tokens=length, pad_token_id=0)
         assert out.shape == (args.rows, args.prompt_len + length)
     return sample
 
@@ -88,8 +86,7 @@ def main(args) -> None:
                 if timed:
                     seconds[name][part].append(elapsed)
     floor = decode_floor(random_model(args, args.prompt_len + args.completion_len, device), len(prompts), args.rows,
-                         args.prompt_len,
-                         args.completion_len - 1, machine_speed(device, DTYPES[args.dtype]))
+                         args.prompt_len, args.completion_len - 1, machine_speed(device, DTYPES[args.dtype]))
     decoded = args.rows * (args.completion_len - 1)
     results = {"bound": {"decode_tok_per_s": round(decoded / floor)}}
     for name, parts in seconds.items():

@@ -3,11 +3,11 @@ Times linear_policy_loss, forward and backward, and linear_logprob against other
 products.
 
 All get the same random hidden states (N, C), LM head (V, C), targets, advantages, old and reference logprobs, and
-compute the mean PPO loss plus
-0.04 KL (k3). First each one's gradients on up to 1024 rows are compared with naive PyTorch in fp32; one that is wrong
-or missing is left out with a note. Then they take turns, and medians are shown, as useful TFLOP/s (6NCV, 2NCV for
-scoring: recomputing logits earns nothing) and as the percentage of the speed of the bare products of the same shapes
-(three, one for scoring). Memory is the most that was held beyond the inputs. The last line is JSON.
+compute the mean PPO loss plus 0.04 KL (k3). First each one's gradients on up to 1024 rows are compared with naive
+PyTorch in fp32; one that is wrong or missing is left out with a note. Then they take turns, and medians are shown, as
+useful TFLOP/s (6NCV, 2NCV for scoring: recomputing logits earns nothing) and as the percentage of the speed of the bare
+products of the same shapes (three, one for scoring). Memory is the most that was held beyond the inputs. The last line
+is JSON.
 
 naive: autograd on (N, V) fp32 logits. compiled: torch.compile of it. liger: LigerFusedLinearGRPOLoss of liger-kernel,
 one token per sequence, since it takes one advantage per sequence; it has no softcap. trl: ChunkedLogProbFunction of TRL
@@ -63,8 +63,7 @@ def make_inputs(args, device) -> dict:
     targets = torch.randint(V, (N,), generator=draw, device=device)
     logprobs, _ = linear_logprob(hidden, weight, targets, **head_of(args))
     return dict(hidden=hidden, weight=weight, targets=targets, advantages=normal(N),
-                old_logprobs=logprobs + 0.1 * normal(N),
-                ref_logprobs=logprobs + 0.1 * normal(N))
+                old_logprobs=logprobs + 0.1 * normal(N), ref_logprobs=logprobs + 0.1 * normal(N))
 
 
 def head_of(args) -> dict:
@@ -76,8 +75,7 @@ def head_of(args) -> dict:
 def ours(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs):
     weights = torch.full_like(advantages, 1 / len(advantages))
     return linear_policy_loss(hidden, weight, targets, advantages, weights, loss=LOSS, old_logprobs=old_logprobs,
-                              ref_logprobs=ref_logprobs,
-                              rows_per_chunk=args.rows_per_chunk or None, **head_of(args))[0]
+                              ref_logprobs=ref_logprobs, rows_per_chunk=args.rows_per_chunk or None, **head_of(args))[0]
 
 
 def naive(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs):
@@ -102,8 +100,7 @@ def liger(args, hidden, weight, targets, advantages, old_logprobs, ref_logprobs)
     if args.softcap:
         raise NotImplementedError("it has no softcap")
     loss = LigerFusedLinearGRPOLoss(beta=LOSS.kl_coef, use_ref_model=True, chunk_size=4096, epsilon_low=LOSS.clip_low,
-                                    epsilon_high=LOSS.clip_high,
-                                    loss_type="grpo", temperature=args.temperature)
+                                    epsilon_high=LOSS.clip_high, loss_type="grpo", temperature=args.temperature)
     return loss(hidden[:, None], weight, targets[:, None], torch.ones_like(targets)[:, None], advantages,
                 ref_per_token_logps=ref_logprobs[:, None], old_per_token_logps=old_logprobs[:, None])[0]
 
@@ -211,8 +208,7 @@ def rows_of_table(results: dict, errors: dict, floor: str, flops: float):
         memory = "-" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 2 ** 20:.0f}"
         error = "-" if result["gradient_error"] is None else f"{result['gradient_error']:.1e}"
         yield (f"{name:16} {1e3 * result['seconds']:10.2f} {result['useful_tflop_per_s']:10.3f} "
-               f"{result['percent_of_products']:11.1f} {memory:>9} "
-               f"{error:>9}")
+               f"{result['percent_of_products']:11.1f} {memory:>9} {error:>9}")
 
 
 def main(args) -> None:
@@ -232,10 +228,9 @@ def main(args) -> None:
     work = args.rows * args.n_embd * args.vocab_size
     print0(f"{'':16} {'ms':>10} {'TFLOP/s':>10} {'% products':>11} {'peak MiB':>9} {'error':>9}")
     results = {}
-    for floor, actions, flops in (("three products", {**usable, "three products": partial(three_products, inputs)},
-                                   6 * work),
-                                  ("one product",
-                                   {"linear_logprob": scoring, "one product": partial(one_product, inputs)}, 2 * work)):
+    tables = (("three products", {**usable, "three products": partial(three_products, inputs)}, 6 * work),
+              ("one product", {"linear_logprob": scoring, "one product": partial(one_product, inputs)}, 2 * work))
+    for floor, actions, flops in tables:
         part = measure(actions, args.rounds, device)
         for line in rows_of_table(part, errors, floor, flops):
             print0(line)

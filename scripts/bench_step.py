@@ -74,8 +74,8 @@ def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tup
 
 def judged_prompts(rollouts: Rollouts) -> list[list[int]]:
     """What the verifier reads of each rollout: the prompt and the solution."""
-    return [rollouts.prompts[g].ids + completion for g,
-            completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
+    return [rollouts.prompts[g].ids + completion
+            for g, completion in zip(rollouts.group_id.tolist(), rollouts.completions(), strict=True)]
 
 
 def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float]:
@@ -109,7 +109,8 @@ def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float
 
 
 def sampling_floor(model, prompts: int, rows: int, prompt_len: int, completion_len: int, speed) -> float:
-    return prefill_floor(model, prompts, prompt_len, speed) + decode_floor(model, prompts, rows, prompt_len, completion_len, speed)
+    return (prefill_floor(model, prompts, prompt_len, speed)
+            + decode_floor(model, prompts, rows, prompt_len, completion_len, speed))
 
 
 def floor_seconds(args, model, speed) -> float:
@@ -133,8 +134,7 @@ def floor_seconds(args, model, speed) -> float:
 
 def main(args) -> None:
     check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1,
-                       "verification_len": 1, "steps": 1,
-                       "micro_batch_tokens": 0, **MODEL_LEAST})
+                       "verification_len": 1, "steps": 1, "micro_batch_tokens": 0, **MODEL_LEAST})
     if args.examples_per_step % rank_and_world()[1]:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the "
                        f"{rank_and_world()[1]} ranks")
@@ -154,13 +154,13 @@ def main(args) -> None:
     medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
     speed = machine_speed(device, DTYPES[args.dtype])
     sampled = {"plain": args.num_samples, "generator": args.num_samples, "verifier": 1}[args.role] * args.completion_len
-    sampled += {"plain": 0, "generator": args.num_samples, "verifier": args.num_samples}[args.role] * args.verification_len
+    verifications = {"plain": 0, "generator": args.num_samples, "verifier": args.num_samples}[args.role]
+    sampled += verifications * args.verification_len
     print0(json.dumps({
         **medians, "completion_tok_per_s": round(args.examples_per_step * sampled / medians["s_per_step"]),
-        "peak_mem_mb": round(peak, 1),
-        "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4),
-        "matmul_gflop_per_s": round(speed[0] / 1e9),
-        "copy_gb_per_s": round(speed[1] / 1e9, 1), "cpu_kernels": device.type == "cpu" and cpu.library() is not None,
+        "peak_mem_mb": round(peak, 1), "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4),
+        "matmul_gflop_per_s": round(speed[0] / 1e9), "copy_gb_per_s": round(speed[1] / 1e9, 1),
+        "cpu_kernels": device.type == "cpu" and cpu.library() is not None,
         "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__,
         "device": str(device), **vars(args)}))
 

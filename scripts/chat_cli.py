@@ -94,8 +94,7 @@ def answer(args, model, tokenizer, prompt: list[int], turn: int) -> list[int]:
     limit, speaker = min(args.max_new_tokens, room), Speaker(tokenizer)
     print("\nAssistant: ", end="", flush=True)
     out = generate(model, [prompt], 1, max_new_tokens=limit, stop_tokens=tokenizer.stop_tokens,
-                   keys=[row_key(args.seed, turn)],
-                   temperature=args.temperature, top_k=args.top_k, tool=speaker)
+                   keys=[row_key(args.seed, turn)], temperature=args.temperature, top_k=args.top_k, tool=speaker)
     tokens = out.tokens[0].tolist()
     if not out.stopped[0]:
         speaker.say(tokens[-1])  # the tool is asked before the next token, so the last one was not shown
@@ -196,8 +195,8 @@ def main(args) -> None:
             if fmt:  # every message is a problem of its own
                 solution = read_solution(tokenizer, fmt, tokens)
                 if verifier is not None:
-                    show_verdicts(fmt, solution.text, verify(args, verifier, tokenizer, fmt, said, solution.text,
-                                                             len(solution.step_ends)), colour)
+                    verification = verify(args, verifier, tokenizer, fmt, said, solution.text, len(solution.step_ends))
+                    show_verdicts(fmt, solution.text, verification, colour)
             else:
                 history = prompt + tokens
                 said_by_model = tokenizer.decode(tokens[:-1] if tokens[-1] in tokenizer.stop_tokens else tokens)
@@ -206,8 +205,7 @@ def main(args) -> None:
             if args.prompt is not None:
                 raise
             print(f"\nerror: {error}")
-        # an answer that is not wanted: the conversation goes on as if it had not been asked for
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # an unwanted answer: the conversation goes on as if it had not been asked for
             if args.prompt is not None:
                 raise
             print(" [stopped]")

@@ -33,8 +33,8 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("-i", "--source", choices=["sft", "rl"], required=True, help="stage of the checkpoint")
     parser.add_argument("-a", "--task-name", default="",
-                        help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; default: the "
-                             f"checkpoint's")
+                        help=f"tasks, separated by |, of {', '.join([*TASKS, *CHOICE_SETS])}; "
+                             f"default: the checkpoint's")
     parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
     parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
     parser.add_argument("-x", "--max-problems", type=int, default=-1,
@@ -79,7 +79,8 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
         mine = solutions[i * n: (i + 1) * n]
         right = [outcome is True for outcome in outcomes[i * n: (i + 1) * n]]
         labels = [task.step_labels(problem, s.text) for s in mine]
-        all_right = sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True)) if has_labels else None
+        all_right = (sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True))
+                     if has_labels else None)
         answers = answers_of(task, [s.text for s in mine])
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
@@ -93,7 +94,8 @@ def print_rows(args, name: str, rows: list[list]) -> None:
     n, total = args.num_samples, max(1, len(rows))
     shown = f"{name:40s} {len(rows):5d} problems | pass@1 {100 * sum(row[1] for row in rows) / (n * total):5.1f}%"
     if n > 1:
-        shown += f" | pass@{n} {100 * sum(pass_at_k(n, row[1], n) for row in rows) / total:5.1f}% | maj@{n} {100 * sum(row[3] for row in rows) / total:5.1f}%"
+        shown += (f" | pass@{n} {100 * sum(pass_at_k(n, row[1], n) for row in rows) / total:5.1f}%"
+                  f" | maj@{n} {100 * sum(row[3] for row in rows) / total:5.1f}%")
     if rows and rows[0][2] is not None:
         shown += f" | right in every step {100 * sum(row[2] for row in rows) / (n * total):5.1f}%"
     print0(shown + f" | ended {100 * sum(row[4] for row in rows) / (n * total):5.1f}%")
@@ -127,8 +129,8 @@ def letter_accuracy(model, tokenizer, choices: list, device, max_tokens: int = 1
         logits = model.head(model.trunk(ids)[torch.arange(len(batch), device=device), last])  # (B, V)
         for row, (_, choice) in zip(logits.tolist(), batch, strict=True):
             num_right += max(choice.letters, key=lambda letter: row[tokens[letter]]) == choice.answer
-    num_right, num_long, total = all_reduce(torch.tensor([num_right, len(mine) - len(fitting), len(mine)],
-                                                         device=device)).tolist()
+    counts = torch.tensor([num_right, len(mine) - len(fitting), len(mine)], device=device)
+    num_right, num_long, total = all_reduce(counts).tolist()
     return num_right / max(1, total), num_long
 
 
@@ -181,8 +183,8 @@ def main(args) -> None:
         choices = load_choices(name, args.choices, args.max_problems)
         accuracy, num_long = letter_accuracy(model, tokenizer, choices, device)
         left_out = f" | {num_long} longer than the context" if num_long else ""
-        print0(f"{name:40s} {len(choices):5d} questions | accuracy {100 * accuracy:5.1f}% (chance "
-               f"{100 * RANDOM_BASELINE:.0f}%){left_out}")
+        print0(f"{name:40s} {len(choices):5d} questions | accuracy {100 * accuracy:5.1f}% "
+               f"(chance {100 * RANDOM_BASELINE:.0f}%){left_out}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ that a stopped run goes on exactly, on any number of ranks.
 
     python -m scripts.chat_sft --role generator --model-tag d4
     torchrun --standalone --nproc_per_node=2 scripts/chat_sft.py --role verifier --model-tag d4     # writes d4-ver
-    python -m scripts.chat_sft --role generator --model-tag d24 --from-stage base --task gsm8k --conversations chats.jsonl --conversations-share 0.5 --pack
-    torchrun --standalone --nproc_per_node=8 scripts/chat_sft.py --role generator --model-tag qwen-sft --from-stage sft --from-tag qwen7b --task gsm8k \
-        --embedding-lr 5e-6 --shard --recompute                                                     # an imported model: AdamW for all of it
+    python -m scripts.chat_sft --role generator --model-tag d24 --from-stage base --task gsm8k \\
+        --conversations chats.jsonl --conversations-share 0.5 --pack
+    torchrun --standalone --nproc_per_node=8 scripts/chat_sft.py --role generator --model-tag qwen-sft \\
+        --from-stage sft --from-tag qwen7b --task gsm8k \\
+        --embedding-lr 5e-6 --shard --recompute     # an imported model: AdamW for all of it
 """
 import argparse
 import math
@@ -96,8 +98,8 @@ def make_parser() -> argparse.ArgumentParser:
 def start_model(args, tokenizer, device, dtype):
     """The model to train: random from the seed and the role, or a checkpoint's. Raises BadInput."""
     if not args.from_stage:
-        return new_model(config_of(args, tokenizer.vocab_size), 2 * args.seed + (args.role == "verifier"), device,
-                         dtype)
+        seed = 2 * args.seed + (args.role == "verifier")
+        return new_model(config_of(args, tokenizer.vocab_size), seed, device, dtype)
     model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype,
                              None if args.from_step < 0 else args.from_step, args.shard)
     tokenizer.check_model(f"{args.from_stage} model", model)
@@ -132,7 +134,8 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
         solution = task.corrupted_solution(problem, rng)
         if sampled and rng.random() < 0.5:
             problem, solution = rng.choice(sampled)
-        prompt, completion = verifier_prompt(tokenizer, task.fmt, problem.prompt, solution), task.verification_demo(problem, solution, rng)
+        prompt = verifier_prompt(tokenizer, task.fmt, problem.prompt, solution)
+        completion = task.verification_demo(problem, solution, rng)
     completion = [*tokenizer.encode(completion), tokenizer.assistant_end]
     if len(prompt) + len(completion) > context:
         raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} "
@@ -189,8 +192,8 @@ def train_step(args, model, parameters, optimizers, examples: list, step: int, d
         examples = pack_whole(examples, model.config.sequence_len, 0)
     batches = list(length_batches(examples, args.micro_batch_tokens))
     if args.shard:  # all ranks gather weights as often: some train nothing
-        batches += [[([0, 0], [0, 0])]] * (int(all_reduce(torch.tensor(len(batches), device=device),
-                                                          "max")) - len(batches))
+        most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
+        batches += [[([0, 0], [0, 0])]] * (most - len(batches))
     for batch in batches:
         ids, mask = (pad_prompts([example[i] for example in batch], device)[0] for i in range(2))
         batch_loss = supervised_loss(model, ids, mask, max(1.0, num_tokens))
@@ -214,18 +217,16 @@ def train(args, run, model, parameters, optimizers, examples: Examples, state: d
         too_long = int(all_reduce(torch.tensor(len(found) - len(fitting), device=run.device)))
         failed = not (math.isfinite(loss) and math.isfinite(grad_norm))
         state |= {"step": step + 1, "loss": loss, "too_long": state["too_long"] + too_long,
-                  "seconds": state["seconds"] + time.time() - started,
-                  "skipped": state["skipped"] + 1 if failed else 0}
+                  "seconds": state["seconds"] + time.time() - started, "skipped": state["skipped"] + 1 if failed else 0}
         run.log({"step": step, "loss": loss, "grad_norm": grad_norm, "trained_tokens": num_tokens,
-                 "conversations_too_long": state["too_long"],
-                 "lr_factor": warmup_cosine(step, args.num_steps), "skipped": int(failed),
-                 "timing_s/step": time.time() - started})
+                 "conversations_too_long": state["too_long"], "lr_factor": warmup_cosine(step, args.num_steps),
+                 "skipped": int(failed), "timing_s/step": time.time() - started})
         if step % 50 == 0 or state["step"] == args.num_steps:
             left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
             print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {state['seconds']:.0f}s, {left:.0f}s left")
         if state["skipped"] == 3:
-            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; lower the learning "
-                           f"rates")
+            raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; "
+                           f"lower the learning rates")
         if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < args.num_steps:
             save()
 
@@ -245,8 +246,8 @@ def resolve_tags(args) -> str:
 def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
     """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers.
     Raises BadInput, also where a resumed verifier's shared layers are not the generator's."""
-    # shared layers are the model's too
-    generator, _ = load_model("sft", args.model_tag, device, dtype, trained=args.verifier_shared_layers > 0)
+    generator, _ = load_model("sft", args.model_tag, device, dtype,
+                              trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
     tokenizer.check_model("generator", generator)
     if resumed:
         check_shared(generator, model, args.verifier_shared_layers, args.verifier_tag)
@@ -259,9 +260,8 @@ def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
 
 def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1,
-                       "max_new_tokens": 1, "sequence_len": 2,
-                       "matrix_lr": 0, "embedding_lr": 0, "verifier_shared_layers": 0, "conversations_share": 0,
-                       "refine_share": 0})
+                       "max_new_tokens": 1, "sequence_len": 2, "matrix_lr": 0, "embedding_lr": 0,
+                       "verifier_shared_layers": 0, "conversations_share": 0, "refine_share": 0})
     if args.conversations_share > 1:
         raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
     if args.refine_share > (args.role == "generator"):
@@ -279,12 +279,14 @@ def main(args) -> None:
     resumed = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
-    model = start_model(args, tokenizer, device, dtype) if resumed is None else load_model("sft", tag, device, dtype, resumed, args.shard)[0]
+    model = (start_model(args, tokenizer, device, dtype) if resumed is None
+             else load_model("sft", tag, device, dtype, resumed, args.shard)[0])
     if args.shard and not isinstance(model, Decoder):
-        raise BadInput("--shard: Muon needs whole matrices; only imported models, which AdamW trains, can be sharded "
-                       "here")
+        raise BadInput("--shard: Muon needs whole matrices; only imported models, which AdamW trains, "
+                       "can be sharded here")
     set_recompute(model, args.recompute, args.role)
-    generator = load_generator(args, tokenizer, model, device, dtype, resumed is not None) if args.role == "verifier" else None
+    generator = (load_generator(args, tokenizer, model, device, dtype, resumed is not None)
+                 if args.role == "verifier" else None)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
@@ -296,8 +298,7 @@ def main(args) -> None:
     examples = Examples(args, task, tokenizer, model.config.sequence_len)
     examples.check()  # before anything is sampled or written, and with what was sampled below
     print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, "
-           f"{sum(p.numel() for p in parameters):,} parameters trained, "
-           f"{device}, {dtype}")
+           f"{sum(p.numel() for p in parameters):,} parameters trained, {device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None,
                     path_of("sft", tag))
     run.trim("metrics.jsonl", state["step"])
@@ -326,11 +327,12 @@ def main(args) -> None:
         if state["step"]:
             save()
         run.finish()
-        raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and --resume-from-step "
-                            f"auto") from None
+        raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and "
+                            f"--resume-from-step auto") from None
     save()
     run.finish()
-    left_out = f", {state['too_long']} conversations were longer than the context and left out" if args.conversations else ""
+    left_out = (f", {state['too_long']} conversations were longer than the context and left out"
+                if args.conversations else "")
     print0(f"saved {path_of('sft', tag)} at step {args.num_steps}{left_out}")
     if rank == 0:
         warn_of_later_steps("sft", tag, args.num_steps)

@@ -36,8 +36,8 @@ def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> None:
     if not any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.pkl", "tokenizer.json")):
         tokenizer.save(folder)
     elif not tokenizer.equals(load_tokenizer(folder)):
-        raise BadInput(f"--source {source}: its tokenizer is not the one in {folder}; give NANOCHAT_BASE_DIR another "
-                       f"folder")
+        raise BadInput(f"--source {source}: its tokenizer is not the one in {folder}; "
+                       f"give NANOCHAT_BASE_DIR another folder")
 
 
 def main(args) -> None:
@@ -53,8 +53,7 @@ def main(args) -> None:
     save_model("sft", args.model_tag, 0, model, {"imported_from": args.source})
     number = sum(p.numel() for p in model.parameters())
     print0(f"{args.source}: {model.config.architecture}, {number / 1e9:.3f}B parameters in "
-           f"{next(model.parameters()).dtype}, context "
-           f"{model.config.sequence_len}"
+           f"{next(model.parameters()).dtype}, context {model.config.sequence_len}"
            + ("" if tokenizer.has_template else "; its tokenizer has no chat template: prompts are plain text"))
     print0(f"checkpoint: {path_of('sft', args.model_tag)}")
 

@@ -2,10 +2,10 @@
 Hours and dollars of the stages of runs/speedrun.sh on a node, computed from FLOPs and bytes before anything runs.
 
 The flags are those of the scripts themselves. Nothing here was measured: training is taken to run at --mfu of the GPUs'
-peak, decoding at
---decode-efficiency of what memory bandwidth and FLOPs allow at best.
+peak, decoding at --decode-efficiency of what memory bandwidth and FLOPs allow at best.
 
-    python -m scripts.plan_cost --base "--depth 24 --target-param-data-ratio 8" --generator-sft "--num-steps 1500" --verifier-sft "" --rl "--num-steps 200"
+    python -m scripts.plan_cost --base "--depth 24 --target-param-data-ratio 8" --generator-sft "--num-steps 1500" \\
+        --verifier-sft "" --rl "--num-steps 200"
 """
 import argparse
 import shlex
@@ -62,15 +62,16 @@ def pretraining_flops(args, base, model) -> tuple[float, str]:
     rules = base_train.apply_rules(base, model, args.gpus)
     tokens = rules["num_steps"] * rules["batch"]
     # Muon: 5 iterations of three products per matrix; every GPU makes all of them.
-    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3) for name,
-               p in model.named_parameters() if ".c_" in name)
+    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3)
+               for name, p in model.named_parameters() if ".c_" in name)
     total = tokens * flops_per_token(model) + rules["num_steps"] * muon * args.gpus
     return total, f"{rules['num_steps']:,} steps of {rules['batch']:,} tokens, {tokens / 1e9:.2f}B"
 
 
 def sft_flops(args, sft, model) -> tuple[float, str]:
     tokens = sft.num_steps * sft.examples_per_step * args.example_tokens
-    return tokens * flops_per_token(model), f"{sft.num_steps:,} steps of {sft.examples_per_step} examples, {tokens / 1e6:.0f}M tokens"
+    return (tokens * flops_per_token(model),
+            f"{sft.num_steps:,} steps of {sft.examples_per_step} examples, {tokens / 1e6:.0f}M tokens")
 
 
 def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
@@ -101,8 +102,7 @@ def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str
 
 def main(args) -> None:
     check_least(args, {"gpus": 1, "vocab_size": 265, "dollars": 0, "mfu": 0.01, "decode_efficiency": 0.01,
-                       "example_tokens": 1, "prompt_tokens": 1,
-                       "completion_tokens": 1})
+                       "example_tokens": 1, "prompt_tokens": 1, "completion_tokens": 1})
     base = parse(base_train, args.base, "--data", "none")
     with torch.device("meta"):
         model = GPT(config_of(base, args.vocab_size), torch.bfloat16)
@@ -120,9 +120,8 @@ def main(args) -> None:
     rows += [tango, text, chat]
     total = sum(seconds for _, seconds, _ in rows) + chat[1]  # behind SFT and behind RL
     print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training "
-           f"and "
-           f"{100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, ${args.dollars:.2f} per GPU "
-           f"and hour; not measured")
+           f"and {100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, "
+           f"${args.dollars:.2f} per GPU and hour; not measured")
     for name, seconds, what in [*rows, ("in all, CORE apart", total, ""), grpo]:
         print0(f"{name:28s} {seconds / 3600:6.3f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
 

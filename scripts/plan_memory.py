@@ -6,7 +6,8 @@ A model is a name below, a folder or hub name with a config.json, or the tag of 
 tango_rl's; its --dry-run shows the same plan for a run's own settings. Left out: about 1 GB of CUDA context and
 libraries, fragmentation, and buffers of the collectives.
 
-    python -m scripts.plan_memory --generator qwen2.5-math-7b --verifier qwen2.5-7b --examples-per-step 256 --num-samples 5 --max-new-tokens 2048
+    python -m scripts.plan_memory --generator qwen2.5-math-7b --verifier qwen2.5-7b --examples-per-step 256 \\
+        --num-samples 5 --max-new-tokens 2048
 """
 import argparse
 
@@ -53,8 +54,7 @@ def config_named(name: str) -> Config:
 
 def main(args) -> None:
     check_least(args, {"memory": 0, "prompt_tokens": 1, "max_new_tokens": 1, "verifier_max_new_tokens": 1,
-                       "examples_per_step": 1, "num_samples": 1,
-                       "micro_batch_tokens": 1, "max_rows": 1, "kl_coef": 0})
+                       "examples_per_step": 1, "num_samples": 1, "micro_batch_tokens": 1, "max_rows": 1, "kl_coef": 0})
     if min(args.ranks) < 1:
         raise BadInput(f"--ranks {min(args.ranks)}: must be at least 1")
     configs = {"generator": config_named(args.generator)}
@@ -76,9 +76,8 @@ def main(args) -> None:
         best = best or (variant, plan) if fits else best
         yes = lambda flag: "yes" if flag else "no"
         print0(f"{variant.ranks:5d} {yes(variant.shard):>8s} {yes(variant.recompute):>12s} {resident / 1e9:9.2f} "
-               f"{phases['sampling'] / 1e9:9.2f} "
-               f"{phases['updating'] / 1e9:9.2f} {plan['peak'] / 1e9:9.2f}  {'fits' if fits else 'does not fit'} "
-               f"{args.memory:g} GB")
+               f"{phases['sampling'] / 1e9:9.2f} {phases['updating'] / 1e9:9.2f} {plan['peak'] / 1e9:9.2f}  "
+               f"{'fits' if fits else 'does not fit'} {args.memory:g} GB")
     if best:
         chosen, plan = best
         print0(f"\nthe first that fits, {chosen.ranks} "

@@ -7,7 +7,8 @@ One process per GPU holds all roles, samples and trains. The ratio is exactly 1 
     python -m scripts.tango_rl --model-tag d4                                                # one CPU or GPU
     python -m scripts.tango_rl --recipe my/own_idea.py --model-tag d4 --help                 # the flags of a recipe
     torchrun --standalone --nproc_per_node=8 scripts/tango_rl.py -- --model-tag d4 --run tango
-    torchrun --standalone --nproc_per_node=8 scripts/tango_rl.py -- --model-tag qwen7b --run qwen --shard --recompute --dry-run
+    torchrun --standalone --nproc_per_node=8 scripts/tango_rl.py -- --model-tag qwen7b --run qwen --shard \\
+        --recompute --dry-run
 """
 import argparse
 import os
@@ -286,8 +287,8 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         if is_started:
             save_set(run, t.state, t.roles, args)
         run.finish()
-        raise StopRequested(f"stopped behind step {t.step}; go on with --run {args.run} --resume-from-step "
-                            f"auto") from None
+        raise StopRequested(f"stopped behind step {t.step}; go on with --run {args.run} "
+                            f"--resume-from-step auto") from None
     print_table(t.state.before, after, getattr(recipe, "TABLE", None))
     if run.rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {

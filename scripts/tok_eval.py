@@ -18,7 +18,7 @@ from nanochat.tokenizer import Tokenizer
 SAMPLES = {
     "english": """The ferry left late that morning because the fog would not lift from the harbour. Nobody minded much: the baker's
 daughter had brought two baskets of rolls, the postman read out the headlines, and an old man who had crossed the strait every week for
-forty years explained, to whoever would listen, why gulls sleep on one leg.\n""",
+forty years explained, to whoever would listen, why gulls sleep on one leg.\n""",  # noqa: E501
     "code": '''def merge(left: list[int], right: list[int]) -> list[int]:
     """Two sorted lists as one."""
     merged, i, j = [], 0, 0
@@ -31,10 +31,9 @@ forty years explained, to whoever would listen, why gulls sleep on one leg.\n"""
             j += 1
     return merged + left[i:] + right[j:]\n''',
     "latex": r"""\begin{proof} Let $S_n = \sum_{k=1}^{n} x^{k-1}$ with $x \neq 1$. Then $x S_n - S_n = x^n - 1$, so that
-\[ S_n = \frac{x^n - 1}{x - 1}, \qquad \lim_{n \to \infty} S_n = \frac{1}{1 - x} \quad \text{for } |x| < 1. \] \end{proof}""" + "\n",
+\[ S_n = \frac{x^n - 1}{x - 1}, \qquad \lim_{n \to \infty} S_n = \frac{1}{1 - x} \quad \text{for } |x| < 1. \] \end{proof}""" + "\n",  # noqa: E501
     "greek": "Το καράβι έφυγε αργά το πρωί, γιατί η ομίχλη δεν έλεγε να σηκωθεί από το λιμάνι. Κανείς δεν βιαζόταν: "
-             "ο φούρναρης είχε φέρει "
-             "ζεστό ψωμί και ο ταχυδρόμος διάβαζε δυνατά την εφημερίδα.\n",
+             "ο φούρναρης είχε φέρει ζεστό ψωμί και ο ταχυδρόμος διάβαζε δυνατά την εφημερίδα.\n",
     "numbers": "48/2=24, 48+24=72; 3.14159265, 2.71828183; 1,250,000 - 87,500 = 1,162,500; 2024-02-29 07:45:30; "
                "65537, 0x7f3a, 1e-05\n" * 2,
 }
@@ -99,8 +98,8 @@ def compression_table(texts: dict[str, str], encoders: dict[str, Callable]) -> l
     width = max(map(len, [*texts, "text"]))
     heads = [f" | {name:>13s} {'bytes/token':>11s}" + (f" {ours:>8s}" if name != ours else "") for name in encoders]
     lines = [f"{'text':{width}s} {'bytes':>9s}" + "".join(heads)]
-    rows = [(name, len(text.encode()), [len(encode(text)) for encode in encoders.values()]) for name,
-            text in texts.items()]
+    rows = [(name, len(text.encode()), [len(encode(text)) for encode in encoders.values()])
+            for name, text in texts.items()]
     rows.append(("all", sum(size for _, size, _ in rows),
                  [sum(counts) for counts in zip(*(counts for _, _, counts in rows), strict=True)]))
     for name, size, counts in rows:

@@ -54,8 +54,7 @@ def check_models(folder: str, tokenizer: Tokenizer) -> None:
     tags = [f"{stage} {tag}" for stage in ("base", "sft", "rl") for tag in list_tags(stage)]
     if tags and os.path.exists(os.path.join(folder, "tokenizer.pkl")) and not Tokenizer.load(folder).equals(tokenizer):
         raise BadInput(f"{folder} holds the tokenizer of {', '.join(tags)}, and this would be another: use it "
-                       f"(--if-missing) or set NANOCHAT_BASE_DIR to a "
-                       f"new folder")
+                       f"(--if-missing) or set NANOCHAT_BASE_DIR to a new folder")
 
 
 def main(args) -> None:
@@ -69,7 +68,8 @@ def main(args) -> None:
         raise BadInput(f"{folder} holds an imported tokenizer: set NANOCHAT_BASE_DIR to a new folder")
     task = make_task(args)
     check_writable(folder)
-    texts = capped_texts(args.data, args.max_chars, args.doc_cap) if args.data else chain.from_iterable(task_texts(task, args.num_texts, args.seed))
+    texts = (capped_texts(args.data, args.max_chars, args.doc_cap) if args.data
+             else chain.from_iterable(task_texts(task, args.num_texts, args.seed)))
     tokenizer = Tokenizer.train(texts, args.vocab_size)
     check_models(folder, tokenizer)
     if rank_and_world()[0] == 0:

@@ -8,8 +8,8 @@ sampled solutions of each test_in problem, each verified k times; the task and i
 checkpoint, unless given. What does not fit the verifier's context is never cut: it is counted, and has no verdicts.
 
     python -m scripts.verifier_eval --verifier-tag d4-ver --processbench Qwen/ProcessBench
-    python -m scripts.verifier_eval --verifier-tag first-ver --verifier-source rl --generator-tag first-gen --generator-source rl \\
-        --num-samples 8 --num-verifications 4 --temperature 1 --out scores.json
+    python -m scripts.verifier_eval --verifier-tag first-ver --verifier-source rl --generator-tag first-gen \\
+        --generator-source rl --num-samples 8 --num-verifications 4 --temperature 1 --out scores.json
     torchrun --standalone --nproc_per_node=8 scripts/verifier_eval.py -- --verifier-tag d4-ver --processbench folder
 """
 import argparse
@@ -74,8 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--max-problems", type=int, default=-1,
                        help=f"-1 = all there are, {ENDLESS} of tasks that make their own")
     group.add_argument("--score", choices=list(SCORES), default="final",
-                       help="of a solution: share of verifications that call it CORRECT, share of "
-                       "its steps judged right, or the share for its weakest step")
+                       help="of a solution: share of verifications that call it CORRECT, share of its steps judged "
+                            "right, or the share for its weakest step")
     group.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True,
                        help="solutions may call the calculator")
     add_task_args(parser)
@@ -99,9 +99,8 @@ def check_out(path: str) -> None:
 
 def check_args(args) -> None:
     check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1,
-                       "temperature": 0, "generator_temperature": 0,
-                       "top_k": 0, "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_examples": -1,
-                       "max_problems": -1})
+                       "temperature": 0, "generator_temperature": 0, "top_k": 0, "verifier_max_new_tokens": -1,
+                       "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
     for name in ("verifier_max_new_tokens", "max_new_tokens", "max_examples", "max_problems"):
         if getattr(args, name) == 0:
             raise BadInput(f"--{name.replace('_', '-')} 0: must be at least 1, or -1")
@@ -129,11 +128,12 @@ def gathered(rows: list[dict], key: str, device) -> list[dict]:
     return sorted(gather_lists(rows, device), key=lambda row: row[key])
 
 
-def verify_fitting(args, problems: list[Problem], solutions: list[Solution], verifier, sampler: Sampler, stream: tuple) -> list[list[Verification]]:
+def verify_fitting(args, problems: list[Problem], solutions: list[Solution], verifier, sampler: Sampler,
+                   stream: tuple) -> list[list[Verification]]:
     """The k verifications of each solution of this rank; none of one that does not fit the verifier's context."""
     k, room = args.num_verifications, verifier.config.sequence_len - args.verifier_max_new_tokens
-    prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text) for p,
-               s in zip(problems, solutions, strict=True)]
+    prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text)
+               for p, s in zip(problems, solutions, strict=True)]
     fits, copies = [len(prompt) <= room for prompt in prompts], count_copies(problems)
     kept = [[x for x, fit in zip(row, fits, strict=True) if fit] for row in (problems, solutions, copies)]
     _, verifications = sampler.verify(verifier, *kept[:2], k, stream, greedy=args.temperature == 0, copies=kept[2])
@@ -158,8 +158,8 @@ def verify_samples(args, samples: list[LabelledSolution], verifier, sampler, dev
                             strict=True):
         predictions = [first_error(aligned(v.step_verdicts, len(sample.steps))) for v in said] or [None] * k
         rows.append({"subset": sample.subset, "row": sample.row, "label": sample.label,
-                     "final_answer_correct": sample.final_answer_correct,
-                     "too_long": not said, "prediction": majority(predictions), "predictions": predictions,
+                     "final_answer_correct": sample.final_answer_correct, "too_long": not said,
+                     "prediction": majority(predictions), "predictions": predictions,
                      "verdicts": [v.verdict for v in said] or [None] * k,
                      "malformed": sum(bool(v.unmet) for v in said)})
     return gathered(rows, "row", device)
@@ -210,9 +210,10 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
     """Verifies and prints ProcessBench subset by subset; all numbers and rows."""
     k, rows, scores = args.num_verifications, [], {}
     print0(f"\nProcessBench, {args.processbench}, format {args.format}: {k} verification{'s' * (k > 1)} each; "
-           f"percent; votes: readable ones per sample" +
-           (f"; single: mean of the {k} verifications alone" if k > 1 else ""))
-    names = ["erroneous", "correct", "F1"] + ["single err", "single cor", "single F1"] * (k > 1) + ["parse fail", "votes", "too long"]
+           f"percent; votes: readable ones per sample"
+           + (f"; single: mean of the {k} verifications alone" if k > 1 else ""))
+    names = (["erroneous", "correct", "F1"] + ["single err", "single cor", "single F1"] * (k > 1)
+             + ["parse fail", "votes", "too long"])
     print0(f"{'subset':16s} {'n':>6} " + " ".join(f"{name:>10}" for name in names))
     for subset in dict.fromkeys(s.subset for s in samples):
         part = verify_samples(args, [s for s in samples if s.subset == subset], verifier, sampler, device)
@@ -224,8 +225,7 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
     num_long = sum(row["too_long"] for row in rows)
     if num_long:
         print0(f"{num_long} of {len(rows)} do not fit the verifier's context {verifier.config.sequence_len} with "
-               f"{args.verifier_max_new_tokens} new tokens: "
-               f"not cut, not verified, counted as wrong")
+               f"{args.verifier_max_new_tokens} new tokens: not cut, not verified, counted as wrong")
     whole = processbench_scores(rows, k)
     if k > 1:
         print_calibration({**scores, "all": whole})
@@ -258,7 +258,8 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
     for problem, solution, outcome, answer, said in zip(problems, solutions, outcomes, answers, verifications,
                                                         strict=True):
         num_steps = len(solution.step_ends)
-        verdicts, step_verdicts = [v.verdict for v in said] or [None] * k, [aligned(v.step_verdicts, num_steps) for v in said] or [[None] * num_steps] * k
+        verdicts = [v.verdict for v in said] or [None] * k
+        step_verdicts = [aligned(v.step_verdicts, num_steps) for v in said] or [[None] * num_steps] * k
         row = rows.setdefault(problem.index, {"index": problem.index})
         for name, value in (("answers", answer), ("outcomes", outcome), ("verdicts", verdicts),
                             ("step_verdicts", step_verdicts), ("scores", SCORES[args.score](verdicts, step_verdicts)),
@@ -278,23 +279,21 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
     count = lambda name: sum(sum(row[name]) for row in rows)
     verified = k * (total - count("too_long"))
     scores = {"problems": len(rows), "problems_left_out": len(rows) - len(scored),
-              "unscorable": sum(o is None for row in rows for o in row["outcomes"]),
-              "too_long": count("too_long"),
+              "unscorable": sum(o is None for row in rows for o in row["outcomes"]), "too_long": count("too_long"),
               "unread_answers": sum(answer is None for row in rows for answer in row["answers"]) / total,
               "parse_fail": count("malformed") / verified if verified else None,
               **{name: sum(choice[name] for choice in scored) / len(scored) if scored else None for name in CHOICES}}
     print0(f"\nbest of {n}, task {args.task}: {k} verification{'s' * (k > 1)} of each solution, score {args.score}; "
-           f"percent\n"
-           f"{len(rows)} problems | "
+           f"percent\n{len(rows)} problems | "
            + " | ".join(f"{name.removesuffix('@n')}{f'@{n}' * (name != 'pass@1')} {shown(scores[name])}"
-                        for name in CHOICES) +
-           f" | answers unread {shown(scores['unread_answers'])} | parse failures {shown(scores['parse_fail'])}")
+                        for name in CHOICES)
+           + f" | answers unread {shown(scores['unread_answers'])} | parse failures {shown(scores['parse_fail'])}")
     if scores["unscorable"]:
         print0(f"{scores['unscorable']} solutions cannot be scored and are left out, with them "
                f"{scores['problems_left_out']} whole problems")
     if scores["too_long"]:
-        print0(f"{scores['too_long']} of {total} solutions do not fit the verifier's context: not cut, not verified, "
-               f"score 0")
+        print0(f"{scores['too_long']} of {total} solutions do not fit the verifier's context: "
+               f"not cut, not verified, score 0")
     return {**scores, "samples": rows}
 
 
@@ -328,10 +327,9 @@ def main(args) -> None:
     complete_task_args(args, recorded)
     task = make_task(args) if args.generator_tag else None
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
-                      args.temperature or 1.0, args.top_k,
-                      max_rows=args.max_rows)
-    print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, " +
-           (f"temperature {args.temperature}" if args.temperature else "greedy"))
+                      args.temperature or 1.0, args.top_k, max_rows=args.max_rows)
+    print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, "
+           + (f"temperature {args.temperature}" if args.temperature else "greedy"))
     numbers = {"args": vars(args)}
     if args.processbench:
         # The sampler asks a task for its format alone when it verifies.

@@ -39,7 +39,8 @@ class Format:
         """The text of a verification: per step its analysis and verdict, then the final verdict."""
         mark = {True: self.correct, False: self.incorrect}
         body = "".join(self.step_open + a + mark[v] + self.step_close for a, v in zip(analyses, verdicts, strict=True))
-        return self.verification_open + body + self.verification_close + self.final_open + mark[verdict] + self.final_close
+        return (self.verification_open + body + self.verification_close
+                + self.final_open + mark[verdict] + self.final_close)
 
     def step_spans(self, solution: str) -> list[tuple[int, int]]:
         """Character spans [start, end) of the reasoning steps, marks included, in order. Total: any text gives a list.
@@ -91,13 +92,12 @@ PAPER = Format(
     generator_prompt="{problem}\n\nSolve this step by step, in this form: "
                      "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
     verifier_prompt="Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse each, "
-                    "end each analysis with "
-                    "\\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, then judge the whole, in this form: "
-                    "<step_verification><step>...</step>..."
-                    "</step_verification><final_verification>\\boxed{{...}}</final_verification>",
+                    "end each analysis with \\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, then judge the whole, in this "
+                    "form: <step_verification><step>...</step>...</step_verification>"
+                    "<final_verification>\\boxed{{...}}</final_verification>",
     refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem "
-                  "again, step by step, in this "
-                  "form: <think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
+                  "again, step by step, in this form: "
+                  "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
 )
 
 COMPACT = Format(

@@ -15,8 +15,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7
 DASHES = {"none": "-", "6 3": "--", "2 2": ":"}  # SVG's and matplotlib's
 PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sampled_tokens"),
           *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))),
-          ("ver/step_f1_current", "gen_step"),
-          *((name, "gen_step") for name in INDICATORS)]
+          ("ver/step_f1_current", "gen_step"), *((name, "gen_step") for name in INDICATORS)]
 TITLES = EVALS | INDICATORS  # a metric that is not among them is titled by its name
 # What the page shows of a rollout in places of its own; other columns are facts.
 ROLLOUT_PARTS = {"step", "role", "problem", "gold", "solution", "outcome", "step_labels", "step_spans", "step_ends",
@@ -33,8 +32,8 @@ def mean_curve(runs: list[Run], metric: str, x: str) -> list[tuple[float, float,
     rows = []
     for _, here in sorted(at.items()):
         values = [point[metric] for point in here]
-        rows.append((mean(point[x] for point in here), mean(values), stdev(values) if len(values) > 1 else 0.0,
-                     len(values)))
+        rows.append((mean(point[x] for point in here), mean(values),
+                     stdev(values) if len(values) > 1 else 0.0, len(values)))
     return rows
 
 
@@ -88,11 +87,11 @@ def draw_curves(runs: list[Run], path: str) -> None:
             axis.grid(alpha=0.25)
         for axis in axes[len(panels):]:
             axis.set_visible(False)
-        handles = {label: handle for axis in axes for handle,
-                   label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        handles = {label: handle for axis in axes
+                   for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False)
-        figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to {len({run.seed for run in runs})} "
-                        f"seed(s)", fontsize=10)
+        figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to "
+                        f"{len({run.seed for run in runs})} seed(s)", fontsize=10)
         figure.savefig(path, dpi=90)
 
 
@@ -115,9 +114,8 @@ def marked_solution(rollout: dict, solver: str = "generator") -> dict:
     tail = rollout["advantages"][ends[-1] + 1 if is_own and ends else 0:]  # of what is not the solution: all of it
     learned = "answer" if is_own else "verification" if completion is None else "completion"
     return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"],
-            "steps": steps, "answer": text[at:],
-            "learned": learned, f"{learned}_advantage": round(mean(tail), 3) if tail else None,
-            "completion": completion,
+            "steps": steps, "answer": text[at:], "learned": learned,
+            f"{learned}_advantage": round(mean(tail), 3) if tail else None, "completion": completion,
             "outcome": rollout["outcome"], "verdict": rollout.get("verdict"), "verification": verification,
             "unmet": rollout.get("unmet") or [], "finish_reason": rollout["finish_reason"],
             "judged": verification is not None,

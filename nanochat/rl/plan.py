@@ -115,9 +115,11 @@ def cache_bytes_per_token(config: Config, setting: Setting) -> int:
 def sampling_bytes(config: Config, setting: Setting, prompts: int, rows: int, prompt_tokens: int,
                    new_tokens: int) -> int:
     """The peak of sampling on one rank: the caches of prompts and rows, logits, and one prefill's activations."""
-    rows, per_token, narrow = min(rows, setting.max_rows), cache_bytes_per_token(config, setting), setting.dtype.itemsize
+    rows, narrow = min(rows, setting.max_rows), setting.dtype.itemsize
     prompts = min(prompts, rows)
-    prefix, logits = prompts * prompt_tokens * per_token, rows * config.vocab_size * (4 + 4 + (narrow if narrow < 4 else 0))
+    per_token = cache_bytes_per_token(config, setting)
+    prefix = prompts * prompt_tokens * per_token
+    logits = rows * config.vocab_size * (4 + 4 + (narrow if narrow < 4 else 0))
     if setting.device_type == "cuda":
         columns = min(new_tokens, -(-new_tokens // COLUMNS_CUDA) * COLUMNS_CUDA)
         # compacting holds the old and the new one
@@ -126,8 +128,9 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, rows: int, pr
         caches = prefix + rows * new_tokens * per_token * (1 + 2 / (2 * config.n_layer))  # columns move layer by layer
     width = 2 * 4 * config.n_embd if isinstance(config, GPTConfig) else 3 * config.intermediate_size
     prefill = min(PREFILL_TOKENS, prompts * prompt_tokens) * narrow * (width + 4 * config.n_embd)
-    joined = 0 if isinstance(config, DecoderConfig) else config.n_layer * config.n_embd * (config.n_head + 2 * config.n_kv_head) * config.head_dim
-    # joined: queries, keys and values as one matrix (GPT.joined_projections)
+    # queries, keys and values as one matrix (GPT.joined_projections)
+    joined_heads = 0 if isinstance(config, DecoderConfig) else config.n_head + 2 * config.n_kv_head
+    joined = config.n_layer * config.n_embd * joined_heads * config.head_dim
     return int(max(caches + logits, prefix + prefill) + narrow * joined)
 
 
@@ -153,7 +156,8 @@ def activation_bytes(config: Config, setting: Setting, samples: int, prompt_toke
     units = max(1, setting.micro_batch_tokens // (prompt_tokens + rows * new_tokens))
     prompts, trained = units * prompt_tokens, units * rows * new_tokens
     C, L, keys = config.n_embd, config.n_layer, 2 * config.n_kv_head * config.head_dim
-    of_prompt, of_trained = block_activations(config, setting, 1), block_activations(config, setting, (prompt_tokens + new_tokens) / new_tokens)
+    of_prompt = block_activations(config, setting, 1)
+    of_trained = block_activations(config, setting, (prompt_tokens + new_tokens) / new_tokens)
     passing = 0 if isinstance(config, GPTConfig) else 2 * config.intermediate_size  # gradients inside one block
     if setting.recompute:  # inputs of blocks, keys and values of prompts; one block in full
         kept = (prompts + trained) * L * C + prompts * L * keys + trained * of_trained
@@ -174,7 +178,8 @@ def update_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: 
     else:
         cast = 0
     on_cuda = setting.device_type == "cuda"
-    chunk = min(trained, rows_of_chunk(trained, config.vocab_size, setting.dtype, on_cuda)) * config.vocab_size * (narrow if on_cuda else 16)
+    rows = min(trained, rows_of_chunk(trained, config.vocab_size, setting.dtype, on_cuda))
+    chunk = rows * config.vocab_size * (narrow if on_cuda else 16)
     return {"gradients": 4 * sizes.total // setting.shards, "weights gathered or cast": cast,
             "activations": activations,
             "logits and the head's gradient": max(chunk + 4 * sizes.head, 2 * 4 * sizes.head)}
@@ -214,7 +219,8 @@ def show_plan(plan: dict, limit_gb: float | None) -> list[str]:
     for what in plan["resident"][names[0]]:
         lines.append(f"{what:44s}" + "".join(f"{plan['resident'][name][what] / 1e9:12.3f}" for name in names))
     lines += [f"{what:44s}{size / 1e9:12.3f}" for what, size in plan["phases"].items()]
-    fits = "" if limit_gb is None else f"  {'fits' if plan['peak'] / 1e9 <= limit_gb else 'does not fit'} {limit_gb:g} GB"
+    fits = ("" if limit_gb is None
+            else f"  {'fits' if plan['peak'] / 1e9 <= limit_gb else 'does not fit'} {limit_gb:g} GB")
     return [*lines, f"{'peak: all that stays and the largest phase':44s}{plan['peak'] / 1e9:12.3f}{fits}"]
 
 
@@ -251,7 +257,8 @@ def gpu_name(device: torch.device) -> str:
 
 def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new_tokens: int, speed: Speed) -> float:
     """Seconds to run prompts and decode rows behind them, on one GPU."""
-    floor = decode_floor(model, prompts, rows, prompt_tokens, new_tokens, speed.limits) + prefill_floor(model, prompts, prompt_tokens, speed.limits)
+    floor = (decode_floor(model, prompts, rows, prompt_tokens, new_tokens, speed.limits)
+             + prefill_floor(model, prompts, prompt_tokens, speed.limits))
     return floor / speed.decode_efficiency
 
 
@@ -275,9 +282,8 @@ def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[D
     """A recipe's calls as draws. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that
     completions run to."""
     return [Draw(call.role, call.label, call.num_prompts, call.num_samples,
-                 prompt_tokens(call.wrap) + int(share * call.quoted),
-                 max(1, int(share * call.max_new_tokens)), call.times, call.trained, call.given,
-                 call.scored)
+                 prompt_tokens(call.wrap) + int(share * call.quoted), max(1, int(share * call.max_new_tokens)),
+                 call.times, call.trained, call.given, call.scored)
             for call in calls]
 
 
@@ -303,18 +309,18 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
         for draw in draws_of(calls, most))]
     lines += ["updates: " + ", ".join(f"{count} of the {role}" for role, count in totals.items())]
     for share, words in ((0.5, "half of their limits"), (1.0, "their limits")):
-        total, shown, context = 0.0, [], max(mean(call.wrap) + int(share * (call.quoted + call.max_new_tokens))
-                                             for call in calls)
+        total, shown = 0.0, []
+        context = max(mean(call.wrap) + int(share * (call.quoted + call.max_new_tokens)) for call in calls)
         for draw in draws_of(calls, mean, share):
             seconds = draw_seconds(configs[draw.role], draw, held[draw.role], setting, speed, context)
             total += draw.times * sum(seconds.values())
             shown.append(f"{draw.label} {sum(seconds.values()):.1f}s x {draw.times}")
         lines.append(f"{total / 3600:.2f} hours if completions run to {words}: {', '.join(shown)}, evaluation apart")
-    on_disk = sum((12 if held[name].trained else dtype.itemsize) * sizes_of(config).total for name,
-                  config in configs.items())
+    on_disk = sum((12 if held[name].trained else dtype.itemsize) * sizes_of(config).total
+                  for name, config in configs.items())
     lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); "
                  f"--save-every {args.save_every}, none is removed")
     return [*lines,
             f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and "
-            f"{100 * speed.decode_efficiency:.0f}% of "
-            f"the bandwidth's speed in decoding; nothing was measured or loaded"]
+            f"{100 * speed.decode_efficiency:.0f}% of the bandwidth's speed in decoding; "
+            f"nothing was measured or loaded"]

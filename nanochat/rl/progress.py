@@ -117,14 +117,14 @@ def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype)
     """What is wrong with a start. sampled: of `sampled_scores`; judged: a verifier's scores, {} without one."""
     warnings = []
     if sampled["pass@1"] == 0:
-        warnings.append("no sampled solution is right: RL finds nothing to reinforce; give SFT longer or easier "
-                        "problems")
+        warnings.append("no sampled solution is right: RL finds nothing to reinforce; "
+                        "give SFT longer or easier problems")
     if sampled["end_token_rate"] < 0.5:
-        warnings.append("under half of the completions end: SFT never taught the end token, or --max-new-tokens is "
-                        "too small")
+        warnings.append("under half of the completions end: SFT never taught the end token, "
+                        "or --max-new-tokens is too small")
     if judged.get("parse_fail", 0) > 0.5:
-        warnings.append("under half of the verifications parse: the verifier has not learned its format; train its "
-                        "SFT longer")
+        warnings.append("under half of the verifications parse: the verifier has not learned its format; "
+                        "train its SFT longer")
     elif judged.get("pred_pos_rate") in (0.0, 1.0) or judged.get("balanced_acc") == 0.5:
         warnings.append("the verifier is constant (balanced accuracy 0.5): SFT it on balanced solutions, and use "
                         "--verifier-balance")

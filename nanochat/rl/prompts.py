@@ -79,8 +79,8 @@ def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
 
 
 def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
-    """Token ids of the verifier's prompt: the problem, the quoted solution and how many steps it has (Tango section
-    3)."""
+    """Token ids of the verifier's prompt: the problem, the quoted solution and how many steps it has
+    (Tango section 3)."""
     quoted = fmt.quote(solution)
     text = fmt.verifier_prompt.format(problem=fmt.quote(problem), solution=quoted,
                                       num_steps=len(fmt.step_spans(solution)))
@@ -154,7 +154,8 @@ class Verification:
     @property
     def usable_steps(self) -> list[bool] | None:
         """The step verdicts, or None when any of them is missing or their number is wrong."""
-        return None if {"missing_tags", "step_without_verdict", "step_count_mismatch"} & set(self.unmet) else self.step_verdicts
+        unusable = {"missing_tags", "step_without_verdict", "step_count_mismatch"} & set(self.unmet)
+        return None if unusable else self.step_verdicts
 
 
 UNMET = ("missing_tags", "step_without_verdict", "step_count_mismatch", "no_final_verdict")
@@ -164,8 +165,8 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
     """Reads a verification of a solution with `num_steps` steps. Total: any text gives verdicts or None, with the
     reasons.
 
-    Only this text counts: the verifier's own completion, never its prompt. COMPACT: "3+5:8T;8*2:5F;=F" -> [True,
-    False], False.
+    Only this text counts: the verifier's own completion, never its prompt.
+    COMPACT: "3+5:8T;8*2:5F;=F" -> [True, False], False.
     """
     final_at = text.rfind(fmt.final_open)
     body, tail = (text[:final_at], text[final_at + len(fmt.final_open):]) if final_at >= 0 else (text, "")

@@ -98,7 +98,8 @@ def read_run(folder: str) -> Run:
         args = config["args"]
         _ = [(record["step"], record["role"]) for record in records], [rollout["step_spans"] for rollout in rollouts]
         match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
-        task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"] else (args["task"], name)
+        task, arm = ((match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"]
+                     else (args["task"], name))
         roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
         counts = {f"{short_name(role)}_step": summary[f"{short_name(role)}_steps"] for role in roles}
         first = {**dict.fromkeys(counts, 0), "sampled_tokens": 0, **summary["before"]}
@@ -228,7 +229,8 @@ def interval(values: list[float]) -> tuple[float, float | None]:
     if len(values) < 2:
         return values[0], None
     degrees, z = len(values) - 1, NormalDist().inv_cdf(0.975)
-    t = STUDENT[degrees - 1] if degrees <= len(STUDENT) else z + (z ** 3 + z) / (4 * degrees) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * degrees ** 2)
+    t = (STUDENT[degrees - 1] if degrees <= len(STUDENT)
+         else z + (z ** 3 + z) / (4 * degrees) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * degrees ** 2))
     return mean(values), t * stdev(values) / len(values) ** 0.5
 
 
@@ -352,7 +354,8 @@ def cells(row: dict) -> list[str]:
     """A row of `compare` as the texts of COLUMNS, in percent and points."""
     def spread(values):
         values = [v for v in values if v is not None]
-        return "-" if not values else f"{100 * mean(values):.1f}" + (f" ± {100 * stdev(values):.1f}" if len(values) > 1 else "")
+        deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
+        return "-" if not values else f"{100 * mean(values):.1f}" + deviation
 
     def paired(values):
         if not values or row["arm"] == BASELINE:
@@ -376,8 +379,7 @@ def cells(row: dict) -> list[str]:
         return "-" if row["arm"] == BASELINE else "not measurable" if value is None else f"{100 * value:.0f}%"
 
     return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]),
-            paired(row["final_gain"]),
-            paired(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
+            paired(row["final_gain"]), paired(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
             spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before"),
             share(row["final_recovered"]), share(row["area_recovered"]), change(row["ver/step_f1_fixed"]),
             change(row["ver/outcome_f1_fixed"])]
@@ -387,7 +389,8 @@ def provenance(runs: list[Run]) -> str:
     """One line: how many runs, how long they took together, of which commits and versions."""
     facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in runs}))}"
              for name in ("commit", "torch", "world")]
-    return f"{len(runs)} runs, {sum(run.summary['minutes'] for run in runs):.0f} minutes one after the other; {'; '.join(facts)}"
+    return (f"{len(runs)} runs, {sum(run.summary['minutes'] for run in runs):.0f} minutes one after the other; "
+            f"{'; '.join(facts)}")
 
 
 def markdown_table(rows: list[dict]) -> str:

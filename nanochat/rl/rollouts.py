@@ -108,8 +108,8 @@ def join(parts: list[Rollouts]) -> Rollouts:
         rows = [missing[name](part) if row is None else row for row, part in zip(rows, parts, strict=True)]
         return torch.cat([pad(row, (0, width - row.shape[1])) if row.dim() == 2 else row for row in rows])
 
-    group_id = torch.cat([part.group_id + sum(len(other.prompts) for other in parts[:i]) for i,
-                          part in enumerate(parts)])
+    group_id = torch.cat([part.group_id + sum(len(other.prompts) for other in parts[:i])
+                          for i, part in enumerate(parts)])
     shared = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
     whole = Rollouts([prompt for part in parts for prompt in part.prompts], group_id,
                      **{name: stacked(name) for name in PER_ROLLOUT if name != "group_id"},

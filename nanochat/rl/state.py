@@ -92,8 +92,7 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
     rank, world = rank_and_world()
     if "memory" not in saved:
         raise BadInput(f"run {run_name} was made before recipes were files, and its state is of another kind; "
-                       f"continue it with "
-                       f"the version that made it")
+                       f"continue it with the version that made it")
     if saved.pop("roles") != sorted(roles):
         raise BadInput(f"run {run_name} was saved with other roles than {', '.join(sorted(roles))}")
     saved_world = saved.pop("world")
@@ -112,8 +111,8 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
 
 
 def drop_sets_behind(run, step: int, roles: dict) -> None:
-    """Removes a run's checkpoints of later steps: a run that goes on from an earlier step writes another history. Rank
-    0.
+    """Removes a run's checkpoints of later steps: a run that goes on from an earlier step writes another history.
+    Rank 0.
 
     A set's state goes first, so that no half of a set is ever valid.
     """

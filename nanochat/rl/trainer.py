@@ -21,14 +21,15 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     U, T = len(batch.prompt_ids), batch.tokens.shape[1]
     R = len(batch.tokens) // U
     prefix = KVCache(model.config.n_layer)
-    # (U, 1, C)
-    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix, last_only=True)
+    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix,
+                                last_only=True)  # (U, 1, C)
     first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
     # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights
     # as often.
     inputs = batch.tokens[:, : max(1, T - 1)]
     prompt_lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1)
-    positions = prompt_lengths.repeat_interleave(R)[:, None] + torch.arange(inputs.shape[1], device=prompt_lengths.device)
+    positions = (prompt_lengths.repeat_interleave(R)[:, None]
+                 + torch.arange(inputs.shape[1], device=prompt_lengths.device))
     rest = model.trunk(inputs, positions=positions, prefix=prefix)  # (U*R, T-1, C)
     return torch.cat([first, rest[:, : T - 1]], dim=1)
 
@@ -44,8 +45,7 @@ def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
 
 
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float,
-           temperature: float, device,
-           check_stop=lambda: None) -> dict:
+           temperature: float, device, check_stop=lambda: None) -> dict:
     """One optimizer step on all micro-batches of all ranks; returns its metrics.
 
     Gradients are summed over micro-batches and ranks: the denominators are in the weights. When the loss or the

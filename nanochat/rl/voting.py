@@ -88,8 +88,7 @@ def choose(answers: list[str | None], outcomes: list[bool | None], scores: list[
     vote, best, weighted = majority(answers), best_of_n(scores, tie_breaks), weighted_vote(answers, scores)
     right = lambda answer: float(answer is not None and outcomes[answers.index(answer)])
     return {"pass@1": num_right / n, "maj": right(vote), "bon": float(outcomes[best]), "weighted": right(weighted),
-            "pass@n": pass_at_k(n, num_right, n),
-            "chosen": {"maj": vote, "bon": kept[best], "weighted": weighted}}
+            "pass@n": pass_at_k(n, num_right, n), "chosen": {"maj": vote, "bon": kept[best], "weighted": weighted}}
 
 
 # Calibration of shares (of k verifications that say CORRECT) as probabilities of being right
@@ -131,5 +130,4 @@ def calibration(shares: list[float], outcomes: list[bool]) -> dict | None:
         return None
     bins = reliability(shares, outcomes)
     return {"count": len(shares), "ece": expected_calibration_error(bins), "brier": brier(shares, outcomes),
-            "auroc": auroc(shares, outcomes),
-            "bins": bins}
+            "auroc": auroc(shares, outcomes), "bins": bins}
