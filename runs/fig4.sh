@@ -3,9 +3,10 @@
 # GRPO also in its own learning rate); then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
-# Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin, critique_grpo, score), and those and
-# grpo with another rate (grpo_2e-4). Two-turn recipes start from a second SFT, which teaches the form of a second attempt;
-# beside them stands grpo_refine, GRPO from the same SFT with twice the steps.
+# Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin, critique_grpo, score), and these and
+# grpo with another rate (grpo_2e-4). Two-turn recipes start from a second SFT, which teaches the form of a second
+# attempt; beside them stands grpo_refine, GRPO from the same SFT with twice the steps. spin_clean is SPIN with
+# demonstrations that are right (chain only).
 #   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores (last_letter: an hour, mixture: two)
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
@@ -15,8 +16,8 @@ JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_2e-4 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
 no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
-OTHERS="prime dpo spin grpo_refine critique_grpo score"
-TUNED="grpo|grpo_refine|prime|dpo|spin|critique_grpo|score"  # arms that also come with another rate
+OTHERS="prime dpo spin spin_clean grpo_refine critique_grpo score"
+TUNED="grpo|grpo_refine|prime|dpo|spin|spin_clean|critique_grpo|score"  # arms that also come with another rate
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
@@ -76,6 +77,7 @@ arm_flags() {  # what makes an arm
         prime) echo "--recipe prime --lr 1e-4 --prm-lr 1e-4 --process-norm none" ;;
         dpo) echo "--recipe dpo --lr 1e-4" ;;
         spin) echo "--recipe spin --lr 3e-5" ;;
+        spin_clean) [ "$TASK" = chain ] && echo "--recipe spin --lr 1e-4 --chain-wrongness 0" ;;  # demonstrations are right
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
         grpo_refine) echo "--recipe grpo $GRPO_FLAGS --num-steps $((2 * STEPS))" ;;
         critique_grpo) echo "--recipe critique_grpo --lr 2e-4" ;;
@@ -128,7 +130,11 @@ flags_of() {  # seed, arm: all of a run's flags
 case $LIST in
     "") ;;
     ablations) echo $ABLATIONS; exit ;;
-    flags) for arm in $(printf '%s\n' $MAIN $ABLATIONS $OTHERS | sort -u); do echo "$arm $(flags_of 0 "$arm")"; done; exit ;;  # of seed 0
+    flags)  # of seed 0
+        for arm in $(printf '%s\n' $MAIN $ABLATIONS $OTHERS | sort -u); do
+            ! arm_flags "$arm" > /dev/null || echo "$arm $(flags_of 0 "$arm")"
+        done
+        exit ;;
     *) refuse "--list $LIST: there are ablations, flags" ;;
 esac
 

@@ -179,6 +179,9 @@ def fig4(*flags: str) -> subprocess.CompletedProcess:
     (["--seeds", "1 two"], ["--seeds two"]),
     (["--seeds", "01 1"], ["--seeds 01"]),
     (["--arms", "alpha_0.xyz"], ["--arms alpha_0.xyz"]),
+    (["--arms", "tango_2e-4"], ["--arms tango_2e-4"]),
+    (["--arms", "dpo_20"], ["--arms dpo_20"]),
+    (["--task", "mixture", "--arms", "spin_clean"], ["--arms spin_clean"]),
     (["--arms", "*"], ["--arms *"]),
     (["--steps", "08"], ["--steps 08"]),
     (["--steps", ""], ["--steps"]),
@@ -201,6 +204,7 @@ def test_the_experiment_refuses_a_number_of_jobs_that_is_none(monkeypatch):
     ("runs/chain-grpo-s1", "chain-grpo-s1", "--lr 1\n"),
     ("chatsft_checkpoints/chain-s1", "sft-chain-s1", "--lr 1\n"),
     ("chatsft_checkpoints/chain-s1-ver-small", "sft-chain-s1-ver-small", "--lr 1\n"),
+    ("chatsft_checkpoints/chain-s1-refine", "sft-chain-s1-refine", "--lr 1\n"),
     ("chatsft_checkpoints/chain-s1-ver", "sft-chain-s1-ver", None),  # nothing tells how it was made
 ])
 def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(monkeypatch, tmp_path, folder, log, flags):
@@ -209,7 +213,7 @@ def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(monkeypa
     if flags:
         (tmp_path / "logs" / f"{log}.flags").write_text(flags)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    done = fig4("--arms", "tango grpo small_verifier", "--seeds", "1", "--out", str(tmp_path / "out"))
+    done = fig4("--arms", "tango grpo small_verifier score_2e-4", "--seeds", "1", "--out", str(tmp_path / "out"))
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/{folder} was made with other "
                                                            f"flags") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -228,5 +232,5 @@ def test_the_flags_of_every_arm_are_those_of_its_recipe(task):
     assert len(lines) > 25
     for line in lines:
         arm, *flags = line.split()
-        args = tango_rl.make_parser(flags).parse_args(flags)
-        assert args.recipe == (arm if arm in recipes.names() else "grpo" if arm.startswith("grpo_") else "tango")
+        args, other = tango_rl.make_parser(flags).parse_args(flags), arm.partition("_")[0]  # grpo_2e-4, spin_clean
+        assert args.recipe == next((name for name in (arm, other) if name in recipes.names()), "tango")

@@ -13,6 +13,7 @@ from nanochat.common import BadInput
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
+from nanochat.kernels.cpu import library
 from nanochat.optim import adamw
 from nanochat.rl.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, memory_plan, resident_bytes,
                               sampling_bytes, sizes_of, update_bytes, variants)
@@ -88,14 +89,17 @@ def measure(name: str, setting: Setting) -> dict[str, int]:
 
 @pytest.mark.parametrize("name, recompute", [("gpt", False), ("tied", False), ("tied", True), ("qk_norm", False)])
 def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
-    """What stays to 2%, an update to 7%, sampling to 12%."""
+    """What stays to 2%, an update to 7%, sampling to 12%. Without the compiled kernels PyTorch's own operations keep
+    more: to 20% and 15%."""
     setting = replace(SETTING, recompute=recompute)
-    measured = measure(name, setting)
-    assert sum(resident_bytes(CONFIGS[name], setting, Held()).values()) == pytest.approx(measured["resident"], rel=0.02)
-    assert (sum(update_bytes(CONFIGS[name], setting, GROUP, PROMPT, NEW).values())
-            == pytest.approx(measured["update"], rel=0.07))
-    assert (sampling_bytes(CONFIGS[name], setting, PROMPTS, PROMPTS * GROUP, PROMPT, NEW)
-            == pytest.approx(measured["sampling"], rel=0.12))
+    measured, group, sequence = measure(name, setting), (PROMPTS, PROMPTS * GROUP), (PROMPT, NEW)
+    of_update, of_sampling = (0.07, 0.12) if library() else (0.20, 0.15)
+    resident = sum(resident_bytes(CONFIGS[name], setting, Held()).values())
+    assert resident == pytest.approx(measured["resident"], rel=0.02)
+    updating = sum(update_bytes(CONFIGS[name], setting, GROUP, *sequence).values())
+    assert updating == pytest.approx(measured["update"], rel=of_update)
+    sampling = sampling_bytes(CONFIGS[name], setting, *group, *sequence)
+    assert sampling == pytest.approx(measured["sampling"], rel=of_sampling)
 
 
 def test_planned_memory_is_near_what_is_allocated_in_bf16():
@@ -184,6 +188,12 @@ def test_seconds_of_a_draw_go_with_its_size():
     # A reference adds a forward to the forward and the two that a backward costs.
     alone = draw_seconds(config, draw, Held(reference=False), setting, Speed(), 1100)
     assert seconds["update"] == pytest.approx(alone["update"] * 4 / 3)
+    # So does each scoring, of what is trained and of what is not.
+    scored = replace(draw, scored=2)
+    assert draw_seconds(config, scored, Held(reference=False), setting, Speed(), 1100)["update"] == pytest.approx(
+        alone["update"] * 5 / 3)
+    assert draw_seconds(config, replace(scored, trained=False), Held(), setting, Speed(), 1100)["update"] == pytest.approx(
+        alone["update"] * 2 / 3)
 
 
 def test_plan_memory_prints_what_fits(capsys):

@@ -206,7 +206,8 @@ def test_a_continued_run_refuses_a_changed_text(base, own):
 
 
 @pytest.mark.parametrize("text, words", [
-    ("def play(t:\n", "SyntaxError"), ("import no_such_module\n", "no_such_module"),
+    ("def play(t:\n", "SyntaxError"), ("import no_such_module\n", "no_such_module' (line 1)"),
+    ("TAGS = {}\nROLES = {'generator': 1 / 0}\n", "ZeroDivisionError: division by zero (line 2)"),
     ("TAGS = ROLES = {}\n", "has no calls, play, evaluate")])
 def test_a_file_that_is_no_recipe_is_refused_in_one_line(capsys, base, tmp_path, text, words):
     path = tmp_path / "broken.py"
@@ -283,6 +284,9 @@ def test_a_run_of_before_recipes_were_files_is_refused_in_one_line(base):
 @pytest.mark.parametrize("old, new, words", [
     ('"verifier": RoleSpec(', '"general": RoleSpec(', "the same first three letters"),
     ('RoleSpec("--model-tag")', 'RoleSpec("--model-tag", trained=False)', "none of its roles is trained"),
+    ('RoleSpec("--verifier-tag", "-ver"', 'RoleSpec("--model-tag", "-ver"', "needs a tag flag of its own"),
+    ('RoleSpec("--model-tag")', 'RoleSpec("--model-tag", shares="verifier")', "shares layers with verifier"),
+    ('RoleSpec("--model-tag")', '"--model-tag"', "ROLES must be a dict of names and RoleSpecs"),
     ('Call("verifier", "verdicts"', 'Call("verifier", "solutions"', "declare a label twice")])
 def test_roles_and_calls_that_clash_are_refused(capsys, base, own, old, new, words):
     own.write_text(own.read_text().replace(old, new))
@@ -292,6 +296,18 @@ def test_roles_and_calls_that_clash_are_refused(capsys, base, own, old, new, wor
     line = capsys.readouterr().err
     assert (stop.value.code == 2 and line.startswith(f"error: --recipe {own}: ")
             and words in line and line.count("\n") == 1)
+
+
+def test_a_run_without_the_text_it_was_started_with_is_refused(base, own):
+    train(str(own), "--run", "mine")
+    (base / "runs" / "mine" / "recipe.py").unlink()
+    with pytest.raises(BadInput, match="recipe.py is missing"):
+        train(str(own), "--run", "mine", "--resume-from-step", "auto")
+
+
+def test_a_path_may_start_with_a_tilde(monkeypatch, own):
+    monkeypatch.setenv("HOME", str(own.parent))
+    assert recipes.load("~/few_labels.py").text == own.read_text()
 
 
 def test_a_label_is_drawn_once_in_a_step(base, own):
@@ -330,6 +346,7 @@ def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, word
     ("[Call(\"generator\", \"solutions\"", "[Call(\"judge\", \"solutions\"",
      "name a role judge; there are generator, verifier"),
     ("args.verifier_max_new_tokens, args.num_steps", "0, args.num_steps", "declare nothing to sample as verdicts"),
+    ("    return [Call(", "    [Call(", "must give a list of Call"),
     ("\"--gold-every\"", "\"--num-steps\"", "conflicting option")])
 def test_declarations_that_cannot_be_are_refused_before_anything_is_written(base, own, old, new, words):
     text = own.read_text()
