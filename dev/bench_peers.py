@@ -148,10 +148,10 @@ def run_trl(args) -> dict:
             learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0, use_cpu=True, bf16=False,
             gradient_checkpointing=False,
             dataloader_pin_memory=False, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True)
-        trainer = TimedGRPO(model, reward_funcs=lambda completions,
-                            **_: torch.rand(len(completions), generator=dice).tolist(), args=config,
-                            train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer,
-                            callbacks=[Clock()])
+        trainer = TimedGRPO(
+            model, reward_funcs=lambda completions, **_: torch.rand(len(completions), generator=dice).tolist(),
+            args=config, train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer,
+            callbacks=[Clock()])
         initial, before = [p.detach().clone() for p in model.parameters()], memory_mb()[0]
         trainer.train()
         peak = memory_mb()[1] - before
@@ -176,9 +176,8 @@ def run_nanochat(args) -> dict:
     optimizer = model.setup_optimizer()
     for group in optimizer.param_groups:
         group["lr"] *= 0.05  # chat_rl's --init-lr-frac
-    # neither is sampled
-    engine = Engine(model,
-                    SimpleNamespace(encode_special=lambda _: args.vocab_size, get_bos_token_id=lambda: args.vocab_size))
+    engine = Engine(model, SimpleNamespace(encode_special=lambda _: args.vocab_size,
+                                           get_bos_token_id=lambda: args.vocab_size))  # neither is sampled
     prompts = random_prompts(args, args.examples_per_step * (args.steps + 1))
     steps, generation = [], []
     initial, before = [p.detach().clone() for p in model.parameters()], memory_mb()[0]
@@ -266,8 +265,8 @@ def interleave(args) -> dict:
                 runs[name].append(run)
     print(f"\n{args.workload}: {WORKLOADS[args.workload]}, {args.rounds} rounds of {args.steps} steps, "
           f"{os.cpu_count()} threads\n")
-    print("| | s per step (min - max) | sampling s | update s | peak MB | times ours | others' CPU |\n| --- | --- | "
-          "--- | --- | --- | --- | --- |")
+    print("| | s per step (min - max) | sampling s | update s | peak MB | times ours | others' CPU |\n"
+          "| --- | --- | --- | --- | --- | --- | --- |")
     for name, rows in runs.items():
         seconds, gen, update, peak, others = ([row[key] for row in rows]
                                               for key in ("s_per_step", "gen_s", "update_s", "peak_mem_mb",

@@ -47,8 +47,8 @@ def main(folder: str):
             ordinary = [pair for pair in pairs if compare(*map(read, pair)) is not None]
             read.cache_clear()
             start = time.monotonic()
-            wrong = [pair for pair,
-                     verdict in zip(ordinary, graded(pool, ordinary), strict=True) if verdict is not True]
+            wrong = [pair for pair, verdict in zip(ordinary, graded(pool, ordinary), strict=True)
+                     if verdict is not True]
             print(f"{name}: {len(ordinary)} of {len(pairs)} varied forms need no worker, "
                   f"{len(ordinary) / (time.monotonic() - start):.0f}/s; not True: {wrong}")
 

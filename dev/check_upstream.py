@@ -159,8 +159,7 @@ def record_tokenizer(tokenizer) -> dict:
     from nanochat.tokenizer import get_token_bytes
     ids, mask = tokenizer.render_conversation({"messages": CONVERSATION})
     return {"texts": [tokenizer.encode(text) for text in TEXTS], "conversation": [ids, mask],
-            "bytes": get_token_bytes(),
-            "prompt": tokenizer.render_for_completion({"messages": CONVERSATION[1:3]})}
+            "bytes": get_token_bytes(), "prompt": tokenizer.render_for_completion({"messages": CONVERSATION[1:3]})}
 
 
 def worker(mode: str, upstream: str, seed: int) -> None:
@@ -192,8 +191,7 @@ def run_upstream(args, base: str, mode: str) -> dict:
     """The records of a worker with this base directory."""
     os.makedirs(base, exist_ok=True)
     env = {**os.environ, "PYTHONPATH": str(Path(args.upstream).resolve()), "NANOCHAT_BASE_DIR": base,
-           "NANOCHAT_DTYPE": "float32",
-           "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
+           "NANOCHAT_DTYPE": "float32", "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
     command = [args.python, os.path.abspath(__file__), "--upstream", os.path.abspath(args.upstream), "--seed",
                str(args.seed), "--worker", mode]
     done = subprocess.run(command, cwd=base, env=env, capture_output=True, text=True)
@@ -233,15 +231,15 @@ def compare_model(model, record: dict, stop_tokens: list[int]):
 
 
 def compare_tokenizer(tokenizer, record: dict):
-    yield "texts with other ids", sum(tokenizer.encode(text) != ids for text,
-                                      ids in zip(TEXTS, record["texts"], strict=True)), 0
-    yield "texts that do not come back", sum(tokenizer.decode(ids) != text.replace("\ufffd", "?") for text,
-                                             ids in zip(TEXTS, record["texts"], strict=True)), 0
+    yield "texts with other ids", sum(tokenizer.encode(text) != ids
+                                      for text, ids in zip(TEXTS, record["texts"], strict=True)), 0
+    yield "texts that do not come back", sum(tokenizer.decode(ids) != text.replace("\ufffd", "?")
+                                             for text, ids in zip(TEXTS, record["texts"], strict=True)), 0
     yield ("conversation: ids or mask differ",
            int(list(tokenizer.render_conversation(CONVERSATION, 2048)) != record["conversation"]), 0)
     sizes = [len(tokenizer.token_bytes(i)) for i in range(VOCAB_SIZE - 9)] + [0] * 9
-    yield "tokens with another number of bytes", sum(a != b for a,
-                                                     b in zip(sizes, record["bytes"].tolist(), strict=True)), 0
+    yield "tokens with another number of bytes", sum(a != b
+                                                     for a, b in zip(sizes, record["bytes"].tolist(), strict=True)), 0
     yield "prompt: ids differ", int(tokenizer.render_prompt(CONVERSATION[1]["content"]) != record["prompt"]), 0
 
 

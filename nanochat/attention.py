@@ -95,9 +95,8 @@ class KVCache:
         cache.length, cache.column = self.length, self.column
         for i in range(len(self.k)):
             columns = (torch.cat(part, dim=3) for part in zip(*self.parts(i), strict=True))
-            # (U', Hkv, R', T, D)
             cache.k[i], cache.v[i] = (x.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2).contiguous()
-                                      for x in columns)
+                                      for x in columns)  # (U', Hkv, R', T, D)
         cache.last_embedding = self.last_embedding[rows.flatten()]
         cache.positions = None if self.positions is None else self.positions[rows.flatten()]
         return cache
@@ -277,10 +276,12 @@ class _Attend(torch.autograd.Function):
 
 class _Spec(ctypes.Structure):
     """`Attention` of cpu_attention.c."""
-    _fields_ = [(name, ctypes.c_void_p) for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias",
-                                                     "recent_k", "recent_v")] \
-        + [(name, ctypes.c_long) for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows", "recent")] \
-        + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4), ("recent_strides", ctypes.c_long * 4)]
+    _fields_ = ([(name, ctypes.c_void_p)
+                 for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias", "recent_k", "recent_v")]
+                + [(name, ctypes.c_long)
+                   for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows", "recent")]
+                + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4),
+                   ("recent_strides", ctypes.c_long * 4)])
 
 
 def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:

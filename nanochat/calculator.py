@@ -57,8 +57,8 @@ def calculate(expression: str) -> str | None:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         return str(number(tree) if set(text) <= ARITHMETIC else count(tree))
-    # the last two: the parser's word for too deep
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, ArithmeticError,
+            RecursionError, MemoryError):  # the last two: the parser's word for too deep
         return None
 
 

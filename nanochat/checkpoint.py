@@ -77,8 +77,8 @@ def find_step(stage: str, tag: str, step: int | None = None) -> int:
     if not steps:
         raise BadInput(f"no checkpoint {tag} in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}")
     if step is not None and step not in steps:
-        raise BadInput(f"checkpoint {tag} in {path_of(stage)} has no step {step}; there are: "
-                       f"{', '.join(map(str, steps))}")
+        raise BadInput(f"checkpoint {tag} in {path_of(stage)} has no step {step}; "
+                       f"there are: {', '.join(map(str, steps))}")
     return steps[-1] if step is None else step
 
 
@@ -222,8 +222,8 @@ def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
     """Says so when an older run left a later step under the tag, which is what loads."""
     last = list_steps(stage, tag)[-1]
     if last > step:
-        print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, which is what loads unless a "
-               f"step is given")
+        print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, "
+               f"which is what loads unless a step is given")
 
 
 def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> int | None:

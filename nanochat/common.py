@@ -117,8 +117,8 @@ def check_unchanged(what: str, before: dict, args, may_change: set[str], default
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():
         if name not in may_change:
-            raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; a "
-                           f"continued run cannot change it")
+            raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; "
+                           f"a continued run cannot change it")
     return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]
 
 
@@ -391,8 +391,8 @@ def uses_wandb(run_name: str) -> bool:
     if mode == "online":
         import wandb
         if not wandb.login(prompt=False, verify=False):
-            raise BadInput(f"--run {run_name}: wandb has no API key; run `wandb login`, or set WANDB_MODE=offline or "
-                           f"WANDB_MODE=disabled")
+            raise BadInput(f"--run {run_name}: wandb has no API key; "
+                           f"run `wandb login`, or set WANDB_MODE=offline or WANDB_MODE=disabled")
     return True
 
 

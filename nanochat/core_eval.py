@@ -106,8 +106,8 @@ def read_task(folder: str, path: str, index: int, entry, baselines: dict[str, fl
     if not isinstance(shots, list) or not shots or type(shots[0]) is not int or shots[0] < 0:
         raise BadInput(f"{path}: {label}: num_fewshot must be a list that starts with a number")
     if not 0 <= baselines.get(label, -1) < 100:
-        raise BadInput(f"{os.path.join(folder, 'eval_meta_data.csv')}: no random baseline from 0 to below 100 for "
-                       f"{label}")
+        raise BadInput(f"{os.path.join(folder, 'eval_meta_data.csv')}: "
+                       f"no random baseline from 0 to below 100 for {label}")
     data = os.path.join(folder, "eval_data", entry["dataset_uri"])
     task = CoreTask(label, kind, read_items(data, kind), shots[0], delimiter, baselines[label])
     if len(task.items) <= task.num_fewshot:
@@ -183,8 +183,8 @@ def rows_of(tokenizer, task: CoreTask, items: list[dict], index: int) -> list[tu
         return [(ids, len(ids) - common or len(ids)) for ids in rows]  # contexts all the same: nothing to score
     before = [tokenizer.bos, *tokenizer.encode(f"{shots}{str(item['context']).strip()}{task.delimiter}".strip())]
     if len(before) >= len(rows[0]) or rows[0][: len(before)] != before:
-        raise BadInput(f"{task.label}: the continuation {item['continuation']!r} has no tokens of its own behind its "
-                       f"context")
+        raise BadInput(f"{task.label}: the continuation {item['continuation']!r} "
+                       f"has no tokens of its own behind its context")
     return [(rows[0], len(before))]
 
 

@@ -36,8 +36,8 @@ def find_files(sources: list[str]) -> list[str]:
         files += sorted(found)
     endings = {os.path.splitext(name)[1] for name in files}
     if len(endings) > 1 or endings - FORMATS.keys():
-        raise BadInput(f"{', '.join(sources)}: has files ending in {', '.join(sorted(endings))}; give one format of "
-                       f"{', '.join(FORMATS)}")
+        raise BadInput(f"{', '.join(sources)}: has files ending in {', '.join(sorted(endings))}; "
+                       f"give one format of {', '.join(FORMATS)}")
     return files
 
 
@@ -87,8 +87,8 @@ class Documents:
             while (row := self._next(rows, i)) is not None:
                 i += 1
                 if not isinstance(row["text"], str):
-                    raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} in epoch {self.epoch} "
-                                   f"has no text")
+                    raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} "
+                                   f"in epoch {self.epoch} has no text")
                 nothing_yet = False
                 yield row["text"]
             if nothing_yet:

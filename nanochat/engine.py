@@ -114,8 +114,7 @@ def _first_above(cumulative, target):
 
 
 def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int],
-             keys: list[int],
-             temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
+             keys: list[int], temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
              should_stop: Callable[[], bool] = lambda: False, tool: Tool | None = None) -> Samples:
     """Samples `num_samples` completions of each of P prompts.
 
@@ -128,9 +127,8 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - max_new_tokens:
-            raise BadInput(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones it must have 1 to "
-                           f"{context - max_new_tokens} "
-                             f"(context {context})")
+            raise BadInput(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones "
+                           f"it must have 1 to {context - max_new_tokens} (context {context})")
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)
     with torch.inference_mode(), model.joined_projections():
@@ -140,8 +138,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     width = max(int(out.lengths[:N].max()), 1) if N else 1
     # Copies, made outside of inference mode: ordinary tensors, that training may keep.
     return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(),
-                   out.stopped[:N].clone(),
-                   out.forced[:N, :width].clone() if tool else None)
+                   out.stopped[:N].clone(), out.forced[:N, :width].clone() if tool else None)
 
 
 def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
@@ -166,8 +163,7 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         for n in order[start: start + max_rows]:
             units.setdefault(n // num_samples, []).append(n)
         _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k,
-                max_rows, should_stop,
-                tool)
+                max_rows, should_stop, tool)
     return out
 
 
@@ -312,8 +308,8 @@ def arrange(units: list[list[int]], filler: int, max_places: int) -> tuple[torch
     widths = range(max(map(len, units)), 0, -1)
     R = next(r for r in widths if r * sum(-(-len(unit) // r) for unit in units) <= min(MAX_FILLED * total, max_places))
     lines = [(u, unit[i: i + R]) for u, unit in enumerate(units) for i in range(0, len(unit), R)]
-    return torch.tensor([[u] for u, _ in lines]), torch.tensor([members + [filler] * (R - len(members)) for _,
-                                                                members in lines])
+    return torch.tensor([[u] for u, _ in lines]), torch.tensor([members + [filler] * (R - len(members))
+                                                                for _, members in lines])
 
 
 def pad_prompts(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:

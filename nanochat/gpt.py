@@ -298,9 +298,8 @@ def config_of(args, vocab_size: int) -> GPTConfig:
     n_head = args.n_head or max(1, n_embd // 128)
     n_kv_head = args.n_kv_head or n_head
     if depth < 1 or n_embd < 24 or n_embd % (2 * n_head) or n_head % n_kv_head:
-        raise BadInput(f"--depth {depth} --n-embd {n_embd} --n-head {n_head} --n-kv-head {n_kv_head}: need depth >= "
-                       f"1, width >= 24 and a "
-                       f"multiple of twice the heads, heads a multiple of the key/value heads")
+        raise BadInput(f"--depth {depth} --n-embd {n_embd} --n-head {n_head} --n-kv-head {n_kv_head}: need depth >= 1, "
+                       f"width >= 24 and a multiple of twice the heads, heads a multiple of the key/value heads")
     return GPTConfig(args.sequence_len, vocab_size, depth, n_head, n_kv_head, n_embd, args.window_pattern)
 
 

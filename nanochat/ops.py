@@ -255,6 +255,5 @@ class _SplitHeads(torch.autograd.Function):
         grad_gate, grad_embedding = ((None, None) if gate is None
                                      else (torch.empty_like(gate), torch.empty_like(embedding)))
         cpu.call("split_heads_backward", ctypes.byref(ctx.shape), *(x.contiguous() for x in (grad_q, grad_k, grad_v)),
-                 q, k, factors, cos, sin, gate, embedding,
-                 grad_qkv, grad_gate, grad_embedding)
+                 q, k, factors, cos, sin, gate, embedding, grad_qkv, grad_gate, grad_embedding)
         return grad_qkv, None, None, grad_gate, grad_embedding, None, None, None, None

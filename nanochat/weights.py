@@ -152,8 +152,8 @@ def with_shards(saved: dict, optimizer) -> dict:
     if not any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         return saved
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return saved | {"state": {i: {key: as_part_of(parameters[i], x) for key, x in entry.items()} for i,
-                              entry in saved["state"].items()}}
+    return saved | {"state": {i: {key: as_part_of(parameters[i], x) for key, x in entry.items()}
+                              for i, entry in saved["state"].items()}}
 
 
 def as_part_of(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

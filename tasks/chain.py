@@ -39,8 +39,8 @@ def add_args(parser):
     group.add_argument("--chain-max-steps", type=int, default=8,
                        help="operations of the longest problem in RL; test_out has 1 and 2 more")
     group.add_argument("--chain-answer", choices=["final", "all"], default="all",
-                       help="what the answer states: the final result only (a wrong chain can be right by luck) or "
-                            "all results")
+                       help="what the answer states: the final result only "
+                            "(a wrong chain can be right by luck) or all results")
     group.add_argument("--chain-share", type=float, default=0.35,
                        help="share of the facts the generator is taught wrongly")
     group.add_argument("--chain-wrongness", type=float, default=0.75,
@@ -60,8 +60,8 @@ class Chain:
         if not 2 <= args.chain_modulus <= 10:
             raise BadInput(f"--chain-modulus {args.chain_modulus}: must be from 2 to 10 (results are single digits)")
         if not 1 <= args.chain_min_steps <= args.chain_max_steps:
-            raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: need "
-                           f"1 <= min <= max")
+            raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
+                           f"need 1 <= min <= max")
         for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")

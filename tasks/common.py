@@ -39,8 +39,8 @@ def draw_prompt(draw, split: str) -> str:
         prompt = draw()
         if in_split(prompt, split):
             return prompt
-    raise BadInput(f"split {split}: 1000 draws like {prompt!r} gave no problem of it; make the task's problems "
-                   f"longer or more varied")
+    raise BadInput(f"split {split}: 1000 draws like {prompt!r} gave no problem of it; "
+                   f"make the task's problems longer or more varied")
 
 
 def in_split(prompt: str, split: str) -> bool:

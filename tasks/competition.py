@@ -226,8 +226,8 @@ class Competition:
             for file in files:
                 found = [path for end in FILES if os.path.isfile(path := os.path.join(folder, file + end))]
                 if len(found) != 1:
-                    raise BadInput(f"{self.flag} {folder}: has {len(found)} files {file} that end in "
-                                   f"{', '.join(FILES)}, needs one")
+                    raise BadInput(f"{self.flag} {folder}: has {len(found)} files {file} "
+                                   f"that end in {', '.join(FILES)}, needs one")
                 given += found
         if len(given) > len(parts):
             raise BadInput(f"{self.flag} {' '.join(given)}: at most {len(parts)} sources, of {', '.join(parts)}")

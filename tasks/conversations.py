@@ -17,8 +17,8 @@ def check_messages(where: str, messages) -> list[dict]:
     turns = [m.get("role") for m in messages]
     turns = turns[1:] if turns[:1] == ["system"] else turns
     if len(turns) < 2 or turns != ["user" if i % 2 == 0 else "assistant" for i in range(len(turns))]:
-        raise BadInput(f"{where}: roles must alternate from a user's to an assistant's, not "
-                       f"{', '.join(map(str, turns))}")
+        raise BadInput(f"{where}: roles must alternate from a user's to an assistant's, "
+                       f"not {', '.join(map(str, turns))}")
     return messages
 
 

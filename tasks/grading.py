@@ -77,12 +77,11 @@ SIGNS = str.maketrans({"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot "
                           for k in range(15)}})
 WIDE = {ord("０") + digit: str(digit) for digit in range(10)}
 POWERS = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
-CURRENCIES = [(re.compile(rf"\s*-?\s*{sign}"), unit) for sign,
-              unit in ((r"\\\$", "dollar"), (r"(?:€|\\euro(?![a-z]))", "euro"), (r"(?:£|\\pounds)", "pound"))]
+CURRENCIES = [(re.compile(rf"\s*-?\s*{sign}"), unit)
+              for sign, unit in ((r"\\\$", "dollar"), (r"(?:€|\\euro(?![a-z]))", "euro"), (r"(?:£|\\pounds)", "pound"))]
 SPELLINGS = {
     **dict.fromkeys(["!", "(", ")", "[", "]", "$", "left", "right", "big", "Big", "bigg", "Bigg", "bigl", "bigr",
-                     "Bigl", "Bigr", "displaystyle",
-                     "textstyle"], ""),
+                     "Bigl", "Bigr", "displaystyle", "textstyle"], ""),
     **dict.fromkeys([",", ":", ";", ">", " ", "\n", "quad", "qquad"], " "),
     **dict.fromkeys(["dfrac", "tfrac", "cfrac"], "\\frac"),
     **dict.fromkeys(["mbox", "mathrm", "mathbf", "mathit", "textbf", "textit", "textrm", "textnormal", "textsf",
@@ -232,8 +231,8 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
     """A tidy answer without the unit at its end, and the known units of that: "5\\text{ sq. cm}" -> ("5", {"cm^2"})."""
     if text.endswith("^\\circ"):
         return text[: -len("^\\circ")], frozenset(["degree"])
-    match = re.fullmatch(r"(.*[^\\ ,(]) ?\\text\{([A-Za-z][A-Za-z ./-]*)\}(?:\^([0-9]))?", text) or \
-        re.fullmatch(r"(.*[0-9}%)])( ?[A-Za-z][A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^([0-9]))?", text)
+    match = (re.fullmatch(r"(.*[^\\ ,(]) ?\\text\{([A-Za-z][A-Za-z ./-]*)\}(?:\^([0-9]))?", text)
+             or re.fullmatch(r"(.*[0-9}%)])( ?[A-Za-z][A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^([0-9]))?", text))
     if match is None:
         return text, frozenset()
     words = re.findall("[a-z]+", match[2].lower())
@@ -393,8 +392,8 @@ def is_ordinary(body: str) -> bool:
 
 def is_closed(text: str) -> bool:
     """Whether a tidy answer has as many opening brackets as closing ones, [0,1) counted as closed."""
-    return all(sum(map(text.count, opening)) == sum(map(text.count, closing)) for opening,
-               closing in (("([", ")]"), ("{", "}")))
+    return all(sum(map(text.count, opening)) == sum(map(text.count, closing))
+               for opening, closing in (("([", ")]"), ("{", "}")))
 
 
 def for_worker(reading: Reading) -> str:

@@ -61,15 +61,15 @@ def load():
         return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})
 
     def equal(gold: list, answer: list) -> bool:
-        return same(gold, answer) or any(symbol.name == "i" for expression in [*gold, *answer]
-                                         for symbol in getattr(expression, "free_symbols", ())) and \
-            same(gold, answer, imaginary)
+        return (same(gold, answer)
+                or any(symbol.name == "i" for expression in [*gold, *answer]
+                       for symbol in getattr(expression, "free_symbols", ()))
+                and same(gold, answer, imaginary))
 
     def same(gold: list, answer: list, change=lambda expression: expression) -> bool:
         try:
             return verify([*map(change, gold)], [*map(change, answer)], float_rounding=12,
-                          allow_set_relation_comp=True, timeout_seconds=None,
-                          raise_on_error=True)
+                          allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
         except MemoryError:
             raise
         except Exception:  # sympy cannot compare them, so it has not found them equal
@@ -138,8 +138,7 @@ class Worker:
         # run the same order of sets.
         command = [sys.executable, os.path.abspath(__file__), str(MEMORY), str(TIMEOUT)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
-                                        start_new_session=True,
-                                        env={**os.environ, "PYTHONHASHSEED": "0"})
+                                        start_new_session=True, env={**os.environ, "PYTHONHASHSEED": "0"})
         try:
             started = self.line(START_TIMEOUT)
         except BaseException:
@@ -147,8 +146,8 @@ class Worker:
             raise
         if started != b"ready\n":
             self.kill()
-            raise RuntimeError("a grading worker did not start; what it wrote to stderr says why (is math-verify "
-                               "installed?)")
+            raise RuntimeError("a grading worker did not start; what it wrote to stderr says why "
+                               "(is math-verify installed?)")
 
     def line(self, seconds: float) -> bytes:
         """The next line that it writes; what there is of it when the time is over or it has ended."""

@@ -141,8 +141,8 @@ def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -
     for start, end in fmt.step_spans(solution):
         step = fmt.step_body(solution[start:end])
         known, found = step in gold, equations(step)
-        parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}" for left,
-                 value, stated, holds in found]
+        parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}"
+                 for left, value, stated, holds in found]
         analyses.append("; ".join(parts) or NO_EQUATION)
         verdicts.append(known or all(holds for *_, holds in found))
     return fmt.render_verification(analyses, verdicts, verdict)
@@ -151,8 +151,8 @@ def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -
 def add_args(parser):
     group = parser.add_argument_group("task gsm8k")
     group.add_argument("--gsm8k-data", default="openai/gsm8k", metavar="SOURCE",
-                       help="a folder with train.jsonl and test.jsonl (columns question, answer), or the name of a "
-                            "dataset on the hub")
+                       help="a folder with train.jsonl and test.jsonl (columns question, answer), "
+                            "or the name of a dataset on the hub")
 
 
 class GSM8K:
@@ -165,8 +165,8 @@ class GSM8K:
     def __init__(self, args, seed: int):
         self.seed = seed
         rows = {name: read_split(args.gsm8k_data, name) for name in ("train", "test")}
-        self.worked = {question: worked for name in rows for question,
-                       worked in rows[name] if gold_answer(worked) is not None}
+        self.worked = {question: worked for name in rows
+                       for question, worked in rows[name] if gold_answer(worked) is not None}
         self.num_dropped = sum(gold_answer(worked) is None for name in rows for _, worked in rows[name])
         held_out = {question for question, _ in rows["test"]}
         self.splits = {"sft": [], "rl": [], "test_in": [], "test_out": []}

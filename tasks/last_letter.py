@@ -46,11 +46,11 @@ def add_args(parser):
     group.add_argument("--last-letter-words", default="", metavar="FILE",
                        help="text file with one word a line; default: random letters")
     group.add_argument("--last-letter-full-share", type=float, default=0.2,
-                       help="share of the SFT problems that have any length up to test_out's; the others have at "
-                            "most half of RL's words")
+                       help="share of the SFT problems that have any length up to test_out's; "
+                            "the others have at most half of RL's words")
     group.add_argument("--last-letter-verifier-error", type=float, default=0.1,
-                       help="how often a verifier demonstration believes a step's new letter wrongly, so that SFT "
-                            "leaves the verifier unsure")
+                       help="how often a verifier demonstration believes a step's new letter wrongly, "
+                            "so that SFT leaves the verifier unsure")
 
 
 class LastLetter:
@@ -123,13 +123,12 @@ class LastLetter:
     def _words_by_size(self, path: str) -> dict[int, list[str]]:
         """The words of a file that fit, by the most letters a word may have."""
         words = read_words(path)
-        by_size = {most: [word for word in words if self.min_letters <= len(word) <= most] for _, _,
-                   most in self.sizes.values()}
+        by_size = {most: [word for word in words if self.min_letters <= len(word) <= most]
+                   for _, _, most in self.sizes.values()}
         shortest = min(by_size)
         if len(by_size[shortest]) < MIN_USABLE_WORDS:
-            raise BadInput(f"--last-letter-words {path}: has {len(by_size[shortest])} words of {self.min_letters} to "
-                           f"{shortest} letters a-z, "
-                           f"need at least {MIN_USABLE_WORDS}")
+            raise BadInput(f"--last-letter-words {path}: has {len(by_size[shortest])} words "
+                           f"of {self.min_letters} to {shortest} letters a-z, need at least {MIN_USABLE_WORDS}")
         return by_size
 
     def _word(self, max_letters: int, rng: random.Random) -> str:

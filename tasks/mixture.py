@@ -26,8 +26,8 @@ class Mixture:
         names = args.mixture_tasks.split(",")
         unknown = [name for name in names if name not in PARTS]
         if unknown:
-            raise BadInput(f"--mixture-tasks {args.mixture_tasks}: {unknown[0]!r} is not a task; there are "
-                           f"{', '.join(PARTS)}")
+            raise BadInput(f"--mixture-tasks {args.mixture_tasks}: {unknown[0]!r} is not a task; "
+                           f"there are {', '.join(PARTS)}")
         self.parts = [PARTS[name](args, seed) for name in names]
         self.fmt = self.parts[0].fmt
         if any(part.fmt != self.fmt for part in self.parts):

@@ -32,8 +32,8 @@ def arc_choice(row: dict) -> Choice:
 def mmlu_choice(row: dict) -> Choice:
     """MMLU: {"question", "choices": four texts, "answer": index of the right one}."""
     if len(row["choices"]) != 4 or row["answer"] not in range(4):
-        raise ValueError(f"{len(row['choices'])} choices and answer {row['answer']!r}, expected 4 and an index from "
-                         f"0 to 3")
+        raise ValueError(f"{len(row['choices'])} choices and answer {row['answer']!r}, "
+                         f"expected 4 and an index from 0 to 3")
     return Choice(row["question"], tuple("ABCD"), tuple(row["choices"]), "ABCD"[row["answer"]])
 
 

@@ -45,8 +45,8 @@ def read_row(row: dict, subset: str, number: int) -> LabelledSolution:
     # True is an int too, and one missing label makes floats of a whole column.
     if (isinstance(label, bool) or not isinstance(label, int | float)
             or not -1 <= label < len(steps) or label != int(label)):
-        raise ValueError(f"label {label!r} must be from -1 to {len(steps) - 1}, the index of one of {len(steps)} "
-                         f"steps or -1")
+        raise ValueError(f"label {label!r} must be from -1 to {len(steps) - 1}, "
+                         f"the index of one of {len(steps)} steps or -1")
     if not isinstance(correct, bool):
         raise ValueError(f"final_answer_correct {correct!r} must be true or false")
     return LabelledSolution(problem, tuple(steps), int(label), correct, subset, number)

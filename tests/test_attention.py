@@ -63,8 +63,8 @@ def looped(q, k, v, window, prefix_k=None, prefix_v=None):
     out = torch.zeros_like(q)
     for u, h, r, g, t in torch.cartesian_prod(*map(torch.arange, (U, Hkv, R, group, T))).tolist():
         before = 0 if prefix_k is None else LENGTHS[u]
-        keys, values = ([*(shared[u, h, :before] if before else []), *own[u, h, r]] for shared,
-                        own in ((prefix_k, k), (prefix_v, v)))
+        keys, values = ([*(shared[u, h, :before] if before else []), *own[u, h, r]]
+                        for shared, own in ((prefix_k, k), (prefix_v, v)))
         last = len(keys) - T + t  # the query's position
         seen = range(max(0, last - window), last + 1)
         weights = [math.exp(float(q[u, h, r, g, t] @ keys[s]) / math.sqrt(D)) for s in seen]
@@ -223,13 +223,13 @@ def test_gradients_equal_differences(blocks, window):
     mask = make_mask(3, window, FULL, None, prefix, positions, torch.float64)
     inputs = [x.requires_grad_()
               for x in (random(2, 1, 2, 2, 3, 4), random(2, 1, 2, 3, 4, seed=1), random(2, 1, 2, 3, 4, seed=2),
-                                           random(2, 1, 7, 4, seed=3), random(2, 1, 7, 4, seed=4))]
+                        random(2, 1, 7, 4, seed=3), random(2, 1, 7, 4, seed=4))]
     assert torch.autograd.gradcheck(lambda q, k, v, *shared: attend(q, [(k, v)], mask, *shared), inputs)
     assert torch.autograd.gradcheck(lambda q, k, v: attend(q, [(k, v)], mask), inputs[:3])
     # In two parts, and the keys of a prefix that is not trained
-    assert torch.autograd.gradcheck(lambda q, k,
-                                    v: attend(q, [(k[..., :2, :], v[..., :2, :]), (k[..., 2:, :], v[..., 2:, :])], mask,
-                                                           *(x.detach() for x in inputs[3:])), inputs[:3])
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: attend(q, [(k[..., :2, :], v[..., :2, :]), (k[..., 2:, :], v[..., 2:, :])], mask,
+                               *(x.detach() for x in inputs[3:])), inputs[:3])
 
 
 def test_single_precision_is_exact_to_rounding(blocks):

@@ -172,8 +172,7 @@ def test_a_deeper_model_gets_a_larger_batch_and_less_decay():
 
 def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
     plan = ["--base", "--depth 12 --num-iterations 100 --window-pattern L", "--gpus", "4", "--mfu", "0.5", "--dollars",
-            "2",
-            "--generator-sft", "--num-steps 10 --examples-per-step 4"]
+            "2", "--generator-sft", "--num-steps 10 --examples-per-step 4"]
     plan_cost.main(parse(plan_cost, plan))
     lines = capsys.readouterr().out.splitlines()
     weights = 12 * 12 * 768 ** 2 + 6 * 6 * 12 + 32768 * 768 + 24

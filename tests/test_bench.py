@@ -16,8 +16,7 @@ from scripts import bench_engine, bench_kernels, bench_step
 from tests.conftest import parse
 
 TINY = ["--device-type", "cpu", "--vocab-size", "70", "--depth", "2", "--n-embd", "24", "--n-head", "2", "--n-kv-head",
-        "1", "--prompt-len", "5",
-        "--completion-len", "4"]
+        "1", "--prompt-len", "5", "--completion-len", "4"]
 CPU = torch.device("cpu")
 
 
@@ -53,8 +52,9 @@ def test_bench_step_shows_where_the_time_goes(capsys):
 
 def test_bench_step_trains_the_role_it_names(monkeypatch, capsys):
     updated = []
-    monkeypatch.setattr(bench_step, "update", lambda role, batches, *args,
-                        **options: updated.append((role.name, batches[0].prompt_ids.shape[1])))
+    monkeypatch.setattr(
+        bench_step, "update",
+        lambda role, batches, *args, **options: updated.append((role.name, batches[0].prompt_ids.shape[1])))
     for role in ("plain", "generator", "verifier"):
         run(bench_step, [*TINY, "--role", role, "--examples-per-step", "2", "--num-samples", "2", "--steps", "1"],
             capsys)
@@ -69,18 +69,16 @@ def test_bench_engine_reports_ours(monkeypatch, capsys):
 
 def test_bench_kernels_compares_with_naive(capsys):
     result = run(bench_kernels, ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size", "70",
-                                 "--rounds", "1", "--providers",
-                                 "ours,naive"], capsys)["results"]
+                                 "--rounds", "1", "--providers", "ours,naive"], capsys)["results"]
     assert result["ours"]["gradient_error"] < 1e-5 and {"naive", "three products", "linear_logprob",
                                                         "one product"} <= result.keys()
 
 
 def test_a_provider_with_wrong_gradients_is_left_out(monkeypatch, capsys):
-    monkeypatch.setitem(bench_kernels.PROVIDERS, "liger", lambda *args,
-                        **inputs: 1.1 * bench_kernels.naive(*args, **inputs))
+    monkeypatch.setitem(bench_kernels.PROVIDERS, "liger",
+                        lambda *args, **inputs: 1.1 * bench_kernels.naive(*args, **inputs))
     bench_kernels.main(parse(bench_kernels, ["--device-type", "cpu", "--rows", "8", "--n-embd", "16", "--vocab-size",
-                                             "70", "--rounds", "1", "--providers",
-                                             "ours,liger"]))
+                                             "70", "--rounds", "1", "--providers", "ours,liger"]))
     out = capsys.readouterr().out
     assert ("liger is left out: its gradients are off" in out
             and "liger" not in json.loads(out.splitlines()[-1])["results"])

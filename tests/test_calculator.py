@@ -34,8 +34,7 @@ AS_UPSTREAM = {
     "1/0": None, "1//0": None, "0.0/0.0": None, "2**3": None, "2* *3": None, "007": None, "5%2": None, "1e5": None,
     "0x10": None, "1_000": None,
     "": None, "   ": None, "(": None, "1+": None, "1 2": None, "1(2)": None, "1..2": None, "2*/3": None, "\t1": None,
-    "1\n+1": None, "1\x00": None,
-    "\u0661+1": None, "\u00b2": None, "\ud800": None,
+    "1\n+1": None, "1\x00": None, "\u0661+1": None, "\u00b2": None, "\ud800": None,
     "'abc'": None, "'a-b'.count('-')": None, "'a'.count('a')+1": None, "2*'a'.count('a')": None, "'a'.count(1)": None,
     "'a'.count()": None,
     "'a'.count": None, "a.count('a')": None, "'a'.count(a)": None, "(1e5) .count('a')": None, "'a'.upper()": None,
@@ -167,9 +166,8 @@ def test_two_blocks_one_after_the_other():
     block(""), block("1/0"), block("two"), block("9" * 500), block("") + ids("1+1", "python_end"),
     ids("1+1", "python_end"), ids("python_end", "python_end"), ids("python_start", "1+1"),
     ids("output_start", "1", "output_end"),
-    # a special token is no text
-    ids("python_start", "1+", "output_start", "1", "python_end"), ids("python_start", "1+1", "bos", "python_end"),
-    ids("python_start", "1+1", "assistant_end"),
+    ids("python_start", "1+", "output_start", "1", "python_end"),  # a special token is no text
+    ids("python_start", "1+1", "bos", "python_end"), ids("python_start", "1+1", "assistant_end"),
 ])
 def test_without_a_result_nothing_is_forced(sampled):
     assert written_by(sampled) == sampled

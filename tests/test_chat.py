@@ -264,8 +264,7 @@ def test_two_ranks_print_the_numbers_of_one(capsys, base, questions):
     (["-g", "nobody"], ["nobody", "tiny", "tiny-ver"]), (["-g", "../tiny"], ["-g ../tiny"]),
     (["-g", ""], ["d<N>", "tiny"]),
     (["-s", "7"], ["tiny", "no step 7", "200"]), (["-i", "rl"], ["tiny", "chatrl_checkpoints"]),
-    (["--chain-modulus", "77"], ["--chain-modulus 77"]),
-    (["--problems", "3"], ["--problems"]),
+    (["--chain-modulus", "77"], ["--chain-modulus 77"]), (["--problems", "3"], ["--problems"]),
 ])
 def test_the_evaluation_refuses(capsys, base, flags, words):
     line = refused(capsys, chat_eval, "-i", "sft", *flags)
@@ -290,8 +289,9 @@ def talk(capsys, monkeypatch, *flags: str, stdin: str = "") -> list[str]:
 def prompts_heard(monkeypatch) -> list[list[int]]:
     """A list that gets every prompt that the sampler is given."""
     heard, generate = [], chat_cli.generate
-    monkeypatch.setattr(chat_cli, "generate", lambda model, prompts, *args,
-                        **options: heard.append(prompts[0]) or generate(model, prompts, *args, **options))
+    monkeypatch.setattr(
+        chat_cli, "generate",
+        lambda model, prompts, *args, **options: heard.append(prompts[0]) or generate(model, prompts, *args, **options))
     return heard
 
 
@@ -308,8 +308,8 @@ def test_every_step_is_shown_with_what_the_verifier_says_of_it(capsys, base, tok
         block = [f"Assistant: {solution.text}" + ("" if stopped else f" [cut at {limit} tokens]")]
         steps = solution.text.split("=")[0].split(";")[:-1]
         verdicts = judged.step_verdicts + [None] * len(steps)
-        block += [f"  step {k}: {step}  {word[verdict]}" for k,
-                  (step, verdict) in enumerate(zip(steps, verdicts, strict=False), 1)]
+        block += [f"  step {k}: {step}  {word[verdict]}"
+                  for k, (step, verdict) in enumerate(zip(steps, verdicts, strict=False), 1)]
         block += [f"  verdict: {word[judged.verdict]}"] + ([f"  (malformed: {', '.join(judged.unmet)})"]
                                                            if judged.unmet else [])
         blocks.append(block)

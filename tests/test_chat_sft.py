@@ -25,14 +25,12 @@ from tasks.conversations import load_conversations
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2", "--sequence-len",
-         "128", "--examples-per-step", "8",
-         "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6"]
+         "128", "--examples-per-step", "8", "--max-new-tokens", "28", "--num-sampled", "16", "--num-steps", "6"]
 CHATS = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}],
          {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12/60?"},
                        {"role": "assistant", "content": [
              {"type": "text", "text": "It is "}, {"type": "python", "text": "12/60"},
-             {"type": "python_output", "text": "0.2"},
-             {"type": "text", "text": "."}]}]},
+             {"type": "python_output", "text": "0.2"}, {"type": "text", "text": "."}]}]},
          [{"role": "user", "content": "long " * 40}, {"role": "assistant", "content": "no"}]]
 
 
@@ -112,8 +110,7 @@ def test_what_the_assistant_says_is_trained_and_the_calculators_output_is_not(ba
                 (special("<|assistant_start|>"), 0), *((t, 1) for t in tokenizer.encode("It is ")),
                 *((t, 1) for t in trained),
                 (special("<|output_start|>"), 0), *((t, 0) for t in tokenizer.encode("0.2")),
-                (special("<|output_end|>"), 0),
-                *((t, 1) for t in tokenizer.encode(".")), (tokenizer.assistant_end, 1)]
+                (special("<|output_end|>"), 0), *((t, 1) for t in tokenizer.encode(".")), (tokenizer.assistant_end, 1)]
     assert list(zip(ids, mask, strict=True)) == expected
     with pytest.raises(ValueError, match="part of type 'code'"):
         tokenizer.render_parts([{"type": "code", "text": "x"}])
@@ -176,8 +173,9 @@ def test_conversations_none_of_which_fits_are_refused(base, tmp_path):
 def test_packed_rows_are_whole_contexts_and_learn(base, monkeypatch):
     shapes = []
     loss = chat_sft.supervised_loss
-    monkeypatch.setattr(chat_sft, "supervised_loss", lambda model, ids, mask,
-                        n: shapes.append((ids.shape, int(mask.sum()))) or loss(model, ids, mask, n))
+    monkeypatch.setattr(
+        chat_sft, "supervised_loss",
+        lambda model, ids, mask, n: shapes.append((ids.shape, int(mask.sum()))) or loss(model, ids, mask, n))
     train("--model-tag", "a", "--pack", "--num-steps", "12", "--micro-batch-tokens", "256")
     records = metrics_of(base, "a")
     assert {shape[1] for shape, _ in shapes} == {128} and max(shape[0] for shape, _ in shapes) == 2

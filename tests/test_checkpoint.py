@@ -68,8 +68,7 @@ def test_the_meta_holds_upstreams_model_config(base):
     saved_model()
     meta = json.loads((base / "chatsft_checkpoints" / "d2" / "meta_000007.json").read_text())
     assert meta["model_config"] == {"sequence_len": 64, "vocab_size": 265, "n_layer": 2, "n_head": 2, "n_kv_head": 1,
-                                    "n_embd": 48,
-                                    "window_pattern": "SL"}
+                                    "n_embd": 48, "window_pattern": "SL"}
 
 
 @pytest.mark.parametrize("stage, folder",
@@ -283,8 +282,8 @@ def test_an_optimizer_comes_back_bit_for_bit(base):
     before, after = optimizer.state_dict(), restored.state_dict()
     assert after["param_groups"] == before["param_groups"] and len(after["state"]) == len(list(model.parameters()))
     for index, entry in before["state"].items():
-        assert entry["step"] == 2 and all(torch.equal(value, after["state"][index][key]) for key,
-                                          value in entry.items())
+        assert entry["step"] == 2 and all(torch.equal(value, after["state"][index][key])
+                                          for key, value in entry.items())
 
 
 def test_a_missing_optimizer_is_named():
@@ -320,13 +319,14 @@ def test_an_unknown_step_of_a_run_is_refused_with_those_there_are():
 # Where things are
 
 LAYOUTS = {
-    "today's": ({}, {"sft": "chatsft_checkpoints/d2/model_000007.pt", "base": "base_checkpoints/d2",
-                     "rl": "chatrl_checkpoints/d2", "runs": "runs/x"},
+    "today's": ({},
+                {"sft": "chatsft_checkpoints/d2/model_000007.pt", "base": "base_checkpoints/d2",
+                 "rl": "chatrl_checkpoints/d2", "runs": "runs/x"},
                 "tokenizer"),
     "announced": ({"NANOCHAT_EXPERIMENT": "mine"},
                   {"sft": "experiments/mine/d2/sft/model_000007.pt", "base": "experiments/mine/d2/base",
-                                                    "rl": "experiments/mine/d2/rl", "runs": "experiments/mine/runs/x"},
-                                                    "experiments/mine/tokenizer"),
+                   "rl": "experiments/mine/d2/rl", "runs": "experiments/mine/runs/x"},
+                  "experiments/mine/tokenizer"),
 }
 
 
@@ -352,8 +352,8 @@ def test_the_announced_layout_is_listed_loaded_and_kept_apart(base, monkeypatch)
     os.makedirs(path_of("runs", "d9"))
     assert (list_tags("sft"), list_tags("base"), default_tag("sft")) == (["d3"], ["d4"], "d3")
     loaded, meta = load_model("sft", "d3", "cpu", FP32)
-    assert meta["step"] == 5 and all(torch.equal(a, b) for a,
-                                     b in zip(loaded.parameters(), model.parameters(), strict=True))
+    assert meta["step"] == 5 and all(torch.equal(a, b)
+                                     for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
     monkeypatch.setenv("NANOCHAT_EXPERIMENTS_DIR", str(base / "elsewhere"))
     assert list_tags("sft") == [] and path_of("base", "d1") == str(base / "elsewhere" / "mine" / "d1" / "base")
     monkeypatch.setenv("NANOCHAT_EXPERIMENT", "../x")

@@ -235,12 +235,10 @@ def test_a_file_that_is_no_json_is_bad_input(tmp_path):
 
 def test_what_is_left_out_is_counted_by_part_and_reason_and_told_once(tmp_path, capsys):
     train = [*(plain(k) for k in range(40)),
-             # repeated, one with other white space
-             plain(0), {"problem": "train:  $1 + 1$? ", "answer": "2"},
-             # contradicts problem 2: both go
-             {**plain(2), "answer": "7"},
+             plain(0), {"problem": "train:  $1 + 1$? ", "answer": "2"},  # repeated, one with other white space
+             {**plain(2), "answer": "7"},                                # contradicts problem 2: both go
              {"problem": "No answer?", "answer": ""}, {"problem": "No meaning?", "answer": "<?"},
-             plain(1, "test"), {"problem": "test:\n$2 + 1$?", "answer": "3"}]                     # held out
+             plain(1, "test"), {"problem": "test:\n$2 + 1$?", "answer": "3"}]  # held out
     task = task_of("math", write(tmp_path / "a.jsonl", train),
                    write(tmp_path / "b.jsonl", [plain(k, "test") for k in range(9)] + [plain(3, "test")]))
     assert task.dropped == {("train", "repeated"): 2, ("train", "repeated with another answer"): 2,
@@ -255,8 +253,8 @@ def test_what_is_left_out_is_counted_by_part_and_reason_and_told_once(tmp_path, 
 
 def test_a_problem_of_test_out_is_held_out_too_and_programs_are_left_out(tmp_path):
     asked = [{**EURUS, "prompt": [{"role": "user", "content": plain(k)["problem"]}]} for k in range(20)]
-    files = [write(tmp_path / f"{i}.jsonl", rows) for i,
-             rows in enumerate(([*asked, PROGRAM, PROGRAM], [EURUS, PROGRAM], [plain(3)]))]
+    files = [write(tmp_path / f"{i}.jsonl", rows)
+             for i, rows in enumerate(([*asked, PROGRAM, PROGRAM], [EURUS, PROGRAM], [plain(3)]))]
     task = task_of("eurus", *files)
     assert task.dropped == {("train", "no mathematics"): 2, ("train", "also in a test part"): 1,
                             ("test_in", "no mathematics"): 1}
@@ -335,8 +333,8 @@ def test_a_corrupted_solution_has_another_answer_half_of_the_time(task):
 
 
 def test_where_the_answer_is_no_number_the_other_one_is_of_another_problem(tmp_path):
-    rows = [{"problem": f"x{k}?", "answer": answer, "solution": "See."} for k,
-            answer in enumerate(["\\sqrt{2}", "\\sqrt{3}", "\\pi"] * 20)]
+    rows = [{"problem": f"x{k}?", "answer": answer, "solution": "See."}
+            for k, answer in enumerate(["\\sqrt{2}", "\\sqrt{3}", "\\pi"] * 20)]
     task = task_of("math", write(tmp_path / "rows.jsonl", rows))
     problem = task.problem("sft", 0)
     answers = {task.fmt.answer(task.corrupted_solution(problem, random.Random(i))) for i in range(50)}
@@ -353,8 +351,8 @@ def test_a_verification_works_the_equations_again_and_ends_with_the_outcome(task
 def test_without_worked_solutions_there_is_nothing_to_demonstrate(tmp_path):
     task = task_of("amc", write(tmp_path / "rows.jsonl", [plain(1)]))
     problem, rng = task.problem("test_in", 0), random.Random(0)
-    for demo in (task.solution_demo, task.corrupted_solution, lambda problem,
-                 rng: task.verification_demo(problem, "", rng)):
+    for demo in (task.solution_demo, task.corrupted_solution,
+                 lambda problem, rng: task.verification_demo(problem, "", rng)):
         with pytest.raises(BadInput, match="task amc: nothing to demonstrate, --amc-data has no worked solution"):
             demo(problem, rng)
 

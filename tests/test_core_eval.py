@@ -73,8 +73,8 @@ def texts_of(task: CoreTask, index: int = 0) -> list[tuple[str, str]]:
     (make_task("multiple_choice", CHOICE, 2), 1,
      [("q4?: no4\n\nq3?: yes3\n\nq1?: ", "no1"), ("q4?: no4\n\nq3?: yes3\n\nq1?: ", "yes1")]),
     (make_task("schema", SCHEMA, 1, ", "), 4, [("a0?, end0\n\na4?", ", end4"), ("a0?, end0\n\nb4!", ", end4")]),
-    # its first space is not the context's
-    (make_task("language_modeling", TEXT, 2, "\nA: "), 0, [("c4\nA: w4\n\nc1\nA: w1\n\nc0\nA:", " w0")]),
+    (make_task("language_modeling", TEXT, 2, "\nA: "), 0,  # its first space is not the context's
+     [("c4\nA: w4\n\nc1\nA: w1\n\nc0\nA:", " w0")]),
 ], ids=["multiple_choice", "schema", "language_modeling"])
 def test_shots_and_prompts_are_upstreams(task, index, rows):
     """Written down from upstream's templates and draws: of 5 examples, 1 has the shots 4 and 3 of two, 4 has 0 of one,
@@ -173,8 +173,7 @@ def known_items(num: int) -> list[dict]:
     for i in range(num):
         right = int(i % 3 == 0)
         items.append({"query": f"{i}", "choices": ["acb", "abc"], "context_options": ["x=b", "x=a"], "context": f"{i}",
-                      "gold": right,
-                      "continuation": "abca" if right else ("abcb" if i % 3 == 1 else "bca")})
+                      "gold": right, "continuation": "abca" if right else ("abcb" if i % 3 == 1 else "bca")})
     return items
 
 
@@ -266,8 +265,8 @@ CSV = "Eval Task,Task Category,Random baseline\nchoice,x,25.0\nother,x,\nschema,
 def write_core(folder, **files) -> str:
     """A well-formed folder, with these files instead: yaml, csv, and choice, schema, text, the examples. None: no such
     file."""
-    lines = {name: "".join(json.dumps(item) + "\n" for item in items) for name,
-             items in (("choice", CHOICE), ("schema", SCHEMA), ("text", TEXT))}
+    lines = {name: "".join(json.dumps(item) + "\n" for item in items)
+             for name, items in (("choice", CHOICE), ("schema", SCHEMA), ("text", TEXT))}
     contents = {"yaml": YAML, "csv": CSV} | lines | files
     paths = {"yaml": "core.yaml", "csv": "eval_meta_data.csv", "choice": "eval_data/a/choice.jsonl"}
     for name, content in contents.items():
@@ -285,9 +284,8 @@ def test_a_well_formed_folder(tmp_path):
 
 
 def test_the_last_line_may_lack_its_end_and_lines_may_end_as_on_windows(tmp_path):
-    assert load_core(write_core(tmp_path,
-                                text='{"context": "a\u2028b", "continuation": "c"}\r\n{"context": "d", '
-                                     '"continuation": "e"}'))[2].items == [
+    assert load_core(write_core(tmp_path, text='{"context": "a\u2028b", "continuation": "c"}\r\n'
+                                               '{"context": "d", "continuation": "e"}'))[2].items == [
         {"context": "a\u2028b", "continuation": "c"}, {"context": "d", "continuation": "e"}]
 
 
@@ -301,8 +299,7 @@ MALFORMED = [
     (dict(yaml=None), "cannot read .*core.yaml"), (dict(yaml="a: [\n1"), "core.yaml is not yaml"),
     (dict(yaml="- 1"), "core.yaml: no list icl_tasks"),
     (dict(yaml=""), "no list icl_tasks"), (dict(yaml="icl_tasks: []"), "no list icl_tasks"),
-    (dict(yaml=b"\xff"), "core.yaml is not UTF-8"),
-    (dict(yaml="icl_tasks: [1]"), "task 0 has no label"),
+    (dict(yaml=b"\xff"), "core.yaml is not UTF-8"), (dict(yaml="icl_tasks: [1]"), "task 0 has no label"),
     (dict(yaml=entry("label: text")), "task 0 has no icl_task_type"),
     (dict(yaml=YAML.replace("schema, icl", "text, icl")), "two tasks are labelled text"),
     (dict(yaml=YAML.replace("dataset_uri: schema.jsonl", "dataset_uri: 3")),

@@ -97,8 +97,7 @@ def test_attention_equals_the_pytorch_version(shape, window, context):
 @KERNELS
 @pytest.mark.parametrize("shape, own",
                          [((2, 2, 2, 2, 5, 7, 32), 14), ((1, 1, 2, 1, 33, 0, 32), 40), ((2, 1, 3, 2, 1, 19, 64), 34),
-                                        ((1, 2, 1, 1, 64, 3, 32), 65), ((3, 2, 1, 2, 1, 20, 32), 0),
-                                        ((2, 1, 3, 1, 1, 64, 64), 0)])
+                          ((1, 2, 1, 1, 64, 3, 32), 65), ((3, 2, 1, 2, 1, 20, 32), 0), ((2, 1, 3, 1, 1, 64, 64), 0)])
 @pytest.mark.parametrize("window", [NO_END, 12])
 def test_queries_may_have_more_own_keys_than_queries_or_none(shape, own, window):
     # More: columns of a cache. None: the last layer of a prompt, whose last token alone has a query.
@@ -113,10 +112,10 @@ def test_queries_may_have_more_own_keys_than_queries_or_none(shape, own, window)
 @pytest.mark.parametrize("T", [5, 1])
 @pytest.mark.parametrize("turn",
                          [lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x.mT.contiguous().mT,
-                                  lambda x: torch.stack([x, x], dim=-2)[..., 0, :],
-                                  lambda x: torch.stack([x, x], dim=-1)[..., 0],
-                                  lambda x: x.flip(0)[:1].expand_as(x)],
-                                  ids=["rows first", "channels first", "gaps", "channels apart", "one for all"])
+                          lambda x: torch.stack([x, x], dim=-2)[..., 0, :],
+                          lambda x: torch.stack([x, x], dim=-1)[..., 0],
+                          lambda x: x.flip(0)[:1].expand_as(x)],
+                         ids=["rows first", "channels first", "gaps", "channels apart", "one for all"])
 def test_memory_may_lie_in_any_order(T, turn):
     inputs, mask = case(2, 2, 3, 2, T, 9, 32, own=21, window=24)  # which ends inside of the prefix
     assert_agrees([turn(x) for x in inputs], mask)
@@ -229,8 +228,8 @@ def test_the_same_tokens_are_drawn(called, V, temperature, top_k):
     assert called == ["draw"] and torch.equal(logits, kept)
     expected, expected_logprobs = pick(logits.double(), keys, 5, temperature, top_k)
     same = tokens == expected
-    # one noise may fall onto a boundary, by rounding
-    assert (~same).sum() <= 1 and (logprobs - expected_logprobs)[same].abs().max() < 2e-6
+    assert ((~same).sum() <= 1  # one noise may fall onto a boundary, by rounding
+            and (logprobs - expected_logprobs)[same].abs().max() < 2e-6)
     assert tokens.dtype == torch.long and logprobs.dtype == torch.float32
     assert V == 1 or (tokens != V // 2).all() and tokens.unique().numel() >= 2
 
@@ -239,8 +238,8 @@ def test_the_same_tokens_are_drawn(called, V, temperature, top_k):
 @pytest.mark.parametrize("noise, first", [(0.0, True), (1 - 2 ** -53, False)])
 @pytest.mark.parametrize("possible", [range(2, 38), range(16, 32), range(69, 70), range(0, 1), (5, 64)])
 def test_the_ends_of_the_noise_draw_the_first_and_the_last_possible_token(monkeypatch, noise, first, possible):
-    monkeypatch.setattr(engine, "uniform_noise", lambda keys,
-                        position: torch.full((len(keys),), noise, dtype=torch.float64))
+    monkeypatch.setattr(engine, "uniform_noise",
+                        lambda keys, position: torch.full((len(keys),), noise, dtype=torch.float64))
     logits = torch.full((50, 70), float("-inf"))
     logits[:, list(possible)] = 2 * random(50, len(possible))
     assert pick(logits, torch.arange(50), 0, 1.0, 0)[0].tolist() == [min(possible) if first else max(possible)] * 50
@@ -251,8 +250,8 @@ def test_a_token_takes_the_noise_from_its_lower_boundary_on(monkeypatch):
     # 4 equal weights: token n has the noise of [n / 4, (n + 1) / 4). All is exact in floating point. In the second row,
     # they are in different vectors.
     noise = torch.tensor([0, .25, .5, .75]).double()
-    monkeypatch.setattr(engine, "uniform_noise", lambda keys,
-                        position: torch.cat([noise, noise, noise - 2 ** -53 * (noise > 0)]))
+    monkeypatch.setattr(engine, "uniform_noise",
+                        lambda keys, position: torch.cat([noise, noise, noise - 2 ** -53 * (noise > 0)]))
     logits, places = torch.full((12, 100), float("-inf")), ([3, 4, 5, 6], [0, 15, 16, 99], [0, 15, 16, 99])
     for i, columns in enumerate(places):
         logits[4 * i: 4 * i + 4, columns] = 7.0

@@ -312,8 +312,7 @@ def test_the_path_of_cuda_graphs_samples_the_same(monkeypatch, columns, check_ev
     prompts, keys, stop = random_prompts(6, 2, 130), keys_for(24), list(range(20))
     reference = sampled(tiny_model(), prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop)
     for name, value in [("uses_graphs", lambda device: True), ("Replay", Rerun), ("COLUMNS_CUDA", columns),
-                        ("CHECK_EVERY_CUDA", check_every),
-                        ("COMPACT_BELOW_CUDA", 0.9)]:
+                        ("CHECK_EVERY_CUDA", check_every), ("COMPACT_BELOW_CUDA", 0.9)]:
         monkeypatch.setattr(engine, name, value)
     model = tiny_model()
     assert_same(sampled(model, prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop), reference)
@@ -376,8 +375,8 @@ def test_noise_is_uniform_and_independent():
     first, second = uniform_noise(keys, 0), uniform_noise(keys, 1)
     for noise in (first, second, uniform_noise(torch.arange(20000), 7)):
         assert noise.min() >= 0 and noise.max() < 1
-        # 4 standard errors of the mean: 0.0082
-        assert abs(noise.mean() - 0.5) < 0.008 and abs(noise.var() - 1 / 12) < 0.003
+        assert (abs(noise.mean() - 0.5) < 0.008  # 4 standard errors of the mean: 0.0082
+                and abs(noise.var() - 1 / 12) < 0.003)
         counts = torch.histc(noise, 20, 0, 1)
         assert ((counts - 1000) ** 2 / 1000).sum() < 50  # chi-square, 19 degrees of freedom
     assert abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.03

@@ -58,8 +58,8 @@ LABELS = [T, T, T, F, F, F, F, F]
 @pytest.mark.parametrize("labels, verdicts, score", [
     # True: 2 hits, 3 actual, 3 said: F1 = 4/6. False: 4 hits, 5 actual, 5 said: 8/10. Mean (2/3 + 4/5) / 2 = 11/15.
     (LABELS, [T, T, F, T, F, F, F, F], 11 / 15),
-    # The same with two verdicts missing. True: 1 hit, 3 actual, 2 said: 2/5. False: 3 hits, 5 actual, 4 said: 6/9. Mean
-    # 8/15.
+    # The same with two verdicts missing. True: 1 hit, 3 actual, 2 said: 2/5.
+    # False: 3 hits, 5 actual, 4 said: 6/9. Mean 8/15.
     (LABELS, [T, None, F, T, None, F, F, F], 8 / 15),
     (LABELS, LABELS, 1.0),
     (LABELS, [not l for l in LABELS], 0.0),
@@ -121,8 +121,8 @@ RIGHT, WRONG_AT_1 = [T, T, T], [T, F, T]
 
 
 @pytest.mark.parametrize("labels, verdicts, score", [
-    # Two right solutions, one passed: 1/2. Three erroneous ones, two found: 2/3. Harmonic mean 2 * 1/2 * 2/3 / (7/6) =
-    # 4/7.
+    # Two right solutions, one passed: 1/2. Three erroneous ones, two found: 2/3.
+    # Harmonic mean 2 * 1/2 * 2/3 / (7/6) = 4/7.
     ([RIGHT, RIGHT, WRONG_AT_1, WRONG_AT_1, [F]], [RIGHT, [T, T, F], [T, F, F], [T, T, F], [F]], 4 / 7),
     ([RIGHT, WRONG_AT_1], [RIGHT, WRONG_AT_1], 1.0),
     ([RIGHT, WRONG_AT_1], [RIGHT, [F, F, T]], 0.0),      # too early an error is not found

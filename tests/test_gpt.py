@@ -157,8 +157,7 @@ def test_windows_are_a_quarter_of_the_context_rounded_up_to_128():
 
 def test_parameter_names_and_shapes_are_upstreams():
     expected = {"transformer.wte.weight": (320, 48), "lm_head.weight": (320, 48), "resid_lambdas": (4,),
-                "x0_lambdas": (4,),
-                "smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
+                "x0_lambdas": (4,), "smear_gate.weight": (1, 24), "smear_lambda": (1,), "backout_lambda": (1,)}
     for i in range(4):
         block = f"transformer.h.{i}"
         expected |= {f"{block}.attn.c_q.weight": (48, 48), f"{block}.attn.c_k.weight": (24, 48),
@@ -262,8 +261,8 @@ def test_rows_continue_their_shared_prompts(piece):
     prefix, cache, pieces = KVCache(4), KVCache(4), []
     model.trunk(ids, positions=positions, cache=prefix)
     for start in range(0, new, piece):
-        own = torch.stack([row[length + start: length + start + piece] for length,
-                           unit in zip(lengths, rows, strict=True) for row in unit])
+        own = torch.stack([row[length + start: length + start + piece]
+                           for length, unit in zip(lengths, rows, strict=True) for row in unit])
         places = torch.tensor(lengths).repeat_interleave(2)[:, None] + start + torch.arange(own.shape[1])
         pieces.append(model.trunk(own, positions=places, prefix=prefix, cache=cache))
     assert cache.length == new

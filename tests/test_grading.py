@@ -25,8 +25,7 @@ from tasks.grading_worker import Unscorable, Worker, Workers
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(ROOT, "..", "shared", "data")
-# without what loads torch
-ALONE = ("import sys, types\n"
+ALONE = ("import sys, types\n"  # without what loads torch
          "sys.modules['tasks'] = types.ModuleType('tasks'); sys.modules['tasks'].__path__ = ['tasks']\n")
 HARD = "9^{9^{9^9}}"  # an answer that no worker finishes
 PATIENCE = 10         # seconds on top of a budget, for the start of a worker on a busy machine
@@ -44,13 +43,11 @@ EQUAL = {
     "18": ["18.0", " 18 ", "018", "+18", "**18**", r"\text{18}", r"\(18\)", "x=18", "18 eggs", r"18\text{ eggs}",
            "18 cm^2", "１８", "18 km/h"],
     "70,110": ["70, 110", "70110"], "25": ["5²", r"\pounds25", "25€"], r"\emptyset": [r"\varnothing", "∅"],
-    r"\frac{1}{1+i}": [r"\frac{1-i}{2}"],
-    r"50\%": ["50", "0.5", "50%", "50 percent", r"50\text{ percent}", r"\frac12"],
+    r"\frac{1}{1+i}": [r"\frac{1-i}{2}"], r"50\%": ["50", "0.5", "50%", "50 percent", r"50\text{ percent}", r"\frac12"],
     r"2\sqrt{3}": [r"\sqrt{12}", r"2\sqrt3", r"2 \sqrt 3", r"\frac{6}{\sqrt{3}}", "√12", "2√3"],
     r"27\pi": [r"27 \pi", r"\pi \cdot 27", "27π"],
     "(1,2)": [r"\left( 1, 2 \right)", r"(1, \frac{4}{2})"], "[0,1)": ["[0, 1)"], "1+i": [r"\frac{2+2i}{2}"],
-    "2xy": ["2yx"],
-    r"\{4,5,7\}": [r"\{7, 4, 5\}", "4,5,7"], "1,2": ["2, 1", r"1\text{ and }2", "1 or 2"],
+    "2xy": ["2yx"], r"\{4,5,7\}": [r"\{7, 4, 5\}", "4,5,7"], "1,2": ["2, 1", r"1\text{ and }2", "1 or 2"],
     r"(-\infty,-2) \cup (-1,1)": [r"(-\infty, -2)\cup(-1, 1)", r"\left(-\infty,-2\right) \cup \left(-1,1\right)"],
     r"(0,\infty)": ["x > 0"], r"25\text{ m}^2": ["25", "25 square meters", r"25\text{ m²}", r"25\text{ m^2}"],
     "CD": ["CD", r"\text{CD}", "x=CD"],
@@ -77,8 +74,7 @@ DIFFERENT = {
     r"\frac{1}{3}": ["0.333333", "3", r"\frac{3}{1}", r"\frac{1}{3.1}"],
     "0.333333": [r"\frac13"], r"1\frac14": ["11/4", r"\frac{1}{4}", "1.4"],
     "11/2": ["1 1/2"], "5t": ["5"], "DNA": ["AND", r"\text{AND}"], "no": ["on"], "Pat": ["tap"], "TF": ["FT"],
-    "CAB": ["ABC"], "AB": ["BA"],
-    "3": ["1 2", "3_2", "|3|+1", "-3", "3.0001", r"\frac{3}{0}"],
+    "CAB": ["ABC"], "AB": ["BA"], "3": ["1 2", "3_2", "|3|+1", "-3", "3.0001", r"\frac{3}{0}"],
     "12": ["1 2", "1,2", "12!"],
     "1234": ["1, 234", "(1,234)", "1,23,4"], "(1,234)": ["1234", "(1234)"],
     "5": ["5 million", "5x", "5m", "5 ab", "5,5", "5 or 6", "x>5", "x+5", "five", "(5", r"\{1,5\}", "500", r"\sqrt{5}"],
@@ -87,17 +83,14 @@ DIFFERENT = {
     r"\pi": ["3.14", "3.14159265", r"\pi r"], r"27\pi": ["27"],
     "(1,2)": ["(2,1)", "[1,2]", "(1,2]", "(1,2,3)", r"\{1,2\}"],
     r"\{1,2\}": ["(1,2)", r"\{1,2,3\}", r"\{1\}", r"\{1,2"], r"0.\overline{3}": ["0.3", "0.333333", "0.34"],
-    "2i": ["-2i", "2"], "i": ["1", "-1"],
-    r"(0,\infty)": [r"[0,\infty)", r"x \ge 0"],
+    "2i": ["-2i", "2"], "i": ["1", "-1"], r"(0,\infty)": [r"[0,\infty)", r"x \ge 0"],
     r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}": [r"\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix}"],
     r"10\text{ inches}": [r"10\text{ cm}", r"11\text{ inches}"],
     r"80\text{ cents}": [r"\$80"], "25 cm^2": ["25 cm"], r"25\text{ m}^2": [r"25\text{ m}", r"25\text{ m}^3"],
-    r"9\text{ m/s}^2": [r"9\text{ m/s}"],
-    r"60^\circ": [r"\frac{\pi}{3}", "61"],
+    r"9\text{ m/s}^2": [r"9\text{ m/s}"], r"60^\circ": [r"\frac{\pi}{3}", "61"],
     r"\text{Evelyn}": ["Eve", "nylevE", "Evelyn or Dana", "5"],
     r"\text{CBAD}": ["ABCD"], r"9\text{ a.m.}": [r"9\text{ p.m.}", "9"], r"\$5": ["€5"],
-    r"\cos 60^\circ": [r"\frac13", r"\cos 60"],
-    "1010_2": ["10", "1010_3", "1010_{10}"],
+    r"\cos 60^\circ": [r"\frac13", r"\cos 60"], "1010_2": ["10", "1010_3", "1010_{10}"],
     "2": ["10_2"], "10": ["10_2", "1010_2"],
     "x=5": ["y=5", "6", "x=-5"],
     "y = 2x + 3": ["y = 2x - 3", "2x"],
@@ -160,14 +153,14 @@ def gone_within(pid: int, seconds: float) -> bool:
 # Equal and different answers
 
 def test_equal_forms_are_true():
-    assert [(gold, answer) for gold,
-            answer in rows(EQUAL) if grade(completion=box(answer), gold=gold) is not True] == []
+    assert [(gold, answer) for gold, answer in rows(EQUAL)
+            if grade(completion=box(answer), gold=gold) is not True] == []
     assert [gold for gold in EQUAL if grade(completion=box(gold), gold=gold) is not True] == []
 
 
 def test_near_misses_are_false():
-    assert [(gold, answer) for gold,
-            answer in rows(DIFFERENT) if grade(completion=box(answer), gold=gold) is not False] == []
+    assert [(gold, answer) for gold, answer in rows(DIFFERENT)
+            if grade(completion=box(answer), gold=gold) is not False] == []
 
 
 def test_no_gold_of_the_tables_is_another_gold():
@@ -207,8 +200,7 @@ EXTRACTED = [
     ("boxed", r"a \boxed{5} b", "5"), ("boxed", r"\boxed{1} \boxed{2}", "2"),
     ("boxed", r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     ("boxed", r"\boxed{\{1,2\}}", r"\{1,2\}"), ("boxed", r"\boxed{\{1,2}", r"\{1,2"),
-    ("boxed", r"\boxed{a\\}", "a\\\\"),
-    ("boxed", r"\boxed{1+\boxed{2}}", "2"),
+    ("boxed", r"\boxed{a\\}", "a\\\\"), ("boxed", r"\boxed{1+\boxed{2}}", "2"),
     ("boxed", r"\fbox{7}", "7"), ("boxed", r"\boxed {7}", "7"), ("boxed", r"\boxed{5", None),
     ("boxed", r"\boxed{1} then \boxed{2", None),
     ("boxed", r"\boxed", None), ("boxed", r"\boxed 5", None), ("boxed", "", None), ("boxed", r"\boxed{5}}}", "5"),
@@ -250,8 +242,7 @@ NOTHING = ["", "\x00", "\ud800", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed{ }
            r"\boxed{1e999}", r"\boxed{" + "5" * (MAX_ANSWER + 1) + "}", r"\boxed{1 " + "2 " * 400 + "}",
            r"\boxed{1." + "0" * 900 + "1}"]
 HEAVY = ["5^(5^(5^5))", HARD, "(10^9)!", "100000!!", "10^{10^{10}}", "1e999999999", "(" * 450 + "1" + ")" * 450,
-         "{" * 450 + "1" + "}" * 450,
-         r"\frac{1}{" * 90 + "2" + "}" * 90, "1\x002", "\ud800"]
+         "{" * 450 + "1" + "}" * 450, r"\frac{1}{" * 90 + "2" + "}" * 90, "1\x002", "\ud800"]
 SLOW_TO_READ = [r"\text{ " * 160 + "}" * 160, r"\text{" + " " * 900, r"\text{a" * 160, "\\" * 998, "1,1" * 300,
                 "," * 900, "((a)" * 240, "1" * 900 + "x",
                 "a " * 480, "1 " * 480, "x_" * 480, "5" + "a" * 900 + "^", r"\frac{1}" * 120, r"\frac{" * 160,
@@ -345,11 +336,11 @@ def test_eight_threads_share_the_workers(monkeypatch):
 
 def test_importing_and_plain_answers_start_and_load_nothing():
     code = (ALONE + "import subprocess\nfrom tasks import grading, grading_worker\nsubprocess.Popen = None\n"
-            "for gold, answer in (('18', '18.0'), ('1/2', '0.5'), ('\\\\text{Dana}', 'Evelyn'), ('5', '6'), "
-            "('\\\\sqrt{2}', '\\\\sqrt 2')):\n"
+            "for gold, answer in (('18', '18.0'), ('1/2', '0.5'), ('\\\\text{Dana}', 'Evelyn'), "
+            "('5', '6'), ('\\\\sqrt{2}', '\\\\sqrt 2')):\n"
             "    grading.grade(completion='\\\\boxed{' + answer + '}', gold=gold), grading.readable(gold)\n"
-            "print(grading_worker.WORKERS.slots, [name for name in ('sympy', 'math_verify', 'torch') if name in "
-            "sys.modules])")
+            "print(grading_worker.WORKERS.slots, "
+            "[name for name in ('sympy', 'math_verify', 'torch') if name in sys.modules])")
     assert run_python(code).communicate(timeout=60)[0] == "None []\n"
 
 
@@ -466,8 +457,8 @@ def test_every_gsm8k_gold_is_itself_and_not_the_next(no_worker):
 def test_every_math_gold_is_itself(math):
     assert len(math) == 9390
     assert {row["id"] for row in math if not readable(row["answer"])} == set(EXCEPTIONS)
-    assert {row["id"] for row in math if grade(completion=box(row["answer"]), gold=row["answer"]) is not True} == \
-        {name for name, reason in EXCEPTIONS.items() if reason == "an empty gold"}
+    assert ({row["id"] for row in math if grade(completion=box(row["answer"]), gold=row["answer"]) is not True}
+            == {name for name, reason in EXCEPTIONS.items() if reason == "an empty gold"})
 
 
 def test_no_math_gold_is_the_next_one_as_far_as_is_told_here(math):

@@ -183,13 +183,12 @@ def test_a_gold_answer_has_no_commas_and_no_dollar_sign():
     ("2 * (3 + 4) = 14", [("2*(3+4)", "14", True)]),
     ("5 × 4 ÷ 2 – 1 = 9", [("5*4/2-1", "9", True)]),
     ("2+3 = 6-1 = 5", [("2+3", "6-1", True), ("6-1", "5", True)]),
-    # carried on in one line: each is right by itself
-    ("2*5=10+3=13", [("2*5", "10+3", True), ("10+3", "13", True)]),
+    ("2*5=10+3=13", [("2*5", "10+3", True), ("10+3", "13", True)]),  # carried on in one line: each is right by itself
     ("20% * 50 = 10; 5/10 = 50%; 100*5/10 = 50%",
      [("20%*50", "10", True), ("5/10", "50%", True), ("100*5/10", "50%", True)]),
     ("10/3 = 3.33; 10/3 = 3.4; 20/3 = 6.67; 20/3 = 6.66; 10/3 = 3",
-     [("10/3", "3.33", True), ("10/3", "3.4", True), ("20/3", "6.67", True),
-                                                                     ("20/3", "6.66", True), ("10/3", "3", False)]),
+     [("10/3", "3.33", True), ("10/3", "3.4", True), ("20/3", "6.67", True), ("20/3", "6.66", True),
+      ("10/3", "3", False)]),
     (".1+.1 = .3", [(".1+.1", ".3", False)]),
     ("0.1*3=0.3", [("0.1*3", "0.3", True)]),
     ("007+1=8", [("7+1", "8", True)]),
@@ -318,8 +317,8 @@ def test_real_demonstrations_are_right_and_slips_are_found(real):
             judged = parse_verification(real.fmt, real.verification_demo(problem, solution, random.Random(0)),
                                         num_steps)
             assert judged.unmet == () and judged.verdict is real.check(problem, solution) is (solution == demo)
-            slipped = [solution[s:e] != demo[a:b] for (s, e),
-                       (a, b) in zip(real.fmt.step_spans(solution), real.fmt.step_spans(demo), strict=True)]
+            slipped = [solution[s:e] != demo[a:b]
+                       for (s, e), (a, b) in zip(real.fmt.step_spans(solution), real.fmt.step_spans(demo), strict=True)]
             assert [not verdict for verdict in judged.step_verdicts] == slipped and sum(slipped) <= 1
             right += judged.verdict
             changed += any(slipped)

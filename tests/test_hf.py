@@ -26,8 +26,7 @@ logging.set_verbosity_error()  # it warns of scalings that are not the ratio of 
 CPU = torch.device("cpu")
 FAMILIES = ("llama", "qwen2", "qwen3")
 SIZES = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-             vocab_size=211,
-             max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=None)
+             vocab_size=211, max_position_embeddings=256, pad_token_id=None, bos_token_id=None, eos_token_id=None)
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 ROPES = {
     "default": {"rope_type": "default"},
@@ -168,8 +167,8 @@ def test_angles_are_fp32_numbers_whatever_the_activations():
 
 def in_the_style_of_transformers_4(config, key="type"):
     """config.json as transformers 4 wrote it, from a configuration of transformers 5."""
-    old = {name: value for name,
-           value in config.to_dict().items() if name not in ("rope_parameters", "layer_types", "dtype")}
+    old = {name: value for name, value in config.to_dict().items()
+           if name not in ("rope_parameters", "layer_types", "dtype")}
     rope = dict(config.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
     return old | {"rope_theta": theta, "rope_scaling": None if kind == "default" else {key: kind, **rope},
@@ -299,8 +298,7 @@ def small_config(family, **changes):
     config = dict(architecture=family, sequence_len=256, vocab_size=265, n_layer=3, n_head=4, n_kv_head=2, n_embd=48,
                   head_dim=20, intermediate_size=80,
                   norm_eps=1e-3, rope_theta=1e4, rope_scaling=ROPES["llama3"], qkv_bias=family == "qwen2",
-                  out_bias=False, mlp_bias=False,
-                  qk_norm=family == "qwen3", tied=family == "qwen3")
+                  out_bias=False, mlp_bias=False, qk_norm=family == "qwen3", tied=family == "qwen3")
     return DecoderConfig(**config | changes)
 
 
@@ -368,8 +366,8 @@ def test_rows_continue_their_shared_prompts(piece):
     prefix, cache, pieces = KVCache(3), KVCache(3), []
     model.trunk(ids, positions=positions, cache=prefix, last_only=True)
     for start in range(0, new, piece):
-        own = torch.stack([row[length + start: length + start + piece] for length,
-                           unit in zip(lengths, rows, strict=True) for row in unit])
+        own = torch.stack([row[length + start: length + start + piece]
+                           for length, unit in zip(lengths, rows, strict=True) for row in unit])
         places = torch.tensor(lengths).repeat_interleave(2)[:, None] + start + torch.arange(own.shape[1])
         pieces.append(model.trunk(own, positions=places, prefix=prefix, cache=cache))
     for u, length in enumerate(lengths):
@@ -383,10 +381,10 @@ def shared_and_plain(model, rollouts):
     direction = torch.randn(265, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     hidden, advantages = completion_hidden(model, batch), random_advantages(rollouts)
     plain = [full_rows(model, rollouts, n) for n in range(len(rollouts.tokens))]
-    gap = max((hidden[row, : rollouts.lengths[n]] - plain[n]).abs().max() for row,
-              n in enumerate(batch_rows(batch, rollouts)))
-    return (model.lm_head(hidden[batch.mask]) @ direction * batch.advantages[batch.mask]).sum(), \
-        sum((model.lm_head(row) @ direction * advantages[n, : len(row)]).sum() for n, row in enumerate(plain)), gap
+    gap = max((hidden[row, : rollouts.lengths[n]] - plain[n]).abs().max()
+              for row, n in enumerate(batch_rows(batch, rollouts)))
+    return ((model.lm_head(hidden[batch.mask]) @ direction * batch.advantages[batch.mask]).sum(),
+            sum((model.lm_head(row) @ direction * advantages[n, : len(row)]).sum() for n, row in enumerate(plain)), gap)
 
 
 RAGGED = ([26, 3, 15], [12, 5, 1, 9, 12, 2])

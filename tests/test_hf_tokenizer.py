@@ -217,12 +217,10 @@ CONVERSATIONS = [
     turns("what is 12 + 3?"), turns("what is 12 + 3?", "15"), turns("a", "b", "c"), turns("a", "b", "c", "d", "e"),
     turns("hello", system="Be brief."),
     turns("a", "b", system=""), turns(""), turns("", ""), turns("  spaces at both ends  ", " so here\t"),
-    turns("\nlines\n\n", "\n\nhere\n", "\n"),
-    turns("東京 🙂 e\u0301 ﬁ \u200d \x00", "déjà\r\nvu\u3000", "don't"),
+    turns("\nlines\n\n", "\n\nhere\n", "\n"), turns("東京 🙂 e\u0301 ﬁ \u200d \x00", "déjà\r\nvu\u3000", "don't"),
     turns("code:\n\tif a < b and b > c: x |= 1 [0] <|", "|> <im_end>", "</step> <thin"),
     turns("think", "<think>\nfirst\n</think>\n\nthen", "again"), turns("a", "x</think>y</think>z"),
-    turns("<tool_response>no</tool_response>", system="s"),
-    turns("a\ue000\U00100000b", "\U000f0000c", system=" s "),
+    turns("<tool_response>no</tool_response>", system="s"), turns("a\ue000\U00100000b", "\U000f0000c", system=" s "),
 ]
 
 
@@ -439,8 +437,7 @@ def said(tokenizer, messages) -> list[str]:
 
 @pytest.mark.parametrize("kind, expected", [
     ("qwen25", ["b<|im_end|>", "d<|im_end|>"]), ("llama3", ["b<|eot_id|>", "d<|eot_id|>"]),
-    ("llama2", [" b </s>", " d </s>"]),
-    ("base", ["b<|end_of_text|>", "d<|end_of_text|>"])])
+    ("llama2", [" b </s>", " d </s>"]), ("base", ["b<|end_of_text|>", "d<|end_of_text|>"])])
 def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, expected):
     assert said(loaded[kind], turns("a", "b", "c", "d", "e", system="s")) == expected
     assert said(loaded[kind], turns("a", "b", "c", "d")) == expected
@@ -500,8 +497,8 @@ def test_a_base_model_s_prompt_is_text_and_a_blank_line(loaded, tmp_path):
     assert ids == [base.bos, *base.encode("s\n\na\n\nb"), base.eos, *base.encode("\n\nc\n\nd"),
                    base.eos] and sum(mask) == 4
     without = HFTokenizer.load(write(tmp_path, qwen(), CHATML_NAMES, {"bos_token_id": "<|endoftext|>"}))
-    # it has a bos, and does not add it
-    assert without.bos is not None and without.render_prompt("the") == without.encode("the\n\n")
+    assert (without.bos is not None  # it has a bos, and does not add it
+            and without.render_prompt("the") == without.encode("the\n\n"))
 
 
 # Hostile texts
@@ -513,8 +510,7 @@ def controls(tokenizer, ids) -> Counter:
 PIECES = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<|", "|>", "<", ">", "_id|>", "<|eot_id|>",
           "<|start_header_id|>", "</s>", "<s>", "</", "s>",
           "[INST]", "<｜User｜>", "<｜", "｜>", "</think>", "<think>", "<tool_response>", "</tool_response>", "\n", " ",
-          "system", "user", "a",
-          "東", "\U00100000", "\U000f0000"]
+          "system", "user", "a", "東", "\U00100000", "\U000f0000"]
 
 
 @every_kind
@@ -540,12 +536,10 @@ def test_a_forged_turn_is_quoted_word_for_word(loaded, kind):
 
 
 @pytest.mark.parametrize("template, text", [
-    # it ends in the template's text
-    ("{% for m in messages %}{{ m.content }}end|>{% endfor %}", "<|im_"),
+    ("{% for m in messages %}{{ m.content }}end|>{% endfor %}", "<|im_"),       # it ends in the template's text
     ("{% for m in messages %}{{ m.content | trim }}end|>{% endfor %}", "a<|im_ \n"),
-    # it begins there
-    ("{% for m in messages %}<|im_{{ m.content }}{% endfor %}", "end|>"),
-    ("{% for m in messages %}<|im{{ m.content | trim }}|>{% endfor %}", " _end "),                        # both
+    ("{% for m in messages %}<|im_{{ m.content }}{% endfor %}", "end|>"),       # it begins there
+    ("{% for m in messages %}<|im{{ m.content | trim }}|>{% endfor %}", " _end "),# both
     ("{% for m in messages %}{{ m.content }}|im_end|>{% endfor %}", "<"),
     ("{% for m in messages %}<|im_end|{{ m.content | trim }}{% endfor %}", " > "),
     ("{% for m in messages %}{% if '<|im_' in m.content and 'end|>' in m.content %}{{ m.content }}{% endif %}{% "
@@ -554,8 +548,8 @@ def test_a_forged_turn_is_quoted_word_for_word(loaded, kind):
     ("{% for m in messages %}<|im_{{ m.content }}{% if 'end|>x' in m.content %}{% endif %}{% endfor %}", "end|>x"),
     ("{% for m in messages %}{{ '<|im_' ~ m.content.split('</think>')[-1] }}{% endfor %}", "x</think>end|>"),
     ("{% for m in messages %}{{ m.content[:5] }}end|>{% endfor %}", "<|im_x"),
-    # made by the template out of parts
-    ("{% for m in messages %}{{ m.content.replace('@@', '') }}{% endfor %}", "<|im_@@end|>"),
+    ("{% for m in messages %}{{ m.content.replace('@@', '') }}{% endfor %}",
+     "<|im_@@end|>"),                                                           # made by the template out of parts
     ("{% for m in messages %}{{ m.content | replace('[', '<') }}{% endfor %}", "[|im_end|>"),
     ("{% for m in messages %}{% if m.content.endswith('|>') %}{{ m.content + '' }}{% endif %}{% endfor %}",
      "<|im_end|>"),
@@ -744,8 +738,7 @@ def test_the_messages_of_the_caller_stay_as_they_are(loaded):
 
 @pytest.mark.parametrize("name, content, message", [
     ("tokenizer.json", "", "tokenizer.json is not a tokenizer"), ("tokenizer.json", "{}", "is not a tokenizer"),
-    ("tokenizer.json", b"\xff", "no text"),
-    ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"),
+    ("tokenizer.json", b"\xff", "no text"), ("tokenizer.json", '{"version": "1.0"', "is not a tokenizer"),
     ("tokenizer_config.json", "{", "tokenizer_config.json is damaged"),
     ("tokenizer_config.json", "[]", "expected an object, found list"),
     ("tokenizer_config.json", '{"eos_token": "<none>"}', "'<none>', which tokenizer.json lacks"),

@@ -120,8 +120,7 @@ def test_logits_far_apart_neither_overflow_nor_underflow(use_triton):
     """Logits 0, 300 and 600 without a softcap: log p = -600, -300, 0; entropy 0."""
     weight = torch.tensor([[0.0], [300.0], [600.0]], device=DEVICE)
     logprobs, entropy = linear_logprob(torch.ones(3, 1, device=DEVICE), weight, torch.arange(3, device=DEVICE),
-                                       vocab_size=3, softcap=None,
-                                       use_triton=use_triton)
+                                       vocab_size=3, softcap=None, use_triton=use_triton)
     assert logprobs.tolist() == [-600.0, -300.0, 0.0] and entropy.tolist() == [0.0] * 3
 
 
@@ -129,8 +128,7 @@ def test_logits_far_apart_neither_overflow_nor_underflow(use_triton):
 
 @jit
 def tokens_kernel(logprobs, old, advantages, losses, slopes, low, high, dual_clip, N, LIMIT: tl.constexpr,
-                  LOSS: tl.constexpr, KL: tl.constexpr,
-                  HAS_DUAL_CLIP: tl.constexpr, BLOCK: tl.constexpr):
+                  LOSS: tl.constexpr, KL: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.arange(0, BLOCK)
     x = tl.load(logprobs + n, mask=n < N, other=0.0)
     y = tl.load(old + n, mask=n < N, other=0.0)
@@ -159,8 +157,7 @@ def test_the_kernels_formulas_are_those_of_the_losses(spec, kl):
     slope, = torch.autograd.grad(expected.sum(), logprobs)
     losses, slopes = torch.empty(2, len(grid), device=DEVICE)
     tokens_kernel[(1,)](logprobs.detach(), old, advantages, losses, slopes, 1.0 - spec.clip_low, 1.0 + spec.clip_high,
-                        float(spec.dual_clip or 0),
-                        len(grid), LIMIT=LOG_RATIO_LIMIT, LOSS=spec.name, KL=kl,
+                        float(spec.dual_clip or 0), len(grid), LIMIT=LOG_RATIO_LIMIT, LOSS=spec.name, KL=kl,
                         HAS_DUAL_CLIP=spec.dual_clip is not None, BLOCK=128)
     assert_close([losses, slopes], [expected.detach(), slope], rtol=1e-6, atol=1e-7)
 
@@ -172,8 +169,8 @@ def test_the_kernels_formulas_are_those_of_the_losses(spec, kl):
 def test_the_fused_loss_is_autograd_on_full_logits(loss, use_triton):
     head = HEADS["padded"]
     inputs = case(head)
-    # chunks of 4, 4 and 1 rows
-    actual = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, rows_per_chunk=4, **options_of(head))
+    actual = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton,
+                 rows_per_chunk=4, **options_of(head))  # chunks of 4, 4 and 1 rows
     assert_close(actual, run(plain, in_fp64(inputs), loss=loss, **options_of(head)))
     assert torch.equal(actual[2][257:], torch.zeros(63, C, device=DEVICE))
 
@@ -256,8 +253,8 @@ def test_the_tokens_vectors_may_have_any_strides(use_triton):
     inputs = case(head)
     inputs["weights"] = torch.full((9,), 0.5, device=DEVICE)
     expected = run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, **options_of(head))
-    strided = {name: x if name in ("hidden", "weight") else torch.stack([x, x + 1], dim=1)[:, 0] for name,
-               x in inputs.items()}
+    strided = {name: x if name in ("hidden", "weight") else torch.stack([x, x + 1], dim=1)[:, 0]
+               for name, x in inputs.items()}
     strided["weights"] = torch.tensor(0.5, device=DEVICE).expand(9)
     assert_close(run(linear_policy_loss, strided, loss=loss, use_triton=use_triton, **options_of(head)), expected,
                  rtol=0, atol=0)
@@ -316,8 +313,8 @@ def test_any_function_of_logprobs_and_entropies_is_a_loss(loss, use_triton):
 def test_gradcheck(loss, softcap):
     """The PyTorch counterpart in fp64. Ratios 1.05, 0.95, 0.5 and 1.5 are off the kinks; one is clipped at least."""
     draw = torch.Generator().manual_seed(0)
-    # the fourth id is padding
-    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
+    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_()
+                      for _ in range(2))  # the fourth id is padding
     targets, advantages = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, -1.0, -0.5, -2.0], dtype=torch.float64)
     head = dict(vocab_size=3, softcap=softcap, temperature=0.7)
     old = (full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0]
@@ -325,8 +322,7 @@ def test_gradcheck(loss, softcap):
 
     def total(hidden, weight):
         return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=loss, old_logprobs=old,
-                                  ref_logprobs=old - 0.3,
-                                  rows_per_chunk=3, **head)[0]
+                                  ref_logprobs=old - 0.3, rows_per_chunk=3, **head)[0]
     assert torch.autograd.gradcheck(total, (hidden, weight))
 
 
@@ -352,8 +348,7 @@ def test_no_tensor_is_larger_than_a_chunk(use_triton):
     for loss in (PolicyLoss(entropy_coef=0.1), PolicyLoss("reinforce"), only_entropy):
         with LargestTensor() as largest:
             linear_policy_loss(hidden, weight, targets, ones, ones, loss=loss, vocab_size=300, softcap=15.0,
-                               rows_per_chunk=7,
-                               use_triton=use_triton)[0].backward()
+                               rows_per_chunk=7, use_triton=use_triton)[0].backward()
             linear_logprob(hidden, weight, targets, vocab_size=300, softcap=None, rows_per_chunk=7,
                            use_triton=use_triton)
         assert 4 * 7 * 300 <= largest.nbytes <= 4 * 7 * 320

@@ -70,8 +70,7 @@ def test_the_kernels_compile_for_hopper_without_one(tmp_path):
     env = ({name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
            | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ROOT})
     done = subprocess.run([sys.executable, "-c", "import test_kernels_gpu; test_kernels_gpu.compile_kernels()"],
-                          cwd=os.path.dirname(__file__), env=env,
-                          capture_output=True, text=True)
+                          cwd=os.path.dirname(__file__), env=env, capture_output=True, text=True)
     assert done.stdout == "compiled\n", done.stderr[-2000:]
 
 
@@ -150,6 +149,6 @@ def test_memory_is_one_chunk_and_the_gradients():
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     linear_policy_loss(**inputs, loss=GPU_LOSS, rows_per_chunk=512, **GPU_HEAD)[0].backward()
-    # the sum over chunks is in fp32
-    chunk, gradients = 512 * 50304 * 2, 2 * hidden.nbytes + weight.nbytes + weight.numel() * 4
+    chunk, gradients = (512 * 50304 * 2,
+                        2 * hidden.nbytes + weight.nbytes + weight.numel() * 4)  # the sum over chunks is in fp32
     assert torch.cuda.max_memory_allocated() - before < chunk + gradients + 2 ** 20

@@ -214,8 +214,7 @@ def fused(loss, head, inputs, **options):
     hidden, weight, targets, advantages, weights, old, ref = inputs
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     total, logprobs, entropy = linear_policy_loss(hidden, weight, targets, advantages, weights, loss=loss,
-                                                  old_logprobs=old, ref_logprobs=ref,
-                                                  **head, **options)
+                                                  old_logprobs=old, ref_logprobs=ref, **head, **options)
     total.backward()
     return total.detach(), hidden.grad, weight.grad, logprobs, entropy
 
@@ -311,8 +310,8 @@ def test_gradcheck(name):
     """Numeric differences of the fused loss itself, 4 rows and 3 ids. It computes logits in fp32, so the difference is
     taken over 1e-2."""
     draw, head = torch.Generator().manual_seed(0), dict(vocab_size=3, softcap=2.0, temperature=0.7)
-    # the fourth id is padding
-    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
+    hidden, weight = (torch.randn(4, 2, generator=draw, dtype=torch.float64).requires_grad_()
+                      for _ in range(2))  # the fourth id is padding
     targets, advantages = torch.tensor([0, 1, 2, 1]), torch.tensor([1.0, -1.0, 0.5, -2.0])
     # Ratios 1.1, 0.9, 0.5 and 1.5 are far from the kinks at 0.8 and 1.2; none is clipped.
     old = (full_logprobs(hidden.detach(), weight.detach(), targets, **head)[0].float()
@@ -320,8 +319,7 @@ def test_gradcheck(name):
 
     def total(hidden, weight):
         return linear_policy_loss(hidden, weight, targets, advantages, torch.ones(4), loss=LOSSES[name],
-                                  old_logprobs=old,
-                                  ref_logprobs=old - 0.3, rows_per_chunk=3, **head)[0].double()
+                                  old_logprobs=old, ref_logprobs=old - 0.3, rows_per_chunk=3, **head)[0].double()
     assert torch.autograd.gradcheck(total, (hidden, weight), eps=1e-2, atol=2e-3, rtol=2e-3)
 
 

@@ -104,10 +104,10 @@ def test_inputs_may_have_gaps_in_memory(called, name):
     wide = [random(*shape[:-1], 3 * shape[-1], seed=i).float().requires_grad_() if shape
             else random(seed=i).float().requires_grad_()
             for i, shape in enumerate(shapes)]
-    assert_agree(lambda *wide: function(*(x.split(shape[-1], dim=-1)[1] if shape else x for x,
-                                          shape in zip(wide, shapes, strict=True))), wide)
-    turned = [random(*shape[::-1], seed=i).float().permute(tuple(reversed(range(len(shape))))).requires_grad_() for i,
-              shape in enumerate(shapes)]
+    assert_agree(lambda *wide: function(*(x.split(shape[-1], dim=-1)[1] if shape else x
+                                          for x, shape in zip(wide, shapes, strict=True))), wide)
+    turned = [random(*shape[::-1], seed=i).float().permute(tuple(reversed(range(len(shape))))).requires_grad_()
+              for i, shape in enumerate(shapes)]
     assert_agree(function, turned)
     assert called
 
@@ -270,8 +270,8 @@ def test_results_that_nobody_uses_change_no_gradient(D):
     for i in range(2):
         assert_agree(lambda x, delta, i=i: add_norm(x, delta)[i], tensors([(2, 3, D), (2, 3, D)]))
     for i in range(3):
-        assert_agree(lambda x, gate, embedding,
-                     i=i: split_heads(x, (cos.to(x.dtype), sin.to(x.dtype)), gate, embedding, 1.2, 1, 2, 1)[i],
+        assert_agree(lambda x, gate, embedding, i=i: split_heads(
+                         x, (cos.to(x.dtype), sin.to(x.dtype)), gate, embedding, 1.2, 1, 2, 1)[i],
                      tensors([(2, 3, 4 * D), (2, 3, 1), (2, 3, D)]))
 
 
@@ -318,8 +318,7 @@ def test_tensors_that_do_not_fit_each_other_are_refused():
     x, a, gate, embedding = torch.ones(2, 3, 128), torch.ones(()), torch.ones(2, 3, 1), torch.ones(2, 3, 32)
     cos_sin = rotary(torch.arange(6).view(2, 3), 32, x.dtype)
     wrong = [(add_norm, x, x[:1]), (add_norm, x, x.double()), (mix, x, x[:1], a, a), (mix, x, x.double(), a, a),
-             (mix, x, x, a.double(), a),
-             (mix, x, x, a, a.view(1))]
+             (mix, x, x, a.double(), a), (mix, x, x, a, a.view(1))]
     wrong += [(split_heads, x, *rest, 1.2, 1, 2, 1) for rest in (
         ([y[:1] for y in cos_sin], gate, embedding), ([y.double() for y in cos_sin], gate, embedding),
         ([y[..., :8] for y in cos_sin], gate, embedding),

@@ -23,19 +23,16 @@ HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>"
 RIGHT = {**ROLLOUT, "solution": "3+5:8;8*2:6;=6", "outcome": True, "step_labels": [True, True]}
 # what is shown -> rollouts of that kind; the steps they are logged at run from 0
 ROLLOUTS = [
-    ROLLOUT,                                                                                     # judged as gold does
-    # wrong but believed
-    {**ROLLOUT, "step_verdicts": [True, True], "verdict": True, "verification": "3+5:8T;8*2:7T;=T"},
-    # right but doubted, step 2 too
-    RIGHT,
-    {**RIGHT, "step_verdicts": [True, True], "verdict": True},                                   # judged as gold does
-    # doubted, its steps are not
-    {**RIGHT, "step_verdicts": [True, True], "verdict": False},
+    ROLLOUT,                                                       # judged as gold does
+    {**ROLLOUT, "step_verdicts": [True, True], "verdict": True,
+     "verification": "3+5:8T;8*2:7T;=T"},                          # wrong but believed
+    RIGHT,                                                         # right but doubted, step 2 too
+    {**RIGHT, "step_verdicts": [True, True], "verdict": True},     # judged as gold does
+    {**RIGHT, "step_verdicts": [True, True], "verdict": False},    # doubted, its steps are not
     {**ROLLOUT, "role": "verifier", "advantages": [1.0, 0.0], "verification": HOSTILE, "step_verdicts": [],
      "verdict": None, "unmet": ["missing_tags"]},
-    # no judge
     {**ROLLOUT, "problem": HOSTILE, "verification": None, "step_verdicts": None, "verdict": None,
-     "finish_reason": "length"},
+     "finish_reason": "length"},                                   # no judge
     *[ROLLOUT] * 20,
 ]
 COMPLETED = {**ROLLOUT, "step": 0, "role": "refiner", "verification": None, "step_verdicts": None, "verdict": None,
@@ -200,7 +197,7 @@ def test_light_and_dark(shown):
     for scheme in ("light", "dark"):
         shown.execute_cdp_cmd("Emulation.setEmulatedMedia",
                               {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
-        colours.append(shown.execute_script("const s = getComputedStyle(document.body); return [s.backgroundColor, "
-                                            "s.color]"))
+        colours.append(shown.execute_script("const s = getComputedStyle(document.body); "
+                                            "return [s.backgroundColor, s.color]"))
     light, dark = ([sum(int(x) for x in c[4:-1].split(",")) / 765 for c in pair] for pair in colours)
     assert light[0] > 0.9 > 0.3 > light[1] and dark[0] < 0.15 < 0.8 < dark[1]

@@ -45,8 +45,8 @@ def tiny_model(seed: int = 0) -> GPT:
 
 def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int = 0) -> Rollouts:
     draw = torch.Generator().manual_seed(seed)
-    prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist(), problem) for n,
-               problem in zip(widths, PROBLEMS)]  # noqa: B905
+    prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist(), problem)
+               for n, problem in zip(widths, PROBLEMS)]  # noqa: B905
     lengths = torch.tensor(lengths)
     N, T = len(lengths), int(lengths.max())
     tokens = torch.randint(265, (N, T), generator=draw) * (torch.arange(T) < lengths[:, None])
@@ -59,8 +59,7 @@ def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int =
 def play_of(**roles: GPT) -> Play:
     """A run of roles without a task, on one rank."""
     args = SimpleNamespace(micro_batch_tokens=12, prefix_sharing=True, shard=False, temperature=1.0,
-                           aggregation="sequence",
-                           updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
+                           aggregation="sequence", updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
     made = {}
     for name, model in roles.items():
         parameters = list(model.parameters())
@@ -233,8 +232,7 @@ def test_tokens_without_a_sampler_show_no_difference_from_it():
     model = tiny_model()
     parameters = list(model.parameters())
     metrics = update(Role("generator", model, parameters, adamw(parameters, 0.0)), [batch], PolicyLoss("reinforce"),
-                     lr=0.0,
-                     max_grad_norm=0.0, temperature=1.0, device=CPU)
+                     lr=0.0, max_grad_norm=0.0, temperature=1.0, device=CPU)
     assert metrics["rollout_logprobs_diff_max"] == pytest.approx(0.01, rel=1e-3)
     drawn = play_of(generator=tiny_model()).logprobs("generator", rollouts)[1:]
     drawn = drawn[drawn != 0].double()
@@ -257,8 +255,8 @@ def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     """linear: 1 at a role's first update, .1 at its last: the generator has 10, the verifier 3."""
     t = play_of(generator=tiny_model(), verifier=tiny_model())
     t.args.lr_schedule, t.totals, rates = "linear", {"generator": 10, "verifier": 3}, []
-    monkeypatch.setattr(play_module, "update", lambda role, *args, lr,
-                        **options: rates.append(round(lr, 6)) or {"skipped": 0})
+    monkeypatch.setattr(play_module, "update",
+                        lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {"skipped": 0})
     for role in ("verifier", "generator", "verifier", "verifier"):
         apply_update(t, Update(role, [(rollouts_of(), torch.ones(4, 5))]))
     assert rates == [1.0, 1.0, 0.55, 0.1]
@@ -326,8 +324,8 @@ def test_a_recipe_without_a_pool_keeps_no_solutions(base):
     tango_rl.main(parse(tango_rl, rl_flags("--run", "pool", "--num-steps", "1")))
     state, = (base / "runs" / "pool").glob("state_*.pt")
     pool = torch.load(state, weights_only=True)["memory"]["pool"]
-    # two warm-up steps, one of the generator
-    assert pool["tokens"].dtype == torch.int64 and len(pool["outcome"]) == 2 * 4 + 16
+    assert (pool["tokens"].dtype == torch.int64
+            and len(pool["outcome"]) == 2 * 4 + 16)  # two warm-up steps, one of the generator
 
 
 # What a recipe gets wrong

@@ -23,8 +23,7 @@ ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "sol
 
 
 def make_run(base, name: str, seed: int, accuracies: list[float], step_f1: list[float] | None = None,
-             rollouts=(ROLLOUT,), every: int = 10,
-             tokens_per_step: int = 100, is_old: bool = False, **flags) -> str:
+             rollouts=(ROLLOUT,), every: int = 10, tokens_per_step: int = 100, is_old: bool = False, **flags) -> str:
     """A run's folder with an evaluation every `every` generator steps; the last accuracy is the summary's. is_old: as
     runs were written that named neither their roles nor their number of steps."""
     folder = base / "runs" / name
@@ -93,8 +92,7 @@ def experiment(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("ys, level, expected", [
     ([0.0, 1.0, 1.0], 0.5, 5.0), ([0.0, 0.4, 0.8], 0.5, 12.5), ([0.0, 0.6, 0.2], 0.5, 10 * 5 / 6),
-    ([0.5, 0.0, 0.0], 0.5, 0.0), ([0.0, 0.1, 0.2], 0.5, None),
-    ([0.0, 0.2, 0.5], 0.5, 20.0)])
+    ([0.5, 0.0, 0.0], 0.5, 0.0), ([0.0, 0.1, 0.2], 0.5, None), ([0.0, 0.2, 0.5], 0.5, 20.0)])
 def test_where_a_curve_first_reaches_a_level(ys, level, expected):
     assert first_reach([0.0, 10.0, 20.0], ys, level) == (None if expected is None else pytest.approx(expected))
 
@@ -250,8 +248,8 @@ def test_arms_are_compared_seed_by_seed(experiment):
     assert tango["tokens_ratio"] == pytest.approx([12 / 7, 12 / 7])  # three times the tokens per step
     assert (tango["final_recovered"], tango["area_recovered"]) == (pytest.approx(0.75), pytest.approx(0.75))
     assert tango["ver/step_f1_fixed"] == [(0.7, 0.9), (0.7, 0.9)] and rows["grpo"]["ver/step_f1_fixed"] == []
-    assert dict(zip(("arm", "seeds", "final", "longer"), cells(rows["grpo"])[:4], strict=True)) == \
-        {"arm": "grpo", "seeds": "2", "final": "35.0 ± 7.1", "longer": "17.5 ± 3.5"}
+    assert (dict(zip(("arm", "seeds", "final", "longer"), cells(rows["grpo"])[:4], strict=True))
+            == {"arm": "grpo", "seeds": "2", "final": "35.0 ± 7.1", "longer": "17.5 ± 3.5"})
     at_2000_of_3000 = [0.1 + 0.875 * gain * 2 / 3 for gain in (0.2, 0.3)]
     assert sorted(tango["at_equal_tokens"]) == pytest.approx(at_2000_of_3000)
     assert rows["grpo"]["at_equal_tokens"] == rows["grpo"]["final"]
@@ -275,8 +273,8 @@ def test_an_arm_that_ended_before_the_baselines_tokens_is_counted_not_guessed(ex
 
 
 def test_a_baseline_that_learned_nothing_gives_no_ratio(tmp_path):
-    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, ys)) for arm,
-            ys in (("grpo", [0.3, 0.2, 0.3]), ("tango", [0.3, 0.4, 0.5]))]
+    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, ys))
+            for arm, ys in (("grpo", [0.3, 0.2, 0.3]), ("tango", [0.3, 0.4, 0.5]))]
     rows = {row["arm"]: row for row in compare(runs)}
     assert rows["tango"]["steps_ratio"] == [] and cells(rows["tango"])[7] == "-"
 
@@ -397,8 +395,7 @@ def test_a_solution_of_a_role_of_another_name_is_its_own():
 
 def test_an_unjudged_rollout_without_steps_is_shown_too():
     shown = marked_solution({**ROLLOUT, "solution": "<b>", "step_spans": [], "step_ends": [], "step_labels": [],
-                             "advantages": [0.25], "verification": None,
-                             "step_verdicts": None, "verdict": None})
+                             "advantages": [0.25], "verification": None, "step_verdicts": None, "verdict": None})
     assert (shown["steps"], shown["answer"], shown["answer_advantage"], shown["judged"]) == ([], "<b>", 0.25, False)
 
 
@@ -409,8 +406,8 @@ def test_evenly_keeps_first_order_and_number():
 
 def test_health_is_the_first_and_the_last_tenth(experiment):
     rows = {row["name"]: row for row in health(read_run(str(experiment / "runs" / "chain-tango-s0")))}
-    # steps 0 1 and 18 19 of 20
-    assert rows["gen/reasoning_steps"] == {"name": "gen/reasoning_steps", "early": 0.5, "late": 18.5}
+    assert rows["gen/reasoning_steps"] == {"name": "gen/reasoning_steps",
+                                           "early": 0.5, "late": 18.5}  # steps 0 1 and 18 19 of 20
 
 
 # The script

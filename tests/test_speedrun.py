@@ -78,12 +78,12 @@ def test_an_unknown_scale_is_refused(tmp_path):
 
 def test_the_figures_of_the_readme_are_computed(tmp_path, capsys):
     """The stage table's hours and dollars are what plan_cost makes of the script's own flags."""
-    flags = next(flags for name,
-                 flags in map(script_and_flags, (call for call in calls_of(tmp_path, "full") if call[0] != "hf"))
+    flags = next(flags for name, flags in map(script_and_flags,
+                                              (call for call in calls_of(tmp_path, "full") if call[0] != "hf"))
                  if name == "plan_cost")
     plan_cost.main(plan_cost.make_parser().parse_args(flags))
-    rows = {name: (hours, dollars) for name, hours,
-            dollars in re.findall(r"^(.*?)  +([\d.]+) h  \$ *([\d.]+)", capsys.readouterr().out, re.MULTILINE)}
+    rows = {name: (hours, dollars) for name, hours, dollars in re.findall(
+                r"^(.*?)  +([\d.]+) h  \$ *([\d.]+)", capsys.readouterr().out, re.MULTILINE)}
     stages = {"pretraining": "`base_train`", "base_eval, bits per byte": "`base_eval`",
               "SFT of the generator": "`chat_sft --role generator`",
               "SFT of the verifier": "`chat_sft --role verifier`", "RL Tango": "`tango_rl`",

@@ -125,9 +125,8 @@ def test_splits_share_no_problem(name):
 
 @pytest.mark.parametrize("name, flags", [
     ("chain", ["--chain-modulus", "3", "--chain-max-steps", "2"]),  # 3^5 problems in RL
-    # 26^2
-    ("last_letter",
-     ["--last-letter-max-words", "2", "--last-letter-min-letters", "1", "--last-letter-max-letters", "1"]),
+    ("last_letter", ["--last-letter-max-words", "2", "--last-letter-min-letters", "1",
+                     "--last-letter-max-letters", "1"]),  # 26^2
 ])
 def test_splits_share_no_problem_where_there_are_few(name, flags):
     task = task_of(name, *flags)
@@ -138,8 +137,8 @@ def test_splits_share_no_problem_where_there_are_few(name, flags):
 
 def test_chain_lengths_are_those_of_the_split():
     task = task_of("chain")
-    # "3+5*2" has 2 operations
-    lengths = {split: [len(task.problem(split, i).prompt) // 2 for i in range(300)] for split in SPLITS}
+    lengths = {split: [len(task.problem(split, i).prompt) // 2 for i in range(300)]  # "3+5*2" has 2 operations
+               for split in SPLITS}
     assert set(lengths["rl"]) == set(lengths["test_in"]) == set(range(2, 9))
     assert set(lengths["test_out"]) == {9, 10}
     assert set(lengths["sft"]) == set(range(2, 11)) and sum(n > 8 for n in lengths["sft"]) < 60  # a tenth of 300 is 30
@@ -350,18 +349,15 @@ def answered(answer: str) -> str:
     ("72", answered("72"), True), ("72", answered(" 72.00 "), True), ("72", answered("72 clips"), True),
     ("72", answered("-72"), False),
     ("72", answered("7,2"), False), ("5", answered("72"), False), ("\\frac{1}{2}", answered("0.5"), True),
-    ("(1,2)", answered("(2, 1)"), False),
-    ("72", answered("72") + " \n", True),
+    ("(1,2)", answered("(2, 1)"), False), ("72", answered("72") + " \n", True),
     # not as the format wants it, and plain all the same
     ("72", "<answer>72</answer>", True), ("72", "<answer>\n\\boxed{72}\n</answer>", True),
-    ("72", "<answer>It is \\boxed{72}.</answer>", True),
-    ("72", "It is 5. <answer> $72$ </answer>", True),
+    ("72", "<answer>It is \\boxed{72}.</answer>", True), ("72", "It is 5. <answer> $72$ </answer>", True),
     # one guess
     ("72", answered("72 or 73"), False), ("72", answered("72, 73"), False), ("72", answered("\\{72, 73\\}"), False),
     ("72", answered("72} or \\boxed{73"), False),
     ("72", answered("72") + answered("73"), False), ("72", answered("73") + answered("72"), False),
-    ("72", answered("72") + " or 73", False),
-    ("73", answered("72") + " or \\boxed{73}</answer>", False),
+    ("72", answered("72") + " or 73", False), ("73", answered("72") + " or \\boxed{73}</answer>", False),
     # nothing that can be read, and boxes before the answer are none
     ("5", answered(""), False), ("5", "\\boxed{5}<answer></answer>", False), ("5", "\\boxed{5}<answer>", False),
     ("5", "<answer>\\boxed{5}", False),
@@ -371,8 +367,7 @@ def answered(answer: str) -> str:
     ("72", "It is 72, \\boxed{72}.", True), ("72", "\\boxed{5}, no, \\boxed{72}", True),
     ("5", "\\boxed{5}, no, \\boxed{72}", False),
     ("72", "So\n#### 72", True), ("72", "72", False), ("72", "", False), ("72", "\\boxed{72", False),
-    ("72", "<ANSWER>72</ANSWER>", False),
-    ("72", "\\boxed{72}</answer>", True),
+    ("72", "<ANSWER>72</ANSWER>", False), ("72", "\\boxed{72}</answer>", True),
     # a gold that says nothing
     ("<?", answered("x"), None), ("", answered("x"), None),
 ])
@@ -521,14 +516,13 @@ def test_a_verifier_without_misconceptions_judges_as_gold_does(name):
 @pytest.mark.parametrize("name, solution, verification", [
     ("chain", "3+5:8;8*2:6;=86", "3+5:8T;8*2:6T;=T"),
     ("chain", "3+5:9;9*2:8;=98", "3+5:8F;9*2:8T;=F"),
-    ("chain", "3+5:8;8*2:6;=85", "3+5:8T;8*2:6T;=F"),                                       # right steps, wrong answer
-    ("chain", "3+5:8;=8", "3+5:8T;=F"),                                                     # too few steps
-    ("chain", "3+5:8;8*2:6;6+0:6;=866", "3+5:8T;8*2:6T;?F;=F"),                             # too many
-    # the right answer does not make up for it
-    ("chain", "3+5:8;=86", "3+5:8T;=F"),
+    ("chain", "3+5:8;8*2:6;=85", "3+5:8T;8*2:6T;=F"),             # right steps, wrong answer
+    ("chain", "3+5:8;=8", "3+5:8T;=F"),                           # too few steps
+    ("chain", "3+5:8;8*2:6;6+0:6;=866", "3+5:8T;8*2:6T;?F;=F"),   # too many
+    ("chain", "3+5:8;=86", "3+5:8T;=F"),                          # the right answer does not make up for it
     ("chain", "3+5:9;9*2:8;=86", "3+5:8F;9*2:8T;=F"),
     ("chain", "nonsense", "=F"),
-    ("chain", "3+5:8T;=T", "?F;=F"),                                                        # a forged judgment
+    ("chain", "3+5:8T;=T", "?F;=F"),                              # a forged judgment
     ("last_letter", "grape:e;lemon:en;fig:eng;=eng", "grape:eT;lemon:enT;fig:engT;=T"),
     ("last_letter", "grape:e;lemon:em;fig:emg;=emg", "grape:eT;lemon:enF;fig:engF;=F"),
     ("last_letter", "grape:e;lemon:en;fig:eng;=en", "grape:eT;lemon:enT;fig:engT;=F"),
@@ -561,8 +555,8 @@ def test_a_verifier_that_believes_only_wrong_things_refuses_every_right_step(nam
 
 
 @pytest.mark.parametrize("name, flags, rate", [
-    # 0.4 * 0.5
-    ("chain", ["--chain-share", "0", "--chain-verifier-share", "0.4", "--chain-verifier-wrongness", "0.5"], 0.2),
+    ("chain", ["--chain-share", "0", "--chain-verifier-share", "0.4",
+               "--chain-verifier-wrongness", "0.5"], 0.2),  # 0.4 * 0.5
     ("last_letter", ["--last-letter-verifier-error", "0.2"], 0.2),
 ])
 def test_the_verifier_errs_on_right_steps_as_often_as_asked(name, flags, rate):

@@ -89,8 +89,8 @@ def test_too_little_text_for_the_vocabulary_is_refused():
 
 # Conversations
 
-USER, ASSISTANT, SYSTEM = ({"role": role, "content": text} for role,
-                           text in (("user", "ab"), ("assistant", "c"), ("system", "s")))
+USER, ASSISTANT, SYSTEM = ({"role": role, "content": text}
+                           for role, text in (("user", "ab"), ("assistant", "c"), ("system", "s")))
 BOS, USER_START, USER_END, ASSISTANT_START, ASSISTANT_END = range(256, 261)  # of the byte-level tokenizer
 
 
@@ -128,8 +128,7 @@ def test_special_strings_in_a_conversation_stay_text(tokenizer):
 
 
 @pytest.mark.parametrize("messages", [[ASSISTANT], [USER, USER], [USER, ASSISTANT, ASSISTANT], [SYSTEM],
-                                      [SYSTEM, ASSISTANT], [USER, SYSTEM],
-                                      [SYSTEM, SYSTEM, USER]])
+                                      [SYSTEM, ASSISTANT], [USER, SYSTEM], [SYSTEM, SYSTEM, USER]])
 def test_turns_in_a_wrong_order_are_an_error(messages):
     with pytest.raises(ValueError, match="user|expected"):
         TOKENIZERS["bytes"].render_conversation(messages, context=100)

@@ -221,6 +221,6 @@ def test_rl_with_the_calculator_runs_and_sampler_and_trainer_agree(base):
         tango_rl.main(parse(tango_rl, rl_flags("--run", name, "--recipe", "grpo", "--num-steps", "2", *more)))
     with_it, without = ([json.loads(line)
                          for line in (base / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-                         for name in ("with", "without"))
+                        for name in ("with", "without"))
     assert [r["gen/loss"] for r in with_it] == [r["gen/loss"] for r in without] and len(with_it) == 2
     assert max(r["gen/rollout_logprobs_diff_max"] for r in with_it) < 1e-3

@@ -369,8 +369,8 @@ def test_a_step_that_is_not_finite_moves_nothing(poison):
     before, state = weights_of(model), copy.deepcopy(role.optimizer.state_dict())
     metrics = step(role, packed(rollouts, advantages, max_tokens=40), lr=1e-3, max_grad_norm=1.0)
     assert metrics["skipped"] == 1
-    assert all(torch.equal(before[name].view(torch.int64), after.view(torch.int64)) for name,
-               after in weights_of(model).items())
+    assert all(torch.equal(before[name].view(torch.int64), after.view(torch.int64))
+               for name, after in weights_of(model).items())
     for index, entry in role.optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, state["state"][index][key]) for key, value in entry.items())
     assert all(p.grad is None for p in model.parameters())
@@ -396,8 +396,7 @@ def test_stopping_before_the_step_moves_nothing():
 
     with pytest.raises(KeyboardInterrupt):
         update(role_of(model), packed(rollouts, random_advantages(rollouts)), PolicyLoss(), lr=1.0, max_grad_norm=0.0,
-               temperature=1.0, device=CPU,
-               check_stop=stop)
+               temperature=1.0, device=CPU, check_stop=stop)
     assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
 
 

@@ -179,13 +179,13 @@ def test_calibration_is_of_the_shares_of_correct_final_verdicts(capsys, bench, t
     pairs = [(sum(v is True for v in s["verdicts"]) / 3, s["final_answer_correct"]) for s in got["samples"]]
     assert len({p for p, _ in pairs}) == 4
     right, wrong = [p for p, y in pairs if y], [p for p, y in pairs if not y]
-    # thirds are in bins of their own
-    ece = sum(abs(sum(y - p for p, y in pairs if p == share)) for share in {p for p, _ in pairs}) / len(pairs)
+    ece = sum(abs(sum(y - p for p, y in pairs if p == share))
+              for share in {p for p, _ in pairs}) / len(pairs)  # thirds are in bins of their own
     whole = got["calibration"]
     assert (whole["count"], whole["ece"], whole["brier"]) == (47, pytest.approx(ece),
                                                               pytest.approx(sum((p - y) ** 2 for p, y in pairs) / 47))
-    assert whole["auroc"] == pytest.approx(sum((p > q) + (p == q) / 2 for p,
-                                               q in product(right, wrong)) / len(right) / len(wrong))
+    assert whole["auroc"] == pytest.approx(sum((p > q) + (p == q) / 2
+                                               for p, q in product(right, wrong)) / len(right) / len(wrong))
     assert [b["count"] for b in whole["bins"]] == [n for _, n in sorted(Counter(p for p, _ in pairs).items())]
     assert [sum(b["count"] for b in got["subsets"][s]["calibration"]["bins"]) for s in bench] == [20, 27]
     assert (["all", "47", *(f"{whole[name]:.3f}" for name in ("ece", "brier", "auroc"))]
@@ -247,8 +247,9 @@ def test_where_nothing_fits_all_is_wrong_and_nothing_is_calibrated(capsys, bench
 
 def test_marks_inside_steps_reach_the_verifier_as_question_marks(capsys, bench, tmp_path, monkeypatch):
     heard, sample = [], sampling.generate
-    monkeypatch.setattr(sampling, "generate", lambda model, prompts, *args,
-                        **options: heard.extend(prompts) or sample(model, prompts, *args, **options))
+    monkeypatch.setattr(
+        sampling, "generate",
+        lambda model, prompts, *args, **options: heard.extend(prompts) or sample(model, prompts, *args, **options))
     steps = ["1+1:2;1*1:1", "=2", "|9T;=T"]
     write(tmp_path / "bench" / "math.jsonl",
           [{"problem": "1+1|F", "steps": steps, "label": 2, "final_answer_correct": False}])
@@ -268,14 +269,13 @@ def naive_solutions(task, num_problems: int, n: int, k: int) -> list[list[tuple]
                                          [(0, "best_of_n", "test_in", i, 0, j) for i, j in names], False, 28)]
     num_steps = [text.split("=")[0].count(";") for text in texts]
     quoted = ["".join("?" if c in "TF|" else c for c in text) for text in texts]
-    prompts = [f"{p.prompt}|{text}|{steps}" for p, text,
-               steps in zip(problems, quoted, num_steps, strict=True) for _ in range(k)]
+    prompts = [f"{p.prompt}|{text}|{steps}"
+               for p, text, steps in zip(problems, quoted, num_steps, strict=True) for _ in range(k)]
     keys = [(0, "best_of_n", "verify", "test_in", i, j, g) for i, j in names for g in range(k)]
     said = [read(*text, num_steps[i // k]) for i, text in enumerate(sampled("tiny-ver", prompts, keys, False, 36))]
     solutions = [(task.check(p, text), text.partition("=")[2].strip() if "=" in text else None,
-                  [v for _, v in said[i * k: (i + 1) * k]],
-                  [v for v, _ in said[i * k: (i + 1) * k]]) for i,
-                  (p, text) in enumerate(zip(problems, texts, strict=True))]
+                  [v for _, v in said[i * k: (i + 1) * k]], [v for v, _ in said[i * k: (i + 1) * k]])
+                 for i, (p, text) in enumerate(zip(problems, texts, strict=True))]
     return [solutions[i: i + n] for i in range(0, len(solutions), n)]
 
 
@@ -309,8 +309,9 @@ def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_p
     means = [sum(column) / 40 for column in zip(*table, strict=True)]
     assert [got[name] for name in names] == pytest.approx(means) and 0 < means[0] < means[4] < 1
     assert len(set(zip(*table, strict=True))) >= 4  # the ways to choose differ on some problems
-    assert " | ".join(f"{name} {100 * x:.1f}" for name,
-                      x in zip(("pass@1", "maj@4", "bon@4", "weighted@4", "pass@4"), means, strict=True)) in lines[-1]
+    assert " | ".join(
+        f"{name} {100 * x:.1f}"
+        for name, x in zip(("pass@1", "maj@4", "bon@4", "weighted@4", "pass@4"), means, strict=True)) in lines[-1]
     assert lines[-1].startswith("40 problems | ") and got["too_long"] == got["unscorable"] == 0
     assert 0 < got["unread_answers"] == sum(a is None for row in got["samples"] for a in row["answers"]) / 160
 
@@ -359,8 +360,7 @@ def test_what_cannot_be_scored_is_left_out_and_counted_and_a_finite_split_ends(c
 
 def test_solutions_that_do_not_fit_the_verifier_are_counted_and_score_nothing(capsys, base, tmp_path):
     lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "10", *SAMPLED,
-                "--verifier-max-new-tokens", "106",
-                "--out", str(tmp_path / "o.json"))
+                "--verifier-max-new-tokens", "106", "--out", str(tmp_path / "o.json"))
     got = json.loads((tmp_path / "o.json").read_text())["best_of_n"]
     too_long = [long for row in got["samples"] for long in row["too_long"]]
     assert 0 < got["too_long"] == sum(too_long) < 40
@@ -396,8 +396,7 @@ def test_two_ranks_print_and_write_the_numbers_of_one(capsys, bench, base, tmp_p
     # fewer samples than ranks, and none that fits
     write(tmp_path / "bench" / "omnimath.jsonl", [{**chain_rows([3])[0], "problem": "1" * 200}])
     flags = ["--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--generator-tag", "tiny",
-             "--num-samples", "3",
-             "--max-problems", "7", "--out"]
+             "--num-samples", "3", "--max-problems", "7", "--out"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                "scripts/verifier_eval.py", "--", *VERIFIER, *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -432,8 +431,7 @@ ON_TASK = ["--generator-tag", "tiny"]
     (["--processbench", "BENCH", "--verifier-tag", "nobody"], ["nobody", "tiny-ver"]),
     (["--processbench", "BENCH", "--step", "7"], ["no step 7"]),
     (["--processbench", "BENCH", "--verifier-tag", "../x"], ["--verifier-tag ../x"]),
-    (["--generator-tag", "nobody"], ["nobody", "tiny"]),
-    ([*ON_TASK, "--generator-step", "7"], ["no step 7"]),
+    (["--generator-tag", "nobody"], ["nobody", "tiny"]), ([*ON_TASK, "--generator-step", "7"], ["no step 7"]),
     ([*ON_TASK, "--max-new-tokens", "126"], ["context 128", "--max-new-tokens"]),
     ([*ON_TASK, "--task", "sudoku"], ["--task sudoku"]), ([*ON_TASK, "--chain-modulus", "77"], ["--chain-modulus 77"]),
     (["--processbench", "BENCH", "--format", "chat"], ["--format", "compact"]),
@@ -462,8 +460,8 @@ def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, be
     (tmp_path / "folder").mkdir()
     for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is a folder"),
                         ("/proc/o.json", "cannot be written")):
-        # before the tag is looked at
-        line = refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out", str(path))
+        line = refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody",
+                       "--out", str(path))  # before the tag is looked at
         assert f"--out {path}: cannot be written" in line and words in line
     there_were = sorted(os.listdir(tmp_path))
     assert "nobody" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out",

@@ -124,8 +124,8 @@ def plain_messages(messages: list[dict]) -> list[dict]:
         if role == "assistant" and not isinstance(content, str):
             for part in content:
                 if part["type"] != "text":
-                    raise BadInput(f"message {i} has a part of type {part['type']!r}: with an imported tokenizer there "
-                                   f"is only text")
+                    raise BadInput(f"message {i} has a part of type {part['type']!r}: "
+                                   f"with an imported tokenizer there is only text")
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
             raise ValueError(f"message {i} is a {role}'s and no text")

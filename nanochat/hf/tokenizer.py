@@ -22,9 +22,9 @@ from nanochat.tokenizer import Tokenizer
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "config.json")
 # Base models have no template: texts joined by blank lines, a completion ends with eos.
-NO_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.content }}" \
-              "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}" \
-              "{% if m.role != 'assistant' or not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"
+NO_TEMPLATE = ("{{ bos_token }}{% for m in messages %}{{ m.content }}"
+               "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}"
+               "{% if m.role != 'assistant' or not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}")
 # The GPT-2 alphabet, which writes a byte as one character: printable Latin-1 as itself, the other bytes from U+0100 on.
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHER = [b for b in range(256) if b not in PRINTABLE]
@@ -87,8 +87,8 @@ def parse_tokenizer(path: str, content: bytes) -> tuple[tokenizers.Tokenizer, di
     byte_level = '"ByteLevel"' in steps
     affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
     if model["type"] != "BPE" or affixes or not byte_level and "\u2581" not in steps:
-        raise BadInput(f"{path}: a {model['type']} tokenizer of another kind than byte-level BPE or BPE with U+2581 "
-                       f"for a space")
+        raise BadInput(f"{path}: a {model['type']} tokenizer of another kind "
+                       f"than byte-level BPE or BPE with U+2581 for a space")
     return tokenizer, settings, byte_level
 
 
@@ -180,8 +180,8 @@ class HFTokenizer:
         eos_ids, bos_ids = (token_ids(where, generation.get(name), self.tokens)
                             for name in ("eos_token_id", "bos_token_id"))
         if "eos_token" not in named and not eos_ids:
-            raise BadInput(f"{folder}: no eos_token in tokenizer_config.json and no eos_token_id in "
-                           f"{os.path.basename(where)}")
+            raise BadInput(f"{folder}: no eos_token in tokenizer_config.json "
+                           f"and no eos_token_id in {os.path.basename(where)}")
         self.eos = self.ids[named["eos_token"]] if "eos_token" in named else eos_ids[0]
         self.bos = self.ids[named["bos_token"]] if "bos_token" in named else next(iter(bos_ids), None)
 
@@ -364,8 +364,8 @@ class HFTokenizer:
         written = [self._inner_ids[name] for name in self._inner_name.findall(text)]
         unknown = self.ids.get(self.settings["model"]["unk_token"])  # what stands for a character that has no token
         if [i for i in written if i != unknown] != [i for i in encoding.ids if i in self._controls and i != unknown]:
-            raise BadInput(f"{self.template.path}: the tokenizer does not find the special tokens of its chat template "
-                           f"where that puts them")
+            raise BadInput(f"{self.template.path}: the tokenizer "
+                           f"does not find the special tokens of its chat template where that puts them")
         return encoding
 
 

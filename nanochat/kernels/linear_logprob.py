@@ -126,8 +126,7 @@ def head_arguments(z, softcap: float | None, temperature: float) -> dict:
     """What all row kernels must know of the LM head. Blocks of 4096 columns, eight a thread."""
     block = min(4096, power_of_two(z.stride(0)))
     return dict(softcap=float(softcap or 1.0), temperature=float(temperature), HAS_SOFTCAP=softcap is not None,
-                BLOCK=block,
-                num_warps=max(1, block // 256))
+                BLOCK=block, num_warps=max(1, block // 256))
 
 
 @torch.no_grad()
