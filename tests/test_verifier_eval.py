@@ -6,6 +6,7 @@ verifier_eval: its numbers against naive counts of texts that are sampled, read 
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -117,16 +118,22 @@ def read(text: str, ended: bool, num_steps: int) -> tuple[list[bool | None], boo
             letter.get(final.strip()) if mark and ended else None)
 
 
+def malformed(text: str, ended: bool, num_steps: int) -> bool:
+    """Whether anything is missing, too much, or cut: only "...T;" per step and "=T" behind them will do."""
+    return not (ended and re.fullmatch(rf"(?:[^;=]*[TF][^;=TF]*;\s*){{{num_steps}}}=\s*[TF]\s*", text))
+
+
 def naive_judgments(subset: str, rows: list[dict], k: int,
-                    greedy: bool) -> list[tuple[list[int | None], list[bool | None]]]:
-    """Per row the k first errors and the k final verdicts."""
+                    greedy: bool) -> list[tuple[list[int | None], list[bool | None], int]]:
+    """Per row the k first errors, the k final verdicts, and how many of the k texts are malformed."""
     prompts = [f"{row['problem']}|{''.join(step + ';' for step in row['steps'])}=|{len(row['steps'])}" for row in rows
                for _ in range(k)]
     keys = [(0, "processbench", subset, number, 0, g) for number in range(1, len(rows) + 1) for g in range(k)]
-    said = [read(*text, int(prompt[-1])) for prompt,
-            text in zip(prompts, sampled("tiny-ver", prompts, keys, greedy, 36), strict=True)]
+    texts = list(zip(prompts, sampled("tiny-ver", prompts, keys, greedy, 36), strict=True))
+    said, bad = ([reader(*text, int(prompt[-1])) for prompt, text in texts] for reader in (read, malformed))
     found = [steps.index(False) if False in steps else None if None in steps else -1 for steps, _ in said]
-    return [(found[i: i + k], [verdict for _, verdict in said[i: i + k]]) for i in range(0, len(said), k)]
+    return [(found[i: i + k], [verdict for _, verdict in said[i: i + k]], sum(bad[i: i + k]))
+            for i in range(0, len(said), k)]
 
 
 def naive_vote(predictions: list) -> int | None:
@@ -153,18 +160,20 @@ def test_processbench_is_a_naive_count_of_texts_sampled_by_hand(capsys, bench, t
         judged = naive_judgments(subset, rows, k, greedy=k == 1)
         labels = [row["label"] for row in rows]
         kept = [s for s in got["samples"] if s["subset"] == subset]
-        assert [(s["row"], s["label"], s["predictions"], s["verdicts"]) for s in kept] == [
+        assert [(s["row"], s["label"], s["predictions"], s["verdicts"], s["malformed"]) for s in kept] == [
             (number, row["label"], *said) for number, (row, said) in enumerate(zip(rows, judged, strict=True), 1)]
-        assert [s["prediction"] for s in kept] == [naive_vote(predictions) for predictions, _ in judged]
+        assert [s["prediction"] for s in kept] == [naive_vote(predictions) for predictions, *_ in judged]
         scores = got["subsets"][subset]
-        expected = naive_f1([(l, naive_vote(predictions)) for l, (predictions, _) in zip(labels, judged, strict=True)])
+        expected = naive_f1([(l, naive_vote(predictions)) for l, (predictions, *_) in zip(labels, judged, strict=True)])
         assert three(scores) == pytest.approx(expected) and scores["n"] == len(rows) and scores["too_long"] == 0
-        single = [naive_f1([(l, predictions[g]) for l, (predictions, _) in zip(labels, judged, strict=True)])
+        single = [naive_f1([(l, predictions[g]) for l, (predictions, *_) in zip(labels, judged, strict=True)])
                   for g in range(k)]
         assert three(scores["single"]) == pytest.approx([sum(column) / k for column in zip(*single, strict=True)])
         unlike_single += three(scores["single"]) != three(scores)
-        assert scores["votes"] == pytest.approx(sum(p is not None for predictions,
-                                                    _ in judged for p in predictions) / len(rows))
+        assert scores["votes"] == pytest.approx(sum(p is not None for predictions, *_ in judged
+                                                    for p in predictions) / len(rows))
+        assert scores["parse_fail"] == pytest.approx(sum(bad for *_, bad in judged) / len(rows) / k)
+        assert 0 < scores["parse_fail"] < 1  # the crafted verifier writes both kinds
         averages.append(expected)
         (line,) = [line for line in lines if line.startswith(subset) and "." in line.split()[2]][:1]
         assert line.split()[:5] == [subset, str(len(rows)), *(f"{100 * x:.1f}" for x in expected)]
