@@ -144,10 +144,9 @@ def run_trl(args) -> dict:
         config = trl.GRPOConfig(
             output_dir=folder, max_steps=args.steps + 1, per_device_train_batch_size=args.device_batch_size,
             gradient_accumulation_steps=rows // args.device_batch_size, num_generations=args.num_samples,
-            max_completion_length=args.completion_len,
-            learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0, use_cpu=True, bf16=False,
-            gradient_checkpointing=False,
-            dataloader_pin_memory=False, logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True)
+            max_completion_length=args.completion_len, learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0,
+            use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False, logging_strategy="no",
+            save_strategy="no", report_to="none", disable_tqdm=True)
         trainer = TimedGRPO(
             model, reward_funcs=lambda completions, **_: torch.rand(len(completions), generator=dice).tolist(),
             args=config, train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer,

@@ -70,9 +70,8 @@ def extracted(completion: str, extract: tuple[str, ...] = ("boxed", "hash")) -> 
 # One spelling
 
 SIGNS = str.maketrans({"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "°": "^\\circ ",
-                       "∞": "\\infty ", "∪": "\\cup ",
-                       "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "\u00a0": " ", "′": "'", "%": "\\%", "√": "\\sqrt ",
-                       "∅": "\\emptyset ", "€": "", "£": "",
+                       "∞": "\\infty ", "∪": "\\cup ", "≤": "\\le ", "≥": "\\ge ", "±": "\\pm ", "\u00a0": " ",
+                       "′": "'", "%": "\\%", "√": "\\sqrt ", "∅": "\\emptyset ", "€": "", "£": "",
                        **{"½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"[k]: f"\\frac{{{'112131234151357'[k]}}}{{{'233445555668888'[k]}}}"
                           for k in range(15)}})
 WIDE = {ord("０") + digit: str(digit) for digit in range(10)}

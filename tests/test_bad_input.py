@@ -20,8 +20,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def files_under(folder) -> dict[str, float]:
-    return {os.path.join(parent, name): os.path.getmtime(os.path.join(parent, name)) for parent, _,
-            names in os.walk(folder) for name in names}
+    return {os.path.join(parent, name): os.path.getmtime(os.path.join(parent, name))
+            for parent, _, names in os.walk(folder) for name in names}
 
 
 def refused(capsys, base, script, *flags: str) -> str:
@@ -149,8 +149,7 @@ def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base
 def test_every_way_to_start_the_trainer(base, launcher):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *launcher, *rl_flags("--recipe", "grpo", "--num-steps", "1")], env=env,
-                          cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
+                          cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     folder = done.stdout.strip().splitlines()[-1]
     with open(os.path.join(folder, "metrics.jsonl")) as f:

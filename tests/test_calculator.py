@@ -36,22 +36,20 @@ AS_UPSTREAM = {
     "": None, "   ": None, "(": None, "1+": None, "1 2": None, "1(2)": None, "1..2": None, "2*/3": None, "\t1": None,
     "1\n+1": None, "1\x00": None, "\u0661+1": None, "\u00b2": None, "\ud800": None,
     "'abc'": None, "'a-b'.count('-')": None, "'a'.count('a')+1": None, "2*'a'.count('a')": None, "'a'.count(1)": None,
-    "'a'.count()": None,
-    "'a'.count": None, "a.count('a')": None, "'a'.count(a)": None, "(1e5) .count('a')": None, "'a'.upper()": None,
-    "'\u00e9'.count('e')": None,
-    "'a\\n'.count('a')": None, "'abc.count('a')": None, "True": None, "lambda.count(": None,
-    "__import__('os').count('a')": None, "'a'.__class__.count('a')": None, "open('a').count('a')": None,
+    "'a'.count()": None, "'a'.count": None, "a.count('a')": None, "'a'.count(a)": None, "(1e5) .count('a')": None,
+    "'a'.upper()": None, "'\u00e9'.count('e')": None, "'a\\n'.count('a')": None, "'abc.count('a')": None, "True": None,
+    "lambda.count(": None, "__import__('os').count('a')": None, "'a'.__class__.count('a')": None,
+    "open('a').count('a')": None,
 }
 REFUSED_BY_US = ["()", "()*3", "...", "9" * 101, "9" * 90 + "*" + "9" * 90, "9" * 150 + "/1", "'.count('",
                  "b'a'.count(b'a')", "f'a'.count('a')",
                  "'abc'.upper().count('A')", "'a'.count('a').real", "1 if 'a'.count('a') else 2", "not 'a'.count('b')",
                  "'a'.count('a') or 2"]
 HOSTILE = ["9" * 10 ** 5, "(" * 10 ** 5, "-" * 10 ** 5 + "1", "1" + "-1" * 10 ** 5, "(" * 100 + ")" * 100,
-           "(" * 99 + "1" + ")" * 99,
-           "-" * (MAX_LENGTH - 1) + "1", "*".join(["9" * 30] * 6), "*".join(["9" * 8] * 20), "1/3" + "*99999999." * 15,
-           "9**9**9", "'a'*10**9",
-           "'a'" * 10 ** 5 + ".count('a')", "'a'" + ".count('a')" * 15, "'" * 199, "(lambda.count(" * 10,
-           "'a'.count(*'a')", "'a'.count(**'a')", "{}.count()", "'a'.count('a'if 1else 2)"]
+           "(" * 99 + "1" + ")" * 99, "-" * (MAX_LENGTH - 1) + "1", "*".join(["9" * 30] * 6), "*".join(["9" * 8] * 20),
+           "1/3" + "*99999999." * 15, "9**9**9", "'a'*10**9", "'a'" * 10 ** 5 + ".count('a')",
+           "'a'" + ".count('a')" * 15, "'" * 199, "(lambda.count(" * 10, "'a'.count(*'a')", "'a'.count(**'a')",
+           "{}.count()", "'a'.count('a'if 1else 2)"]
 
 
 # Expressions

@@ -160,8 +160,8 @@ def test_verdict_scores_by_hand():
     # Step labels T T | T T | T F | F F | T, verdicts T T | T F | T F | - - | F. True: 4 hits, 6 actual, 4 said: 8/10.
     # False: 1 hit, 3 actual, 3 said: 2/6.
     assert scores["step_f1"] == pytest.approx((8 / 10 + 1 / 3) / 2, rel=1e-12)
-    # Right ones are rows 1, 2, 5: one of three is passed. Erroneous ones are rows 3, 4: one of two is found. 2 * 1/3 *
-    # 1/2 / (5/6) = 2/5.
+    # Right ones are rows 1, 2, 5: one of three is passed. Erroneous ones are rows 3, 4: one of two is found.
+    # 2 * 1/3 * 1/2 / (5/6) = 2/5.
     assert scores["first_error_f1"] == pytest.approx(2 / 5, rel=1e-12)
     assert scores["parse_fail"] == pytest.approx(2 / 5) and scores["step_count_mismatch"] == pytest.approx(2 / 5)
     assert scores["pred_pos_rate"] == pytest.approx(1 / 4) and scores["label_pos_rate"] == pytest.approx(2 / 4)

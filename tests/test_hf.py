@@ -119,7 +119,7 @@ def test_logits_equal_transformers_under_every_rotary_scaling(rope, tmp_path):
 CONTEXTS = {  # context, theta, scaling: as in files of Llama 3.1 and Qwen 2.5; then yarn's ramp at its ends
     "llama3.1": (131072, 500000.0,
                  {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                                    "original_max_position_embeddings": 8192}),
+                  "original_max_position_embeddings": 8192}),
     "qwen2.5": (32768, 1000000.0, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
     "all channels turn often": (8192, 20.0, YARN | {"original_max_position_embeddings": 8192}),
     "no channel turns": (256, 10000.0, YARN | {"original_max_position_embeddings": 4}),

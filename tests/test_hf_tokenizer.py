@@ -542,8 +542,8 @@ def test_a_forged_turn_is_quoted_word_for_word(loaded, kind):
     ("{% for m in messages %}<|im{{ m.content | trim }}|>{% endfor %}", " _end "),# both
     ("{% for m in messages %}{{ m.content }}|im_end|>{% endfor %}", "<"),
     ("{% for m in messages %}<|im_end|{{ m.content | trim }}{% endfor %}", " > "),
-    ("{% for m in messages %}{% if '<|im_' in m.content and 'end|>' in m.content %}{{ m.content }}{% endif %}{% "
-     "endfor %}", "<|im_end|>"),
+    ("{% for m in messages %}{% if '<|im_' in m.content and 'end|>' in m.content %}{{ m.content }}{% endif %}"
+     "{% endfor %}", "<|im_end|>"),
     ("{% for m in messages %}{{ m.content }}end|>{% if 'x<|im_' in m.content %}{% endif %}{% endfor %}", "x<|im_"),
     ("{% for m in messages %}<|im_{{ m.content }}{% if 'end|>x' in m.content %}{% endif %}{% endfor %}", "end|>x"),
     ("{% for m in messages %}{{ '<|im_' ~ m.content.split('</think>')[-1] }}{% endfor %}", "x</think>end|>"),

@@ -116,8 +116,7 @@ def test_planned_memory_is_near_what_is_allocated_in_bf16():
 def test_sizes_are_the_published_ones():
     """Billions of parameters, from the models' cards."""
     published = {"qwen2.5-0.5b": 0.49, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen2.5-7b": 7.61, "qwen3-0.6b": 0.6,
-                 "qwen3-8b": 8.2, "llama-2-7b": 6.74,
-                 "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03}
+                 "qwen3-8b": 8.2, "llama-2-7b": 6.74, "llama-3.2-1b": 1.24, "llama-3.2-3b": 3.21, "llama-3.1-8b": 8.03}
     for name, billions in published.items():
         assert sizes_of(shape_of(name)).total / 1e9 == pytest.approx(billions, rel=0.01), name
     for name in SHAPES:
@@ -190,16 +189,15 @@ def test_seconds_of_a_draw_go_with_its_size():
     assert seconds["update"] == pytest.approx(alone["update"] * 4 / 3)
     # So does each scoring, of what is trained and of what is not.
     scored = replace(draw, scored=2)
-    assert draw_seconds(config, scored, Held(reference=False), setting, Speed(), 1100)["update"] == pytest.approx(
-        alone["update"] * 5 / 3)
-    assert draw_seconds(config, replace(scored, trained=False), Held(), setting, Speed(), 1100)["update"] == pytest.approx(
-        alone["update"] * 2 / 3)
+    assert (draw_seconds(config, scored, Held(reference=False), setting, Speed(), 1100)["update"]
+            == pytest.approx(alone["update"] * 5 / 3))
+    assert (draw_seconds(config, replace(scored, trained=False), Held(), setting, Speed(), 1100)["update"]
+            == pytest.approx(alone["update"] * 2 / 3))
 
 
 def test_plan_memory_prints_what_fits(capsys):
     plan_memory.main(parse(plan_memory, ["--generator", "qwen2.5-math-7b", "--verifier", "qwen2.5-7b", "--max-rows",
-                                         "32", "--max-new-tokens", "2048",
-                                         "--verifier-max-new-tokens", "2048"]))
+                                         "32", "--max-new-tokens", "2048", "--verifier-max-new-tokens", "2048"]))
     out = capsys.readouterr().out
     rows = [line.split() for line in out.splitlines()[1:15]]
     assert ([row[:3] for row in rows][-1] == ["8", "yes", "yes"]

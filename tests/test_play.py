@@ -52,8 +52,8 @@ def rollouts_of(widths=(3, 5), group: int = 2, lengths=(4, 2, 3, 5), seed: int =
     tokens = torch.randint(265, (N, T), generator=draw) * (torch.arange(T) < lengths[:, None])
     logprobs = -torch.rand(N, T, generator=draw) * (torch.arange(T) < lengths[:, None])
     return Rollouts(prompts, torch.arange(len(prompts)).repeat_interleave(group), tokens, logprobs, lengths,
-                    torch.ones(N, dtype=torch.bool),
-                    limit=6, texts=[f"text {n}" for n in range(N)], columns={"outcome": [True, False, None, True]})
+                    torch.ones(N, dtype=torch.bool), limit=6, texts=[f"text {n}" for n in range(N)],
+                    columns={"outcome": [True, False, None, True]})
 
 
 def play_of(**roles: GPT) -> Play:

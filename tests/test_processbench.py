@@ -99,8 +99,8 @@ def test_a_limit_is_a_fixed_choice_per_subset_that_a_larger_one_holds(tmp_path):
 
 @pytest.mark.parametrize("changes, words", [
     ({"label": 2}, "label 2 must be from -1 to 1"), ({"label": -2}, "label -2"), ({"label": None}, "label None"),
-    ({"label": 0.5}, "label 0.5"),
-    ({"label": True}, "label True"), ({"label": "none"}, "label 'none'"), ({"label": float("nan")}, "label nan"),
+    ({"label": 0.5}, "label 0.5"), ({"label": True}, "label True"), ({"label": "none"}, "label 'none'"),
+    ({"label": float("nan")}, "label nan"),
     ({"steps": []}, "steps must be a list"), ({"steps": None}, "steps must be a list"),
     ({"steps": "2*3 = 6"}, "steps must be a list"),
     ({"steps": ["6", " \n"]}, "step 1 must be a text"), ({"steps": [None, "6"]}, "step 0 must be a text"),
@@ -325,8 +325,8 @@ def test_calibration_of_judges_that_know_and_that_guess():
     assert auroc([0.3, 0.6], [True, True]) is None
     knows, halves = calibration([1.0, 0.0, 1.0, 0.0], outcomes), calibration([0.5] * 4, outcomes)
     assert (knows["ece"], knows["brier"]) == (0, 0) and (halves["ece"], halves["brier"]) == (0, 0.25)
-    # Weights are counts: .75 * |.25 - 0| would be .1875 with a fourth sample in a bin of its own; here 3/4 * 1/3 + 1/4
-    # * 0 = .25.
+    # Weights are counts: .75 * |.25 - 0| would be .1875 with a fourth sample in a bin of its own;
+    # here 3/4 * 1/3 + 1/4 * 0 = .25.
     assert (expected_calibration_error(reliability([0.0, 0.0, 0.0, 1.0], [True, False, False, True]))
             == pytest.approx(0.25))
 

@@ -30,10 +30,9 @@ SHAPE = ["--shape", "qwen2.5-0.5b", "--n-layer", "2", "--n-embd", "64"]
 # A random model is never right and never in form, so rewards teach nothing: what moves the weights is the entropy
 # bonus, and then the KL term.
 RL = ["--task", "gsm8k", "--gsm8k-data", REAL, "--device-type", "cpu", "--model-tag", "q", "--run", "r",
-      "--max-new-tokens", "24",
-      "--verifier-max-new-tokens", "24", "--examples-per-step", "2", "--num-samples", "2", "--eval-examples", "2",
-      "--warmup-steps", "1",
-      "--generator-steps", "1", "--num-steps", "3", "--save-every", "1", "--lr", "1e-3", "--entropy-coef", "0.01"]
+      "--max-new-tokens", "24", "--verifier-max-new-tokens", "24", "--examples-per-step", "2", "--num-samples", "2",
+      "--eval-examples", "2", "--warmup-steps", "1", "--generator-steps", "1", "--num-steps", "3", "--save-every", "1",
+      "--lr", "1e-3", "--entropy-coef", "0.01"]
 ROLES = {"gen": "q", "ver": "q-ver"}  # and the tags that they start from
 LAST = 6                              # v, then g v g v g
 TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0.2*50 = 10", "naïve 東京 🙂",

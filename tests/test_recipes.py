@@ -312,8 +312,8 @@ def test_a_path_may_start_with_a_tilde(monkeypatch, own):
 
 def test_a_label_is_drawn_once_in_a_step(base, own):
     own.write_text(own.read_text().replace("def play(t):  # one step\n",
-                                           "def play(t):\n    t.solve(\"generator\", t.problems(), 2, "
-                                           "\"solutions\")\n"))
+                                           "def play(t):\n"
+                                           "    t.solve(\"generator\", t.problems(), 2, \"solutions\")\n"))
     with pytest.raises(ValueError, match="'solutions' twice in a step"):
         train(str(own), "--run", "mine")
 

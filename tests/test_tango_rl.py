@@ -85,21 +85,18 @@ def test_a_run_leaves_what_it_promises(straight):
     folder = straight / "runs" / "r"
     summary = json.loads((folder / "summary.json").read_text())
     keys = {"gen/pass1_in", "gen/pass1_out", "ver/outcome_f1_fixed", "ver/balanced_acc_fixed", "ver/step_f1_fixed",
-            "ver/step_f1_fixed_out",
-            "ver/step_f1_current", "ver/parse_fail_fixed"}
+            "ver/step_f1_fixed_out", "ver/step_f1_current", "ver/parse_fail_fixed"}
     assert summary["seed"] == 0 and summary["minutes"] > 0
     assert keys <= summary["before"].keys() and keys <= summary["after"].keys()
     log = records(straight, "r")
     assert [r["step"] for r in log] == list(range(7))
     common = {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio",
-              "entropy", "kl",
-              "clip_ratio/low", "clip_ratio/high", "grad_norm", "lr", "rollout_probs_diff_mean"}
+              "entropy", "kl", "clip_ratio/low", "clip_ratio/high", "grad_norm", "lr", "rollout_probs_diff_mean"}
     for record in log:
         prefix = "gen" if record["role"] == "generator" else "ver"
         assert {f"{prefix}/{name}" for name in common} <= record.keys()
     assert {"ver/outcome_f1", "ver/balanced_acc", "ver/step_f1", "ver/pred_pos_rate", "ver/label_pos_rate",
-            "ver/parse_fail",
-            "ver/step_count_mismatch"} <= log[0].keys()
+            "ver/parse_fail", "ver/step_count_mismatch"} <= log[0].keys()
     assert [(r["gen_step"], r["ver_step"]) for r in log if "gen/pass1_in" in r] == [(0, 0), (0, 2), (2, 2)]
     rollouts = records(straight, "r", "rollouts.jsonl")
     assert len(rollouts) == 7 * 4 and len({r["problem"] for r in rollouts if r["step"] == 3}) > 1
@@ -130,8 +127,8 @@ def test_resume_at_the_last_step_trains_nothing_and_reports_the_same(straight, s
     os.remove(straight_copy / "runs" / "r" / "summary.json")
     train("--run", "r", "--save-every", "1", "--eval-every", "2", "--resume-from-step", "auto")
     assert records(straight, "r") == records(straight_copy, "r")
-    assert json.loads((straight_copy / "runs" / "r" / "summary.json").read_text())["after"] == \
-        json.loads((straight / "runs" / "r" / "summary.json").read_text())["after"]
+    assert (json.loads((straight_copy / "runs" / "r" / "summary.json").read_text())["after"]
+            == json.loads((straight / "runs" / "r" / "summary.json").read_text())["after"])
 
 
 def test_a_finished_run_that_goes_on_and_is_stopped_is_not_finished(straight_copy, monkeypatch):
@@ -187,8 +184,7 @@ def test_three_updates_that_are_not_finite_stop_the_run(base):
 def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "scripts/tango_rl.py", "--", *RL_FLAGS,
-               "--run", "r", "--save-every", "1", "--eval-every", "2"]
+               "scripts/tango_rl.py", "--", *RL_FLAGS, "--run", "r", "--save-every", "1", "--eval-every", "2"]
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     one, two = records(straight, "r"), records(base, "r")
@@ -216,8 +212,7 @@ def test_two_processes_never_work_on_one_run(straight_copy):
 def test_sigterm_to_torchrun_saves_on_two_ranks(base):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "scripts/tango_rl.py", "--", *RL_FLAGS,
-               "--run", "r", "--save-every", "0", "--num-steps", "1000"]
+               "scripts/tango_rl.py", "--", *RL_FLAGS, "--run", "r", "--save-every", "0", "--num-steps", "1000"]
     process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if line.startswith("step    2"):
@@ -235,9 +230,9 @@ def test_a_verifier_on_the_generators_trunk_trains_and_resumes(base, num_shared)
     """One shared layer of two, and both: the shared blocks are the generator's at the end, and a continued run equals a
     straight one."""
     shared = ["--verifier-shared-layers", str(num_shared)]
-    flags = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64", "--n-head",
-             "2", "--sequence-len", "128",
-             "--max-new-tokens", "28", "--num-sampled", "16", "--role", "verifier", "--num-steps", "3", *shared]
+    flags = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64",
+             "--n-head", "2", "--sequence-len", "128", "--max-new-tokens", "28", "--num-sampled", "16",
+             "--role", "verifier", "--num-steps", "3", *shared]
     shutil.rmtree(base / "chatsft_checkpoints" / "tiny-ver")
     chat_sft.main(parse(chat_sft, flags))
     train("--run", "a", "--save-every", "1", *shared)
@@ -277,8 +272,7 @@ def test_recipes_and_variants_run(base, flags):
     train("--run", "r", "--num-steps", "2", *flags)
     log = records(base, "r")
     trained = {"grpo": {"generator"}, "gold_steps": {"generator"}, "fixed_verifier": {"generator"},
-               "fixed_generator": {"verifier"},
-               "outcome_verifier": {"generator", "verifier"}}
+               "fixed_generator": {"verifier"}, "outcome_verifier": {"generator", "verifier"}}
     if flags[0] == "--recipe":
         assert {r["role"] for r in log} == trained[flags[1]]
     assert all(r.get("gen/skipped", r.get("ver/skipped")) == 0 for r in log)
@@ -308,6 +302,6 @@ def test_a_step_counts_the_tokens_of_both_roles(straight):
         assert record[f"{prefix}/sampled_tokens"] > own
         total += record[f"{prefix}/sampled_tokens"]
     assert json.loads((straight / "runs" / "r" / "summary.json").read_text())["sampled_tokens"] == total
-    assert {"gen/step_length", "gen/frac_ranking_reversed", "gen/verdicts/pos_rate_wrong",
-            "gen/verdicts/step_outcome_corr"} <= \
-        next(r for r in log if r["role"] == "generator").keys()
+    assert ({"gen/step_length", "gen/frac_ranking_reversed", "gen/verdicts/pos_rate_wrong",
+             "gen/verdicts/step_outcome_corr"}
+            <= next(r for r in log if r["role"] == "generator").keys())

@@ -121,11 +121,10 @@ def write_gradient(z_row, stride, vocab_size, target, lse, entropy, g, b, softca
 @jit(do_not_specialize=["vocab_size"], do_not_specialize_on_alignment=[
     "targets", "advantages", "weights", "old_logprobs", "ref_logprobs", "losses", "logprobs", "entropies"])
 def policy_rows(z_pointer, stride, vocab_size, targets, advantages, weights, old_logprobs, ref_logprobs, losses,
-                logprobs, entropies,
-                low, high, dual_clip, kl_coef, entropy_coef, softcap, temperature, LIMIT: tl.constexpr,
-                LOSS: tl.constexpr, KL: tl.constexpr,
-                HAS_OLD: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr, WITH_GRADIENT: tl.constexpr,
-                HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
+                logprobs, entropies, low, high, dual_clip, kl_coef, entropy_coef, softcap, temperature,
+                LIMIT: tl.constexpr, LOSS: tl.constexpr, KL: tl.constexpr, HAS_OLD: tl.constexpr,
+                HAS_DUAL_CLIP: tl.constexpr, WITH_GRADIENT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+                BLOCK: tl.constexpr):
     """One program per row: statistics, the loss of its token, the gradient in place of the logits."""
     row = tl.program_id(0)
     z_row = z_pointer + row.to(tl.int64) * stride
@@ -158,11 +157,9 @@ def triton_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
     old, ref, advantages = tokens["old_logprobs"], tokens["ref_logprobs"], tokens["advantages"]
     policy_rows[(len(z),)](
         z, z.stride(0), head["vocab_size"], tokens["targets"], advantages, tokens["weights"],
-        advantages if old is None else old,
-        advantages if ref is None else ref, losses, logprobs, entropies, 1.0 - loss.clip_low, 1.0 + loss.clip_high,
-        float(loss.dual_clip or 0),
-        float(loss.kl_coef), float(loss.entropy_coef), LIMIT=LOG_RATIO_LIMIT, LOSS=loss.name,
-        KL=loss.kl if loss.kl_coef else "",
+        advantages if old is None else old, advantages if ref is None else ref, losses, logprobs, entropies,
+        1.0 - loss.clip_low, 1.0 + loss.clip_high, float(loss.dual_clip or 0), float(loss.kl_coef),
+        float(loss.entropy_coef), LIMIT=LOG_RATIO_LIMIT, LOSS=loss.name, KL=loss.kl if loss.kl_coef else "",
         HAS_OLD=old is not None, HAS_DUAL_CLIP=loss.dual_clip is not None, WITH_GRADIENT=with_gradient,
         **head_arguments(z, head["softcap"], head["temperature"]))
     return losses, logprobs, entropies, z if with_gradient else None
@@ -220,9 +217,8 @@ class _LinearPolicyLoss(torch.autograd.Function):
 
 
 def linear_policy_loss(hidden, weight, targets, advantages, weights, *, loss, old_logprobs=None, ref_logprobs=None,
-                       vocab_size: int,
-                       softcap: float | None, temperature: float = 1.0, rows_per_chunk: int | None = None,
-                       use_triton: bool | None = None):
+                       vocab_size: int, softcap: float | None, temperature: float = 1.0,
+                       rows_per_chunk: int | None = None, use_triton: bool | None = None):
     """sum(weights * loss) over N tokens, differentiable in hidden and weight, and the logprobs and entropy met on the
     way.
 
