@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing (on chain and the mixture
-# GRPO also in its own learning rate); then curves and a paired comparison.
-# A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on where they were.
+# The controlled experiment: from the same SFT checkpoints and problems, arms that differ in one thing (on chain and the
+# mixture GRPO also in its own learning rate); then curves and a paired comparison.
+# A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
-# Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin, critique_grpo, score), and these and
-# grpo with another rate (grpo_2e-4). Two-turn recipes start from a second SFT, which teaches the form of a second
+# Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin, critique_grpo, score), and these
+# and grpo with another rate (grpo_2e-4). Two-turn recipes start from a second SFT, which teaches the form of a second
 # attempt; beside them stands grpo_refine, GRPO from the same SFT with twice the steps. spin_clean is SPIN with
 # demonstrations that are right (chain only).
-#   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms: about 40 minutes on 2 cores (last_letter: an hour, mixture: two)
+# On 2 cores three seeds of the main arms take about 40 minutes (chain), an hour (last_letter) or two (mixture).
+#   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
 set -euof pipefail
 LIST= TASK=chain SEEDS="1 2 3" STEPS=default ARMS=default OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
 JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_2e-4 fixed_verifier fixed_generator gold_steps outcome_verifier"
-ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards rloo reinforce_pp
-no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
+ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards
+rloo reinforce_pp no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
 OTHERS="prime dpo spin spin_clean grpo_refine critique_grpo score"
 TUNED="grpo|grpo_refine|prime|dpo|spin|spin_clean|critique_grpo|score"  # arms that also come with another rate
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
@@ -34,7 +35,8 @@ done
 WARMUP=40
 MODEL="--depth 4 --n-embd 128 --n-head 4"
 CHAIN="--chain-answer final"  # the final result alone is the answer: a wrong chain can be right by luck
-# SFT shows up to 5 words, and 1 demonstration in 20 of up to 12: after it (seed 0) lists of 2 to 5 are solved, 6 to 8 now and then, 9 and 10 not.
+# SFT shows up to 5 words, and 1 demonstration in 20 of up to 12: after it (seed 0) lists of 2 to 5 are solved, 6 to 8
+# now and then, 9 and 10 not.
 WORDS="--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
 LONG="--sequence-len 576 --max-new-tokens 208"
 LONG_RL="--max-new-tokens 208 --eval-examples 200" LONG_VERDICT="--verifier-max-new-tokens 224" VERDICT=""
@@ -42,15 +44,19 @@ REFINE_SFT="--num-steps 200 --refine-share 0.5 --matrix-lr 2e-3 --embedding-lr 2
 VERIFIER_SFT=""  # later flags override earlier ones, here and below
 case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/LOG.md)
     chain)
-        TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10" SFT_FLAGS="--sequence-len 384"  # room for a second attempt
+        TASK_FLAGS="$CHAIN --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
+        SFT_FLAGS="--sequence-len 384"  # room for a second attempt
         TASK_RL="--lr 2e-4" ALPHA="--alpha-start 0.5 --alpha-end 0.05" GRPO_FLAGS="--lr 4e-4" TASK_STEPS=60 ;;
     last_letter)  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         TASK_FLAGS="--task last_letter $WORDS" SFT_FLAGS=$LONG
-        TASK_RL="$LONG_RL --lr 1e-4" VERDICT=$LONG_VERDICT ALPHA="--alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
+        TASK_RL="$LONG_RL --lr 1e-4" VERDICT=$LONG_VERDICT
+        ALPHA="--alpha-start 0.1 --alpha-end 0.01" GRPO_FLAGS="" TASK_STEPS=40 ;;
     mixture)  # both in one run, with longer chains of which more is taught wrongly
         TASK_FLAGS="--task mixture $CHAIN --chain-share 0.5 --chain-min-steps 4 --chain-max-steps 12 $WORDS"
-        SFT_FLAGS="$LONG --num-steps 1000" VERIFIER_SFT="--num-steps 2500"  # after 1000 it objects to little on last_letter (dev/LOG.md)
-        TASK_RL="$LONG_RL --lr 2e-4" VERDICT=$LONG_VERDICT ALPHA="--alpha-start 0.3 --alpha-end 0.03" GRPO_FLAGS="--lr 1e-4" TASK_STEPS=100 ;;
+        SFT_FLAGS="$LONG --num-steps 1000"
+        VERIFIER_SFT="--num-steps 2500"  # after 1000 it objects to little on last_letter (dev/LOG.md)
+        TASK_RL="$LONG_RL --lr 2e-4" VERDICT=$LONG_VERDICT
+        ALPHA="--alpha-start 0.3 --alpha-end 0.03" GRPO_FLAGS="--lr 1e-4" TASK_STEPS=100 ;;
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
 [[ $JOBS =~ ^[1-9][0-9]*$ ]] || refuse "JOBS $JOBS: must be a number from 1"
@@ -77,7 +83,7 @@ arm_flags() {  # what makes an arm
         prime) echo "--recipe prime --lr 1e-4 --prm-lr 1e-4 --process-norm none" ;;
         dpo) echo "--recipe dpo --lr 1e-4" ;;
         spin) echo "--recipe spin --lr 3e-5" ;;
-        spin_clean) [ "$TASK" = chain ] && echo "--recipe spin --lr 1e-4 --chain-wrongness 0" ;;  # demonstrations are right
+        spin_clean) [ "$TASK" = chain ] && echo "--recipe spin --lr 1e-4 --chain-wrongness 0" ;;  # right demonstrations
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
         grpo_refine) echo "--recipe grpo $GRPO_FLAGS --num-steps $((2 * STEPS))" ;;
         critique_grpo) echo "--recipe critique_grpo --lr 2e-4" ;;
@@ -108,7 +114,8 @@ verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, 
         large_verifier) echo "-large --depth 6 --n-embd 192 --n-head 6" ;;
     esac
 }
-for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(printf '%s\n' $MAIN $ABLATIONS $OTHERS | awk '!seen[$0]++' | xargs)"; done
+all_arms() { printf '%s\n' $MAIN $ABLATIONS $OTHERS | awk '!seen[$0]++'; }
+for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(all_arms | xargs)"; done
 for seed in $SEEDS; do [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "--seeds $seed: must be numbers from 0"; done
 for list in "--seeds $SEEDS" "--arms $ARMS"; do
     words=(${list#* })
@@ -116,22 +123,26 @@ for list in "--seeds $SEEDS" "--arms $ARMS"; do
     [ -z "$(printf '%s\n' "${words[@]}" | sort | uniq -d)" ] || refuse "$list: something is there twice"
 done
 
-sft_tag() {  # seed [gen|refine|arm]: the tag of the SFT of a seed's generator, of second attempts, or of an arm's verifier
+sft_tag() {  # seed [gen|refine|arm]: the tag of the SFT of its generator, of second attempts, of an arm's verifier
     local ending
-    case ${2:-gen} in gen) ending= ;; refine) ending=-refine ;; *) read -r ending _ <<< "$(verifier_of "$2")"; ending=-ver$ending ;; esac
+    case ${2:-gen} in
+        gen) ending= ;;
+        refine) ending=-refine ;;
+        *) read -r ending _ <<< "$(verifier_of "$2")"; ending=-ver$ending ;;
+    esac
     echo "$TASK-s$1$ending"
 }
 start_of() { if two_turns "$1"; then echo refine; else echo gen; fi; }  # arm: its generator's SFT
 starts_of() { start_of "$1"; if has_verifier "$1"; then echo "$1"; fi; }  # arm: all that must be there before it
 flags_of() {  # seed, arm: all of a run's flags
-    echo --model-tag "$(sft_tag "$1" "$(start_of "$2")")" $(role_flags "$2" "$(sft_tag "$1" "$2")") --seed "$1" --device-type cpu --num-steps "$STEPS" \
-        $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
+    echo --model-tag "$(sft_tag "$1" "$(start_of "$2")")" $(role_flags "$2" "$(sft_tag "$1" "$2")") --seed "$1" \
+        --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
 }
 case $LIST in
     "") ;;
     ablations) echo $ABLATIONS; exit ;;
     flags)  # of seed 0
-        for arm in $(printf '%s\n' $MAIN $ABLATIONS $OTHERS | sort -u); do
+        for arm in $(all_arms); do
             ! arm_flags "$arm" > /dev/null || echo "$arm $(flags_of 0 "$arm")"
         done
         exit ;;
@@ -142,23 +153,33 @@ cd "$(dirname "$0")/.."
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 LOGS=$NANOCHAT_BASE_DIR/logs
-logged() { local log=$LOGS/$1.log; shift; "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }; }
+logged() {  # name of the log, command
+    local log=$LOGS/$1.log
+    shift
+    "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }
+}
 
 sft_flags() {  # seed, gen|refine|arm: all flags of that SFT
-    local flags
+    local tag flags common="--seed $1 --device-type cpu $MODEL $SFT_FLAGS"
+    tag=$(sft_tag "$1")
+    read -r _ flags <<< "$(verifier_of "$2")"
     case $2 in
-        gen) echo --role generator --model-tag "$(sft_tag "$1")" --seed "$1" --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS ;;
-        refine) echo --role generator --model-tag "$(sft_tag "$1" refine)" --from-stage sft --from-tag "$(sft_tag "$1")" --seed "$1" \
-            --device-type cpu $MODEL $SFT_FLAGS $TASK_FLAGS $REFINE_SFT ;;
-        *) read -r _ flags <<< "$(verifier_of "$2")"
-           echo --role verifier --model-tag "$(sft_tag "$1")" --verifier-tag "$(sft_tag "$1" "$2")" --seed "$1" --device-type cpu \
-               $MODEL $SFT_FLAGS $VERIFIER_SFT $TASK_FLAGS $flags ;;
+        gen) echo --role generator --model-tag "$tag" $common $TASK_FLAGS ;;
+        refine)
+            echo --role generator --model-tag "$tag-refine" --from-stage sft --from-tag "$tag" $common $TASK_FLAGS \
+                $REFINE_SFT ;;
+        *)
+            echo --role verifier --model-tag "$tag" --verifier-tag "$(sft_tag "$@")" $common $VERIFIER_SFT $TASK_FLAGS \
+                $flags ;;
     esac
 }
 sft() {  # seed, gen|refine|arm
     local tag flags
     tag=$(sft_tag "$@") flags=$(sft_flags "$@")
-    has_model "chatsft_checkpoints/$tag" || { echo "$flags" > "$LOGS/sft-$tag.flags"; logged "sft-$tag" python -m scripts.chat_sft $flags; }
+    if ! has_model "chatsft_checkpoints/$tag"; then
+        echo "$flags" > "$LOGS/sft-$tag.flags"
+        logged "sft-$tag" python -m scripts.chat_sft $flags
+    fi
 }
 rl() {  # seed, arm
     local run=$NAME-$2-s$1 flags
@@ -174,7 +195,8 @@ NAME=$TASK
 pairs() { for arm in $ARMS; do for seed in $SEEDS; do echo "$seed $arm"; done; done; }
 same_flags() {  # folder, name of its log, flags
     [ ! -d "$NANOCHAT_BASE_DIR/$1" ] || [ "$(cat "$LOGS/$2.flags" 2> /dev/null)" = "$3" ] ||
-        refuse "$NANOCHAT_BASE_DIR/$1 was made with other flags (see $LOGS/$2.flags): set NANOCHAT_BASE_DIR to a new folder"
+        refuse "$NANOCHAT_BASE_DIR/$1 was made with other flags (see $LOGS/$2.flags): set NANOCHAT_BASE_DIR to a new \
+folder"
 }
 while read -r seed arm; do
     for start in gen $(starts_of "$arm"); do
@@ -187,8 +209,10 @@ mkdir -p "$LOGS"
 mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 source runs/setup.sh
 
-export NAME TASK STEPS WARMUP MODEL TUNED REFINE_SFT GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS VERDICT JUDGING ALPHA
-export -f logged has_model has_verifier two_turns role_flags arm_flags verifier_of start_of sft_tag sft_flags flags_of sft rl
+export NAME TASK STEPS WARMUP MODEL TUNED REFINE_SFT GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS
+export VERDICT JUDGING ALPHA
+export -f logged has_model has_verifier two_turns role_flags arm_flags verifier_of start_of sft_tag sft_flags flags_of
+export -f sft rl
 each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
@@ -199,12 +223,13 @@ done | sort -u -k 1,1 | cut -d " " -f 2- | each sft
 started=$SECONDS failed=0
 pairs | each rl || failed=1
 {
-    echo "\`$COMMAND\`, $CORES cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time; this call's RL took" \
-        "$(((SECONDS - started) / 60)) minutes (finished runs are not run again)."
+    echo "\`$COMMAND\`, $CORES cores of $(lscpu | sed -n 's/^Model name: *//p'), $JOBS runs of one thread at a time;" \
+        "this call's RL took $(((SECONDS - started) / 60)) minutes (finished runs are not run again)."
     echo
     finished=$(pairs | while read -r seed arm; do
         run=$NAME-$arm-s$seed
-        if [ -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ]; then echo "$run"; else echo "not finished, left out: $run" >&2; fi
+        [ ! -f "$NANOCHAT_BASE_DIR/runs/$run/summary.json" ] || { echo "$run"; continue; }
+        echo "not finished, left out: $run" >&2
     done)
     python -m scripts.report --out "$OUT" $finished
 } > "$LOGS/$NAME.md"
