@@ -15,8 +15,8 @@ set -euof pipefail
 LIST= TASK=chain SEEDS="1 2 3" STEPS=default ARMS=default OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
 JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_2e-4 fixed_verifier fixed_generator gold_steps outcome_verifier"
-ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay merged_rewards
-rloo reinforce_pp no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
+ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay
+merged_rewards rloo reinforce_pp no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
 OTHERS="prime dpo spin spin_clean grpo_refine critique_grpo score"
 TUNED="grpo|grpo_refine|prime|dpo|spin|spin_clean|critique_grpo|score"  # arms that also come with another rate
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
