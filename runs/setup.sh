@@ -8,4 +8,5 @@ if [ ! -f .venv/installed ] || [ pyproject.toml -nt .venv/installed ]; then
 fi
 source .venv/bin/activate
 
-has_model() { compgen -G "$NANOCHAT_BASE_DIR/$1/meta_*.json" > /dev/null; }  # folder of a checkpoint, below the base directory
+# Whether a folder below the base directory holds a checkpoint
+has_model() { compgen -G "$NANOCHAT_BASE_DIR/$1/meta_*.json" > /dev/null; }

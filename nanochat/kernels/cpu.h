@@ -56,7 +56,8 @@ static float maximum(vec x)
     return m;
 }
 
-/* e^x to 2 units in the last place, x below 88; 0 below -87, NaN of NaN. x = n ln 2 + f, |f| <= ln 2 / 2, and a polynomial for e^f. */
+/* e^x to 2 units in the last place, x below 88; 0 below -87, NaN of NaN.
+ * x = n ln 2 + f, |f| <= ln 2 / 2, and a polynomial for e^f. */
 static inline vec exponential(vec x)
 {
     const vec least = splat(-87.0f), round = splat(12582912.0f); /* adding 1.5 * 2^23 rounds to an integer */
@@ -88,7 +89,8 @@ static inline void zip(vec *y, const vec *x)
     }
 }
 
-/* out (16, 16), rows ld apart, = scale * x^T of the first n rows of x, 0 for others. Zipping 16 vectors four times transposes them. */
+/* out (16, 16), rows ld apart, = scale * x^T of the first n rows of x, 0 for others.
+ * Zipping 16 vectors four times transposes them. */
 static inline void transpose_tile(float *out, long ld, const float *x, long stride, long n, float scale)
 {
     vec a[L], b[L];

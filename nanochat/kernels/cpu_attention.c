@@ -1,5 +1,6 @@
-/* Attention on CPU in fp32. Called from attention.py, where its PyTorch twins are and the shapes get their names; D is a multiple of 16.
+/* Attention on CPU in fp32; D is a multiple of 16.
  *
+ * Called from attention.py, where its PyTorch twins are and the shapes get their names.
  * "Strides" count floats. The order of sums does not depend on the number of threads.
  */
 #include "cpu.h"
@@ -7,8 +8,9 @@
 #define BLOCK 32 /* queries whose scores are held at a time */
 
 /* A tile of a product: `rows` x `vecs` vectors of c, plus or equal to a @ b over k; a is read at a[i * ra + p * ca]. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int vecs, float *c, long ldc, const float *a, const long ra,
-                                                       const long ca, const float *b, long ldb, long k, int add)
+static inline __attribute__((always_inline)) void tile(const int rows, const int vecs, float *c, long ldc,
+                                                       const float *a, const long ra, const long ca,
+                                                       const float *b, long ldb, long k, int add)
 {
     vec acc[8][2];
     for (int i = 0; i < rows; i++)
@@ -28,7 +30,8 @@ static inline __attribute__((always_inline)) void tile(const int rows, const int
             store(c + i * ldc + j * L, acc[i][j]);
 }
 
-static inline __attribute__((always_inline)) void columns(const int vecs, float *c, long ldc, const float *a, const long ra, const long ca,
+static inline __attribute__((always_inline)) void columns(const int vecs, float *c, long ldc,
+                                                          const float *a, const long ra, const long ca,
                                                           const float *b, long ldb, long m, long k, int add)
 {
     long i = 0;
@@ -41,7 +44,8 @@ static inline __attribute__((always_inline)) void columns(const int vecs, float 
 }
 
 /* c (m, n) = or += a (m, k) @ b (k, n), n a multiple of 16. */
-static void product(float *c, long ldc, const float *a, long lda, const float *b, long ldb, long m, long n, long k, int add)
+static void product(float *c, long ldc, const float *a, long lda, const float *b, long ldb,
+                    long m, long n, long k, int add)
 {
     for (long j = 0; j < n; j += 2 * L)
         if (n - j > L)
@@ -60,7 +64,8 @@ static void product_t(float *c, long ldc, const float *a, long lda, const float 
             columns(1, c + j, ldc, a, 1, lda, b + j, ldb, m, k, 1);
 }
 
-/* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0. soon: what lies like x and is read next, or NULL. */
+/* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0.
+ * soon: what lies like x and is read next, or NULL. */
 static void transpose(float *out, const float *x, long stride, long n, long D, float scale, const float *soon)
 {
     for (long j = 0; j < n; j += L) {
@@ -104,8 +109,10 @@ static inline void add_bias(float *scores, const float *bias, long n)
         scores[j] += bias[j];
 }
 
-/* Scores (m, up(Tp) + up(seen)) of the queries from t on: prefix, padding, own keys, padding; -inf where a query may not look. */
-static void block_scores(const Attention *s, float *scores, long ld, const float *q, long u, long t, long m, const float *prefix_kt, const float *kt)
+/* Scores (m, up(Tp) + up(seen)) of the queries from t on: prefix, padding, own keys, padding;
+ * -inf where a query may not look. */
+static void block_scores(const Attention *s, float *scores, long ld, const float *q, long u, long t, long m,
+                         const float *prefix_kt, const float *kt)
 {
     long Tp = s->Tp, Tpp = up(Tp), before = s->Tk - s->T, seen = before + t + m;
     if (Tp)
@@ -142,7 +149,8 @@ static inline float softmax(float *scores, long width, float *highest)
 /* y = softmax(q k^T / sqrt(D) + bias) v; lse (U, H, R, G, T): the logarithm of the softmax' denominator. */
 void attend_forward(const Attention *s, float *y, float *lse, long threads)
 {
-    long R = s->R, G = s->G, T = s->T, D = s->D, Tp = s->Tp, Tpp = up(Tp), Tkp = up(s->Tk), ld = Tpp + Tkp, stride = s->k_strides[3];
+    long R = s->R, G = s->G, T = s->T, D = s->D, Tp = s->Tp;
+    long Tpp = up(Tp), Tkp = up(s->Tk), ld = Tpp + Tkp, stride = s->k_strides[3];
     float scale = 1 / sqrtf(D);
 #pragma omp parallel num_threads(threads)
     {
@@ -156,7 +164,8 @@ void attend_forward(const Attention *s, float *y, float *lse, long threads)
                 transpose(kt, s->k + at_key(s->k_strides, u, h, r), stride, s->Tk, D, scale, NULL);
                 for (long g = 0; g < G; g++)
                     for (long t = 0; t < T; t += BLOCK) {
-                        long m = T - t < BLOCK ? T - t : BLOCK, seen = s->Tk - T + t + m, width = Tpp + up(seen), at = at_query(s, u, h, r, g, t);
+                        long m = T - t < BLOCK ? T - t : BLOCK, seen = s->Tk - T + t + m;
+                        long width = Tpp + up(seen), at = at_query(s, u, h, r, g, t);
                         float inverse[BLOCK];
                         block_scores(s, scores, ld, s->q + at, u, t, m, prefix_kt, kt);
                         for (long i = 0; i < m; i++) {
@@ -177,11 +186,13 @@ void attend_forward(const Attention *s, float *y, float *lse, long threads)
     }
 }
 
-/* The gradients, from grad and y (lying like q); grad_q lies like q, the others must be 0: grad_k, grad_v (U, H, R, Tk, D), of the prefix (U, H, Tp, D). */
-void attend_backward(const Attention *s, const float *y, const float *lse, const float *grad, float *grad_q, float *grad_k, float *grad_v,
-                     float *grad_prefix_k, float *grad_prefix_v, long threads)
+/* The gradients, from grad and y (lying like q). grad_q lies like q; the others must be 0 before:
+ * grad_k, grad_v (U, H, R, Tk, D), those of the prefix (U, H, Tp, D). */
+void attend_backward(const Attention *s, const float *y, const float *lse, const float *grad, float *grad_q,
+                     float *grad_k, float *grad_v, float *grad_prefix_k, float *grad_prefix_v, long threads)
 {
-    long R = s->R, G = s->G, T = s->T, D = s->D, Tp = s->Tp, Tpp = up(Tp), Tkp = up(s->Tk), ld = Tpp + Tkp, row = s->q_strides[4], stride = s->k_strides[3];
+    long R = s->R, G = s->G, T = s->T, D = s->D, Tp = s->Tp;
+    long Tpp = up(Tp), Tkp = up(s->Tk), ld = Tpp + Tkp, row = s->q_strides[4], stride = s->k_strides[3];
     float scale = 1 / sqrtf(D);
 #pragma omp parallel num_threads(threads)
     {
@@ -244,8 +255,9 @@ static inline __attribute__((always_inline)) vec sums(vec x[L])
 }
 
 /* out[j] = q . k_j for n keys, and -inf up to a multiple of 16. */
-static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q, const float *k, long stride, long n, const float *soon,
-                                                          const float *later)
+static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q,
+                                                          const float *k, long stride, long n,
+                                                          const float *soon, const float *later)
 {
     for (long j = 0; j < n; j += L) {
         vec x[L];
@@ -263,7 +275,8 @@ static inline __attribute__((always_inline)) void dots_of(const long D, float *o
         out[j] = -INFINITY;
 }
 
-static void dots(float *out, const float *q, const float *k, long stride, long n, long D, const float *soon, const float *later)
+static void dots(float *out, const float *q, const float *k, long stride, long n, long D,
+                 const float *soon, const float *later)
 {
     switch (D) {
     case 32: dots_of(32, out, q, k, stride, n, soon, later); break;
@@ -288,14 +301,17 @@ static void add_values(float *y, const float *p, const float *v, long stride, lo
     }
 }
 
-/* Decoding: one query per row (T = 1) over the prefix, own keys and the recent ones behind those. All rows of a unit read its prefix together. */
+/* Decoding: one query per row (T = 1) over the prefix, own keys and the recent ones behind those.
+ * All rows of a unit read its prefix together. */
 void attend_one(const Attention *s, float *y, long threads)
 {
-    long D = s->D, Tp = s->Tp, Tk = s->Tk, Tpp = up(Tp), Tkp = up(Tk), recent = s->recent, width = Tpp + Tkp + up(recent), rows = s->R * s->G;
+    long D = s->D, Tp = s->Tp, Tk = s->Tk, Tpp = up(Tp), Tkp = up(Tk);
+    long recent = s->recent, width = Tpp + Tkp + up(recent), rows = s->R * s->G;
     float scale = 1 / sqrtf(D);
 #pragma omp parallel num_threads(threads)
     {
-        float *scores = floats(BLOCK * width), *prefix_kt = floats(D * Tpp), *q = floats(BLOCK * D), *out = floats(BLOCK * D);
+        float *scores = floats(BLOCK * width), *prefix_kt = floats(D * Tpp);
+        float *q = floats(BLOCK * D), *out = floats(BLOCK * D);
 #pragma omp for schedule(static)
         for (long unit = 0; unit < s->U * s->H; unit++) {
             long u = unit / s->H, h = unit % s->H;
@@ -308,14 +324,16 @@ void attend_one(const Attention *s, float *y, long threads)
                         q[i * D + d] = scale * s->q[at_query(s, u, h, (first + i) / s->G, (first + i) % s->G, 0) + d];
                 product(scores, width, q, D, prefix_kt, Tpp, m, Tpp, D, 0);
                 for (long i = 0; i < m; i++) {
-                    long r = (first + i) / s->G, key = at_key(s->k_strides, u, h, r), late = at_key(s->recent_strides, u, h, r);
+                    long r = (first + i) / s->G;
+                    long key = at_key(s->k_strides, u, h, r), late = at_key(s->recent_strides, u, h, r);
                     float *row = scores + i * width, highest;
                     long next = i + 1 < m ? (first + i + 1) / s->G : r, part = up(Tp / m + 1) * D;
                     if (unit + 1 < s->U * s->H)
                         prefetch(s->prefix_k + (unit + 1) * Tp * D + i * part, part);
-                    dots(row + Tpp, q + i * D, s->k + key, s->k_strides[3], Tk, D, s->v + key, s->k + at_key(s->k_strides, u, h, next));
-                    dots(row + Tpp + Tkp, q + i * D, s->recent_k + late, s->recent_strides[3], recent, D, s->recent_v + late,
-                         s->recent_k + at_key(s->recent_strides, u, h, next));
+                    dots(row + Tpp, q + i * D, s->k + key, s->k_strides[3], Tk, D,
+                         s->v + key, s->k + at_key(s->k_strides, u, h, next));
+                    dots(row + Tpp + Tkp, q + i * D, s->recent_k + late, s->recent_strides[3], recent, D,
+                         s->recent_v + late, s->recent_k + at_key(s->recent_strides, u, h, next));
                     add_bias(row, s->prefix_bias ? s->prefix_bias + u * Tp : NULL, Tp);
                     add_bias(row + Tpp, s->own_bias, Tk);
                     add_bias(row + Tpp + Tkp, s->own_bias ? s->own_bias + Tk : NULL, recent);
@@ -328,7 +346,8 @@ void attend_one(const Attention *s, float *y, long threads)
                     long r = (first + i) / s->G, at = at_query(s, u, h, r, (first + i) % s->G, 0);
                     float *row = scores + i * width;
                     add_values(out + i * D, row + Tpp, s->v + at_key(s->k_strides, u, h, r), s->k_strides[3], Tk, D);
-                    add_values(out + i * D, row + Tpp + Tkp, s->recent_v + at_key(s->recent_strides, u, h, r), s->recent_strides[3], recent, D);
+                    add_values(out + i * D, row + Tpp + Tkp, s->recent_v + at_key(s->recent_strides, u, h, r),
+                               s->recent_strides[3], recent, D);
                     for (long d = 0; d < D; d++)
                         y[at + d] = out[i * D + d] * inverse[i];
                 }

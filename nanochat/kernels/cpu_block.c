@@ -1,8 +1,11 @@
-/* The small operations of a block, and drawing tokens, on CPU in fp32: each one pass over memory. Called from ops.py and engine.py. */
+/* The small operations of a block, and drawing tokens, on CPU in fp32: each one pass over memory.
+ * Called from ops.py and engine.py. */
 #include "cpu.h"
 
-/* y = x / rms(x) per row of C floats; with delta, x is first replaced by x + delta in `sum`. inverse (rows): 1 / rms. C is a multiple of 16. */
-void norm_forward(const float *x, const float *delta, float *added, float *y, float *inverse, long rows, long C, float epsilon, long threads)
+/* y = x / rms(x) per row of C floats, C a multiple of 16; inverse (rows): 1 / rms.
+ * With delta, x is first replaced by x + delta, which goes to `added`. */
+void norm_forward(const float *x, const float *delta, float *added, float *y, float *inverse,
+                  long rows, long C, float epsilon, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < rows; i++) {
@@ -22,7 +25,8 @@ void norm_forward(const float *x, const float *delta, float *added, float *y, fl
 }
 
 /* grad_x of the above from grad (of y); with also_grad (of x + delta) their sum. */
-void norm_backward(const float *grad, const float *also_grad, const float *y, const float *inverse, float *grad_x, long rows, long C, long threads)
+void norm_backward(const float *grad, const float *also_grad, const float *y, const float *inverse, float *grad_x,
+                   long rows, long C, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long i = 0; i < rows; i++) {
@@ -47,8 +51,8 @@ void mix_forward(const float *x, const float *x0, const float *a, const float *b
 
 /* grad_x = a grad, grad_x0 = b grad; sums (n / 1024, rounded up; 2): grad . x and grad . x0, which make
  * the gradients of a and b, of 1024 floats each. */
-void mix_backward(const float *grad, const float *x, const float *x0, const float *a, const float *b, float *grad_x, float *grad_x0, float *sums,
-                  long n, long threads)
+void mix_backward(const float *grad, const float *x, const float *x0, const float *a, const float *b,
+                  float *grad_x, float *grad_x0, float *sums, long n, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (long start = 0; start < n; start += 1024) {
@@ -93,7 +97,8 @@ static inline float rotate(const Heads *s, float *out, const float *x, const flo
     long half = s->D / 2;
     vec squares = {0};
     for (long d = 0; d < half; d += L) {
-        vec a = load(x + d), b = load(x + half + d), c = load(cosine + d), e = load(sine + d), ya = a * c + b * e, yb = b * c - a * e;
+        vec a = load(x + d), b = load(x + half + d), c = load(cosine + d), e = load(sine + d);
+        vec ya = a * c + b * e, yb = b * c - a * e;
         store(out + d, ya), store(out + half + d, yb);
         squares += ya * ya + yb * yb;
     }
@@ -103,7 +108,8 @@ static inline float rotate(const Heads *s, float *out, const float *x, const flo
     return factor;
 }
 
-static inline void rotate_back(const Heads *s, float *grad_x, const float *grad, const float *out, float factor, const float *cosine, const float *sine)
+static inline void rotate_back(const Heads *s, float *grad_x, const float *grad, const float *out, float factor,
+                               const float *cosine, const float *sine)
 {
     long half = s->D / 2;
     vec products = {0};
@@ -111,15 +117,18 @@ static inline void rotate_back(const Heads *s, float *grad_x, const float *grad,
         products += load(grad + d) * load(out + d);
     float mean = sum(products) / (s->D * s->scale * s->scale);
     for (long d = 0; d < half; d += L) {
-        vec a = (load(grad + d) - load(out + d) * mean) * factor, b = (load(grad + half + d) - load(out + half + d) * mean) * factor;
+        vec a = (load(grad + d) - load(out + d) * mean) * factor;
+        vec b = (load(grad + half + d) - load(out + half + d) * mean) * factor;
         vec c = load(cosine + d), e = load(sine + d);
         store(grad_x + d, a * c - b * e), store(grad_x + half + d, b * c + a * e);
     }
 }
 
-/* Rows x (U*R*T, (Hq + 2 Hkv) D) -> q (U*R, T, Hq, D) and k (U, Hkv, R, T, D), both rotated and normed, v like k, plus gate * embedding
- * (gate (U*R*T, Hkv), embedding (U*R*T, Hkv * D)) where there is one. cosine, sine (U*R*T, D/2); factors (U*R*T, Hq + Hkv) for the backward pass. */
-void split_heads_forward(const Heads *s, const float *x, const float *cosine, const float *sine, const float *gate, const float *embedding,
+/* Rows x (U*R*T, (Hq + 2 Hkv) D) -> q (U*R, T, Hq, D) and k (U, Hkv, R, T, D), both rotated and normed,
+ * and v like k, plus gate (U*R*T, Hkv) * embedding (U*R*T, Hkv * D) where there is one.
+ * cosine, sine (U*R*T, D/2); factors (U*R*T, Hq + Hkv) for the backward pass. */
+void split_heads_forward(const Heads *s, const float *x, const float *cosine, const float *sine,
+                         const float *gate, const float *embedding,
                          float *q, float *k, float *v, float *factors, long threads)
 {
     long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
@@ -135,14 +144,16 @@ void split_heads_forward(const Heads *s, const float *x, const float *cosine, co
             const float *value = row + (Hq + Hkv + h) * D;
             factor[Hq + h] = rotate(s, k + at, row + (Hq + h) * D, c, e);
             for (long d = 0; d < D; d += L)
-                store(v + at + d, gate ? load(value + d) + gate[n * Hkv + h] * load(embedding + (n * Hkv + h) * D + d) : load(value + d));
+                store(v + at + d, gate ? load(value + d) + gate[n * Hkv + h] * load(embedding + (n * Hkv + h) * D + d)
+                                       : load(value + d));
         }
     }
 }
 
 /* The gradients of x, gate and embedding, from those of q, k and v, which lie as these do. */
-void split_heads_backward(const Heads *s, const float *grad_q, const float *grad_k, const float *grad_v, const float *q, const float *k,
-                          const float *factors, const float *cosine, const float *sine, const float *gate, const float *embedding,
+void split_heads_backward(const Heads *s, const float *grad_q, const float *grad_k, const float *grad_v,
+                          const float *q, const float *k, const float *factors, const float *cosine, const float *sine,
+                          const float *gate, const float *embedding,
                           float *grad_x, float *grad_gate, float *grad_embedding, long threads)
 {
     long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
@@ -171,9 +182,11 @@ void split_heads_backward(const Heads *s, const float *grad_q, const float *grad
     }
 }
 
-/* Draws a token per row of logits (rows, V) with row stride `stride` under softmax(logits): the first one at which the cumulative
- * weight exceeds noise (rows; in [0, 1)) * total. logprobs (rows): of that distribution. */
-void draw(const float *logits, long stride, long rows, long V, const double *noise, long *tokens, float *logprobs, long threads)
+/* Draws a token per row of logits (rows, V) with row stride `stride` under softmax(logits):
+ * the first one at which the cumulative weight exceeds noise (rows; in [0, 1)) * total.
+ * logprobs (rows): of that distribution. */
+void draw(const float *logits, long stride, long rows, long V, const double *noise,
+          long *tokens, float *logprobs, long threads)
 {
 #pragma omp parallel num_threads(threads)
     {
@@ -196,7 +209,8 @@ void draw(const float *logits, long stride, long rows, long V, const double *noi
                 store(weights + j, w);
                 total += sum(w);
             }
-            /* Vector by vector, then inside of the one that is reached; where rounding lets none be reached there, its last one that can be drawn. */
+            /* Vector by vector, then inside of the one that is reached;
+             * where rounding lets none be reached there, its last one that can be drawn. */
             double target = noise[i] * total;
             target = target < total ? target : nextafter(total, 0);
             long token = 0, j = 0;
