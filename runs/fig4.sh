@@ -6,7 +6,7 @@
 # Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin, critique_grpo, score), and these
 # and grpo with another rate (grpo_2e-4). Two-turn recipes start from a second SFT, which teaches the form of a second
 # attempt; beside them stands grpo_refine, GRPO from the same SFT with twice the steps. spin_clean is SPIN with
-# demonstrations that are right (chain only).
+# demonstrations that are right (chain only), prime_outcome PRIME without process rewards.
 # On 2 cores three seeds of the main arms take about 40 minutes (chain), an hour (last_letter) or two (mixture).
 #   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
@@ -17,8 +17,8 @@ JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_2e-4 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay
 merged_rewards rloo reinforce_pp no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
-OTHERS="prime dpo spin spin_clean grpo_refine critique_grpo score"
-TUNED="grpo|grpo_refine|prime|dpo|spin|spin_clean|critique_grpo|score"  # arms that also come with another rate
+OTHERS="prime prime_outcome dpo spin spin_clean grpo_refine critique_grpo score"
+TUNED="grpo|${OTHERS// /|}"  # arms that also come with another rate
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
@@ -80,14 +80,15 @@ role_flags() {  # arm, tag of its verifier: the flags of its recipe that the oth
 arm_flags() {  # what makes an arm
     case $1 in
         *_[1-9]e-[1-9]) [[ ${1%_*} =~ ^($TUNED)$ ]] && echo "$(arm_flags "${1%_*}") --lr ${1##*_}" ;;
-        prime) echo "--recipe prime --lr 1e-4 --prm-lr 1e-4 --process-norm none" ;;
-        dpo) echo "--recipe dpo --lr 1e-4" ;;
+        prime) echo "--recipe prime --lr 4e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95" ;;
+        prime_outcome) echo "$(arm_flags prime) --prm-freeze-after 0" ;;  # without process rewards
+        dpo) echo "--recipe dpo --lr 4e-4" ;;
         spin) echo "--recipe spin --lr 3e-5" ;;
         spin_clean) [ "$TASK" = chain ] && echo "--recipe spin --lr 1e-4 --chain-wrongness 0" ;;  # right demonstrations
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
         grpo_refine) echo "--recipe grpo $GRPO_FLAGS --num-steps $((2 * STEPS))" ;;
-        critique_grpo) echo "--recipe critique_grpo --lr 2e-4" ;;
-        score) echo "--recipe score --lr 1e-4 --stage1-steps $((STEPS / 3))" ;;
+        critique_grpo) echo "--recipe critique_grpo --lr 4e-4" ;;
+        score) echo "--recipe score --lr 4e-4 --stage1-steps $((STEPS / 3))" ;;
         tango|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
         fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS - 1) / 3))" ;;
         alpha_1) echo "--alpha-start 1 --alpha-end 1" ;;  # constant
