@@ -255,8 +255,9 @@ def open_run(args, recipe, starts: dict, device, world: int, is_resumed: bool):
     """The run's folder and log, with all that a continued run is compared with."""
     args.run = gather_lists([choose_run_name(args.run)], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
-    run = start_run(args, device, {"args": vars(args), "world": world, "shown": shown, "starts": {
-        name: asdict(start) for name, start in starts.items()}, **describe_versions()}, resumed=is_resumed)
+    config = {"args": vars(args), "world": world, "shown": shown,
+              "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
+    run = start_run(args, device, config, resumed=is_resumed)
     if not is_resumed:
         run.remove("recipe.py")  # of a run that came to nothing
         if run.rank == 0 and hasattr(recipe, "text"):
