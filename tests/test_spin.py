@@ -5,6 +5,7 @@ SPIN: its update against autograd of the paper's loss in fp64, where nothing is 
 """
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -143,3 +144,14 @@ def test_a_run_logs_its_pairs_and_takes_a_snapshot_of_the_generator_every_iterat
     assert summary["before"]["gen/nll"] > 0 and {"gen/pass1_in", "gen/pass1_out"} <= summary["after"].keys()
     for rollout in records(base, "rollouts.jsonl"):
         assert min(rollout["advantages"]) >= 0  # a group's first is the demonstration
+
+
+def test_problems_that_demonstrations_are_of_must_fit_too(base, monkeypatch):
+    """SPIN alone takes its problems from the split of SFT."""
+    task = type(make_task(parsed("spin")))
+    problem_of = task.problem
+    long = lambda problem: replace(problem, prompt="1" + "+1" * 100) if problem.split == "sft" else problem
+    monkeypatch.setattr(task, "problem", lambda self, split, index: long(problem_of(self, split, index)))
+    with pytest.raises(BadInput, match="the opponent's longest prompt and completion"):
+        tango_rl.main(parsed("spin", "--dry-run"))
+    tango_rl.main(parsed("grpo", "--dry-run"))
