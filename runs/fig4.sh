@@ -3,31 +3,30 @@
 # mixture GRPO also in its own learning rate); then curves and a paired comparison.
 # A run is one process of one thread, JOBS of them at a time. Finished runs are reused, interrupted ones go on.
 # JOBS is the number of cores unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-fig4 unless set.
-# Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin, critique_grpo, score), and these
-# and grpo with another rate (grpo_2e-4). Two-turn recipes start from a second SFT, which teaches the form of a second
-# attempt; beside them stands grpo_refine, GRPO from the same SFT with twice the steps. spin_clean is SPIN with
-# demonstrations that are right (chain only), prime_outcome PRIME without process rewards.
+# Arms also come as alpha_<0.x> and ng_<1 to 10>, as other recipes (prime, dpo, spin), and these and grpo with another
+# rate (grpo_2e-4). prime_outcome is PRIME without process rewards. With --start refine all arms start from a second SFT,
+# which teaches the form of a second attempt; critique_grpo and score, which have two turns, need it.
 # On 2 cores three seeds of the main arms take about 40 minutes (chain), an hour (last_letter) or two (mixture).
 #   bash runs/fig4.sh                                                  # chain, seeds 1 2 3, the main arms
 #   bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
 #   bash runs/fig4.sh --arms "$(bash runs/fig4.sh --list ablations)" --seeds "1 2" --out dev/curves/ablations
 set -euof pipefail
-LIST= TASK=chain SEEDS="1 2 3" STEPS=default ARMS=default OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
+LIST= TASK=chain SEEDS="1 2 3" START=sft STEPS=default ARMS=default OUT=dev/curves CORES=$(env -u OMP_NUM_THREADS nproc)
 JOBS=${JOBS:-$CORES}
 MAIN="tango grpo grpo_2e-4 fixed_verifier fixed_generator gold_steps outcome_verifier"
 ABLATIONS="tango grpo gold_steps alpha_0.3 alpha_1 ng_1 alpha_0.1 ng_5 no_class_weights no_balance no_replay
 merged_rewards rloo reinforce_pp no_balance_no_weights ng_10 alpha_0.05 small_verifier large_verifier shared_half shared_all"
-OTHERS="prime prime_outcome dpo spin spin_clean grpo_refine critique_grpo score"
+OTHERS="prime prime_outcome dpo spin critique_grpo score"
 TUNED="grpo|${OTHERS// /|}"  # arms that also come with another rate
 COMMAND="bash runs/fig4.sh${*:+$(printf ' %q' "$@")}"
 refuse() { echo "error: $1" >&2; exit 2; }
 while [ $# -gt 0 ]; do
     case $1 in -h|--help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
-    [ $# -gt 1 ] || refuse "$1: needs a value (--task, --seeds, --steps, --arms, --out, --list)"
+    [ $# -gt 1 ] || refuse "$1: needs a value (--task, --seeds, --start, --steps, --arms, --out, --list)"
     case $1 in
-        --task) TASK=$2 ;; --seeds) SEEDS=$2 ;; --steps) STEPS=$2 ;; --arms) ARMS=$2 ;; --out) OUT=$2 ;;
+        --task) TASK=$2 ;; --seeds) SEEDS=$2 ;; --start) START=$2 ;; --steps) STEPS=$2 ;; --arms) ARMS=$2 ;; --out) OUT=$2 ;;
         --list) LIST=$2 ;;
-        *) refuse "$1: there are --task, --seeds, --steps, --arms, --out, --list" ;;
+        *) refuse "$1: there are --task, --seeds, --start, --steps, --arms, --out, --list" ;;
     esac
     shift 2
 done
@@ -60,6 +59,7 @@ case $TASK in  # learning rates and alpha were chosen from tries on seed 0 (dev/
     *) refuse "--task $TASK: there are chain, last_letter, mixture" ;;
 esac
 [[ $JOBS =~ ^[1-9][0-9]*$ ]] || refuse "JOBS $JOBS: must be a number from 1"
+[[ $START =~ ^(sft|refine)$ ]] || refuse "--start $START: there are sft, refine"
 [ "$STEPS" != default ] || STEPS=$TASK_STEPS
 [ "$ARMS" != default ] || ARMS=$MAIN
 [[ $STEPS =~ ^[1-9][0-9]*$ ]] || refuse "--steps $STEPS: must be a number from 1"
@@ -67,7 +67,6 @@ RL_FLAGS="--eval-every 10 --kl-coef 0 $TASK_RL"
 JUDGING="$VERDICT --verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"  # what trains a verifier
 
 has_verifier() { [[ ! $1 =~ ^(gold_steps|($TUNED)(_[1-9]e-[1-9])?)$ ]]; }  # one that had SFT
-two_turns() { [[ $1 =~ ^(grpo_refine|critique_grpo|score) ]]; }
 role_flags() {  # arm, tag of its verifier: the flags of its recipe that the other arms of the recipe have too
     has_verifier "$1" || [ "$1" = gold_steps ] || return 0
     case $1 in
@@ -77,18 +76,16 @@ role_flags() {  # arm, tag of its verifier: the flags of its recipe that the oth
         *) echo "--verifier-tag $2 --warmup-steps $WARMUP $JUDGING $ALPHA" ;;
     esac
 }
-arm_flags() {  # what makes an arm
+arm_flags() {  # what makes an arm; nothing for one that this task or start does not have
     case $1 in
         *_[1-9]e-[1-9]) [[ ${1%_*} =~ ^($TUNED)$ ]] && echo "$(arm_flags "${1%_*}") --lr ${1##*_}" ;;
         prime) echo "--recipe prime --lr 4e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95" ;;
         prime_outcome) echo "$(arm_flags prime) --prm-freeze-after 0" ;;  # without process rewards
         dpo) echo "--recipe dpo --lr 4e-4" ;;
         spin) echo "--recipe spin --lr 3e-5" ;;
-        spin_clean) [ "$TASK" = chain ] && echo "--recipe spin --lr 1e-4 --chain-wrongness 0" ;;  # right demonstrations
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
-        grpo_refine) echo "--recipe grpo $GRPO_FLAGS --num-steps $((2 * STEPS))" ;;
-        critique_grpo) echo "--recipe critique_grpo --lr 4e-4" ;;
-        score) echo "--recipe score --lr 4e-4 --stage1-steps $((STEPS / 3))" ;;
+        critique_grpo) [ "$START" = refine ] && echo "--recipe critique_grpo --lr 4e-4" ;;
+        score) [ "$START" = refine ] && echo "--recipe score --lr 4e-4 --stage1-steps $((STEPS / 3))" ;;
         tango|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
         fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS - 1) / 3))" ;;
         alpha_1) echo "--alpha-start 1 --alpha-end 1" ;;  # constant
@@ -115,7 +112,11 @@ verifier_of() {  # arms whose verifier has an SFT of its own: its tag's ending, 
         large_verifier) echo "-large --depth 6 --n-embd 192 --n-head 6" ;;
     esac
 }
-all_arms() { printf '%s\n' $MAIN $ABLATIONS $OTHERS | awk '!seen[$0]++'; }
+all_arms() {  # that this task and start have
+    for arm in $(printf '%s\n' $MAIN $ABLATIONS $OTHERS | awk '!seen[$0]++'); do
+        ! arm_flags "$arm" > /dev/null || echo "$arm"
+    done
+}
 for arm in $ARMS; do arm_flags "$arm" > /dev/null || refuse "--arms $arm: there are $(all_arms | xargs)"; done
 for seed in $SEEDS; do [[ $seed =~ ^(0|[1-9][0-9]{0,8})$ ]] || refuse "--seeds $seed: must be numbers from 0"; done
 for list in "--seeds $SEEDS" "--arms $ARMS"; do
@@ -124,28 +125,25 @@ for list in "--seeds $SEEDS" "--arms $ARMS"; do
     [ -z "$(printf '%s\n' "${words[@]}" | sort | uniq -d)" ] || refuse "$list: something is there twice"
 done
 
-sft_tag() {  # seed [gen|refine|arm]: the tag of the SFT of its generator, of second attempts, of an arm's verifier
+sft_tag() {  # seed, sft|refine|arm: the tag of the SFT of its generator, of second attempts, of an arm's verifier
     local ending
-    case ${2:-gen} in
-        gen) ending= ;;
+    case $2 in
+        sft) ending= ;;
         refine) ending=-refine ;;
         *) read -r ending _ <<< "$(verifier_of "$2")"; ending=-ver$ending ;;
     esac
     echo "$TASK-s$1$ending"
 }
-start_of() { if two_turns "$1"; then echo refine; else echo gen; fi; }  # arm: its generator's SFT
-starts_of() { start_of "$1"; if has_verifier "$1"; then echo "$1"; fi; }  # arm: all that must be there before it
+starts_of() { echo "$START"; if has_verifier "$1"; then echo "$1"; fi; }  # arm: the SFTs that it starts from
 flags_of() {  # seed, arm: all of a run's flags
-    echo --model-tag "$(sft_tag "$1" "$(start_of "$2")")" $(role_flags "$2" "$(sft_tag "$1" "$2")") --seed "$1" \
+    echo --model-tag "$(sft_tag "$1" "$START")" $(role_flags "$2" "$(sft_tag "$1" "$2")") --seed "$1" \
         --device-type cpu --num-steps "$STEPS" $RL_FLAGS $TASK_FLAGS $(arm_flags "$2")
 }
 case $LIST in
     "") ;;
     ablations) echo $ABLATIONS; exit ;;
     flags)  # of seed 0
-        for arm in $(all_arms); do
-            ! arm_flags "$arm" > /dev/null || echo "$arm $(flags_of 0 "$arm")"
-        done
+        for arm in $(all_arms); do echo "$arm $(flags_of 0 "$arm")"; done
         exit ;;
     *) refuse "--list $LIST: there are ablations, flags" ;;
 esac
@@ -160,12 +158,12 @@ logged() {  # name of the log, command
     "$@" > "$log" 2>&1 || { echo "failed: $* (see $log)" >&2; tail -n 3 "$log" >&2; return 1; }
 }
 
-sft_flags() {  # seed, gen|refine|arm: all flags of that SFT
+sft_flags() {  # seed, sft|refine|arm: all flags of that SFT
     local tag flags common="--seed $1 --device-type cpu $MODEL $SFT_FLAGS"
-    tag=$(sft_tag "$1")
+    tag=$(sft_tag "$1" sft)
     read -r _ flags <<< "$(verifier_of "$2")"
     case $2 in
-        gen) echo --role generator --model-tag "$tag" $common $TASK_FLAGS ;;
+        sft) echo --role generator --model-tag "$tag" $common $TASK_FLAGS ;;
         refine)
             echo --role generator --model-tag "$tag-refine" --from-stage sft --from-tag "$tag" $common $TASK_FLAGS \
                 $REFINE_SFT ;;
@@ -174,7 +172,7 @@ sft_flags() {  # seed, gen|refine|arm: all flags of that SFT
                 $flags ;;
     esac
 }
-sft() {  # seed, gen|refine|arm
+sft() {  # seed, sft|refine|arm
     local tag flags
     tag=$(sft_tag "$@") flags=$(sft_flags "$@")
     if ! has_model "chatsft_checkpoints/$tag"; then
@@ -191,8 +189,9 @@ rl() {  # seed, arm
     fi
     echo "$(date +%H:%M) $run"
 }
-NAME=$TASK
-[ "$STEPS" = "$TASK_STEPS" ] || NAME=${TASK}_$STEPS  # runs of other lengths are other runs
+NAME=$TASK  # runs of other lengths or starts are other runs
+[ "$START" = sft ] || NAME=${NAME}_$START
+[ "$STEPS" = "$TASK_STEPS" ] || NAME=${NAME}_$STEPS
 pairs() { for arm in $ARMS; do for seed in $SEEDS; do echo "$seed $arm"; done; done; }
 same_flags() {  # folder, name of its log, flags
     [ ! -d "$NANOCHAT_BASE_DIR/$1" ] || [ "$(cat "$LOGS/$2.flags" 2> /dev/null)" = "$3" ] ||
@@ -200,7 +199,7 @@ same_flags() {  # folder, name of its log, flags
 folder"
 }
 while read -r seed arm; do
-    for start in gen $(starts_of "$arm"); do
+    for start in sft $(starts_of "$arm"); do
         tag=$(sft_tag "$seed" "$start")
         same_flags "chatsft_checkpoints/$tag" "sft-$tag" "$(sft_flags "$seed" "$start")"
     done
@@ -210,14 +209,14 @@ mkdir -p "$LOGS"
 mkdir -p "$OUT" 2> /dev/null || refuse "--out $OUT: cannot be made"
 source runs/setup.sh
 
-export NAME TASK STEPS WARMUP MODEL TUNED REFINE_SFT GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS
+export NAME TASK START STEPS WARMUP MODEL TUNED REFINE_SFT GRPO_FLAGS SFT_FLAGS VERIFIER_SFT RL_FLAGS TASK_FLAGS LOGS
 export VERDICT JUDGING ALPHA
-export -f logged has_model has_verifier two_turns role_flags arm_flags verifier_of start_of sft_tag sft_flags flags_of
+export -f logged has_model has_verifier role_flags arm_flags verifier_of sft_tag sft_flags flags_of
 export -f sft rl
 each() { xargs -r -P "$JOBS" -L 1 bash -euo pipefail -c "$1"' "$@"' _; }  # runs function $1 on every line of arguments
 
 [ -f "$NANOCHAT_BASE_DIR/tokenizer/tokenizer.pkl" ] || logged tokenizer python -m scripts.tok_train --task chain
-for seed in $SEEDS; do echo "$seed gen"; done | each sft
+for seed in $SEEDS; do echo "$seed sft"; done | each sft
 pairs | while read -r seed arm; do
     for start in $(starts_of "$arm"); do echo "$(sft_tag "$seed" "$start") $seed $start"; done
 done | sort -u -k 1,1 | cut -d " " -f 2- | each sft

@@ -180,7 +180,8 @@ def fig4(*flags: str) -> subprocess.CompletedProcess:
     (["--arms", "alpha_0.xyz"], ["--arms alpha_0.xyz"]),
     (["--arms", "tango_2e-4"], ["--arms tango_2e-4"]),
     (["--arms", "dpo_20"], ["--arms dpo_20"]),
-    (["--task", "mixture", "--arms", "spin_clean"], ["--arms spin_clean"]),
+    (["--arms", "score"], ["--arms score"]),  # has two turns
+    (["--start", "middle"], ["--start middle", "sft", "refine"]),
     (["--arms", "*"], ["--arms *"]),
     (["--steps", "08"], ["--steps 08"]),
     (["--steps", ""], ["--steps"]),
@@ -200,7 +201,7 @@ def test_the_experiment_refuses_a_number_of_jobs_that_is_none(monkeypatch):
 
 
 @pytest.mark.parametrize("folder, log, flags", [
-    ("runs/chain-grpo-s1", "chain-grpo-s1", "--lr 1\n"),
+    ("runs/chain_refine-grpo-s1", "chain_refine-grpo-s1", "--lr 1\n"),
     ("chatsft_checkpoints/chain-s1", "sft-chain-s1", "--lr 1\n"),
     ("chatsft_checkpoints/chain-s1-ver-small", "sft-chain-s1-ver-small", "--lr 1\n"),
     ("chatsft_checkpoints/chain-s1-refine", "sft-chain-s1-refine", "--lr 1\n"),
@@ -212,7 +213,7 @@ def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(monkeypa
     if flags:
         (tmp_path / "logs" / f"{log}.flags").write_text(flags)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    done = fig4("--arms", "tango grpo small_verifier score_2e-4", "--seeds", "1", "--out", str(tmp_path / "out"))
+    done = fig4("--arms", "tango grpo small_verifier score_2e-4", "--start", "refine", "--seeds", "1", "--out", str(tmp_path / "out"))
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/{folder} was made with other "
                                                            f"flags") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -225,11 +226,12 @@ def test_the_experiment_knows_every_ablation_it_lists():
     assert "--seeds x: must be numbers" in fig4("--arms", ablations, "--seeds", "x").stderr
 
 
-@pytest.mark.parametrize("task", ["chain", "last_letter", "mixture"])
-def test_the_flags_of_every_arm_are_those_of_its_recipe(task):
-    lines = fig4("--task", task, "--list", "flags").stdout.splitlines()
+@pytest.mark.parametrize("task, start", [("chain", "sft"), ("chain", "refine"), ("last_letter", "sft"),
+                                         ("mixture", "sft")])
+def test_the_flags_of_every_arm_are_those_of_its_recipe(task, start):
+    lines = fig4("--task", task, "--start", start, "--list", "flags").stdout.splitlines()
     assert len(lines) > 25
     for line in lines:
         arm, *flags = line.split()
-        args, other = tango_rl.make_parser(flags).parse_args(flags), arm.partition("_")[0]  # grpo_2e-4, spin_clean
+        args, other = tango_rl.make_parser(flags).parse_args(flags), arm.partition("_")[0]  # grpo_2e-4, prime_outcome
         assert args.recipe == next((name for name in (arm, other) if name in recipes.names()), "tango")
