@@ -49,7 +49,7 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
         parser.error = functools.partial(refuse, getattr(parser, "explain", str))  # one line instead of the usage
         main(parser.parse_args(argv))
     except BadInput as error:
-        complain(f"error: {error}")
+        complain(f"error: {' '.join(str(error).splitlines())}")
         code = 2
     except Diverged as error:
         if rank_and_world()[0] == 0:

@@ -30,7 +30,7 @@ from nanochat.rl.plan import describe_run
 from nanochat.rl.play import Play, apply_update
 from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
 from nanochat.rl.resume import check_recipe_text, read_config, resolve_resume
-from nanochat.rl.roles import find_starts, load_configs, load_roles, name_of, short_name, trained_roles
+from nanochat.rl.roles import check_configs, find_starts, load_configs, load_roles, name_of, short_name, trained_roles
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
 from tasks import add_task_args, make_task
@@ -51,6 +51,10 @@ def make_parser(argv: list[str] | tuple = (), recipe: str = "tango") -> argparse
     add_task_args(parser)
     name = recipe_of(argv, recipe)
     add_recipe_args(parser, recipes.load(name), name)
+    try:
+        parser.format_help()
+    except (TypeError, ValueError, KeyError) as error:
+        raise BadInput(f"--recipe {name}: help of its flags: {error} (a percent sign is written %%)") from None
     parser.explain = partial(explain_unknown_flag, name=recipes.short(name))
     return parser
 
@@ -66,22 +70,20 @@ def add_recipe_args(parser, recipe, name: str) -> None:
     """The flags of a recipe's roles, and its own."""
     group = parser.add_argument_group(f"recipe {recipes.short(name)}")
     add_role_args(group, recipe.ROLES)
-    try:
-        if hasattr(recipe, "add_args"):
-            recipe.add_args(group)
-    except argparse.ArgumentError as error:
-        raise BadInput(f"--recipe {name}: {error}") from None
+    recipes.ask(name, recipe, "add_args", group)
 
 
 def explain_unknown_flag(message: str, name: str) -> str:
     """argparse's complaint, with the recipes that a flag belongs to."""
-    flag = next((word.partition("=")[0] for word in message.split() if word.startswith("--")), "")
-    owners = []
-    for other in recipes.names() if flag and message.startswith("unrecognized") else []:
+    flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+    owners = {}
+    for other in recipes.names() if message.startswith("unrecognized") else []:
         parser = argparse.ArgumentParser(add_help=False)
         add_recipe_args(parser, recipes.load(other), other)
-        owners += [other] if flag in parser._option_string_actions else []
-    return f"{flag}: a flag of recipe {', '.join(owners)}, not of {name}" if owners else message
+        for flag in parser._option_string_actions.keys() & flags:
+            owners.setdefault(flag, []).append(other)
+    owned = [f"{flag}: a flag of recipe {', '.join(owners[flag])}, not of {name}" for flag in flags if flag in owners]
+    return "; ".join([*owned, *(f"{flag}: unknown" for flag in flags if flag not in owners)]) if owned else message
 
 
 # The loop
@@ -202,7 +204,8 @@ def main(args) -> None:
         print0("\n".join(recipes.describe()))
         return
     recipe, task, world = recipes.load(args.recipe), make_task(args), rank_and_world()[1]
-    check_args(args, recipe, task, world)
+    check_args(args, world)
+    recipes.ask(args.recipe, recipe, "check", args, task)
     complete_args(args, recipe.ROLES)
     choose_run_name(args.run)
     resume_step, starts = find_start(args, recipe)
@@ -214,10 +217,13 @@ def main(args) -> None:
         raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
-    configs, calls = load_configs(starts), recipe.calls(args)
+    configs, calls = load_configs(starts), recipes.ask(args.recipe, recipe, "calls", args)
+    check_configs(args, recipe.ROLES, configs)
     check_calls(args.recipe, recipe.ROLES, calls)
-    totals = (recipe.updates(args) if hasattr(recipe, "updates")
-              else dict.fromkeys(trained_roles(recipe.ROLES), args.num_steps))
+    trained = trained_roles(recipe.ROLES)
+    totals = recipes.ask(args.recipe, recipe, "updates", args) or dict.fromkeys(trained, args.num_steps)
+    if not isinstance(totals, dict) or set(totals) != set(trained):
+        raise BadInput(f"--recipe {args.recipe}: its updates() must give a number for each of {', '.join(trained)}")
     prompts = check_problems(args, task, tokenizer, calls, configs, device)
     if args.dry_run:
         print0("\n".join(describe_run(args, recipe.ROLES, configs, calls, totals, tokenizer, task.fmt, prompts, world,

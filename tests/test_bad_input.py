@@ -213,7 +213,8 @@ def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(monkeypa
     if flags:
         (tmp_path / "logs" / f"{log}.flags").write_text(flags)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    done = fig4("--arms", "tango grpo small_verifier score_2e-4", "--start", "refine", "--seeds", "1", "--out", str(tmp_path / "out"))
+    done = fig4("--arms", "tango grpo small_verifier score_2e-4", "--start", "refine", "--seeds", "1",
+                "--out", str(tmp_path / "out"))
     assert done.returncode == 2 and done.stderr.startswith(f"error: {tmp_path}/{folder} was made with other "
                                                            f"flags") and done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -8,6 +8,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from conftest import parse, rl_flags
@@ -341,9 +342,12 @@ def test_advantages_and_targets_of_another_shape_are_refused():
 
 def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
     check_memory({"pool": {"tokens": torch.ones(2)}, "phase": "warmup", "n": [1, 2.0], "none": None})
-    for value in (PROBLEMS[0], {1, 2}, torch.device("cpu"), [PROBLEMS[0]]):
+    for value in (PROBLEMS[0], {1, 2}, torch.device("cpu"), [PROBLEMS[0]], [1, {2}], numpy.float64(1),
+                  [1.0, numpy.int64(1)], torch.ones(1, requires_grad=True)):
         with pytest.raises(ValueError, match=r"memory\['x'\].* is a "):
             check_memory({"x": value})
+    with pytest.raises(ValueError, match=r"memory\['x'\] has a key of type frozenset"):
+        check_memory({"x": {frozenset(): 1}})
 
 
 def test_what_is_no_number_is_not_logged():

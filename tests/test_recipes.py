@@ -208,6 +208,7 @@ def test_a_continued_run_refuses_a_changed_text(base, own):
 @pytest.mark.parametrize("text, words", [
     ("def play(t:\n", "SyntaxError"), ("import no_such_module\n", "no_such_module' (line 1)"),
     ("TAGS = {}\nROLES = {'generator': 1 / 0}\n", "ZeroDivisionError: division by zero (line 2)"),
+    ("raise SystemExit\n", "SystemExit"), ("raise ValueError('two\\nlines')\n", "two lines"),
     ("TAGS = ROLES = {}\n", "has no calls, play, evaluate")])
 def test_a_file_that_is_no_recipe_is_refused_in_one_line(capsys, base, tmp_path, text, words):
     path = tmp_path / "broken.py"
@@ -305,6 +306,39 @@ def test_a_run_without_the_text_it_was_started_with_is_refused(base, own):
         train(str(own), "--run", "mine", "--resume-from-step", "auto")
 
 
+def test_a_stored_text_that_cannot_be_read_is_said(base, own):
+    train(str(own), "--run", "mine")
+    (base / "runs" / "mine" / "recipe.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadInput, match="recipe.py cannot be read"):
+        train(str(own), "--run", "mine", "--resume-from-step", "auto")
+
+
+def test_a_byte_order_mark_is_no_text(own):
+    own.write_text(own.read_text(), encoding="utf-8-sig")
+    assert recipes.load(str(own)).text == example()
+
+
+def test_a_borrowed_pair_update_keeps_its_guard(base, own):
+    own.write_text(own.read_text().replace("--gold-every", "--beta").replace("gold_every", "beta").replace(
+        'yield Update("generator", [(solutions, advantages)])',
+        'yield from learn_from_pairs(t, "generator", solutions, [0], [1], advantages)').replace(
+        "from nanochat.rl.play", "from nanochat.recipes.dpo import learn_from_pairs\nfrom nanochat.rl.play"))
+    with pytest.raises(BadInput, match="the coefficients hold for one optimizer step"):
+        train(str(own), "--run", "mine", "--updates-per-batch", "2")
+
+
+@pytest.mark.parametrize("flags", [["--recompute"], ["--verifier-shared-layers", "9"]])
+def test_a_plan_refuses_what_the_run_would(base, flags):
+    with pytest.raises(BadInput, match=flags[0]):
+        train("tango", "--dry-run", *flags)
+
+
+def test_flags_of_several_recipes_are_explained_together(capsys, base):
+    with pytest.raises(SystemExit):
+        script_main(tango_rl.main, tango_rl.make_parser, ["--recipe", "grpo", "--nosuch", "1", "--prm-beta", "1"])
+    assert capsys.readouterr().err == ("error: --prm-beta: a flag of recipe prime, not of grpo; --nosuch: unknown\n")
+
+
 def test_a_path_may_start_with_a_tilde(monkeypatch, own):
     monkeypatch.setenv("HOME", str(own.parent))
     assert recipes.load("~/few_labels.py").text == own.read_text()
@@ -332,6 +366,13 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
     ("yield Update(\"generator\"", "yield Update(\"verifier\"",
      "an Update of 'verifier'; the roles that are trained are generator"),
     ("[(solutions, advantages)])", "((s, advantages) for s in [solutions]))", "must be a list of"),
+    ("[(solutions, advantages)])", "[solutions])", "must be pairs of Rollouts and a tensor"),
+    ("[(solutions, advantages)])", "[(solutions, advantages.long())])", "are torch.int64 on cpu: they must be floats"),
+    ("[(solutions, advantages)])", "[(solutions, advantages)], lr=float('nan'))", "rate of an Update .* is nan"),
+    ("[(solutions, advantages)])", "[(solutions, advantages)], per='line')", "averages per 'line'; there are"),
+    ("[(solutions, advantages)])", "[(solutions, advantages)], loss='ppo_clip')", "is a str, not a PolicyLoss"),
+    ("    log_rewards(t,", "    t.log(None, {'step': 99})\n    log_rewards(t,", "'step' of the step, which the loop"),
+    ("    log_rewards(t,", "    t.log('judge', {'x': 9})\n    log_rewards(t,", "metrics of a role 'judge'"),
     ("return pass_at_1(t, \"generator\")", "pass_at_1(t, \"generator\")", "evaluate gives a NoneType"),
     ("return pass_at_1(t, \"generator\")", "return {\"x\": \"good\"}", "evaluate gives x as a str")])
 def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, words):
@@ -347,6 +388,23 @@ def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, word
      "name a role judge; there are generator, verifier"),
     ("args.verifier_max_new_tokens, args.num_steps", "0, args.num_steps", "declare nothing to sample as verdicts"),
     ("    return [Call(", "    [Call(", "must give a list of Call"),
+    ("    P, G = args.examples_per_step, args.num_samples", "    P, G = args.examples, args.num_samples",
+     r"calls\(\): AttributeError: .*'examples' \(line \d+\)"),
+    ("P * G, 1, args.verifier", "P * G / 2, 1, args.verifier", "'verdicts' with num_prompts as nothing that can be"),
+    ("quoted=args.max_new_tokens", "quoted=-5", "'verdicts' with quoted as nothing that can be: -5"),
+    ("wrap=empty_verifier_prompt", "split='train'", "'verdicts' with wrap or split"),
+    ("args.num_steps, trained=True)", "args.num_steps)", "generator is trained, and none of its calls"),
+    ("group.add_argument(\"--gold-every\", type", "group.add_argument(\"--gold-every\", kind",
+     r"add_args\(\): TypeError.*\(line \d+\)"),
+    ("one problem in so many", "5% of the problems", "a percent sign is written %%"),
+    ("def evaluate(t):", "evaluate = 1\n\n\ndef unused(t):", "evaluate is no function"),
+    ("TAGS =", "SHOWN = {'generator': 'reward'}\nTAGS =", "SHOWN must be a dict of lists"),
+    ("TAGS =", "def updates(args):\n    return {'judge': 3}\n\n\nTAGS =", "must give a number for each of generator"),
+    ("def add_args(group):", "def check(args, task):\n    args.nothing\n\n\ndef add_args(group):",
+     r"check\(\): AttributeError"),
+    ('{"generator": RoleSpec("--model-tag")', '{"a/b": RoleSpec("--model-tag")', "needs a name of lower-case letters"),
+    ('RoleSpec("--model-tag")', 'RoleSpec("--seed")', "--seed of role generator: this flag means something else"),
+    ('RoleSpec("--model-tag")', 'RoleSpec("model-tag")', "must be like --model-tag"),
     ("\"--gold-every\"", "\"--num-steps\"", "conflicting option")])
 def test_declarations_that_cannot_be_are_refused_before_anything_is_written(base, own, old, new, words):
     text = own.read_text()

@@ -24,6 +24,7 @@ from nanochat.common import BadInput
 from nanochat.rl.roles import RoleSpec, short_name, trained_roles
 
 NEEDED = ("TAGS", "ROLES", "calls", "play", "evaluate")
+FUNCTIONS = ("add_args", "check", "calls", "updates", "play", "evaluate", "eval_step")
 
 
 def names() -> list[str]:
@@ -48,13 +49,42 @@ def load(name: str) -> ModuleType:
     if missing:
         raise BadInput(f"--recipe {name}: has no {', '.join(missing)}")
     check_roles(name, module.ROLES)
+    functions = [part for part in FUNCTIONS if not callable(getattr(module, part, print))]
+    if functions:
+        raise BadInput(f"--recipe {name}: {functions[0]} is no function")
+    for part, kind in (("SHOWN", list), ("TABLE", str)):
+        values = getattr(module, part, {})
+        if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
+            raise BadInput(f"--recipe {name}: {part} must be a dict of {kind.__name__}s")
     return module
+
+
+def ask(name: str, recipe: ModuleType, part: str, *args):
+    """What a function of a recipe answers before the run begins, None where the recipe has none. Raises BadInput, with
+    the line, for any error in it."""
+    try:
+        return getattr(recipe, part)(*args) if hasattr(recipe, part) else None
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"--recipe {name}: {part}(): {blame(error, recipe.__file__)}") from None
+
+
+def blame(error: BaseException, file: str) -> str:
+    """An error in words, with the last line of the file that it came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
 def check_roles(name: str, roles: dict[str, RoleSpec]) -> None:
     """Raises BadInput for roles that cannot be."""
     if not isinstance(roles, dict) or not all(isinstance(spec, RoleSpec) for spec in roles.values()):
         raise BadInput(f"--recipe {name}: ROLES must be a dict of names and RoleSpecs")
+    for role, spec in roles.items():
+        if not (isinstance(role, str) and re.fullmatch("[a-z][a-z0-9_]*", role)):
+            raise BadInput(f"--recipe {name}: the role {role!r} needs a name of lower-case letters, digits and _")
+        if not all(isinstance(flag, str) and re.fullmatch("--[a-z][a-z0-9-]*", flag) for flag in (spec.tag, spec.lr)):
+            raise BadInput(f"--recipe {name}: the flags {spec.tag} and {spec.lr} of {role} must be like --model-tag")
     if len({short_name(role) for role in roles}) < len(roles):
         raise BadInput(f"--recipe {name}: of its roles {', '.join(roles)} two have the same first three letters, "
                        f"under which checkpoints and metrics stand")
@@ -77,21 +107,19 @@ def run_file(name: str, text: str) -> ModuleType:
     sys.modules[module.__name__] = module  # where dataclasses look for it
     try:
         exec(compile(text, name, "exec"), module.__dict__)
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
-        at = f" (line {lines[-1]})" if lines else ""  # a SyntaxError names it itself
-        raise BadInput(f"--recipe {name}: {type(error).__name__}: {error}{at}") from None
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"--recipe {name}: {blame(error, name)}") from None
     return module
 
 
 def read_text(name: str) -> str:
     """The text of a file. Raises BadInput."""
     try:
-        with open(os.path.expanduser(name), encoding="utf-8") as f:
+        with open(os.path.expanduser(name), encoding="utf-8-sig") as f:
             return f.read()
     except FileNotFoundError:
         raise BadInput(f"--recipe {name}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise BadInput(f"--recipe {name}: cannot be read: {error}") from None
 
 

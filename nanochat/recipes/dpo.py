@@ -101,6 +101,7 @@ def learn_from_pairs(t: Play, role: str, rollouts: Rollouts, chosen: list[int], 
 
     ref_logprobs (N, T): the rollouts' under the model that the role is compared with. Each rollout is in a pair.
     """
+    check_pair_args(t.args)  # also where another recipe has borrowed this update
     # One number per rollout: in fp64 on the CPU, where the order of additions is always the same.
     log_ratios = (t.logprobs(role, rollouts) - ref_logprobs).sum(dim=1).cpu().double()  # (N,)
     u = margins(log_ratios, chosen, rejected, t.args.beta)  # (Q,)

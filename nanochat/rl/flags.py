@@ -20,6 +20,8 @@ LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1
          "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1, "kl_coef": 0, "lr": 0, "save_every": 0,
          "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
          "log_rollouts": 0, "entropy_coef": 0}
+COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
+SPLITS = ("sft", "rl", "test_in", "test_out")
 
 
 def add_common_args(parser) -> None:
@@ -74,9 +76,12 @@ def add_common_args(parser) -> None:
 
 
 def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
-    """The flags of roles that are not there yet."""
+    """The flags of roles that are not there yet. Raises BadInput for one that means something else."""
     known = group._option_string_actions
+    taken = set(known) - {"--model-tag", "--lr"}
     for role, spec in roles.items():
+        for flag in {spec.tag, spec.lr} & taken or {spec.tag} & {spec.lr, "--lr"}:
+            raise BadInput(f"{flag} of role {role}: this flag means something else")
         if spec.tag not in known:
             group.add_argument(spec.tag, default="",
                                help=f"SFT checkpoint of the {role}; default: <model-tag>{spec.ending}")
@@ -87,7 +92,7 @@ def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
                                help=f"lowest layers the {role} shares with the {spec.shares}")
 
 
-def check_args(args, recipe, task, world: int) -> None:
+def check_args(args, world: int) -> None:
     """Refuses what cannot work, before anything is loaded or written."""
     check_choices(args, TABLES)
     check_least(args, LEAST | {name: 0 for name in ("verifier_lr", "verifier_shared_layers") if hasattr(args, name)})
@@ -101,8 +106,6 @@ def check_args(args, recipe, task, world: int) -> None:
     if args.num_samples < 2 and PRESETS[args.advantage].scope == "group" and PRESETS[args.advantage].center != "none":
         raise BadInput(f"--num-samples 1: --advantage {args.advantage} compares the rollouts of a group and needs at "
                        f"least 2")
-    if hasattr(recipe, "check"):
-        recipe.check(args, task)
 
 
 def complete_args(args, roles: dict[str, RoleSpec]) -> None:
@@ -135,8 +138,14 @@ def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, devi
 
 def check_calls(name: str, roles: dict[str, RoleSpec], calls: list[Call]) -> None:
     """Raises BadInput for declarations of a recipe that cannot be."""
-    if not isinstance(calls, list) or not all(isinstance(call, Call) for call in calls):
+    if not calls or not isinstance(calls, list) or not all(isinstance(call, Call) for call in calls):
         raise BadInput(f"--recipe {name}: its calls() must give a list of Call")
+    for call in calls:
+        numbers = {field: value for field, value in call._asdict().items() if field in COUNTS}
+        wrong = next((field for field, value in numbers.items() if not isinstance(value, int) or value < 0), None)
+        if wrong or not callable(call.wrap) or call.split not in SPLITS:
+            raise BadInput(f"--recipe {name}: its calls() declare {call.label!r} with {wrong or 'wrap or split'} as "
+                           f"nothing that can be: {numbers.get(wrong, (call.wrap, call.split))}")
     if len({call.label for call in calls}) < len(calls):
         raise BadInput(f"--recipe {name}: its calls() declare a label twice")
     for call in calls:
@@ -145,3 +154,7 @@ def check_calls(name: str, roles: dict[str, RoleSpec], calls: list[Call]) -> Non
         if min(call.num_prompts, call.num_samples, call.max_new_tokens) < 1:
             raise BadInput(f"--recipe {name}: its calls() declare nothing to sample as {call.label}: prompts, samples "
                            f"and --max-new-tokens must be at least 1")
+    idle = [role for role, spec in roles.items()
+            if spec.trained and not any(call.role == role and call.trained for call in calls)]
+    if idle:
+        raise BadInput(f"--recipe {name}: {idle[0]} is trained, and none of its calls() is trained=True")

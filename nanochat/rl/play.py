@@ -3,6 +3,7 @@ What a recipe may do in one step: sample, score, check, learn. It knows roles by
 
 P prompts, N rollouts, T tokens.
 """
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -284,6 +285,11 @@ class Play:
         if wrong:
             raise ValueError(f"{wrong[0]} of the {role or 'step'} is a {type(values[wrong[0]]).__name__}: numbers "
                              f"and texts are logged")
+        if role is not None and role not in self.roles:
+            raise ValueError(f"metrics of a role {role!r}: there are {', '.join(self.roles)}")
+        taken = {"step", "role", "sampled_tokens", *(f"{short_name(name)}_step" for name in self.roles)} & set(values)
+        if taken and role is None:
+            raise ValueError(f"a recipe logs {min(taken)!r} of the step, which the loop does itself")
         prefix = f"{short_name(role)}/" if role else ""
         self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
 
@@ -310,6 +316,21 @@ def check_update(t: Play, wanted: Update) -> None:
         raise ValueError(f"play yields an Update of {wanted.role!r}; the roles that are trained are {trained}")
     if not isinstance(wanted.parts, list) or not wanted.parts:
         raise ValueError(f"the parts of an Update of {wanted.role} must be a list of (rollouts, advantages)")
+    for part in wanted.parts:
+        rollouts, advantages = part if isinstance(part, tuple) and len(part) == 2 else (None, None)
+        if not isinstance(rollouts, Rollouts) or not isinstance(advantages, torch.Tensor):
+            raise ValueError(f"the parts of an Update of {wanted.role} must be pairs of Rollouts and a tensor")
+        if not advantages.is_floating_point() or advantages.device != rollouts.tokens.device:
+            raise ValueError(f"the advantages of an Update of {wanted.role} are {advantages.dtype} on "
+                             f"{advantages.device}: they must be floats on {rollouts.tokens.device}")
+        if {"step", "role"} & rollouts.columns.keys():
+            raise ValueError("columns of rollouts cannot be called step or role: the loop writes these")
+    if not (wanted.loss is None or isinstance(wanted.loss, PolicyLoss)):
+        raise ValueError(f"the loss of an Update of {wanted.role} is a {type(wanted.loss).__name__}, not a PolicyLoss")
+    if not (wanted.per is None or wanted.per in AGGREGATIONS):
+        raise ValueError(f"an Update of {wanted.role} averages per {wanted.per!r}; there are {', '.join(AGGREGATIONS)}")
+    if not (wanted.lr is None or isinstance(wanted.lr, int | float) and 0 <= wanted.lr < math.inf):
+        raise ValueError(f"the rate of an Update of {wanted.role} is {wanted.lr!r}: it must be a number from 0")
 
 
 def apply_update(t: Play, wanted: Update) -> dict:

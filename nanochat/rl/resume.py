@@ -28,6 +28,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     if args.resume_from_step != "auto" and not re.fullmatch("[0-9]+", args.resume_from_step):
         raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
     if args.resume_from_step == "auto" and not steps:
+        print0(f"run {args.run} has no checkpoint: it starts from step 0")
         return None
     step = steps[-1] if args.resume_from_step == "auto" else int(args.resume_from_step)
     if step not in steps:
@@ -59,8 +60,11 @@ def check_recipe_text(run_name: str, text: str | None) -> None:
         if text is not None:
             raise BadInput(f"{path} is missing: nothing tells which text of the recipe run {run_name} was started with")
         return
-    with open(path, encoding="utf-8") as f:
-        recorded = f.read()
+    try:
+        with open(path, encoding="utf-8") as f:
+            recorded = f.read()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from None
     if recorded != text:
         raise BadInput(f"run {run_name} was started with another text of this recipe ({path}); a continued run "
                        f"cannot change it: start a new run, or put the old text back")

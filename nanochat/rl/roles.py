@@ -7,7 +7,7 @@ import torch
 
 from nanochat.checkpoint import find_step, fingerprint, load_meta, load_model
 from nanochat.common import BadInput, path_of
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
 from nanochat.weights import copy_of, refresh
@@ -91,16 +91,16 @@ def shared_names(model: GPT, num_layers: int) -> list[str]:
     return names
 
 
-def check_shapes(generator: GPT, verifier: GPT, num_layers: int) -> None:
-    """Raises BadInput unless the verifier can share `num_layers` layers with the generator."""
-    if num_layers and not (isinstance(generator, GPT) and isinstance(verifier, GPT)):
+def check_shapes(generator: GPTConfig, verifier: GPTConfig, num_layers: int) -> None:
+    """Raises BadInput unless a verifier of this shape can share `num_layers` layers with the generator."""
+    if num_layers and not (isinstance(generator, GPTConfig) and isinstance(verifier, GPTConfig)):
         raise BadInput(f"--verifier-shared-layers {num_layers}: only nanochat's own models share layers, not "
                        f"imported ones")
-    if not 0 <= num_layers <= verifier.config.n_layer:
-        raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.config.n_layer} layers")
-    if num_layers and generator.config != verifier.config:
+    if not 0 <= num_layers <= verifier.n_layer:
+        raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.n_layer} layers")
+    if num_layers and generator != verifier:
         raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: "
-                       f"{generator.config} and {verifier.config}")
+                       f"{generator} and {verifier}")
 
 
 def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.nn.Parameter]:
@@ -111,7 +111,7 @@ def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.n
     and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`) and take no gradient. Raises BadInput
     when the shapes differ or num_layers is out of range.
     """
-    check_shapes(generator, verifier, num_layers)
+    check_shapes(generator.config, verifier.config, num_layers)
     names = shared_names(verifier, num_layers)
     for name in names:
         owner, _, leaf = name.rpartition(".")
@@ -131,7 +131,7 @@ def copy_shared_lambdas(generator: GPT, verifier: GPT, num_layers: int) -> None:
 
 def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> None:
     """Raises BadInput unless the verifier's shared weights equal the generator's: it was trained on that trunk."""
-    check_shapes(generator, verifier, num_layers)
+    check_shapes(generator.config, verifier.config, num_layers)
     for name in shared_names(verifier, num_layers):
         if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
             raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "
@@ -170,6 +170,21 @@ def load_configs(starts: dict[str, Start]) -> dict:
             for name, start in starts.items()}
 
 
+def check_configs(args, specs: dict[str, RoleSpec], configs: dict) -> None:
+    """Raises BadInput for models that cannot do what the flags ask of them, before any is loaded."""
+    for name, spec in specs.items():
+        num_shared = args.verifier_shared_layers if spec.shares else 0
+        if args.recompute and spec.trained and isinstance(configs[name], GPTConfig):
+            raise BadInput(f"--recompute: the {name} is nanochat's own model; only imported ones can do that")
+        if num_shared and args.shard:
+            raise BadInput(f"--verifier-shared-layers {num_shared}: cannot go with --shard")
+        if num_shared and specs[spec.shares].trained and not spec.trained:
+            raise BadInput(f"--verifier-shared-layers {num_shared}: this recipe keeps the {name} fixed, and shared "
+                           f"layers move with the {spec.shares}")
+        if spec.shares:
+            check_shapes(configs[spec.shares], configs[name], num_shared)
+
+
 def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device,
                dtype: torch.dtype) -> dict[str, Role]:
     """The roles of a run from their SFT checkpoints; those that are trained get an optimizer, and a reference where
@@ -182,11 +197,6 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
     for name, spec in specs.items():
         start, num_shared = starts[name], args.verifier_shared_layers if spec.shares else 0
         sharded = args.shard and spec.trained
-        if num_shared and args.shard:
-            raise BadInput(f"--verifier-shared-layers {num_shared}: cannot go with --shard")
-        if num_shared and specs[spec.shares].trained and not spec.trained:
-            raise BadInput(f"--verifier-shared-layers {num_shared}: this recipe keeps the {name} fixed, and shared "
-                           f"layers move with the {spec.shares}")
         # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
         is_wide = spec.trained or any(other.shares == name and args.verifier_shared_layers for other in specs.values())
         model, _ = load_model("sft", start.tag, device, dtype, start.step, sharded, trained=is_wide)

@@ -49,15 +49,19 @@ class RunState:
 
 def check_memory(value, where: str = "memory") -> None:
     """Raises ValueError for what a recipe keeps in its memory and a saved run could not give back as it is."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         for name, inner in value.items():
+            if type(name) not in (str, int):
+                raise ValueError(f"{where} has a key of type {type(name).__name__}: keys are str or int")
             check_memory(inner, f"{where}[{name!r}]")
-    elif isinstance(value, list | tuple):
-        for inner in value[:1]:  # lists are of one kind
-            check_memory(inner, f"{where}[0]")
-    elif isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        raise ValueError(f"{where} is a tensor on {value.device}: keep it on the CPU, where it comes back to")
-    elif not (value is None or isinstance(value, bool | int | float | str | torch.Tensor)):
+    elif type(value) in (list, tuple):
+        for i, inner in enumerate(value):
+            check_memory(inner, f"{where}[{i}]")
+    elif isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.requires_grad:
+            raise ValueError(f"{where} is a tensor on {value.device}{' with a gradient' * value.requires_grad}: keep "
+                             f"it on the CPU, where it comes back to, and detached")
+    elif type(value) not in (type(None), bool, int, float, str):
         raise ValueError(f"{where} is a {type(value).__name__}: a run's memory holds plain values and tensors")
 
 
