@@ -89,9 +89,13 @@ def explain_unknown_flag(message: str, name: str) -> str:
 # The loop
 
 def train(t: Play, recipe) -> None:
-    """Steps of the recipe until its first trained role has made --num-steps updates."""
+    """Steps of the recipe until its first trained role has made --num-steps updates. Raises Diverged where it never
+    will."""
     counted = trained_roles(recipe.ROLES)[0]
     while t.steps[counted] < t.args.num_steps:
+        if t.step > 10 * (sum(t.totals.values()) + 1):
+            raise Diverged(f"in {t.step} steps the {counted} has made {t.steps[counted]} of its {t.args.num_steps} "
+                           f"updates; the recipe planned {sum(t.totals.values())} of all roles")
         with one_step(t, recipe, counted) as updated:
             for update in recipe.play(t):
                 metrics = apply_update(t, update)

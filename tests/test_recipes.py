@@ -17,7 +17,7 @@ import torch
 from conftest import parse, rl_flags
 
 from nanochat import recipes
-from nanochat.common import BadInput, script_main
+from nanochat.common import BadInput, Diverged, script_main
 from scripts import report, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -331,6 +331,17 @@ def test_a_borrowed_pair_update_keeps_its_guard(base, own):
 def test_a_plan_refuses_what_the_run_would(base, flags):
     with pytest.raises(BadInput, match=flags[0]):
         train("tango", "--dry-run", *flags)
+
+
+def test_a_recipe_that_never_updates_its_first_role_is_stopped(base, own):
+    limit = "1, args.verifier_max_new_tokens, args.num_steps"
+    own.write_text(own.read_text().replace(", trained=False", "").replace(limit, f"{limit}, trained=True").replace(
+        "    yield Update", "    if False:\n        yield Update").replace("    log_rewards(t,", """\
+    verdicts = t.written("verifier", t.verify_prompts(solutions), ["=T"] * len(solutions))
+    yield Update("verifier", [(verdicts, verdicts.mask.float())])
+    log_rewards(t,"""))
+    with pytest.raises(Diverged, match="the generator has made 0 of its 1 updates"):
+        train(str(own), "--run", "mine", "--num-steps", "1")
 
 
 def test_flags_of_several_recipes_are_explained_together(capsys, base):
