@@ -79,13 +79,13 @@ role_flags() {  # arm, tag of its verifier: the flags of its recipe that the oth
 arm_flags() {  # what makes an arm; nothing for one that this task or start does not have
     case $1 in
         *_[1-9]e-[1-9]) [[ ${1%_*} =~ ^($TUNED)$ ]] && echo "$(arm_flags "${1%_*}") --lr ${1##*_}" ;;
-        prime) echo "--recipe prime --lr 4e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95" ;;
+        prime) echo "--recipe prime --lr 2e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95" ;;
         prime_outcome) echo "$(arm_flags prime) --prm-freeze-after 0" ;;  # without process rewards
         dpo) echo "--recipe dpo --lr 4e-4" ;;
         spin) echo "--recipe spin --lr 3e-5" ;;
         grpo) echo "--recipe grpo $GRPO_FLAGS" ;;
-        critique_grpo) [ "$START" = refine ] && echo "--recipe critique_grpo --lr 4e-4" ;;
-        score) [ "$START" = refine ] && echo "--recipe score --lr 4e-4 --stage1-steps $((STEPS / 3))" ;;
+        critique_grpo) [ "$START" = refine ] && echo "--recipe critique_grpo --lr 2e-4" ;;
+        score) [ "$START" = refine ] && echo "--recipe score --lr 2e-4 --stage1-steps $((STEPS / 3))" ;;
         tango|fixed_verifier|gold_steps|outcome_verifier) echo "--recipe $1" ;;
         fixed_generator) echo "--recipe fixed_generator --num-steps $((WARMUP + (STEPS - 1) / 3))" ;;
         alpha_1) echo "--alpha-start 1 --alpha-end 1" ;;  # constant
