@@ -47,7 +47,7 @@ def rollouts_of(lengths, outcomes, num_prompts=1, seed=0):
 def play_of(**flags):
     """A Play without models, enough for formulas that log and go over ranks."""
     flags = {"prm_beta": 0.5, "process_norm": "batch", "process_baseline": "paper"} | flags
-    return Play(SimpleNamespace(**flags), None, None, {}, {}, {}, None, None)
+    return Play(SimpleNamespace(**flags), None, None, {"generator": None}, {}, {}, None, None)
 
 
 def close(a, b):
