@@ -13,6 +13,7 @@ from nanochat.rl.prompts import check_fit, longest_problem
 from nanochat.rl.roles import RoleSpec, name_of
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import problems_of
+from tasks.common import SPLIT_BUCKETS
 
 TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS,
           "lr_schedule": LR_SCHEDULES}
@@ -21,7 +22,6 @@ LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1
          "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
          "log_rollouts": 0, "entropy_coef": 0}
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
-SPLITS = ("sft", "rl", "test_in", "test_out")
 
 
 def add_common_args(parser) -> None:
@@ -143,7 +143,7 @@ def check_calls(name: str, roles: dict[str, RoleSpec], calls: list[Call]) -> Non
     for call in calls:
         numbers = {field: value for field, value in call._asdict().items() if field in COUNTS}
         wrong = next((field for field, value in numbers.items() if not isinstance(value, int) or value < 0), None)
-        if wrong or not callable(call.wrap) or call.split not in SPLITS:
+        if wrong or not callable(call.wrap) or call.split not in SPLIT_BUCKETS:
             raise BadInput(f"--recipe {name}: its calls() declare {call.label!r} with {wrong or 'wrap or split'} as "
                            f"nothing that can be: {numbers.get(wrong, (call.wrap, call.split))}")
     if len({call.label for call in calls}) < len(calls):

@@ -71,11 +71,15 @@ def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -
         p.requires_grad_(id(p) in chosen)
 
 
-def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
-    """Makes a model's blocks run again in the backward pass, or not. Raises BadInput for nanochat's own models, which
-    keep their activations."""
-    if recompute and not isinstance(model, Decoder):
+def check_recompute(config, recompute: bool, name: str) -> None:
+    """Raises BadInput for nanochat's own models, which keep their activations."""
+    if recompute and isinstance(config, GPTConfig):
         raise BadInput(f"--recompute: the {name} is nanochat's own model; only imported ones can do that")
+
+
+def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
+    """Makes a model's blocks run again in the backward pass, or not. Raises BadInput where they cannot."""
+    check_recompute(model.config, recompute, name)
     for block in model.blocks:
         block.recompute = recompute
 
@@ -174,8 +178,7 @@ def check_configs(args, specs: dict[str, RoleSpec], configs: dict) -> None:
     """Raises BadInput for models that cannot do what the flags ask of them, before any is loaded."""
     for name, spec in specs.items():
         num_shared = args.verifier_shared_layers if spec.shares else 0
-        if args.recompute and spec.trained and isinstance(configs[name], GPTConfig):
-            raise BadInput(f"--recompute: the {name} is nanochat's own model; only imported ones can do that")
+        check_recompute(configs[name], args.recompute and spec.trained, name)
         if num_shared and args.shard:
             raise BadInput(f"--verifier-shared-layers {num_shared}: cannot go with --shard")
         if num_shared and specs[spec.shares].trained and not spec.trained:
