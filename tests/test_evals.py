@@ -160,6 +160,8 @@ def test_verdict_scores_by_hand():
     # Step labels T T | T T | T F | F F | T, verdicts T T | T F | T F | - - | F. True: 4 hits, 6 actual, 4 said: 8/10.
     # False: 1 hit, 3 actual, 3 said: 2/6.
     assert scores["step_f1"] == pytest.approx((8 / 10 + 1 / 3) / 2, rel=1e-12)
+    # Of the 3 wrong steps one is judged wrong and two are not judged; of the 6 right ones two are judged wrong.
+    assert scores["wrong_steps_passed"] == 0.0 and scores["right_steps_blamed"] == pytest.approx(2 / 6)
     # Right ones are rows 1, 2, 5: one of three is passed. Erroneous ones are rows 3, 4: one of two is found.
     # 2 * 1/3 * 1/2 / (5/6) = 2/5.
     assert scores["first_error_f1"] == pytest.approx(2 / 5, rel=1e-12)
@@ -174,6 +176,13 @@ def test_wrong_solutions_judged_right_are_a_share_of_the_wrong_ones():
     rows = [[F, [F], verdict, [F], []] for verdict in (T, T, F, None)] + [[T, [T], T, [T], []]]
     assert verdict_scores(rows)["pos_rate_wrong"] == 1 / 2
     assert verdict_scores([[T, [T], T, [T], []]])["pos_rate_wrong"] is None
+
+
+def test_wrong_steps_passed_and_right_steps_blamed_are_shares_of_their_kind():
+    scores = verdict_scores([[F, [F, F, F, F, T], F, [T, F, None, T, F], []], [T, [T], T, [T], []]])
+    assert scores["wrong_steps_passed"] == 2 / 4 and scores["right_steps_blamed"] == 1 / 2
+    assert verdict_scores([[T, [T], T, [T], []]])["wrong_steps_passed"] is None
+    assert verdict_scores([[F, [F], F, [F], []]])["right_steps_blamed"] is None
 
 
 def test_solutions_without_gold_step_labels_count_for_verdicts_alone():

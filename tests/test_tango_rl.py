@@ -305,3 +305,58 @@ def test_a_step_counts_the_tokens_of_both_roles(straight):
     assert ({"gen/step_length", "gen/frac_ranking_reversed", "gen/verdicts/pos_rate_wrong",
              "gen/verdicts/step_outcome_corr"}
             <= next(r for r in log if r["role"] == "generator").keys())
+
+
+# Few gold answers, and a verifier that passes too much
+
+def test_with_few_labelled_problems_half_of_a_batch_has_no_outcome(base, monkeypatch):
+    """Every second problem of a generator step has index 6 or more and no outcome; a verifier step judges labelled
+    ones alone; both come again when their turn is over."""
+    solved = []
+    solve = Play.solve
+    monkeypatch.setattr(Play, "solve", lambda self, role, problems, *args, **flags: (
+        solved.append((args[1], [p.index for p in problems])), solve(self, role, problems, *args, **flags))[1])
+    train("--run", "few", "--num-labelled", "6")
+    drawn = {label: [i for name, places in solved if name == label for i in places]
+             for label in ("generator", "judged")}
+    assert len(drawn["judged"]) == 3 * 4 and set(drawn["judged"]) == set(range(6))
+    labelled, others = ([i for i in drawn["generator"] if (i < 6) is kind] for kind in (True, False))
+    assert len(labelled) == len(others) == 4 * 2 and len(set(others)) == 8
+    log = [r for r in records(base, "few") if r["role"] == "generator"]
+    assert [r["gen/unscorable"] for r in log] == [0.5] * 4
+    outcomes = [r["outcome"] for r in records(base, "few", "rollouts.jsonl") if r["role"] == "generator"]
+    assert outcomes.count(None) == 8 and len(outcomes) == 16
+
+
+def test_grpo_sees_labelled_problems_alone(base, monkeypatch):
+    solved = []
+    solve = Play.solve
+    monkeypatch.setattr(Play, "solve", lambda self, role, problems, *args, **flags: (
+        solved.extend(p.index for p in problems if p.split == "rl"), solve(self, role, problems, *args, **flags))[1])
+    train("--run", "few", "--recipe", "grpo", "--num-labelled", "5")
+    assert max(solved) == 4 and records(base, "few")[0]["gen/unscorable"] == 0
+
+
+@pytest.mark.parametrize("num", ["3", "-1"])
+def test_too_few_labelled_problems_are_refused(base, num):
+    with pytest.raises(BadInput, match="num-labelled"):
+        train("--run", "few", "--num-labelled", num)
+
+
+def test_a_lenient_verifier_is_warned_of_and_may_end_the_run(straight, base, capsys):
+    """The moving average of the wrong steps that pass, by hand; above a bar the line of the step says so."""
+    log = [r for r in records(straight, "r") if r["role"] == "generator"]
+    average = None
+    for record in log:
+        now = record["gen/verdicts/wrong_steps_passed"]
+        average = now if average is None else 0.8 * average + 0.2 * now
+        assert record["gen/wrong_passed"] == pytest.approx(average) and record["gen/lenient"] == (average > 0.3)
+    first = log[0]["gen/wrong_passed"]
+    assert 0 < first < 1
+    train("--run", "warned", "--lenient-warn", "0", "--num-steps", "1")
+    assert "WARNING: lenient verifier" in capsys.readouterr().out
+    with pytest.raises(Diverged, match="--lenient-stop 0.0"):
+        train("--run", "stopped", "--lenient-stop", "0")
+    assert [r["role"] for r in records(base, "stopped")] == ["verifier"] * 2
+    train("--run", "quiet", "--lenient-warn", "1", "--num-steps", "1")
+    assert "WARNING: lenient" not in capsys.readouterr().out

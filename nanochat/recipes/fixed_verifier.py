@@ -6,10 +6,11 @@ from nanochat.rl.roles import RoleSpec
 TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
             credit="z-score per source")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
-SHOWN = {"generator": ["alpha"]}
+SHOWN = {"generator": ["alpha", "wrong_passed"]}
 
 
 def add_args(group):
+    tango.add_label_args(group)
     tango.add_alpha_args(group)
     tango.add_verdict_args(group)
 

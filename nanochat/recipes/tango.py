@@ -8,12 +8,14 @@ Equations, sections and the algorithm are the paper's. Departures:
 4. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
 """
 import argparse
+import math
 import random
+import sys
 from dataclasses import asdict
 
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput, Diverged, check_choices, check_least
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import (log_rewards, mean_advantages, scores_of_pair, gathered_verdict_scores,
                                verification_columns)
@@ -23,14 +25,16 @@ from nanochat.rl.prompts import count_copies, empty_verifier_prompt
 from nanochat.rl.rewards import (ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards,
                                  verdict_reward)
 from nanochat.rl.roles import RoleSpec
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
 from nanochat.rl.scores import ranking_reversed
+from tasks.common import Problem
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
             credit="z-score per source")
 ROLES = {"generator": RoleSpec("--model-tag"),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
-SHOWN = {"generator": ["alpha"], "verifier": ["balanced_acc", "step_f1"]}
+SHOWN = {"generator": ["alpha", "wrong_passed"], "verifier": ["balanced_acc", "step_f1"]}
 TABLE = {
     "gen/pass1_in": "generator greedy pass@1, in distribution",
     "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)",
@@ -41,13 +45,14 @@ TABLE = {
     "ver/step_f1_current": "verifier step F1, current generator's solutions",
     "ver/parse_fail_fixed": "verifier parse failures",
 }
-BALANCED_ACC_DECAY = 0.8
+MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases, warnings and stops
 
 
 # Flags
 
 def add_args(group) -> None:
     add_schedule_args(group)
+    add_label_args(group)
     add_alpha_args(group)
     add_verifier_args(group)
 
@@ -59,6 +64,13 @@ def add_schedule_args(group) -> None:
     group.add_argument("--warmup-steps", type=int, default=40, help="verifier steps before the first generator step")
     group.add_argument("--balanced-acc-bar", type=float, default=0.9,
                        help="schedule adaptive: verifier phases end at this balanced accuracy")
+
+
+def add_label_args(group) -> None:
+    group.add_argument("--num-labelled", type=int, default=0,
+                       help="only the first so many problems of RL have gold answers, and these come again and again; "
+                       "where there is a verifier it alone rewards half of each batch, which has none; 0 = all have "
+                       "them")
 
 
 def add_alpha_args(group) -> None:
@@ -73,6 +85,10 @@ def add_alpha_args(group) -> None:
 
 def add_verdict_args(group) -> None:
     group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+    group.add_argument("--lenient-warn", type=float, default=0.3,
+                       help="warn while more than this share of the generator's wrong steps passes the verifier (of "
+                       "its wrong solutions, where a task has no step labels)")
+    group.add_argument("--lenient-stop", type=float, default=1.0, help="and end the run at more than this share")
 
 
 def add_verifier_args(group) -> None:
@@ -87,7 +103,8 @@ def add_verifier_args(group) -> None:
 
 
 LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier_max_new_tokens": 1, "alpha_start": 0,
-         "alpha_end": 0, "gamma": 0, "verifier_replay": 0, "replay_size": 0}
+         "alpha_end": 0, "gamma": 0, "verifier_replay": 0, "replay_size": 0, "num_labelled": 0,
+         "lenient_warn": 0, "lenient_stop": 0}
 
 
 def check(args, task) -> None:
@@ -100,6 +117,10 @@ def check(args, task) -> None:
     if given.get("alpha_start", 0) > 0 and given["alpha_end"] == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
+    N, num_problems = given.get("num_labelled", 0), getattr(task, "num_problems", lambda split: math.inf)("rl")
+    if N and not args.examples_per_step <= N < num_problems:
+        raise BadInput(f"--num-labelled {N}: must be at least --examples-per-step {args.examples_per_step} and below "
+                       f"the {num_problems} problems that there are")
 
 
 # What a run is made of
@@ -137,6 +158,27 @@ def calls(args) -> list[Call]:
 
 # Algorithm 1
 
+def labelled_problems(t: Play, and_others: bool = False) -> list[Problem]:
+    """This rank's problems of a step, all with gold answers; and_others: with --num-labelled only every second one."""
+    problems, N = t.problems(), vars(t.args).get("num_labelled", 0)
+    if not N:
+        return problems
+    num_others = getattr(t.task, "num_problems", lambda split: sys.maxsize)("rl") - N
+    places = [p.index for p in problems]
+    if and_others:
+        places = [N + i // 2 % num_others if i % 2 else i // 2 % N for i in places]
+    else:
+        places = [i % N for i in places]
+    return [t.task.problem("rl", i) for i in places]
+
+
+def known_outcomes(t: Play, solutions: Rollouts) -> list[bool | None]:
+    """The outcomes by the gold answers that there are; None without one."""
+    N = vars(t.args).get("num_labelled", 0) or math.inf
+    return [outcome if problem.index < N else None
+            for problem, outcome in zip(solutions.problems(), t.check(solutions), strict=True)]
+
+
 def play(t: Play, reward: str = "steps"):
     """N_g generator steps, then N_v verifier steps, behind a warm-up of the verifier alone."""
     phase, phase_steps = phase_of(t)
@@ -151,8 +193,9 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     judge: who says which steps are right: "verifier", "gold" (an oracle) or None; reward: what it adds to the outcome,
     its verdicts on the "steps" or its final "verdict".
     """
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
-    outcomes, steps = t.check(solutions), t.read_solutions(solutions)
+    problems = labelled_problems(t, and_others=judge == "verifier")
+    solutions = t.solve("generator", problems, t.args.num_samples, "generator")
+    outcomes, steps = known_outcomes(t, solutions), t.read_solutions(solutions)
     labels = list(map(t.task.step_labels, solutions.problems(), solutions.texts))
     solutions.columns = {"outcome": outcomes}
     verifications, verdicts = None, labels
@@ -180,6 +223,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     if verifications:
         scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
         t.log("generator", {f"verdicts/{name}": value for name, value in scores.items()})
+        watch_leniency(t, scores)
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), scored_solutions(t, solutions, outcomes), t.args.replay_size)
     yield Update("generator", [(solutions, advantages)])                                                        # eq. 1
@@ -189,7 +233,7 @@ def verifier_step(t: Play):
     """One solution of each problem (or past ones), a group of verifications of each, and an update of the verifier
     (section 3)."""
     G = t.args.num_samples
-    fresh_solutions = t.solve("generator", t.problems(), 1, "judged")
+    fresh_solutions = t.solve("generator", labelled_problems(t), 1, "judged")
     fresh = scored_solutions(t, fresh_solutions, t.check(fresh_solutions))
     num_fresh, pool = len(fresh["problem"]), t.memory.get("pool")
     candidates = extended(fresh, pool, num_fresh + t.args.replay_size) if pool else fresh
@@ -220,12 +264,29 @@ def verifier_step(t: Play):
     log_rewards(t, "verifier", rollouts, rewards)
     t.log("verifier", t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in pairs],
                               "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}))
-    if scores["balanced_acc"] is not None:
-        now, before, decay = scores["balanced_acc"], t.memory.get("balanced_acc"), BALANCED_ACC_DECAY
-        t.memory["balanced_acc"] = now if before is None else decay * before + (1 - decay) * now
+    move_average(t, "balanced_acc", scores["balanced_acc"])
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), fresh, t.args.replay_size)
     yield Update("verifier", [(rollouts, advantages)])
+
+
+def watch_leniency(t: Play, scores: dict) -> None:
+    """Logs what share of the wrong steps has passed lately (wrong_passed), and whether that is too much (lenient).
+    Raises Diverged above --lenient-stop."""
+    now = scores["wrong_steps_passed"]
+    passed = move_average(t, "wrong_passed", scores["pos_rate_wrong"] if now is None else now)
+    t.log("generator", {"wrong_passed": passed, "lenient": passed is not None and passed > t.args.lenient_warn})
+    if passed is not None and passed > t.args.lenient_stop:
+        raise Diverged(f"step {t.step}: the verifier passes {passed:.0%} of what is wrong, above --lenient-stop "
+                       f"{t.args.lenient_stop}: the generator is learning to please it")
+
+
+def move_average(t: Play, name: str, now: float | None) -> float | None:
+    """A moving average that is saved with the run; None before its first value."""
+    before = t.memory.get(name)
+    if now is not None:
+        t.memory[name] = now if before is None else MOVING_DECAY * before + (1 - MOVING_DECAY) * now
+    return t.memory.get(name)
 
 
 def wants_pool(args) -> bool:

@@ -52,6 +52,7 @@ def step_of_role(record: dict, role: str, shown: list[str]) -> str:
         text += f" | len {number('completions/mean_length', 1)}"
     text += f" | entropy {number('entropy')} | grad {number('grad_norm', 2)}"
     text += "".join(f" | {name.replace('_', ' ')} {number(name)}" for name in shown)
+    text += " | WARNING: lenient verifier" if get("lenient") else ""
     text += " | WARNING: constant verifier" if get("pred_pos_rate") in (0.0, 1.0) else ""
     return text + (" | SKIPPED: not finite" if get("skipped") else "")
 
@@ -102,7 +103,8 @@ def health_check(t: Play, role: str) -> list[str]:
     for name, value in sampled.items():
         print0(f"  {role:9s} {name:22s} {percent(value)}%")
     judged = {name: scores[f"ver/{name}_fixed"]
-              for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1")
+              for name in ("parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "outcome_f1",
+                           "wrong_steps_passed", "right_steps_blamed")
               if f"ver/{name}_fixed" in scores}
     for name, value in judged.items():
         print0(f"  verifier  {name:22s} {percent(value)}%")
@@ -128,6 +130,9 @@ def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype)
     elif judged.get("pred_pos_rate") in (0.0, 1.0) or judged.get("balanced_acc") == 0.5:
         warnings.append("the verifier is constant (balanced accuracy 0.5): SFT it on balanced solutions, and use "
                         "--verifier-balance")
+    if (judged.get("wrong_steps_passed") or 0) > 0.5:
+        warnings.append("the verifier passes over half of the wrong steps: a generator learns to write what it passes; "
+                        "train its SFT longer, or on solutions with more mistakes")
     if gap > LARGEST_GAP.get(dtype, 0.1):
         warnings.append("sampler and trainer disagree on logprobs: check --top-k, --temperature and dtypes")
     return warnings

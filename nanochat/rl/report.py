@@ -32,6 +32,8 @@ EVALS = {
     "ver/step_f1_current": "verifier step F1, current solutions",
 }
 INDICATORS = {
+    "gen/verdicts/wrong_steps_passed": "wrong steps passed",
+    "gen/verdicts/right_steps_blamed": "right steps blamed",
     "gen/verdicts/pos_rate_wrong": "wrong solutions judged right",
     "gen/verdicts/step_outcome_corr": "correlation of step verdicts with outcome",
     "gen/reasoning_steps": "steps per solution",

@@ -106,13 +106,20 @@ def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_s
     return reversed_groups
 
 
+def share_of(hits: list[bool]) -> float | None:
+    """The share that is True; None of nothing."""
+    return sum(hits) / len(hits) if hits else None
+
+
 def verdict_scores(rows: list[list]) -> dict:
     """A verifier's scores over `verdict_row`s. A missing verdict counts as wrong; solutions without an outcome count
-    for steps alone, those whose steps have no gold labels for verdicts alone."""
+    for steps alone, those whose steps have no gold labels for verdicts alone. wrong_steps_passed: the share of the
+    steps that are wrong which it judges right; right_steps_blamed: of those that are right which it judges wrong."""
     scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
     outcomes, said = [o for o, _ in scored], [v for _, v in scored]
     labels = [row[1] for row in rows]
     verdicts = [(row[3] + [None] * len(row[1]))[: len(row[1])] for row in rows]
+    step_labels, step_said = [x for row in labels for x in row], [x for row in verdicts for x in row]
     # a task without step labels has none where there are steps
     known = [i for i, row in enumerate(rows) if row[1] or not row[3]]
     on_wrong = [v for o, v in scored if not o]
@@ -121,13 +128,15 @@ def verdict_scores(rows: list[list]) -> dict:
     return {
         "outcome_f1": macro_f1(outcomes, said),
         "balanced_acc": balanced_accuracy(outcomes, said),
-        "step_f1": macro_f1([x for row in labels for x in row], [x for row in verdicts for x in row]),
+        "step_f1": macro_f1(step_labels, step_said),
+        "wrong_steps_passed": share_of([v is True for l, v in zip(step_labels, step_said, strict=True) if not l]),
+        "right_steps_blamed": share_of([v is False for l, v in zip(step_labels, step_said, strict=True) if l]),
         "first_error_f1": first_error_f1([labels[i] for i in known], [verdicts[i] for i in known]),
         "parse_fail": sum(bool(row[4]) for row in rows) / max(1, len(rows)),
         "step_count_mismatch": sum("step_count_mismatch" in row[4] for row in rows) / max(1, len(rows)),
         "pred_pos_rate": said.count(True) / max(1, len(said)),
         "label_pos_rate": outcomes.count(True) / max(1, len(outcomes)),
-        "pos_rate_wrong": on_wrong.count(True) / len(on_wrong) if on_wrong else None,
+        "pos_rate_wrong": share_of([v is True for v in on_wrong]),
         "step_outcome_corr": correlation([x for x, _ in judged], [y for _, y in judged]),
     }
 
