@@ -125,6 +125,4 @@ def test_flags_and_metrics_of_the_readme_exist():
     known = {flag for parser in parsers for flag in parser._option_string_actions} | {"--upstream"}
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', readme()))  # of the recipe that it shows
     known |= {"--standalone", "--nproc_per_node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint", "--help"}
-    with open(os.path.join(ROOT, "runs", "fig4.sh")) as f:
-        known |= set(re.findall(r" (--[a-z]+)\) [A-Z\[]", f.read()))  # the cases of its argument loop
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", readme())) <= known

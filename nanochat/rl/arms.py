@@ -1,0 +1,250 @@
+"""
+The controlled experiments as data: tasks, arms and dials, and the flags of every SFT and run that follow from them.
+
+An arm is one way to train. A dial is something around the arms, and a setting one position of it: the same arms run at
+every setting. scripts/run_arms.py runs them. Where a flag comes twice, the later one counts.
+"""
+import re
+from dataclasses import dataclass, field
+
+from nanochat.common import BadInput, check_choices
+
+
+# Tables
+
+@dataclass(frozen=True)
+class Task:
+    """Flags for one task. Learning rates and alpha were chosen from tries on seed 0 (dev/LOG.md)."""
+    problems: str           # of all scripts
+    sft: str                # of every SFT
+    rl: str                 # of every RL run
+    alpha: str
+    steps: int              # of the generator
+    grpo: str = ""          # GRPO's own learning rate
+    verdict: str = ""       # of runs with a verifier
+    verifier_sft: str = ""
+
+
+CHAIN = "--chain-answer final"  # the final result alone is the answer: a wrong chain can be right by luck
+# SFT shows up to 5 words, and 1 demonstration in 20 of up to 12: after it (seed 0) lists of 2 to 5 are solved, 6 to 8
+# now and then, 9 and 10 not.
+WORDS = "--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
+LONG = "--max-new-tokens 208"
+TASKS = {
+    "chain": Task(
+        f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
+        sft="--sequence-len 384",  # room for a second attempt
+        rl="--lr 2e-4", alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60, grpo="--lr 4e-4"),
+    "last_letter": Task(  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
+        f"--task last_letter {WORDS}", sft=f"--sequence-len 576 {LONG}", rl=f"{LONG} --eval-examples 200 --lr 1e-4",
+        alpha="--alpha-start 0.1 --alpha-end 0.01", steps=40, verdict="--verifier-max-new-tokens 224"),
+    "mixture": Task(  # both in one run, with longer chains of which more is taught wrongly
+        f"--task mixture {CHAIN} --chain-share 0.5 --chain-min-steps 4 --chain-max-steps 12 {WORDS}",
+        sft=f"--sequence-len 576 {LONG} --num-steps 1000", rl=f"{LONG} --eval-examples 200 --lr 2e-4",
+        alpha="--alpha-start 0.3 --alpha-end 0.03", steps=100, grpo="--lr 1e-4",
+        verdict="--verifier-max-new-tokens 224",
+        verifier_sft="--num-steps 2500"),  # after 1000 it objects to little on last_letter (dev/LOG.md)
+}
+MODEL = "--depth 4 --n-embd 128 --n-head 4"
+REFINE_SFT = "--num-steps 200 --refine-share 0.5 --matrix-lr 2e-3 --embedding-lr 2e-3"  # an SFT after the generator's
+RL = "--eval-every 10 --kl-coef 0"
+JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"  # what trains a verifier
+WARMUP = 40
+
+MAIN = ["tango", "grpo", "grpo_2e-4", "fixed_verifier", "fixed_generator", "gold_steps", "outcome_verifier"]
+ABLATIONS = ["tango", "grpo", "gold_steps", "alpha_0.3", "alpha_1", "ng_1", "alpha_0.1", "ng_5", "no_class_weights",
+             "no_balance", "no_replay", "merged_rewards", "rloo", "reinforce_pp", "no_balance_no_weights", "ng_10",
+             "alpha_0.05", "small_verifier", "large_verifier", "shared_half", "shared_all"]
+OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl"]
+TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
+TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
+PRIME = "--recipe prime --lr 2e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95"
+ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier has; {third}: of the steps
+    **{name: f"--recipe {name}" for name in ("tango", "fixed_verifier", "gold_steps", "outcome_verifier")},
+    "grpo": "--recipe grpo {grpo}",
+    "fixed_generator": "--recipe fixed_generator --num-steps {verifier_steps}",
+    "gentle": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10",  # a verifier that changes little
+    "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
+    "no_class_weights": "--no-class-weights",
+    "no_balance": "--no-verifier-balance",
+    "no_balance_no_weights": "--no-verifier-balance --no-class-weights",
+    "no_replay": "--verifier-replay 0",
+    "merged_rewards": "--combine rewards",
+    "shared_half": "--verifier-shared-layers 2",
+    "shared_all": "--verifier-shared-layers 4",
+    "small_verifier": "",
+    "large_verifier": "",
+    "rloo": "--advantage rloo",
+    "reinforce_pp": "--advantage reinforce++",
+    "prime": PRIME,
+    "prime_outcome": f"{PRIME} --prm-freeze-after 0",  # without process rewards
+    "dpo": "--recipe dpo --lr 4e-4",
+    "spin": "--recipe spin --lr 3e-5",
+    "critique_grpo": "--recipe critique_grpo --lr 2e-4",
+    "score": "--recipe score --lr 2e-4 --stage1-steps {third}",
+    "ttrl": "--recipe ttrl --lr 2e-4",
+}
+NUMBERED = {r"alpha_(0\.[0-9]{1,2})": "--alpha-start {0} --alpha-end {0}e-1", "ng_([1-9]|10)": "--generator-steps {0}"}
+VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, and the flags of that SFT
+    "shared_half": ("-half", "--verifier-shared-layers 2"),
+    "shared_all": ("-all", "--verifier-shared-layers 4"),
+    "small_verifier": ("-small", "--depth 2 --n-embd 64 --n-head 2"),
+    "large_verifier": ("-large", "--depth 6 --n-embd 192 --n-head 6"),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One position of a dial: what differs from the task's usual flags."""
+    arms: dict[str, str] = field(default_factory=dict)  # those that there are: flags of each; without any, all
+    flags: str = ""                                     # of all runs
+    steps: int = 0                                      # 0: the task's
+    verifier_sft: str = ""                              # flags of the SFT of the verifier alone
+    ending: str = ""                                    # of that verifier's tag
+
+
+PAYS = ["tango", "gentle", "fixed_verifier", "grpo_2e-4", "gold_steps"]
+LABELS = ["grpo_2e-4", "fixed_verifier", "tango", "gentle", "ttrl"]
+NO_ALPHA = ["grpo_2e-4", "ttrl"]
+
+
+def at_alpha(alpha: float, arms: list[str]) -> dict[str, str]:
+    """The arms at a constant alpha, where they have one."""
+    return {arm: "" if arm in NO_ALPHA else f"--alpha-start {alpha} --alpha-end {alpha}" for arm in arms}
+
+
+DIALS = {  # all on chain
+    "start": {  # how good the verifier is before RL: the share of the facts that it is taught wrongly
+        "weak": Setting(dict.fromkeys(PAYS, ""), steps=60, verifier_sft="--chain-verifier-share 0.7", ending="-weak"),
+        "usual": Setting(dict.fromkeys(PAYS, ""), steps=60),  # the verifier of fig4.sh: a share of 0.35
+        "strong": Setting(dict.fromkeys(PAYS, ""), steps=60, verifier_sft="--chain-verifier-share 0.05",
+                          ending="-strong"),
+    },
+    "pressure": {  # how much weight step rewards have, and for longer
+        "alpha10": Setting(at_alpha(0.1, PAYS), steps=120),
+        "alpha30": Setting(at_alpha(0.3, PAYS), steps=120),
+        "alpha70": Setting(at_alpha(0.7, PAYS), steps=120),
+    },
+    "labels": {  # how many problems have a known answer
+        f"n{n}": Setting(at_alpha(0.5, LABELS), flags=f"--num-labelled {n}", steps=60) for n in (32, 64, 256)
+    },
+}
+
+
+# Names and flags
+
+@dataclass(frozen=True)
+class Experiment:
+    """What one report is about. name: the word before the first dash of its runs' names."""
+    name: str
+    task: str
+    start: str
+    steps: int
+    setting: Setting
+
+
+def experiment(args, name: str, setting: Setting) -> Experiment:
+    """The experiment at one setting. Runs of other starts, settings or lengths have other names."""
+    usual = setting.steps or TASKS[args.task].steps
+    steps = int(args.steps or usual)
+    parts = [args.task, args.start if args.start != "sft" else "", name, str(steps) if steps != usual else ""]
+    return Experiment("_".join(filter(None, parts)), args.task, args.start, steps, setting)
+
+
+def has_verifier(arm: str) -> bool:
+    """Whether an arm has a verifier that had SFT."""
+    return arm != "gold_steps" and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", arm)
+
+
+def arm_flags(e: Experiment, arm: str) -> str | None:
+    """What makes an arm; None where there is no such arm for this task and start."""
+    other, _, rate = arm.rpartition("_")
+    if re.fullmatch("[1-9]e-[1-9]", rate):
+        flags = arm_flags(e, other) if other in TUNED else None
+        return flags and f"{flags} --lr {rate}"
+    if arm in TWO_TURNS and e.start != "refine":
+        return None
+    if arm in ARMS:
+        return ARMS[arm].format(grpo=TASKS[e.task].grpo, verifier_steps=WARMUP + (e.steps - 1) // 3, third=e.steps // 3)
+    found = [(re.fullmatch(pattern, arm), flags) for pattern, flags in NUMBERED.items()]
+    return next((flags.format(*match.groups()) for match, flags in found if match), None)
+
+
+def has_arm(e: Experiment, arm: str) -> bool:
+    return arm_flags(e, arm) is not None and arm in (e.setting.arms or [arm])
+
+
+def all_arms(e: Experiment) -> list[str]:
+    """The arms that are listed; others come with a number or a rate."""
+    return [arm for arm in dict.fromkeys(e.setting.arms or [*MAIN, *ABLATIONS, *OTHERS, "gentle"]) if has_arm(e, arm)]
+
+
+def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
+    """Tag and flags of an SFT. kind: sft (the generator), refine (second attempts), or the arm whose verifier it is."""
+    task, generator = TASKS[e.task], f"{e.task}-s{seed}"
+    common = f"--seed {seed} --device-type cpu {MODEL} {task.sft}"
+    if kind == "sft":
+        return generator, f"--role generator --model-tag {generator} {common} {task.problems}"
+    if kind == "refine":
+        return f"{generator}-refine", (f"--role generator --model-tag {generator}-refine --from-stage sft --from-tag "
+                                       f"{generator} {common} {task.problems} {REFINE_SFT}")
+    ending, own = VERIFIERS.get(kind, ("", ""))
+    tag = f"{generator}-ver{ending}{e.setting.ending}"
+    return tag, (f"--role verifier --model-tag {generator} --verifier-tag {tag} {common} {task.verifier_sft} "
+                 f"{task.problems} {own} {e.setting.verifier_sft}")
+
+
+def role_flags(e: Experiment, seed: str, arm: str) -> str:
+    """The flags of an arm's roles, which the other arms of its recipe have too."""
+    task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, arm)[0]}"
+    if not has_verifier(arm):
+        return task.alpha if arm == "gold_steps" else ""
+    flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha}",
+             "fixed_generator": f"{tag} {task.verdict} {JUDGING}"}
+    return flags.get(arm, f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}")
+
+
+def rl_flags(e: Experiment, seed: str, arm: str) -> str:
+    """All flags of a run but its name."""
+    task = TASKS[e.task]
+    flags = (f"--model-tag {sft(e, seed, e.start)[0]} {role_flags(e, seed, arm)} --seed {seed} --device-type cpu "
+             f"--num-steps {e.steps} {RL} {task.rl} {task.problems} {e.setting.flags} {e.setting.arms.get(arm, '')} "
+             f"{arm_flags(e, arm)}")
+    return " ".join(flags.split())
+
+
+# What is asked for
+
+def words_of(flag: str, text: str) -> list[str]:
+    """The words of a flag. Raises BadInput where there are none, or one comes twice."""
+    words = text.split()
+    if not words or len(set(words)) < len(words):
+        raise BadInput(f"--{flag} {text}: {'something is there twice' if words else 'is empty'}")
+    return words
+
+
+def experiments_of(args) -> list[Experiment]:
+    """One experiment, or one for every setting of the dial. Raises BadInput for what there is not."""
+    tables = {"task": TASKS, "start": ("sft", "refine"), "dial": DIALS, "list": ("ablations", "flags")}
+    check_choices(args, {name: table for name, table in tables.items() if getattr(args, name) is not None})
+    if args.steps is not None and not re.fullmatch("[1-9][0-9]*", args.steps):
+        raise BadInput(f"--steps {args.steps}: must be a number from 1")
+    if args.settings is not None and not args.dial:
+        raise BadInput(f"--settings {args.settings}: of which --dial?")
+    if args.dial and args.task != "chain":
+        raise BadInput(f"--task {args.task}: --dial is for chain")
+    there = DIALS[args.dial] if args.dial else {"": Setting()}
+    names = list(there) if args.settings is None else words_of("settings", args.settings)
+    for name in names:
+        if name not in there:
+            raise BadInput(f"--settings {name}: there are {', '.join(there)}")
+    return [experiment(args, name, there[name]) for name in names]
+
+
+def arms_of(e: Experiment, text: str | None) -> list[str]:
+    """The arms to run, by default the main ones. Raises BadInput for what there is not."""
+    arms = list(e.setting.arms or MAIN) if text is None else words_of("arms", text)
+    for arm in arms:
+        if not has_arm(e, arm):
+            raise BadInput(f"--arms {arm}: there are {' '.join(all_arms(e))}")
+    return arms

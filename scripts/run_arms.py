@@ -1,0 +1,246 @@
+"""
+Runs a controlled experiment: arms that start from the same SFT checkpoints and see the same problems, seed by seed.
+Then curves and a paired comparison. nanochat/rl/arms.py says what there is; runs/fig4.sh and runs/pays.sh start it.
+
+    bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
+    bash runs/pays.sh --dial pressure --settings alpha70
+
+A run is one process, JOBS of them at a time. What is finished is reused, what was interrupted goes on. The settings of
+a dial share what they can, and each gets its own report.
+"""
+import argparse
+import glob
+import itertools
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from nanochat.common import BadInput, StopRequested, base_dir, check_writable, path_of, print0, script_main
+from nanochat.rl.arms import (ABLATIONS, DIALS, TASKS, Experiment, all_arms, arms_of, experiments_of, has_verifier,
+                              rl_flags, sft, words_of)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--task", default="chain", help=f"one of: {', '.join(TASKS)}")
+    parser.add_argument("--seeds", default="1 2 3")
+    parser.add_argument("--start", default="sft", help="sft, or refine: behind it a second SFT, of second attempts")
+    parser.add_argument("--steps", help="of the generator; default: the task's, or the setting's")
+    parser.add_argument("--arms", help="default: the main ones, or the dial's")
+    parser.add_argument("--dial", help=f"one of: {', '.join(DIALS)}; default: none")
+    parser.add_argument("--settings", help="of the dial; default: all")
+    parser.add_argument("--out", help="folder of the reports; default: dev/curves, or dev/curves/<dial>")
+    parser.add_argument("--list", help="print the ablations, or the flags of every arm (of seed 0), and stop")
+    flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
+    parser.explain = lambda message: f"{message} (there are {', '.join(flags)})"
+    return parser
+
+
+# Jobs
+
+@dataclass(frozen=True)
+class Job:
+    """One process. done: the pattern of the file in its folder that tells that it came to its end."""
+    name: str
+    module: str
+    folder: str
+    done: str
+    flags: str
+
+    @property
+    def command(self) -> list[str]:
+        resume = ["--run", self.name, "--resume-from-step", "auto"] if self.module == "scripts.tango_rl" else []
+        return [sys.executable, "-m", self.module, *resume, *self.flags.split()]
+
+    def is_done(self) -> bool:
+        return bool(glob.glob(os.path.join(glob.escape(self.folder), self.done)))
+
+
+def log_of(name: str) -> str:
+    return os.path.join(base_dir(), "logs", name)
+
+
+def sft_job(e: Experiment, seed: str, kind: str) -> Job:
+    tag, flags = sft(e, seed, kind)
+    return Job(f"sft-{tag}", "scripts.chat_sft", path_of("sft", tag), "meta_*.json", " ".join(flags.split()))
+
+
+def rl_job(e: Experiment, seed: str, arm: str) -> Job:
+    name = f"{e.name}-{arm}-s{seed}"
+    return Job(name, "scripts.tango_rl", path_of("runs", name), "summary.json", rl_flags(e, seed, arm))
+
+
+def stages_of(experiments: list[Experiment], seeds: list[str], arms: list[list[str]]) -> list[list[Job]]:
+    """The SFTs of the generators, the SFTs that need them, and the runs; each job once. arms: of each experiment."""
+    stages = [], [], []
+    for e, names in zip(experiments, arms, strict=True):
+        for arm in names:
+            for seed in seeds:
+                stages[0].append(sft_job(e, seed, "sft"))
+                kinds = (["refine"] if e.start == "refine" else []) + ([arm] if has_verifier(arm) else [])
+                stages[1].extend(sft_job(e, seed, kind) for kind in kinds)
+                stages[2].append(rl_job(e, seed, arm))
+    return [list(dict.fromkeys(stage)) for stage in stages]
+
+
+def check_made_alike(job: Job) -> None:
+    """Raises BadInput where a job's folder was made with other flags."""
+    path, flags = log_of(f"{job.name}.flags"), None
+    if os.path.isfile(path):
+        with open(path) as f:
+            flags = f.read().strip()
+    if os.path.isdir(job.folder) and flags != job.flags:
+        raise BadInput(f"{job.folder} was made with other flags (see {path}): set NANOCHAT_BASE_DIR to a new folder")
+
+
+@dataclass
+class Children:
+    """The processes at work. After a signal they are told to stop, and no other starts."""
+    running: set = field(default_factory=set)
+    is_stopped: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)  # a second signal may come while one is served
+
+    def stop(self, *_) -> None:
+        with self.lock:
+            self.is_stopped = True
+            for child in self.running:
+                child.terminate()
+
+    @contextmanager
+    def stopped_by_signals(self):
+        before = {number: signal.signal(number, self.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def run(self, job: Job) -> int | None:
+        """The job's exit code; None where it was stopped or not started."""
+        with self.lock:
+            if self.is_stopped:
+                return None
+            with open(log_of(f"{job.name}.flags"), "w") as f:
+                f.write(job.flags + "\n")
+            with open(log_of(f"{job.name}.log"), "w") as log:
+                child = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT)
+            self.running.add(child)
+        code = child.wait()
+        with self.lock:
+            self.running.remove(child)
+            return None if self.is_stopped else code
+
+
+def carry_out(job: Job, children: Children) -> bool:
+    """Runs a job unless it is done; whether it is now."""
+    code = 0 if job.is_done() else children.run(job)
+    if code:
+        log = log_of(f"{job.name}.log")
+        with open(log, errors="replace") as f:
+            end = "".join(f.readlines()[-3:])
+        print(f"failed: {shlex.join(job.command)} (see {log})\n{end}", end="", file=sys.stderr, flush=True)
+    elif code == 0 and job.module == "scripts.tango_rl":
+        print0(f"{time.strftime('%H:%M')} {job.name}")
+    return code == 0
+
+
+def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
+    """Whether all jobs are done; one that fails does not keep the others. Raises StopRequested."""
+    children = Children()
+    with children.stopped_by_signals(), ThreadPoolExecutor(num_at_once) as pool:
+        are_done = list(pool.map(partial(carry_out, children=children), jobs))
+    if children.is_stopped:
+        raise StopRequested("stopped; the same command goes on from here")
+    return all(are_done)
+
+
+# Reports
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def cpu_name() -> str:
+    lines = subprocess.run(["lscpu"], capture_output=True, text=True).stdout if shutil.which("lscpu") else ""
+    found = re.search("^Model name: *(.+)$", lines, re.MULTILINE)
+    return found[1] if found else platform.machine()
+
+
+def report(e: Experiment, runs: list[Job], out: str, first_line: str) -> bool:
+    """Writes the report of an experiment's finished runs; whether there is one."""
+    for run in runs:
+        if not run.is_done():
+            print(f"not finished, left out: {run.name}", file=sys.stderr, flush=True)
+    finished = [run.name for run in runs if run.is_done()]
+    if not finished:
+        return False
+    done = subprocess.run([sys.executable, "-m", "scripts.report", "--out", out, *finished], stdout=subprocess.PIPE,
+                          text=True)
+    if done.returncode:
+        return False
+    text = f"{first_line}\n\n{done.stdout}"
+    with open(os.path.join(out, f"{e.name}.md"), "w") as f:
+        f.write(text)
+    print0(text.removesuffix("\n"))
+    return True
+
+
+# The experiment
+
+def listed(args, experiments: list[Experiment]) -> list[str]:
+    """The lines of --list."""
+    if args.list == "ablations":
+        return [" ".join(ABLATIONS)]
+    return [f"{f'{e.name}-{arm}' if args.dial else arm} {rl_flags(e, '0', arm)}"
+            for e in experiments for arm in all_arms(e)]
+
+
+def main(args) -> None:
+    experiments, at_once = experiments_of(args), os.environ.get("JOBS") or str(num_cores())
+    if not re.fullmatch("[1-9][0-9]*", at_once):
+        raise BadInput(f"JOBS {at_once}: must be a number from 1")
+    arms, seeds = [arms_of(e, args.arms) for e in experiments], words_of("seeds", args.seeds)
+    for seed in seeds:
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", seed):
+            raise BadInput(f"--seeds {seed}: must be numbers from 0")
+    if args.list:
+        print0("\n".join(listed(args, experiments)))
+        return
+    stages, out = stages_of(experiments, seeds, arms), args.out or os.path.join("dev/curves", args.dial or "")
+    for job in itertools.chain(*stages):
+        check_made_alike(job)
+    folders = out, log_of("")
+    for folder in folders:
+        check_writable(folder)
+    for folder in folders:
+        os.makedirs(folder, exist_ok=True)
+    tokenizer = Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
+    for stage in ([tokenizer], *stages[:2]):
+        if not carry_out_all(stage, int(at_once)):
+            sys.exit(1)  # what comes next starts from it
+    started = time.time()
+    is_whole = carry_out_all(stages[2], int(at_once))
+    command = shlex.join(["bash", f"runs/{'pays' if args.dial else 'fig4'}.sh", *sys.argv[1:]])
+    first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time; this "
+                  f"call's RL took {(time.time() - started) // 60:.0f} minutes (finished runs are not run again).")
+    for e in experiments:
+        runs = [run for run in stages[2] if run.name.startswith(f"{e.name}-")]
+        is_whole &= report(e, runs, out, first_line)
+    if not is_whole:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

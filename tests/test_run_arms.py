@@ -1,0 +1,356 @@
+"""
+Experiments with arms: the flags and names that follow from the tables, dials, and how jobs are run. Nothing is trained:
+a shell script stands in for python.
+
+    python -m pytest tests/test_run_arms.py
+"""
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nanochat.common import script_main
+from nanochat.rl.arms import DIALS, all_arms, experiments_of, rl_flags, sft
+from scripts import run_arms, tango_rl
+
+ROOT = Path(__file__).resolve().parent.parent
+# Writes down how it was called, and makes what the script would make. FAILS: the name or tag of what fails; STOPS: the
+# run that has its parent signalled, and then waits; MEET: as many runs wait for each other.
+STUB = """#!/bin/sh
+echo "$*" >> "$CALLS"
+module=$2 model= verifier= run=
+while [ $# -gt 0 ]; do
+    case $1 in --model-tag) model=$2 ;; --verifier-tag) verifier=$2 ;; --run) run=$2 ;; esac
+    shift
+done
+[ "$module" != scripts.chat_sft ] || run=${verifier:-$model}
+[ "$run" != "${FAILS:-none}" ] || { echo "first"; echo "bad luck"; exit 3; }
+[ "$run" != "${STOPS:-none}" ] || { kill -"$SIGNAL" $PPID; exec sleep 60; }
+cd "$NANOCHAT_BASE_DIR"
+case $module in
+    scripts.tok_train) mkdir tokenizer; touch tokenizer/tokenizer.pkl ;;
+    scripts.chat_sft) mkdir -p "chatsft_checkpoints/$run"; touch "chatsft_checkpoints/$run/meta_000007.json" ;;
+    scripts.tango_rl)
+        touch "$run.here"
+        waited=0
+        while [ "$(ls | grep -c here)" -lt "${MEET:-1}" ]; do
+            [ $waited -lt 50 ] || exit 4
+            waited=$((waited + 1)); sleep 0.1
+        done
+        mkdir -p "runs/$run"; touch "runs/$run/summary.json" ;;
+    scripts.report) echo "a table" ;;
+esac
+"""
+
+
+class World:
+    """A base directory, and the calls of the stub."""
+
+    def __init__(self, base: Path, monkeypatch, capsys):
+        self.base, self.monkeypatch, self.capsys = base, monkeypatch, capsys
+        stub = base / "python"
+        stub.write_text(STUB)
+        stub.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(stub))
+        self.setenv(NANOCHAT_BASE_DIR=base, CALLS=base / "calls", JOBS=1)
+
+    def setenv(self, **values) -> None:
+        for name, value in values.items():
+            self.monkeypatch.setenv(name, str(value))
+
+    def run(self, *flags: str) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        flags = [*flags, "--out", str(self.base / "out")]
+        self.monkeypatch.setattr(sys, "argv", ["run_arms.py", *flags])
+        (self.base / "calls").write_text("")
+        code = 0
+        try:
+            script_main(run_arms.main, run_arms.make_parser())
+        except SystemExit as stop:
+            code = stop.code
+        return code, *self.capsys.readouterr()
+
+    def calls(self, module: str) -> list[str]:
+        """The flags of its calls, in order."""
+        lines = (self.base / "calls").read_text().splitlines()
+        return [line.removeprefix(f"-m scripts.{module} ") for line in lines if line.split()[1] == f"scripts.{module}"]
+
+    def runs(self) -> list[str]:
+        return [call.split()[1] for call in self.calls("tango_rl")]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch, capsys) -> World:
+    return World(tmp_path, monkeypatch, capsys)
+
+
+def experiments(*flags: str) -> list:
+    return experiments_of(run_arms.make_parser().parse_args(flags))
+
+
+def one(*flags: str):
+    return experiments(*flags)[0]
+
+
+def value(flags: str, name: str) -> str | None:
+    """What counts of a flag that may come several times."""
+    return next(iter(re.findall(rf"{name} (\S+)", flags)[::-1]), None)
+
+
+# Flags and names
+
+PROBLEMS = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
+COMMON = f"--seed 1 --device-type cpu --num-steps 60 --eval-every 10 --kl-coef 0 --lr 2e-4 {PROBLEMS}"
+ALPHA = "--alpha-start 0.5 --alpha-end 0.05"
+JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"
+
+
+@pytest.mark.parametrize("arm, roles, own", [
+    ("tango", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA}", "--recipe tango"),
+    ("gentle", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA}",
+     "--recipe tango --verifier-lr 2e-5 --warmup-steps 10"),
+    ("fixed_verifier", f"--verifier-tag chain-s1-ver {ALPHA}", "--recipe fixed_verifier"),
+    ("fixed_generator", f"--verifier-tag chain-s1-ver {JUDGING}", "--recipe fixed_generator --num-steps 59"),
+    ("gold_steps", ALPHA, "--recipe gold_steps"),
+    ("grpo", "", "--recipe grpo --lr 4e-4"),
+    ("grpo_2e-4", "", "--recipe grpo --lr 4e-4 --lr 2e-4"),
+    ("ttrl", "", "--recipe ttrl --lr 2e-4"),
+    ("small_verifier", f"--verifier-tag chain-s1-ver-small --warmup-steps 40 {JUDGING} {ALPHA}", ""),
+    ("alpha_0.05", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA}",
+     "--alpha-start 0.05 --alpha-end 0.05e-1"),
+])
+def test_the_flags_of_an_arm_are_its_roles_the_tasks_and_its_own(arm, roles, own):
+    assert rl_flags(one(), "1", arm) == " ".join(f"--model-tag chain-s1 {roles} {COMMON} {own}".split())
+
+
+def test_flags_that_follow_the_number_of_steps():
+    e = one("--task", "last_letter", "--start", "refine", "--steps", "20")
+    assert value(rl_flags(e, "1", "tango"), "--num-steps") == "20"
+    assert value(rl_flags(e, "1", "fixed_generator"), "--num-steps") == "46"  # 40 + 19 // 3
+    assert value(rl_flags(e, "1", "score"), "--stage1-steps") == "6"
+    assert value(rl_flags(e, "1", "score"), "--model-tag") == "last_letter-s1-refine"
+
+
+def test_the_flags_of_an_sft():
+    e, model = one("--task", "chain"), "--seed 2 --device-type cpu --depth 4 --n-embd 128 --n-head 4 --sequence-len 384"
+    made = {kind: (tag, " ".join(flags.split())) for kind in ("sft", "refine", "tango", "large_verifier")
+            for tag, flags in [sft(e, "2", kind)]}
+    assert made == {
+        "sft": ("chain-s2", f"--role generator --model-tag chain-s2 {model} {PROBLEMS}"),
+        "refine": ("chain-s2-refine", f"--role generator --model-tag chain-s2-refine --from-stage sft --from-tag "
+                   f"chain-s2 {model} {PROBLEMS} --num-steps 200 --refine-share 0.5 --matrix-lr 2e-3 "
+                   "--embedding-lr 2e-3"),
+        "tango": ("chain-s2-ver", f"--role verifier --model-tag chain-s2 --verifier-tag chain-s2-ver {model} "
+                  f"{PROBLEMS}"),
+        "large_verifier": ("chain-s2-ver-large", f"--role verifier --model-tag chain-s2 --verifier-tag "
+                           f"chain-s2-ver-large {model} {PROBLEMS} --depth 6 --n-embd 192 --n-head 6")}
+    mixture = sft(one("--task", "mixture"), "2", "tango")[1]  # its verifier has more steps than its generator
+    assert re.findall(r"--num-steps \d+", mixture) == ["--num-steps 1000", "--num-steps 2500"]
+
+
+@pytest.mark.parametrize("flags, names", [
+    ([], ["chain"]),
+    (["--steps", "60"], ["chain"]),
+    (["--steps", "20"], ["chain_20"]),
+    (["--task", "mixture", "--start", "refine", "--steps", "20"], ["mixture_refine_20"]),
+    (["--dial", "start"], ["chain_weak", "chain_usual", "chain_strong"]),
+    (["--dial", "pressure", "--settings", "alpha70 alpha10"], ["chain_alpha70", "chain_alpha10"]),
+    (["--dial", "pressure", "--steps", "120"], ["chain_alpha10", "chain_alpha30", "chain_alpha70"]),
+    (["--dial", "labels", "--settings", "n64", "--steps", "30"], ["chain_n64_30"]),
+])
+def test_an_experiment_is_named_after_what_is_not_as_usual(flags, names):
+    assert [e.name for e in experiments(*flags)] == names
+
+
+def test_no_two_settings_share_the_names_of_their_runs():
+    names = [e.name for dial in DIALS for e in experiments("--dial", dial)]
+    assert len(set(names)) == len(names) == 9
+    assert all(re.fullmatch(r"\w+", name) for name in names)  # what scripts.report groups by
+
+
+# Dials
+
+def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
+    usual_tag, usual = sft(one(), "1", "tango")
+    made = {e.name: e for e in experiments("--dial", "start")}
+    assert sft(made["chain_usual"], "1", "tango") == (usual_tag, usual)
+    for name, ending, share in (("chain_weak", "-weak", "0.7"), ("chain_strong", "-strong", "0.05")):
+        tag, flags = sft(made[name], "1", "tango")
+        assert tag == usual_tag + ending
+        assert flags.split() == [*usual.replace(usual_tag, tag).split(), "--chain-verifier-share", share]
+        assert sft(made[name], "1", "sft") == sft(one(), "1", "sft")
+        for arm in ("tango", "gentle", "fixed_verifier", "grpo_2e-4", "gold_steps"):
+            assert rl_flags(made[name], "1", arm) == rl_flags(one(), "1", arm).replace(usual_tag, tag)
+
+
+@pytest.mark.parametrize("setting, alpha", [("alpha10", "0.1"), ("alpha30", "0.3"), ("alpha70", "0.7")])
+def test_the_dial_pressure_holds_alpha_constant(setting, alpha):
+    e = one("--dial", "pressure", "--settings", setting)
+    for arm in ("tango", "gentle", "fixed_verifier", "gold_steps"):
+        flags = rl_flags(e, "1", arm)
+        args = tango_rl.make_parser(flags.split()).parse_args(flags.split())
+        assert (args.alpha_start, args.alpha_end, args.num_steps) == (float(alpha), float(alpha), 120)
+        assert sft(e, "1", arm) == sft(one(), "1", arm)
+    assert rl_flags(e, "1", "grpo_2e-4") == rl_flags(one("--steps", "120"), "1", "grpo_2e-4")
+
+
+@pytest.mark.parametrize("number", ["32", "64", "256"])
+def test_the_dial_labels_counts_the_labels_of_every_arm(number):
+    e = one("--dial", "labels", "--settings", f"n{number}")
+    flags = {arm: rl_flags(e, "1", arm) for arm in all_arms(e)}
+    assert {arm: value(text, "--num-labelled") for arm, text in flags.items()} == dict.fromkeys(flags, number)
+    assert {arm: (value(text, "--alpha-start"), value(text, "--alpha-end")) for arm, text in flags.items()} == {
+        "grpo_2e-4": (None, None), "ttrl": (None, None), **dict.fromkeys(["fixed_verifier", "tango", "gentle"],
+                                                                         ("0.5", "0.5"))}
+    assert {value(text, "--num-steps") for text in flags.values()} == {"60"}
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--dial", "warp"], ["--dial warp", "start", "pressure", "labels"]),
+    (["--dial", ""], ["--dial", "start", "pressure", "labels"]),
+    (["--dial", "start", "--settings", "alpha10"], ["--settings alpha10", "weak", "usual", "strong"]),
+    (["--dial", "start", "--settings", "weak weak"], ["--settings weak weak", "twice"]),
+    (["--dial", "start", "--settings", ""], ["--settings", "empty"]),
+    (["--settings", "weak"], ["--settings weak", "--dial"]),
+    (["--dial", "start", "--task", "mixture"], ["--task mixture", "chain"]),
+    (["--dial", "labels", "--arms", "gold_steps"], ["--arms gold_steps", "tango", "ttrl"]),
+    (["--dial", "start", "--arms", "grpo"], ["--arms grpo", "grpo_2e-4"]),
+])
+def test_a_dial_that_cannot_be_turned_so(world, flags, words):
+    code, out, err = world.run(*flags)
+    assert (code, out, err.count("\n")) == (2, "", 1) and all(word in err for word in words)
+    assert not (world.base / "out").exists() and not (world.base / "logs").exists()
+
+
+# Jobs
+
+def test_all_sfts_come_before_all_runs_and_every_setting_gets_its_report(world):
+    code, out, err = world.run("--dial", "start", "--settings", "weak usual", "--seeds", "1 2", "--arms",
+                               "tango grpo_2e-4 gentle")
+    assert (code, err) == (0, "")
+    order = [line.split()[1] for line in (world.base / "calls").read_text().splitlines()]
+    assert order == ["scripts.tok_train", *["scripts.chat_sft"] * 6, *["scripts.tango_rl"] * 12,
+                     *["scripts.report"] * 2]
+    assert [value(call, "--role") for call in world.calls("chat_sft")] == ["generator"] * 2 + ["verifier"] * 4
+    names = [f"chain_{setting}-{arm}-s{seed}" for setting in ("weak", "usual")
+             for arm in ("tango", "grpo_2e-4", "gentle") for seed in (1, 2)]
+    assert world.runs() == names
+    assert re.findall(r"^\d\d:\d\d (\S+)$", out, re.MULTILINE) == names
+    for setting, reported in (("weak", names[:6]), ("usual", names[6:])):
+        assert f"--out {world.base}/out {' '.join(reported)}" in world.calls("report")
+        text = (world.base / "out" / f"chain_{setting}.md").read_text()
+        assert text.startswith("`bash runs/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
+        assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text) and "\n\na table\n" in text
+        assert text in out
+
+
+def names_of(stages: list) -> list[list[str]]:
+    return [[job.name for job in stage] for stage in stages]
+
+
+def test_every_sft_is_made_once_and_behind_the_one_that_it_starts_from():
+    stages = run_arms.stages_of(experiments("--dial", "pressure"), ["1", "2"], [["tango", "gentle"]] * 3)
+    assert names_of(stages[:2]) == [["sft-chain-s1", "sft-chain-s2"], ["sft-chain-s1-ver", "sft-chain-s2-ver"]]
+    assert len(stages[2]) == len(set(stages[2])) == 12
+    stages = run_arms.stages_of([one("--start", "refine")], ["1"], [["grpo", "score", "tango", "small_verifier"]])
+    assert names_of(stages[:2]) == [["sft-chain-s1"],
+                                    ["sft-chain-s1-refine", "sft-chain-s1-ver", "sft-chain-s1-ver-small"]]
+    stages = run_arms.stages_of([one()], ["1"], [["grpo_2e-4", "ttrl", "gold_steps"]])  # without a verifier of SFT
+    assert names_of(stages[:2]) == [["sft-chain-s1"], []]
+
+
+def test_what_is_finished_is_reused_and_what_was_interrupted_goes_on(world):
+    flags = ["--arms", "tango grpo", "--seeds", "1"]
+    assert world.run(*flags)[0] == 0 and world.runs() == ["chain-tango-s1", "chain-grpo-s1"]
+    (world.base / "runs" / "chain-grpo-s1" / "summary.json").unlink()
+    shutil.rmtree(world.base / "chatsft_checkpoints" / "chain-s1-ver")
+    code, out, _ = world.run(*flags)
+    assert code == 0 and re.findall(r"^..:.. (\S+)$", out, re.MULTILINE) == ["chain-tango-s1", "chain-grpo-s1"]
+    assert not world.calls("tok_train")
+    assert [value(call, "--role") for call in world.calls("chat_sft")] == ["verifier"]
+    assert world.calls("tango_rl") == [f"--run chain-grpo-s1 --resume-from-step auto {rl_flags(one(), '1', 'grpo')}"]
+    assert (world.base / "out" / "chain.md").read_text().startswith("`bash runs/fig4.sh --arms 'tango grpo' --seeds 1 ")
+
+
+def test_what_other_flags_made_is_refused_in_any_setting(world):
+    assert world.run("--dial", "start", "--arms", "tango", "--seeds", "1")[0] == 0
+    path = world.base / "logs" / "sft-chain-s1-ver-strong.flags"
+    path.write_text(path.read_text().replace("0.05", "0.06"))
+    code, _, err = world.run("--dial", "start", "--arms", "tango", "--seeds", "1")
+    assert code == 2 and err.startswith(f"error: {world.base}/chatsft_checkpoints/chain-s1-ver-strong was made with")
+    assert world.run("--dial", "start", "--arms", "tango", "--seeds", "1", "--settings", "weak usual")[0] == 0
+
+
+def test_a_run_that_fails_is_left_out_and_the_others_go_on(world):
+    world.setenv(FAILS="chain-tango-s1")
+    code, out, err = world.run("--arms", "tango grpo", "--seeds", "1 2")
+    assert code == 1
+    assert re.findall(r"^..:.. (\S+)$", out, re.MULTILINE) == ["chain-tango-s2", "chain-grpo-s1", "chain-grpo-s2"]
+    log = world.base / "logs" / "chain-tango-s1.log"
+    assert re.match(rf"failed: \S+ -m scripts.tango_rl --run chain-tango-s1 .+ \(see {log}\)\nfirst\nbad luck\n", err)
+    assert err.endswith("\nnot finished, left out: chain-tango-s1\n") and log.read_text() == "first\nbad luck\n"
+    assert world.calls("report") == [f"--out {world.base}/out chain-tango-s2 chain-grpo-s1 chain-grpo-s2"]
+
+
+def test_nothing_starts_from_an_sft_that_failed(world):
+    world.setenv(FAILS="chain-s1-ver")
+    code, _, err = world.run("--arms", "tango grpo", "--seeds", "1 2")
+    assert code == 1 and err.startswith("failed: ") and "bad luck" in err
+    assert len(world.calls("chat_sft")) == 4 and world.runs() == world.calls("report") == []
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT"])
+def test_a_signal_stops_the_run_and_starts_nothing_new(world, name):
+    world.setenv(STOPS="chain-grpo-s2", SIGNAL=name)
+    code, out, err = world.run("--arms", "grpo", "--seeds", "1 2 3")
+    assert (code, err) == (143, "") and world.runs() == ["chain-grpo-s1", "chain-grpo-s2"]
+    assert re.fullmatch(r"..:.. chain-grpo-s1\nstopped.*\n", out) and world.calls("report") == []
+    world.setenv(STOPS="")
+    assert world.run("--arms", "grpo", "--seeds", "1 2 3")[0] == 0
+    assert world.runs() == ["chain-grpo-s2", "chain-grpo-s3"]
+
+
+def test_jobs_run_at_the_same_time(world):
+    world.setenv(JOBS=3, MEET=3)
+    assert world.run("--arms", "grpo", "--seeds", "1 2 3")[0] == 0
+
+
+# The wrappers
+
+def wrapper(tmp_path, name: str, *flags: str, **env: str) -> subprocess.CompletedProcess:
+    """Runs one with a program in python's place that prints its environment and arguments."""
+    for folder in ("runs", "bin"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(ROOT / "runs" / name, tmp_path / "runs" / name)
+    (tmp_path / "runs" / "setup.sh").write_text('cd "$(dirname "${BASH_SOURCE[0]}")/.."\n')
+    python = tmp_path / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$OMP_NUM_THREADS $WANDB_MODE $NANOCHAT_BASE_DIR"\npwd\nprintf "%s|" "$@"\n')
+    python.chmod(0o755)
+    env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "HOME": "/home/me", **env}
+    return subprocess.run(["bash", str(tmp_path / "runs" / name), *flags], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name, env, shown", [
+    ("fig4.sh", {}, "1 disabled /home/me/.cache/nanochat-tango-fig4"),
+    ("pays.sh", {"WANDB_MODE": "offline", "NANOCHAT_BASE_DIR": "/base"}, "1 offline /base"),
+])
+def test_a_wrapper_hands_its_flags_on(tmp_path, name, env, shown):
+    done = wrapper(tmp_path, name, "--dial", "start", "--seeds", "1 2", **env)
+    assert done.stdout == f"{shown}\n{tmp_path}\n-m|scripts.run_arms|--dial|start|--seeds|1 2|"
+
+
+@pytest.mark.parametrize("name", ["fig4.sh", "pays.sh"])
+def test_help_is_the_head_of_the_wrapper(tmp_path, name):
+    done = wrapper(tmp_path, name, "--help")
+    head = re.search(r"\n((#.*\n)+)set", (ROOT / "runs" / name).read_text())[1]
+    assert done.returncode == 0 and done.stdout.count("\n") > 8
+    assert [f"# {line}" for line in done.stdout.splitlines()] == head.splitlines()
+
+
+def test_pays_needs_a_dial(tmp_path):
+    done = wrapper(tmp_path, "pays.sh", "--seeds", "1")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "error: --dial" in done.stderr
