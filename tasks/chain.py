@@ -49,6 +49,9 @@ def add_args(parser):
                        help="the same for the verifier's own misconceptions")
     group.add_argument("--chain-verifier-wrongness", type=float, default=0.65,
                        help="the same for the verifier's own misconceptions")
+    group.add_argument("--chain-slips", type=float, default=0.0,
+                       help="share of the corrupted solutions, which the verifier's SFT shows, with steps that do not "
+                       "copy their operands")
 
 
 class Chain:
@@ -62,11 +65,13 @@ class Chain:
         if not 1 <= args.chain_min_steps <= args.chain_max_steps:
             raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
                            f"need 1 <= min <= max")
-        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness"):
+        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness",
+                     "chain_slips"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
         self.lengths = (args.chain_min_steps, args.chain_max_steps)
+        self.slips = args.chain_slips
         self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness
         self.misconceptions = misconceptions(2 * seed, args.chain_share, self.modulus)
         self.verifier_misconceptions = misconceptions(2 * seed + 1, args.chain_verifier_share, self.modulus)
@@ -97,16 +102,23 @@ class Chain:
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
         """A right solution in which each step's result is wrong with some probability and carried on; over half of all
-        stay right."""
+        stay right. With --chain-slips some write other operands than their own, too, and work these out rightly."""
         operations = self._operations(problem.prompt)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
-        value, results = int(problem.prompt[0]), []
+        slip_rate = 1.5 / len(operations) if self.slips and rng.random() < self.slips else 0.0
+        value, steps = int(problem.prompt[0]), []
         for op, b in operations:
-            value = self._result(value, op, b)
+            a, digits = value, range(self.modulus)
+            if slip_rate and rng.random() < slip_rate:
+                own = a, op, b
+                a, op, b = rng.choice([fact for fact in ((rng.choice(digits), op, b), (a, op, rng.choice(digits)),
+                                                         tuple(map(rng.choice, (digits, "+-*", digits))))
+                                       if fact != own] or [own])
+            value = self._result(a, op, b)
             if rng.random() < rate:
                 value = (value + rng.randrange(1, self.modulus)) % self.modulus
-            results.append(value)
-        return self._render(problem.prompt, results)
+            steps.append((a, op, b, value))
+        return self._written(steps)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
@@ -149,11 +161,13 @@ class Chain:
         return "".join(map(str, results)) if self.answer_kind == "all" else str(results[-1])
 
     def _render(self, prompt: str, results: list[int]) -> str:
-        steps, value = [], int(prompt[0])
-        for (op, b), result in zip(self._operations(prompt), results, strict=True):
-            steps.append(f"{value}{op}{b}:{result}")
-            value = result
-        return self.fmt.render_solution(steps, self._answer(results))
+        operands = [int(prompt[0]), *results[:-1]]
+        return self._written([(a, op, b, result) for a, (op, b), result in
+                              zip(operands, self._operations(prompt), results, strict=True)])
+
+    def _written(self, steps: list[tuple[int, str, int, int]]) -> str:
+        texts = [f"{a}{op}{b}:{result}" for a, op, b, result in steps]
+        return self.fmt.render_solution(texts, self._answer([result for *_, result in steps]))
 
     def _stated_result(self, step: str) -> int | None:
         match = STEP.fullmatch(self.fmt.step_body(step))

@@ -3,12 +3,20 @@ Reward sources and class weights against arithmetic by hand: Tango eq. 2, 3, 8, 
 
     python -m pytest tests/test_rewards.py -q
 """
+import itertools
+import math
+import random
+from dataclasses import asdict
+
 import pytest
 import torch
 
+from nanochat.rl import rewards
 from nanochat.rl.prompts import UNMET
-from nanochat.rl.rewards import (ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards,
-                                 verdict_reward)
+from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
+                                 terminal_rewards, verdict_reward)
+
+T, F = True, False
 
 
 # eq. 2
@@ -150,3 +158,87 @@ def test_the_weights_even_out_what_the_classes_contribute_less_than_fully():
     weights = ClassWeights()
     weights.observe(4, 12)
     assert 4 * weights.weight(True) ** 2 == pytest.approx(12 * weights.weight(False) ** 2, rel=1e-12)
+
+
+# How far verdicts can be believed
+
+def by_enumeration(trust: VerdictTrust, verdicts: list[bool], outcome: bool | None) -> list[float]:
+    """P(step right | verdicts, outcome), summed over all ways in which the steps can be right or wrong."""
+    total, right = 0.0, [0.0] * len(verdicts)
+    for state in itertools.product((True, False), repeat=len(verdicts)):
+        chance = math.prod((p if is_right else 1 - p) for is_right, p in zip(
+            state, [trust.right_if_right if v else trust.right_if_wrong for v in verdicts], strict=True))
+        seen = 1.0 if all(state) else trust.luck
+        chance *= 1.0 if outcome is None else seen if outcome else 1 - seen
+        total += chance
+        right = [r + chance * is_right for r, is_right in zip(right, state, strict=True)]
+    return [r / total for r in right]
+
+
+@pytest.mark.parametrize("verdicts", [[T], [F], [T, F, T], [F, F, F, T], [T] * 6])
+@pytest.mark.parametrize("outcome", [T, F, None])
+def test_chances_are_those_of_bayes(verdicts, outcome):
+    trust = VerdictTrust(0.8, 0.3, 0.2)
+    assert trust.chances(verdicts, outcome) == pytest.approx(by_enumeration(trust, verdicts, outcome), rel=1e-12)
+
+
+def test_a_wrong_answer_whose_only_step_passed_was_wrong_there():
+    assert VerdictTrust().chances([T], F) == [0.0] and VerdictTrust(luck=0.0).chances([F], T) == [1.0]
+    assert VerdictTrust().chances([], F) == []
+
+
+def test_trust_is_estimated_from_outcomes_alone():
+    """Verdicts and outcomes are drawn with known chances; the estimates come near them, and one batch changes them as
+    expectation maximisation by hand says."""
+    rng, trust, num = random.Random(0), VerdictTrust(decay=1.0), 40
+    for _ in range(num):
+        verdicts, outcomes = [], []
+        for _ in range(100):
+            right = [rng.random() < 0.7 for _ in range(rng.randint(1, 6))]
+            verdicts.append([rng.random() < (0.8 if r else 0.1) for r in right])
+            outcomes.append(all(right) or rng.random() < 0.15)
+        trust.observe(verdicts, outcomes)
+    assert trust.right_if_right == pytest.approx(0.7 * 0.8 / (0.7 * 0.8 + 0.3 * 0.1), abs=0.05)
+    assert trust.right_if_wrong == pytest.approx(0.7 * 0.2 / (0.7 * 0.2 + 0.3 * 0.9), abs=0.08)
+    assert trust.luck == pytest.approx(0.15, abs=0.05)
+
+
+def test_one_batch_of_trust_by_hand(monkeypatch):
+    """Two solutions of one step, both judged right: with the right answer its chance is .9 / (.9 + .1 * .1), with a
+    wrong one 0. What is believed before counts along. Unknown outcomes and verdicts say nothing."""
+    monkeypatch.setattr(rewards, "EM_ROUNDS", 1)
+    trust = VerdictTrust()
+    trust.observe([[T], [T], [T], None, []], [T, F, None, T, T])
+    passed = 0.9 / 0.91
+    assert trust.sums == pytest.approx([passed, 2, 0, 0, 0.01 / 0.91, 0.01 / 0.91 + 1])
+    assert trust.right_if_right == pytest.approx((passed + 9) / 12) and trust.right_if_wrong == 0.4
+    assert trust.luck == pytest.approx((0.01 / 0.91 + 30) / (0.01 / 0.91 + 301))
+    again = VerdictTrust(**asdict(trust))
+    again.observe([[F]], [F])
+    assert again.sums[:4] == pytest.approx([0.9 * passed, 1.8, 0, 1])
+
+
+def test_rounds_of_trust_go_on_from_the_same_past(monkeypatch):
+    """Two rounds on a batch count it once: the second replaces what the first had made of it."""
+    batch = [[T, T], [F, T], [T]], [T, F, F]
+    monkeypatch.setattr(rewards, "EM_ROUNDS", 1)
+    first = VerdictTrust()
+    first.observe(*batch)
+    second = VerdictTrust(first.right_if_right, first.right_if_wrong, first.luck)
+    second.observe(*batch)
+    monkeypatch.setattr(rewards, "EM_ROUNDS", 2)
+    both = VerdictTrust()
+    both.observe(*batch)
+    assert asdict(both) == asdict(second) != asdict(first) and both.sums[1] == 4
+
+
+def test_trust_is_of_all_ranks():
+    alone, shared = VerdictTrust(), VerdictTrust()
+    alone.observe([[T, F], [T, F]], [F, F])
+    shared.observe([[T, F]], [F], lambda x: 2 * x)  # another rank has just the same
+    assert asdict(shared) == asdict(alone)
+
+
+def test_chances_between_right_and_wrong_are_rewards_between():
+    rewards = step_rewards([[1, 4], [2]], [[0.75, 0.0], [True]], "cpu")
+    assert rewards.values.tolist() == [[0.25, -0.5], [1.0, 0.0]] and rewards.valid.tolist() == [[T, T], [T, F]]

@@ -15,15 +15,15 @@ from dataclasses import asdict
 
 import torch
 
-from nanochat.common import BadInput, Diverged, check_choices, check_least
+from nanochat.common import BadInput, Diverged, check_choices, check_least, wide_dtype
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import (log_rewards, mean_advantages, scores_of_pair, gathered_verdict_scores,
                                verification_columns)
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
 from nanochat.rl.prompts import count_copies, empty_verifier_prompt
-from nanochat.rl.rewards import (ClassWeights, format_reward, outcome_rewards, step_rewards, terminal_rewards,
-                                 verdict_reward)
+from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
+                                 terminal_rewards, verdict_reward)
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
@@ -46,6 +46,26 @@ TABLE = {
     "ver/parse_fail_fixed": "verifier parse failures",
 }
 MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases, warnings and stops
+
+
+# What steps are worth: (t, step verdicts, outcomes) -> how likely each step is right, None for an unjudged solution
+
+def as_judged(t: Play, verdicts: list[list[bool] | None], outcomes: list[bool | None]) -> list[list[bool] | None]:
+    """The verdicts themselves (eq. 3)."""
+    return verdicts
+
+
+def posterior(t: Play, verdicts: list[list[bool] | None], outcomes: list[bool | None]) -> list[list[float] | None]:
+    """Given all verdicts on the solution and its outcome, as far as verdicts have been right before; ours. In a wrong
+    solution of which nothing is blamed every step is doubted, and blame in a right one counts for less."""
+    trust = VerdictTrust(**t.memory.get("trust", {}))
+    trust.observe(verdicts, outcomes, lambda x: t.reduce(x.to(t.device, wide_dtype(t.device))))
+    t.memory["trust"] = asdict(trust)
+    t.log("generator", {f"trust/{name}": getattr(trust, name) for name in ("right_if_right", "right_if_wrong", "luck")})
+    return [row and trust.chances(row, outcome) for row, outcome in zip(verdicts, outcomes, strict=True)]
+
+
+STEP_REWARDS = {"verdicts": as_judged, "posterior": posterior}
 
 
 # Flags
@@ -84,6 +104,7 @@ def add_alpha_args(group) -> None:
 
 
 def add_verdict_args(group) -> None:
+    group.add_argument("--step-rewards", default="verdicts", help=f"one of: {', '.join(STEP_REWARDS)}")
     group.add_argument("--verifier-max-new-tokens", type=int, default=112)
     group.add_argument("--lenient-warn", type=float, default=0.3,
                        help="warn while more than this share of the generator's wrong steps passes the verifier (of "
@@ -109,7 +130,7 @@ LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier
 
 def check(args, task) -> None:
     """Raises BadInput for settings of this family that cannot work."""
-    given, tables = vars(args), {"schedule": SCHEDULES, "combine": COMBINE}
+    given, tables = vars(args), {"schedule": SCHEDULES, "combine": COMBINE, "step_rewards": STEP_REWARDS}
     check_choices(args, {name: table for name, table in tables.items() if name in given})
     check_least(args, {name: low for name, low in LEAST.items() if name in given})
     if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
@@ -206,7 +227,8 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator")) if judge else 0.0
     sources = [(1 - alpha, outcome_rewards(outcomes, solutions.lengths))]                                       # eq. 2
     if judge and reward == "steps":
-        sources.append((alpha, step_rewards([s.step_ends for s in steps], verdicts, t.device)))                 # eq. 3
+        chances = STEP_REWARDS[t.args.step_rewards](t, verdicts, outcomes) if judge == "verifier" else verdicts
+        sources.append((alpha, step_rewards([s.step_ends for s in steps], chances, t.device)))                  # eq. 3
     elif judge:
         sources.append((alpha, outcome_rewards([v.verdict for v in verifications], solutions.lengths)))
     combine, preset = COMBINE[t.args.combine if judge else "advantages"], PRESETS[t.args.advantage]

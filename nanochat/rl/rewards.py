@@ -1,12 +1,18 @@
 """
 Reward sources: what happened -> sparse (token, value) rewards; and the class weights of the verifier.
 """
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from nanochat.rl.advantages import SparseRewards
+from nanochat.rl.advantages import SparseRewards, alone
 
+EM_ROUNDS = 10
+# What a run begins to believe of verdicts, and as how many observations that counts. Luck weighs much: a right answer
+# behind a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
+TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
 FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 
 
@@ -22,9 +28,9 @@ def outcome_rewards(outcomes: list[bool | None], lengths: torch.Tensor) -> Spars
     return terminal_rewards(outcomes, lengths)
 
 
-def step_rewards(step_ends: list[list[int]], verdicts: list[list[bool] | None], device) -> SparseRewards:
-    """Tango eq. 3: +1/K or -1/K at the end token of each of a rollout's K steps; None abstains. Raises ValueError
-    where there are not K verdicts."""
+def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None], device) -> SparseRewards:
+    """Tango eq. 3: +1/K or -1/K at the end token of each of a rollout's K steps; between them where a verdict, True or
+    False, is a chance that the step is right. None abstains. Raises ValueError where there are not K verdicts."""
     width = max([len(ends) for ends in step_ends] + [1])
     values, token_index = torch.zeros(len(verdicts), width), torch.zeros(len(verdicts), width, dtype=torch.long)
     valid = torch.zeros(len(verdicts), width, dtype=torch.bool)
@@ -33,7 +39,7 @@ def step_rewards(step_ends: list[list[int]], verdicts: list[list[bool] | None], 
             K = len(ends)
             if len(judged) != K:
                 raise ValueError(f"rollout {n} has {K} steps and {len(judged)} verdicts")
-            values[n, :K] = torch.tensor([1.0 if v else -1.0 for v in judged]) / K
+            values[n, :K] = (2 * torch.tensor(judged, dtype=torch.float32) - 1) / K
             token_index[n, :K] = torch.tensor(ends)
             valid[n, :K] = True
     return SparseRewards(values.to(device), token_index.to(device), valid.to(device))
@@ -80,3 +86,50 @@ class ClassWeights:
         """The factor on the advantages of a solution that was in truth right (outcome True) or wrong."""
         count = self.right if outcome else self.wrong
         return min(self.cap, ((self.right + self.wrong) / (2 * count)) ** 0.5) if count > 0 else self.cap
+
+
+@dataclass
+class VerdictTrust:
+    """How far step verdicts can be believed, learned from outcomes alone; ours, not the paper's.
+
+    A step that was judged right is right with chance `right_if_right`, one that was judged wrong with chance
+    `right_if_wrong`, each for itself. A solution whose steps are all right has the right answer, any other with chance
+    `luck`. The three are estimated by expectation maximisation over batches: `sums` are expected numbers, of which a
+    batch keeps the share `decay`.
+    """
+    right_if_right: float = 0.9
+    right_if_wrong: float = 0.4
+    luck: float = 0.1
+    sums: list[float] | None = None  # right and all of those judged right, of those judged wrong; lucky, with errors
+    decay: float = 0.9
+
+    def chances(self, verdicts: list[bool], outcome: bool | None) -> list[float]:
+        """How likely each step is right, given all verdicts on the solution and its outcome, if that is known."""
+        own = [self.right_if_right if v else self.right_if_wrong for v in verdicts]
+        if outcome is None:
+            return own
+        no_error = math.prod(own)
+        if outcome:
+            known = no_error + self.luck * (1 - no_error)
+            return [(no_error + self.luck * (p - no_error)) / known for p in own]
+        return [(p - no_error) / (1 - no_error) for p in own]
+
+    def observe(self, verdicts: list[list[bool] | None], outcomes: list[bool | None], reduce: Callable = alone) -> None:
+        """Takes in one batch over all ranks. A solution without an outcome or step verdicts says nothing."""
+        known = [(row, o) for row, o in zip(verdicts, outcomes, strict=True) if row and o is not None]
+        before = self.sums or [0.0] * 6
+        for _ in range(EM_ROUNDS):
+            new = torch.tensor([self.expected(row, o) for row, o in known], dtype=torch.float64).view(-1, 6).sum(dim=0)
+            self.sums = [self.decay * a + b for a, b in zip(before, reduce(new).tolist(), strict=True)]
+            self.right_if_right, self.right_if_wrong, self.luck = (
+                (part + weight * first) / (whole + weight) for part, whole, (first, weight)
+                in zip(self.sums[::2], self.sums[1::2], TRUST_BEFORE, strict=True))
+
+    def expected(self, verdicts: list[bool], outcome: bool) -> list[float]:
+        """What one solution adds to `sums`, given the estimates so far."""
+        chances = self.chances(verdicts, outcome)
+        no_error = math.prod(self.right_if_right if v else self.right_if_wrong for v in verdicts)
+        lucky = self.luck * (1 - no_error)
+        with_error = lucky / (no_error + lucky) if outcome else 1.0
+        of = {kind: [p for p, v in zip(chances, verdicts, strict=True) if v is kind] for kind in (True, False)}
+        return [sum(of[True]), len(of[True]), sum(of[False]), len(of[False]), outcome * with_error, with_error]
