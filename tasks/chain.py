@@ -92,7 +92,11 @@ class Chain:
 
     def step_labels(self, problem: Problem, solution: str) -> list[bool]:
         """Gold labels of the steps that `fmt.step_spans` finds in any text."""
-        return [fact is not None and self._result(*fact[:3]) == fact[3]
+        return [error is None for error in self.step_errors(problem, solution)]
+
+    def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
+        """What is wrong with each step: "slip", it is not made of its own operands; "result"; or None."""
+        return ["slip" if fact is None else None if self._result(*fact[:3]) == fact[3] else "result"
                 for fact in self._facts(problem.prompt, solution)]
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:

@@ -50,6 +50,13 @@ class Mixture:
         """Gold labels of the steps."""
         return self.part(problem).step_labels(problem, solution)
 
+    def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
+        """What is wrong with each step: as the problem's task names it, else the task's name; None where nothing is."""
+        part = self.part(problem)
+        if hasattr(part, "step_errors"):
+            return part.step_errors(problem, solution)
+        return [None if label else part.name for label in part.step_labels(problem, solution)]
+
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator."""
         return self.part(problem).solution_demo(problem, rng)

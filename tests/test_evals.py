@@ -5,11 +5,14 @@ Scores of generators and verifiers by hand and by enumeration; which solutions a
 """
 import random
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat.rl import evals
+from nanochat.rl.prompts import Verification
 from nanochat.rl.scores import (balanced_accuracy, first_error, first_error_f1, verdict_scores, macro_f1, majority,
                                 pass_at_k, ranking_reversed)
 from nanochat.rl.pool import choose_solutions
@@ -309,3 +312,18 @@ def test_balance_takes_as_many_as_there_are_none_twice_and_as_even_as_can_be(fre
     assert len(chosen) == min(num, len(all_there)) == len({entry[0] for entry in chosen})
     assert num_right(chosen) >= min(num // 2, sum(all_there))
     assert len(chosen) - num_right(chosen) >= min(num - num // 2, all_there.count(False))
+
+
+# By kind of error
+
+def test_steps_that_pass_are_counted_by_kind_of_error():
+    """Two solutions: a wrong result that passes, a slip that does not; a slip that is not judged, a right step."""
+    kinds = {"a": ["result", "slip", None], "b": ["slip"]}
+    task = SimpleNamespace(step_errors=lambda problem, text: kinds[text])
+    play = SimpleNamespace(task=task, gather=lambda rows: rows)
+    solutions = SimpleNamespace(problems=lambda: [None, None], texts=["a", "b"])
+    said = [Verification([True, False, True, True], True, ()), Verification([], None, ())]
+    assert evals.passed_by_error(play, solutions, said) == {
+        "errors/result": 1 / 4, "errors/slip": 2 / 4, "passed/result": 1.0, "passed/slip": 0.0}
+    play.task = SimpleNamespace()
+    assert evals.passed_by_error(play, solutions, said) == {}

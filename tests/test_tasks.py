@@ -7,9 +7,11 @@ import argparse
 import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from itertools import combinations
 
@@ -665,3 +667,43 @@ def test_a_mixture_of_tasks_with_different_formats_is_bad_input(monkeypatch):
     task_of("mixture", "--mixture-tasks", "other_chain,other_chain")
     with pytest.raises(BadInput, match="--mixture-tasks chain,other_chain: the tasks have different text formats"):
         task_of("mixture", "--mixture-tasks", "chain,other_chain")
+
+
+# What is wrong with a step
+
+def test_chain_names_what_is_wrong_with_a_step():
+    """3+5 is worked out as 7; the next step carries that on; then other operands stand there, rightly worked out; then
+    no step at all."""
+    task = task_of("chain", "--chain-answer", "final")
+    problem = Problem("rl", 0, "3+5*2-1+4", "0")
+    solution = "3+5:7;7*2:4;4-2:2;x;=2"
+    assert task.step_errors(problem, solution) == ["result", None, "slip", "slip"]
+    assert task.step_labels(problem, solution) == [False, True, False, False]
+
+
+def test_a_mixture_names_errors_by_task_where_a_task_does_not():
+    task = task_of("mixture")
+    chain, words = task.problem("rl", 0), task.problem("rl", 1)
+    right = task.solution_demo(words, random.Random(0))
+    assert set(task.step_errors(words, right)) == {None}
+    assert task.step_errors(words, "ab;=ab") == ["last_letter"] and task.step_errors(chain, "x;") == ["slip"]
+
+
+def test_slips_are_shown_as_often_as_asked_for_and_judged_wrong():
+    """A slip's own fact is right and its operands are not the problem's; without the flag there is none."""
+    rng = random.Random(0)
+    plain, slipping = task_of("chain"), task_of("chain", "--chain-slips", "1")
+    kinds = {}
+    for task in (plain, slipping):
+        counts = Counter()
+        for i in range(200):
+            problem = task.problem("sft", i)
+            solution = task.corrupted_solution(problem, rng)
+            errors = task.step_errors(problem, solution)
+            counts.update(errors)
+            assert len(errors) == len(re.findall("[-+*]", problem.prompt))
+            verdicts = parse_verification(task.fmt, task.verification_demo(problem, solution, rng), len(errors))
+            assert all(v is False for v, e in zip(verdicts.step_verdicts, errors, strict=True) if e == "slip")
+        kinds[task] = counts
+    assert kinds[plain]["slip"] == 0 < kinds[plain]["result"]
+    assert 0.1 < kinds[slipping]["slip"] / kinds[slipping].total() < 0.4

@@ -17,8 +17,8 @@ import torch
 
 from nanochat.common import BadInput, Diverged, check_choices, check_least, wide_dtype
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
-from nanochat.rl.evals import (log_rewards, mean_advantages, scores_of_pair, gathered_verdict_scores,
-                               verification_columns)
+from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, mean_advantages, passed_by_error,
+                               scores_of_pair, verification_columns)
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
 from nanochat.rl.prompts import count_copies, empty_verifier_prompt
@@ -244,6 +244,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         "step_label_mean": [x for v in labels for x in v]}))
     if verifications:
         scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
+        scores |= passed_by_error(t, solutions, verifications)
         t.log("generator", {f"verdicts/{name}": value for name, value in scores.items()})
         watch_leniency(t, scores)
     if wants_pool(t.args):

@@ -2,6 +2,7 @@
 What recipes measure: the rewards of a step, and the held-out evaluation. Problems are shared out over ranks and what
 comes of them is gathered, so every rank has the scores.
 """
+from itertools import zip_longest
 from statistics import pstdev
 
 import torch
@@ -43,6 +44,20 @@ def gathered_verdict_scores(t: Play, solutions: Rollouts, outcomes: list[bool | 
     """`verdict_scores` over all ranks; verifications[i] is of the i-th solution."""
     rows = zip(solutions.problems(), solutions.texts, outcomes, verifications, strict=True)
     return verdict_scores(t.gather([verdict_row(t.task, *row) for row in rows]))
+
+
+def passed_by_error(t: Play, solutions: Rollouts, verifications: list[Verification]) -> dict[str, float]:
+    """Of each kind of error that the task names (`step_errors`): errors/<kind>, its share of all steps, and
+    passed/<kind>, the share of its steps that are judged right. Over all ranks; {} where the task names none."""
+    if not hasattr(t.task, "step_errors"):
+        return {}
+    rows = [list(zip_longest(errors, v.step_verdicts[: len(errors)])) for errors, v in zip(
+        map(t.task.step_errors, solutions.problems(), solutions.texts), verifications, strict=True)]
+    steps = [step for row in t.gather(rows) for step in row]
+    kinds = sorted({error for error, _ in steps if error})
+    passed = {kind: [verdict is True for error, verdict in steps if error == kind] for kind in kinds}
+    return ({f"errors/{kind}": len(hits) / len(steps) for kind, hits in passed.items()}
+            | {f"passed/{kind}": sum(hits) / len(hits) for kind, hits in passed.items()})
 
 
 def log_odds_scores(t: Play, role: str, rollouts: Rollouts, log_odds: torch.Tensor, prefix: str = "") -> None:
