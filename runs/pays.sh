@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# When does co-training pay? The same arms (Tango, Tango with a gentle verifier, a fixed verifier, GRPO, and gold steps
-# or TTRL) at several settings of one dial, all on chain:
-#   start     how good the verifier is before RL: weak, usual, strong
-#   pressure  how much weight its step rewards have: alpha10, alpha30, alpha70 (constant), in 120 steps
+# When does co-training pay? The same arms (GRPO, a fixed verifier, Tango, Tango with a gentle verifier, gold steps,
+# TTRL) at several settings of one dial, on chains worked by small models:
+#   start     how good the verifier is before RL: weak, usual, strong, slips (shown slips of copying)
+#   pressure  how much weight its step rewards have: alpha10, alpha30, alpha70 (constant), alpha70_slips; 120 steps
 #   labels    how many problems have a known answer: n32, n64, n256
 # One call runs all settings of a dial; --settings takes some of them. Every setting gets a report of its own.
-# Flags, JOBS and NANOCHAT_BASE_DIR are those of fig4.sh, whose SFT checkpoints are shared.
+# Flags, JOBS and NANOCHAT_BASE_DIR are those of fig4.sh.
 #   bash runs/pays.sh --dial pressure --seeds "21 22 23 24 25"
-#   bash runs/pays.sh --dial pressure --settings "alpha10 alpha70" --arms "tango grpo_2e-4"
+#   bash runs/pays.sh --dial pressure --settings "alpha10 alpha70" --arms "tango grpo"
 set -euo pipefail
 case " $* " in
     *" -h "*|*" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;;

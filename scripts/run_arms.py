@@ -34,7 +34,7 @@ from nanochat.rl.arms import (ABLATIONS, DIALS, TASKS, Experiment, all_arms, arm
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--task", default="chain", help=f"one of: {', '.join(TASKS)}")
+    parser.add_argument("--task", help=f"one of: {', '.join(TASKS)}; default: chain, or the dial's")
     parser.add_argument("--seeds", default="1 2 3")
     parser.add_argument("--start", default="sft", help="sft, or refine: behind it a second SFT, of second attempts")
     parser.add_argument("--steps", help="of the generator; default: the task's, or the setting's")
@@ -157,12 +157,21 @@ def carry_out(job: Job, children: Children) -> bool:
 
 
 def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
-    """Whether all jobs are done; one that fails does not keep the others. Raises StopRequested."""
-    children = Children()
+    """Whether all jobs are done; one that fails does not keep the others. One whose flags are those of another, at
+    another setting of a dial that does not concern it, is its copy. Raises StopRequested."""
+    children, first = Children(), {}
+    for job in jobs:
+        first.setdefault((job.module, job.flags), job)
     with children.stopped_by_signals(), ThreadPoolExecutor(num_at_once) as pool:
-        are_done = list(pool.map(partial(carry_out, children=children), jobs))
+        are_done = list(pool.map(partial(carry_out, children=children), first.values()))
     if children.is_stopped:
         raise StopRequested("stopped; the same command goes on from here")
+    for job in jobs:
+        model = first[job.module, job.flags]
+        if model.is_done() and not job.is_done():
+            shutil.rmtree(job.folder, ignore_errors=True)
+            shutil.copytree(model.folder, job.folder)
+            shutil.copy(log_of(f"{model.name}.flags"), log_of(f"{job.name}.flags"))
     return all(are_done)
 
 

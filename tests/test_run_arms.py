@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import script_main
-from nanochat.rl.arms import DIALS, all_arms, experiments_of, rl_flags, sft
+from nanochat.rl.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
 from scripts import run_arms, tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,10 +157,10 @@ def test_the_flags_of_an_sft():
     (["--steps", "60"], ["chain"]),
     (["--steps", "20"], ["chain_20"]),
     (["--task", "mixture", "--start", "refine", "--steps", "20"], ["mixture_refine_20"]),
-    (["--dial", "start"], ["chain_weak", "chain_usual", "chain_strong"]),
-    (["--dial", "pressure", "--settings", "alpha70 alpha10"], ["chain_alpha70", "chain_alpha10"]),
-    (["--dial", "pressure", "--steps", "120"], ["chain_alpha10", "chain_alpha30", "chain_alpha70"]),
-    (["--dial", "labels", "--settings", "n64", "--steps", "30"], ["chain_n64_30"]),
+    (["--dial", "start", "--settings", "weak slips"], ["small_chain_weak", "small_chain_slips"]),
+    (["--dial", "pressure", "--settings", "alpha70 alpha10"], ["small_chain_alpha70", "small_chain_alpha10"]),
+    (["--dial", "pressure", "--settings", "alpha30", "--steps", "120"], ["small_chain_alpha30"]),
+    (["--dial", "labels", "--settings", "n64", "--steps", "30"], ["small_chain_n64_30"]),
 ])
 def test_an_experiment_is_named_after_what_is_not_as_usual(flags, names):
     assert [e.name for e in experiments(*flags)] == names
@@ -168,45 +168,54 @@ def test_an_experiment_is_named_after_what_is_not_as_usual(flags, names):
 
 def test_no_two_settings_share_the_names_of_their_runs():
     names = [e.name for dial in DIALS for e in experiments("--dial", dial)]
-    assert len(set(names)) == len(names) == 9
+    assert len(set(names)) == len(names) == sum(map(len, DIALS.values()))
     assert all(re.fullmatch(r"\w+", name) for name in names)  # what scripts.report groups by
 
 
 # Dials
 
+def usual() -> Experiment:
+    return one("--dial", "start", "--settings", "usual")
+
+
 def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
-    usual_tag, usual = sft(one(), "1", "tango")
+    usual_tag, flags_of_usual = sft(usual(), "1", "tango")
+    assert usual_tag == "small_chain-s1-ver" and "--chain-slips" not in flags_of_usual
     made = {e.name: e for e in experiments("--dial", "start")}
-    assert sft(made["chain_usual"], "1", "tango") == (usual_tag, usual)
-    for name, ending, share in (("chain_weak", "-weak", "0.7"), ("chain_strong", "-strong", "0.05")):
-        tag, flags = sft(made[name], "1", "tango")
-        assert tag == usual_tag + ending
-        assert flags.split() == [*usual.replace(usual_tag, tag).split(), "--chain-verifier-share", share]
-        assert sft(made[name], "1", "sft") == sft(one(), "1", "sft")
-        for arm in ("tango", "gentle", "fixed_verifier", "grpo_2e-4", "gold_steps"):
-            assert rl_flags(made[name], "1", arm) == rl_flags(one(), "1", arm).replace(usual_tag, tag)
+    for name, own in (("weak", "--chain-verifier-share 0.7"), ("strong", "--chain-verifier-share 0.05"),
+                      ("slips", "--chain-slips 0.5")):
+        e = made[f"small_chain_{name}"]
+        tag, flags = sft(e, "1", "tango")
+        assert tag == f"{usual_tag}-{name}"
+        assert flags.split() == [*flags_of_usual.replace(usual_tag, tag).split(), *own.split()]
+        assert sft(e, "1", "sft") == sft(usual(), "1", "sft")
+        for arm in PAYS:
+            assert rl_flags(e, "1", arm) == rl_flags(usual(), "1", arm).replace(usual_tag, tag)
+            assert ("-ver" in rl_flags(e, "1", arm)) == (arm not in ("grpo", "gold_steps"))
 
 
-@pytest.mark.parametrize("setting, alpha", [("alpha10", "0.1"), ("alpha30", "0.3"), ("alpha70", "0.7")])
+@pytest.mark.parametrize("setting, alpha", [("alpha10", "0.1"), ("alpha30", "0.3"), ("alpha70_slips", "0.7")])
 def test_the_dial_pressure_holds_alpha_constant(setting, alpha):
     e = one("--dial", "pressure", "--settings", setting)
-    for arm in ("tango", "gentle", "fixed_verifier", "gold_steps"):
+    for arm in (arm for arm in PAYS if arm != "grpo"):
         flags = rl_flags(e, "1", arm)
         args = tango_rl.make_parser(flags.split()).parse_args(flags.split())
         assert (args.alpha_start, args.alpha_end, args.num_steps) == (float(alpha), float(alpha), 120)
-        assert sft(e, "1", arm) == sft(one(), "1", arm)
-    assert rl_flags(e, "1", "grpo_2e-4") == rl_flags(one("--steps", "120"), "1", "grpo_2e-4")
+        assert args.examples_per_step == 16
+    assert rl_flags(e, "1", "grpo") == rl_flags(one("--task", "small_chain", "--steps", "120"), "1", "grpo")
 
 
 @pytest.mark.parametrize("number", ["32", "64", "256"])
-def test_the_dial_labels_counts_the_labels_of_every_arm(number):
+def test_the_dial_labels_counts_the_labels_of_every_arm_that_uses_them(number):
     e = one("--dial", "labels", "--settings", f"n{number}")
     flags = {arm: rl_flags(e, "1", arm) for arm in all_arms(e)}
-    assert {arm: value(text, "--num-labelled") for arm, text in flags.items()} == dict.fromkeys(flags, number)
-    assert {arm: (value(text, "--alpha-start"), value(text, "--alpha-end")) for arm, text in flags.items()} == {
-        "grpo_2e-4": (None, None), "ttrl": (None, None), **dict.fromkeys(["fixed_verifier", "tango", "gentle"],
-                                                                         ("0.5", "0.5"))}
-    assert {value(text, "--num-steps") for text in flags.values()} == {"60"}
+    labels, alphas = ({arm: value(text, name) for arm, text in flags.items()}
+                      for name in ("--num-labelled", "--alpha-start"))
+    assert labels == {"ttrl": None, **dict.fromkeys(["grpo", "fixed_verifier", "tango", "gentle"], number)}
+    assert alphas == {"grpo": None, "ttrl": None, **dict.fromkeys(["fixed_verifier", "tango", "gentle"], "0.5")}
+    for arm, text in flags.items():
+        args = tango_rl.make_parser(text.split()).parse_args(text.split())
+        assert args.num_steps == 60 and getattr(args, "num_labelled", 0) == int(labels[arm] or 0)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -216,9 +225,9 @@ def test_the_dial_labels_counts_the_labels_of_every_arm(number):
     (["--dial", "start", "--settings", "weak weak"], ["--settings weak weak", "twice"]),
     (["--dial", "start", "--settings", ""], ["--settings", "empty"]),
     (["--settings", "weak"], ["--settings weak", "--dial"]),
-    (["--dial", "start", "--task", "mixture"], ["--task mixture", "chain"]),
+    (["--dial", "start", "--task", "mixture"], ["--task mixture", "small_chain"]),
     (["--dial", "labels", "--arms", "gold_steps"], ["--arms gold_steps", "tango", "ttrl"]),
-    (["--dial", "start", "--arms", "grpo"], ["--arms grpo", "grpo_2e-4"]),
+    (["--dial", "start", "--arms", "prime"], ["--arms prime", "grpo", "gentle_posterior"]),
 ])
 def test_a_dial_that_cannot_be_turned_so(world, flags, words):
     code, out, err = world.run(*flags)
@@ -229,23 +238,27 @@ def test_a_dial_that_cannot_be_turned_so(world, flags, words):
 # Jobs
 
 def test_all_sfts_come_before_all_runs_and_every_setting_gets_its_report(world):
+    """GRPO has no verifier: at the second setting its runs are copies of those at the first."""
     code, out, err = world.run("--dial", "start", "--settings", "weak usual", "--seeds", "1 2", "--arms",
-                               "tango grpo_2e-4 gentle")
+                               "tango grpo gentle")
     assert (code, err) == (0, "")
     order = [line.split()[1] for line in (world.base / "calls").read_text().splitlines()]
-    assert order == ["scripts.tok_train", *["scripts.chat_sft"] * 6, *["scripts.tango_rl"] * 12,
+    assert order == ["scripts.tok_train", *["scripts.chat_sft"] * 6, *["scripts.tango_rl"] * 10,
                      *["scripts.report"] * 2]
     assert [value(call, "--role") for call in world.calls("chat_sft")] == ["generator"] * 2 + ["verifier"] * 4
-    names = [f"chain_{setting}-{arm}-s{seed}" for setting in ("weak", "usual")
-             for arm in ("tango", "grpo_2e-4", "gentle") for seed in (1, 2)]
-    assert world.runs() == names
-    assert re.findall(r"^\d\d:\d\d (\S+)$", out, re.MULTILINE) == names
+    names = [f"small_chain_{setting}-{arm}-s{seed}" for setting in ("weak", "usual")
+             for arm in ("tango", "grpo", "gentle") for seed in (1, 2)]
+    made = [name for name in names if not name.startswith("small_chain_usual-grpo")]
+    assert world.runs() == made == re.findall(r"^\d\d:\d\d (\S+)$", out, re.MULTILINE)
+    assert all((world.base / "runs" / name / "summary.json").exists() for name in names)
     for setting, reported in (("weak", names[:6]), ("usual", names[6:])):
         assert f"--out {world.base}/out {' '.join(reported)}" in world.calls("report")
-        text = (world.base / "out" / f"chain_{setting}.md").read_text()
+        text = (world.base / "out" / f"small_chain_{setting}.md").read_text()
         assert text.startswith("`bash runs/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
         assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text) and "\n\na table\n" in text
         assert text in out
+    assert world.run("--dial", "start", "--settings", "usual", "--seeds", "1 2", "--arms", "grpo")[0] == 0
+    assert world.runs() == []  # a copy is as good as what it is a copy of
 
 
 def names_of(stages: list) -> list[list[str]]:
@@ -253,8 +266,9 @@ def names_of(stages: list) -> list[list[str]]:
 
 
 def test_every_sft_is_made_once_and_behind_the_one_that_it_starts_from():
-    stages = run_arms.stages_of(experiments("--dial", "pressure"), ["1", "2"], [["tango", "gentle"]] * 3)
-    assert names_of(stages[:2]) == [["sft-chain-s1", "sft-chain-s2"], ["sft-chain-s1-ver", "sft-chain-s2-ver"]]
+    stages = run_arms.stages_of(experiments("--dial", "pressure", "--settings", "alpha10 alpha30 alpha70"), ["1", "2"],
+                                [["tango", "gentle"]] * 3)
+    assert names_of(stages[:2]) == [[f"sft-small_chain-s{seed}{ending}" for seed in (1, 2)] for ending in ("", "-ver")]
     assert len(stages[2]) == len(set(stages[2])) == 12
     stages = run_arms.stages_of([one("--start", "refine")], ["1"], [["grpo", "score", "tango", "small_verifier"]])
     assert names_of(stages[:2]) == [["sft-chain-s1"],
@@ -278,11 +292,12 @@ def test_what_is_finished_is_reused_and_what_was_interrupted_goes_on(world):
 
 def test_what_other_flags_made_is_refused_in_any_setting(world):
     assert world.run("--dial", "start", "--arms", "tango", "--seeds", "1")[0] == 0
-    path = world.base / "logs" / "sft-chain-s1-ver-strong.flags"
+    path = world.base / "logs" / "sft-small_chain-s1-ver-strong.flags"
     path.write_text(path.read_text().replace("0.05", "0.06"))
     code, _, err = world.run("--dial", "start", "--arms", "tango", "--seeds", "1")
-    assert code == 2 and err.startswith(f"error: {world.base}/chatsft_checkpoints/chain-s1-ver-strong was made with")
-    assert world.run("--dial", "start", "--arms", "tango", "--seeds", "1", "--settings", "weak usual")[0] == 0
+    made = world.base / "chatsft_checkpoints" / "small_chain-s1-ver-strong"
+    assert code == 2 and err.startswith(f"error: {made} was made with")
+    assert world.run("--dial", "start", "--arms", "tango", "--seeds", "1", "--settings", "weak")[0] == 0
 
 
 def test_a_run_that_fails_is_left_out_and_the_others_go_on(world):

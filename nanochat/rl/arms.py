@@ -35,6 +35,11 @@ TASKS = {
         f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
         sft="--sequence-len 384",  # room for a second attempt
         rl="--lr 2e-4", alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60, grpo="--lr 4e-4"),
+    "small_chain": Task(  # a third of chain's time: for dials, which need many runs
+        f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
+        sft="--sequence-len 256 --depth 3 --n-embd 96 --n-head 3 --num-steps 800",
+        rl="--lr 2e-4 --examples-per-step 16 --eval-every 20 --eval-examples 200",
+        alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60),
     "last_letter": Task(  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         f"--task last_letter {WORDS}", sft=f"--sequence-len 576 {LONG}", rl=f"{LONG} --eval-examples 200 --lr 1e-4",
         alpha="--alpha-start 0.1 --alpha-end 0.01", steps=40, verdict="--verifier-max-new-tokens 224"),
@@ -64,6 +69,8 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "grpo": "--recipe grpo {grpo}",
     "fixed_generator": "--recipe fixed_generator --num-steps {verifier_steps}",
     "gentle": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10",  # a verifier that changes little
+    "fixed_posterior": "--recipe fixed_verifier --step-rewards posterior",
+    "gentle_posterior": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior",
     "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
     "no_class_weights": "--no-class-weights",
     "no_balance": "--no-verifier-balance",
@@ -103,9 +110,10 @@ class Setting:
     ending: str = ""                                    # of that verifier's tag
 
 
-PAYS = ["tango", "gentle", "fixed_verifier", "grpo_2e-4", "gold_steps"]
-LABELS = ["grpo_2e-4", "fixed_verifier", "tango", "gentle", "ttrl"]
-NO_ALPHA = ["grpo_2e-4", "ttrl"]
+DIAL_TASK = "small_chain"
+PAYS = ["grpo", "fixed_verifier", "fixed_posterior", "tango", "gentle", "gentle_posterior", "gold_steps"]
+LABELS = ["grpo", "fixed_verifier", "tango", "gentle", "ttrl"]
+NO_ALPHA = ["grpo", "ttrl"]
 
 
 def at_alpha(alpha: float, arms: list[str]) -> dict[str, str]:
@@ -113,21 +121,30 @@ def at_alpha(alpha: float, arms: list[str]) -> dict[str, str]:
     return {arm: "" if arm in NO_ALPHA else f"--alpha-start {alpha} --alpha-end {alpha}" for arm in arms}
 
 
-DIALS = {  # all on chain
-    "start": {  # how good the verifier is before RL: the share of the facts that it is taught wrongly
-        "weak": Setting(dict.fromkeys(PAYS, ""), steps=60, verifier_sft="--chain-verifier-share 0.7", ending="-weak"),
-        "usual": Setting(dict.fromkeys(PAYS, ""), steps=60),  # the verifier of fig4.sh: a share of 0.35
-        "strong": Setting(dict.fromkeys(PAYS, ""), steps=60, verifier_sft="--chain-verifier-share 0.05",
-                          ending="-strong"),
+def labelled(num: int) -> dict[str, str]:
+    """The arms with so many gold answers; TTRL uses none."""
+    return {arm: flags if arm == "ttrl" else f"{flags} --num-labelled {num}".strip()
+            for arm, flags in at_alpha(0.5, LABELS).items()}
+
+
+DIALS = {
+    # How good the verifier is before RL: the share of the facts that it is taught wrongly, and whether its SFT shows
+    # steps that do not copy their operands.
+    "start": {
+        "weak": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-verifier-share 0.7", ending="-weak"),
+        "usual": Setting(dict.fromkeys(PAYS, "")),
+        "strong": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-verifier-share 0.05", ending="-strong"),
+        "slips": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-slips 0.5", ending="-slips"),
     },
-    "pressure": {  # how much weight step rewards have, and for longer
+    # How much weight step rewards have, and for how long; once with a verifier that was shown slips.
+    "pressure": {
         "alpha10": Setting(at_alpha(0.1, PAYS), steps=120),
         "alpha30": Setting(at_alpha(0.3, PAYS), steps=120),
         "alpha70": Setting(at_alpha(0.7, PAYS), steps=120),
+        "alpha70_slips": Setting(at_alpha(0.7, PAYS), steps=120, verifier_sft="--chain-slips 0.5", ending="-slips"),
     },
-    "labels": {  # how many problems have a known answer
-        f"n{n}": Setting(at_alpha(0.5, LABELS), flags=f"--num-labelled {n}", steps=60) for n in (32, 64, 256)
-    },
+    # How many problems have a gold answer.
+    "labels": {f"n{n}": Setting(labelled(n)) for n in (32, 64, 256)},
 }
 
 
@@ -176,7 +193,7 @@ def has_arm(e: Experiment, arm: str) -> bool:
 
 def all_arms(e: Experiment) -> list[str]:
     """The arms that are listed; others come with a number or a rate."""
-    return [arm for arm in dict.fromkeys(e.setting.arms or [*MAIN, *ABLATIONS, *OTHERS, "gentle"]) if has_arm(e, arm)]
+    return [arm for arm in dict.fromkeys(e.setting.arms or [*MAIN, *ABLATIONS, *OTHERS, *PAYS]) if has_arm(e, arm)]
 
 
 def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
@@ -201,7 +218,8 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
         return task.alpha if arm == "gold_steps" else ""
     flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha}",
              "fixed_generator": f"{tag} {task.verdict} {JUDGING}"}
-    return flags.get(arm, f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}")
+    recipe = next((name for name in flags if f"--recipe {name}" in ARMS.get(arm, "")), "tango")
+    return flags.get(recipe, f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}")
 
 
 def rl_flags(e: Experiment, seed: str, arm: str) -> str:
@@ -225,14 +243,15 @@ def words_of(flag: str, text: str) -> list[str]:
 
 def experiments_of(args) -> list[Experiment]:
     """One experiment, or one for every setting of the dial. Raises BadInput for what there is not."""
+    args.task = args.task or (DIAL_TASK if args.dial else "chain")
     tables = {"task": TASKS, "start": ("sft", "refine"), "dial": DIALS, "list": ("ablations", "flags")}
     check_choices(args, {name: table for name, table in tables.items() if getattr(args, name) is not None})
     if args.steps is not None and not re.fullmatch("[1-9][0-9]*", args.steps):
         raise BadInput(f"--steps {args.steps}: must be a number from 1")
     if args.settings is not None and not args.dial:
         raise BadInput(f"--settings {args.settings}: of which --dial?")
-    if args.dial and args.task != "chain":
-        raise BadInput(f"--task {args.task}: --dial is for chain")
+    if args.dial and args.task != DIAL_TASK:
+        raise BadInput(f"--task {args.task}: --dial is for {DIAL_TASK}")
     there = DIALS[args.dial] if args.dial else {"": Setting()}
     names = list(there) if args.settings is None else words_of("settings", args.settings)
     for name in names:
