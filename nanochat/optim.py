@@ -9,6 +9,42 @@ from nanochat.common import all_reduce
 from nanochat.weights import is_sharded
 
 
+class Fp32Muon(torch.optim.Muon):
+    """torch.optim.Muon with its products in fp32. PyTorch's are in bfloat16, which a CPU without units for it computes
+    at an eighth of its speed (dev/BENCH.md)."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            momentum, rule = group["momentum"], group["adjust_lr_fn"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                average.lerp_(p.grad, 1 - momentum)
+                update = orthogonal(p.grad.lerp(average, momentum) if group["nesterov"] else average,
+                                    group["ns_coefficients"], group["ns_steps"], group["eps"])
+                rows, columns = p.shape
+                scale = 0.2 * max(p.shape) ** 0.5 if rule == "match_rms_adamw" else max(1, rows / columns) ** 0.5
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+
+
+def orthogonal(x: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> torch.Tensor:
+    """Near the orthogonal matrix that is closest to x, by Newton-Schulz (Jordan et al. 2024, Muon). (A, B) -> (A, B)"""
+    a, b, c = coefficients
+    is_tall = x.shape[0] > x.shape[1]
+    x = x.T if is_tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def muon_class(parameters: list[torch.nn.Parameter]) -> type[torch.optim.Muon]:
+    """PyTorch's Muon, or Fp32Muon on a CPU that has no units for bfloat16."""
+    on_cpu = all(p.device.type == "cpu" for p in parameters)
+    return Fp32Muon if on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.optim.Muon
+
+
 def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
     """AdamW (betas 0.9, 0.95) over the given parameters: the optimizer of RL."""
     return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
@@ -22,8 +58,8 @@ def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in trained.items() if ".c_" in name]
     rest = [p for name, p in trained.items() if ".c_" not in name]
-    muon = [torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=0.0,
-                             adjust_lr_fn="match_rms_adamw")] if matrices else []
+    muon = [muon_class(matrices)(matrices, lr=matrix_lr, weight_decay=0.0,
+                                 adjust_lr_fn="match_rms_adamw")] if matrices else []
     return [*muon, adamw(rest, embedding_lr)]
 
 
@@ -44,8 +80,9 @@ def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembed
         dict(params=pick("x0_lambdas"), lr=scalar_lr, betas=(0.96, 0.95), weight_decay=0.0),
         dict(params=pick("smear", "backout"), lr=0.4 * scalar_lr, betas=(0.8, 0.95), weight_decay=0.0),
     ]
-    muon = torch.optim.Muon(pick("transformer.h."), lr=matrix_lr, weight_decay=weight_decay, momentum=0.95,
-                            adjust_lr_fn="original")
+    matrices = pick("transformer.h.")
+    muon = muon_class(matrices)(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95,
+                                adjust_lr_fn="original")
     return [muon, torch.optim.AdamW(groups, eps=1e-10)]
 
 

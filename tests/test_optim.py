@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import adamw, all_reduce_gradients, clip_gradients, muon_adamw, warmup_cosine
+from nanochat.optim import (Fp32Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal,
+                            warmup_cosine)
 from nanochat.rl.roles import share_layers
 
 
@@ -150,3 +151,34 @@ def test_a_missing_gradient_counts_as_0():
     q.grad = torch.tensor([5.0]).double()
     all_reduce_gradients([p, q])
     assert p.grad.tolist() == [0.0, 0.0] and q.grad.tolist() == [5.0]
+
+
+# Muon in fp32
+
+@pytest.mark.parametrize("rule, decay, nesterov", [("match_rms_adamw", 0.0, True), ("original", 0.1, False)])
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+def test_muon_in_fp32_takes_pytorchs_steps(rule, decay, nesterov, shape):
+    """Three steps from the same gradients: equal but for the rounding of bfloat16, which is about a hundredth of a
+    step; states can be exchanged."""
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=draw)
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    made = [kind([p], lr=0.1, weight_decay=decay, adjust_lr_fn=rule, nesterov=nesterov)
+            for kind, p in ((Fp32Muon, ours), (torch.optim.Muon, theirs))]
+    for _ in range(3):
+        gradient = torch.randn(shape, generator=draw)
+        for optimizer, p in zip(made, (ours, theirs), strict=True):
+            p.grad = gradient.clone()
+            optimizer.step()
+    moved = (theirs - start).norm()
+    assert moved > 0.1 and (ours - theirs).norm() < 0.02 * moved
+    made[1].load_state_dict(made[0].state_dict())
+    assert torch.equal(made[1].state[theirs]["momentum_buffer"], made[0].state[ours]["momentum_buffer"])
+
+
+def test_muons_newton_schulz_makes_singular_values_alike():
+    x = torch.randn(12, 30, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonal(x, (3.4445, -4.775, 2.0315), 5, 1e-7))
+    assert values.min() > 0.5 and values.max() < 1.5
+    assert torch.allclose(orthogonal(x.T, (3.4445, -4.775, 2.0315), 5, 1e-7),
+                          orthogonal(x, (3.4445, -4.775, 2.0315), 5, 1e-7).T, atol=1e-5)
