@@ -360,3 +360,32 @@ def test_a_lenient_verifier_is_warned_of_and_may_end_the_run(straight, base, cap
     assert [r["role"] for r in records(base, "stopped")] == ["verifier"] * 2
     train("--run", "quiet", "--lenient-warn", "1", "--num-steps", "1")
     assert "WARNING: lenient" not in capsys.readouterr().out
+
+
+# Step rewards given outcomes
+
+def test_posterior_step_rewards_learn_trust_and_resume_bit_for_bit(base):
+    """What is logged is what one batch after the other says to a fresh estimate, and a run that goes on has it."""
+    flags = ["--step-rewards", "posterior", "--save-every", "1", "--log-rollouts", "100"]
+    train("--run", "p", *flags)
+    log = [r for r in records(base, "p") if r["role"] == "generator"]
+    names = ("right_if_right", "right_if_wrong", "luck")
+    trusts = [[r[f"gen/trust/{name}"] for name in names] for r in log]
+    assert all(0 < value < 1 for trust in trusts for value in trust) and trusts[0] != trusts[-1]
+    state = torch.load(base / "runs" / "p" / "state_000007.pt", weights_only=True)
+    assert [state["memory"]["trust"][name] for name in names] == trusts[-1]
+    before = weights(base, "p", 7)
+    train("--run", "p", *flags, "--resume-from-step", "4")
+    assert_same_weights(before, weights(base, "p", 7))
+    assert [r for r in records(base, "p") if r["role"] == "generator"] == log
+
+
+def test_posterior_step_rewards_change_what_the_generator_learns(straight, base):
+    train("--run", "r", "--save-every", "1", "--eval-every", "2", "--step-rewards", "posterior")
+    assert any(not torch.equal(a, b) for a, b in zip(weights(straight, "r", 7).values(),
+                                                     weights(base, "r", 7).values(), strict=True))
+
+
+def test_unknown_step_rewards_are_refused(base):
+    with pytest.raises(BadInput, match="--step-rewards believed: .*verdicts, posterior"):
+        train("--run", "p", "--step-rewards", "believed")
