@@ -172,6 +172,19 @@ def test_no_two_settings_share_the_names_of_their_runs():
     assert all(re.fullmatch(r"\w+", name) for name in names)  # what scripts.report groups by
 
 
+def test_any_arm_comes_with_a_weight_of_the_kl():
+    for arm in ("tango", "grpo_2e-4", "small_verifier", "gold_steps", "fixed_verifier"):
+        assert rl_flags(one(), "1", f"{arm}_kl0.05") == f"{rl_flags(one(), '1', arm)} --kl-coef 0.05"
+        assert sft(one(), "1", f"{arm}_kl0.05") == sft(one(), "1", arm)
+    e = one("--dial", "pressure", "--settings", "alpha70")
+    assert rl_flags(e, "1", "gentle_posterior_kl0.2") == rl_flags(e, "1", "gentle_posterior") + " --kl-coef 0.2"
+
+
+def test_a_weight_of_the_kl_is_a_number_below_one(world):
+    for arm in ("tango_kl", "tango_kl1", "tango_kl0.05x", "none_kl0.05"):
+        assert world.run("--arms", arm)[0] == 2
+
+
 # Dials
 
 def usual() -> Experiment:

@@ -168,13 +168,22 @@ def experiment(args, name: str, setting: Setting) -> Experiment:
     return Experiment("_".join(filter(None, parts)), args.task, args.start, steps, setting)
 
 
+def without_kl(arm: str) -> str:
+    """tango of tango_kl0.05: any arm also comes with a weight of the KL to the start."""
+    return re.sub(r"_kl0\.[0-9]{1,3}$", "", arm)
+
+
 def has_verifier(arm: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
+    arm = without_kl(arm)
     return arm != "gold_steps" and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", arm)
 
 
 def arm_flags(e: Experiment, arm: str) -> str | None:
     """What makes an arm; None where there is no such arm for this task and start."""
+    if (plain := without_kl(arm)) != arm:
+        flags = arm_flags(e, plain)
+        return None if flags is None else f"{flags} --kl-coef {arm.removeprefix(f'{plain}_kl')}"
     other, _, rate = arm.rpartition("_")
     if re.fullmatch("[1-9]e-[1-9]", rate):
         flags = arm_flags(e, other) if other in TUNED else None
@@ -188,7 +197,7 @@ def arm_flags(e: Experiment, arm: str) -> str | None:
 
 
 def has_arm(e: Experiment, arm: str) -> bool:
-    return arm_flags(e, arm) is not None and arm in (e.setting.arms or [arm])
+    return arm_flags(e, arm) is not None and without_kl(arm) in (e.setting.arms or [without_kl(arm)])
 
 
 def all_arms(e: Experiment) -> list[str]:
@@ -205,7 +214,7 @@ def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
     if kind == "refine":
         return f"{generator}-refine", (f"--role generator --model-tag {generator}-refine --from-stage sft --from-tag "
                                        f"{generator} {common} {task.problems} {REFINE_SFT}")
-    ending, own = VERIFIERS.get(kind, ("", ""))
+    ending, own = VERIFIERS.get(without_kl(kind), ("", ""))
     tag = f"{generator}-ver{ending}{e.setting.ending}"
     return tag, (f"--role verifier --model-tag {generator} --verifier-tag {tag} {common} {task.verifier_sft} "
                  f"{task.problems} {own} {e.setting.verifier_sft}")
@@ -213,6 +222,7 @@ def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
 
 def role_flags(e: Experiment, seed: str, arm: str) -> str:
     """The flags of an arm's roles, which the other arms of its recipe have too."""
+    arm = without_kl(arm)
     task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, arm)[0]}"
     if not has_verifier(arm):
         return task.alpha if arm == "gold_steps" else ""
@@ -224,9 +234,9 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
 
 def rl_flags(e: Experiment, seed: str, arm: str) -> str:
     """All flags of a run but its name."""
-    task = TASKS[e.task]
+    task, own = TASKS[e.task], e.setting.arms.get(without_kl(arm), "")
     flags = (f"--model-tag {sft(e, seed, e.start)[0]} {role_flags(e, seed, arm)} --seed {seed} --device-type cpu "
-             f"--num-steps {e.steps} {RL} {task.rl} {task.problems} {e.setting.flags} {e.setting.arms.get(arm, '')} "
+             f"--num-steps {e.steps} {RL} {task.rl} {task.problems} {e.setting.flags} {own} "
              f"{arm_flags(e, arm)}")
     return " ".join(flags.split())
 
