@@ -10,15 +10,17 @@ from nanochat.weights import is_sharded
 
 
 class Fp32Muon(torch.optim.Muon):
-    """torch.optim.Muon with its products in fp32. PyTorch's are in bfloat16, which a CPU without units for it computes
-    at an eighth of its speed (dev/BENCH.md)."""
+    """torch.optim.Muon with its products in the parameters' dtype. PyTorch's are in bfloat16, which a CPU without
+    AVX-512 computes at an eighth of the speed (dev/BENCH.md)."""
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self) -> None:
         for group in self.param_groups:
             momentum, rule = group["momentum"], group["adjust_lr_fn"]
             for p in (p for p in group["params"] if p.grad is not None):
-                average = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                if "momentum_buffer" not in self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                average = self.state[p]["momentum_buffer"]
                 average.lerp_(p.grad, 1 - momentum)
                 update = orthogonal(p.grad.lerp(average, momentum) if group["nesterov"] else average,
                                     group["ns_coefficients"], group["ns_steps"], group["eps"])
@@ -40,9 +42,13 @@ def orthogonal(x: torch.Tensor, coefficients: tuple[float, float, float], num_st
 
 
 def muon_class(parameters: list[torch.nn.Parameter]) -> type[torch.optim.Muon]:
-    """PyTorch's Muon, or Fp32Muon on a CPU that has no units for bfloat16."""
+    """PyTorch's Muon, or Fp32Muon on a CPU for which oneDNN has no products in bfloat16."""
     on_cpu = all(p.device.type == "cpu" for p in parameters)
-    return Fp32Muon if on_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.optim.Muon
+    return Fp32Muon if on_cpu and not has_bfloat16_products() else torch.optim.Muon
+
+
+def has_bfloat16_products() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:

@@ -160,18 +160,21 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
     """Whether all jobs are done; one that fails does not keep the others. One whose flags are those of another, at
     another setting of a dial that does not concern it, is its copy. Raises StopRequested."""
     children, first = Children(), {}
-    for job in jobs:
+    for job in sorted(jobs, key=lambda job: not job.is_done()):
         first.setdefault((job.module, job.flags), job)
     with children.stopped_by_signals(), ThreadPoolExecutor(num_at_once) as pool:
-        are_done = list(pool.map(partial(carry_out, children=children), first.values()))
+        are_done = list(pool.map(partial(carry_out, children=children), sorted(first.values(), key=jobs.index)))
     if children.is_stopped:
         raise StopRequested("stopped; the same command goes on from here")
     for job in jobs:
         model = first[job.module, job.flags]
         if model.is_done() and not job.is_done():
-            shutil.rmtree(job.folder, ignore_errors=True)
-            shutil.copytree(model.folder, job.folder)
+            part = f"{job.folder}.part"
+            for old in (part, job.folder):
+                shutil.rmtree(old, ignore_errors=True)
+            shutil.copytree(model.folder, part)
             shutil.copy(log_of(f"{model.name}.flags"), log_of(f"{job.name}.flags"))
+            os.rename(part, job.folder)
     return all(are_done)
 
 
@@ -199,6 +202,7 @@ def report(e: Experiment, runs: list[Job], out: str, first_line: str) -> bool:
                           text=True)
     if done.returncode:
         return False
+    os.makedirs(out, exist_ok=True)
     text = f"{first_line}\n\n{done.stdout}"
     with open(os.path.join(out, f"{e.name}.md"), "w") as f:
         f.write(text)
@@ -246,7 +250,7 @@ def main(args) -> None:
                   f"call's RL took {(time.time() - started) // 60:.0f} minutes (finished runs are not run again).")
     for e in experiments:
         runs = [run for run in stages[2] if run.name.startswith(f"{e.name}-")]
-        is_whole &= report(e, runs, out, first_line)
+        is_whole &= report(e, runs, os.path.join(out, e.name) if args.dial else out, first_line)
     if not is_whole:
         sys.exit(1)
 

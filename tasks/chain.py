@@ -50,8 +50,8 @@ def add_args(parser):
     group.add_argument("--chain-verifier-wrongness", type=float, default=0.65,
                        help="the same for the verifier's own misconceptions")
     group.add_argument("--chain-slips", type=float, default=0.0,
-                       help="share of the corrupted solutions, which the verifier's SFT shows, with steps that do not "
-                       "copy their operands")
+                       help="share of SFT's corrupted solutions whose wrong steps have wrong operands; others have "
+                       "wrong results")
 
 
 class Chain:
@@ -95,8 +95,8 @@ class Chain:
         return [error is None for error in self.step_errors(problem, solution)]
 
     def step_errors(self, problem: Problem, solution: str) -> list[str | None]:
-        """What is wrong with each step: "slip", it is not made of its own operands; "result"; or None."""
-        return ["slip" if fact is None else None if self._result(*fact[:3]) == fact[3] else "result"
+        """What is wrong with each step: "operands" (not its own, or it is no step at all), "result" or None."""
+        return ["operands" if fact is None else None if self._result(*fact[:3]) == fact[3] else "result"
                 for fact in self._facts(problem.prompt, solution)]
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
@@ -105,21 +105,19 @@ class Chain:
         return self._render(problem.prompt, results)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step's result is wrong with some probability and carried on; over half of all
-        stay right. With --chain-slips some write other operands than their own, too, and work these out rightly."""
+        """A right solution in which each step is wrong with some probability and carried on; over half of all stay
+        right. Wrong are the results, in a share --chain-slips of the solutions the operands: others than the step's
+        own, rightly worked out."""
         operations = self._operations(problem.prompt)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
-        slip_rate = 1.5 / len(operations) if self.slips and rng.random() < self.slips else 0.0
+        are_operands = self.slips > 0 and rng.random() < self.slips
         value, steps = int(problem.prompt[0]), []
         for op, b in operations:
-            a, digits = value, range(self.modulus)
-            if slip_rate and rng.random() < slip_rate:
-                own = a, op, b
-                a, op, b = rng.choice([fact for fact in ((rng.choice(digits), op, b), (a, op, rng.choice(digits)),
-                                                         tuple(map(rng.choice, (digits, "+-*", digits))))
-                                       if fact != own] or [own])
+            a, is_wrong = value, rng.random() < rate
+            if is_wrong and are_operands:
+                a, op, b = self._other_operands(a, op, b, rng)
             value = self._result(a, op, b)
-            if rng.random() < rate:
+            if is_wrong and not are_operands:
                 value = (value + rng.randrange(1, self.modulus)) % self.modulus
             steps.append((a, op, b, value))
         return self._written(steps)
@@ -149,6 +147,14 @@ class Chain:
 
     def _result(self, a: int, op: str, b: int) -> int:
         return OPS[op](a, b) % self.modulus
+
+    def _other_operands(self, a: int, op: str, b: int, rng: random.Random) -> tuple[int, str, int]:
+        """Operands of which the first, the second or all may be others; not all are as given."""
+        draw = lambda: rng.randrange(self.modulus)
+        while True:
+            other = rng.choice([(draw(), op, b), (a, op, draw()), (draw(), rng.choice("+-*"), draw())])
+            if other != (a, op, b):
+                return other
 
     def _believed(self, a, op, b, wrong: dict, wrongness: float, rng: random.Random) -> int:
         mistaken = (a, op, b) in wrong and rng.random() < wrongness

@@ -249,7 +249,5 @@ def test_the_flags_of_every_arm_are_those_of_its_recipe(capsys, task, start):
     assert len(lines) > 25
     for line in lines:
         arm, *flags = line.split()
-        if arm not in recipes.names() and arm == "ttrl":
-            continue
         args, other = tango_rl.make_parser(flags).parse_args(flags), arm.partition("_")[0]  # grpo_2e-4, prime_outcome
         assert args.recipe == next((name for name in (arm, other) if name in recipes.names()), "tango")

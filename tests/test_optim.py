@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 
+from nanochat import optim
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import (Fp32Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal,
-                            warmup_cosine)
+                            pretraining_optimizers, warmup_cosine)
 from nanochat.rl.roles import share_layers
 
 
@@ -174,6 +175,15 @@ def test_muon_in_fp32_takes_pytorchs_steps(rule, decay, nesterov, shape):
     assert moved > 0.1 and (ours - theirs).norm() < 0.02 * moved
     made[1].load_state_dict(made[0].state_dict())
     assert torch.equal(made[1].state[theirs]["momentum_buffer"], made[0].state[ours]["momentum_buffer"])
+
+
+@pytest.mark.parametrize("device, has_products, kind", [
+    ("cpu", True, torch.optim.Muon), ("cpu", False, Fp32Muon), ("meta", False, torch.optim.Muon)])
+def test_which_muon_is_used(monkeypatch, device, has_products, kind):
+    monkeypatch.setattr(optim, "has_bfloat16_products", lambda: has_products)
+    model = GPT(GPTConfig(32, 265, 2, 2, 2, 64, "L")).to(device)
+    made = muon_adamw(model, 1e-3, 1e-3)[0], pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.1)[0]
+    assert [type(optimizer) for optimizer in made] == [kind, kind]
 
 
 def test_muons_newton_schulz_makes_singular_values_alike():

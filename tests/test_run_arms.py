@@ -265,13 +265,16 @@ def test_all_sfts_come_before_all_runs_and_every_setting_gets_its_report(world):
     assert world.runs() == made == re.findall(r"^\d\d:\d\d (\S+)$", out, re.MULTILINE)
     assert all((world.base / "runs" / name / "summary.json").exists() for name in names)
     for setting, reported in (("weak", names[:6]), ("usual", names[6:])):
-        assert f"--out {world.base}/out {' '.join(reported)}" in world.calls("report")
-        text = (world.base / "out" / f"small_chain_{setting}.md").read_text()
+        out_folder = world.base / "out" / f"small_chain_{setting}"
+        assert f"--out {out_folder} {' '.join(reported)}" in world.calls("report")
+        text = (out_folder / f"small_chain_{setting}.md").read_text()
         assert text.startswith("`bash runs/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
         assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text) and "\n\na table\n" in text
         assert text in out
-    assert world.run("--dial", "start", "--settings", "usual", "--seeds", "1 2", "--arms", "grpo")[0] == 0
-    assert world.runs() == []  # a copy is as good as what it is a copy of
+    shutil.rmtree(world.base / "runs" / "small_chain_weak-grpo-s1")
+    assert world.run("--dial", "start", "--seeds", "1 2", "--arms", "grpo")[0] == 0
+    assert world.runs() == []  # a copy is as good as what it is a copy of, at any setting
+    assert (world.base / "runs" / "small_chain_slips-grpo-s1" / "summary.json").exists()
 
 
 def names_of(stages: list) -> list[list[str]]:

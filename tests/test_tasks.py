@@ -677,7 +677,7 @@ def test_chain_names_what_is_wrong_with_a_step():
     task = task_of("chain", "--chain-answer", "final")
     problem = Problem("rl", 0, "3+5*2-1+4", "0")
     solution = "3+5:7;7*2:4;4-2:2;x;=2"
-    assert task.step_errors(problem, solution) == ["result", None, "slip", "slip"]
+    assert task.step_errors(problem, solution) == ["result", None, "operands", "operands"]
     assert task.step_labels(problem, solution) == [False, True, False, False]
 
 
@@ -686,24 +686,22 @@ def test_a_mixture_names_errors_by_task_where_a_task_does_not():
     chain, words = task.problem("rl", 0), task.problem("rl", 1)
     right = task.solution_demo(words, random.Random(0))
     assert set(task.step_errors(words, right)) == {None}
-    assert task.step_errors(words, "ab;=ab") == ["last_letter"] and task.step_errors(chain, "x;") == ["slip"]
+    assert task.step_errors(words, "ab;=ab") == ["last_letter"] and task.step_errors(chain, "x;") == ["operands"]
 
 
-def test_slips_are_shown_as_often_as_asked_for_and_judged_wrong():
-    """A slip's own fact is right and its operands are not the problem's; without the flag there is none."""
-    rng = random.Random(0)
-    plain, slipping = task_of("chain"), task_of("chain", "--chain-slips", "1")
-    kinds = {}
-    for task in (plain, slipping):
-        counts = Counter()
-        for i in range(200):
-            problem = task.problem("sft", i)
-            solution = task.corrupted_solution(problem, rng)
-            errors = task.step_errors(problem, solution)
-            counts.update(errors)
-            assert len(errors) == len(re.findall("[-+*]", problem.prompt))
-            verdicts = parse_verification(task.fmt, task.verification_demo(problem, solution, rng), len(errors))
-            assert all(v is False for v, e in zip(verdicts.step_verdicts, errors, strict=True) if e == "slip")
-        kinds[task] = counts
-    assert kinds[plain]["slip"] == 0 < kinds[plain]["result"]
-    assert 0.1 < kinds[slipping]["slip"] / kinds[slipping].total() < 0.4
+@pytest.mark.parametrize("slips, kinds", [("0", {"result"}), ("1", {"operands"}), ("0.5", {"result", "operands"})])
+def test_wrong_operands_take_the_place_of_wrong_results(slips, kinds):
+    """As many solutions and steps are wrong with the flag as without; demonstrations judge wrong operands wrong."""
+    task, rng = task_of("chain", "--chain-slips", slips), random.Random(0)
+    counts, num_right = Counter(), 0
+    for i in range(400):
+        problem = task.problem("sft", i)
+        solution = task.corrupted_solution(problem, rng)
+        errors = task.step_errors(problem, solution)
+        counts.update(errors)
+        num_right += not any(errors)
+        assert len(errors) == len(re.findall("[-+*]", problem.prompt))
+        verdicts = parse_verification(task.fmt, task.verification_demo(problem, solution, rng), len(errors))
+        assert all(v is False for v, e in zip(verdicts.step_verdicts, errors, strict=True) if e == "operands")
+    assert counts.keys() - {None} == kinds
+    assert 0.5 < num_right / 400 < 0.7 and 0.07 < 1 - counts[None] / counts.total() < 0.2

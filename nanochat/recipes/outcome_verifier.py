@@ -1,10 +1,10 @@
 """Outcome verifier: RL Tango in which the verifier's final verdict is rewarded, no step's. arXiv 2505.15034."""
 from nanochat.recipes import tango
-from nanochat.recipes.tango import (ROLES, SHOWN, TABLE, add_args, calls, check, eval_step, evaluate,  # noqa: F401
-                                    updates)
+from nanochat.recipes.tango import ROLES, SHOWN, TABLE, calls, check, eval_step, evaluate, updates  # noqa: F401
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
             credit="z-score per source")
+add_args = tango.add_pair_args
 
 
 def play(t):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 import torch
 
-from nanochat.common import BadInput, Diverged, check_choices, check_least, wide_dtype
+from nanochat.common import BadInput, check_choices, check_least, wide_dtype
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, mean_advantages, passed_by_error,
                                scores_of_pair, verification_columns)
@@ -27,7 +27,7 @@ from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outc
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
-from nanochat.rl.scores import ranking_reversed
+from nanochat.rl.scores import answers_of, ranking_reversed
 from tasks.common import Problem
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
@@ -45,7 +45,8 @@ TABLE = {
     "ver/step_f1_current": "verifier step F1, current generator's solutions",
     "ver/parse_fail_fixed": "verifier parse failures",
 }
-MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases, warnings and stops
+MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases and warnings
+LENIENT = 0.3  # a run warns while more than this share of the generator's wrong steps passes
 
 
 # What steps are worth: (t, step verdicts, outcomes) -> how likely each step is right, None for an unjudged solution
@@ -71,6 +72,11 @@ STEP_REWARDS = {"verdicts": as_judged, "posterior": posterior}
 # Flags
 
 def add_args(group) -> None:
+    add_pair_args(group)
+    add_step_args(group)
+
+
+def add_pair_args(group) -> None:
     add_schedule_args(group)
     add_label_args(group)
     add_alpha_args(group)
@@ -104,12 +110,13 @@ def add_alpha_args(group) -> None:
 
 
 def add_verdict_args(group) -> None:
-    group.add_argument("--step-rewards", default="verdicts", help=f"one of: {', '.join(STEP_REWARDS)}")
     group.add_argument("--verifier-max-new-tokens", type=int, default=112)
-    group.add_argument("--lenient-warn", type=float, default=0.3,
-                       help="warn while more than this share of the generator's wrong steps passes the verifier (of "
-                       "its wrong solutions, where a task has no step labels)")
-    group.add_argument("--lenient-stop", type=float, default=1.0, help="and end the run at more than this share")
+
+
+def add_step_args(group) -> None:
+    group.add_argument("--step-rewards", default="verdicts",
+                       help=f"one of: {', '.join(STEP_REWARDS)}; posterior: how likely each step is right, given all "
+                       "verdicts on the solution, its outcome, and how far verdicts could be believed before")
 
 
 def add_verifier_args(group) -> None:
@@ -124,8 +131,7 @@ def add_verifier_args(group) -> None:
 
 
 LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier_max_new_tokens": 1, "alpha_start": 0,
-         "alpha_end": 0, "gamma": 0, "verifier_replay": 0, "replay_size": 0, "num_labelled": 0,
-         "lenient_warn": 0, "lenient_stop": 0}
+         "alpha_end": 0, "gamma": 0, "verifier_replay": 0, "replay_size": 0, "num_labelled": 0}
 
 
 def check(args, task) -> None:
@@ -138,10 +144,11 @@ def check(args, task) -> None:
     if given.get("alpha_start", 0) > 0 and given["alpha_end"] == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
-    N, num_problems = given.get("num_labelled", 0), getattr(task, "num_problems", lambda split: math.inf)("rl")
-    if N and not args.examples_per_step <= N < num_problems:
-        raise BadInput(f"--num-labelled {N}: must be at least --examples-per-step {args.examples_per_step} and below "
-                       f"the {num_problems} problems that there are")
+    N = given.get("num_labelled", 0)
+    num_others = task.num_problems("rl") - N if hasattr(task, "num_problems") else args.examples_per_step
+    if N and min(N, num_others) < args.examples_per_step:
+        raise BadInput(f"--num-labelled {N}: with and without a gold answer there must be at least --examples-per-step "
+                       f"{args.examples_per_step} problems each")
 
 
 # What a run is made of
@@ -224,10 +231,15 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         verifications = t.read_verifications(t.verify("verifier", solutions, 1, "verdicts"))
         solutions.columns |= verification_columns(verifications)
         verdicts = [v.usable_steps for v in verifications]
+    chances = verdicts
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator")) if judge else 0.0
     sources = [(1 - alpha, outcome_rewards(outcomes, solutions.lengths))]                                       # eq. 2
     if judge and reward == "steps":
-        chances = STEP_REWARDS[t.args.step_rewards](t, verdicts, outcomes) if judge == "verifier" else verdicts
+        if judge == "verifier":
+            answers = answers_of(t.task, solutions.texts)  # where there is none, steps may be missing, not wrong
+            ended = [None if answer is None else o for o, answer in zip(outcomes, answers, strict=True)]
+            chances = STEP_REWARDS[t.args.step_rewards](t, verdicts, ended)
+            solutions.columns["step_chances"] = chances
         sources.append((alpha, step_rewards([s.step_ends for s in steps], chances, t.device)))                  # eq. 3
     elif judge:
         sources.append((alpha, outcome_rewards([v.verdict for v in verifications], solutions.lengths)))
@@ -240,7 +252,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in steps if s.step_ends],
         "frac_ranking_reversed": ranking_reversed(outcomes, mean_advantages(solutions, advantages), t.args.num_samples),
         "step_abstained": [v is None for v in verdicts] if judge else [],
-        "rewards/step/mean": [x for v in verdicts if v and judge for x in v],
+        "rewards/step/mean": [x for v in chances if v and judge for x in v],
         "step_label_mean": [x for v in labels for x in v]}))
     if verifications:
         scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
@@ -294,14 +306,11 @@ def verifier_step(t: Play):
 
 
 def watch_leniency(t: Play, scores: dict) -> None:
-    """Logs what share of the wrong steps has passed lately (wrong_passed), and whether that is too much (lenient).
-    Raises Diverged above --lenient-stop."""
-    now = scores["wrong_steps_passed"]
-    passed = move_average(t, "wrong_passed", scores["pos_rate_wrong"] if now is None else now)
-    t.log("generator", {"wrong_passed": passed, "lenient": passed is not None and passed > t.args.lenient_warn})
-    if passed is not None and passed > t.args.lenient_stop:
-        raise Diverged(f"step {t.step}: the verifier passes {passed:.0%} of what is wrong, above --lenient-stop "
-                       f"{t.args.lenient_stop}: the generator is learning to please it")
+    """Logs what share of the wrong steps has passed lately (wrong_passed), of the wrong solutions where the task has no
+    step labels, and whether that is too much (lenient)."""
+    has_labels = getattr(t.task, "has_step_labels", True)
+    passed = move_average(t, "wrong_passed", scores["wrong_steps_passed" if has_labels else "pos_rate_wrong"])
+    t.log("generator", {"wrong_passed": passed, "lenient": passed is not None and passed > LENIENT})
 
 
 def move_average(t: Play, name: str, now: float | None) -> float | None:

@@ -188,7 +188,7 @@ def arm_flags(e: Experiment, arm: str) -> str | None:
     if re.fullmatch("[1-9]e-[1-9]", rate):
         flags = arm_flags(e, other) if other in TUNED else None
         return flags and f"{flags} --lr {rate}"
-    if arm in TWO_TURNS and e.start != "refine":
+    if arm in TWO_TURNS and e.start != "refine" or arm.startswith("shared_") and e.task == DIAL_TASK:  # 3 layers
         return None
     if arm in ARMS:
         return ARMS[arm].format(grpo=TASKS[e.task].grpo, verifier_steps=WARMUP + (e.steps - 1) // 3, third=e.steps // 3)

@@ -10,8 +10,8 @@ import torch
 from nanochat.rl.advantages import SparseRewards, alone
 
 EM_ROUNDS = 10
-# What a run begins to believe of verdicts, and as how many observations that counts. Luck weighs much: a right answer
-# behind a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
+# What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
+# much: a right answer behind a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
 TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
 FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 

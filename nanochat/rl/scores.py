@@ -114,7 +114,8 @@ def share_of(hits: list[bool]) -> float | None:
 def verdict_scores(rows: list[list]) -> dict:
     """A verifier's scores over `verdict_row`s. A missing verdict counts as wrong; solutions without an outcome count
     for steps alone, those whose steps have no gold labels for verdicts alone. wrong_steps_passed: the share of the
-    steps that are wrong which it judges right; right_steps_blamed: of those that are right which it judges wrong."""
+    wrong steps that it judges right; right_steps_blamed: of the right steps that it judges wrong. A missing verdict is
+    neither."""
     scored = [(outcome, verdict) for outcome, _, verdict, _, _ in rows if outcome is not None]
     outcomes, said = [o for o, _ in scored], [v for _, v in scored]
     labels = [row[1] for row in rows]
