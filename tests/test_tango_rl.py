@@ -414,7 +414,8 @@ def test_posterior_step_rewards_change_what_the_generator_learns(straight, base)
 def test_a_solution_without_an_answer_says_nothing_of_its_steps(base, monkeypatch, has_answer):
     """One that is cut off may lack steps and have no wrong ones: its steps are believed as far as verdicts are."""
     monkeypatch.setattr(tango, "answers_of", lambda task, texts: ["1" if has_answer else None] * len(texts))
-    train("--run", "p", "--step-rewards", "posterior", "--log-rollouts", "100", "--num-steps", "1")
+    train("--run", "p", "--step-rewards", "posterior", "--log-rollouts", "64", "--num-steps", "1",
+          "--examples-per-step", "64")
     rows = [r for r in records(base, "p", "rollouts.jsonl") if r["role"] == "generator" and r["step_chances"]]
     log = [r for r in records(base, "p") if r["role"] == "generator"][0]
     believed = [[log[f"gen/trust/right_if_{'right' if v else 'wrong'}"] for v in r["step_verdicts"]] for r in rows]
