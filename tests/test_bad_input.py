@@ -243,11 +243,12 @@ def test_the_experiment_knows_every_ablation_it_lists(capsys):
 
 
 @pytest.mark.parametrize("task, start", [("chain", "sft"), ("chain", "refine"), ("last_letter", "sft"),
-                                         ("mixture", "sft")])
+                                         ("mixture", "sft"), ("small_chain", "sft")])
 def test_the_flags_of_every_arm_are_those_of_its_recipe(capsys, task, start):
     lines = fig4(capsys, "--task", task, "--start", start, "--list", "flags")[1].splitlines()
     assert len(lines) > 25
     for line in lines:
         arm, *flags = line.split()
         args, other = tango_rl.make_parser(flags).parse_args(flags), arm.partition("_")[0]  # grpo_2e-4, prime_outcome
+        other = {"fixed": "fixed_verifier"}.get(other, other)
         assert args.recipe == next((name for name in (arm, other) if name in recipes.names()), "tango")

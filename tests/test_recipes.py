@@ -22,6 +22,8 @@ from scripts import report, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TIMINGS = ("timing_s/", "tokens_per_s")
+# what is seen of a recipe beside its defaults
+OPTIONS = {"fixed_verifier": ["--step-rewards", "posterior", "--num-labelled", "6"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 
@@ -61,7 +63,7 @@ def at_base(trained, monkeypatch):
 
 
 def flags_of(recipe: str, *more: str) -> list[str]:
-    return rl_flags("--recipe", recipe, *SHORT, *more)
+    return rl_flags("--recipe", recipe, *SHORT, *OPTIONS.get(recipe, []), *more)
 
 
 def train(recipe: str, *more: str) -> None:
