@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # When does co-training pay? The same arms (GRPO, a fixed verifier, Tango, Tango with a gentle verifier, gold steps,
 # TTRL) at several settings of one dial, on chains worked by small models:
-#   start     how good the verifier is before RL: weak, usual, strong, slips (shown slips of copying)
-#   pressure  how much weight its step rewards have: alpha10, alpha30, alpha70 (constant), alpha70_slips; 120 steps
+#   start     how good the verifier is before RL: weak, usual, strong, operands (shown wrong operands)
+#   pressure  how much weight its step rewards have: alpha10, alpha30, alpha70 (constant), alpha70_operands; 120 steps
 #   labels    how many problems have a known answer: n32, n64, n256
 # One call runs all settings of a dial; --settings takes some of them. Every setting gets a report of its own.
 # Flags, JOBS and NANOCHAT_BASE_DIR are those of fig4.sh.

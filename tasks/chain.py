@@ -49,7 +49,7 @@ def add_args(parser):
                        help="the same for the verifier's own misconceptions")
     group.add_argument("--chain-verifier-wrongness", type=float, default=0.65,
                        help="the same for the verifier's own misconceptions")
-    group.add_argument("--chain-slips", type=float, default=0.0,
+    group.add_argument("--chain-wrong-operands", type=float, default=0.0,
                        help="share of SFT's corrupted solutions whose wrong steps have wrong operands; others have "
                        "wrong results")
 
@@ -66,12 +66,12 @@ class Chain:
             raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
                            f"need 1 <= min <= max")
         for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness",
-                     "chain_slips"):
+                     "chain_wrong_operands"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
         self.lengths = (args.chain_min_steps, args.chain_max_steps)
-        self.slips = args.chain_slips
+        self.wrong_operands = args.chain_wrong_operands
         self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness
         self.misconceptions = misconceptions(2 * seed, args.chain_share, self.modulus)
         self.verifier_misconceptions = misconceptions(2 * seed + 1, args.chain_verifier_share, self.modulus)
@@ -106,11 +106,11 @@ class Chain:
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
         """A right solution in which each step is wrong with some probability and carried on; over half of all stay
-        right. Wrong are the results, in a share --chain-slips of the solutions the operands: others than the step's
-        own, rightly worked out."""
+        right. What is wrong is the result; in a share --chain-wrong-operands of the solutions it is the operands:
+        others than the step's own, rightly worked out."""
         operations = self._operations(problem.prompt)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
-        are_operands = self.slips > 0 and rng.random() < self.slips
+        are_operands = self.wrong_operands > 0 and rng.random() < self.wrong_operands
         value, steps = int(problem.prompt[0]), []
         for op, b in operations:
             a, is_wrong = value, rng.random() < rate

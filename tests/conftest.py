@@ -152,3 +152,16 @@ def base(sft_base, tmp_path, monkeypatch):
     shutil.copytree(sft_base, tmp_path / "base")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     return tmp_path / "base"
+
+
+def on_two_ranks(share, folder: str) -> None:
+    """Runs share(folder), a function of a test's module, on two ranks."""
+    torch.multiprocessing.spawn(as_rank, args=(share, folder), nprocs=2)
+
+
+def as_rank(rank: int, share, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    share(folder)
+    torch.distributed.destroy_process_group()

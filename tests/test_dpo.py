@@ -5,12 +5,11 @@ DPO: pairs and coefficients by hand, the update against autograd of the paper's 
 """
 import json
 import math
-import os
 import zlib
 
 import pytest
 import torch
-from conftest import TASK_FLAGS
+from conftest import TASK_FLAGS, on_two_ranks
 from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
@@ -194,17 +193,9 @@ def play_share(folder: str) -> None:
     torch.save(found, f"{folder}/rank{t.run.rank}of{t.run.world}.pt")
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    play_share(folder)
-    torch.distributed.destroy_process_group()
-
-
 def test_a_rank_without_pairs_takes_part_in_the_step_of_the_others(base, tmp_path):
     play_share(str(tmp_path))
-    torch.multiprocessing.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    on_two_ranks(play_share, str(tmp_path))
     names = ("rank0of1", "rank0of2", "rank1of2")
     one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in names)
     assert one["num_rollouts"] == first["num_rollouts"] > 0 == second["num_rollouts"]

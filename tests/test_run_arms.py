@@ -157,7 +157,7 @@ def test_the_flags_of_an_sft():
     (["--steps", "60"], ["chain"]),
     (["--steps", "20"], ["chain_20"]),
     (["--task", "mixture", "--start", "refine", "--steps", "20"], ["mixture_refine_20"]),
-    (["--dial", "start", "--settings", "weak slips"], ["small_chain_weak", "small_chain_slips"]),
+    (["--dial", "start", "--settings", "weak operands"], ["small_chain_weak", "small_chain_operands"]),
     (["--dial", "pressure", "--settings", "alpha70 alpha10"], ["small_chain_alpha70", "small_chain_alpha10"]),
     (["--dial", "pressure", "--settings", "alpha30", "--steps", "120"], ["small_chain_alpha30"]),
     (["--dial", "labels", "--settings", "n64", "--steps", "30"], ["small_chain_n64_30"]),
@@ -193,10 +193,10 @@ def usual() -> Experiment:
 
 def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
     usual_tag, flags_of_usual = sft(usual(), "1", "tango")
-    assert usual_tag == "small_chain-s1-ver" and "--chain-slips" not in flags_of_usual
+    assert usual_tag == "small_chain-s1-ver" and "--chain-wrong-operands" not in flags_of_usual
     made = {e.name: e for e in experiments("--dial", "start")}
     for name, own in (("weak", "--chain-verifier-share 0.7"), ("strong", "--chain-verifier-share 0.05"),
-                      ("slips", "--chain-slips 0.5")):
+                      ("operands", "--chain-wrong-operands 0.5")):
         e = made[f"small_chain_{name}"]
         tag, flags = sft(e, "1", "tango")
         assert tag == f"{usual_tag}-{name}"
@@ -207,7 +207,7 @@ def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
             assert ("-ver" in rl_flags(e, "1", arm)) == (arm not in ("grpo", "gold_steps"))
 
 
-@pytest.mark.parametrize("setting, alpha", [("alpha10", "0.1"), ("alpha30", "0.3"), ("alpha70_slips", "0.7")])
+@pytest.mark.parametrize("setting, alpha", [("alpha10", "0.1"), ("alpha30", "0.3"), ("alpha70_operands", "0.7")])
 def test_the_dial_pressure_holds_alpha_constant(setting, alpha):
     e = one("--dial", "pressure", "--settings", setting)
     for arm in (arm for arm in PAYS if arm != "grpo"):
@@ -274,7 +274,7 @@ def test_all_sfts_come_before_all_runs_and_every_setting_gets_its_report(world):
     shutil.rmtree(world.base / "runs" / "small_chain_weak-grpo-s1")
     assert world.run("--dial", "start", "--seeds", "1 2", "--arms", "grpo")[0] == 0
     assert world.runs() == []  # a copy is as good as what it is a copy of, at any setting
-    assert (world.base / "runs" / "small_chain_slips-grpo-s1" / "summary.json").exists()
+    assert (world.base / "runs" / "small_chain_operands-grpo-s1" / "summary.json").exists()
 
 
 def names_of(stages: list) -> list[list[str]]:

@@ -689,10 +689,10 @@ def test_a_mixture_names_errors_by_task_where_a_task_does_not():
     assert task.step_errors(words, "ab;=ab") == ["last_letter"] and task.step_errors(chain, "x;") == ["operands"]
 
 
-@pytest.mark.parametrize("slips, kinds", [("0", {"result"}), ("1", {"operands"}), ("0.5", {"result", "operands"})])
-def test_wrong_operands_take_the_place_of_wrong_results(slips, kinds):
+@pytest.mark.parametrize("share, kinds", [("0", {"result"}), ("1", {"operands"}), ("0.5", {"result", "operands"})])
+def test_wrong_operands_take_the_place_of_wrong_results(share, kinds):
     """As many solutions and steps are wrong with the flag as without; demonstrations judge wrong operands wrong."""
-    task, rng = task_of("chain", "--chain-slips", slips), random.Random(0)
+    task, rng = task_of("chain", "--chain-wrong-operands", share), random.Random(0)
     counts, num_right = Counter(), 0
     for i in range(400):
         problem = task.problem("sft", i)

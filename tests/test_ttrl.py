@@ -3,11 +3,11 @@ TTRL: votes, rewards and logged metrics by hand, what is trained on, gold answer
 
     python -m pytest tests/test_ttrl.py -q
 """
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import on_two_ranks
 from test_dpo import parsed, random_play, records, weights_of
 
 from nanochat import recipes
@@ -205,17 +205,9 @@ def play_share(folder: str) -> None:
     torch.save({"rows": rows, "metrics": t.metrics}, f"{folder}/rank{t.run.rank}of{t.run.world}.pt")
 
 
-def run_rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    play_share(folder)
-    torch.distributed.destroy_process_group()
-
-
 def test_two_ranks_vote_as_one_does(base, tmp_path):
     play_share(str(tmp_path))
-    torch.multiprocessing.spawn(run_rank, args=(str(tmp_path),), nprocs=2)
+    on_two_ranks(play_share, str(tmp_path))
     one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True)
                           for name in ("rank0of1", "rank0of2", "rank1of2"))
     assert len(first["rows"]) == len(second["rows"]) == 2 and first["rows"] | second["rows"] == one["rows"]

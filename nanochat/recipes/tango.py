@@ -6,6 +6,8 @@ Equations, sections and the algorithm are the paper's. Departures:
 2. The warm-up may end at a bar of balanced accuracy instead of a count (--schedule adaptive).
 3. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
 4. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
+5. Step rewards can take the outcome into account (--step-rewards posterior), and only some problems may have gold
+   answers (--num-labelled).
 """
 import argparse
 import math
@@ -49,21 +51,28 @@ MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases and warni
 LENIENT = 0.3  # a run warns while more than this share of the generator's wrong steps passes
 
 
-# What steps are worth: (t, step verdicts, outcomes) -> how likely each step is right, None for an unjudged solution
+# What steps are worth: (t, solutions with their outcomes, step verdicts) -> how likely each step is right, None for a
+# solution without verdicts
 
-def as_judged(t: Play, verdicts: list[list[bool] | None], outcomes: list[bool | None]) -> list[list[bool] | None]:
+def as_judged(t: Play, solutions: Rollouts, verdicts: list[list[bool] | None]) -> list[list[bool] | None]:
     """The verdicts themselves (eq. 3)."""
     return verdicts
 
 
-def posterior(t: Play, verdicts: list[list[bool] | None], outcomes: list[bool | None]) -> list[list[float] | None]:
-    """Given all verdicts on the solution and its outcome, as far as verdicts have been right before; ours. In a wrong
-    solution of which nothing is blamed every step is doubted, and blame in a right one counts for less."""
+def posterior(t: Play, solutions: Rollouts, verdicts: list[list[bool] | None]) -> list[list[float] | None]:
+    """The chance given all verdicts on the solution and its outcome, and how far verdicts could be believed before. In
+    a wrong solution of which nothing is blamed every step is doubted. Blame in a right one counts for less. A solution
+    without an answer may lack steps and have no wrong one, so its outcome says nothing."""
+    answers = answers_of(t.task, solutions.texts)
+    outcomes = [None if answer is None else outcome
+                for outcome, answer in zip(solutions.columns["outcome"], answers, strict=True)]
     trust = VerdictTrust(**t.memory.get("trust", {}))
     trust.observe(verdicts, outcomes, lambda x: t.reduce(x.to(t.device, wide_dtype(t.device))))
     t.memory["trust"] = asdict(trust)
     t.log("generator", {f"trust/{name}": getattr(trust, name) for name in ("right_if_right", "right_if_wrong", "luck")})
-    return [row and trust.chances(row, outcome) for row, outcome in zip(verdicts, outcomes, strict=True)]
+    chances = [row and trust.chances(row, outcome) for row, outcome in zip(verdicts, outcomes, strict=True)]
+    solutions.columns["step_chances"] = chances
+    return chances
 
 
 STEP_REWARDS = {"verdicts": as_judged, "posterior": posterior}
@@ -232,14 +241,11 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         solutions.columns |= verification_columns(verifications)
         verdicts = [v.usable_steps for v in verifications]
     chances = verdicts
+    if judge == "verifier" and reward == "steps":
+        chances = STEP_REWARDS[t.args.step_rewards](t, solutions, verdicts)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator")) if judge else 0.0
     sources = [(1 - alpha, outcome_rewards(outcomes, solutions.lengths))]                                       # eq. 2
     if judge and reward == "steps":
-        if judge == "verifier":
-            answers = answers_of(t.task, solutions.texts)  # where there is none, steps may be missing, not wrong
-            ended = [None if answer is None else o for o, answer in zip(outcomes, answers, strict=True)]
-            chances = STEP_REWARDS[t.args.step_rewards](t, verdicts, ended)
-            solutions.columns["step_chances"] = chances
         sources.append((alpha, step_rewards([s.step_ends for s in steps], chances, t.device)))                  # eq. 3
     elif judge:
         sources.append((alpha, outcome_rewards([v.verdict for v in verifications], solutions.lengths)))

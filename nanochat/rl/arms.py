@@ -35,7 +35,7 @@ TASKS = {
         f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
         sft="--sequence-len 384",  # room for a second attempt
         rl="--lr 2e-4", alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60, grpo="--lr 4e-4"),
-    "small_chain": Task(  # a third of chain's time: for dials, which need many runs
+    "small_chain": Task(  # a smaller model and batch: for dials, which need many runs
         f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
         sft="--sequence-len 256 --depth 3 --n-embd 96 --n-head 3 --num-steps 800",
         rl="--lr 2e-4 --examples-per-step 16 --eval-every 20 --eval-examples 200",
@@ -104,7 +104,6 @@ VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, an
 class Setting:
     """One position of a dial: what differs from the task's usual flags."""
     arms: dict[str, str] = field(default_factory=dict)  # those that there are: flags of each; without any, all
-    flags: str = ""                                     # of all runs
     steps: int = 0                                      # 0: the task's
     verifier_sft: str = ""                              # flags of the SFT of the verifier alone
     ending: str = ""                                    # of that verifier's tag
@@ -134,14 +133,15 @@ DIALS = {
         "weak": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-verifier-share 0.7", ending="-weak"),
         "usual": Setting(dict.fromkeys(PAYS, "")),
         "strong": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-verifier-share 0.05", ending="-strong"),
-        "slips": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-slips 0.5", ending="-slips"),
+        "operands": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-wrong-operands 0.5", ending="-operands"),
     },
-    # How much weight step rewards have, and for how long; once with a verifier that was shown slips.
+    # How much weight step rewards have, and for how long; once with a verifier that was shown wrong operands.
     "pressure": {
         "alpha10": Setting(at_alpha(0.1, PAYS), steps=120),
         "alpha30": Setting(at_alpha(0.3, PAYS), steps=120),
         "alpha70": Setting(at_alpha(0.7, PAYS), steps=120),
-        "alpha70_slips": Setting(at_alpha(0.7, PAYS), steps=120, verifier_sft="--chain-slips 0.5", ending="-slips"),
+        "alpha70_operands": Setting(at_alpha(0.7, PAYS), steps=120, verifier_sft="--chain-wrong-operands 0.5",
+                                    ending="-operands"),
     },
     # How many problems have a gold answer.
     "labels": {f"n{n}": Setting(labelled(n)) for n in (32, 64, 256)},
@@ -236,7 +236,7 @@ def rl_flags(e: Experiment, seed: str, arm: str) -> str:
     """All flags of a run but its name."""
     task, own = TASKS[e.task], e.setting.arms.get(without_kl(arm), "")
     flags = (f"--model-tag {sft(e, seed, e.start)[0]} {role_flags(e, seed, arm)} --seed {seed} --device-type cpu "
-             f"--num-steps {e.steps} {RL} {task.rl} {task.problems} {e.setting.flags} {own} "
+             f"--num-steps {e.steps} {RL} {task.rl} {task.problems} {own} "
              f"{arm_flags(e, arm)}")
     return " ".join(flags.split())
 
