@@ -1,12 +1,12 @@
 """
 Runs a controlled experiment: arms that start from the same SFT checkpoints and see the same problems, seed by seed.
-Then curves and a paired comparison. nanochat/rl/arms.py says what there is; runs/fig4.sh and runs/pays.sh start it.
+Then curves and a paired comparison. nanochat/arms.py says what there is; runs/fig4.sh and runs/pays.sh start it.
 
     bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
     bash runs/pays.sh --dial pressure --settings alpha70
 
 A run is one process, JOBS of them at a time. What is finished is reused, what was interrupted goes on. The settings of
-a dial share what they can, and each gets its own report.
+a dial share what they can, and are reported together.
 """
 import argparse
 import glob
@@ -21,14 +21,14 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
+from nanochat.arms import (ABLATIONS, DIALS, FIXED, TASKS, Experiment, all_arms, arms_of, experiments_of, has_verifier,
+                           rl_flags, sft, words_of)
 from nanochat.common import BadInput, StopRequested, base_dir, check_writable, path_of, print0, script_main
-from nanochat.rl.arms import (ABLATIONS, DIALS, TASKS, Experiment, all_arms, arms_of, experiments_of, has_verifier,
-                              rl_flags, sft, words_of)
+from nanochat.rl.report import compare, dial_table, read_run
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", help="default: the main ones, or the dial's")
     parser.add_argument("--dial", help=f"one of: {', '.join(DIALS)}; default: none")
     parser.add_argument("--settings", help="of the dial; default: all")
-    parser.add_argument("--out", help="folder of the reports; default: dev/curves, or dev/curves/<dial>")
+    parser.add_argument("--out", help="folder of the report; default: dev/curves, or dev/curves/<dial>")
     parser.add_argument("--list", help="print the ablations, or the flags of every arm (of seed 0), and stop")
     flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
     parser.explain = lambda message: f"{message} (there are {', '.join(flags)})"
@@ -163,7 +163,9 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
     for job in sorted(jobs, key=lambda job: not job.is_done()):
         first.setdefault((job.module, job.flags), job)
     with children.stopped_by_signals(), ThreadPoolExecutor(num_at_once) as pool:
-        are_done = list(pool.map(partial(carry_out, children=children), sorted(first.values(), key=jobs.index)))
+        futures = [pool.submit(carry_out, job, children) for job in sorted(first.values(), key=jobs.index)]
+        while wait(futures, timeout=1).not_done:  # a signal that reached another thread is served when this one wakes
+            pass
     if children.is_stopped:
         raise StopRequested("stopped; the same command goes on from here")
     for job in jobs:
@@ -175,7 +177,7 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
             shutil.copytree(model.folder, part)
             shutil.copy(log_of(f"{model.name}.flags"), log_of(f"{job.name}.flags"))
             os.rename(part, job.folder)
-    return all(are_done)
+    return all(future.result() for future in futures)
 
 
 # Reports
@@ -190,21 +192,22 @@ def cpu_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def report(e: Experiment, runs: list[Job], out: str, first_line: str) -> bool:
-    """Writes the report of an experiment's finished runs; whether there is one."""
+def report(name: str, runs: list[Job], out: str, first_line: str, partners: dict | None = None) -> bool:
+    """Writes the report of the finished runs as <name>.md; whether there is one. partners: those of a dial's arms."""
     for run in runs:
         if not run.is_done():
             print(f"not finished, left out: {run.name}", file=sys.stderr, flush=True)
-    finished = [run.name for run in runs if run.is_done()]
+    finished = [run for run in runs if run.is_done()]
     if not finished:
         return False
-    done = subprocess.run([sys.executable, "-m", "scripts.report", "--out", out, *finished], stdout=subprocess.PIPE,
-                          text=True)
+    command = [sys.executable, "-m", "scripts.report", "--out", out, "--max-rollouts", str(max(600, len(finished)))]
+    done = subprocess.run([*command, *(run.name for run in finished)], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return False
     os.makedirs(out, exist_ok=True)
-    text = f"{first_line}\n\n{done.stdout}"
-    with open(os.path.join(out, f"{e.name}.md"), "w") as f:
+    table = dial_table(compare([read_run(run.folder) for run in finished], partners)) if partners else ""
+    text = "\n\n".join(filter(None, [first_line, table.strip(), done.stdout]))
+    with open(os.path.join(out, f"{name}.md"), "w") as f:
         f.write(text)
     print0(text.removesuffix("\n"))
     return True
@@ -248,9 +251,7 @@ def main(args) -> None:
     command = shlex.join(["bash", f"runs/{'pays' if args.dial else 'fig4'}.sh", *sys.argv[1:]])
     first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time; this "
                   f"call's RL took {(time.time() - started) // 60:.0f} minutes (finished runs are not run again).")
-    for e in experiments:
-        runs = [run for run in stages[2] if run.name.startswith(f"{e.name}-")]
-        is_whole &= report(e, runs, os.path.join(out, e.name) if args.dial else out, first_line)
+    is_whole &= report(args.dial or experiments[0].name, stages[2], out, first_line, FIXED if args.dial else None)
     if not is_whole:
         sys.exit(1)
 

@@ -11,8 +11,8 @@ import pytest
 
 from nanochat.common import BadInput, script_main
 from nanochat.rl.page import axes_of, evenly, health, marked_solution, mean_curve, panels_of
-from nanochat.rl.report import (COLUMNS, EVALS, INDICATORS, area_under, cells, compare, evaluated,
-                                first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
+from nanochat.rl.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, cells, compare, dial_table,
+                                evaluated, first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
 from scripts import report
 
 ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7",
@@ -255,6 +255,30 @@ def test_arms_are_compared_seed_by_seed(experiment):
     assert rows["grpo"]["at_equal_tokens"] == rows["grpo"]["final"]
     assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "24.6 ± 4.1", "75%", "75%",
                                 "70.0 -> 90.0", "70.0 -> 90.0"]
+
+
+def test_settings_of_a_dial_stand_in_one_table(tmp_path):
+    folders = []
+    for seed, low in ((0, 0.0), (1, 0.1)):
+        for name, ys, passed in (("weak-grpo", [0.1, 0.2, 0.3], None), ("weak-fixed", [0.1, 0.3, 0.4], 0.2),
+                                 ("weak-tango", [0.1, 0.4, 0.6 + low], 0.1), ("usual-tango", [0.1, 0.2, 0.3], 0.4)):
+            folders.append(make_run(tmp_path, f"small_chain_{name}-s{seed}", seed, [y + low for y in ys]))
+            path = tmp_path / "runs" / f"small_chain_{name}-s{seed}" / "metrics.jsonl"
+            records = list(map(json.loads, path.read_text().splitlines()))
+            for record in records:
+                if passed is not None and record["role"] == "generator":
+                    record["gen/verdicts/wrong_steps_passed"] = passed * (1 if record["gen_step"] < 10 else 2)
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = compare(list(map(read_run, folders)), {"tango": "fixed"})
+    lines = [[text.strip() for text in line.split("|")[1:-1]] for line in dial_table(rows).splitlines()]
+    assert lines[0] == list(DIAL_COLUMNS) and set(lines[1]) == {"---"}
+    assert lines[2:] == [
+        ["usual", "tango", "2", "35.0 ± 7.1", "-", "-", "-", "-", "not measurable", "40.0 -> 80.0"],
+        ["weak", "tango", "2", "70.0 ± 14.1", "+35.0 ± 63.5", "70.0 ± 14.1", "+35.0 ± 63.5", "+25.0 ± 63.5",
+         "not measurable", "10.0 -> 20.0"],
+        ["weak", "grpo", "2", "35.0 ± 7.1", "-", "35.0 ± 7.1", "-", "-", "-", "-"],
+        ["weak", "fixed", "2", "45.0 ± 7.1", "+10.0 ± 0.0", "45.0 ± 7.1", "+10.0 ± 0.0", "-", "not measurable",
+         "20.0 -> 40.0"]]
 
 
 def test_an_arm_that_never_gets_there_is_counted_not_averaged(experiment):

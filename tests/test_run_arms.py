@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from nanochat.arms import BY_DEFAULT, DIALS, FIXED, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
 from nanochat.common import script_main
-from nanochat.rl.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
 from scripts import run_arms, tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +56,10 @@ class World:
         stub.write_text(STUB)
         stub.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(stub))
+        # The stub's runs have nothing to compare.
+        monkeypatch.setattr(run_arms, "read_run", os.path.basename)
+        monkeypatch.setattr(run_arms, "compare", lambda names, partners: (names, partners))
+        monkeypatch.setattr(run_arms, "dial_table", lambda rows: f"{' '.join(rows[0])} with {len(rows[1])} partners\n")
         self.setenv(NANOCHAT_BASE_DIR=base, CALLS=base / "calls", JOBS=1)
 
     def setenv(self, **values) -> None:
@@ -157,26 +161,27 @@ def test_the_flags_of_an_sft():
     (["--steps", "60"], ["chain"]),
     (["--steps", "20"], ["chain_20"]),
     (["--task", "mixture", "--start", "refine", "--steps", "20"], ["mixture_refine_20"]),
-    (["--dial", "start", "--settings", "weak operands"], ["small_chain_weak", "small_chain_operands"]),
-    (["--dial", "pressure", "--settings", "alpha70 alpha10"], ["small_chain_alpha70", "small_chain_alpha10"]),
-    (["--dial", "pressure", "--settings", "alpha30", "--steps", "120"], ["small_chain_alpha30"]),
+    (["--dial", "start", "--settings", "weak strong"], ["small_chain_weak", "small_chain_strong"]),
+    (["--dial", "pressure", "--settings", "usual alpha10"], ["small_chain_usual", "small_chain_alpha10"]),
+    (["--dial", "pressure", "--settings", "kl0", "--steps", "120"], ["small_chain_kl0"]),
     (["--dial", "labels", "--settings", "n64", "--steps", "30"], ["small_chain_n64_30"]),
 ])
 def test_an_experiment_is_named_after_what_is_not_as_usual(flags, names):
     assert [e.name for e in experiments(*flags)] == names
 
 
-def test_no_two_settings_share_the_names_of_their_runs():
+def test_settings_of_one_name_are_one_setting():
+    settings = [(name, setting) for dial in DIALS.values() for name, setting in dial.items()]
+    assert all(setting is dict(settings)[name] for name, setting in settings) and len(dict(settings)) == 7
     names = [e.name for dial in DIALS for e in experiments("--dial", dial)]
-    assert len(set(names)) == len(names) == sum(map(len, DIALS.values()))
-    assert all(re.fullmatch(r"\w+", name) for name in names)  # what scripts.report groups by
+    assert len(names) == 9 and all(re.fullmatch(r"\w+", name) for name in names)  # what scripts.report groups by
 
 
 def test_any_arm_comes_with_a_weight_of_the_kl():
     for arm in ("tango", "grpo_2e-4", "small_verifier", "gold_steps", "fixed_verifier"):
         assert rl_flags(one(), "1", f"{arm}_kl0.05") == f"{rl_flags(one(), '1', arm)} --kl-coef 0.05"
         assert sft(one(), "1", f"{arm}_kl0.05") == sft(one(), "1", arm)
-    e = one("--dial", "pressure", "--settings", "alpha70")
+    e = one("--dial", "pressure", "--settings", "usual")
     assert rl_flags(e, "1", "gentle_posterior_kl0.2") == rl_flags(e, "1", "gentle_posterior") + " --kl-coef 0.2"
 
 
@@ -191,12 +196,15 @@ def usual() -> Experiment:
     return one("--dial", "start", "--settings", "usual")
 
 
+def parsed(flags: str):
+    return tango_rl.make_parser(flags.split()).parse_args(flags.split())
+
+
 def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
     usual_tag, flags_of_usual = sft(usual(), "1", "tango")
-    assert usual_tag == "small_chain-s1-ver" and "--chain-wrong-operands" not in flags_of_usual
+    assert usual_tag == "small_chain-s1-ver" and "--chain-verifier-share" not in flags_of_usual
     made = {e.name: e for e in experiments("--dial", "start")}
-    for name, own in (("weak", "--chain-verifier-share 0.7"), ("strong", "--chain-verifier-share 0.05"),
-                      ("operands", "--chain-wrong-operands 0.5")):
+    for name, own in (("weak", "--chain-verifier-share 0.7"), ("strong", "--chain-verifier-share 0.05")):
         e = made[f"small_chain_{name}"]
         tag, flags = sft(e, "1", "tango")
         assert tag == f"{usual_tag}-{name}"
@@ -204,31 +212,33 @@ def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
         assert sft(e, "1", "sft") == sft(usual(), "1", "sft")
         for arm in PAYS:
             assert rl_flags(e, "1", arm) == rl_flags(usual(), "1", arm).replace(usual_tag, tag)
-            assert ("-ver" in rl_flags(e, "1", arm)) == (arm not in ("grpo", "gold_steps"))
+            assert ("-ver" in rl_flags(e, "1", arm)) == (arm not in ("grpo", "gold_steps", "ttrl"))
 
 
-@pytest.mark.parametrize("setting, alpha", [("alpha10", "0.1"), ("alpha30", "0.3"), ("alpha70_operands", "0.7")])
-def test_the_dial_pressure_holds_alpha_constant(setting, alpha):
+@pytest.mark.parametrize("setting, alpha, kl", [("alpha10", 0.1, 0.05), ("usual", 0.7, 0.05), ("kl0", 0.7, 0)])
+def test_the_dial_pressure_sets_a_constant_alpha_and_the_kl(setting, alpha, kl):
     e = one("--dial", "pressure", "--settings", setting)
-    for arm in (arm for arm in PAYS if arm != "grpo"):
-        flags = rl_flags(e, "1", arm)
-        args = tango_rl.make_parser(flags.split()).parse_args(flags.split())
-        assert (args.alpha_start, args.alpha_end, args.num_steps) == (float(alpha), float(alpha), 120)
-        assert args.examples_per_step == 16
-    assert rl_flags(e, "1", "grpo") == rl_flags(one("--task", "small_chain", "--steps", "120"), "1", "grpo")
+    for arm in PAYS:
+        args = parsed(rl_flags(e, "1", arm))
+        assert (args.num_steps, args.examples_per_step, args.kl_coef) == (120, 16, kl)
+        if arm not in ("grpo", "ttrl"):
+            assert (args.alpha_start, args.alpha_end) == (alpha, alpha)
 
 
-@pytest.mark.parametrize("number", ["32", "64", "256"])
+@pytest.mark.parametrize("number", ["64", "256"])
 def test_the_dial_labels_counts_the_labels_of_every_arm_that_uses_them(number):
     e = one("--dial", "labels", "--settings", f"n{number}")
     flags = {arm: rl_flags(e, "1", arm) for arm in all_arms(e)}
-    labels, alphas = ({arm: value(text, name) for arm, text in flags.items()}
-                      for name in ("--num-labelled", "--alpha-start"))
-    assert labels == {"ttrl": None, **dict.fromkeys(["grpo", "fixed_verifier", "tango", "gentle"], number)}
-    assert alphas == {"grpo": None, "ttrl": None, **dict.fromkeys(["fixed_verifier", "tango", "gentle"], "0.5")}
+    assert flags.keys() == set(PAYS) - {"gold_steps"}
     for arm, text in flags.items():
-        args = tango_rl.make_parser(text.split()).parse_args(text.split())
-        assert args.num_steps == 60 and getattr(args, "num_labelled", 0) == int(labels[arm] or 0)
+        assert getattr(parsed(text), "num_labelled", 0) == (0 if arm == "ttrl" else int(number))
+
+
+def test_what_runs_at_a_setting_by_default_is_there_and_is_compared_with_what_runs_too():
+    for dial in DIALS.values():
+        for setting in dial.values():
+            assert set(setting.by_default) <= setting.arms.keys() and set(BY_DEFAULT) < set(setting.by_default)
+            assert {FIXED[arm] for arm in setting.by_default if arm in FIXED} <= set(setting.by_default)
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -250,31 +260,32 @@ def test_a_dial_that_cannot_be_turned_so(world, flags, words):
 
 # Jobs
 
-def test_all_sfts_come_before_all_runs_and_every_setting_gets_its_report(world):
+def test_all_sfts_come_before_all_runs_and_a_dial_gets_one_report(world):
     """GRPO has no verifier: at the second setting its runs are copies of those at the first."""
     code, out, err = world.run("--dial", "start", "--settings", "weak usual", "--seeds", "1 2", "--arms",
                                "tango grpo gentle")
     assert (code, err) == (0, "")
     order = [line.split()[1] for line in (world.base / "calls").read_text().splitlines()]
     assert order == ["scripts.tok_train", *["scripts.chat_sft"] * 6, *["scripts.tango_rl"] * 10,
-                     *["scripts.report"] * 2]
+                     "scripts.report"]
     assert [value(call, "--role") for call in world.calls("chat_sft")] == ["generator"] * 2 + ["verifier"] * 4
     names = [f"small_chain_{setting}-{arm}-s{seed}" for setting in ("weak", "usual")
              for arm in ("tango", "grpo", "gentle") for seed in (1, 2)]
     made = [name for name in names if not name.startswith("small_chain_usual-grpo")]
     assert world.runs() == made == re.findall(r"^\d\d:\d\d (\S+)$", out, re.MULTILINE)
     assert all((world.base / "runs" / name / "summary.json").exists() for name in names)
-    for setting, reported in (("weak", names[:6]), ("usual", names[6:])):
-        out_folder = world.base / "out" / f"small_chain_{setting}"
-        assert f"--out {out_folder} {' '.join(reported)}" in world.calls("report")
-        text = (out_folder / f"small_chain_{setting}.md").read_text()
-        assert text.startswith("`bash runs/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
-        assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text) and "\n\na table\n" in text
-        assert text in out
+    out_folder = world.base / "out"
+    assert world.calls("report") == [f"--out {out_folder} --max-rollouts 600 {' '.join(names)}"]
+    text = (out_folder / "start.md").read_text()
+    assert text.startswith("`bash runs/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
+    assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text)
+    assert f"\n\n{' '.join(names)} with {len(FIXED)} partners\n\na table\n" in text and text in out
     shutil.rmtree(world.base / "runs" / "small_chain_weak-grpo-s1")
     assert world.run("--dial", "start", "--seeds", "1 2", "--arms", "grpo")[0] == 0
     assert world.runs() == []  # a copy is as good as what it is a copy of, at any setting
-    assert (world.base / "runs" / "small_chain_operands-grpo-s1" / "summary.json").exists()
+    assert (world.base / "runs" / "small_chain_strong-grpo-s1" / "summary.json").exists()
+    assert world.run("--dial", "pressure", "--settings", "usual", "--seeds", "1 2", "--arms", "tango")[0] == 0
+    assert world.runs() == []  # the usual setting is the same in every dial
 
 
 def names_of(stages: list) -> list[list[str]]:
@@ -282,7 +293,7 @@ def names_of(stages: list) -> list[list[str]]:
 
 
 def test_every_sft_is_made_once_and_behind_the_one_that_it_starts_from():
-    stages = run_arms.stages_of(experiments("--dial", "pressure", "--settings", "alpha10 alpha30 alpha70"), ["1", "2"],
+    stages = run_arms.stages_of(experiments("--dial", "pressure", "--settings", "alpha10 usual kl0"), ["1", "2"],
                                 [["tango", "gentle"]] * 3)
     assert names_of(stages[:2]) == [[f"sft-small_chain-s{seed}{ending}" for seed in (1, 2)] for ending in ("", "-ver")]
     assert len(stages[2]) == len(set(stages[2])) == 12
@@ -324,7 +335,8 @@ def test_a_run_that_fails_is_left_out_and_the_others_go_on(world):
     log = world.base / "logs" / "chain-tango-s1.log"
     assert re.match(rf"failed: \S+ -m scripts.tango_rl --run chain-tango-s1 .+ \(see {log}\)\nfirst\nbad luck\n", err)
     assert err.endswith("\nnot finished, left out: chain-tango-s1\n") and log.read_text() == "first\nbad luck\n"
-    assert world.calls("report") == [f"--out {world.base}/out chain-tango-s2 chain-grpo-s1 chain-grpo-s2"]
+    assert world.calls("report") == [
+        f"--out {world.base}/out --max-rollouts 600 chain-tango-s2 chain-grpo-s1 chain-grpo-s2"]
 
 
 def test_nothing_starts_from_an_sft_that_failed(world):
@@ -382,6 +394,6 @@ def test_help_is_the_head_of_the_wrapper(tmp_path, name):
     assert [f"# {line}" for line in done.stdout.splitlines()] == head.splitlines()
 
 
-def test_pays_needs_a_dial(tmp_path):
-    done = wrapper(tmp_path, "pays.sh", "--seeds", "1")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1) and "error: --dial" in done.stderr
+def test_pays_turns_all_dials_unless_one_is_named(tmp_path):
+    shown = wrapper(tmp_path, "pays.sh", "--seeds", "1").stdout
+    assert re.findall(r"-m\|scripts.run_arms\|--dial\|(\w+)\|--seeds\|1\|", shown) == list(DIALS)

@@ -422,6 +422,27 @@ def test_a_solution_without_an_answer_says_nothing_of_its_steps(base, monkeypatc
     assert rows and ([r["step_chances"] for r in rows] == believed) == (not has_answer)
 
 
+def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):
+    flags, seen, verify = ["--num-steps", "2", "--temperature", "0.4", "--num-samples", "8"], [], tango.verify_once
+
+    def watched(t, solutions):
+        seen.append((list(zip(solutions.group_id.tolist(), solutions.texts, strict=True)), verify(t, solutions)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(tango, "verify_once", watched)
+    train("--run", "all", *flags)
+    train("--run", "one", *flags, "--verify-distinct")
+    shares = [r["gen/verified"] for run in ("all", "one") for r in records(base, run) if r["role"] == "generator"]
+    for i, (keys, verifications) in enumerate(seen):
+        groups = {key: {v.text for k, v in zip(keys, verifications, strict=True) if k == key} for key in keys}
+        assert len(groups) < len(keys)
+        assert shares[i] == pytest.approx(1 if i < 2 else len(groups) / len(keys))
+        assert (max(map(len, groups.values())) == 1) == (i >= 2)
+    tokens = [next(r for r in records(base, run) if r["role"] == "generator")["gen/sampled_tokens"]
+              for run in ("all", "one")]
+    assert seen[0][0] == seen[2][0] and tokens[1] < tokens[0]
+
+
 def test_unknown_step_rewards_are_refused(base):
     with pytest.raises(BadInput, match="--step-rewards believed: .*verdicts, posterior"):
         train("--run", "p", "--step-rewards", "believed")

@@ -23,7 +23,7 @@ from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, mean_advant
                                scores_of_pair, verification_columns)
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
-from nanochat.rl.prompts import count_copies, empty_verifier_prompt
+from nanochat.rl.prompts import Verification, count_copies, empty_verifier_prompt
 from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
                                  terminal_rewards, verdict_reward)
 from nanochat.rl.roles import RoleSpec
@@ -126,6 +126,8 @@ def add_step_args(group) -> None:
     group.add_argument("--step-rewards", default="verdicts",
                        help=f"one of: {', '.join(STEP_REWARDS)}; posterior: how likely each step is right, given all "
                        "verdicts on the solution, its outcome, and how far verdicts could be believed before")
+    group.add_argument("--verify-distinct", action="store_true",
+                       help="verify each text of a group once: solutions that are alike share their verdicts")
 
 
 def add_verifier_args(group) -> None:
@@ -237,7 +239,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     solutions.columns = {"outcome": outcomes}
     verifications, verdicts = None, labels
     if judge == "verifier":
-        verifications = t.read_verifications(t.verify("verifier", solutions, 1, "verdicts"))
+        verifications = verify_once(t, solutions)
         solutions.columns |= verification_columns(verifications)
         verdicts = [v.usable_steps for v in verifications]
     chances = verdicts
@@ -268,6 +270,19 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), scored_solutions(t, solutions, outcomes), t.args.replay_size)
     yield Update("generator", [(solutions, advantages)])                                                        # eq. 1
+
+
+def verify_once(t: Play, solutions: Rollouts) -> list[Verification]:
+    """A verification of each solution; with --verify-distinct one of each text about a problem."""
+    keys = list(zip(solutions.group_id.tolist(), solutions.texts, strict=True))
+    if not vars(t.args).get("verify_distinct"):
+        keys = list(range(len(solutions)))
+    first = {key: n for n, key in reversed(list(enumerate(keys)))}
+    rows = sorted(first.values())
+    verifications = t.read_verifications(t.verify("verifier", solutions.select(rows), 1, "verdicts"))
+    of_row = dict(zip(rows, verifications, strict=True))
+    t.log("generator", t.mean({"verified": [n in of_row for n in range(len(solutions))]}))
+    return [of_row[first[key]] for key in keys]
 
 
 def verifier_step(t: Play):

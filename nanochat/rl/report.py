@@ -281,9 +281,10 @@ def check_comparable(runs: list[Run]) -> None:
                                    f"{flags.get(name)} and {others.get(name)}")
 
 
-def compare(runs: list[Run]) -> list[dict]:
-    """One row per task and arm: what the table shows, each a list over seeds or a number. Differences are paired: same
-    seed, same problems, same SFT checkpoint of the generator. Raises BadInput for runs that are not."""
+def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dict]:
+    """One row per task and arm: what the tables show, each a list over seeds or a number. Differences are paired: same
+    seed, same problems, same SFT checkpoint of the generator. partners: another arm to compare an arm with, beside the
+    baseline. Raises BadInput for runs that are not comparable."""
     rows = []
     for task in sorted({run.task for run in runs}):
         of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
@@ -308,8 +309,16 @@ def compare(runs: list[Run]) -> list[dict]:
             for unit, x in (("steps", "gen_step"), ("tokens", "sampled_tokens")):
                 row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine
                                         if learned(of_task.get((BASELINE, s)))]
-            row["at_equal_tokens"] = [at_equal_tokens(run, of_task[BASELINE, s]) for s, run in mine.items()
-                                      if (BASELINE, s) in of_task]
+            equal = {s: at_equal_tokens(run, of_task[BASELINE, s]) for s, run in mine.items()
+                     if (BASELINE, s) in of_task}
+            row["at_equal_tokens"] = list(equal.values())
+            row["tokens_gain"] = [value - finals[BASELINE, s]["final"] for s, value in equal.items()
+                                  if None not in (value, finals[BASELINE, s]["final"])]
+            partner = (partners or {}).get(arm)
+            pairs = [(finals[arm, s]["final"], finals[partner, s]["final"]) for s in mine if (partner, s) in of_task]
+            row["partner_gain"] = [a - b for a, b in pairs if None not in (a, b)]
+            passed = [curve(run, "gen/verdicts/wrong_steps_passed", "gen_step")[1] for run in mine.values()]
+            row["wrong_steps_passed"] = [(values[0], values[-1]) for values in passed if values]
             for name in ("ver/step_f1_fixed", "ver/outcome_f1_fixed"):
                 row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values()
                              if None not in (run.points[0][name], run.points[-1][name])]
@@ -352,39 +361,67 @@ COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "he
            "outcome F1")
 
 
+def spread(values: list[float | None]) -> str:
+    """Mean and standard deviation in percent, None left out."""
+    values = [v for v in values if v is not None]
+    deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
+    return "-" if not values else f"{100 * mean(values):.1f}" + deviation
+
+
+def paired(values: list[float], row: dict) -> str:
+    """Mean of paired differences and half of its 95% interval, in points; how many pairs, where a seed has none."""
+    if not values or row["arm"] == BASELINE:
+        return "-"
+    middle, half = interval(values)
+    pairs = f" ({len(values)} pairs)" if len(values) < row["seeds"] else ""
+    return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "") + pairs
+
+
+def missed(values: list[float | None], words: str) -> str:
+    count = sum(v is None for v in values)
+    return f" ({count} of {len(values)} {words})" if count else ""
+
+
+def change(pairs: list[tuple[float, float]]) -> str:
+    """First and last mean, in percent."""
+    return "-" if not pairs else f"{100 * mean(a for a, _ in pairs):.1f} -> {100 * mean(b for _, b in pairs):.1f}"
+
+
+def share(value: float | None, row: dict) -> str:
+    """Of the oracle's gain."""
+    return "-" if row["arm"] == BASELINE else "not measurable" if value is None else f"{100 * value:.0f}%"
+
+
+def equal_tokens(row: dict) -> str:
+    return spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before")
+
+
 def cells(row: dict) -> list[str]:
     """A row of `compare` as the texts of COLUMNS, in percent and points."""
-    def spread(values):
-        values = [v for v in values if v is not None]
-        deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
-        return "-" if not values else f"{100 * mean(values):.1f}" + deviation
-
-    def paired(values):
-        if not values or row["arm"] == BASELINE:
-            return "-"
-        middle, half = interval(values)
-        pairs = f" ({len(values)} pairs)" if len(values) < row["seeds"] else ""
-        return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "") + pairs
-
-    def missed(values, words):
-        count = sum(v is None for v in values)
-        return f" ({count} of {len(values)} {words})" if count else ""
-
     def ratio(values):
         reached = [v for v in values if v is not None]
         return (f"{mean(reached):.2f}" if reached else "-") + missed(values, "never")
 
-    def change(pairs):
-        return "-" if not pairs else f"{100 * mean(a for a, _ in pairs):.1f} -> {100 * mean(b for _, b in pairs):.1f}"
-
-    def share(value):
-        return "-" if row["arm"] == BASELINE else "not measurable" if value is None else f"{100 * value:.0f}%"
-
     return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]),
-            paired(row["final_gain"]), paired(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
-            spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before"),
-            share(row["final_recovered"]), share(row["area_recovered"]), change(row["ver/step_f1_fixed"]),
-            change(row["ver/outcome_f1_fixed"])]
+            paired(row["final_gain"], row), paired(row["area_gain"], row), ratio(row["steps_ratio"]),
+            ratio(row["tokens_ratio"]), equal_tokens(row), share(row["final_recovered"], row),
+            share(row["area_recovered"], row), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
+
+
+DIAL_COLUMNS = ("setting", "arm", "seeds", "final", "final - GRPO", "at GRPO's tokens", "that - GRPO",
+                "final - fixed verifier", "oracle's gain", "wrong steps passed")
+
+
+def dial_table(rows: list[dict]) -> str:
+    """Rows of `compare` at several settings as one table; the setting is what the task's name ends in."""
+    text = f"| {' | '.join(DIAL_COLUMNS)} |\n|{' --- |' * len(DIAL_COLUMNS)}\n"
+    for row in rows:
+        values = [row["task"].rpartition("_")[2], row["arm"], str(row["seeds"]), spread(row["final"]),
+                  paired(row["final_gain"], row), equal_tokens(row), paired(row["tokens_gain"], row),
+                  paired(row["partner_gain"], row), share(row["final_recovered"], row),
+                  change(row["wrong_steps_passed"])]
+        text += f"| {' | '.join(values)} |\n"
+    return text
 
 
 def provenance(runs: list[Run]) -> str:

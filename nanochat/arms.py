@@ -38,7 +38,7 @@ TASKS = {
     "small_chain": Task(  # a smaller model and batch: for dials, which need many runs
         f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
         sft="--sequence-len 256 --depth 3 --n-embd 96 --n-head 3 --num-steps 800",
-        rl="--lr 2e-4 --examples-per-step 16 --eval-every 20 --eval-examples 200",
+        rl="--lr 2e-4 --examples-per-step 16 --eval-every 40 --eval-examples 200",
         alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60),
     "last_letter": Task(  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         f"--task last_letter {WORDS}", sft=f"--sequence-len 576 {LONG}", rl=f"{LONG} --eval-examples 200 --lr 1e-4",
@@ -69,8 +69,11 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "grpo": "--recipe grpo {grpo}",
     "fixed_generator": "--recipe fixed_generator --num-steps {verifier_steps}",
     "gentle": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10",  # a verifier that changes little
-    "fixed_posterior": "--recipe fixed_verifier --step-rewards posterior",
-    "gentle_posterior": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior",
+    "fixed_verify_all": "--recipe fixed_verifier --step-rewards posterior",
+    "fixed_posterior": "--recipe fixed_verifier --step-rewards posterior --verify-distinct",
+    "tango_posterior": "--recipe tango --step-rewards posterior --verify-distinct",
+    "gentle_posterior": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior "
+                        "--verify-distinct",
     "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
     "no_class_weights": "--no-class-weights",
     "no_balance": "--no-verifier-balance",
@@ -104,47 +107,52 @@ VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, an
 class Setting:
     """One position of a dial: what differs from the task's usual flags."""
     arms: dict[str, str] = field(default_factory=dict)  # those that there are: flags of each; without any, all
+    by_default: tuple[str, ...] = tuple(MAIN)           # those that run
     steps: int = 0                                      # 0: the task's
     verifier_sft: str = ""                              # flags of the SFT of the verifier alone
     ending: str = ""                                    # of that verifier's tag
 
 
 DIAL_TASK = "small_chain"
-PAYS = ["grpo", "fixed_verifier", "fixed_posterior", "tango", "gentle", "gentle_posterior", "gold_steps"]
-LABELS = ["grpo", "fixed_verifier", "tango", "gentle", "ttrl"]
+FIXED = {"tango": "fixed_verifier", "gentle": "fixed_verifier", "fixed_posterior": "fixed_verifier",
+         "fixed_verify_all": "fixed_posterior", "tango_posterior": "fixed_posterior",
+         "gentle_posterior": "fixed_posterior"}  # what an arm is compared with, beside GRPO
+PAYS = ["grpo", "fixed_verifier", *FIXED, "gold_steps", "ttrl"]
 NO_ALPHA = ["grpo", "ttrl"]
+BY_DEFAULT = ("grpo", "fixed_verifier", "fixed_posterior", "tango", "gentle_posterior")
 
 
-def at_alpha(alpha: float, arms: list[str]) -> dict[str, str]:
-    """The arms at a constant alpha, where they have one."""
-    return {arm: "" if arm in NO_ALPHA else f"--alpha-start {alpha} --alpha-end {alpha}" for arm in arms}
+def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, more: str = "gold_steps", **how) -> Setting:
+    """A setting: 120 steps with a constant alpha, where an arm has one, and this KL to the start. more: the last of the
+    arms that run by default. Gold steps need all gold answers, and TTRL uses none."""
+    labels = f"--num-labelled {num_labelled}" if num_labelled else ""
+    flags = {arm: ["" if arm in NO_ALPHA else f"--alpha-start {alpha} --alpha-end {alpha}", f"--kl-coef {kl}",
+                   "" if arm == "ttrl" else labels]
+             for arm in PAYS if arm != "gold_steps" or not labels}
+    return Setting({arm: " ".join(filter(None, parts)) for arm, parts in flags.items()}, (*BY_DEFAULT, more), steps=120,
+                   **how)
 
 
-def labelled(num: int) -> dict[str, str]:
-    """The arms with so many gold answers; TTRL uses none."""
-    return {arm: flags if arm == "ttrl" else f"{flags} --num-labelled {num}".strip()
-            for arm, flags in at_alpha(0.5, LABELS).items()}
-
-
-DIALS = {
-    # How good the verifier is before RL: the share of the facts that it is taught wrongly, and whether its SFT shows
-    # steps that do not copy their operands.
+USUAL = at()
+DIALS = {  # each turns one thing of the usual setting
+    # How good the verifier is before RL: the share of the facts that it is taught wrongly.
     "start": {
-        "weak": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-verifier-share 0.7", ending="-weak"),
-        "usual": Setting(dict.fromkeys(PAYS, "")),
-        "strong": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-verifier-share 0.05", ending="-strong"),
-        "operands": Setting(dict.fromkeys(PAYS, ""), verifier_sft="--chain-wrong-operands 0.5", ending="-operands"),
+        "weak": at(verifier_sft="--chain-verifier-share 0.7", ending="-weak"),
+        "usual": USUAL,
+        "strong": at(verifier_sft="--chain-verifier-share 0.05", ending="-strong"),
     },
-    # How much weight step rewards have, and for how long; once with a verifier that was shown wrong operands.
+    # How much weight step rewards have, and a generator that no KL holds back.
     "pressure": {
-        "alpha10": Setting(at_alpha(0.1, PAYS), steps=120),
-        "alpha30": Setting(at_alpha(0.3, PAYS), steps=120),
-        "alpha70": Setting(at_alpha(0.7, PAYS), steps=120),
-        "alpha70_operands": Setting(at_alpha(0.7, PAYS), steps=120, verifier_sft="--chain-wrong-operands 0.5",
-                                    ending="-operands"),
+        "alpha10": at(alpha=0.1),
+        "usual": USUAL,
+        "kl0": at(kl=0),
     },
     # How many problems have a gold answer.
-    "labels": {f"n{n}": Setting(labelled(n)) for n in (32, 64, 256)},
+    "labels": {
+        "n64": at(num_labelled=64, more="ttrl"),
+        "n256": at(num_labelled=256, more="ttrl"),
+        "usual": USUAL,
+    },
 }
 
 
@@ -272,7 +280,7 @@ def experiments_of(args) -> list[Experiment]:
 
 def arms_of(e: Experiment, text: str | None) -> list[str]:
     """The arms to run, by default the main ones. Raises BadInput for what there is not."""
-    arms = list(e.setting.arms or MAIN) if text is None else words_of("arms", text)
+    arms = list(e.setting.by_default) if text is None else words_of("arms", text)
     for arm in arms:
         if not has_arm(e, arm):
             raise BadInput(f"--arms {arm}: there are {' '.join(all_arms(e))}")
