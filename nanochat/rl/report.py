@@ -40,6 +40,7 @@ INDICATORS = {
     "gen/step_length": "tokens per step",
     "gen/frac_ranking_reversed": "groups that step rewards reverse",
     "gen/step_label_mean": "right steps (gold labels)",
+    "gen/rewards/step/mean": "right steps (as rewarded)",
 }
 # A verifier's other scores, which only summary.json and metrics.jsonl have, under any role's prefix.
 NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixed", "fixed_out", "current")}
