@@ -114,23 +114,25 @@ class Setting:
 
 
 DIAL_TASK = "small_chain"
-FIXED = {"tango": "fixed_verifier", "gentle": "fixed_verifier", "fixed_posterior": "fixed_verifier",
-         "fixed_verify_all": "fixed_posterior", "tango_posterior": "fixed_posterior",
-         "gentle_posterior": "fixed_posterior"}  # what an arm is compared with, beside GRPO
-PAYS = ["grpo", "fixed_verifier", *FIXED, "gold_steps", "ttrl"]
+PARTNERS = {"tango": "fixed_verifier", "gentle": "fixed_verifier", "fixed_posterior": "fixed_verifier",
+            "fixed_verify_all": "fixed_posterior", "tango_posterior": "fixed_posterior",
+            "gentle_posterior": "fixed_posterior"}  # what an arm is compared with, beside GRPO
+PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
 NO_ALPHA = ["grpo", "ttrl"]
 BY_DEFAULT = ("grpo", "fixed_verifier", "fixed_posterior", "tango", "gentle_posterior")
 
 
-def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, more: str = "gold_steps", **how) -> Setting:
-    """A setting: 120 steps with a constant alpha, where an arm has one, and this KL to the start. more: the last of the
-    arms that run by default. Gold steps need all gold answers, and TTRL uses none."""
-    labels = f"--num-labelled {num_labelled}" if num_labelled else ""
-    flags = {arm: ["" if arm in NO_ALPHA else f"--alpha-start {alpha} --alpha-end {alpha}", f"--kl-coef {kl}",
-                   "" if arm == "ttrl" else labels]
-             for arm in PAYS if arm != "gold_steps" or not labels}
-    return Setting({arm: " ".join(filter(None, parts)) for arm, parts in flags.items()}, (*BY_DEFAULT, more), steps=120,
-                   **how)
+def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, **how) -> Setting:
+    """A setting: 120 steps with a constant alpha, where an arm has one, and this KL to the start. Gold steps, which
+    need all gold answers, stand beside the arms, or with fewer answers TTRL, which uses none."""
+    flags = dict.fromkeys(PAYS, f"--kl-coef {kl}")
+    for arm in flags.keys() - NO_ALPHA:
+        flags[arm] += f" --alpha-start {alpha} --alpha-end {alpha}"
+    if num_labelled:
+        del flags["gold_steps"]
+        for arm in flags.keys() - {"ttrl"}:
+            flags[arm] += f" --num-labelled {num_labelled}"
+    return Setting(flags, (*BY_DEFAULT, "ttrl" if num_labelled else "gold_steps"), steps=120, **how)
 
 
 USUAL = at()
@@ -149,8 +151,8 @@ DIALS = {  # each turns one thing of the usual setting
     },
     # How many problems have a gold answer.
     "labels": {
-        "n64": at(num_labelled=64, more="ttrl"),
-        "n256": at(num_labelled=256, more="ttrl"),
+        "n64": at(num_labelled=64),
+        "n256": at(num_labelled=256),
         "usual": USUAL,
     },
 }
@@ -259,23 +261,34 @@ def words_of(flag: str, text: str) -> list[str]:
     return words
 
 
-def experiments_of(args) -> list[Experiment]:
-    """One experiment, or one for every setting of the dial. Raises BadInput for what there is not."""
-    args.task = args.task or (DIAL_TASK if args.dial else "chain")
-    tables = {"task": TASKS, "start": ("sft", "refine"), "dial": DIALS, "list": ("ablations", "flags")}
+def experiments_of(args) -> dict[str, list[Experiment]]:
+    """The experiments of each dial, one for every setting; without a dial the one that there is, under "". Raises
+    BadInput for what there is not."""
+    dials = [] if args.dial is None else words_of("dial", args.dial)
+    args.task = args.task or (DIAL_TASK if dials else "chain")
+    tables = {"task": TASKS, "start": ("sft", "refine"), "list": ("ablations", "flags")}
     check_choices(args, {name: table for name, table in tables.items() if getattr(args, name) is not None})
     if args.steps is not None and not re.fullmatch("[1-9][0-9]*", args.steps):
         raise BadInput(f"--steps {args.steps}: must be a number from 1")
-    if args.settings is not None and not args.dial:
-        raise BadInput(f"--settings {args.settings}: of which --dial?")
-    if args.dial and args.task != DIAL_TASK:
+    check_words("dial", dials, DIALS)
+    if args.settings is not None and len(dials) != 1:
+        raise BadInput(f"--settings {args.settings}: of which --dial? Name one of {', '.join(DIALS)}")
+    if dials and args.task != DIAL_TASK:
         raise BadInput(f"--task {args.task}: --dial is for {DIAL_TASK}")
-    there = DIALS[args.dial] if args.dial else {"": Setting()}
-    names = list(there) if args.settings is None else words_of("settings", args.settings)
-    for name in names:
-        if name not in there:
-            raise BadInput(f"--settings {name}: there are {', '.join(there)}")
-    return [experiment(args, name, there[name]) for name in names]
+    if not dials:
+        return {"": [experiment(args, "", Setting())]}
+    names = {dial: list(DIALS[dial]) for dial in dials}
+    if args.settings is not None:
+        names[dials[0]] = words_of("settings", args.settings)
+        check_words("settings", names[dials[0]], DIALS[dials[0]])
+    return {dial: [experiment(args, name, DIALS[dial][name]) for name in names[dial]] for dial in dials}
+
+
+def check_words(flag: str, words: list[str], there) -> None:
+    """Raises BadInput for a word of a flag that is not there."""
+    for word in words:
+        if word not in there:
+            raise BadInput(f"--{flag} {word}: there are {', '.join(there)}")
 
 
 def arms_of(e: Experiment, text: str | None) -> list[str]:

@@ -3,7 +3,7 @@ Runs a controlled experiment: arms that start from the same SFT checkpoints and 
 Then curves and a paired comparison. nanochat/arms.py says what there is; runs/fig4.sh and runs/pays.sh start it.
 
     bash runs/fig4.sh --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
-    bash runs/pays.sh --dial pressure --settings alpha70
+    bash runs/pays.sh --dial pressure --settings kl0
 
 A run is one process, JOBS of them at a time. What is finished is reused, what was interrupted goes on. The settings of
 a dial share what they can, and are reported together.
@@ -25,8 +25,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from nanochat.arms import (ABLATIONS, DIALS, FIXED, TASKS, Experiment, all_arms, arms_of, experiments_of, has_verifier,
-                           rl_flags, sft, words_of)
+from nanochat.arms import (ABLATIONS, DIALS, PARTNERS, TASKS, Experiment, all_arms, arms_of, experiments_of,
+                           has_verifier, rl_flags, sft, words_of)
 from nanochat.common import BadInput, StopRequested, base_dir, check_writable, path_of, print0, script_main
 from nanochat.rl.report import compare, dial_table, read_run
 
@@ -39,9 +39,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--start", default="sft", help="sft, or refine: behind it a second SFT, of second attempts")
     parser.add_argument("--steps", help="of the generator; default: the task's, or the setting's")
     parser.add_argument("--arms", help="default: the main ones, or the dial's")
-    parser.add_argument("--dial", help=f"one of: {', '.join(DIALS)}; default: none")
-    parser.add_argument("--settings", help="of the dial; default: all")
-    parser.add_argument("--out", help="folder of the report; default: dev/curves, or dev/curves/<dial>")
+    parser.add_argument("--dial", help=f"one or more of: {', '.join(DIALS)}; default: none")
+    parser.add_argument("--settings", help="of one dial; default: all")
+    parser.add_argument("--out", default="dev/curves",
+                        help="folder of the report; a dial's is in a folder of its name there (default: %(default)s)")
     parser.add_argument("--list", help="print the ablations, or the flags of every arm (of seed 0), and stop")
     flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
     parser.explain = lambda message: f"{message} (there are {', '.join(flags)})"
@@ -168,6 +169,7 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
             pass
     if children.is_stopped:
         raise StopRequested("stopped; the same command goes on from here")
+    are_done, num_copies = [future.result() for future in futures], 0
     for job in jobs:
         model = first[job.module, job.flags]
         if model.is_done() and not job.is_done():
@@ -177,7 +179,10 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
             shutil.copytree(model.folder, part)
             shutil.copy(log_of(f"{model.name}.flags"), log_of(f"{job.name}.flags"))
             os.rename(part, job.folder)
-    return all(future.result() for future in futures)
+            num_copies += 1
+    if num_copies:
+        print0(f"{num_copies} runs are copies of others that have the same flags")
+    return all(are_done)
 
 
 # Reports
@@ -200,8 +205,8 @@ def report(name: str, runs: list[Job], out: str, first_line: str, partners: dict
     finished = [run for run in runs if run.is_done()]
     if not finished:
         return False
-    command = [sys.executable, "-m", "scripts.report", "--out", out, "--max-rollouts", str(max(600, len(finished)))]
-    done = subprocess.run([*command, *(run.name for run in finished)], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([sys.executable, "-m", "scripts.report", "--out", out, *(run.name for run in finished)],
+                          stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return False
     os.makedirs(out, exist_ok=True)
@@ -224,7 +229,8 @@ def listed(args, experiments: list[Experiment]) -> list[str]:
 
 
 def main(args) -> None:
-    experiments, at_once = experiments_of(args), os.environ.get("JOBS") or str(num_cores())
+    dials, at_once = experiments_of(args), os.environ.get("JOBS") or str(num_cores())
+    experiments = list({e.name: e for group in dials.values() for e in group}.values())  # dials share a setting
     if not re.fullmatch("[1-9][0-9]*", at_once):
         raise BadInput(f"JOBS {at_once}: must be a number from 1")
     arms, seeds = [arms_of(e, args.arms) for e in experiments], words_of("seeds", args.seeds)
@@ -234,10 +240,10 @@ def main(args) -> None:
     if args.list:
         print0("\n".join(listed(args, experiments)))
         return
-    stages, out = stages_of(experiments, seeds, arms), args.out or os.path.join("dev/curves", args.dial or "")
+    stages = stages_of(experiments, seeds, arms)
     for job in itertools.chain(*stages):
         check_made_alike(job)
-    folders = out, log_of("")
+    folders = args.out, log_of("")
     for folder in folders:
         check_writable(folder)
     for folder in folders:
@@ -251,7 +257,10 @@ def main(args) -> None:
     command = shlex.join(["bash", f"runs/{'pays' if args.dial else 'fig4'}.sh", *sys.argv[1:]])
     first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time; this "
                   f"call's RL took {(time.time() - started) // 60:.0f} minutes (finished runs are not run again).")
-    is_whole &= report(args.dial or experiments[0].name, stages[2], out, first_line, FIXED if args.dial else None)
+    for dial, group in dials.items():
+        runs = [run for e in group for run in stages[2] if run.name.startswith(f"{e.name}-")]
+        is_whole &= report(dial or group[0].name, runs, os.path.join(args.out, dial), first_line,
+                           PARTNERS if dial else None)
     if not is_whole:
         sys.exit(1)
 

@@ -49,9 +49,6 @@ def add_args(parser):
                        help="the same for the verifier's own misconceptions")
     group.add_argument("--chain-verifier-wrongness", type=float, default=0.65,
                        help="the same for the verifier's own misconceptions")
-    group.add_argument("--chain-wrong-operands", type=float, default=0.0,
-                       help="share of SFT's corrupted solutions whose wrong steps have wrong operands; others have "
-                       "wrong results")
 
 
 class Chain:
@@ -65,13 +62,11 @@ class Chain:
         if not 1 <= args.chain_min_steps <= args.chain_max_steps:
             raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
                            f"need 1 <= min <= max")
-        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness",
-                     "chain_wrong_operands"):
+        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
         self.lengths = (args.chain_min_steps, args.chain_max_steps)
-        self.wrong_operands = args.chain_wrong_operands
         self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness
         self.misconceptions = misconceptions(2 * seed, args.chain_share, self.modulus)
         self.verifier_misconceptions = misconceptions(2 * seed + 1, args.chain_verifier_share, self.modulus)
@@ -105,22 +100,17 @@ class Chain:
         return self._render(problem.prompt, results)
 
     def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
-        """A right solution in which each step is wrong with some probability and carried on; over half of all stay
-        right. What is wrong is the result; in a share --chain-wrong-operands of the solutions it is the operands:
-        others than the step's own, rightly worked out."""
+        """A right solution in which each step's result is wrong with some probability and carried on; over half of all
+        stay right."""
         operations = self._operations(problem.prompt)
         rate = rng.choice([0.0, min(1.0, 1.5 / len(operations))])
-        are_operands = self.wrong_operands > 0 and rng.random() < self.wrong_operands
-        value, steps = int(problem.prompt[0]), []
+        value, results = int(problem.prompt[0]), []
         for op, b in operations:
-            a, is_wrong = value, rng.random() < rate
-            if is_wrong and are_operands:
-                a, op, b = self._other_operands(a, op, b, rng)
-            value = self._result(a, op, b)
-            if is_wrong and not are_operands:
+            value = self._result(value, op, b)
+            if rng.random() < rate:
                 value = (value + rng.randrange(1, self.modulus)) % self.modulus
-            steps.append((a, op, b, value))
-        return self._written(steps)
+            results.append(value)
+        return self._render(problem.prompt, results)
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
@@ -148,14 +138,6 @@ class Chain:
     def _result(self, a: int, op: str, b: int) -> int:
         return OPS[op](a, b) % self.modulus
 
-    def _other_operands(self, a: int, op: str, b: int, rng: random.Random) -> tuple[int, str, int]:
-        """Operands of which the first, the second or all may be others; not all are as given."""
-        draw = lambda: rng.randrange(self.modulus)
-        while True:
-            other = rng.choice([(draw(), op, b), (a, op, draw()), (draw(), rng.choice("+-*"), draw())])
-            if other != (a, op, b):
-                return other
-
     def _believed(self, a, op, b, wrong: dict, wrongness: float, rng: random.Random) -> int:
         mistaken = (a, op, b) in wrong and rng.random() < wrongness
         return wrong[a, op, b] if mistaken else self._result(a, op, b)
@@ -171,13 +153,11 @@ class Chain:
         return "".join(map(str, results)) if self.answer_kind == "all" else str(results[-1])
 
     def _render(self, prompt: str, results: list[int]) -> str:
-        operands = [int(prompt[0]), *results[:-1]]
-        return self._written([(a, op, b, result) for a, (op, b), result in
-                              zip(operands, self._operations(prompt), results, strict=True)])
-
-    def _written(self, steps: list[tuple[int, str, int, int]]) -> str:
-        texts = [f"{a}{op}{b}:{result}" for a, op, b, result in steps]
-        return self.fmt.render_solution(texts, self._answer([result for *_, result in steps]))
+        steps, value = [], int(prompt[0])
+        for (op, b), result in zip(self._operations(prompt), results, strict=True):
+            steps.append(f"{value}{op}{b}:{result}")
+            value = result
+        return self.fmt.render_solution(steps, self._answer(results))
 
     def _stated_result(self, step: str) -> int | None:
         match = STEP.fullmatch(self.fmt.step_body(step))

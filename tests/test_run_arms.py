@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.arms import BY_DEFAULT, DIALS, FIXED, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
+from nanochat.arms import BY_DEFAULT, DIALS, PARTNERS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
 from nanochat.common import script_main
 from scripts import run_arms, tango_rl
 
@@ -41,7 +41,12 @@ case $module in
             [ $waited -lt 50 ] || exit 4
             waited=$((waited + 1)); sleep 0.1
         done
-        mkdir -p "runs/$run"; touch "runs/$run/summary.json" ;;
+        mkdir -p "runs/$run"; : > "runs/$run/metrics.jsonl"
+        echo '{"args": {"task": "chain", "recipe": "tango", "seed": '"${run##*-s}"'}}' > "runs/$run/config.json"
+        case $run in *tango*) final=0.75 ;; *) final=0.25 ;; esac
+        echo '{"gen_steps": 9, "ver_steps": 3, "steps": 0, "sampled_tokens": 9, "before": {"gen/pass1_in": 0.1,
+            "gen/pass1_out": 0.1}, "after": {"gen/pass1_in": '$final', "gen/pass1_out": 0.1}}' \
+            > "runs/$run/summary.json" ;;
     scripts.report) echo "a table" ;;
 esac
 """
@@ -56,10 +61,6 @@ class World:
         stub.write_text(STUB)
         stub.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(stub))
-        # The stub's runs have nothing to compare.
-        monkeypatch.setattr(run_arms, "read_run", os.path.basename)
-        monkeypatch.setattr(run_arms, "compare", lambda names, partners: (names, partners))
-        monkeypatch.setattr(run_arms, "dial_table", lambda rows: f"{' '.join(rows[0])} with {len(rows[1])} partners\n")
         self.setenv(NANOCHAT_BASE_DIR=base, CALLS=base / "calls", JOBS=1)
 
     def setenv(self, **values) -> None:
@@ -92,8 +93,8 @@ def world(tmp_path, monkeypatch, capsys) -> World:
     return World(tmp_path, monkeypatch, capsys)
 
 
-def experiments(*flags: str) -> list:
-    return experiments_of(run_arms.make_parser().parse_args(flags))
+def experiments(*flags: str) -> list[Experiment]:
+    return [e for group in experiments_of(run_arms.make_parser().parse_args(flags)).values() for e in group]
 
 
 def one(*flags: str):
@@ -231,23 +232,28 @@ def test_the_dial_labels_counts_the_labels_of_every_arm_that_uses_them(number):
     flags = {arm: rl_flags(e, "1", arm) for arm in all_arms(e)}
     assert flags.keys() == set(PAYS) - {"gold_steps"}
     for arm, text in flags.items():
-        assert getattr(parsed(text), "num_labelled", 0) == (0 if arm == "ttrl" else int(number))
+        args = parsed(text)
+        assert getattr(args, "num_labelled", 0) == (0 if arm == "ttrl" else int(number))
+        assert getattr(args, "alpha_start", 0.7) == 0.7 and args.kl_coef == 0.05
 
 
 def test_what_runs_at_a_setting_by_default_is_there_and_is_compared_with_what_runs_too():
     for dial in DIALS.values():
         for setting in dial.values():
             assert set(setting.by_default) <= setting.arms.keys() and set(BY_DEFAULT) < set(setting.by_default)
-            assert {FIXED[arm] for arm in setting.by_default if arm in FIXED} <= set(setting.by_default)
+            assert {PARTNERS[arm] for arm in setting.by_default if arm in PARTNERS} <= set(setting.by_default)
 
 
 @pytest.mark.parametrize("flags, words", [
     (["--dial", "warp"], ["--dial warp", "start", "pressure", "labels"]),
-    (["--dial", ""], ["--dial", "start", "pressure", "labels"]),
+    (["--dial", ""], ["--dial", "empty"]),
     (["--dial", "start", "--settings", "alpha10"], ["--settings alpha10", "weak", "usual", "strong"]),
     (["--dial", "start", "--settings", "weak weak"], ["--settings weak weak", "twice"]),
     (["--dial", "start", "--settings", ""], ["--settings", "empty"]),
     (["--settings", "weak"], ["--settings weak", "--dial"]),
+    (["--dial", "start labels", "--settings", "usual"], ["--settings usual", "--dial"]),
+    (["--dial", "start start"], ["--dial start start", "twice"]),
+    (["--dial", "start labels", "--arms", "gold_steps"], ["--arms gold_steps", "ttrl"]),
     (["--dial", "start", "--task", "mixture"], ["--task mixture", "small_chain"]),
     (["--dial", "labels", "--arms", "gold_steps"], ["--arms gold_steps", "tango", "ttrl"]),
     (["--dial", "start", "--arms", "prime"], ["--arms prime", "grpo", "gentle_posterior"]),
@@ -274,18 +280,31 @@ def test_all_sfts_come_before_all_runs_and_a_dial_gets_one_report(world):
     made = [name for name in names if not name.startswith("small_chain_usual-grpo")]
     assert world.runs() == made == re.findall(r"^\d\d:\d\d (\S+)$", out, re.MULTILINE)
     assert all((world.base / "runs" / name / "summary.json").exists() for name in names)
-    out_folder = world.base / "out"
-    assert world.calls("report") == [f"--out {out_folder} --max-rollouts 600 {' '.join(names)}"]
+    assert "\n2 runs are copies " in out
+    out_folder = world.base / "out" / "start"
+    assert world.calls("report") == [f"--out {out_folder} {' '.join(names)}"]
     text = (out_folder / "start.md").read_text()
     assert text.startswith("`bash runs/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
     assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text)
-    assert f"\n\n{' '.join(names)} with {len(FIXED)} partners\n\na table\n" in text and text in out
+    assert text.endswith("\n\na table\n") and text in out
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| small_chain_")]
+    assert [row[:4] for row in rows] == [[f"| small_chain_{setting}", arm, "2", final] for setting in ("weak", "usual")
+                                         for arm, final in (("tango", "75.0 ± 0.0"), ("grpo", "25.0 ± 0.0"),
+                                                            ("gentle", "25.0 ± 0.0"))]
     shutil.rmtree(world.base / "runs" / "small_chain_weak-grpo-s1")
     assert world.run("--dial", "start", "--seeds", "1 2", "--arms", "grpo")[0] == 0
     assert world.runs() == []  # a copy is as good as what it is a copy of, at any setting
     assert (world.base / "runs" / "small_chain_strong-grpo-s1" / "summary.json").exists()
-    assert world.run("--dial", "pressure", "--settings", "usual", "--seeds", "1 2", "--arms", "tango")[0] == 0
-    assert world.runs() == []  # the usual setting is the same in every dial
+
+
+def test_dials_share_the_usual_setting_and_each_gets_its_report(world):
+    code, out, err = world.run("--dial", "pressure labels", "--seeds", "1", "--arms", "tango fixed_verifier")
+    assert (code, err) == (0, "") and len(world.runs()) == len(set(world.runs())) == 10
+    names = {dial: [f"small_chain_{setting}-{arm}-s1" for setting in DIALS[dial]
+                    for arm in ("tango", "fixed_verifier")] for dial in ("pressure", "labels")}
+    assert world.calls("report") == [f"--out {world.base}/out/{dial} {' '.join(runs)}" for dial, runs in names.items()]
+    rows = [line for line in (world.base / "out/labels/labels.md").read_text().splitlines() if "| tango |" in line]
+    assert len(rows) == 3 and all(" | +50.0 (fixed_verifier) | - | " in row for row in rows)
 
 
 def names_of(stages: list) -> list[list[str]]:
@@ -336,7 +355,7 @@ def test_a_run_that_fails_is_left_out_and_the_others_go_on(world):
     assert re.match(rf"failed: \S+ -m scripts.tango_rl --run chain-tango-s1 .+ \(see {log}\)\nfirst\nbad luck\n", err)
     assert err.endswith("\nnot finished, left out: chain-tango-s1\n") and log.read_text() == "first\nbad luck\n"
     assert world.calls("report") == [
-        f"--out {world.base}/out --max-rollouts 600 chain-tango-s2 chain-grpo-s1 chain-grpo-s2"]
+        f"--out {world.base}/out/ chain-tango-s2 chain-grpo-s1 chain-grpo-s2"]
 
 
 def test_nothing_starts_from_an_sft_that_failed(world):
@@ -383,7 +402,8 @@ def wrapper(tmp_path, name: str, *flags: str, **env: str) -> subprocess.Complete
 ])
 def test_a_wrapper_hands_its_flags_on(tmp_path, name, env, shown):
     done = wrapper(tmp_path, name, "--dial", "start", "--seeds", "1 2", **env)
-    assert done.stdout == f"{shown}\n{tmp_path}\n-m|scripts.run_arms|--dial|start|--seeds|1 2|"
+    dials = f"--dial|{' '.join(DIALS)}|" if name == "pays.sh" else ""  # a later --dial counts
+    assert done.stdout == f"{shown}\n{tmp_path}\n-m|scripts.run_arms|{dials}--dial|start|--seeds|1 2|"
 
 
 @pytest.mark.parametrize("name", ["fig4.sh", "pays.sh"])
@@ -396,4 +416,4 @@ def test_help_is_the_head_of_the_wrapper(tmp_path, name):
 
 def test_pays_turns_all_dials_unless_one_is_named(tmp_path):
     shown = wrapper(tmp_path, "pays.sh", "--seeds", "1").stdout
-    assert re.findall(r"-m\|scripts.run_arms\|--dial\|(\w+)\|--seeds\|1\|", shown) == list(DIALS)
+    assert shown.endswith(f"-m|scripts.run_arms|--dial|{' '.join(DIALS)}|--seeds|1|")

@@ -423,13 +423,13 @@ def test_a_solution_without_an_answer_says_nothing_of_its_steps(base, monkeypatc
 
 
 def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):
-    flags, seen, verify = ["--num-steps", "2", "--temperature", "0.4", "--num-samples", "8"], [], tango.verify_once
+    flags, seen, verify = ["--num-steps", "2", "--temperature", "0.4", "--num-samples", "8"], [], tango.verifications_of
 
     def watched(t, solutions):
         seen.append((list(zip(solutions.group_id.tolist(), solutions.texts, strict=True)), verify(t, solutions)))
         return seen[-1][1]
 
-    monkeypatch.setattr(tango, "verify_once", watched)
+    monkeypatch.setattr(tango, "verifications_of", watched)
     train("--run", "all", *flags)
     train("--run", "one", *flags, "--verify-distinct")
     shares = [r["gen/verified"] for run in ("all", "one") for r in records(base, run) if r["role"] == "generator"]

@@ -13,6 +13,7 @@ def add_args(group):
     tango.add_label_args(group)
     tango.add_alpha_args(group)
     tango.add_verdict_args(group)
+    tango.add_distinct_args(group)
     tango.add_step_args(group)
 
 

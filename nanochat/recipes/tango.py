@@ -8,6 +8,7 @@ Equations, sections and the algorithm are the paper's. Departures:
 4. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
 5. Step rewards can take the outcome into account (--step-rewards posterior), and only some problems may have gold
    answers (--num-labelled).
+6. Solutions of a problem that are alike can share one verification (--verify-distinct).
 """
 import argparse
 import math
@@ -90,6 +91,7 @@ def add_pair_args(group) -> None:
     add_label_args(group)
     add_alpha_args(group)
     add_verifier_args(group)
+    add_distinct_args(group)
 
 
 def add_schedule_args(group) -> None:
@@ -122,12 +124,15 @@ def add_verdict_args(group) -> None:
     group.add_argument("--verifier-max-new-tokens", type=int, default=112)
 
 
+def add_distinct_args(group) -> None:
+    group.add_argument("--verify-distinct", action=argparse.BooleanOptionalAction, default=False,
+                       help="solutions of a problem that are alike share one verification, which counts for each")
+
+
 def add_step_args(group) -> None:
     group.add_argument("--step-rewards", default="verdicts",
                        help=f"one of: {', '.join(STEP_REWARDS)}; posterior: how likely each step is right, given all "
                        "verdicts on the solution, its outcome, and how far verdicts could be believed before")
-    group.add_argument("--verify-distinct", action="store_true",
-                       help="verify each text of a group once: solutions that are alike share their verdicts")
 
 
 def add_verifier_args(group) -> None:
@@ -239,7 +244,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     solutions.columns = {"outcome": outcomes}
     verifications, verdicts = None, labels
     if judge == "verifier":
-        verifications = verify_once(t, solutions)
+        verifications = verifications_of(t, solutions)
         solutions.columns |= verification_columns(verifications)
         verdicts = [v.usable_steps for v in verifications]
     chances = verdicts
@@ -272,17 +277,18 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     yield Update("generator", [(solutions, advantages)])                                                        # eq. 1
 
 
-def verify_once(t: Play, solutions: Rollouts) -> list[Verification]:
-    """A verification of each solution; with --verify-distinct one of each text about a problem."""
-    keys = list(zip(solutions.group_id.tolist(), solutions.texts, strict=True))
-    if not vars(t.args).get("verify_distinct"):
+def verifications_of(t: Play, solutions: Rollouts) -> list[Verification]:
+    """A verification of each solution; with --verify-distinct solutions of a problem that are alike share one."""
+    keys, first = list(zip(solutions.group_id.tolist(), solutions.texts, strict=True)), {}
+    if not t.args.verify_distinct:
         keys = list(range(len(solutions)))
-    first = {key: n for n, key in reversed(list(enumerate(keys)))}
-    rows = sorted(first.values())
+    for n, key in enumerate(keys):
+        first.setdefault(key, n)
+    rows = list(first.values())
     verifications = t.read_verifications(t.verify("verifier", solutions.select(rows), 1, "verdicts"))
-    of_row = dict(zip(rows, verifications, strict=True))
-    t.log("generator", t.mean({"verified": [n in of_row for n in range(len(solutions))]}))
-    return [of_row[first[key]] for key in keys]
+    of_key = dict(zip(first, verifications, strict=True))
+    t.log("generator", t.mean({"verified": [first[key] == n for n, key in enumerate(keys)]}))
+    return [of_key[key] for key in keys]
 
 
 def verifier_step(t: Play):

@@ -287,7 +287,7 @@ def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dic
     seed, same problems, same SFT checkpoint of the generator. partners: another arm to compare an arm with, beside the
     baseline. Raises BadInput for runs that are not comparable."""
     rows = []
-    for task in sorted({run.task for run in runs}):
+    for task in dict.fromkeys(run.task for run in runs):
         of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
         if len(of_task) < sum(run.task == task for run in runs):
             raise BadInput(f"task {task}: two runs have the same arm and seed, or one is named twice")
@@ -303,7 +303,7 @@ def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dic
             mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
             row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
                    "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()],
-                   "area": [finals[arm, s]["area"] for s in mine]}
+                   "area": [finals[arm, s]["area"] for s in mine], "has_oracle": any(a == ORACLE for a, _ in of_task)}
             for kind in ("final", "area"):
                 row[f"{kind}_gain"] = list(gains.get((arm, kind), {}).values())
                 row[f"{kind}_recovered"] = recovered(gains.get((arm, kind), {}), gains.get((ORACLE, kind), {}))
@@ -315,7 +315,7 @@ def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dic
             row["at_equal_tokens"] = list(equal.values())
             row["tokens_gain"] = [value - finals[BASELINE, s]["final"] for s, value in equal.items()
                                   if None not in (value, finals[BASELINE, s]["final"])]
-            partner = (partners or {}).get(arm)
+            row["partner"] = partner = (partners or {}).get(arm)
             pairs = [(finals[arm, s]["final"], finals[partner, s]["final"]) for s in mine if (partner, s) in of_task]
             row["partner_gain"] = [a - b for a, b in pairs if None not in (a, b)]
             passed = [curve(run, "gen/verdicts/wrong_steps_passed", "gen_step")[1] for run in mine.values()]
@@ -389,8 +389,10 @@ def change(pairs: list[tuple[float, float]]) -> str:
 
 
 def share(value: float | None, row: dict) -> str:
-    """Of the oracle's gain."""
-    return "-" if row["arm"] == BASELINE else "not measurable" if value is None else f"{100 * value:.0f}%"
+    """Of the oracle's gain, where there is an oracle."""
+    if row["arm"] == BASELINE or not row["has_oracle"]:
+        return "-"
+    return "not measurable" if value is None else f"{100 * value:.0f}%"
 
 
 def equal_tokens(row: dict) -> str:
@@ -409,27 +411,30 @@ def cells(row: dict) -> list[str]:
             share(row["area_recovered"], row), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
 
 
-DIAL_COLUMNS = ("setting", "arm", "seeds", "final", "final - GRPO", "at GRPO's tokens", "that - GRPO",
-                "final - fixed verifier", "oracle's gain", "wrong steps passed")
+DIAL_COLUMNS = ("setting", "arm", "seeds", "final", "final - GRPO", "at GRPO's tokens", "at GRPO's tokens - GRPO",
+                "final - partner", "oracle's gain", "wrong steps passed")
 
 
 def dial_table(rows: list[dict]) -> str:
-    """Rows of `compare` at several settings as one table; the setting is what the task's name ends in."""
+    """Rows of `compare` at several settings as one table. Wrong steps passed: mean up to the first evaluation, and from
+    the last but one to the last."""
     text = f"| {' | '.join(DIAL_COLUMNS)} |\n|{' --- |' * len(DIAL_COLUMNS)}\n"
     for row in rows:
-        values = [row["task"].rpartition("_")[2], row["arm"], str(row["seeds"]), spread(row["final"]),
-                  paired(row["final_gain"], row), equal_tokens(row), paired(row["tokens_gain"], row),
-                  paired(row["partner_gain"], row), share(row["final_recovered"], row),
-                  change(row["wrong_steps_passed"])]
+        partner = f" ({row['partner']})" if row["partner_gain"] else ""
+        values = [row["task"], row["arm"], str(row["seeds"]), spread(row["final"]), paired(row["final_gain"], row),
+                  equal_tokens(row), paired(row["tokens_gain"], row), paired(row["partner_gain"], row) + partner,
+                  share(row["final_recovered"], row), change(row["wrong_steps_passed"])]
         text += f"| {' | '.join(values)} |\n"
     return text
 
 
 def provenance(runs: list[Run]) -> str:
-    """One line: how many runs, how long they took together, of which commits and versions."""
-    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in runs}))}"
+    """One line: how many runs, how long they took together, of which commits and versions. A copy of a run, which says
+    the other's name in its config, is not counted."""
+    made = list({run.config["args"].get("run") or run.name: run for run in runs}.values())
+    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in made}))}"
              for name in ("commit", "torch", "world")]
-    return (f"{len(runs)} runs, {sum(run.summary['minutes'] for run in runs):.0f} minutes one after the other; "
+    return (f"{len(made)} runs, {sum(run.summary['minutes'] for run in made):.0f} minutes one after the other; "
             f"{'; '.join(facts)}")
 
 
