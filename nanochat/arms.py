@@ -150,7 +150,7 @@ DIALS = {  # each turns one thing of the usual setting
     },
     # How much weight step rewards have, and a generator that no KL holds back.
     "pressure": {
-        "alpha10": at(alpha=0.1),
+        "alpha30": at(alpha=0.3),
         "usual": USUAL,
         "kl0": at(kl=0),
     },

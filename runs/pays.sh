@@ -9,13 +9,13 @@
 # A dial turns one thing of the setting called usual (step rewards of weight .7, a KL of weight .05 to the start, 120
 # generator steps), which is part of every dial:
 #   start     how good the verifier is before RL: weak, usual, strong
-#   pressure  the weight of step rewards: alpha10 (.1), usual (.7); and kl0, without the KL
+#   pressure  the weight of step rewards: alpha30 (.3), usual (.7); and kl0, without the KL
 #   labels    how many problems have a known answer: n64, n256, usual (all of them)
 # Without --dial all three are turned. On 2 cores a seed takes about HOURS. Each dial gets a table and a report in a
 # folder of its name in --out. --settings takes some settings of one dial, --arms some arms. Other flags, JOBS and
 # NANOCHAT_BASE_DIR are those of fig4.sh.
 #   bash runs/pays.sh --seeds "21 22 23 24 25"
-#   bash runs/pays.sh --dial pressure --settings "alpha10 usual" --arms "tango grpo"
+#   bash runs/pays.sh --dial pressure --settings "alpha30 usual" --arms "tango grpo"
 set -euo pipefail
 case " $* " in *" -h "*|*" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 source "$(dirname "$0")/setup.sh"

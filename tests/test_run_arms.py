@@ -163,7 +163,7 @@ def test_the_flags_of_an_sft():
     (["--steps", "20"], ["chain_20"]),
     (["--task", "mixture", "--start", "refine", "--steps", "20"], ["mixture_refine_20"]),
     (["--dial", "start", "--settings", "weak strong"], ["small_chain_weak", "small_chain_strong"]),
-    (["--dial", "pressure", "--settings", "usual alpha10"], ["small_chain_usual", "small_chain_alpha10"]),
+    (["--dial", "pressure", "--settings", "usual alpha30"], ["small_chain_usual", "small_chain_alpha30"]),
     (["--dial", "pressure", "--settings", "kl0", "--steps", "120"], ["small_chain_kl0"]),
     (["--dial", "labels", "--settings", "n64", "--steps", "30"], ["small_chain_n64_30"]),
 ])
@@ -216,7 +216,7 @@ def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
             assert ("-ver" in rl_flags(e, "1", arm)) == (arm not in ("grpo", "gold_steps", "ttrl"))
 
 
-@pytest.mark.parametrize("setting, alpha, kl", [("alpha10", 0.1, 0.05), ("usual", 0.7, 0.05), ("kl0", 0.7, 0)])
+@pytest.mark.parametrize("setting, alpha, kl", [("alpha30", 0.3, 0.05), ("usual", 0.7, 0.05), ("kl0", 0.7, 0)])
 def test_the_dial_pressure_sets_a_constant_alpha_and_the_kl(setting, alpha, kl):
     e = one("--dial", "pressure", "--settings", setting)
     for arm in PAYS:
@@ -247,7 +247,7 @@ def test_what_runs_at_a_setting_by_default_is_there_and_is_compared_with_what_ru
 @pytest.mark.parametrize("flags, words", [
     (["--dial", "warp"], ["--dial warp", "start", "pressure", "labels"]),
     (["--dial", ""], ["--dial", "empty"]),
-    (["--dial", "start", "--settings", "alpha10"], ["--settings alpha10", "weak", "usual", "strong"]),
+    (["--dial", "start", "--settings", "alpha30"], ["--settings alpha30", "weak", "usual", "strong"]),
     (["--dial", "start", "--settings", "weak weak"], ["--settings weak weak", "twice"]),
     (["--dial", "start", "--settings", ""], ["--settings", "empty"]),
     (["--settings", "weak"], ["--settings weak", "--dial"]),
@@ -312,7 +312,7 @@ def names_of(stages: list) -> list[list[str]]:
 
 
 def test_every_sft_is_made_once_and_behind_the_one_that_it_starts_from():
-    stages = run_arms.stages_of(experiments("--dial", "pressure", "--settings", "alpha10 usual kl0"), ["1", "2"],
+    stages = run_arms.stages_of(experiments("--dial", "pressure", "--settings", "alpha30 usual kl0"), ["1", "2"],
                                 [["tango", "gentle"]] * 3)
     assert names_of(stages[:2]) == [[f"sft-small_chain-s{seed}{ending}" for seed in (1, 2)] for ending in ("", "-ver")]
     assert len(stages[2]) == len(set(stages[2])) == 12
