@@ -72,9 +72,6 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "fixed_verify_all": "--recipe fixed_verifier --step-rewards posterior",
     "fixed_posterior": "--recipe fixed_verifier --step-rewards posterior --verify-distinct",
     "tango_posterior": "--recipe tango --step-rewards posterior --verify-distinct",
-    "credit": "--recipe tango --warmup-steps 10 --verdict-credit steps --step-rewards posterior --verify-distinct",
-    "gentle_credit": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --verdict-credit steps --step-rewards "
-                     "posterior --verify-distinct",
     "gentle_posterior": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior "
                         "--verify-distinct",
     "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
@@ -117,11 +114,9 @@ class Setting:
 
 
 DIAL_TASK = "small_chain"
-PARTNERS = {  # what an arm is compared with, beside GRPO
-    **dict.fromkeys(["tango", "gentle", "fixed_posterior"], "fixed_verifier"),
-    **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior", "credit", "gentle_credit"],
-                    "fixed_posterior"),
-}
+PARTNERS = {"tango": "fixed_verifier", "gentle": "fixed_verifier", "fixed_posterior": "fixed_verifier",
+            "fixed_verify_all": "fixed_posterior", "tango_posterior": "fixed_posterior",
+            "gentle_posterior": "fixed_posterior"}  # what an arm is compared with, beside GRPO
 PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
 NO_ALPHA = ["grpo", "ttrl"]
 BY_DEFAULT = ("grpo", "fixed_verifier", "fixed_posterior", "tango", "gentle_posterior")

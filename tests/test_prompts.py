@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.prompts import (UNMET, generator_prompt, judgment_ends, parse_verification, read_solution,
-                                 verifier_prompt)
+from nanochat.rl.prompts import UNMET, generator_prompt, parse_verification, read_solution, verifier_prompt
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 FORMATS = {"paper": PAPER, "compact": COMPACT}
@@ -114,17 +113,6 @@ def test_step_ends_by_hand():
                          tokenizer.encode("<think><step>a</step><step>é</step></think>")).step_ends == [20, 35]
 
 
-def test_judgment_ends_by_hand():
-    """3+5:8T; has bytes 0-6 and 8*2:5F; 7-13; what stands behind the final mark is none. <step_verification> has 19
-    bytes, and <step>a\\boxed{CORRECT}</step> 6 + 1 + 15 + 7."""
-    tokenizer = TOKENIZERS["bytes"]
-    ids = tokenizer.encode("3+5:8T;8*2:5F;=F;")
-    assert judgment_ends(tokenizer, COMPACT, ids) == judgment_ends(tokenizer, COMPACT, [*ids, tokenizer.stop_tokens[0]])
-    assert judgment_ends(tokenizer, COMPACT, ids) == [6, 13]
-    ids = tokenizer.encode(PAPER.render_verification(["a"], [True], True))
-    assert judgment_ends(tokenizer, PAPER, ids) == [19 + 29 - 1]
-
-
 def test_a_token_that_straddles_closing_marks_ends_all_their_steps():
     """;= closes a step and opens the answer; ;; closes two steps, so that ends never decrease but can be equal."""
     tokenizer = TOKENIZERS["bpe"]
@@ -150,17 +138,6 @@ def test_read_solution_is_total_and_a_steps_end_token_holds_the_last_byte_of_its
         closed_before = len(fmt.step_spans(tokenizer.decode(tokens[:end])))
         closed_with = len(fmt.step_spans(tokenizer.decode(tokens[:end + 1])))
         assert closed_before <= k < closed_with  # step k is still open without this token and closed with it
-
-
-@EVERY_TOKENIZER
-@EVERY_FORMAT
-@SETTINGS
-@given(data=st.data())
-def test_a_verification_has_an_end_token_for_each_judgment_that_is_read(tokenizer, fmt, data):
-    tokens = data.draw(token_soup(tokenizer, fmt))
-    ends = judgment_ends(tokenizer, fmt, tokens)
-    assert len(ends) == len(parse_verification(fmt, tokenizer.decode(tokens), 1).step_verdicts)
-    assert ends == sorted(ends) and all(0 <= end < len(tokens) for end in ends)
 
 
 @EVERY_TOKENIZER

@@ -13,8 +13,8 @@ import torch
 
 from nanochat.rl import rewards
 from nanochat.rl.prompts import UNMET
-from nanochat.rl.rewards import (CREDIT_CAP, ClassWeights, VerdictTrust, format_reward, outcome_credit,
-                                 outcome_rewards, step_rewards, terminal_rewards, verdict_reward)
+from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
+                                 terminal_rewards, verdict_reward)
 
 T, F = True, False
 
@@ -158,28 +158,6 @@ def test_the_weights_even_out_what_the_classes_contribute_less_than_fully():
     weights = ClassWeights()
     weights.observe(4, 12)
     assert 4 * weights.weight(True) ** 2 == pytest.approx(12 * weights.weight(False) ** 2, rel=1e-12)
-
-
-# What the verdict on a step does for the likelihood of the outcome
-
-@pytest.mark.parametrize("outcome", [T, F])
-@pytest.mark.parametrize("beliefs", [[0.6], [0.9, 0.3, 0.7], [0.5] * 8])
-def test_outcome_credit_is_the_derivative_of_the_log_likelihood(beliefs, outcome):
-    luck, step = 0.2, 1e-6
-
-    def log_likelihood(beliefs):
-        chance = math.prod(beliefs) + luck * (1 - math.prod(beliefs))
-        return math.log(chance if outcome else 1 - chance)
-
-    for k, credit in enumerate(outcome_credit(beliefs, outcome, luck)):
-        above, below = ([p + sign * step * (i == k) for i, p in enumerate(beliefs)] for sign in (1, -1))
-        assert credit == pytest.approx((log_likelihood(above) - log_likelihood(below)) / (2 * step), abs=1e-6)
-        assert (credit > 0) == outcome
-
-
-def test_outcome_credit_has_a_cap():
-    assert outcome_credit([0.99, 0.99], F, 0.1) == [-CREDIT_CAP] * 2  # else -49.7
-    assert outcome_credit([0.5, 0.5, 1e-3], T, 0.0)[2] == CREDIT_CAP
 
 
 # How far verdicts can be believed

@@ -18,7 +18,6 @@ from nanochat.common import BadInput, Diverged, StopRequested, lock_run
 from nanochat.recipes import tango
 from nanochat.rl import evals
 from nanochat.rl.play import Play
-from nanochat.rl.rewards import outcome_credit
 from scripts import chat_sft, tango_rl
 from tasks.chain import Chain
 
@@ -442,43 +441,6 @@ def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):
     tokens = [next(r for r in records(base, run) if r["role"] == "generator")["gen/sampled_tokens"]
               for run in ("all", "one")]
     assert seen[0][0] == seen[2][0] and tokens[1] < tokens[0]
-
-
-# Credit of a verification's steps
-
-def test_a_step_of_a_verification_earns_what_its_verdict_does_for_the_outcome(base, monkeypatch):
-    """Checked on the batches of a run: the tokens of a judgment have the credit of its step, times how far its verdict
-    is from the group's mean; what has no verdict on each step, and what stands behind the steps, earns as without."""
-    seen, to_the_steps = [], tango.VERDICT_CREDIT["steps"]
-
-    def watched(t, rollouts, verifications, outcomes, advantages):
-        luck = t.memory.get("trust", {}).get("luck", 0.1)
-        seen.append((rollouts, verifications, outcomes, luck, advantages,
-                     to_the_steps(t, rollouts, verifications, outcomes, advantages)))
-        return seen[-1][-1]
-
-    monkeypatch.setitem(tango.VERDICT_CREDIT, "steps", watched)
-    train("--run", "c", "--verdict-credit", "steps", "--step-rewards", "posterior", "--num-samples", "8")
-    num_checked = num_other = 0
-    for rollouts, verifications, outcomes, luck, before, after in seen:
-        group_id = rollouts.group_id.tolist()
-        for n, verification in enumerate(verifications):
-            rows = [v.usable_steps for v, g in zip(verifications, group_id, strict=True)
-                    if g == group_id[n] and v.usable_steps]
-            if not verification.usable_steps:
-                assert torch.equal(after[n], before[n])
-                num_other += 1
-                continue
-            shares = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
-            beliefs = [(share * len(rows) + 0.5) / (len(rows) + 1) for share in shares]
-            credit = outcome_credit(beliefs, outcomes[n], luck)
-            judgments = verification.text.split(";")[: len(shares)]
-            wanted = [c * (v - share) for c, v, share, judgment in zip(
-                credit, verification.step_verdicts, shares, judgments, strict=True) for _ in f"{judgment};"]
-            assert after[n, : len(wanted)].tolist() == pytest.approx(wanted, abs=1e-5)  # a token is a character
-            assert torch.equal(after[n, len(wanted):], before[n, len(wanted):])
-            num_checked += any(wanted)
-    assert num_checked and num_other and len({luck for *_, luck, _, _ in seen}) > 1
 
 
 def test_unknown_step_rewards_are_refused(base):

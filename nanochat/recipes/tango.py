@@ -24,9 +24,9 @@ from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, mean_advant
                                scores_of_pair, verification_columns)
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
-from nanochat.rl.prompts import Verification, count_copies, empty_verifier_prompt, judgment_ends
-from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_credit, outcome_rewards,
-                                 step_rewards, terminal_rewards, verdict_reward)
+from nanochat.rl.prompts import Verification, count_copies, empty_verifier_prompt
+from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
+                                 terminal_rewards, verdict_reward)
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
@@ -77,40 +77,6 @@ def posterior(t: Play, solutions: Rollouts, verdicts: list[list[bool] | None]) -
 
 
 STEP_REWARDS = {"verdicts": as_judged, "posterior": posterior}
-
-
-# What the tokens of a verifier step earn: (t, its rollouts, as read, outcomes, advantages by eq. 8) -> (N, T)
-
-def to_the_whole(t: Play, rollouts: Rollouts, verifications: list[Verification], outcomes: list[bool],
-                 advantages: torch.Tensor) -> torch.Tensor:
-    """Every token the same: the agreement of the final verdict with the outcome, and the format (eq. 8)."""
-    return advantages
-
-
-def to_the_steps(t: Play, rollouts: Rollouts, verifications: list[Verification], outcomes: list[bool],
-                 advantages: torch.Tensor) -> torch.Tensor:
-    """The tokens of a step's judgment: what its verdict does for the likelihood of the outcome, less the mean over the
-    group. Only what stands behind the steps, and what has no verdict on each of them, earns by eq. 8."""
-    advantages, luck = advantages.clone(), VerdictTrust(**t.memory.get("trust", {})).luck
-    groups: dict[int, list[int]] = {}
-    for n, (g, verification) in enumerate(zip(rollouts.group_id.tolist(), verifications, strict=True)):
-        if verification.usable_steps:
-            groups.setdefault(g, []).append(n)
-    completions = rollouts.completions()
-    for rows in groups.values():
-        verdicts = torch.tensor([verifications[n].step_verdicts for n in rows], dtype=torch.float32)  # (G, K)
-        beliefs = (verdicts.sum(dim=0) + 0.5) / (len(rows) + 1)
-        credit = torch.tensor(outcome_credit(beliefs.tolist(), outcomes[rows[0]], luck))  # (K,)
-        earned = credit * (verdicts - verdicts.mean(dim=0))  # (G, K)
-        for n, row in zip(rows, earned.tolist(), strict=True):
-            first = 0
-            for end, value in zip(judgment_ends(t.tokenizer, t.task.fmt, completions[n]), row, strict=True):
-                advantages[n, first: end + 1] = value
-                first = end + 1
-    return advantages
-
-
-VERDICT_CREDIT = {"whole": to_the_whole, "steps": to_the_steps}
 
 
 # Flags
@@ -174,9 +140,6 @@ def add_verifier_args(group) -> None:
     group.add_argument("--gamma", type=float, default=0.8, help="weight of the verifier's format reward (eq. 8)")
     group.add_argument("--class-weights", action=argparse.BooleanOptionalAction, default=True,
                        help="class-aware verifier advantages (eq. 9)")
-    group.add_argument("--verdict-credit", default="whole",
-                       help=f"one of: {', '.join(VERDICT_CREDIT)}; steps: each judgment of a step earns what its "
-                       "verdict does for the likelihood of the outcome")
     group.add_argument("--verifier-balance", action=argparse.BooleanOptionalAction, default=False,
                        help="judge as many right as wrong solutions, drawing on past ones")
     group.add_argument("--verifier-replay", type=float, default=0.0, help="share of past solutions in verifier batches")
@@ -189,8 +152,7 @@ LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier
 
 def check(args, task) -> None:
     """Raises BadInput for settings of this family that cannot work."""
-    given, tables = vars(args), {"schedule": SCHEDULES, "combine": COMBINE, "step_rewards": STEP_REWARDS,
-                           "verdict_credit": VERDICT_CREDIT}
+    given, tables = vars(args), {"schedule": SCHEDULES, "combine": COMBINE, "step_rewards": STEP_REWARDS}
     check_choices(args, {name: table for name, table in tables.items() if name in given})
     check_least(args, {name: low for name, low in LEAST.items() if name in given})
     if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
@@ -351,7 +313,6 @@ def verifier_step(t: Play):
     rewards = [verdict_reward(v.verdict, o, v.unmet, t.args.gamma) for v, o in pairs]                           # eq. 8
     advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id,
                                    rollouts.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
-    advantages = VERDICT_CREDIT[t.args.verdict_credit](t, rollouts, verifications, outcomes, advantages)
     if t.args.class_weights:                                                                                     # eq. 9
         weights = ClassWeights(**t.memory.get("class_weights", {}))
         counts = torch.tensor([outcomes.count(True) / G, outcomes.count(False) / G], device=t.device)

@@ -5,7 +5,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 
 from nanochat.common import BadInput
@@ -130,20 +129,17 @@ def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, i
 
 
 def read_solution(tokenizer, fmt, tokens: list[int]) -> Solution:
-    """Reads a completion (end token included or not). Total: any ids give a solution."""
+    """Reads a completion (end token included or not). Total: any ids give a solution.
+
+    A step's end token I(k) is the one that holds the last byte of its closing mark, also when a token straddles it.
+    """
     if tokens and tokens[-1] in tokenizer.stop_tokens:
         tokens = tokens[:-1]
-    return Solution(tokenizer.decode(tokens), last_tokens(tokenizer, tokens, fmt.step_spans))
-
-
-def last_tokens(tokenizer, tokens: list[int], spans_of: Callable[[str], list[tuple[int, int]]]) -> list[int]:
-    """The last token of each span of the text: the one that holds the last byte, also when a token straddles it. A
-    step's end token I(k) holds the last byte of its closing mark."""
     pieces = [tokenizer.token_bytes(t) for t in tokens]
     byte_ends = list(accumulate(map(len, pieces)))  # token i holds bytes byte_ends[i-1] .. byte_ends[i]-1
     # Marks are ASCII: as latin-1 one character is one byte, and the spans are byte offsets.
-    spans = spans_of(b"".join(pieces).decode("latin-1"))
-    return [bisect_right(byte_ends, end - 1) for _, end in spans]
+    spans = fmt.step_spans(b"".join(pieces).decode("latin-1"))
+    return Solution(tokenizer.decode(tokens), [bisect_right(byte_ends, end - 1) for _, end in spans])
 
 
 @dataclass
@@ -174,7 +170,7 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
     """
     final_at = text.rfind(fmt.final_open)
     body, tail = (text[:final_at], text[final_at + len(fmt.final_open):]) if final_at >= 0 else (text, "")
-    spans = judged_spans(fmt, text)
+    spans = fmt.closed_steps(body, fmt.verification_open)
     step_verdicts = [_last_verdict(fmt, body[start:end]) for start, end in spans]
     rest = body[spans[-1][1] if spans else 0:].strip()  # what stands between the last step and the final judgment
     expected_rest = fmt.verification_close if spans else fmt.verification_open + fmt.verification_close
@@ -187,19 +183,6 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
     unmet = (not tags_there, None in step_verdicts, len(step_verdicts) != num_steps, verdict is None)
     return Verification(step_verdicts, verdict,
                         tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed), text)
-
-
-def judged_spans(fmt, text: str) -> list[tuple[int, int]]:
-    """Character spans [start, end) of a verification's judgments of steps."""
-    final_at = text.rfind(fmt.final_open)
-    return fmt.closed_steps(text[:final_at] if final_at >= 0 else text, fmt.verification_open)
-
-
-def judgment_ends(tokenizer, fmt, tokens: list[int]) -> list[int]:
-    """The last token of each judgment of a step in a verification (end token included or not)."""
-    if tokens and tokens[-1] in tokenizer.stop_tokens:
-        tokens = tokens[:-1]
-    return last_tokens(tokenizer, tokens, partial(judged_spans, fmt))
 
 
 def _last_verdict(fmt, text: str) -> bool | None:

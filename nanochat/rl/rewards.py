@@ -13,7 +13,6 @@ EM_ROUNDS = 10
 # What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
 # much: a right answer behind a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
 TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
-CREDIT_CAP = 3.0
 FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 
 
@@ -64,20 +63,6 @@ def verdict_reward(verdict: bool | None, outcome: bool | None, unmet: tuple[str,
     """Tango eq. 8: 1 if the final verdict agrees with the outcome, plus gamma * format reward; None where there is no
     outcome."""
     return None if outcome is None else float(verdict == outcome) + gamma * format_reward(unmet)
-
-
-def outcome_credit(beliefs: list[float], outcome: bool, luck: float) -> list[float]:
-    """How fast the log-likelihood of a solution's outcome grows with the belief that step k is right; ours, not the
-    paper's. A solution all of whose steps are right (each for itself, with chance beliefs[k]) has the right answer, any
-    other with chance `luck`:
-
-        log P(right) = log(luck + (1 - luck) prod_k p_k),   log P(wrong) = log((1 - luck)(1 - prod_k p_k))
-
-    Its derivatives by the p_k, not beyond +-CREDIT_CAP. beliefs: K chances inside (0, 1).
-    """
-    no_error = math.prod(beliefs)
-    rate = (1 - luck) / (luck + (1 - luck) * no_error) if outcome else -1 / (1 - no_error)
-    return [max(-CREDIT_CAP, min(CREDIT_CAP, rate * no_error / p)) for p in beliefs]
 
 
 @dataclass
