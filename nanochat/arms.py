@@ -114,17 +114,19 @@ class Setting:
 
 
 DIAL_TASK = "small_chain"
-PARTNERS = {"tango": "fixed_verifier", "gentle": "fixed_verifier", "fixed_posterior": "fixed_verifier",
-            "fixed_verify_all": "fixed_posterior", "tango_posterior": "fixed_posterior",
-            "gentle_posterior": "fixed_posterior"}  # what an arm is compared with, beside GRPO
+PARTNERS = {  # what an arm is compared with, beside GRPO
+    **dict.fromkeys(["tango", "gentle", "fixed_posterior"], "fixed_verifier"),
+    **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior"], "fixed_posterior"),
+}
 PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
 NO_ALPHA = ["grpo", "ttrl"]
-BY_DEFAULT = ("grpo", "fixed_verifier", "fixed_posterior", "tango", "gentle_posterior")
+PAPER = ("fixed_verifier", "tango")
 
 
-def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, **how) -> Setting:
-    """A setting: 120 steps with a constant alpha, where an arm has one, and this KL to the start. Gold steps, which
-    need all gold answers, stand beside the arms, or with fewer answers TTRL, which uses none."""
+def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, also: tuple[str, ...] = (), **how) -> Setting:
+    """A setting: 120 steps with a constant alpha, where an arm has one, and this KL to the start. also: further arms
+    that run by default. Gold steps, which need all gold answers, stand beside the arms, or with fewer answers TTRL,
+    which uses none."""
     flags = dict.fromkeys(PAYS, f"--kl-coef {kl}")
     for arm in flags.keys() - NO_ALPHA:
         flags[arm] += f" --alpha-start {alpha} --alpha-end {alpha}"
@@ -132,10 +134,11 @@ def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, **how) -> Se
         del flags["gold_steps"]
         for arm in flags.keys() - {"ttrl"}:
             flags[arm] += f" --num-labelled {num_labelled}"
-    return Setting(flags, (*BY_DEFAULT, "ttrl" if num_labelled else "gold_steps"), steps=120, **how)
+    by_default = ("grpo", *also, "fixed_posterior", "gentle_posterior", "ttrl" if num_labelled else "gold_steps")
+    return Setting(flags, by_default, steps=120, **how)
 
 
-USUAL = at()
+USUAL = at(also=PAPER)
 DIALS = {  # each turns one thing of the usual setting
     # How good the verifier is before RL: the share of the facts that it is taught wrongly.
     "start": {
@@ -147,7 +150,7 @@ DIALS = {  # each turns one thing of the usual setting
     "pressure": {
         "alpha30": at(alpha=0.3),
         "usual": USUAL,
-        "kl0": at(kl=0),
+        "kl0": at(kl=0, also=PAPER),
     },
     # How many problems have a gold answer.
     "labels": {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.arms import BY_DEFAULT, DIALS, PARTNERS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
+from nanochat.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
 from nanochat.common import script_main
 from scripts import run_arms, tango_rl
 
@@ -237,11 +237,11 @@ def test_the_dial_labels_counts_the_labels_of_every_arm_that_uses_them(number):
         assert getattr(args, "alpha_start", 0.7) == 0.7 and args.kl_coef == 0.05
 
 
-def test_what_runs_at_a_setting_by_default_is_there_and_is_compared_with_what_runs_too():
+def test_what_runs_at_a_setting_by_default_is_there_beside_what_it_is_compared_with():
     for dial in DIALS.values():
         for setting in dial.values():
-            assert set(setting.by_default) <= setting.arms.keys() and set(BY_DEFAULT) < set(setting.by_default)
-            assert {PARTNERS[arm] for arm in setting.by_default if arm in PARTNERS} <= set(setting.by_default)
+            assert {"grpo", "fixed_posterior", "gentle_posterior"} < set(setting.by_default) <= setting.arms.keys()
+            assert ("tango" in setting.by_default) == ("fixed_verifier" in setting.by_default)
 
 
 @pytest.mark.parametrize("flags, words", [
