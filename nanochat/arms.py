@@ -74,6 +74,9 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "tango_posterior": "--recipe tango --step-rewards posterior --verify-distinct",
     "gentle_posterior": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior "
                         "--verify-distinct",
+    "fixed_merged": "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards",
+    "gentle_merged": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior --verify-distinct "
+                     "--combine rewards",
     "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
     "no_class_weights": "--no-class-weights",
     "no_balance": "--no-verifier-balance",
@@ -116,11 +119,12 @@ class Setting:
 DIAL_TASK = "small_chain"
 PARTNERS = {  # what an arm is compared with, beside GRPO
     **dict.fromkeys(["tango", "gentle", "fixed_posterior"], "fixed_verifier"),
-    **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior"], "fixed_posterior"),
+    **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior", "fixed_merged"], "fixed_posterior"),
+    "gentle_merged": "fixed_merged",
 }
 PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
 NO_ALPHA = ["grpo", "ttrl"]
-PAPER = ("fixed_verifier", "tango")
+STAGES = ("fixed_verifier", "tango", "fixed_posterior")  # from the paper to what runs at every setting
 
 
 def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, also: tuple[str, ...] = (), **how) -> Setting:
@@ -134,11 +138,11 @@ def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, also: tuple[
         del flags["gold_steps"]
         for arm in flags.keys() - {"ttrl"}:
             flags[arm] += f" --num-labelled {num_labelled}"
-    by_default = ("grpo", *also, "fixed_posterior", "gentle_posterior", "ttrl" if num_labelled else "gold_steps")
+    by_default = ("grpo", *also, "fixed_merged", "gentle_merged", "ttrl" if num_labelled else "gold_steps")
     return Setting(flags, by_default, steps=120, **how)
 
 
-USUAL = at(also=PAPER)
+USUAL = at(also=STAGES)
 DIALS = {  # each turns one thing of the usual setting
     # How good the verifier is before RL: the share of the facts that it is taught wrongly.
     "start": {
@@ -150,7 +154,7 @@ DIALS = {  # each turns one thing of the usual setting
     "pressure": {
         "alpha30": at(alpha=0.3),
         "usual": USUAL,
-        "kl0": at(kl=0, also=PAPER),
+        "kl0": at(kl=0, also=STAGES),
     },
     # How many problems have a gold answer.
     "labels": {

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
 # When does co-training pay? The same arms at several settings of a dial, on chains worked by small models:
-#   grpo              no verifier
-#   fixed_posterior   a verifier that had SFT and is not trained; its step rewards take the outcome into account, and
-#                     equal solutions are verified once
-#   gentle_posterior  the same, and the verifier is trained at a tenth of the generator's rate
-#   gold_steps        gold step labels, the oracle; where there are few answers ttrl, which uses none
-#   fixed_verifier, tango: verifiers whose verdicts are the step rewards, not trained and as in the paper. By default
-#                     only in the settings usual and kl0
+#   grpo           no verifier
+#   fixed_merged   a verifier that had SFT and is not trained. Its step rewards take the outcome into account and are
+#                  merged with it before normalising; equal solutions are verified once
+#   gentle_merged  the same, and the verifier is trained at a tenth of the generator's rate
+#   gold_steps     gold step labels, the oracle; where there are few answers ttrl, which uses none
+# and at the settings usual and kl0 what leads from the paper to these:
+#   fixed_verifier, tango: verdicts are the step rewards, normalised by themselves; not trained, and as in the paper
+#   fixed_posterior: fixed_merged, normalised by themselves
 # A dial turns one thing of the setting called usual (step rewards of weight .7, a KL of weight .05 to the start, 120
 # generator steps), which is part of every dial:
 #   start     how good the verifier is before RL: weak, usual, strong
 #   pressure  the weight of step rewards: alpha30 (.3), usual (.7); and kl0, without the KL
 #   labels    how many problems have a known answer: n64, n256, usual (all of them)
-# Without --dial all three are turned. On 2 cores a seed takes about 45 minutes. Each dial gets a table and a report in a
+# Without --dial all three are turned. On 2 cores a seed takes about 40 minutes. Each dial gets a table and a report in a
 # folder of its name in --out. --settings takes some settings of one dial, --arms some arms. Other flags, JOBS and
 # NANOCHAT_BASE_DIR are those of fig4.sh.
 #   bash runs/pays.sh --seeds "21 22 23 24 25"

@@ -240,7 +240,7 @@ def test_the_dial_labels_counts_the_labels_of_every_arm_that_uses_them(number):
 def test_what_runs_at_a_setting_by_default_is_there_beside_what_it_is_compared_with():
     for dial in DIALS.values():
         for setting in dial.values():
-            assert {"grpo", "fixed_posterior", "gentle_posterior"} < set(setting.by_default) <= setting.arms.keys()
+            assert {"grpo", "fixed_merged", "gentle_merged"} < set(setting.by_default) <= setting.arms.keys()
             assert ("tango" in setting.by_default) == ("fixed_verifier" in setting.by_default)
 
 
