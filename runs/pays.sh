@@ -23,4 +23,5 @@ case " $* " in *" -h "*|*" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; ex
 source "$(dirname "$0")/setup.sh"
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-fig4}
-exec python -m scripts.run_arms --dial "start pressure labels" "$@"
+case " $* " in *" --dial "*|*" --dial="*) ;; *) set -- --dial "start pressure labels" "$@" ;; esac
+exec python -m scripts.run_arms "$@"
