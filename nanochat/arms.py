@@ -76,6 +76,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
                         "--verify-distinct",
     "fixed_merged_verdicts": "--recipe fixed_verifier --verify-distinct --combine rewards",
     "fixed_merged": "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards",
+    "tango_merged": "--recipe tango --step-rewards posterior --verify-distinct --combine rewards",
     "gentle_merged": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior --verify-distinct "
                      "--combine rewards",
     "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
@@ -121,7 +122,7 @@ DIAL_TASK = "small_chain"
 PARTNERS = {  # what an arm is compared with, beside GRPO
     **dict.fromkeys(["tango", "gentle", "fixed_posterior", "fixed_merged_verdicts"], "fixed_verifier"),
     **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior", "fixed_merged"], "fixed_posterior"),
-    "gentle_merged": "fixed_merged",
+    **dict.fromkeys(["tango_merged", "gentle_merged"], "fixed_merged"),
 }
 PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
 NO_ALPHA = ["grpo", "ttrl"]
