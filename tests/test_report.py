@@ -263,7 +263,8 @@ def test_settings_of_a_dial_stand_in_one_table(tmp_path):
         for name, ys, passed in (("weak_30-grpo", [0.1, 0.2, 0.3], None), ("weak_30-fixed", [0.1, 0.3, 0.4], 0.2),
                                  ("weak_30-tango", [0.1, 0.4, 0.6 + low], 0.1),
                                  ("usual_30-tango", [0.1, 0.2, 0.3], 0.4)):
-            folders.append(make_run(tmp_path, f"{name}-s{seed}", seed, [y + low for y in ys]))
+            folders.append(make_run(tmp_path, f"{name}-s{seed}", seed, [y + low for y in ys],
+                                    tokens_per_step=10**5))
             path = tmp_path / "runs" / f"{name}-s{seed}" / "metrics.jsonl"
             records = list(map(json.loads, path.read_text().splitlines()))
             for record in records:
@@ -274,11 +275,12 @@ def test_settings_of_a_dial_stand_in_one_table(tmp_path):
     lines = [[text.strip() for text in line.split("|")[1:-1]] for line in dial_table(rows).splitlines()]
     assert lines[0] == list(DIAL_COLUMNS) and set(lines[1]) == {"---"}
     assert lines[2:] == [
-        ["weak_30", "tango", "2", "70.0 ± 14.1", "+35.0 ± 63.5", "70.0 ± 14.1", "+35.0 ± 63.5",
-         "+25.0 ± 63.5 (fixed)", "-", "10.0 -> 20.0"],
-        ["weak_30", "grpo", "2", "35.0 ± 7.1", "-", "35.0 ± 7.1", "-", "-", "-", "-"],
-        ["weak_30", "fixed", "2", "45.0 ± 7.1", "+10.0 ± 0.0", "45.0 ± 7.1", "+10.0 ± 0.0", "-", "-", "20.0 -> 40.0"],
-        ["usual_30", "tango", "2", "35.0 ± 7.1", "-", "-", "-", "-", "-", "40.0 -> 80.0"]]
+        ["weak_30", "tango", "60.0 80.0", "70.0 ± 14.1", "+35.0 ± 63.5", "+25.0 ± 63.5 (fixed)", "-", "2.00M",
+         "70.0 ± 14.1", "+35.0 ± 63.5", "10.0 -> 20.0"],
+        ["weak_30", "grpo", "30.0 40.0", "35.0 ± 7.1", "-", "-", "-", "2.00M", "35.0 ± 7.1", "-", "-"],
+        ["weak_30", "fixed", "40.0 50.0", "45.0 ± 7.1", "+10.0 ± 0.0", "-", "-", "2.00M", "45.0 ± 7.1", "+10.0 ± 0.0",
+         "20.0 -> 40.0"],
+        ["usual_30", "tango", "30.0 40.0", "35.0 ± 7.1", "-", "-", "-", "2.00M", "-", "-", "40.0 -> 80.0"]]
 
 
 def test_an_arm_that_never_gets_there_is_counted_not_averaged(experiment):

@@ -315,6 +315,7 @@ def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dic
             row["at_equal_tokens"] = list(equal.values())
             row["tokens_gain"] = [value - finals[BASELINE, s]["final"] for s, value in equal.items()
                                   if None not in (value, finals[BASELINE, s]["final"])]
+            row["sampled_tokens"] = [run.points[-1]["sampled_tokens"] for run in mine.values()]
             row["partner"] = partner = (partners or {}).get(arm)
             pairs = [(finals[arm, s]["final"], finals[partner, s]["final"]) for s in mine if (partner, s) in of_task]
             row["partner_gain"] = [a - b for a, b in pairs if None not in (a, b)]
@@ -411,19 +412,21 @@ def cells(row: dict) -> list[str]:
             share(row["area_recovered"], row), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
 
 
-DIAL_COLUMNS = ("setting", "arm", "seeds", "final", "final - GRPO", "at GRPO's tokens", "at GRPO's tokens - GRPO",
-                "final - partner", "oracle's gain", "wrong steps passed")
+DIAL_COLUMNS = ("setting", "arm", "by seed", "final", "final - GRPO", "final - partner", "oracle's gain", "tokens",
+                "at GRPO's tokens", "at GRPO's tokens - GRPO", "wrong steps passed")
 
 
 def dial_table(rows: list[dict]) -> str:
-    """Rows of `compare` at several settings as one table. Wrong steps passed: mean up to the first evaluation, and from
-    the last but one to the last."""
+    """Rows of `compare` at several settings as one table. By seed: final accuracies, in the order of the runs. Tokens:
+    sampled, in millions, mean over seeds. Wrong steps passed: mean up to the first evaluation, and from the last but
+    one to the last."""
     text = f"| {' | '.join(DIAL_COLUMNS)} |\n|{' --- |' * len(DIAL_COLUMNS)}\n"
     for row in rows:
         partner = f" ({row['partner']})" if row["partner_gain"] else ""
-        values = [row["task"], row["arm"], str(row["seeds"]), spread(row["final"]), paired(row["final_gain"], row),
-                  equal_tokens(row), paired(row["tokens_gain"], row), paired(row["partner_gain"], row) + partner,
-                  share(row["final_recovered"], row), change(row["wrong_steps_passed"])]
+        values = [row["task"], row["arm"], " ".join("-" if v is None else f"{100 * v:.1f}" for v in row["final"]),
+                  spread(row["final"]), paired(row["final_gain"], row), paired(row["partner_gain"], row) + partner,
+                  share(row["final_recovered"], row), f"{mean(row['sampled_tokens']) / 1e6:.2f}M", equal_tokens(row),
+                  paired(row["tokens_gain"], row), change(row["wrong_steps_passed"])]
         text += f"| {' | '.join(values)} |\n"
     return text
 
