@@ -62,6 +62,7 @@ ABLATIONS = ["tango", "grpo", "gold_steps", "alpha_0.3", "alpha_1", "ng_1", "alp
              "alpha_0.05", "small_verifier", "large_verifier", "shared_half", "shared_all"]
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl"]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
+GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
 TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
 PRIME = "--recipe prime --lr 2e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95"
 ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier has; {third}: of the steps
@@ -76,6 +77,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
                         "--verify-distinct",
     "fixed_merged_verdicts": "--recipe fixed_verifier --verify-distinct --combine rewards",
     "fixed_merged": "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards",
+    "gold_merged": "--recipe gold_steps --combine rewards",
     "tango_merged": "--recipe tango --step-rewards posterior --verify-distinct --combine rewards",
     "gentle_merged": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior --verify-distinct "
                      "--combine rewards",
@@ -123,6 +125,7 @@ PARTNERS = {  # what an arm is compared with, beside GRPO
     **dict.fromkeys(["tango", "gentle", "fixed_posterior", "fixed_merged_verdicts"], "fixed_verifier"),
     **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior", "fixed_merged"], "fixed_posterior"),
     **dict.fromkeys(["tango_merged", "gentle_merged"], "fixed_merged"),
+    "gold_merged": "gold_steps",
 }
 PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
 NO_ALPHA = ["grpo", "ttrl"]
@@ -137,7 +140,7 @@ def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, also: tuple[
     for arm in flags.keys() - NO_ALPHA:
         flags[arm] += f" --alpha-start {alpha} --alpha-end {alpha}"
     if num_labelled:
-        del flags["gold_steps"]
+        flags = {arm: own for arm, own in flags.items() if arm not in GOLD}
         for arm in flags.keys() - {"ttrl"}:
             flags[arm] += f" --num-labelled {num_labelled}"
     by_default = ("grpo", *also, "fixed_merged", "gentle_merged", "ttrl" if num_labelled else "gold_steps")
@@ -195,7 +198,7 @@ def without_kl(arm: str) -> str:
 def has_verifier(arm: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
     arm = without_kl(arm)
-    return arm != "gold_steps" and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", arm)
+    return arm not in GOLD and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", arm)
 
 
 def arm_flags(e: Experiment, arm: str) -> str | None:
@@ -244,7 +247,7 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
     arm = without_kl(arm)
     task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, arm)[0]}"
     if not has_verifier(arm):
-        return task.alpha if arm == "gold_steps" else ""
+        return task.alpha if arm in GOLD else ""
     flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha}",
              "fixed_generator": f"{tag} {task.verdict} {JUDGING}"}
     recipe = next((name for name in flags if f"--recipe {name}" in ARMS.get(arm, "")), "tango")

@@ -121,6 +121,7 @@ JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"
     ("fixed_verifier", f"--verifier-tag chain-s1-ver {ALPHA}", "--recipe fixed_verifier"),
     ("fixed_generator", f"--verifier-tag chain-s1-ver {JUDGING}", "--recipe fixed_generator --num-steps 59"),
     ("gold_steps", ALPHA, "--recipe gold_steps"),
+    ("gold_merged", ALPHA, "--recipe gold_steps --combine rewards"),
     ("grpo", "", "--recipe grpo --lr 4e-4"),
     ("grpo_2e-4", "", "--recipe grpo --lr 4e-4 --lr 2e-4"),
     ("ttrl", "", "--recipe ttrl --lr 2e-4"),
@@ -213,7 +214,7 @@ def test_the_dial_start_changes_the_sft_of_the_verifier_and_nothing_else():
         assert sft(e, "1", "sft") == sft(usual(), "1", "sft")
         for arm in PAYS:
             assert rl_flags(e, "1", arm) == rl_flags(usual(), "1", arm).replace(usual_tag, tag)
-            assert ("-ver" in rl_flags(e, "1", arm)) == (arm not in ("grpo", "gold_steps", "ttrl"))
+            assert ("-ver" in rl_flags(e, "1", arm)) == (arm not in ("grpo", "gold_steps", "gold_merged", "ttrl"))
 
 
 @pytest.mark.parametrize("setting, alpha, kl", [("alpha30", 0.3, 0.05), ("usual", 0.7, 0.05), ("kl0", 0.7, 0)])
@@ -230,7 +231,7 @@ def test_the_dial_pressure_sets_a_constant_alpha_and_the_kl(setting, alpha, kl):
 def test_the_dial_labels_counts_the_labels_of_every_arm_that_uses_them(number):
     e = one("--dial", "labels", "--settings", f"n{number}")
     flags = {arm: rl_flags(e, "1", arm) for arm in all_arms(e)}
-    assert flags.keys() == set(PAYS) - {"gold_steps"}
+    assert flags.keys() == set(PAYS) - {"gold_steps", "gold_merged"}
     for arm, text in flags.items():
         args = parsed(text)
         assert getattr(args, "num_labelled", 0) == (0 if arm == "ttrl" else int(number))
@@ -288,9 +289,9 @@ def test_all_sfts_come_before_all_runs_and_a_dial_gets_one_report(world):
     assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text)
     assert text.endswith("\n\na table\n") and text in out
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| small_chain_")]
-    assert [row[:4] for row in rows] == [[f"| small_chain_{setting}", arm, "2", final] for setting in ("weak", "usual")
-                                         for arm, final in (("tango", "75.0 ± 0.0"), ("grpo", "25.0 ± 0.0"),
-                                                            ("gentle", "25.0 ± 0.0"))]
+    assert [row[:4] for row in rows] == [
+        [f"| small_chain_{setting}", arm, f"{final} {final}", f"{final} ± 0.0"]
+        for setting in ("weak", "usual") for arm, final in (("tango", "75.0"), ("grpo", "25.0"), ("gentle", "25.0"))]
     shutil.rmtree(world.base / "runs" / "small_chain_weak-grpo-s1")
     assert world.run("--dial", "start", "--seeds", "1 2", "--arms", "grpo")[0] == 0
     assert world.runs() == []  # a copy is as good as what it is a copy of, at any setting
