@@ -3,6 +3,7 @@ Planned memory against what the code allocates, counted by the profiler; hours; 
 
     python -m pytest tests/test_plan.py -q
 """
+import gc
 from dataclasses import replace
 
 import pytest
@@ -37,9 +38,12 @@ SETTING = Setting(dtype=torch.float32, device_type="cpu", micro_batch_tokens=800
 
 
 def allocated(action) -> tuple[int, int]:
-    """Bytes of tensors on CPU that `action` adds: at its peak and at its end."""
+    """Bytes of tensors on CPU that `action` adds: at its peak and at its end. Garbage of what ran before would count as
+    freed by it, and its own as kept."""
+    gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         action()
+        gc.collect()
     now = peak = 0
     for event in sorted((e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"),
                         key=lambda e: e.start_ns()):
