@@ -53,6 +53,8 @@ TASKS = {
 MODEL = "--depth 4 --n-embd 128 --n-head 4"
 REFINE_SFT = "--num-steps 200 --refine-share 0.5 --matrix-lr 2e-3 --embedding-lr 2e-3"  # an SFT after the generator's
 RL = "--eval-every 10 --kl-coef 0"
+EQ7 = "--combine advantages"
+PAPER = f"--step-rewards verdicts {EQ7} --no-verify-distinct"  # where the defaults are not the paper's
 JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"  # what trains a verifier
 WARMUP = 40
 
@@ -75,7 +77,6 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "tango_posterior": "--recipe tango --step-rewards posterior --verify-distinct",
     "gentle_posterior": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior "
                         "--verify-distinct",
-    "fixed_merged_verdicts": "--recipe fixed_verifier --verify-distinct --combine rewards",
     "fixed_merged": "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards",
     "gold_merged": "--recipe gold_steps --combine rewards",
     "tango_merged": "--recipe tango --step-rewards posterior --verify-distinct --combine rewards",
@@ -122,7 +123,7 @@ class Setting:
 
 DIAL_TASK = "small_chain"
 PARTNERS = {  # what an arm is compared with, beside GRPO
-    **dict.fromkeys(["tango", "gentle", "fixed_posterior", "fixed_merged_verdicts"], "fixed_verifier"),
+    **dict.fromkeys(["tango", "gentle", "fixed_posterior"], "fixed_verifier"),
     **dict.fromkeys(["fixed_verify_all", "tango_posterior", "gentle_posterior", "fixed_merged"], "fixed_posterior"),
     **dict.fromkeys(["tango_merged", "gentle_merged"], "fixed_merged"),
     "gold_merged": "gold_steps",
@@ -247,11 +248,13 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
     arm = without_kl(arm)
     task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, arm)[0]}"
     if not has_verifier(arm):
-        return task.alpha if arm in GOLD else ""
-    flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha}",
-             "fixed_generator": f"{tag} {task.verdict} {JUDGING}"}
+        return f"{task.alpha} {EQ7}" if arm in GOLD else ""
+    both = f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}"
+    flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha} {PAPER}",
+             "fixed_generator": f"{tag} {task.verdict} {JUDGING}",
+             "outcome_verifier": f"{both} {EQ7} --no-verify-distinct"}
     recipe = next((name for name in flags if f"--recipe {name}" in ARMS.get(arm, "")), "tango")
-    return flags.get(recipe, f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}")
+    return flags.get(recipe, f"{both} {PAPER}")
 
 
 def rl_flags(e: Experiment, seed: str, arm: str) -> str:

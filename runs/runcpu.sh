@@ -2,16 +2,22 @@
 # The main job on a laptop CPU, from nothing to a co-trained pair: tokenizer, SFT of generator and verifier, verifier
 # warm-up, interleaved RL, evaluation. 8 to 12 minutes on 2 cores. Finished stages are reused; an interrupted one goes
 # on where it was.
-#   bash runs/runcpu.sh                  SEED=1 bash runs/runcpu.sh
+#   bash runs/runcpu.sh
+#   SEED=1 bash runs/runcpu.sh
+#   RECIPE=fixed_verifier bash runs/runcpu.sh     # from the same SFT checkpoints, with a verifier that RL leaves alone
 set -euo pipefail
+SEED=${SEED:-0} RECIPE=${RECIPE:-tango}
+case $RECIPE in
+    tango) RUN=chain-s$SEED FLAGS="--warmup-steps 40 --verifier-balance --verifier-replay 0.5" ;;
+    fixed_verifier) RUN=chain-fixed_verifier-s$SEED FLAGS= ;;
+    *) echo "RECIPE $RECIPE: there are tango fixed_verifier" >&2; exit 2 ;;
+esac
 source "$(dirname "$0")/setup.sh"
-SEED=${SEED:-0}
 # A base directory of its own: a user's checkpoints and tokenizer in ~/.cache/nanochat are never touched.
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-cpu}
 export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
 NPROC=${NPROC:-2}  # two ranks of one thread are a little faster than one of two at this size
 TAG=chain-s$SEED
-RUN=chain-s$SEED
 launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
 
 python -m scripts.tok_train --seed "$SEED" --if-missing
@@ -23,7 +29,7 @@ launch scripts/chat_sft.py -- --role verifier $MODEL --resume-from-step auto
 
 # A finished run is evaluated again and prints its table.
 launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \
-    --num-steps 80 --warmup-steps 40 --eval-every 20 --kl-coef 0 --verifier-balance --verifier-replay 0.5
+    --recipe "$RECIPE" --num-steps 80 --eval-every 20 --kl-coef 0 $FLAGS
 
 # Curves, settings, health and rollouts on one page, to be opened in a browser.
 python -m scripts.report "$RUN"

@@ -8,10 +8,10 @@
 #                                              download, under 10 minutes
 #
 # As the paper: the models, the problems (Eurus-2), 5 rollouts of 256 problems, 3 generator steps per verifier step
-# behind 40 warm-up steps, 200 generator steps, alpha .1 -> .001, lr 1e-6, KL .001, gamma .8. Not as the paper: its SFT
-# data is not public, so SFT has MATH's worked solutions, 100 steps of 64 and not 800 (give SFT_CONVERSATIONS=file.jsonl
-# for your own); the 1.5B version has 64 problems per step. Nobody has run the two large sizes yet: memory and hours
-# that the script prints are computed.
+# behind 40 warm-up steps, 200 generator steps, eq. 3 and 7 with alpha .1 -> .001, lr 1e-6, KL .001, gamma .8. Not as
+# the paper: its SFT data is not public, so SFT has MATH's worked solutions, 100 steps of 64 and not 800 (give
+# SFT_CONVERSATIONS=file.jsonl for your own); the 1.5B version has 64 problems per step. Nobody has run the two large
+# sizes yet: memory and hours that the script prints are computed.
 # Run it again after it was stopped: every stage goes on from its last checkpoint. WANDB_RUN=name logs to wandb.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
@@ -22,7 +22,8 @@ DEVICE=
 # --lr: of both roles; --kl-coef: weight of the KL to the starting models; --micro-batch-tokens: through a model at
 # once; --max-rows: rollouts per GPU that decode together; --recompute: blocks run again in the backward pass (these
 # three: memory, not results). --save-every: a 7B pair's set takes 183 GB on disk. --eval-examples: of MATH-500, greedy.
-RL="--task eurus --num-steps 200 --warmup-steps 40 --generator-steps 3 --verifier-steps 1 --num-samples 5
+PAPER="--step-rewards verdicts --combine advantages --no-verify-distinct"  # the defaults are not the paper's
+RL="$PAPER --task eurus --num-steps 200 --warmup-steps 40 --generator-steps 3 --verifier-steps 1 --num-samples 5
     --alpha-start 0.1 --alpha-end 0.001 --gamma 0.8 --kl-coef 0.001 --lr 1e-6 --temperature 1.0 --max-new-tokens 2048
     --verifier-max-new-tokens 2048 --recompute --micro-batch-tokens 8192 --eval-every 20 --eval-examples 500
     --save-every 100"
@@ -49,7 +50,7 @@ tiny)
     DEVICE="--device-type cpu"
     CHAIN="--task chain --chain-modulus 3 --chain-min-steps 1 --chain-max-steps 3"
     SFT="$CHAIN --num-steps 400 --embedding-lr 2e-3 --recompute --shard --max-new-tokens 48"
-    RL="$CHAIN --num-steps 20 --warmup-steps 5 --examples-per-step 32 --num-samples 8 --max-new-tokens 48
+    RL="$PAPER $CHAIN --num-steps 20 --warmup-steps 5 --examples-per-step 32 --num-samples 8 --max-new-tokens 48
         --verifier-max-new-tokens 64 --lr 1e-4 --kl-coef 0 --recompute --shard --eval-examples 100 --save-every 5"
     EVAL="-x 100"
     PROCESSBENCH=

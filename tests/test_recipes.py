@@ -23,7 +23,7 @@ from scripts import report, tango_rl
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TIMINGS = ("timing_s/", "tokens_per_s")
 # what is seen of a recipe beside its defaults
-OPTIONS = {"fixed_verifier": ["--step-rewards", "posterior", "--num-labelled", "6", "--verify-distinct"]}
+OPTIONS = {"fixed_verifier": ["--num-labelled", "6"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 

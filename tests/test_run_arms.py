@@ -111,22 +111,27 @@ def value(flags: str, name: str) -> str | None:
 PROBLEMS = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
 COMMON = f"--seed 1 --device-type cpu --num-steps 60 --eval-every 10 --kl-coef 0 --lr 2e-4 {PROBLEMS}"
 ALPHA = "--alpha-start 0.5 --alpha-end 0.05"
+PAPER = "--step-rewards verdicts --combine advantages --no-verify-distinct"
 JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"
 
 
 @pytest.mark.parametrize("arm, roles, own", [
-    ("tango", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA}", "--recipe tango"),
-    ("gentle", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA}",
+    ("tango", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}", "--recipe tango"),
+    ("gentle", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}",
      "--recipe tango --verifier-lr 2e-5 --warmup-steps 10"),
-    ("fixed_verifier", f"--verifier-tag chain-s1-ver {ALPHA}", "--recipe fixed_verifier"),
+    ("fixed_verifier", f"--verifier-tag chain-s1-ver {ALPHA} {PAPER}", "--recipe fixed_verifier"),
+    ("fixed_merged", f"--verifier-tag chain-s1-ver {ALPHA} {PAPER}",
+     "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards"),
+    ("outcome_verifier", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA} --combine advantages "
+                         "--no-verify-distinct", "--recipe outcome_verifier"),
     ("fixed_generator", f"--verifier-tag chain-s1-ver {JUDGING}", "--recipe fixed_generator --num-steps 59"),
-    ("gold_steps", ALPHA, "--recipe gold_steps"),
-    ("gold_merged", ALPHA, "--recipe gold_steps --combine rewards"),
+    ("gold_steps", f"{ALPHA} --combine advantages", "--recipe gold_steps"),
+    ("gold_merged", f"{ALPHA} --combine advantages", "--recipe gold_steps --combine rewards"),
     ("grpo", "", "--recipe grpo --lr 4e-4"),
     ("grpo_2e-4", "", "--recipe grpo --lr 4e-4 --lr 2e-4"),
     ("ttrl", "", "--recipe ttrl --lr 2e-4"),
-    ("small_verifier", f"--verifier-tag chain-s1-ver-small --warmup-steps 40 {JUDGING} {ALPHA}", ""),
-    ("alpha_0.05", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA}",
+    ("small_verifier", f"--verifier-tag chain-s1-ver-small --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}", ""),
+    ("alpha_0.05", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}",
      "--alpha-start 0.05 --alpha-end 0.05e-1"),
 ])
 def test_the_flags_of_an_arm_are_its_roles_the_tasks_and_its_own(arm, roles, own):

@@ -266,7 +266,7 @@ def test_wandb_offline_needs_no_network(base, monkeypatch):
     ["--recipe", "grpo"], ["--recipe", "gold_steps", "--advantage", "rloo"],
     ["--recipe", "fixed_verifier", "--advantage", "reinforce++"],
     ["--recipe", "fixed_generator", "--advantage", "dr_grpo", "--aggregation", "constant"],
-    ["--recipe", "outcome_verifier"], ["--combine", "rewards"],
+    ["--recipe", "outcome_verifier"], ["--combine", "advantages"],
     ["--updates-per-batch", "2", "--kl-coef", "0.1", "--kl", "k2", "--entropy-coef", "0.01", "--dual-clip", "3"],
     ["--schedule", "adaptive", "--balanced-acc-bar", "0.1", "--loss", "reinforce", "--aggregation", "token",
      "--lr-schedule", "linear"]])
@@ -404,8 +404,8 @@ def test_posterior_step_rewards_learn_trust_and_resume_bit_for_bit(base):
     assert [r for r in records(base, "p") if r["role"] == "generator"] == log
 
 
-def test_posterior_step_rewards_change_what_the_generator_learns(straight, base):
-    train("--run", "r", "--save-every", "1", "--eval-every", "2", "--step-rewards", "posterior")
+def test_step_rewards_given_outcomes_change_what_the_generator_learns(straight, base):
+    train("--run", "r", "--save-every", "1", "--eval-every", "2", "--step-rewards", "verdicts")
     assert any(not torch.equal(a, b) for a, b in zip(weights(straight, "r", 7).values(),
                                                      weights(base, "r", 7).values(), strict=True))
 
@@ -430,8 +430,8 @@ def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):
         return seen[-1][1]
 
     monkeypatch.setattr(tango, "verifications_of", watched)
-    train("--run", "all", *flags)
-    train("--run", "one", *flags, "--verify-distinct")
+    train("--run", "all", *flags, "--no-verify-distinct")
+    train("--run", "one", *flags)
     shares = [r["gen/verified"] for run in ("all", "one") for r in records(base, run) if r["role"] == "generator"]
     for i, (keys, verifications) in enumerate(seen):
         groups = {key: {v.text for k, v in zip(keys, verifications, strict=True) if k == key} for key in keys}

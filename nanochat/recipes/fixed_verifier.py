@@ -4,7 +4,7 @@ from nanochat.recipes.tango import TABLE, check, evaluate  # noqa: F401
 from nanochat.rl.roles import RoleSpec
 
 TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
-            credit="z-score per source")
+            credit="z-score of the sum")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha", "wrong_passed"]}
 

@@ -3,7 +3,7 @@ from nanochat.common import BadInput
 from nanochat.recipes import tango
 from nanochat.recipes.grpo import ROLES, calls, evaluate  # noqa: F401
 
-TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score per source")
+TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score of the sum")
 SHOWN = {"generator": ["alpha"]}
 add_args = tango.add_alpha_args
 

@@ -3,7 +3,7 @@ from nanochat.recipes import tango
 from nanochat.recipes.tango import ROLES, SHOWN, TABLE, calls, check, eval_step, evaluate, updates  # noqa: F401
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
-            credit="z-score per source")
+            credit="z-score of the sum")
 add_args = tango.add_pair_args
 
 

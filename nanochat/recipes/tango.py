@@ -6,9 +6,10 @@ Equations, sections and the algorithm are the paper's. Departures:
 2. The warm-up may end at a bar of balanced accuracy instead of a count (--schedule adaptive).
 3. alpha decays from 0.3 to 0.03, not from 0.1 to 0.001.
 4. Format reward: 1, less 0.25 per unmet criterion; class weights: sqrt(n / 2n_c), at most 4.
-5. Step rewards can take the outcome into account (--step-rewards posterior), and only some problems may have gold
-   answers (--num-labelled).
-6. Solutions of a problem that are alike can share one verification (--verify-distinct).
+5. Step rewards take the outcome into account (--step-rewards posterior), both rewards are added before normalising
+   (--combine rewards), and solutions of a problem that are alike share one verification (--verify-distinct). The
+   paper's way is --step-rewards verdicts --combine advantages --no-verify-distinct.
+6. Only some problems may have gold answers (--num-labelled).
 """
 import argparse
 import math
@@ -34,7 +35,7 @@ from nanochat.rl.scores import answers_of, ranking_reversed
 from tasks.common import Problem
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
-            credit="z-score per source")
+            credit="z-score of the sum")
 ROLES = {"generator": RoleSpec("--model-tag"),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"generator": ["alpha", "wrong_passed"], "verifier": ["balanced_acc", "step_f1"]}
@@ -115,9 +116,9 @@ def add_alpha_args(group) -> None:
                        help="weight of the step advantage at the start (eq. 7; there 0.1)")
     group.add_argument("--alpha-end", type=float, default=0.03,
                        help="and at the end, decaying exponentially (there 0.001)")
-    group.add_argument("--combine", default="advantages",
+    group.add_argument("--combine", default="rewards",
                        help="what the outcome and the step reward are combined as, one of: "
-                       f"{', '.join(COMBINE)}; the paper found rewards, normalised together, worse")
+                       f"{', '.join(COMBINE)}; advantages, each normalised by itself, is the paper's (eq. 7)")
 
 
 def add_verdict_args(group) -> None:
@@ -125,14 +126,15 @@ def add_verdict_args(group) -> None:
 
 
 def add_distinct_args(group) -> None:
-    group.add_argument("--verify-distinct", action=argparse.BooleanOptionalAction, default=False,
+    group.add_argument("--verify-distinct", action=argparse.BooleanOptionalAction, default=True,
                        help="solutions of a problem that are alike share one verification, which counts for each")
 
 
 def add_step_args(group) -> None:
-    group.add_argument("--step-rewards", default="verdicts",
+    group.add_argument("--step-rewards", default="posterior",
                        help=f"one of: {', '.join(STEP_REWARDS)}; posterior: how likely each step is right, given all "
-                       "verdicts on the solution, its outcome, and how far verdicts could be believed before")
+                       "verdicts on the solution, its outcome, and how far verdicts could be believed before; verdicts "
+                       "is the paper's (eq. 3)")
 
 
 def add_verifier_args(group) -> None:
