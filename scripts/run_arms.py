@@ -29,6 +29,7 @@ from nanochat.arms import (ABLATIONS, DIALS, PARTNERS, TASKS, Experiment, all_ar
                            has_verifier, rl_flags, sft, words_of)
 from nanochat.common import BadInput, StopRequested, base_dir, check_writable, path_of, print0, script_main
 from nanochat.rl.report import compare, dial_table, read_run
+from scripts import chat_sft
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,8 +63,9 @@ class Job:
 
     @property
     def command(self) -> list[str]:
-        resume = ["--run", self.name, "--resume-from-step", "auto"] if self.module == "scripts.tango_rl" else []
-        return [sys.executable, "-m", self.module, *resume, *self.flags.split()]
+        run = ["--run", self.name] if self.module == "scripts.tango_rl" else []
+        resume = ["--resume-from-step", "auto"] if self.module != "scripts.tok_train" else []
+        return [sys.executable, "-m", self.module, *run, *resume, *self.flags.split()]
 
     def is_done(self) -> bool:
         return bool(glob.glob(os.path.join(glob.escape(self.folder), self.done)))
@@ -75,7 +77,9 @@ def log_of(name: str) -> str:
 
 def sft_job(e: Experiment, seed: str, kind: str) -> Job:
     tag, flags = sft(e, seed, kind)
-    return Job(f"sft-{tag}", "scripts.chat_sft", path_of("sft", tag), "meta_*.json", " ".join(flags.split()))
+    steps = re.findall(r"--num-steps (\d+)", flags) or [chat_sft.make_parser().get_default("num_steps")]
+    done = f"meta_{int(steps[-1]):06d}.json"  # one that was stopped has another step's
+    return Job(f"sft-{tag}", "scripts.chat_sft", path_of("sft", tag), done, " ".join(flags.split()))
 
 
 def rl_job(e: Experiment, seed: str, arm: str) -> Job:

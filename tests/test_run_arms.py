@@ -18,13 +18,14 @@ from nanochat.common import script_main
 from scripts import run_arms, tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
-# Writes down how it was called, and makes what the script would make. FAILS: the name or tag of what fails; STOPS: the
-# run that has its parent signalled, and then waits; MEET: as many runs wait for each other.
+# Writes down how it was called, and makes what the script would make, an SFT its last step's checkpoint. FAILS: the name
+# or tag of what fails; STOPS: the run that has its parent signalled, and then waits; MEET: as many runs wait for each
+# other.
 STUB = """#!/bin/sh
 echo "$*" >> "$CALLS"
-module=$2 model= verifier= run=
+module=$2 model= verifier= run= steps=700
 while [ $# -gt 0 ]; do
-    case $1 in --model-tag) model=$2 ;; --verifier-tag) verifier=$2 ;; --run) run=$2 ;; esac
+    case $1 in --model-tag) model=$2 ;; --verifier-tag) verifier=$2 ;; --run) run=$2 ;; --num-steps) steps=$2 ;; esac
     shift
 done
 [ "$module" != scripts.chat_sft ] || run=${verifier:-$model}
@@ -33,7 +34,7 @@ done
 cd "$NANOCHAT_BASE_DIR"
 case $module in
     scripts.tok_train) mkdir tokenizer; touch tokenizer/tokenizer.pkl ;;
-    scripts.chat_sft) mkdir -p "chatsft_checkpoints/$run"; touch "chatsft_checkpoints/$run/meta_000007.json" ;;
+    scripts.chat_sft) mkdir -p "chatsft_checkpoints/$run"; touch "chatsft_checkpoints/$run/meta_$(printf %06d $steps).json" ;;
     scripts.tango_rl)
         touch "$run.here"
         waited=0
@@ -333,11 +334,12 @@ def test_what_is_finished_is_reused_and_what_was_interrupted_goes_on(world):
     flags = ["--arms", "tango grpo", "--seeds", "1"]
     assert world.run(*flags)[0] == 0 and world.runs() == ["chain-tango-s1", "chain-grpo-s1"]
     (world.base / "runs" / "chain-grpo-s1" / "summary.json").unlink()
-    shutil.rmtree(world.base / "chatsft_checkpoints" / "chain-s1-ver")
+    verifier = world.base / "chatsft_checkpoints" / "chain-s1-ver"
+    (verifier / "meta_000700.json").rename(verifier / "meta_000015.json")  # stopped behind its 15th step
     code, out, _ = world.run(*flags)
     assert code == 0 and re.findall(r"^..:.. (\S+)$", out, re.MULTILINE) == ["chain-tango-s1", "chain-grpo-s1"]
     assert not world.calls("tok_train")
-    assert [value(call, "--role") for call in world.calls("chat_sft")] == ["verifier"]
+    assert world.calls("chat_sft") == [f"--resume-from-step auto {' '.join(sft(one(), '1', 'tango')[1].split())}"]
     assert world.calls("tango_rl") == [f"--run chain-grpo-s1 --resume-from-step auto {rl_flags(one(), '1', 'grpo')}"]
     assert (world.base / "out" / "chain.md").read_text().startswith("`bash runs/fig4.sh --arms 'tango grpo' --seeds 1 ")
 
