@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # The main job on a laptop CPU, from nothing to a co-trained pair: tokenizer, SFT of generator and verifier, verifier
-# warm-up, interleaved RL, evaluation. 8 to 12 minutes on 2 cores. Finished stages are reused; an interrupted one goes
+# warm-up, interleaved RL, evaluation. 8 to 18 minutes on 2 cores. Finished stages are reused; an interrupted one goes
 # on where it was.
 #   bash runs/runcpu.sh
 #   SEED=1 bash runs/runcpu.sh
-#   RECIPE=fixed_verifier bash runs/runcpu.sh     # from the same SFT checkpoints, with a verifier that RL leaves alone
+#   ARM=fixed_verifier bash runs/runcpu.sh     # from the same SFT checkpoints, with a verifier that RL leaves alone
+#   ARM=paper bash runs/runcpu.sh              # or with step rewards as in the paper (eq. 3 and 7)
 set -euo pipefail
-SEED=${SEED:-0} RECIPE=${RECIPE:-tango}
-case $RECIPE in
-    tango) RUN=chain-s$SEED FLAGS="--warmup-steps 40 --verifier-balance --verifier-replay 0.5" ;;
-    fixed_verifier) RUN=chain-fixed_verifier-s$SEED FLAGS= ;;
-    *) echo "RECIPE $RECIPE: there are tango fixed_verifier" >&2; exit 2 ;;
+SEED=${SEED:-0} ARM=${ARM:-tango}
+RUN=chain-$ARM-s$SEED JUDGING="--warmup-steps 40 --verifier-balance --verifier-replay 0.5"
+case $ARM in
+    tango) RUN=chain-s$SEED FLAGS=$JUDGING ;;
+    fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
+    paper) FLAGS="$JUDGING --step-rewards verdicts --combine advantages --no-verify-distinct" ;;
+    *) echo "ARM $ARM: there are tango fixed_verifier paper" >&2; exit 2 ;;
 esac
 source "$(dirname "$0")/setup.sh"
 # A base directory of its own: a user's checkpoints and tokenizer in ~/.cache/nanochat are never touched.
@@ -29,7 +32,7 @@ launch scripts/chat_sft.py -- --role verifier $MODEL --resume-from-step auto
 
 # A finished run is evaluated again and prints its table.
 launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \
-    --recipe "$RECIPE" --num-steps 80 --eval-every 20 --kl-coef 0 $FLAGS
+    --num-steps 80 --eval-every 20 --kl-coef 0 $FLAGS
 
 # Curves, settings, health and rollouts on one page, to be opened in a browser.
 python -m scripts.report "$RUN"

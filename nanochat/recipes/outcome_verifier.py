@@ -3,8 +3,12 @@ from nanochat.recipes import tango
 from nanochat.recipes.tango import ROLES, SHOWN, TABLE, calls, check, eval_step, evaluate, updates  # noqa: F401
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
-            credit="z-score of the sum")
-add_args = tango.add_pair_args
+            credit="z-score per source")
+
+
+def add_args(group):
+    tango.add_pair_args(group)
+    group.set_defaults(combine="advantages")  # what was measured; merged was not
 
 
 def play(t):

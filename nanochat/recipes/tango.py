@@ -113,12 +113,14 @@ def add_label_args(group) -> None:
 
 def add_alpha_args(group) -> None:
     group.add_argument("--alpha-start", type=float, default=0.3,
-                       help="weight of the step advantage at the start (eq. 7; there 0.1)")
+                       help="weight of the verifier's rewards, or with --combine advantages of their advantage, at the "
+                       "start (eq. 7; there 0.1)")
     group.add_argument("--alpha-end", type=float, default=0.03,
                        help="and at the end, decaying exponentially (there 0.001)")
     group.add_argument("--combine", default="rewards",
-                       help="what the outcome and the step reward are combined as, one of: "
-                       f"{', '.join(COMBINE)}; advantages, each normalised by itself, is the paper's (eq. 7)")
+                       help="what the outcome and the verifier's rewards are combined as, one of: "
+                       f"{', '.join(COMBINE)}; rewards are normalised together, advantages, the paper's way (eq. 7), "
+                       "each by itself")
 
 
 def add_verdict_args(group) -> None:
