@@ -15,8 +15,8 @@
 #   pressure  the weight of step rewards: alpha30 (.3), usual (.7); and kl0, without the KL
 #   labels    how many problems have a known answer: n64, n256, usual (all of them)
 # Without --dial all three are turned. On 2 cores a seed takes 40 to 45 minutes. Each dial gets a table and a report in
-# a folder of its name in --out (dev/curves unless given, where the reported ones are). --settings takes some settings of
-# one dial, --arms some arms. Other flags, JOBS and NANOCHAT_BASE_DIR are those of fig4.sh.
+# a folder of its name in --out (dev/curves unless given, where the reported ones are). --settings takes some settings
+# of one dial, --arms some arms. Other flags, JOBS and NANOCHAT_BASE_DIR are those of fig4.sh.
 #   bash runs/pays.sh --seeds "21 22 23 24 25" --out curves
 #   bash runs/pays.sh --dial pressure --settings "alpha30 usual" --arms "tango grpo"
 set -euo pipefail
