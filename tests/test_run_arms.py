@@ -34,7 +34,9 @@ done
 cd "$NANOCHAT_BASE_DIR"
 case $module in
     scripts.tok_train) mkdir tokenizer; touch tokenizer/tokenizer.pkl ;;
-    scripts.chat_sft) mkdir -p "chatsft_checkpoints/$run"; touch "chatsft_checkpoints/$run/meta_$(printf %06d $steps).json" ;;
+    scripts.chat_sft)
+        mkdir -p "chatsft_checkpoints/$run"
+        touch "chatsft_checkpoints/$run/meta_$(printf %06d "$steps").json" ;;
     scripts.tango_rl)
         touch "$run.here"
         waited=0
