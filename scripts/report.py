@@ -1,5 +1,5 @@
 """
-Turns finished runs into curves, a comparison of arms, and one page to look at.
+Turns finished runs into curves, a comparison of arms, and one page to look at. A run writes its own page while it goes.
 
     python -m scripts.report chain-s0                                 # a run's name or folder; writes into its folder
     python -m scripts.report --out dev/curves chain-tango-s0 chain-grpo-s0 chain-tango-s1 chain-grpo-s1
@@ -11,7 +11,7 @@ import argparse
 import os
 
 from nanochat.common import BadInput, check_least, check_writable, path_of, print0, script_main
-from nanochat.rl.page import draw_curves, write_page
+from nanochat.rl.page import MOST_ROLLOUTS, draw_curves, write_page
 from nanochat.rl.report import compare, markdown_table, provenance, read_run, tidy, write_csv
 
 
@@ -22,8 +22,8 @@ def make_parser() -> argparse.ArgumentParser:
                         help="names or folders of finished runs; <task>-<arm>-s<seed> are compared arm by arm")
     parser.add_argument("--out", default="",
                         help="folder for the files; default: the run's own, where there is one run")
-    parser.add_argument("--max-rollouts", type=int, default=600,
-                        help="rollouts on the page, over all runs; the page says of how many")
+    parser.add_argument("--max-rollouts", type=int, default=MOST_ROLLOUTS,
+                        help="about so many rollouts on the page, over all runs; the page says of how many")
     return parser
 
 

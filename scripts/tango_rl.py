@@ -26,9 +26,11 @@ from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, ch
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.flags import add_common_args, add_role_args, check_args, check_calls, check_problems, complete_args
 from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.page import write_run_page
 from nanochat.rl.plan import describe_run
 from nanochat.rl.play import Play, apply_update
-from nanochat.rl.progress import health_check, print_step, print_table, rollout_records
+from nanochat.rl.progress import health_check, print_step, print_table
+from nanochat.rl.records import rollout_records
 from nanochat.rl.resume import check_recipe_text, read_config, resolve_resume
 from nanochat.rl.roles import check_configs, find_starts, load_configs, load_roles, name_of, short_name, trained_roles
 from nanochat.rl.sampling import Sampler
@@ -119,7 +121,7 @@ def one_step(t: Play, recipe, counted: str):
     except StopRequested:
         t.state.restore(before)
         raise
-    state, ended = t.state, time.time()
+    state, ended, was_evaluated = t.state, time.time(), bool(record)
     check_memory(state.memory)
     tokens = int(t.reduce(torch.tensor(t.sampled, device=t.device)))
     roles = list(dict.fromkeys(update.role for update in updated))
@@ -144,6 +146,8 @@ def one_step(t: Play, recipe, counted: str):
     for rollout in [row for update in updated for row in rollout_records(t, update)] if t.run.rank == 0 else []:
         t.run.append("rollouts.jsonl", {"step": record["step"], **rollout})
     print_step(record, roles, getattr(recipe, "SHOWN", {}), seconds_left(t))
+    if was_evaluated:
+        show_page(t, f"under way, behind step {t.step}")
     t.has_moved = False
     for role, in_a_row in state.skipped_in_a_row.items():
         if in_a_row >= 3:
@@ -187,6 +191,20 @@ def seconds_left(t: Play) -> float:
     """Estimate of the steps to come, without evaluations."""
     left = sum(max(0, t.totals[role] - t.steps[role]) for role in t.totals)
     return t.state.step_seconds / max(1, sum(t.steps.values())) * left
+
+
+def show_page(t: Play, state: str | None) -> None:
+    """Writes the run's report.html; rank 0. state: what the run is doing, None once it is finished. A report that fails
+    is told and stops no run."""
+    if t.run.rank != 0:
+        return
+    seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds
+    so_far = state and {"minutes": round(seconds / 60, 2), "before": finite(t.state.before)}
+    left = {"state": state, "minutes_left": seconds_left(t) / 60 if t.step else None}
+    try:
+        write_run_page(t.run.folder, so_far, left if state else None)
+    except Exception as error:
+        print0(f"report.html was not written: {type(error).__name__}: {error}")
 
 
 def start_state(t: Play, recipe) -> None:
@@ -289,6 +307,8 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         run.trim("rollouts.jsonl", t.step)
         drop_sets_behind(run, t.step, t.roles)
         run.remove("summary.json")  # a finished run that goes on is not finished
+        show_page(t, f"under way, behind step {t.step}")
+        print0(f"its report, which grows with it: {os.path.join(run.folder, 'report.html')}")
         train(t, recipe)
         save_set(run, t.state, t.roles, args)
         started = time.time()
@@ -297,6 +317,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     except StopRequested:
         if is_started:
             save_set(run, t.state, t.roles, args)
+            show_page(t, f"stopped behind step {t.step}")
         run.finish()
         raise StopRequested(f"stopped behind step {t.step}; go on with --run {args.run} "
                             f"--resume-from-step auto") from None
@@ -306,6 +327,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
             "seed": args.seed, "recipe": recipes.short(args.recipe), "minutes": round(seconds / 60, 2), "steps": t.step,
             **{f"{short_name(role)}_steps": t.steps[role] for role in t.roles},
             "sampled_tokens": t.state.sampled_tokens, "before": finite(t.state.before), "after": finite(after)})
+    show_page(t, None)
     run.finish()
     print0(f"\nthe run's folder:\n{run.folder}")
 

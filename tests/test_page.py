@@ -7,11 +7,13 @@ installed.
 """
 import json
 import shutil
+import time
 
 import pytest
 from test_report import ROLLOUT, make_other_run, make_run
 
 from nanochat.common import script_main
+from nanochat.rl.page import write_run_page
 from nanochat.rl.report import INDICATORS
 from scripts import report
 
@@ -35,8 +37,20 @@ ROLLOUTS = [
      "finish_reason": "length"},                                   # no judge
     *[ROLLOUT] * 20,
 ]
+# three rollouts of one group, with rewards
+GROUP = [{**ROLLOUT, "step": 4, "advantages": [0.5] * 3 + [-0.25] * 3 + [-1.0] * 6 + [0.0] * 3, "reward": 0.0},
+         {**RIGHT, "step": 4, "reward": 1.0}, {**ROLLOUT, "step": 4, "verdict": True, "reward": 0.0}]
+UNJUDGED = dict(verification=None, step_verdicts=None, verdict=None)
+# a refinement with what was said before it, and two problems that a role proposes, of which one is tried twice
+TURNS = [{**ROLLOUT, **UNJUDGED, "step": 0, "role": "refiner", "turns": [["first attempt", "1+1:3;=3"],
+                                                                        ["critique", HOSTILE]],
+          "completion": "ab", "token_ends": [1, 2], "advantages": [1.0, 0.5], "problem": "1+1"},
+         *[{**ROLLOUT, **UNJUDGED, "step": 0, "outcome": outcome} for outcome in (True, False, None)],
+         *[{**ROLLOUT, **UNJUDGED, "step": 0, "role": "proposer", "problem": "propose", "outcome": None,
+            "proposed": problem} for problem in ("3+5*2", "9-9")]]
 COMPLETED = {**ROLLOUT, "step": 0, "role": "refiner", "verification": None, "step_verdicts": None, "verdict": None,
-             "completion": HOSTILE, "advantages": [1.0, 0.5], "reward": 0.25, "critique": HOSTILE}
+             "completion": HOSTILE, "token_ends": [1, len(HOSTILE)], "advantages": [1.0, 0.5], "reward": 0.25,
+             "critique": HOSTILE}
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +60,13 @@ def page(tmp_path_factory):
     rollouts = [{**rollout, "step": i} for i, rollout in enumerate(ROLLOUTS)]
     folders = [make_run(base, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9], rollouts=rollouts),
                make_run(base, "chain-tango-s1", 1, [0.2, 0.4, 0.6], [0.6, 0.8, 0.9], is_old=True),
-               make_run(base, "chain-grpo-s0", 0, [0.1, 0.2, 0.3]), make_run(base, "chain-grpo-s1", 1, [0.2, 0.3, 0.5]),
+               make_run(base, "chain-grpo-s0", 0, [0.1, 0.2, 0.3], rollouts=GROUP),
+               make_run(base, "chain-grpo-s1", 1, [0.2, 0.3, 0.5],
+                        rollouts=[{**ROLLOUT, "problem": str(i), "reward": i / 7} for i in range(20)]),
                make_other_run(base, "other-own-s0", ("generator", "refiner"), {"gen/pass1_in": 0.1, "ref/kept": 0.4},
-                              {"gen/pass1_in": 0.5, "ref/kept": 0.8}, rollouts=[COMPLETED])]
+                              {"gen/pass1_in": 0.5, "ref/kept": 0.8}, rollouts=[COMPLETED]),
+               make_other_run(base, "third-own-s0", ("generator", "refiner", "proposer"), {"gen/pass1_in": 0.1},
+                              {"gen/pass1_in": 0.5}, rollouts=TURNS)]
     script_main(report.main, report.make_parser(), ["--out", str(base / "out"), *folders])
     return "file://" + str(base / "out" / "report.html")
 
@@ -92,12 +110,18 @@ def find(browser, selector: str) -> list:
     return browser.find_elements("css selector", selector)
 
 
-def choose(browser, **values) -> list[str]:
-    """Sets controls by id; the heads of the rollouts that are then shown."""
+def choose(browser, **values) -> list[int]:
+    """Sets controls by id; the steps of the rollouts that are then shown."""
     for name, value in values.items():
         browser.execute_script("const e = document.getElementById(arguments[0]); e.value = arguments[1]; "
                                "e.dispatchEvent(new Event('input'))", name, str(value))
-    return [head.text for head in find(browser, "article .head")]
+    return [int(group.find_element("css selector", ".head span").text.removeprefix("step "))
+            for group in find(browser, "section.group") for _ in group.find_elements("css selector", "article")]
+
+
+def details_text(card) -> list[str]:
+    """The texts that stand below a solution, folded or not."""
+    return [node.get_attribute("textContent") for node in card.find_elements("css selector", "details .mono")]
 
 
 def status(browser) -> str:
@@ -110,23 +134,23 @@ IN_BROWSER = pytest.mark.browser
 @IN_BROWSER
 def test_curves_and_table_are_there(shown):
     titles = [h.text for h in find(shown, ".panel h3")]
-    assert (titles[0] == "generator pass@1, in distribution"
-            and INDICATORS["gen/reasoning_steps"] in titles and "verifier balanced accuracy" in titles)
-    accuracy, verifier = find(shown, ".panel")[0], find(shown, ".panel")[titles.index("verifier balanced accuracy")]
+    assert (titles[0] == "generator pass@1, in distribution, %"
+            and INDICATORS["gen/reasoning_steps"] in titles and "verifier balanced accuracy, %" in titles)
+    accuracy, verifier = find(shown, ".panel")[0], find(shown, ".panel")[titles.index("verifier balanced accuracy, %")]
     assert (len(accuracy.find_elements("css selector", "polyline")) == 2
             and len(verifier.find_elements("css selector", "polyline")) == 1)
-    assert ("tango, generator step 20: 0.55 ± 0.0707 (2 seeds)"
+    assert ("tango, generator step 20: 55 ± 7.07 (2 seeds)"
             in [t.get_attribute("textContent") for t in accuracy.find_elements("css selector", "title")])
-    assert [row.text.split()[0] for row in find(shown, "#table tbody tr")] == ["tango", "grpo", "own"]
+    # runs that are alone in their task are not compared
+    assert [row.text.split()[0] for row in find(shown, "#table tbody tr")] == ["tango", "grpo"]
     assert "NaN" not in shown.page_source.split('id="data"')[0]
 
 
 @IN_BROWSER
 @pytest.mark.parametrize("kind, steps", [("disagreements", [1, 2, 4, 5]), ("believed", [1]), ("doubted", [2, 4]),
-                                         ("all", list(range(20)))])
+                                         ("all", list(range(8)))])
 def test_each_kind_shows_its_rollouts(shown, kind, steps):
-    heads = choose(shown, kind=kind)
-    assert [int(head.split()[1].rstrip(",")) for head in heads] == steps
+    assert choose(shown, kind=kind) == steps
     assert status(shown).startswith(f"{27 if kind == 'all' else len(steps)} of the 27 rollouts kept here (27 logged)")
 
 
@@ -140,9 +164,10 @@ def test_role_and_step_filters_join(shown):
 
 @IN_BROWSER
 def test_pages_turn(shown):
-    assert len(find(shown, "article")) == 20 and "page 1 of 2" in status(shown)
-    find(shown, "#next")[0].click()
-    assert (len(find(shown, "article")) == 7 and "page 2 of 2" in status(shown)
+    assert len(find(shown, "section.group")) == 8 and "page 1 of 4" in status(shown)
+    for _ in range(3):
+        shown.execute_script("document.getElementById('next').click()")
+    assert (len(find(shown, "article")) == 3 and "page 4 of 4" in status(shown)
             and not find(shown, "#next")[0].is_enabled())
     assert len(choose(shown, kind="believed")) == 1 and "page 1 of 1" in status(shown)
 
@@ -155,29 +180,29 @@ def test_steps_carry_verdict_label_and_advantage(shown):
             and set(first.get_attribute("class").split()) == {"step", "mono", "right"})
     assert (second.text == "8*2:7;\n2: right, gold wrong, A -1.00"
             and set(second.get_attribute("class").split()) == {"step", "mono", "right", "off"})
-    assert answer.text == "=7\nanswer, A -2.00"
-    assert find(shown, "article details .mono")[0].text == "3+5:8T;8*2:7T;=T"
+    assert answer.text == "=7\u25a0\nanswer, A -2.00"
+    assert details_text(find(shown, "article")[0]) == ["3+5:8T;8*2:7T;=T"]
 
 
 @IN_BROWSER
 def test_text_of_models_is_never_markup(shown):
     choose(shown, **{"from": 5, "to": 6})
     verified, unjudged = find(shown, "article")
-    assert (verified.find_element("css selector", "details .mono").text == HOSTILE
-            and "unmet: missing_tags" in verified.text)
-    assert HOSTILE in unjudged.text and "cut at the length limit" in unjudged.text and "verdict" not in unjudged.text
+    assert details_text(verified) == [HOSTILE] and "unmet: missing_tags" in verified.text
+    assert "cut at the length limit" in unjudged.text and "verdict" not in unjudged.text
+    assert HOSTILE in [head.text for head in find(shown, "section.group > .head b")]
     assert find(shown, "img") == []
 
 
 @IN_BROWSER
 def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
-    assert [o.text for o in find(shown, "#role option")] == ["all", "generator", "verifier", "refiner"]
+    assert [o.text for o in find(shown, "#role option")] == ["all", "generator", "verifier", "refiner", "proposer"]
     assert len(choose(shown, run=4, role="refiner")) == 1
     card = find(shown, "article")[0]
     assert card.find_element("css selector", "summary").text == "the refiner's text (trained on, mean advantage +0.75)"
     assert card.find_element("css selector", "details .mono").text == HOSTILE
     facts, steps = (card.find_elements("css selector", selector) for selector in (".facts span", ".step small"))
-    assert [fact.text for fact in facts] == ["reward: 0.25", f"critique: {HOSTILE}"]
+    assert [fact.text for fact in facts] == [f"critique: {HOSTILE}"] and "reward 0.25" in card.text
     assert [step.text for step in steps] == ["1: gold right", "2: gold wrong", "answer"]
     assert "ref/kept" in [h.text for h in find(shown, ".panel h3")] and find(shown, "img") == []
     assert any(row.text.startswith("ref/margin") for row in find(shown, "#health tbody tr"))
@@ -189,6 +214,132 @@ def test_another_run_brings_its_settings_and_rollouts(shown):
     assert ("seed 1" in [row.text for row in find(shown, "#settings tbody tr")]
             and len(find(shown, "#settings table")) == 1)
     assert any(row.text.startswith("gen/reasoning_steps") for row in find(shown, "#health tbody tr"))
+
+
+@IN_BROWSER
+def test_rollouts_about_one_problem_stand_beside_each_other(shown):
+    choose(shown, run=2)
+    (group,) = find(shown, "section.group")
+    assert group.find_element("css selector", ".head").text.split("\n") == ["step 4", "3+5*2", "gold answer 6",
+                                                                            "1 of 3 right"]
+    cards = group.find_elements("css selector", "article")
+    assert len({card.rect["y"] for card in cards}) == 1 and [card.rect["x"] for card in cards] == sorted(
+        {card.rect["x"] for card in cards})
+    assert len(choose(shown, kind="believed")) == 1 and "1 of 3 right, 2 others hidden" in find(shown, ".group")[0].text
+
+
+@IN_BROWSER
+def test_text_is_underlined_by_the_advantage_of_its_tokens(shown):
+    choose(shown, run=2)
+    tokens = find(shown, "article:first-child .token")
+    assert [(t.text, t.get_attribute("title")) for t in tokens] == [
+        ("3+5", "A +0.50"), (":8;", "A -0.25"), ("8*2:7;", "A -1.00"), ("=7", "A 0.00"), ("\u25a0", "A 0.00")]
+    ink = shown.execute_script("return [...document.querySelectorAll('article:first-child .token')]"
+                               ".map(t => getComputedStyle(t).boxShadow.split(')')[0].slice(5).split(', '))")
+    above, below = ["0", "114", "178"], ["213", "94", "0"]
+    assert [parts[:3] for parts in ink] == [above, below, below, above, above]
+    # of the largest in the group, 2: .25 + .75 of the share; none at 0
+    assert [float(parts[3]) for parts in ink] == pytest.approx([0.4375, 0.34375, 0.625, 0, 0], abs=0.005)
+
+
+@IN_BROWSER
+def test_rewards_are_counted(shown):
+    bars = lambda: find(shown, "#rewards svg")[0].get_attribute("aria-label")
+    choose(shown, run=2)
+    assert bars() == "rewards: 0: 2, 1: 1"
+    choose(shown, kind="believed")
+    assert bars() == "rewards: 0: 1"
+    assert choose(shown, run=0) and find(shown, "#rewards svg") == []  # its rollouts have none
+    choose(shown, run=3, kind="all")
+    assert bars().count(": ") == 13 and sum(int(part.split(": ")[1]) for part in bars()[9:].split(", ")) == 20
+
+
+@IN_BROWSER
+def test_a_point_of_a_curve_leads_to_the_rollouts_of_its_step(shown):
+    """Of grpo's runs the first has rollouts at step 4 alone: the nearest to any point."""
+    points = shown.execute_script("return [...document.querySelector('.panel').querySelectorAll('.point')]")
+    assert len(points) == 6
+    shown.execute_script("arguments[0].dispatchEvent(new Event('click'))", points[5])
+    chosen = [shown.execute_script(f"return document.getElementById('{name}').value") for name in ("run", "from", "to")]
+    assert chosen == ["2", "4", "4"] and len(find(shown, "article")) == 3
+    shown.execute_script("arguments[0].dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter'}))", points[1])
+    assert choose(shown) == [10]  # of tango's first run
+
+
+@IN_BROWSER
+def test_what_is_chosen_outlives_a_reload(shown):
+    choose(shown, run=0, kind="believed")
+    shown.refresh()
+    assert choose(shown) == [1] and status(shown).startswith("1 of the 27")
+
+
+@IN_BROWSER
+def test_all_turns_of_a_rollout_are_shown(shown):
+    """What a role heard before it wrote, the solution that it quotes, and what it wrote."""
+    choose(shown, run=5, role="refiner")
+    card = find(shown, "article")[0]
+    assert [node.text for node in card.find_elements("css selector", "summary")] == [
+        "first attempt", "critique", "the refiner's text (trained on, mean advantage +0.75)"]
+    assert details_text(card) == ["1+1:3;=3", HOSTILE, "ab"] and "3+5:8;" in card.text
+
+
+@IN_BROWSER
+def test_a_proposed_problem_shows_what_became_of_it(shown):
+    choose(shown, run=5, role="proposer")
+    proposed, lost = find(shown, "article")
+    assert "proposed 3+5*2 solved in 1 of 2 rollouts" in " ".join(proposed.text.split("\n"))
+    assert "has no rollout here" in lost.text and lost.find_elements("css selector", "button") == []
+    proposed.find_element("css selector", "button").click()
+    assert choose(shown)[0] == 0 and "3+5*2" in [head.text for head in find(shown, "section.group > .head b")]
+
+
+@IN_BROWSER
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nothing_is_wider_than_the_page(shown, width):
+    shown.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                          {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600})
+    assert shown.execute_script("return document.documentElement.scrollWidth") <= width
+    table = find(shown, "#table table")[0]
+    assert width < 600 or table.rect["x"] + table.rect["width"] <= width
+    shown.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def alone(tmp_path, live: dict | None) -> str:
+    """The address of the report of a single run."""
+    folder = make_run(tmp_path, "chain-own-s0", 0, [0.1, 0.3, 0.5])
+    summary = json.loads((tmp_path / "runs" / "chain-own-s0" / "summary.json").read_text())
+    return "file://" + write_run_page(folder, {"minutes": 1.0, "before": summary["before"]} if live else None, live)
+
+
+@IN_BROWSER
+def test_a_single_run_is_titled_and_compared_with_nothing(browser, tmp_path):
+    browser.get(alone(tmp_path, None))
+    assert browser.title == "chain-own-s0 - nanochat-tango" and find(browser, "h1")[0].text == "chain-own-s0"
+    assert find(browser, "#made")[0].text.startswith("1 run") and "commit None" in find(browser, "#made")[0].text
+    assert find(browser, "#table") == [] and "not measurable" not in find(browser, "body")[0].text
+    rows = {row.text.rpartition("% ")[0]: row.text.rpartition("% ")[2] for row in find(browser, "#scores tbody tr")}
+    assert rows["generator pass@1, in distribution, "] == "10.0 50.0 +40.0"
+    assert not find(browser, "#live")[0].is_displayed()
+
+
+@IN_BROWSER
+def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanochat.rl.page.RELOAD_SECONDS", 0.2)
+    address = alone(tmp_path, {"state": "under way, behind step 12", "minutes_left": 7.3})
+    browser.get(address)
+    assert find(browser, "#state")[0].text.startswith("under way, behind step 12, about 7 minutes left (written at ")
+    with open(address.removeprefix("file://")) as f:
+        text = f.read()
+    with open(address.removeprefix("file://"), "w") as f:
+        f.write(text.replace("behind step 12", "behind step 13"))
+    deadline = time.time() + 20
+    while "behind step 13" not in browser.page_source.split('id="made"')[1][:2000] and time.time() < deadline:
+        time.sleep(0.1)
+    assert "behind step 13" in find(browser, "#state")[0].text
+    browser.execute_script("const e = document.getElementById('reload'); e.checked = false; "
+                           "e.dispatchEvent(new Event('input')); window.same = true")
+    time.sleep(1)
+    assert browser.execute_script("return window.same")
 
 
 @IN_BROWSER

@@ -10,15 +10,16 @@ import math
 import pytest
 
 from nanochat.common import BadInput, script_main
-from nanochat.rl.page import axes_of, evenly, health, marked_solution, mean_curve, panels_of
-from nanochat.rl.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, cells, compare, dial_table,
-                                evaluated, first_reach, height_at, interval, markdown_table, read_run, recovered, tidy)
+from nanochat.rl.page import axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_run_page
+from nanochat.rl.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, axis_of, cells, compare,
+                                dial_table, evaluated, filled, first_reach, height_at, interval, markdown_table,
+                                read_lines, read_run, recovered, tidy)
 from scripts import report
 
 ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7",
            "outcome": False, "step_labels": [True, False],
            "step_spans": [[0, 6], [6, 12]], "step_ends": [5, 11], "finish_reason": "stop",
-           "advantages": [0.5] * 6 + [-1.0] * 6 + [-2.0] * 3,
+           "token_ends": [*range(1, 15), 14], "advantages": [0.5] * 6 + [-1.0] * 6 + [-2.0] * 3,
            "verification": "3+5:8T;8*2:6F;=F", "step_verdicts": [True, False], "verdict": False, "unmet": []}
 
 
@@ -384,50 +385,53 @@ def test_a_mean_curve_says_how_many_seeds_it_is_of(tmp_path):
     runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.1, 0.2, 0.3])),
             read_run(make_run(tmp_path, "chain-a-s1", 1, [0.3, 0.4]))]
     points = mean_curve(runs, "gen/pass1_in", "gen_step")
-    assert [(x, pytest.approx(y), n) for x, y, _, n in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
+    assert [(x, pytest.approx(y), n) for x, y, _, n, _ in points] == [(0, 0.2, 2), (10, 0.3, 2), (20, 0.3, 1)]
     assert points[0][2] == pytest.approx(0.2 / math.sqrt(2)) and points[2][2] == 0.0
 
 
-# Rollouts for the page
+# A run that is under way
 
-def test_a_rollout_is_cut_at_its_steps_with_their_mean_advantages():
-    shown = marked_solution(ROLLOUT)
-    assert ([(s["text"], s["label"], s["verdict"], s["advantage"]) for s in shown["steps"]]
-            == [("3+5:8;", True, True, 0.5), ("8*2:7;", False, False, -1.0)])
-    assert (shown["answer"], shown["answer_advantage"], shown["judged"]) == ("=7", -2.0, True)
-
-
-def test_a_verifiers_rollout_has_one_advantage_and_none_on_the_steps_it_judges():
-    shown = marked_solution({**ROLLOUT, "role": "verifier", "advantages": [1.0, 0.0], "step_verdicts": [True]})
-    assert [(s["verdict"], s["advantage"]) for s in shown["steps"]] == [(True, None), (None, None)]
-    assert shown["verification_advantage"] == 0.5 and "answer_advantage" not in shown
+def under_way(tmp_path, num_steps: int):
+    """The first steps of a run that was to have 20 of its generator, evaluated at 0 and 10."""
+    folder = tmp_path / "runs" / "chain-tango-s0"
+    make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
+    before = json.loads((folder / "summary.json").read_text())["before"]
+    (folder / "summary.json").unlink()
+    records = [r for r in read_lines(str(folder / "metrics.jsonl")) if r["role"] == "generator"][:num_steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder, {"minutes": 0.5, "before": before}
 
 
-def test_what_was_written_behind_a_solution_is_shown_with_its_advantage_and_its_facts():
-    written = {**ROLLOUT, "verification": None, "step_verdicts": None, "completion": "8*2:6;=6",
-               "advantages": [1.0, 0.0], "reward": 0.123456}
-    shown = marked_solution({**written, "weights": [1, 2], "nothing": None})
-    assert (shown["completion"], shown["learned"], shown["completion_advantage"]) == ("8*2:6;=6", "completion", 0.5)
-    assert [s["advantage"] for s in shown["steps"]] == [None, None] and "answer_advantage" not in shown
-    assert shown["facts"] == {"reward": 0.123456, "weights": [1, 2]} and marked_solution(ROLLOUT)["facts"] == {}
+@pytest.mark.parametrize("num_steps, expected", [(0, [(0, 0.1)]), (10, [(0, 0.1)]), (11, [(0, 0.1), (10, 0.3)])])
+def test_a_run_that_is_under_way_has_the_points_that_are_there(tmp_path, num_steps, expected):
+    folder, so_far = under_way(tmp_path, num_steps)
+    run = read_run(str(folder), so_far)
+    assert [(p["gen_step"], p["gen/pass1_in"]) for p in run.points] == expected
+    assert [p["record"] for p in run.points] == [step for step, _ in expected]
+    write_run_page(str(folder), so_far, {"state": "under way", "minutes_left": 2.5})
+    with pytest.raises(BadInput, match="no summary.json"):
+        read_run(str(folder))
 
 
-def test_a_solution_of_a_role_of_another_name_is_its_own():
-    plain = {**ROLLOUT, "role": "policy", "verification": None, "step_verdicts": None}
-    assert [s["advantage"] for s in marked_solution(plain)["steps"]] == [0.5, -1.0]
-    assert marked_solution({**ROLLOUT, "role": "policy"})["learned"] == "verification"
-    assert marked_solution({**ROLLOUT, "role": "policy"}, solver="policy")["answer_advantage"] == -2.0
+def test_scores_of_a_run_are_its_first_and_last_evaluation(tmp_path):
+    folder, so_far = under_way(tmp_path, 11)
+    rows = {name: rest for name, *rest in scores_of(read_run(str(folder), so_far))}
+    assert rows["generator pass@1, in distribution, %"] == ["10.0", "30.0", "+20.0"]
+    assert rows["verifier balanced accuracy, %"] == ["70.0", "80.0", "+10.0"] and "steps per solution" not in rows
 
 
-def test_an_unjudged_rollout_without_steps_is_shown_too():
-    shown = marked_solution({**ROLLOUT, "solution": "<b>", "step_spans": [], "step_ends": [], "step_labels": [],
-                             "advantages": [0.25], "verification": None, "step_verdicts": None, "verdict": None})
-    assert (shown["steps"], shown["answer"], shown["answer_advantage"], shown["judged"]) == ([], "<b>", 0.25, False)
+def test_columns_that_say_nothing_are_left_out(tmp_path):
+    rows = compare([read_run(make_run(tmp_path, "chain-own-s0", 0, [0.1, 0.2, 0.3]))])
+    columns, table = filled(COLUMNS, [cells(row) for row in rows])
+    assert columns == ["arm", "seeds", "final", "longer", "mean height"]
+    assert table == [["own", "1", "30.0", "15.0", "20.0"]]
 
 
-def test_evenly_keeps_first_order_and_number():
-    assert (evenly(list(range(10)), 5) == [0, 2, 4, 6, 8] and evenly([1, 2], 5) == [1, 2]
-            and len(evenly(list(range(1001)), 600)) == 600)
+@pytest.mark.parametrize("metric, axis", [
+    ("gen/pass1_in", (0, 1)), ("ver/step_f1_current", (0, 1)), ("gen/verdicts/wrong_steps_passed", (0, 1)),
+    ("ver/step_outcome_corr", (-1, 1)), ("gen/reasoning_steps", None), ("gen/nll", None), ("step", None)])
+def test_shares_have_the_same_axis_in_every_report(metric, axis):
+    assert axis_of(metric) == axis and scale_of(metric) == (100 if axis == (0, 1) else 1)
 
 
 def test_health_is_the_first_and_the_last_tenth(experiment):

@@ -142,8 +142,11 @@ def test_a_run_logs_its_pairs_and_takes_a_snapshot_of_the_generator_every_iterat
     assert not same_weights(start, saved["gen", 1]) and not same_weights(saved["gen", 2], saved["gen", 4])
     summary = json.loads((base / "runs" / "r" / "summary.json").read_text())
     assert summary["before"]["gen/nll"] > 0 and {"gen/pass1_in", "gen/pass1_out"} <= summary["after"].keys()
-    for rollout in records(base, "rollouts.jsonl"):
-        assert min(rollout["advantages"]) >= 0  # a group's first is the demonstration
+    rollouts = records(base, "rollouts.jsonl")
+    for rollout in rollouts:
+        group = [other for other in rollouts if all(other[key] == rollout[key] for key in ("step", "problem"))]
+        assert len(group) == 1 + G  # the demonstration, then the opponent's solutions
+        assert min(group[0]["advantages"]) >= 0 >= max(a for other in group[1:] for a in other["advantages"])
 
 
 def test_problems_that_demonstrations_are_of_must_fit_too(base, monkeypatch):

@@ -101,8 +101,11 @@ def test_a_run_leaves_what_it_promises(straight):
             "ver/parse_fail", "ver/step_count_mismatch"} <= log[0].keys()
     assert [(r["gen_step"], r["ver_step"]) for r in log if "gen/pass1_in" in r] == [(0, 0), (0, 2), (2, 2)]
     rollouts = records(straight, "r", "rollouts.jsonl")
-    assert len(rollouts) == 7 * 4 and len({r["problem"] for r in rollouts if r["step"] == 3}) > 1
+    assert len(rollouts) == 7 * 2 * 4 and len({r["problem"] for r in rollouts if r["step"] == 3}) == 2
     for rollout in rollouts:
+        own = rollout["solution"] if rollout["role"] == "generator" else rollout["verification"]
+        assert len(rollout["token_ends"]) == len(rollout["advantages"]) and rollout["token_ends"][-1] == len(own)
+        assert rollout["reward"] == rollout["outcome"] or rollout["role"] == "verifier"
         assert len(rollout["step_verdicts"]) == len(rollout["step_labels"]) or "step_count_mismatch" in rollout["unmet"]
     assert json.loads((folder / "config.json").read_text())["args"]["lr"] == 1e-3
 
@@ -336,7 +339,7 @@ def test_with_few_labelled_problems_half_of_a_batch_has_no_outcome(base, monkeyp
     log = [r for r in records(base, "few") if r["role"] == "generator"]
     assert [r["gen/unscorable"] for r in log] == [0.5] * 4
     outcomes = [r["outcome"] for r in records(base, "few", "rollouts.jsonl") if r["role"] == "generator"]
-    assert outcomes.count(None) == 8 and len(outcomes) == 16
+    assert outcomes.count(None) == 16 and len(outcomes) == 32
 
 
 def test_unlabelled_problems_of_a_finite_task_come_again(base, monkeypatch):

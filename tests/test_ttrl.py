@@ -243,7 +243,7 @@ def test_a_run_logs_its_votes_and_what_they_earned(base):
         assert record["gen/rollout_logprobs_diff_max"] < 1e-4
     assert 0 < log[0]["gen/majority_ratio"] < 1  # of the start
     rollouts, read = records(base, "rollouts.jsonl"), make_task(parsed("ttrl")).fmt.answer
-    assert len(rollouts) == 4 * 4
+    assert len(rollouts) == 4 * 2 * 4
     for rollout in rollouts:
         assert rollout["answer"] == read(rollout["solution"])
         assert rollout["majority_reward"] == (rollout["answer"] == rollout["pseudo_label"] is not None)

@@ -138,9 +138,9 @@ def play(t: Play, criticise=by_rule):
     advantages[slots, :width] = shaped(advantages[slots, :width], logprobs[replaced], t.args.shaping)
 
     refines = {p * G: best[p] for p in replaced}  # row of a refinement -> the solution that it refines
-    mixed.columns = {"outcome": mixed_outcomes,
-                     "critique": [critiques[refines[n]] if n in refines else None for n in range(len(rows))],
-                     "first_attempt": [solutions.texts[refines[n]] if n in refines else None for n in range(len(rows))]}
+    mixed.columns = {"outcome": mixed_outcomes, "turns": [
+        [["first attempt", solutions.texts[refines[n]]], ["critique", critiques[refines[n]]]] if n in refines else []
+        for n in range(len(rows))]}
     log_rewards(t, "generator", solutions, outcomes)
     log_refinements(t, outcomes, refined_outcomes, mixed_outcomes)
     t.log("generator", t.mean({

@@ -106,7 +106,7 @@ def play(t: Play):
     first = t.solve("generator", t.problems(), args.num_samples, "generator")
     second = second_attempts(t, first, "second")
     outcomes = list(zip(t.check(first), t.check(second), strict=True))
-    rewards = zip(*(turn_rewards(a, b, stage, args.alpha, args.credit) for a, b in outcomes), strict=True)
+    rewards = list(zip(*(turn_rewards(a, b, stage, args.alpha, args.credit) for a, b in outcomes), strict=True))
     betas = (args.beta2 if stage == 1 else args.beta1), args.beta1
 
     parts = []
@@ -120,8 +120,9 @@ def play(t: Play):
         t.log("generator", t.mean({f"turn{turn}/shaped_reward": values, f"turn{turn}/kl": kl}))
 
     right, right_then = ([pair[turn] for pair in outcomes] for turn in (0, 1))
-    first.columns = {"outcome": right}
-    second.columns = {"outcome": right, "second_outcome": right_then}  # their record shows the first attempt too
+    first.columns = {"outcome": right, "shaped_reward": rewards[0]}
+    # their record shows the first attempt too
+    second.columns = {"outcome": right, "second_outcome": right_then, "shaped_reward": rewards[1]}
     log_rewards(t, "generator", first, right)
     t.log("generator", {"stage": stage} | t.mean({
         "turn2/accuracy": right_then, **{f"turn2/{name}": values for name, values in changes(outcomes).items()},

@@ -21,7 +21,8 @@ SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_
 
 def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | None]) -> None:
     """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what
-    the completions look like."""
+    the completions look like. rollouts.jsonl shows the rewards too."""
+    rollouts.columns["reward"] = [None if reward is None else float(reward) for reward in rewards]
     groups: dict[int, list[float]] = {}
     for g, reward in zip(rollouts.group_id.tolist(), rewards, strict=True):
         groups.setdefault(g, []).extend([] if reward is None else [float(reward)])

@@ -71,8 +71,8 @@ def add_common_args(parser) -> None:
     evals = parser.add_argument_group("evaluation and logs")
     evals.add_argument("--eval-every", type=int, default=0, help="steps between evaluations; 0 = before and after only")
     evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
-    evals.add_argument("--log-rollouts", type=int, default=4,
-                       help="rollouts per update that go to rollouts.jsonl, one of a group")
+    evals.add_argument("--log-rollouts", type=int, default=2,
+                       help="problems per update of which all rollouts go to rollouts.jsonl")
 
 
 def add_role_args(group, roles: dict[str, RoleSpec]) -> None:

@@ -3,10 +3,13 @@ The pictures of a report: its curves, and report.html, one file that opens offli
 """
 import json
 import os
+import time
 from importlib.resources import files
 from statistics import mean, stdev
 
-from nanochat.rl.report import ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, cells, is_count, steps_of
+from nanochat.rl.cards import cards
+from nanochat.rl.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
+                                compare, filled, is_count, provenance, read_run, steps_of)
 from nanochat.rl.roles import short_name
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with
@@ -17,23 +20,22 @@ PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sam
           *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))),
           ("ver/step_f1_current", "gen_step"), *((name, "gen_step") for name in INDICATORS)]
 TITLES = EVALS | INDICATORS  # a metric that is not among them is titled by its name
-# What the page shows of a rollout in places of its own; other columns are facts.
-ROLLOUT_PARTS = {"step", "role", "problem", "gold", "solution", "outcome", "step_labels", "step_spans", "step_ends",
-                 "finish_reason", "advantages", "completion", "verification", "step_verdicts", "verdict", "unmet"}
+RELOAD_SECONDS = 20  # how often the page of a run that is under way reloads itself
+MOST_ROLLOUTS = 600
 
 
-def mean_curve(runs: list[Run], metric: str, x: str) -> list[tuple[float, float, float, int]]:
-    """(mean x, mean, standard deviation, number of seeds) of an arm's runs, wherever any of them was evaluated: runs
-    meet where all roles have made as many steps."""
+def mean_curve(runs: list[Run], metric: str, x: str) -> list[tuple[float, float, float, int, int]]:
+    """(mean x, mean, standard deviation, number of seeds, the first run's record) of an arm's runs, wherever any of
+    them was evaluated: runs meet where all roles have made as many steps."""
     at: dict[tuple, list[dict]] = {}
     for point in (point for run in runs for point in run.points if point.get(metric) is not None and x in point):
-        steps = tuple(count for name, count in point.items() if is_count(name) and name != "sampled_tokens")
+        steps = tuple(count for name, count in point.items() if is_count(name) and name.endswith("_step"))
         at.setdefault(steps, []).append(point)
     rows = []
     for _, here in sorted(at.items()):
         values = [point[metric] for point in here]
         rows.append((mean(point[x] for point in here), mean(values),
-                     stdev(values) if len(values) > 1 else 0.0, len(values)))
+                     stdev(values) if len(values) > 1 else 0.0, len(values), here[0]["record"]))
     return rows
 
 
@@ -63,6 +65,21 @@ def axes_of(runs: list[Run]) -> dict[str, str]:
     return axes | {"gen_step": f"{solvers} step", "sampled_tokens": "sampled tokens"}
 
 
+def scale_of(metric: str) -> int:
+    """What a metric is multiplied by to be shown: shares are in percent."""
+    return 100 if axis_of(metric) == (0, 1) else 1
+
+
+def title_of(metric: str) -> str:
+    return TITLES.get(metric, metric) + (", %" if scale_of(metric) == 100 else "")
+
+
+def in_percent(metric: str, points: list[tuple]) -> list[tuple]:
+    """Points of mean_curve as they are shown."""
+    scale = scale_of(metric)
+    return [(x, scale * y, scale * spread, *rest) for x, y, spread, *rest in points]
+
+
 def draw_curves(runs: list[Run], path: str) -> None:
     """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task."""
     import matplotlib  # here, since importing it makes its cache folder
@@ -75,14 +92,16 @@ def draw_curves(runs: list[Run], path: str) -> None:
         for axis, (metric, x, curves) in zip(axes, panels, strict=False):
             for i, (arm, points) in enumerate(curves.items()):
                 if points:
-                    xs, ys, spread, _ = zip(*points, strict=True)
+                    xs, ys, spread, _, _ = zip(*in_percent(metric, points), strict=True)
                     style = dict(color=COLOURS[i % len(COLOURS)],
                                  linestyle=list(DASHES.values())[i // len(COLOURS) % len(DASHES)])
                     axis.plot(xs, ys, label=arm, linewidth=1.6, marker=".", markersize=4, **style)
                     axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)],
                                       [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
-            axis.set_title(TITLES.get(metric, metric), fontsize=9)
+            axis.set_title(title_of(metric), fontsize=9)
+            if axis_of(metric):
+                axis.set_ylim(*(scale_of(metric) * end for end in axis_of(metric)))
             axis.set_xlabel(labels[x])
             axis.grid(alpha=0.25)
         for axis in axes[len(panels):]:
@@ -95,42 +114,10 @@ def draw_curves(runs: list[Run], path: str) -> None:
         figure.savefig(path, dpi=90)
 
 
-def marked_solution(rollout: dict, solver: str = "generator") -> dict:
-    """A logged rollout as the page shows it: the solution cut at its steps, each with verdict and gold label, and the
-    mean advantages: of each step where the solution is what was learned from, else one of all of the text that was.
-    solver: the role whose verified solutions are its own."""
-    spans, ends, text = rollout["step_spans"], rollout["step_ends"], rollout["solution"]
-    completion, verification = rollout.get("completion"), rollout.get("verification")
-    is_own = completion is None and (rollout["role"] == solver or verification is None)
-    verdicts = rollout.get("step_verdicts") or []
-    steps, at = [], 0
-    for k, (start, end) in enumerate(spans):
-        inside = rollout["advantages"][ends[k - 1] + 1 if k else 0: ends[k] + 1] if is_own else []
-        steps.append({"before": text[at:start], "text": text[start:end],
-                      "label": rollout["step_labels"][k] if k < len(rollout["step_labels"]) else None,
-                      "verdict": verdicts[k] if k < len(verdicts) else None,
-                      "advantage": round(mean(inside), 3) if inside else None})
-        at = end
-    tail = rollout["advantages"][ends[-1] + 1 if is_own and ends else 0:]  # of what is not the solution: all of it
-    learned = "answer" if is_own else "verification" if completion is None else "completion"
-    return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"],
-            "steps": steps, "answer": text[at:], "learned": learned,
-            f"{learned}_advantage": round(mean(tail), 3) if tail else None, "completion": completion,
-            "outcome": rollout["outcome"], "verdict": rollout.get("verdict"), "verification": verification,
-            "unmet": rollout.get("unmet") or [], "finish_reason": rollout["finish_reason"],
-            "judged": verification is not None,
-            "facts": {name: v for name, v in rollout.items() if name not in ROLLOUT_PARTS and v is not None}}
-
-
-def evenly(items: list, most: int) -> list:
-    """At most `most` of the items, evenly spread."""
-    return items if len(items) <= most else [items[i * len(items) // most] for i in range(most)]
-
-
 def health(run: Run) -> list[dict]:
     """Health indicators of a run: the mean over the first and the last tenth of each role's steps; of all steps where
     the role was never updated."""
-    scores = {**run.summary["before"], **run.summary["after"]}
+    scores = {**run.summary["before"], **run.summary.get("after", {})}  # no after yet: it is under way
     indicators = [name for name in run.points[-1] if not is_count(name) and name not in scores]
     rows = []
     for role in run.roles:
@@ -150,35 +137,66 @@ def health(run: Run) -> list[dict]:
     return rows
 
 
-def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int) -> None:
-    """report.html: curves, the comparison, settings, health indicators and rollouts of all runs; no file or address
-    outside itself.
+def scores_of(run: Run) -> list[list[str]]:
+    """What the held-out evaluations of a run say: name, first, last and change, as texts."""
+    rows, indicators = [], {*INDICATORS, *run.config.get("shown", ())}
+    for name in run.points[-1]:
+        values = [point[name] for point in run.points if point.get(name) is not None]
+        if not is_count(name) and name not in indicators and values:
+            scale, digits = scale_of(name), 1 if scale_of(name) == 100 else 3
+            first, last = (scale * value for value in (values[0], values[-1]))
+            rows.append([title_of(name), f"{first:.{digits}f}", f"{last:.{digits}f}", f"{last - first:+.{digits}f}"])
+    return rows
 
-    rows: of `report.compare`. At most `most_rollouts` are shown, evenly spread over runs and steps; the page says of
-    how many.
+
+def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
+    """The curves and the comparison of the runs of one task; a single run has none to be compared with."""
+    labels = axes_of(of_task)
+    panels = [{"title": title_of(metric), "x": labels[x],
+               "range": axis_of(metric) and [scale_of(metric) * end for end in axis_of(metric)],
+               "curves": {arm: in_percent(metric, points) for arm, points in curves.items()}}
+              for metric, x, curves in panels_of(of_task)]
+    columns, table = filled(COLUMNS, [cells(row) for row in rows if row["task"] == of_task[0].task])
+    return {"name": of_task[0].task, "arms": list(arms_of(of_task)), "panels": panels, "columns": columns,
+            "table": table if len(of_task) > 1 else []}
+
+
+def run_of_page(run: Run, most_rollouts: int) -> dict:
+    """What the page shows of one run."""
+    return {"name": run.name, "task": run.task, "arm": run.arm, "settings": run.config["args"],
+            "versions": {k: v for k, v in run.config.items() if k != "args"}, "minutes": run.summary["minutes"],
+            "scores": scores_of(run), "health": health(run), "num_rollouts": len(run.rollouts),
+            "rollouts": cards(run.rollouts, run.solver, most_rollouts)}
+
+
+def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int = MOST_ROLLOUTS,
+               live: dict | None = None) -> None:
+    """report.html, whole or not at all: curves, scores or a comparison, settings, health indicators and rollouts of all
+    runs; no file or address outside itself.
+
+    rows: of `report.compare`. About `most_rollouts` are shown, whole groups evenly spread over runs and steps; the page
+    says of how many. live: of a run that is under way, {"state": what it is doing, "minutes_left"}; the page then
+    reloads itself.
     """
-    tasks = []
-    for task in dict.fromkeys(run.task for run in runs):
-        of_task = [run for run in runs if run.task == task]
-        labels = axes_of(of_task)
-        tasks.append({"name": task, "arms": list(arms_of(of_task)),
-                      "panels": [{"title": TITLES.get(metric, metric), "x": labels[x], "curves": curves}
-                                 for metric, x, curves in panels_of(of_task)],
-                      "table": [cells(row) for row in rows if row["task"] == task]})
-    data = {"columns": COLUMNS, "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks, "runs": []}
-    for run in runs:
-        chosen = evenly(run.rollouts, most_rollouts // len(runs))
-        data["runs"].append({"name": run.name, "settings": run.config["args"],
-                             "versions": {k: v for k, v in run.config.items() if k != "args"},
-                             "minutes": run.summary["minutes"], "health": health(run),
-                             "num_rollouts": len(run.rollouts),
-                             "rollouts": [marked_solution(r, run.solver) for r in chosen]})
+    tasks = [task_of_page([run for run in runs if run.task == task], rows)
+             for task in dict.fromkeys(run.task for run in runs)]
+    data = {"title": ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if runs[3:] else ""),
+            "made": provenance(runs), "live": live and {**live, "every": RELOAD_SECONDS, "written": int(time.time())},
+            "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks,
+            "runs": [run_of_page(run, most_rollouts // len(runs)) for run in runs]}
     # "<" never appears in the data: no text of a model can close the script element that holds it.
     text = json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = files("nanochat.rl").joinpath("page.html").read_text(encoding="utf-8")
     with open(path + ".tmp", "w", encoding="utf-8") as f:
         f.write(template.replace("{{data}}", text))
     os.replace(path + ".tmp", path)
+
+
+def write_run_page(folder: str, so_far: dict | None, live: dict | None = None) -> str:
+    """report.html in a run's folder, which it returns. so_far: of `report.read_run`, None once it is finished."""
+    run, path = read_run(folder, so_far), os.path.join(folder, "report.html")
+    write_page([run], compare([run]), path, live=live)
+    return path
 
 
 def rounded(value):

@@ -1,12 +1,11 @@
 """
-What a run shows while it goes: the health check, a line per step, rollout records and the final table.
+What a run prints while it goes: the health check, a line per step and the final table.
 """
 import torch
 
 from nanochat.common import print0
 from nanochat.rl.evals import sampled_scores
-from nanochat.rl.play import Play, Update
-from nanochat.rl.prompts import read_solution
+from nanochat.rl.play import Play
 from nanochat.rl.roles import short_name
 from nanochat.rl.trainer import score
 
@@ -55,30 +54,6 @@ def step_of_role(record: dict, role: str, shown: list[str]) -> str:
     text += " | WARNING: lenient verifier" if get("lenient") else ""
     text += " | WARNING: constant verifier" if get("pred_pos_rate") in (0.0, 1.0) else ""
     return text + (" | SKIPPED: not finite" if get("skipped") else "")
-
-
-def rollout_records(t: Play, update: Update) -> list[dict]:
-    """The first rollout of the first --log-rollouts groups of each part of an update, for rollouts.jsonl: texts, gold
-    labels, the recipe's columns and the advantages of the tokens. step_spans: characters [start, end) of the steps in
-    the solution; step_ends: their last tokens; completion: what was written, where it is not the solution."""
-    records, fmt = [], t.task.fmt
-    for rollouts, advantages in update.parts:
-        first = {g: n for n, g in reversed(list(enumerate(rollouts.group_id.tolist())))}
-        for n in sorted(first.values())[: t.args.log_rollouts]:
-            prompt = rollouts.prompts[int(rollouts.group_id[n])]
-            tokens = rollouts.tokens[n, : rollouts.lengths[n]].tolist()
-            solution = prompt.solution or read_solution(t.tokenizer, fmt, tokens)
-            is_quoted = prompt.solution is not None and "verification" not in rollouts.columns
-            records.append({
-                "role": update.role, "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
-                "solution": solution.text, "outcome": None,
-                "step_labels": t.task.step_labels(prompt.problem, solution.text),
-                "step_spans": fmt.step_spans(solution.text), "step_ends": solution.step_ends,
-                "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
-                "advantages": [round(a, 4) for a in advantages[n, : rollouts.lengths[n]].tolist()],
-                **({"completion": rollouts.texts[n]} if is_quoted else {}),
-                **{name: values[n] for name, values in rollouts.columns.items()}})
-    return records
 
 
 def logprob_gap(t: Play, role: str) -> float:

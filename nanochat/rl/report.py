@@ -42,6 +42,10 @@ INDICATORS = {
     "gen/step_label_mean": "right steps (gold labels)",
     "gen/rewards/step/mean": "right steps (as rewarded)",
 }
+# Names of metrics that are shares, under any role's prefix: from 0 to 100 percent in every report.
+SHARES = ({*verdict_scores([]), *(name.partition("/")[2] for name in EVALS), "alpha", "wrong_passed", "step_label_mean",
+           "rewards/step/mean", "frac_ranking_reversed", "frac_reward_zero_std", "accuracy", "pair_accuracy",
+           "label_accuracy", "reward_accuracy", "majority_ratio", "step_auc"} - {"step_outcome_corr"})
 # A verifier's other scores, which only summary.json and metrics.jsonl have, under any role's prefix.
 NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixed", "fixed_out", "current")}
              - {name.partition("/")[2] for name in EVALS})
@@ -55,8 +59,9 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 
 @dataclass
 class Run:
-    """A finished run. points: its evaluations in order, each {<short>_step of every role, sampled_tokens, metric:
-    value}, indicators included; records: one per step; rollouts: as sampled for the log; roles: in their order."""
+    """A run. points: its evaluations in order, each {<short>_step of every role, sampled_tokens, record: the step of
+    the run, metric: value}, indicators included; records: one per step; rollouts: as sampled for the log; roles: in
+    their order."""
     name: str
     task: str
     arm: str
@@ -86,15 +91,16 @@ def read_lines(path: str) -> list[dict]:
     return records
 
 
-def read_run(folder: str) -> Run:
-    """Reads a run's folder. Raises BadInput where it is no finished run."""
+def read_run(folder: str, so_far: dict | None = None) -> Run:
+    """Reads a run's folder. so_far: of a run that is under way, what stands in its summary.json at the end: minutes and
+    the evaluation `before`. Raises BadInput where it is no finished run."""
     name = os.path.basename(os.path.normpath(folder))
     paths = {file: os.path.join(folder, file)
              for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl")}
-    for file in ("config.json", "summary.json"):
+    for file in ("config.json", "summary.json") if so_far is None else ():
         if not os.path.exists(paths[file]):
             raise BadInput(f"{folder}: no {file}; is it the folder of a finished run?")
-    config, summary = read_json(paths["config.json"]), read_json(paths["summary.json"])
+    config, summary = read_json(paths["config.json"]), so_far or read_json(paths["summary.json"])
     records, rollouts = (read_lines(paths[file]) if os.path.exists(paths[file]) else []
                          for file in ("metrics.jsonl", "rollouts.jsonl"))
     try:
@@ -104,12 +110,15 @@ def read_run(folder: str) -> Run:
         task, arm = ((match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"]
                      else (args["task"], name))
         roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
-        counts = {f"{short_name(role)}_step": summary[f"{short_name(role)}_steps"] for role in roles}
-        first = {**dict.fromkeys(counts, 0), "sampled_tokens": 0, **summary["before"]}
-        last = {**counts, "sampled_tokens": summary["sampled_tokens"], **summary["after"]}
-        steps = summary["steps"] if "steps" in summary else summary["gen_steps"] + summary["ver_steps"]
-        if len(records) != steps:
-            raise BadInput(f"{paths['metrics.jsonl']}: {len(records)} records, but the run made {steps} steps")
+        shorts = [f"{short_name(role)}_step" for role in roles]
+        first = {**dict.fromkeys(shorts, 0), "sampled_tokens": 0, **summary["before"]}
+        last = None
+        if so_far is None:
+            last = {**{name: summary[f"{name}s"] for name in shorts}, "sampled_tokens": summary["sampled_tokens"],
+                    **summary["after"]}
+            steps = summary["steps"] if "steps" in summary else summary["gen_steps"] + summary["ver_steps"]
+            if len(records) != steps:
+                raise BadInput(f"{paths['metrics.jsonl']}: {len(records)} records, but the run made {steps} steps")
         points = evaluated(records, first, last, config.get("shown", ()))
         return Run(name, task, arm, args["seed"], config, summary, points, records, rollouts, roles)
     except (KeyError, TypeError) as error:
@@ -127,33 +136,36 @@ def read_json(path: str) -> dict:
 
 def is_count(name: str) -> bool:
     """Whether a point has under this name how far the run is, not a metric."""
-    return name == "sampled_tokens" or (name.endswith("_step") and "/" not in name)
+    return name in ("sampled_tokens", "record") or (name.endswith("_step") and "/" not in name)
 
 
 def is_number(value) -> bool:
     return isinstance(value, (int, float))
 
 
-def evaluated(records: list[dict], first: dict, last: dict, indicators: list[str] | tuple = ()) -> list[dict]:
-    """The points of a run: its first evaluation, those among its records, its last one; each with the mean of every
-    indicator since the one before. first and last: counts and scores; indicators: those that the recipe shows
-    besides."""
-    counts = [name for name in last if is_count(name) and name != "sampled_tokens"]
+def evaluated(records: list[dict], first: dict, last: dict | None,
+              indicators: list[str] | tuple = ()) -> list[dict]:
+    """The points of a run: its first evaluation, those among its records, its last one (None: it is under way); each
+    with the mean of every indicator since the one before. first and last: counts and scores; indicators: those that the
+    recipe shows besides."""
+    counts = [name for name in first if is_count(name) and name != "sampled_tokens"]
     solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
     known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}
-    scores = [name for name in {**first, **last}
-              if not is_count(name) and (is_number(first.get(name)) or is_number(last.get(name)))]
-    always = [name for name in scores if name in first and name in last]
+    end = first if last is None else last
+    scores = [name for name in {**first, **end}
+              if not is_count(name) and (is_number(first.get(name)) or is_number(end.get(name)))]
+    always = [name for name in scores if name in first and name in end]
     marks = [f"{solver}/pass1_in"] if f"{solver}/pass1_in" in always else always  # what only evaluations have
     drawn = {name: name for name in EVALS}  # -> its name in the records
     drawn |= {known_as.get(name, name): name for name in scores if name.partition("/")[2] not in NOT_DRAWN}
     indicators = [name for name in dict.fromkeys((*INDICATORS, *indicators)) if name not in drawn]
     points, since = [], []
-    for record in [first, *records, last]:
+    for record in [first, *records, *([] if last is None else [last])]:
         is_end = record is first or record is last  # the first record repeats the first evaluation
         if is_end or (record["step"] > 0 and marks and all(name in record for name in marks)):
             point = {"gen_step": record.get(f"{solver}_step", 0), "ver_step": 0}
             point |= {name: record.get(name, 0) for name in (*counts, "sampled_tokens")}
+            point["record"] = 0 if record is first else record.get("step", len(records))
             point |= {name: record[logged] if is_number(record.get(logged)) else None for name, logged in drawn.items()}
             for name in indicators:
                 values = [r[name] for r in since if is_number(r.get(name))]
@@ -162,6 +174,15 @@ def evaluated(records: list[dict], first: dict, last: dict, indicators: list[str
             since = []
         since.append(record)
     return points
+
+
+def axis_of(metric: str) -> tuple[int, int] | None:
+    """The ends of a metric's axis, the same in every report: shares are from 0 to 1, correlations from -1. None: it
+    follows the values."""
+    name = metric.partition("/")[2]
+    if name.endswith("_corr"):
+        return -1, 1
+    return (0, 1) if name in SHARES or name.removeprefix("verdicts/") in SHARES else None
 
 
 def steps_of(metric: str, point: dict) -> str:
@@ -394,6 +415,12 @@ def share(value: float | None, row: dict) -> str:
     if row["arm"] == BASELINE or not row["has_oracle"]:
         return "-"
     return "not measurable" if value is None else f"{100 * value:.0f}%"
+
+
+def filled(columns: tuple, table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns that say something in some row, and the table of these."""
+    kept = [i for i in range(len(columns)) if any(row[i] not in ("-", "not measurable") for row in table)]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in table]
 
 
 def equal_tokens(row: dict) -> str:

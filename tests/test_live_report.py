@@ -1,0 +1,73 @@
+"""
+The report of a run that is under way: written at every evaluation, and no matter to the run itself.
+
+    python -m pytest tests/test_live_report.py
+"""
+import json
+
+import pytest
+from conftest import parse, rl_flags
+
+from nanochat.common import StopRequested
+from scripts import tango_rl
+
+FLAGS = ["--run", "r", "--recipe", "grpo", "--num-steps", "5", "--eval-every", "2"]
+
+
+def train(*flags: str) -> None:
+    tango_rl.main(parse(tango_rl, rl_flags(*FLAGS, *flags)))
+
+
+def data_of(base) -> dict:
+    text = (base / "runs" / "r" / "report.html").read_text()
+    return json.loads(text.split('id="data">')[1].split("</script>")[0])
+
+
+@pytest.fixture
+def written(base, monkeypatch) -> list:
+    """What each version of the report says: (what the run is doing, whether time is left, points, rollouts)."""
+    versions, write = [], tango_rl.write_run_page
+
+    def write_and_look(*args):
+        write(*args)
+        data = data_of(base)
+        live = data["live"] or {"state": None, "minutes_left": None}
+        points = data["tasks"][0]["panels"][0]["curves"]["r"]
+        versions.append((live["state"], live["minutes_left"] is not None, [point[0] for point in points],
+                         len(data["runs"][0]["rollouts"])))
+    monkeypatch.setattr(tango_rl, "write_run_page", write_and_look)
+    return versions
+
+
+def test_the_report_is_written_at_every_evaluation(written):
+    """Two groups of four are logged in each step; the evaluation before step 0 is repeated in its record."""
+    train()
+    assert written == [("under way, behind step 0", False, [0], 0), ("under way, behind step 1", True, [0], 8),
+                       ("under way, behind step 3", True, [0, 2], 24),
+                       ("under way, behind step 5", True, [0, 2, 4], 40), (None, False, [0, 2, 4, 5], 40)]
+
+
+def test_a_stopped_run_says_so(written, monkeypatch):
+    def stop_in_step_3(t, recipe, counted):
+        if t.step == 3:
+            raise StopRequested
+        return one_step(t, recipe, counted)
+    one_step = tango_rl.one_step
+    monkeypatch.setattr(tango_rl, "one_step", stop_in_step_3)
+    with pytest.raises(StopRequested):
+        train()
+    assert written[-1][0] == "stopped behind step 3"
+
+
+def test_without_evaluations_there_is_a_report_at_both_ends(written):
+    train("--eval-every", "0")
+    assert [(state, points) for state, _, points, _ in written] == [("under way, behind step 0", [0]), (None, [0, 5])]
+
+
+def test_a_report_that_fails_is_told_and_stops_no_run(base, monkeypatch, capsys):
+    def fail(*args):
+        raise RuntimeError("nothing to draw with")
+    monkeypatch.setattr(tango_rl, "write_run_page", fail)
+    train()
+    assert capsys.readouterr().out.count("report.html was not written: RuntimeError: nothing to draw with") == 5
+    assert (base / "runs" / "r" / "summary.json").exists() and not (base / "runs" / "r" / "report.html").exists()
