@@ -416,8 +416,8 @@ def test_a_run_that_is_under_way_has_the_points_that_are_there(tmp_path, num_ste
 def test_scores_of_a_run_are_its_first_and_last_evaluation(tmp_path):
     folder, so_far = under_way(tmp_path, 11)
     rows = {name: rest for name, *rest in scores_of(read_run(str(folder), so_far))}
-    assert rows["generator pass@1, in distribution, %"] == ["10.0", "30.0", "+20.0"]
-    assert rows["verifier balanced accuracy, %"] == ["70.0", "80.0", "+10.0"] and "steps per solution" not in rows
+    assert rows["generator pass@1, in distribution"] == ["10.0%", "30.0%", "+20.0"]
+    assert rows["verifier balanced accuracy"] == ["70.0%", "80.0%", "+10.0"] and "steps per solution" not in rows
 
 
 def test_columns_that_say_nothing_are_left_out(tmp_path):

@@ -70,8 +70,8 @@ def scale_of(metric: str) -> int:
     return 100 if axis_of(metric) == (0, 1) else 1
 
 
-def title_of(metric: str) -> str:
-    return TITLES.get(metric, metric) + (", %" if scale_of(metric) == 100 else "")
+def unit_of(metric: str) -> str:
+    return "%" if scale_of(metric) == 100 else ""
 
 
 def in_percent(metric: str, points: list[tuple]) -> list[tuple]:
@@ -99,7 +99,8 @@ def draw_curves(runs: list[Run], path: str) -> None:
                     axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)],
                                       [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
-            axis.set_title(title_of(metric), fontsize=9)
+            axis.set_title(TITLES.get(metric, metric), fontsize=9)
+            axis.set_ylabel(unit_of(metric))
             if axis_of(metric):
                 axis.set_ylim(*(scale_of(metric) * end for end in axis_of(metric)))
             axis.set_xlabel(labels[x])
@@ -145,14 +146,15 @@ def scores_of(run: Run) -> list[list[str]]:
         if not is_count(name) and name not in indicators and values:
             scale, digits = scale_of(name), 1 if scale_of(name) == 100 else 3
             first, last = (scale * value for value in (values[0], values[-1]))
-            rows.append([title_of(name), f"{first:.{digits}f}", f"{last:.{digits}f}", f"{last - first:+.{digits}f}"])
+            rows.append([TITLES.get(name, name), f"{first:.{digits}f}{unit_of(name)}",
+                         f"{last:.{digits}f}{unit_of(name)}", f"{last - first:+.{digits}f}"])
     return rows
 
 
 def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
     """The curves and the comparison of the runs of one task; a single run has none to be compared with."""
     labels = axes_of(of_task)
-    panels = [{"title": title_of(metric), "x": labels[x],
+    panels = [{"title": TITLES.get(metric, metric), "x": labels[x], "unit": unit_of(metric),
                "range": axis_of(metric) and [scale_of(metric) * end for end in axis_of(metric)],
                "curves": {arm: in_percent(metric, points) for arm, points in curves.items()}}
               for metric, x, curves in panels_of(of_task)]

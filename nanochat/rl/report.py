@@ -464,8 +464,10 @@ def provenance(runs: list[Run]) -> str:
     made = list({run.config["args"].get("run") or run.name: run for run in runs}.values())
     facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in made}))}"
              for name in ("commit", "torch", "world")]
-    return (f"{len(made)} runs, {sum(run.summary['minutes'] for run in made):.0f} minutes one after the other; "
-            f"{'; '.join(facts)}")
+    minutes = sum(run.summary["minutes"] for run in made)
+    count = (f"1 run, {minutes:.1f} minutes" if len(made) == 1 else
+             f"{len(made)} runs, {minutes:.0f} minutes one after the other")
+    return "; ".join([count, *facts])
 
 
 def markdown_table(rows: list[dict]) -> str:
