@@ -1,6 +1,6 @@
 """
-runs/speedrun.sh: both scales give every script flags that it takes, in the order of the stages, and the README's
-computed figures are its own.
+runs/speedrun.sh: both scales give every script flags that it takes, in the order of the stages, and the computed
+figures of dev/stack.md are its own.
 
     python -m pytest tests/test_speedrun.py -q
 """
@@ -76,7 +76,7 @@ def test_an_unknown_scale_is_refused(tmp_path):
     assert done.returncode == 2 and done.stderr.strip() == "SCALE=huge: full or tiny"
 
 
-def test_the_figures_of_the_readme_are_computed(tmp_path, capsys):
+def test_the_figures_of_the_page_are_computed(tmp_path, capsys):
     """The stage table's hours and dollars are what plan_cost makes of the script's own flags."""
     flags = next(flags for name, flags in map(script_and_flags,
                                               (call for call in calls_of(tmp_path, "full") if call[0] != "hf"))
@@ -89,10 +89,10 @@ def test_the_figures_of_the_readme_are_computed(tmp_path, capsys):
               "SFT of the verifier": "`chat_sft --role verifier`", "RL Tango": "`tango_rl`",
               "chat_eval": "`chat_eval`", "chat_rl in its place": "`chat_rl`"}
     assert rows.keys() == {*stages, "in all, CORE apart"}
-    readme = (ROOT / "README.md").read_text()
-    shown = {stage: re.search(rf"^\| {re.escape(stage)} \|.*\| ([\d.]+) h, \$([\d.]+)[^|]*\|$", readme,
+    page = (ROOT / "dev" / "stack.md").read_text()
+    shown = {stage: re.search(rf"^\| {re.escape(stage)} \|.*\| ([\d.]+) h, \$([\d.]+)[^|]*\|$", page,
                               re.MULTILINE).groups() for stage in stages.values()}
-    shown["in all"] = re.search(r"in all ([\d.]+) h, \$([\d.]+)\.", readme).groups()
+    shown["in all"] = re.search(r"in all ([\d.]+) h, \$([\d.]+)\.", page).groups()
     for name, computed in rows.items():
         for figure, value in zip(shown[stages.get(name, "in all")], computed, strict=True):
             assert (abs(float(figure) - float(value))

@@ -1,4 +1,9 @@
-"""Fixed generator: RL Tango's verifier alone, judging a generator as SFT left it. arXiv 2505.15034, section 4.3."""
+"""Fixed generator: RL Tango's verifier alone, judging a generator as SFT left it. arXiv 2505.15034, section 4.3.
+
+The verifier is rewarded as in recipe tango. The solutions that it judges never get better.
+
+Departures: 1 and 4 of recipe tango.
+"""
 from nanochat.recipes import tango
 from nanochat.recipes.tango import TABLE, check, evaluate  # noqa: F401
 from nanochat.rl.roles import RoleSpec

@@ -1,6 +1,10 @@
 """RL Tango (Zha et al. 2025): a generator and its generative verifier, trained in turns by GRPO. arXiv 2505.15034.
 
-Equations, sections and the algorithm are the paper's. Departures:
+The verifier reads a solution, and writes a verdict on each step and on the whole. The generator is rewarded by its
+answers and by the verdicts on its steps. The verifier is rewarded by whether its final verdicts are right, and by their
+form; no step label is used. Equations, sections and the algorithm are the paper's.
+
+Departures:
 1. Verifier batches can be balanced between right and wrong solutions (--verifier-balance) and hold past ones
    (--verifier-replay).
 2. The warm-up may end at a bar of balanced accuracy instead of a count (--schedule adaptive).

@@ -1,0 +1,407 @@
+"""
+Writes what is made from code and curves: dev/flags.md, dev/recipes.md and, between its two markers, the table of
+recipes in README.md. Nothing is trained. tests/test_generated_pages.py compares all three with what is there.
+
+    python dev/make_pages.py
+"""
+import argparse
+import csv
+import functools
+import importlib
+import os
+import pkgutil
+import re
+import shlex
+import textwrap
+from statistics import mean
+from typing import NamedTuple
+
+import scripts
+from nanochat import recipes
+from nanochat.common import BadInput, flag_defaults, print0, script_main
+from nanochat.rl.report import ACCURACY, Run, at_equal_tokens, change, filled, interval, spread
+from scripts import tango_rl
+from tasks import add_task_args
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+WIDTH = 120
+BEGIN, END = "<!-- recipes: written by dev/make_pages.py -->", "<!-- end of recipes -->"
+WRITTEN = "Written by `python dev/make_pages.py`. Do not edit it by hand."
+STEP_F1 = "ver/step_f1_fixed"
+
+
+# What was run, and what is checked
+
+class Arm(NamedTuple):
+    """The runs of an arm, one per seed."""
+    curves: str             # a csv below dev/curves, without its ending
+    name: str               # of the arm in it
+    rate: str               # learning rate of the generator, or of the verifier where that alone is trained
+    what: str               # in words
+    baseline: str = "grpo"  # arm of the same csv that it is compared with; "" = none
+
+
+COMMANDS = {  # how the runs of a csv were made
+    "chain": "bash runs/fig4.sh",
+    "merged/chain": 'bash runs/fig4.sh --arms "grpo tango fixed_verifier tango_merged fixed_merged gold_steps"',
+    "systems/chain": 'bash runs/fig4.sh --arms "grpo prime_2e-4 dpo spin"',
+    "systems/chain_refine": 'bash runs/fig4.sh --start refine --arms "grpo_2e-4 critique_grpo_2e-4"',
+    "labels/small_chain_n64": 'bash runs/pays.sh --dial labels --settings "n64 n256" --seeds "21 22 23 24 25" '
+                              '--arms "grpo ttrl fixed_merged gentle_merged"'}
+DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
+RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
+    "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
+    "tango": [Arm("merged/chain", "tango_merged", "2e-4", DEFAULTS), Arm("chain", "tango", "2e-4", PAPERS)],
+    "fixed_verifier": [Arm("merged/chain", "fixed_merged", "2e-4", DEFAULTS),
+                       Arm("chain", "fixed_verifier", "2e-4", PAPERS)],
+    "fixed_generator": [Arm("chain", "fixed_generator", "1e-4", "the verifier alone", "")],
+    "outcome_verifier": [Arm("chain", "outcome_verifier", "2e-4", "final verdicts")],
+    "gold_steps": [Arm("chain", "gold_steps", "2e-4", "gold step labels")],
+    "prime": [Arm("systems/chain", "prime_2e-4", "2e-4", "process rewards")],
+    "dpo": [Arm("systems/chain", "dpo", "4e-4", "pairs")],
+    "spin": [Arm("systems/chain", "spin", "3e-5", "SFT's demonstrations")],
+    "critique_grpo": [Arm("systems/chain_refine", "critique_grpo_2e-4", "2e-4", "two attempts", "grpo_2e-4")],
+    "critique_grpo_verifier": [],
+    "score": [],
+    "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")]}
+NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
+RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
+NOTES = {  # whole sentences
+    "fixed_generator": "The generator does not learn, so its pass@1 is not compared. The rate is the verifier's, which "
+                       "had 60 updates, one more than Tango's.",
+    "outcome_verifier": "Run with `--no-verify-distinct`, which is not the default.",
+    "gold_steps": "Run with the paper's `--combine advantages`, which is not the default.",
+    "prime": "Run with `--prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95`, which are not the defaults. "
+             + RATE_SEEN,
+    "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
+                     "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
+    "critique_grpo_verifier": "Not run.",
+    "score": "One seed, so it is not compared. Its figures are in [results.md](results.md).",
+    "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
+            "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
+            "beside it know 64 or 256 answers."}
+STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
+         "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
+VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
+            "test_rewards.py::test_class_weights_by_hand"]
+CHECKS = {  # tests that hold a recipe against its paper
+    "grpo": ["test_advantages.py::test_grpo_golden", "test_losses.py::test_ppo_golden",
+             "test_losses.py::test_kl_estimators_by_hand", "test_losses.py::test_aggregations_by_hand"],
+    "tango": [*STEPS, *VERDICTS, "test_schedules.py::test_three_to_one_behind_a_warm_up"],
+    "fixed_verifier": STEPS,
+    "fixed_generator": VERDICTS,
+    "outcome_verifier": ["test_tango_rl.py::test_outcome_verifier_rewards_the_final_verdict_and_no_step", *VERDICTS],
+    "gold_steps": STEPS,
+    "prime": ["test_prime.py::test_the_papers_baseline_is_the_mean_of_the_others_mean_rewards",
+              "test_prime.py::test_the_advantage_is_the_sum_of_both_returns_whitened",
+              "test_prime.py::test_the_prms_update_is_the_gradient_of_its_cross_entropy"],
+    "dpo": ["test_dpo.py::test_the_update_takes_the_gradient_of_the_papers_loss"],
+    "spin": ["test_spin.py::test_the_update_takes_the_gradient_of_the_papers_loss",
+             "test_spin.py::test_an_iteration_begins_with_the_loss_log_2_against_a_snapshot"],
+    "critique_grpo": ["test_critique_grpo.py::test_shaped_coefficients_are_the_gradient_of_the_papers_loss",
+                      "test_critique_grpo.py::test_the_update_sees_the_refinement_behind_the_problem_alone"],
+    "critique_grpo_verifier": [
+        "test_critique_grpo.py::test_with_a_verifier_its_text_is_the_critique_and_only_the_generator_moves"],
+    "score": ["test_score_recipe.py::test_rewards_of_both_turns_by_hand",
+              "test_score_recipe.py::test_one_update_on_two_turns_is_the_gradient_of_the_loss"],
+    "ttrl": ["test_ttrl.py::test_a_vote_earns_1_for_the_majority_answer",
+             "test_ttrl.py::test_no_gold_answer_enters_an_update"]}
+
+
+# Text
+
+def prose(text: str) -> str:
+    """Plain text as markdown: flags as code, links to recipes, no tag where a < stands."""
+    text = re.sub(r"(?<![\w`-])--[a-z][\w-]*", r"`\g<0>`", " ".join(text.split())).replace("<", r"\<")
+    return re.sub(r"\brecipe (\w+)", lambda m: f"recipe [{m[1]}](recipes.md#{m[1]})" if m[1] in RESULTS else m[0], text)
+
+
+def wrapped(text: str, first: str = "", rest: str = "") -> str:
+    """Lines of at most WIDTH columns, of which none but the first begins as an item of a list does."""
+    glued = re.sub(r" (?=([-+*#]|\d+\.) )", "\0", text)
+    return textwrap.fill(glued, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False,
+                         break_on_hyphens=False).replace("\0", " ")
+
+
+def items(lines) -> str:
+    return "\n".join(wrapped(line, "- ", "  ") for line in lines)
+
+
+def sentences(text: str) -> list[str]:
+    return re.split(r"(?<=[\w)]\.)\s+(?=[A-Z-])", " ".join(text.split()))
+
+
+def table(columns, rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["---"] * len(columns), *rows))
+
+
+# Flags
+
+def described(action: argparse.Action) -> str:
+    """A flag in words: its names, its default unless the help says it, its meaning."""
+    names = ", ".join(f"`{name}`" for name in action.option_strings or [action.dest])
+    # some versions of argparse add the default to the help
+    meaning = (action.help or "").replace(" (default: %(default)s)", "") % vars(action)
+    default = "" if "default" in meaning or action.default in (None, "", []) else action.default
+    if action.required:
+        default = "needed"
+    elif isinstance(default, bool):
+        default = ("on" if default else "off") if len(action.option_strings) > 1 else ""
+    elif default != "":
+        default = shlex.join(map(str, default if isinstance(default, list) else [default]))
+    values = [str(value) for value in action.choices or () if value != ""]
+    meaning = "; ".join([prose(meaning)] * bool(meaning) + [f"one of: {', '.join(values)}"] * bool(values))
+    return names + f" ({default})" * bool(default) + f": {meaning}" * bool(meaning)
+
+
+def groups_of(parser: argparse.ArgumentParser, without: set[str] = frozenset()) -> dict[str, list[argparse.Action]]:
+    """Title of an argument group -> its flags, less --help and those named; none that is empty."""
+    groups = {group.title: [action for action in group._group_actions if action.dest not in {"help", *without}]
+              for group in parser._action_groups}
+    return {title: actions for title, actions in groups.items() if actions}
+
+
+def flag_blocks(groups: dict[str, list[argparse.Action]]) -> list[str]:
+    """A list of flags per group, below its title where it is not argparse's."""
+    return [block for title, actions in groups.items()
+            for block in [f"**{title}**"] * (title not in ("options", "positional arguments"))
+            + [items(map(described, actions))]]
+
+
+def task_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_task_args(parser)
+    return parser
+
+
+def script_blocks(name: str, module) -> list[str]:
+    blocks = [f"## {name}", wrapped(prose(sentences(module.__doc__.strip().split("\n\n")[0])[0]))]
+    if hasattr(module.make_parser, "func"):  # a partial of another script's
+        return [*blocks, "Its flags are those of [tango_rl](#tango_rl). `--recipe` is grpo unless it is given."]
+    parser = module.make_parser(["--recipe", "grpo"]) if module is tango_rl else module.make_parser()
+    defaults, of_tasks = flag_defaults(parser), set(flag_defaults(task_parser()))
+    takes_task = of_tasks <= defaults.keys()
+    if takes_task:
+        recorded = "" if defaults["task"] else " Those that are not given are as the checkpoint's."
+        blocks.append(f"It also takes the [task flags](#task-flags).{recorded}")
+    groups = groups_of(parser, of_tasks if takes_task else set())
+    groups.pop("recipe grpo", None)
+    return blocks + flag_blocks(groups) + (recipe_blocks(defaults) if module is tango_rl else [])
+
+
+def recipe_blocks(common: dict) -> list[str]:
+    """The flags of every recipe; by name alone those that an earlier section has word for word. common: defaults of the
+    flags that all recipes share."""
+    blocks, owners = [], {}
+    for name in RESULTS:
+        parser, lines, known = tango_rl.make_parser(["--recipe", name]), [], {}
+        own = groups_of(parser).get(f"recipe {name}", [])
+        for action in own:
+            owner = owners.setdefault(described(action), name)
+            if owner == name:
+                lines.append(described(action))
+            else:
+                known.setdefault(owner, []).append(f"`{action.option_strings[0]}`")
+        lines += [f"as recipe [{owner}](#recipe-{owner}): {', '.join(flags)}" for owner, flags in known.items()]
+        others = [f"`{action.option_strings[0]}` {action.default}" for action in parser._actions
+                  if action not in own and action.default != common[action.dest] and action.dest != "recipe"]
+        lines += [f"its defaults of shared flags: {', '.join(others)}"] if others else []
+        blocks += [f"### Recipe {name}", items(lines) or "It has no flags of its own."]
+    return blocks
+
+
+def flags_page() -> str:
+    modules = {m.name: importlib.import_module(f"scripts.{m.name}") for m in pkgutil.iter_modules(scripts.__path__)}
+    modules = {name: module for name, module in sorted(modules.items()) if hasattr(module, "make_parser")}
+    links = ", ".join(f"[{name}](#{name})" for name in modules)
+    intro = (f"{WRITTEN} A script is run as `python -m scripts.NAME`. In brackets stands a flag's default. There are "
+             f"{links}, and [task flags](#task-flags) that several take.")
+    blocks = ["# Flags", wrapped(intro), *(block for item in modules.items() for block in script_blocks(*item)),
+              "## Task flags", *flag_blocks(groups_of(task_parser()))]
+    return "\n\n".join(blocks) + "\n"
+
+
+# Figures
+
+@functools.cache
+def points_of(path: str) -> dict[tuple[str, str], list[dict]]:
+    """(arm, metric) -> rows of a csv as nanochat/rl/report.py writes it. Raises BadInput."""
+    rows = {}
+    try:
+        with open(path, newline="", encoding="utf-8") as f:
+            for row in csv.DictReader(f):
+                rows.setdefault((row["arm"], row["metric"]), []).append({
+                    "seed": int(row["seed"]), "gen_step": int(row["step"]),
+                    "sampled_tokens": int(row["sampled_tokens"]), row["metric"]: float(row["value"])})
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{path}: {type(error).__name__}: {error}") from None
+    return rows
+
+
+def runs_of(arm: Arm, name: str, metric: str = ACCURACY) -> dict[int, Run]:
+    """Seed -> the run of the arm of this name in the csv of `arm`, with the points of one metric. Raises BadInput."""
+    path, runs = os.path.join(ROOT, "dev/curves", f"{arm.curves}.csv"), {}
+    for point in points_of(path).get((name, metric), []):
+        seed = point["seed"]
+        runs.setdefault(seed, Run(name, "", name, seed, {}, {}, [], [], [], [])).points.append(point)
+    if metric == ACCURACY and not runs:
+        raise BadInput(f"{path}: no {metric} of arm {name}")
+    return runs
+
+
+def ends(runs: dict[int, Run]) -> list[str]:
+    """Final accuracy, and the tokens sampled in all."""
+    tokens = mean(run.points[-1]["sampled_tokens"] for run in runs.values())
+    return [spread([run.points[-1][ACCURACY] for run in runs.values()]), f"{tokens / 1e6:.2f}M"]
+
+
+def difference(arm: Arm, at_tokens: bool = True) -> str:
+    """Final accuracy less the baseline's, or with `at_tokens` the accuracy when as many tokens were sampled as the
+    baseline did in all: mean over paired seeds and half of its 95% interval, in points. Of how many seeds, where some
+    ended before."""
+    mine, theirs = runs_of(arm, arm.name), runs_of(arm, arm.baseline)
+    values = {seed: at_equal_tokens(run, theirs[seed]) if at_tokens else run.points[-1][ACCURACY]
+              for seed, run in mine.items() if seed in theirs}
+    gains = [value - theirs[seed].points[-1][ACCURACY] for seed, value in values.items() if value is not None]
+    if not gains:
+        return "ended before"
+    middle, half = interval(gains)
+    return (f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "")
+            + (f" ({len(gains)} of {len(mine)} seeds)" if len(gains) < len(mine) else ""))
+
+
+def step_f1(arm: Arm) -> str:
+    """The verifier's, before and after; - without one."""
+    runs = runs_of(arm, arm.name, STEP_F1).values()
+    return change([(run.points[0][STEP_F1], run.points[-1][STEP_F1]) for run in runs])
+
+
+def warm_up(arm: Arm) -> float:
+    """The tokens sampled before the generator's first update, in millions."""
+    return mean(max(point["sampled_tokens"] for point in run.points if not point["gen_step"])
+                for run in runs_of(arm, arm.name).values()) / 1e6
+
+
+# Pages
+
+COLUMNS = ("run", "rate", "seeds", "start", "final", "tokens", "GRPO's final", "GRPO's tokens", "minus GRPO, there",
+           "step F1")
+
+
+def result_blocks(name: str) -> list[str]:
+    rows, arms = [], RESULTS[name]
+    for arm in arms:
+        runs = runs_of(arm, arm.name)
+        compared = [*ends(runs_of(arm, arm.baseline)), difference(arm)] if arm.baseline else ["-"] * 3
+        start = "-" if arm.baseline else spread([run.points[0][ACCURACY] for run in runs.values()])
+        rows.append([arm.what, arm.rate, " ".join(map(str, runs)), start, *ends(runs), *compared, step_f1(arm)])
+    blocks = [table(*filled(COLUMNS, rows))] if rows else []
+    early = dict.fromkeys(f"{warm_up(arm):.2f}M" for arm in arms if arm.baseline and warm_up(arm))
+    blocks += [f"Of these tokens {' and '.join(early)} went to the verifier alone, before the generator's first "
+               f"update."] if early else []
+    blocks += [wrapped(NOTES[name])] if name in NOTES else []
+    sources = [f"`{COMMANDS[arm.curves]}`; curves: `dev/curves/{arm.curves}.csv`" for arm in arms]
+    return [*blocks, items(sources)]
+
+
+def trained(name: str, is_trained: bool = True) -> str:
+    return ", ".join(role for role, spec in recipes.load(name).ROLES.items() if spec.trained == is_trained)
+
+
+def recipe_section(name: str) -> list[str]:
+    module = recipes.load(name)
+    title, _, text = module.__doc__.strip().partition("\n")
+    title = re.sub(r"arXiv (\d{4}\.\d{5})", r"arXiv [\1](https://arxiv.org/abs/\1)", title)
+    text, _, departures = text.partition("Departures")
+    departures, *numbered = re.split(r"\n\d+\. ", departures)
+    departures = prose(departures)  # ":" before a list, or words
+    departures = departures if departures.startswith(":") else f" {departures}"
+    idea = ""
+    for sentence in sentences(text):
+        if len(idea) + len(sentence) > 3.4 * WIDTH:
+            break
+        idea += f" {sentence}"
+    flags, fixed = groups_of(tango_rl.make_parser(["--recipe", name])).get(f"recipe {name}", []), trained(name, False)
+    facts = [f"trained: {trained(name)}" + (f"; not trained: {fixed}" if fixed else ""),
+             "; ".join(f"{key}: {value}" for key, value in module.TAGS.items()),
+             f"[flags of its own](flags.md#recipe-{name}): "
+             f"{', '.join(f'`{action.option_strings[0]}`' for action in flags) or 'none'}"]
+    return [f"## {name}", wrapped(f"{title} File: [{name}.py](../nanochat/recipes/{name}.py)."), wrapped(prose(idea)),
+            items(facts), wrapped(f"**Departures from the paper**{departures}"),
+            "\n".join(wrapped(prose(line), f"{n}. ", "   ") for n, line in enumerate(numbered, 1)),
+            "**Checked against the paper by**:", items(f"`tests/{test}`" for test in CHECKS[name]),
+            "**Result**:", *result_blocks(name)]
+
+
+def recipes_page() -> str:
+    intro = (f"{WRITTEN} A recipe is a system of the field in one file, started with `python -m scripts.tango_rl "
+             "--recipe NAME`. What was learned from these runs is in [results.md](results.md).")
+    how = ("The task is chain where only the final result is the answer, so a wrong solution can be right by luck. "
+           "A model has 4 layers of width 128. A run makes 60 updates of the generator, of 32 problems x 8 samples "
+           "each, without a KL. Arms with a verifier have `--alpha-start 0.5 --alpha-end 0.05`; a verifier that is "
+           "trained has `--verifier-lr 1e-4 --verifier-balance --verifier-replay 0.5`. `bash runs/fig4.sh --list "
+           "flags` prints all flags of every arm. The machine is an AMD EPYC (2 cores, torch 2.13).")
+    read = ["*rate*: the generator's learning rate.",
+            "*final*: greedy pass@1 on 400 held-out problems at the end, in percent, ± the standard deviation over "
+            "seeds. *start*: the same before RL.",
+            "*tokens*: what all roles sampled in a run, mean over seeds.",
+            "*minus GRPO, there*: pass@1 when the run had sampled as many tokens as GRPO did in all, less GRPO's final "
+            "one, in points, ± half of the 95% interval over the paired seeds (Student's t). Between two evaluations "
+            "it is read off the line. A seed whose run ended with fewer tokens is left out, and the table says so.",
+            "*step F1*: the verifier's, before and after, on solutions of the starting generator, in percent."]
+    blocks = ["# Recipes", wrapped(intro), "## How to read the results", wrapped(how), items(read),
+              *(block for name in RESULTS for block in recipe_section(name) if block)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def readme_table() -> str:
+    rows, links = [], {}
+    for name, arms in RESULTS.items():
+        system = re.split(r" \(|:", recipes.load(name).__doc__)[0]
+        paper = re.search(r"arXiv (\d{4}\.\d{5})", recipes.load(name).__doc__)[1]
+        links[paper] = f"https://arxiv.org/abs/{paper}"
+        seeds = f"{len(runs_of(arms[0], arms[0].name))} seeds" if arms else {"score": "1 seed"}.get(name, "not run")
+        compared = ["the baseline" if name == "grpo" else "-", "-"]
+        if arms and arms[0].baseline:
+            compared = [difference(arms[0], at_tokens=False), difference(arms[0])]
+        elif name in NOT_COMPARED:
+            seeds += ", " + NOT_COMPARED[name]
+        rows.append([system, f"`{name}`", f"[{paper}]", trained(name), seeds, *compared])
+    grpo, tango = RESULTS["grpo"][0], RESULTS["tango"][0]
+    final, tokens = ends(runs_of(grpo, grpo.name))
+    words = (f"The last columns are pass@1 less GRPO's in points, on chain with the final result as the answer, ± half of "
+             f"the 95% interval over paired seeds (Student's t). GRPO ends at {final} with {tokens} tokens. Tango's "
+             f"verifier takes {warm_up(tango):.2f}M before the generator's first update. Each recipe's idea, flags, "
+             "departures and checks are in [dev/recipes.md](dev/recipes.md).")
+    columns = ("system", "recipe", "paper", "what is trained", "measured", "at equal steps", "at GRPO's tokens")
+    return "\n\n".join([wrapped(words), table(columns, rows), "\n".join(f"[{a}]: {b}" for a, b in links.items())])
+
+
+def with_table(text: str) -> str:
+    """The README with the table of recipes between its markers. Raises BadInput unless it has one of each."""
+    parts = re.split(f"^({BEGIN}|{END})$", text, flags=re.MULTILINE)
+    if parts[1::2] != [BEGIN, END]:
+        raise BadInput(f"README.md: needs the line {BEGIN} and behind it the line {END}, once each")
+    return f"{parts[0]}{BEGIN}\n\n{readme_table()}\n\n{END}{parts[4]}"
+
+
+def pages() -> dict[str, str]:
+    """Path -> text. Raises BadInput."""
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        readme = with_table(f.read())
+    return {"README.md": readme, "dev/flags.md": flags_page(), "dev/recipes.md": recipes_page()}
+
+
+def main(args) -> None:
+    for path, text in pages().items():
+        try:
+            with open(os.path.join(ROOT, path), "w", encoding="utf-8") as f:
+                f.write(text)
+        except OSError as error:
+            raise BadInput(f"cannot write {path}: {error.strerror}") from None
+        print0(path)
+
+
+if __name__ == "__main__":
+    script_main(main, argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                              formatter_class=argparse.RawDescriptionHelpFormatter))
