@@ -1,6 +1,7 @@
 """
 What every script needs: bad input, device and ranks, the run and its folder, collectives. Importing it does nothing.
 """
+import argparse
 import contextlib
 import ctypes
 import datetime
@@ -10,6 +11,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,6 +23,8 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+
+from nanochat import __version__
 
 NUM_WAITING = 8  # threads of in_threads
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
@@ -112,11 +116,11 @@ def flag_defaults(parser) -> dict:
 
 def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:
     """Raises BadInput for the first flag that differs from what a run or checkpoint was made with; the allowed changes,
-    in words. A flag that did not exist then counts as its default."""
+    in words. A flag that did not exist then counts as its default; --tensorboard may always change."""
     before = defaults | before
     changed = {name: value for name, value in vars(args).items() if before.get(name) != value}
     for name, value in changed.items():
-        if name not in may_change:
+        if name not in may_change | {"tensorboard"}:
             raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; "
                            f"a continued run cannot change it")
     return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]
@@ -300,6 +304,8 @@ class Run:
     folder: str
     lock: object = None  # rank 0's open lock file
     wandb: object = None
+    wants_events: bool = False  # --tensorboard
+    events: object = None  # rank 0's writer of event files, from trim on
     stop_signal: bool = False
     started: float = field(default_factory=time.time)
 
@@ -317,11 +323,21 @@ class Run:
             raise StopRequested
 
     def log(self, record: dict) -> None:
-        """Appends one record to metrics.jsonl and shows it to wandb; rank 0."""
+        """Appends one record to metrics.jsonl and shows it to wandb and TensorBoard; rank 0."""
         if self.rank == 0:
             self.append("metrics.jsonl", record)
             if self.wandb:
                 self.wandb.log(record, step=record["step"])
+            if self.events:
+                self.add_events([record])
+
+    def add_events(self, records: Iterable[dict]) -> None:
+        """Adds the finite numbers of records to TensorBoard's event files."""
+        for record in records:
+            for name, value in finite(record).items():
+                if isinstance(value, int | float) and name != "step":
+                    self.events.add_scalar(name, value, record["step"])
+        self.events.flush()
 
     def append(self, name: str, record: dict) -> None:
         """Appends a line of json to a file of the run; numbers that are not finite become null, as json has none."""
@@ -329,14 +345,20 @@ class Run:
             f.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
     def trim(self, name: str, step: int) -> None:
-        """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from."""
-        path = os.path.join(self.folder, name)
+        """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from.
+        Event files are written afresh from metrics.jsonl, so no step is in them twice; trim it before the first log."""
+        path, kept = os.path.join(self.folder, name), []
         if self.rank == 0 and os.path.exists(path):
             with open(path) as f:
                 kept = [line for line in f if line.endswith("\n") and json.loads(line)["step"] < step]
             with open(path + ".tmp", "w") as f:
                 f.writelines(kept)
             os.replace(path + ".tmp", path)
+        if self.rank == 0 and self.wants_events and name == "metrics.jsonl":
+            folder = os.path.join(self.folder, "tensorboard")
+            shutil.rmtree(folder, ignore_errors=True)
+            self.events = summary_writer()(folder)
+            self.add_events(map(json.loads, kept))
 
     def remove(self, name: str) -> None:
         """Removes a file of the run's folder, if it is there; rank 0."""
@@ -349,6 +371,8 @@ class Run:
             self.lock.close()
         if self.wandb:
             self.wandb.finish()
+        if self.events:
+            self.events.close()
 
 
 def add_run_args(parser) -> None:
@@ -359,6 +383,24 @@ def add_run_args(parser) -> None:
     group.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling noise")
     group.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
                        help="default: the best there is")
+    group.add_argument("--tensorboard", action=AskTensorboard, nargs=0, default=False,
+                       help="also write the metrics as TensorBoard event files, in the folder tensorboard of the run's")
+
+
+class AskTensorboard(argparse.Action):
+    """A flag without a value. Raises BadInput where event files cannot be written."""
+    def __call__(self, parser, namespace, *_) -> None:
+        summary_writer()
+        setattr(namespace, self.dest, True)
+
+
+def summary_writer():
+    """The class that writes TensorBoard's event files. Raises BadInput where its package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise BadInput(f"--tensorboard: {error}; run `pip install tensorboard`") from None
+    return SummaryWriter
 
 
 def choose_run_name(name: str) -> str:
@@ -411,7 +453,7 @@ def start_run(args, device: torch.device, config: dict, resumed: bool, folder: s
     """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM and SIGINT,
     and starts wandb where it is wanted."""
     rank, world = rank_and_world()
-    run = Run(args.run, device, rank, world, folder or path_of("runs", args.run))
+    run = Run(args.run, device, rank, world, folder or path_of("runs", args.run), wants_events=args.tensorboard)
     if rank == 0:
         try:
             os.makedirs(run.folder, exist_ok=True)
@@ -441,12 +483,15 @@ def quiet_datasets():
 
 
 def describe_versions() -> dict:
-    """Versions and commit, for config.json."""
+    """Versions and commit, for config.json. The commit is None where git does not keep this file: an installed package
+    may lie inside another repository."""
     import subprocess
-    here = os.path.dirname(os.path.abspath(__file__))
+    here, name = os.path.split(os.path.abspath(__file__))
+    ask = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True).stdout.strip()
+        is_tracked = ask("ls-files", "--error-unmatch", name).returncode == 0
+        commit = ask("rev-parse", "HEAD").stdout.strip() if is_tracked else ""
     except FileNotFoundError:  # no git on this machine
         commit = ""
-    return {"python": sys.version.split()[0], "torch": torch.__version__, "commit": commit or None,
-            "started": datetime.datetime.now().isoformat(timespec="seconds")}
+    return {"version": __version__, "python": sys.version.split()[0], "torch": torch.__version__,
+            "commit": commit or None, "started": datetime.datetime.now().isoformat(timespec="seconds")}

@@ -1,0 +1,129 @@
+"""
+What every script shares: TensorBoard's event files, and the version and commit that a run records.
+
+    python -m pytest tests/test_common.py
+"""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
+
+from nanochat import __version__, common
+from nanochat.common import Run, describe_versions, script_main
+from scripts import base_train, chat_sft, tango_rl, tok_train
+
+
+def drawn(folder) -> dict[str, list[tuple[int, float]]]:
+    """Step and value of every scalar in a run's event files, with no help of a reader that purges."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = accumulator.EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=False).Reload()
+    return {tag: [(event.step, event.value) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def logged(folder) -> dict[str, list[tuple[int, float]]]:
+    """The same of the numbers in its metrics.jsonl, in the precision of event files."""
+    found = {}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        for name, value in record.items():
+            if isinstance(value, int | float) and name != "step":
+                found.setdefault(name, []).append((record["step"], torch.tensor(value, dtype=torch.float32).item()))
+    return found
+
+
+def new_run(folder, step: int, rank: int = 0) -> Run:
+    run = Run("r", torch.device("cpu"), rank, 1, str(folder), wants_events=True)
+    run.trim("metrics.jsonl", step)
+    return run
+
+
+def test_event_files_hold_the_finite_numbers_alone(tmp_path):
+    run = new_run(tmp_path, 0)
+    run.log({"step": 3, "loss": 0.5, "count": 2, "lenient": True, "role": "verifier", "none": None,
+             "nan": float("nan"), "inf": float("inf")})
+    assert drawn(tmp_path) == {"loss": [(3, 0.5)], "count": [(3, 2.0)], "lenient": [(3, 1.0)]}  # before the run ends
+    run.finish()
+
+
+def test_records_that_are_dropped_leave_the_event_files_too(tmp_path):
+    run = new_run(tmp_path, 0)
+    for step in range(5):
+        run.log({"step": step, "loss": float(step)} | ({"late": 1.0} if step == 3 else {}))
+    run.finish()
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"step": 5, "lo')  # cut by a crash
+    run = new_run(tmp_path, 2)
+    assert drawn(tmp_path) == {"loss": [(0, 0.0), (1, 1.0)]}  # also where nothing is logged behind it
+    run.log({"step": 2, "loss": 12.0})
+    run.finish()
+    assert drawn(tmp_path) == {"loss": [(0, 0.0), (1, 1.0), (2, 12.0)]}
+
+
+def test_rank_0_alone_writes_event_files(tmp_path):
+    run = new_run(tmp_path, 0, rank=1)
+    run.log({"step": 0, "loss": 1.0})
+    run.finish()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_run_may_be_continued_with_tensorboard_and_without(base):
+    """Started without, continued from its middle with, and again without; event files are as metrics.jsonl was."""
+    pytest.importorskip("tensorboard")
+    folder = base / "runs" / "r"
+    train = lambda *flags: tango_rl.main(parse(tango_rl, rl_flags("--run", "r", "--recipe", "grpo", *flags)))
+    train("--num-steps", "2", "--save-every", "1")
+    assert not (folder / "tensorboard").exists()
+    train("--num-steps", "3", "--save-every", "1", "--resume-from-step", "1", "--tensorboard")
+    events = drawn(folder)
+    assert [step for step, _ in events["gen/reward"]] == [0, 1, 2]
+    assert events == logged(folder)
+    train("--num-steps", "4", "--resume-from-step", "auto")
+    assert len(logged(folder)["gen/reward"]) == 4 and drawn(folder) == events
+
+
+def test_sft_writes_event_files_beside_its_checkpoints(base):
+    pytest.importorskip("tensorboard")
+    model = ["--role", "generator", "--model-tag", "new", "--depth", "2", "--n-embd", "64", "--n-head", "2",
+             "--sequence-len", "128", "--device-type", "cpu", "--num-steps", "2"]
+    chat_sft.main(parse(chat_sft, [*TASK_FLAGS, *model, "--tensorboard"]))
+    folder = base / "chatsft_checkpoints" / "new"
+    assert [step for step, _ in drawn(folder)["loss"]] == [0, 1] and drawn(folder) == logged(folder)
+
+
+@pytest.mark.parametrize("script, flags", [(tango_rl, RL_FLAGS), (chat_sft, []), (base_train, []), (tok_train, [])])
+def test_tensorboard_without_its_package_is_refused(capsys, monkeypatch, tmp_path, script, flags):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    with pytest.raises(SystemExit) as stop:
+        script_main(script.main, script.make_parser if script is tango_rl else script.make_parser(),
+                    [*flags, "--tensorboard"])
+    line = capsys.readouterr().err
+    assert stop.value.code == 2 and os.listdir(tmp_path) == []
+    assert line.startswith("error: --tensorboard: ") and line.endswith("`pip install tensorboard`\n")
+    assert line.count("\n") == 1
+
+
+def test_the_commit_is_that_of_a_checkout_and_of_no_repository_around_it(monkeypatch, tmp_path):
+    git = lambda *words: subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *words], cwd=tmp_path,
+                                        capture_output=True, text=True, check=True).stdout.strip()
+    (tmp_path / "nanochat").mkdir()
+    (tmp_path / "nanochat" / "common.py").touch()
+    monkeypatch.setattr(common, "__file__", str(tmp_path / "nanochat" / "common.py"))
+    assert describe_versions()["commit"] is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "another project")
+    assert describe_versions()["commit"] is None
+    git("add", ".")
+    git("commit", "-m", "a checkout")
+    assert describe_versions()["commit"] == git("rev-parse", "HEAD")
+
+
+def test_a_run_records_the_version(base):
+    tango_rl.main(parse(tango_rl, rl_flags("--run", "r", "--recipe", "grpo", "--num-steps", "1")))
+    with open(base / "runs" / "r" / "config.json") as f:
+        assert json.load(f)["version"] == __version__
