@@ -7,9 +7,9 @@ Prints: bad golds; every pair of a gold and the next row's that is True though t
 pass as ordinary and that math-verify cannot parse; answers graded per second. Takes minutes: math-verify needs tens of
 milliseconds for each of some thousand pairs.
 """
+import argparse
 import json
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -68,4 +68,6 @@ def main(folder: str):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="with gsm8k/train.jsonl, gsm8k/test.jsonl, math/train.jsonl, math/test500.jsonl")
+    main(parser.parse_args().folder)

@@ -369,8 +369,8 @@ def readme_table() -> str:
         rows.append([system, f"`{name}`", f"[{paper}]", trained(name), seeds, *compared])
     grpo, tango = RESULTS["grpo"][0], RESULTS["tango"][0]
     final, tokens = ends(runs_of(grpo, grpo.name))
-    words = ("The last columns are pass@1 less GRPO's in points, on chain with the final result as the answer, ± half of "
-             f"the 95% interval over paired seeds (Student's t). GRPO ends at {final} with {tokens} tokens. Tango's "
+    words = ("The last columns are pass@1 less GRPO's in points, on chain with the final result as the answer, ± half "
+             f"of the 95% interval over paired seeds (Student's t). GRPO ends at {final} with {tokens} tokens. Tango's "
              f"verifier takes {warm_up(tango):.2f}M before the generator's first update. Each recipe's idea, flags, "
              "departures and checks are in [dev/recipes.md](dev/recipes.md).")
     columns = ("system", "recipe", "paper", "what is trained", "measured", "at equal steps", "at GRPO's tokens")

@@ -1,0 +1,568 @@
+"""
+The pages, README.md and dev/*.md: the glossary has what is logged, commands have flags that exist, links lead
+somewhere, and lines are short.
+
+    python -m pytest tests/test_documents.py
+"""
+import contextlib
+import functools
+import importlib
+import importlib.util
+import inspect
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import TASK_FLAGS, parse, rl_flags
+from torch.distributed.run import get_args_parser
+
+from nanochat import recipes
+from nanochat.common import BadInput, script_main
+from nanochat.recipes import tango
+from nanochat.rl.progress import LARGEST_GAP
+from nanochat.rl.rewards import FORMAT_PENALTY, ClassWeights
+from scripts import base_train, chat_sft, tango_rl, task_text
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "dev").glob("*.md"))]
+HISTORY = {"LOG.md"}  # the lab book: its flags and names are those of the day
+TODAY = [path for path in PAGES if path.name not in HISTORY]
+COLUMNS, README_LINES, ENTRY_LINES = 120, 200, 15
+
+
+def named(paths: list[Path]):
+    return pytest.mark.parametrize("page", paths, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+every_page = named(PAGES)
+every_page_of_today = named(TODAY)
+
+
+def without_code(text: str) -> str:
+    """The text but for fenced and indented blocks and what stands in backticks."""
+    text = re.sub(r"^( *)(```+|~~~+).*?^ *\2[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"(?<=\n\n)(?: {4}.*\n?)+", "", text)
+    return re.sub(r"(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
+
+
+# The glossary of metrics
+
+class Entry(NamedTuple):
+    """A name of the glossary. pattern: what it is logged as; recipes: those that its table names, empty for all."""
+    name: str
+    pattern: str
+    recipes: tuple[str, ...] = ()
+
+
+# The first cell of a table's head -> which log its names are of; None: words that other names are made of.
+HEADS = {"name": "rl", "behind a role's prefix": "rl", "where a score stands": "rl", "in summary.json": "summary",
+         "in chat_sft": "chat_sft", "in base_train": "base_train", "role prefix": None, "verifier score": None}
+# In the glossary, and in no run of this file: why
+UNSEEN = {"peak_memory_gb": "needs CUDA"}
+
+
+def tables_of(text: str) -> list[tuple[str, list[str]]]:
+    """The tables of a page: the first cell of the head, and all names in backticks in the first cells below it."""
+    found = []
+    for block in re.findall(r"^\|.*\n\|[ :|-]+\|\n(?:\|.*\n?)+", text, re.MULTILINE):
+        head, _, *rows = [line.strip("|").split(" | ")[0].strip() for line in block.splitlines()]
+        found.append((head, [name for row in rows for name in re.findall("`([^`]+)`", row)]))
+    return found
+
+
+def spelled_out(name: str) -> list[str]:
+    """a{b,c} as ab and ac."""
+    parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^}]*)\}", name))]
+    return ["".join(chosen) for chosen in itertools.product(*parts)]
+
+
+def glossary_of(text: str) -> dict[str, list[Entry]]:
+    """The entries of each log."""
+    tables, entries = tables_of(text), {}
+    words = {head: "|".join(name for h, names in tables if h == head for name in names)
+             for head in ("role prefix", "verifier score")}
+    for head, names in tables:
+        of_recipes = re.fullmatch(r"in recipes? ([\w ]+)", head)
+        log = "rl" if of_recipes else HEADS[head]
+        for name in itertools.chain(*map(spelled_out, names)) if log else ():
+            pattern = re.escape(name).replace(r"\*", "[^/]+")
+            if head == "behind a role's prefix":
+                pattern = f"({words['role prefix']})/{pattern}"
+            for score in words["verifier score"].split("|") if "<score>" in name else [""]:
+                chosen = tuple(of_recipes[1].split(" and ")) if of_recipes else ()
+                entries.setdefault(log, []).append(
+                    Entry(name.replace("<score>", score), pattern.replace("<score>", score), chosen))
+    return entries
+
+
+@pytest.fixture(scope="module")
+def glossary() -> dict[str, list[Entry]]:
+    return glossary_of((ROOT / "dev" / "metrics.md").read_text(encoding="utf-8"))
+
+
+# What makes a recipe log more than its defaults do
+OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"]}
+NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
+
+
+def keys_of(path: Path) -> set[str]:
+    """The names in a metrics.jsonl."""
+    return {name for line in path.read_text().splitlines() for name in json.loads(line)}
+
+
+@pytest.fixture(scope="module")
+def logged(sft_base, tmp_path_factory) -> dict[str, dict[str, set[str]]]:
+    """Log -> run -> the names in it. A run of RL is that of a recipe and has its name; summary.json's scores are with
+    the names of RL."""
+    base = tmp_path_factory.mktemp("logged") / "base"
+    shutil.copytree(sft_base, base)
+    found = {"rl": {}, "summary": {}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(base))
+        for name in recipes.names():
+            for run, flags in ((name, OPTIONS.get(name, [])), *([("idle", NO_UPDATE)] if name == "prime" else ())):
+                tango_rl.main(parse(tango_rl, rl_flags("--recipe", name, "--run", run, "--num-steps", "2",
+                                                       "--eval-examples", "4", *flags)))
+                summary = json.loads((base / "runs" / run / "summary.json").read_text())
+                found["rl"][run] = (keys_of(base / "runs" / run / "metrics.jsonl")
+                                    | summary["before"].keys() | summary["after"].keys())
+                found["summary"][run] = set(summary)
+        size = ["--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2"]
+        chat_sft.main(parse(chat_sft, ["--role", "generator", "--model-tag", "one", "--num-steps", "2",
+                                       "--sequence-len", "128", *TASK_FLAGS, *size]))
+        task_text.main(parse(task_text, ["--out", str(base / "text"), "--num-documents", "100"]))
+        base_train.main(parse(base_train, ["--data", str(base / "text"), "--model-tag", "one", "--num-iterations", "2",
+                                           "--sequence-len", "32", "--window-pattern", "L", "--total-batch-size", "64",
+                                           "--device-batch-size", "2", "--eval-tokens", "64", *size]))
+    for log, folder in (("chat_sft", "chatsft_checkpoints"), ("base_train", "base_checkpoints")):
+        found[log] = {"one": keys_of(base / folder / "one" / "metrics.jsonl")}
+    return found
+
+
+LOGS = ("rl", "summary", "chat_sft", "base_train")
+
+
+@pytest.mark.parametrize("log", LOGS)
+def test_all_that_is_logged_is_in_the_glossary(glossary, logged, log):
+    names = set().union(*logged[log].values())
+    assert len(names) > 5
+    assert not {name for name in names if not any(re.fullmatch(e.pattern, name) for e in glossary[log])}
+
+
+@pytest.mark.parametrize("log", LOGS)
+def test_what_is_in_the_glossary_is_logged(glossary, logged, log):
+    """By a recipe that its table names, if it names any."""
+    seen = {entry.name for entry in glossary[log] for run, names in logged[log].items()
+            if not entry.recipes or run in entry.recipes
+            if any(re.fullmatch(entry.pattern, name) for name in names)}
+    assert {entry.name for entry in glossary[log]} - seen == (UNSEEN.keys() if log == "rl" else set())
+
+
+def test_a_name_is_explained_once(glossary):
+    for entries in glossary.values():
+        names = [entry.pattern for entry in entries]
+        assert not {name for name in names if names.count(name) > 1}
+
+
+def test_the_figures_of_the_glossary_are_those_of_the_code():
+    text = " ".join((ROOT / "dev" / "metrics.md").read_text(encoding="utf-8").split())
+    fp32, bf16 = LARGEST_GAP[torch.float32], LARGEST_GAP[torch.bfloat16]
+    for words in (f"`gen/wrong_passed` is above {tango.LENIENT};", f"1, less {FORMAT_PENALTY} for each criterion",
+                  f"0 to {ClassWeights().cap:.0f} |", f"above {fp32} in fp32 or {bf16} in bf16"):
+        assert words in text
+
+
+GLOSSARY = """
+| role prefix | role |
+| --- | --- |
+| `gen` | a |
+| `ver` | b |
+
+| verifier score | range |
+| --- | :-: |
+| `f1` | share |
+| `auc` | share |
+
+| where a score stands | of |
+| --- | --- |
+| `ver/<score>_{in,out}` | `not_a_name` |
+
+| behind a role's prefix | unit |
+| --- | --- |
+| `errors/*`, `lr` | |
+
+| in recipes dpo and spin | unit |
+| --- | --- |
+| `gen/{a,b}` | |
+"""
+
+
+def test_a_glossary_is_read_as_it_says():
+    entries = glossary_of(GLOSSARY)["rl"]
+    assert [e.name for e in entries] == ["ver/f1_in", "ver/auc_in", "ver/f1_out", "ver/auc_out", "errors/*", "lr",
+                                         "gen/a", "gen/b"]
+    assert [bool(re.fullmatch(entries[4].pattern, name)) for name in
+            ("gen/errors/x", "ver/errors/y", "errors/x", "gen/errors/x/y")] == [True, True, False, False]
+    assert entries[-1].recipes == ("dpo", "spin") and entries[0].recipes == ()
+
+
+# Commands
+
+class Command(NamedTuple):
+    """A command as a shell would run it. base: its NANOCHAT_BASE_DIR; is_nested: it is in a script that a page's
+    command runs."""
+    words: tuple[str, ...]
+    base: str = ""
+    is_nested: bool = False
+
+    def __str__(self) -> str:
+        return " ".join(self.words)
+
+
+# A shell that writes down what it is told to run and runs nothing but shell scripts, which do the same.
+RECORDER = r"""
+record() {
+    local call
+    printf -v call '%s\037' "${NESTED-}" "$NANOCHAT_BASE_DIR" "$@"
+    printf '%s\036' "$call" >> "$CALLS"  # in one piece: commands of a pipe write at the same time
+}
+command_not_found_handle() { record "$@"; }
+bash() { record bash "$@"; NESTED=1 "$BASH" "$@"; }
+exec() { "$@"; exit; }
+source() { :; }
+cd() { :; }
+"""
+BEGINS = r"(?:\w+=\S* +)*(?:python3?|bash|torchrun .*\.py)\b(?!.*\bNAME\b)"  # NAME: any of several
+
+
+def blocks_of(text: str) -> list[str]:
+    """The commands of a page: its bash blocks, and the indented blocks and the backticks that begin with one. X stands
+    for a <placeholder>."""
+    fences = re.findall(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL)
+    blocks = [body for _, kind, body in fences if kind in ("bash", "sh")]
+    text = re.sub(r"^ *```.*?^ *```[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks += [block for block in re.findall(r"(?<=\n\n)(?: {4}.*\n?)+", text) if re.match(f" +{BEGINS} ", block)]
+    spans = [" ".join(span.split()) for span in re.findall(r"(?<!`)`((?:(?!\n\n)[^`])+)`(?!`)", text)]
+    blocks += [span.removesuffix("...") for span in spans if re.match(f"{BEGINS} ", span)]
+    return [re.sub(r"<[A-Za-z][^<>|\n]*>", "X", block) for block in blocks]
+
+
+def commands_of(block: str, folder: Path) -> list[Command]:
+    """What the shell runs. folder: the home, for what it writes; paths in /tmp are there too. Raises AssertionError for
+    what is no shell."""
+    (folder / "recorder").write_text(RECORDER)
+    if not (folder / "runs").exists():
+        (folder / "runs").symlink_to(ROOT / "runs")
+    calls, block = folder / "calls", re.sub(r"(?<=\s)/tmp/", "~/tmp/", block)
+    calls.write_text("")
+    env = {"PATH": "/nowhere", "HOME": str(folder), "NANOCHAT_BASE_DIR": str(folder / "base"), "CALLS": str(calls),
+           "BASH_ENV": str(folder / "recorder")}
+    done = subprocess.run([shutil.which("bash"), "-euc", block], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{block}\n{done.stderr}"
+    records = [record.split("\x1f")[:-1] for record in calls.read_text().split("\x1e")[:-1]]
+    return [Command(tuple(words), path, is_nested=nested == "1") for nested, path, *words in records]
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """The commands of a page, and of all pages."""
+    @functools.cache
+    def of(*pages: Path) -> list[Command]:
+        if len(pages) > 1:
+            return [command for page in pages for command in of(page)]
+        home = tmp_path_factory.mktemp("home")
+        return [c for block in blocks_of(pages[0].read_text(encoding="utf-8")) for c in commands_of(block, home)]
+    return of
+
+
+SHELL_PAGE = r"""
+Text with `python -m scripts.report RUN...` and `bash` and `python`, `torchrun --nnodes=2`, `python -m scripts.NAME`.
+
+```bash
+# a comment: python -m scripts.nothing
+source .venv/bin/activate
+export NANOCHAT_BASE_DIR=~/x B=disabled                # two
+A=1 python -m scripts.x  --flag 'a b' \
+    --other "$B"  # behind it
+for tag in a b; do torchrun --nproc_per_node=2 scripts/y.py -- --tag $tag; done
+ls | tail -n 1 && cd nowhere
+```
+
+```python
+python -m scripts.not_a_command
+```
+
+A list:
+
+    N=2 python -m scripts.indented \
+        --flag 1
+
+    not a command
+
+`bash runs/fig4.sh --task mixture --out <a folder>`
+"""
+
+
+def test_commands_are_read_as_a_shell_reads_them(tmp_path):
+    found = [c for block in blocks_of(SHELL_PAGE) for c in commands_of(block, tmp_path)]
+    assert sorted(str(c) for c in found if not c.is_nested and c.words[0] not in ("ls", "tail")) == [
+        "bash runs/fig4.sh --task mixture --out X", "python -m scripts.indented --flag 1",
+        "python -m scripts.report RUN", "python -m scripts.x --flag a b --other disabled",
+        "torchrun --nproc_per_node=2 scripts/y.py -- --tag a", "torchrun --nproc_per_node=2 scripts/y.py -- --tag b"]
+    nested = [c for c in found if str(c) == "python -m scripts.run_arms --task mixture --out X"]
+    assert [c.is_nested for c in nested] == [True]
+    assert {c.base for c in found if "scripts.x" in c.words} == {f"{tmp_path}/x"}
+
+
+def test_a_block_that_is_no_shell_is_told(tmp_path):
+    with pytest.raises(AssertionError, match="ARM nothing: there are"):
+        commands_of("ARM=nothing bash runs/runcpu.sh\ntrue", tmp_path)
+
+
+def script_and_flags(words: tuple[str, ...]) -> tuple[str, list[str]] | None:
+    """Of a command that runs a script: its module and the flags behind it; None for others. Raises BadInput where
+    torchrun would not start or there is no such file or module."""
+    if words[0] == "torchrun":
+        parser = get_args_parser()
+        parser.error = refuse
+        args = parser.parse_args(words[1:])
+        path, flags = args.training_script, args.training_script_args
+    elif words[0] in ("python", "python3") and words[1] == "-m":
+        path, flags = words[2].replace(".", "/") + ".py", list(words[3:])
+        if not path.startswith("scripts/"):
+            if importlib.util.find_spec(words[2]) is None:
+                raise BadInput(f"no module {words[2]}")
+            return None
+    else:
+        path, flags = None, []
+        if words[0] in ("python", "python3", "bash") and not words[1].startswith("-"):
+            path, flags = words[1], list(words[2:])
+    if path and not (ROOT / path).is_file():
+        raise BadInput(f"no file {path}")
+    if not path or not path.startswith("scripts/"):
+        return None
+    return path.removesuffix(".py").replace("/", "."), flags[1:] if flags[:1] == ["--"] else flags
+
+
+def refuse(message: str):
+    raise BadInput(message)
+
+
+def parser_of(module, flags: list[str]):
+    """A script's parser; a trainer's depends on the recipe among the flags."""
+    return module.make_parser(*([flags] if inspect.signature(module.make_parser).parameters else []))
+
+
+def check_flags(name: str, flags: list[str]) -> None:
+    """Raises BadInput for flags that the script does not take. A recipe in a file that is not there counts as the
+    default one."""
+    for i, (word, value) in enumerate(itertools.pairwise(flags)):
+        if word == "--recipe" and recipes.is_file(value) and not (ROOT / value).exists():
+            flags = flags[:i] + flags[i + 2:]
+            break
+    parser = parser_of(importlib.import_module(name), flags)
+    parser.error = refuse
+    with contextlib.suppress(SystemExit):  # --help
+        parser.parse_args(flags)
+
+
+def complaint(command: Command) -> str | None:
+    """What is wrong with a command; None if nothing is."""
+    try:
+        call = script_and_flags(command.words)
+        if call:
+            check_flags(*call)
+    except BadInput as error:
+        return f"{command}: {error}"
+    return None
+
+
+@pytest.mark.parametrize("words, error", [
+    ("python -m scripts.chat_sft --role generator --num-step 3", "--num-step 3"),
+    ("python -m scripts.chat_sft --role judge", "judge"),
+    ("python -m scripts.no_such_script", "no file scripts/no_such_script.py"),
+    ("python -m no_such_module", "no module no_such_module"),
+    ("python dev/no_such_file.py", "no file dev/no_such_file.py"),
+    ("bash runs/no_such_file.sh", "no file runs/no_such_file.sh"),
+    ("torchrun --no-such-flag scripts/tango_rl.py", "--no-such-flag"),
+    ("torchrun --standalone scripts/tango_rl.py -- --recipe grpo --warmup-steps 3", "--warmup-steps"),
+    ("python -m scripts.tango_rl --recipe no_such_recipe", "no_such_recipe"),
+    ("python -m scripts.tango_rl --recipe my/own.py --warmup-steps 3", None),
+    ("python -m scripts.tango_rl --recipe dpo --beta 1", None), ("python -m scripts.chat_rl --help", None),
+    ("python -m pytest -m gpu", None), ("git clone somewhere", None)])
+def test_a_wrong_command_is_told(capsys, words, error):
+    said = complaint(Command(tuple(words.split())))
+    assert said is None if error is None else error in said
+
+
+@every_page_of_today
+def test_commands_have_flags_that_exist(commands, capsys, page):
+    assert not [said for said in map(complaint, commands(page)) if said]
+
+
+def test_pages_have_commands(commands):
+    assert len(commands(*TODAY)) > 20
+
+
+# Programs that a page may call and that need not be on this machine
+PROGRAMS = {"git", "hf", "pip", "wandb"}
+
+
+@every_page_of_today
+def test_commands_are_of_known_programs(commands, page):
+    called = {c.words[0] for c in commands(page) if not c.is_nested}
+    assert not {program for program in called - PROGRAMS if not shutil.which(program)}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "runs").glob("*.sh")), ids=lambda path: path.name)
+def test_shell_scripts_are_shell(path):
+    done = subprocess.run(["bash", "-n", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tools_of_developers_tell_their_flags(commands):
+    """Each dev/*.py that a page runs exits with 0 for --help, whose usage has the flags that the page gives."""
+    given = {}  # a tool with what chooses its mode -> flags
+    for command in commands(*TODAY):
+        if command.words[0] == "python" and command.words[1].startswith("dev/"):
+            mode = tuple(itertools.takewhile(lambda word: not word.startswith("-"), command.words[1:]))
+            given.setdefault(mode, set()).update(word for word in command.words if word.startswith("--"))
+    assert given
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    running = {mode: subprocess.Popen([sys.executable, *mode, "--help"], cwd=ROOT, env=env, text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for mode in given}
+    said = {mode: process.communicate()[0] for mode, process in running.items()}
+    optional = {mode: text for mode, text in said.items() if "No module named" in text}
+    assert not {mode: text[-300:] for mode, text in said.items() if running[mode].returncode and mode not in optional}
+    usage = {mode: text.partition("\n\n")[0] for mode, text in said.items() if mode not in optional}
+    lacking = {mode: given[mode] - set(re.findall(r"--[\w-]+", text)) for mode, text in usage.items()}
+    assert not {mode: flags for mode, flags in lacking.items() if flags}
+    if optional:
+        pytest.skip(f"needs an optional package: {optional}")
+
+
+# What takes seconds is run as it is printed, in the order of the pages
+RUN = ("tango_rl --list-recipes", "plan_cost", "plan_memory", "hf_random .*--n-layer 2 ",
+       "hf_import --source .*random-pair", "tango_rl .*--model-tag toy .*--dry-run", "hf_export .*--model-tag toy ")
+
+
+def test_quick_commands_run_as_printed(commands, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    done = set()
+    for command in dict.fromkeys(c for c in commands(*TODAY) if not c.is_nested):
+        patterns = {p for p in RUN if re.search(rf"-m scripts\.{p}", f"{command} ")}
+        if patterns:
+            name, flags = script_and_flags(command.words)
+            module = importlib.import_module(name)
+            monkeypatch.setenv("NANOCHAT_BASE_DIR", command.base)
+            script_main(module.main, parser_of(module, flags), flags)
+            assert capsys.readouterr().out, str(command)
+            done |= patterns
+    assert done == set(RUN)
+
+
+# Links
+
+def anchors_of(text: str) -> set[str]:
+    """The anchors of a page's headings by GitHub's rule: lower case, spaces to hyphens, no punctuation but - and _;
+    one that is there already gets a number."""
+    text, counts, found = re.sub(r"^ *```.*?^ *```[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL), {}, set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        number = counts.get(anchor, 0)
+        counts[anchor] = number + 1
+        found.add(f"{anchor}-{number}" if number else anchor)
+    return found
+
+
+def links_of(text: str) -> list[str]:
+    """The targets of a page's links and images, web addresses apart."""
+    text = without_code(text)
+    found = re.findall(r"\]\(\s*<?([^)\s>]+)", text) + re.findall(r"""(?:src|href)=["']([^"']+)""", text)
+    found += re.findall(r"^\[[^]]+\]:\s*(\S+)", text, re.MULTILINE)
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def broken(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists():
+        return True
+    return bool(anchor) and (target.suffix != ".md" or anchor not in anchors_of(target.read_text(encoding="utf-8")))
+
+
+@every_page
+def test_links_lead_somewhere(page):
+    assert not [link for link in links_of(page.read_text(encoding="utf-8")) if broken(page, link)]
+
+
+def test_links_and_anchors_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page: *one*, `two_three`!\n## Same\n## Same\n```bash\n# no heading\n```\n"
+                    "[a](other.md) ![b](figure.png \"title\") [c](#same-1) [d](https://x.y/z) `[e](code.md)`\n"
+                    "<img src=\"logo.png\"> [f](page.md#a-page-one-two_three) [g](#no-heading)\n\n    [h](indented)\n")
+    text = page.read_text()
+    assert anchors_of(text) == {"a-page-one-two_three", "same", "same-1"}
+    links = ["other.md", "figure.png", "#same-1", "page.md#a-page-one-two_three", "#no-heading", "logo.png"]
+    assert links_of(text) == links
+    assert [broken(page, link) for link in links] == [True, True, False, False, True, True]
+
+
+# Widths and lengths
+
+@every_page
+def test_lines_are_short(page):
+    """But for web addresses that are longer by themselves."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [f"line {n}: {len(line)}" for n, line in enumerate(lines, 1) if len(line) > COLUMNS
+                and not any("://" in word and len(word) > COLUMNS for word in line.split())]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= README_LINES
+
+
+def test_entries_of_the_log_are_short():
+    text = (ROOT / "dev" / "LOG.md").read_text(encoding="utf-8")
+    entries = [entry.partition("\n") for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]]
+    sizes = {title: len(body.strip().splitlines()) for title, _, body in entries}
+    assert sizes and not {title: size for title, size in sizes.items() if size > ENTRY_LINES}
+
+
+# Names
+
+@functools.cache
+def flags_there_are() -> set[str]:
+    """The flags of all scripts with all recipes, of torchrun, and of the tools of developers."""
+    modules = [importlib.import_module(f"scripts.{path.stem}") for path in (ROOT / "scripts").glob("[!_]*.py")]
+    parsers = [module.make_parser() for module in modules]
+    parsers += [get_args_parser(), *(tango_rl.make_parser(["--recipe", name]) for name in recipes.names())]
+    tools = "".join(path.read_text() for path in (ROOT / "dev").glob("*.py"))
+    return ({flag for parser in parsers for flag in parser._option_string_actions}
+            | set(re.findall(r"(?<![\w-])--[a-z][\w-]*", tools)))
+
+
+@every_page_of_today
+def test_flags_exist(page):
+    text = page.read_text(encoding="utf-8")
+    own = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))  # of a recipe that the page shows
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= flags_there_are() | own
+
+
+@every_page_of_today
+def test_metrics_exist(logged, page):
+    """Names in backticks that begin with a role's prefix, or with timing_s."""
+    names = re.findall(r"`((?:gen|ver|prm|opp|timing_s)/[^`\s]+)`", page.read_text(encoding="utf-8"))
+    keys = set().union(*logged["rl"].values())
+    for name in itertools.chain(*map(spelled_out, names)):
+        pattern = re.sub(r"\\\*|<\w+>", ".+", re.escape(name))
+        assert any(re.fullmatch(pattern, key) for key in keys), name
