@@ -76,7 +76,7 @@ NOTES = {  # whole sentences
     "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
     "critique_grpo_verifier": "Not run.",
-    "score": "One seed, so it is not compared. Its figures are in [results.md](results.md).",
+    "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
             "beside it know 64 or 256 answers."}

@@ -36,3 +36,6 @@ launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "
 
 # Curves, settings, health and rollouts on one page, to be opened in a browser.
 python -m scripts.report "$RUN"
+
+# What RL changed, on five held-out problems. The last line names the page again.
+python -m scripts.demo "$RUN" --device-type cpu

@@ -9,9 +9,6 @@ other, as chat. `clear` begins anew, `quit` ends. Calculator calls are shown as 
 """
 import argparse
 import codecs
-import os
-import sys
-import unicodedata
 
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model
@@ -20,11 +17,11 @@ from nanochat.engine import generate, row_key
 from nanochat.rl.formats import COMPACT, PAPER, Format
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
+from nanochat.rl.terminal import add_colour_flag, one_line, paint, printable, wants_colour
 from tasks import TASKS
 
 FORMATS = {"compact": COMPACT, "paper": PAPER}
 COLOURS = {True: "32", False: "31", None: "33"}  # right green, wrong red, no verdict yellow
-PASSED = "\n\t\u200c\u200d"  # what Python calls not printable and Persian, Hindi and emoji are written with
 SHOWN = {"<|python_start|>": "[", "<|python_end|>": " = ", "<|output_start|>": "", "<|output_end|>": "]"}
 
 
@@ -42,22 +39,11 @@ def make_parser() -> argparse.ArgumentParser:
                         help="tag of a verifier, of the same stage or of SFT: it judges each step (greedy)")
     parser.add_argument("--format", default="", choices=["", *FORMATS, "chat"],
                         help="how problems are put; default: the task's in the checkpoint")
-    parser.add_argument("--colour", choices=["auto", "always", "never"], default="auto",
-                        help="auto: in a terminal, unless NO_COLOR is set")
+    add_colour_flag(parser)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
                         help="default: the best there is")
     return parser
-
-
-def paint(text: str, colour: str, wanted: bool) -> str:
-    return f"\033[{colour}m{text}\033[0m" if wanted else text
-
-
-def printable(text: str) -> str:
-    """Text without control characters: what a model writes must not steer the terminal. All spaces (U+00A0, U+3000 ...)
-    and joiners pass."""
-    return "".join(c if c.isprintable() or c in PASSED or unicodedata.category(c) == "Zs" else "?" for c in text)
 
 
 class Speaker:
@@ -122,7 +108,7 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
     spans = fmt.step_spans(solution)
     verdicts = (verification.step_verdicts + [None] * len(spans))[: len(spans)]
     for k, ((start, end), verdict) in enumerate(zip(spans, verdicts, strict=True), 1):
-        print(f"  step {k}: {' '.join(printable(fmt.step_body(solution[start:end])).split())}  "
+        print(f"  step {k}: {one_line(fmt.step_body(solution[start:end]))}  "
               + paint(words[verdict], COLOURS[verdict], colour))
     print("  verdict: " + paint(words[verification.verdict], COLOURS[verification.verdict], colour))
     if verification.unmet:
@@ -176,7 +162,7 @@ def main(args) -> None:
     tokenizer.check_model("model", model)
     fmt = choose_format(args, meta.get("user_config", {}))
     verifier = load_verifier(args, tokenizer, device) if args.verifier else None
-    colour = args.colour == "always" or args.colour == "auto" and sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colour = wants_colour(args.colour)
     print(f"{tag} of {path_of(args.source)}, step {meta['step']}; "
           + (f"problems in the format {fmt.name}" if fmt else "chat"))
     history, messages, turn = [], [], 0  # of the conversation: tokens, and what was said

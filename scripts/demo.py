@@ -1,0 +1,171 @@
+"""
+What RL changed, on a few held-out problems: solutions before and after it, each step with the verifier's verdict.
+
+    python -m scripts.demo                                   # of the newest finished run
+    python -m scripts.demo chain-s0                          # of a run, by its name or folder
+    python -m scripts.demo chain-s0 --split test_out --num-problems 3 --seed 1
+
+Solutions and verdicts are greedy. Those before RL come from the SFT checkpoints that the run started from, those after
+it from the run's own. Where a recipe has no role called verifier, steps are shown with their gold labels.
+"""
+import argparse
+import glob
+import os
+import random
+from collections import Counter
+from itertools import zip_longest
+
+from nanochat.checkpoint import find_step, fingerprint, load_model
+from nanochat.common import BadInput, check_least, compute_dtype, init_device, path_of, script_main
+from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.rl.evals import SPLITS
+from nanochat.rl.report import Run, read_run
+from nanochat.rl.roles import Start
+from nanochat.rl.sampling import Sampler
+from nanochat.rl.scores import answers_of, outcomes_of, problems_of
+from nanochat.rl.state import tag_of
+from nanochat.rl.terminal import add_colour_flag, one_line, paint, wants_colour
+from tasks import make_task, task_flags
+
+COLOURS = {True: "32", False: "31", None: "90"}  # right green, wrong red, none grey
+WORDS = {True: "right", False: "wrong", None: "-"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("run", nargs="?", default="", help="name or folder of a finished run; default: the newest")
+    parser.add_argument("--num-problems", type=int, default=5)
+    parser.add_argument("--split", choices=list(SPLITS), default="test_in", help="test_out: longer or other problems")
+    parser.add_argument("--seed", type=int, default=0, help="picks the problems")
+    add_colour_flag(parser)
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
+    return parser
+
+
+def find_run(name: str) -> Run:
+    """The finished run of this name or folder, or the newest. Raises BadInput."""
+    root = path_of("runs")
+    if not name:
+        ends = glob.glob(os.path.join(glob.escape(root), "*", "summary.json"))
+        if not ends:
+            raise BadInput(f"no finished run in {root}; NANOCHAT_BASE_DIR says where runs are")
+        name = os.path.dirname(max(ends, key=os.path.getmtime))
+        print(f"the newest finished run: {os.path.basename(name)}")
+    folder = name if os.path.isdir(name) else os.path.join(root, name)
+    if not os.path.isdir(folder):
+        raise BadInput(f"{name}: neither a folder nor a run ({folder} does not exist)")
+    run = read_run(folder)
+    if os.path.realpath(folder) != os.path.realpath(os.path.join(root, run.name)):  # nor are its checkpoints
+        raise BadInput(f"{folder} is not in {root}; set NANOCHAT_BASE_DIR to the base directory that it is of")
+    return run
+
+
+def find_checkpoints(run: Run, roles: list[str]) -> dict[str, dict[str, tuple[str, str, int]]]:
+    """Before and after RL, (stage, tag, step) of each role. Raises BadInput for one that is missing, or is no longer
+    what the run started from."""
+    try:
+        starts, last = {role: Start(**run.config["starts"][role]) for role in roles}, run.summary["steps"]
+    except (KeyError, TypeError):
+        raise BadInput(f"run {run.name} does not say where it started from; was it made by another version?") from None
+    found = {"before": {role: ("sft", start.tag, find_step("sft", start.tag, start.step))
+                        for role, start in starts.items()}}
+    for start in starts.values():
+        path = path_of("sft", start.tag, f"model_{start.step:06d}.pt")
+        if fingerprint(path) != start.fingerprint:
+            raise BadInput(f"{path} is not what run {run.name} started from; its SFT was done again")
+    ends = {role: tag_of(run.name, role) for role in roles}
+    return found | {"after": {role: ("rl", tag, find_step("rl", tag, last)) for role, tag in ends.items()}}
+
+
+def solve(task, problems: list, checkpoints: dict, sampler: Sampler, device) -> list[tuple]:
+    """Of each problem (itself, solution, whether it ended, outcome, verification). The first role solves, a second one
+    verifies; without it verifications are None."""
+    def load(stage, tag, step):
+        model, _ = load_model(stage, tag, device, compute_dtype(device), step, trained=False)
+        sampler.tokenizer.check_model(tag, model)
+        return model
+
+    solver, *verifier = checkpoints.values()
+    rollouts, solutions = sampler.solve(load(*solver), problems, 1, ("demo",), greedy=True)
+    verifications = [None] * len(problems)
+    if verifier:
+        _, verifications = sampler.verify(load(*verifier[0]), problems, solutions, 1, ("demo",), greedy=True)
+    return list(zip(problems, rollouts.texts, rollouts.stopped.tolist(), outcomes_of(task, problems, rollouts.texts),
+                    verifications, strict=True))
+
+
+def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool | None,
+             verification) -> tuple[list[str], Counter]:
+    """A solution step by step, then its answer, as lines; what the last line counts. Gold labels are told where the
+    verifier is mistaken."""
+    def painted(value, words):
+        return paint(words, COLOURS[value], colour)
+
+    spans, answer, lines = task.fmt.step_spans(text), answers_of(task, [text])[0], []
+    counts = Counter(right=int(outcome is True))
+    bodies = [one_line(task.fmt.step_body(text[start:end])) for start, end in spans]
+    labels = task.step_labels(problem, text)  # some tasks have none
+    verdicts = labels if verification is None else verification.step_verdicts[: len(spans)]
+    for body, verdict, label in zip_longest(bodies, verdicts, labels):
+        is_mistaken = None not in (verdict, label) and verdict != label
+        note = f"  <- mistaken: the step is {WORDS[label]}" if is_mistaken else ""
+        lines.append(painted(verdict, f"{WORDS[verdict]:5s}  {body}") + note)
+        counts.update(steps=int(label is not None), steps_hit=int(label is not None and verdict is label))
+    rest = one_line(text[spans[-1][1] if spans else 0:])
+    if rest and (answer is None or not spans):  # what no other line shows
+        lines.append(painted(None, f"{WORDS[None]:5s}  {rest}"))
+    line = "no answer: " if answer is None else f"answer {one_line(answer)}: "
+    line += painted(outcome, "cannot be scored" if outcome is None else WORDS[outcome]) + ("" if ended else " (cut)")
+    if verification is not None:
+        verdict = verification.verdict
+        line += f"; verdict: {painted(verdict, 'none' if verdict is None else WORDS[verdict])}"
+        line += "  <- mistaken" if None not in (verdict, outcome) and verdict != outcome else ""
+        counts.update(hit=int(outcome is not None and verdict is outcome))
+    return [*lines, line], counts
+
+
+def main(args) -> None:
+    check_least(args, {"num_problems": 1})
+    run = find_run(args.run)
+    roles = list(dict.fromkeys([run.solver, *({"verifier"} & set(run.roles))]))
+    checkpoints = find_checkpoints(run, roles)
+    flags = argparse.Namespace(**(task_flags() | {"calculator": False} | run.config["args"]))
+    task = make_task(flags)
+    held_out = problems_of(task, args.split, flags.eval_examples)
+    if args.num_problems > len(held_out):
+        raise BadInput(f"--num-problems {args.num_problems}: the run has {len(held_out)} problems of {args.split}")
+    problems = random.Random(args.seed).sample(held_out, args.num_problems)
+    tokenizer, device = load_tokenizer(path_of("tokenizer")), init_device(args.device_type)
+    sampler = Sampler(task, tokenizer, flags.seed, flags.max_new_tokens,
+                      getattr(flags, "verifier_max_new_tokens", flags.max_new_tokens), calculator=flags.calculator)
+    solved = {when: solve(task, problems, found, sampler, device) for when, found in checkpoints.items()}
+
+    for when, found in checkpoints.items():
+        names = [f"{role} {tag} at step {step}" for role, (_, tag, step) in found.items()]
+        print(f"{when + ' RL:':10s} {', '.join(names)}")
+    print("Before each step stands the verdict of the verifier of that time: right, wrong, or - for none."
+          if len(roles) > 1 else "Before each step stands its gold label: right, wrong, or - where it has none.")
+    counts = {when: Counter() for when in solved}
+    for number, rows in enumerate(zip(*solved.values(), strict=True), 1):
+        problem = rows[0][0]
+        print(f"\nproblem {number}: {one_line(problem.prompt)}\ngold answer: {one_line(problem.answer)}")
+        for when, row in zip(solved, rows, strict=True):
+            lines, found = describe(task, wants_colour(args.colour), *row)
+            print("\n    ".join([f"  {when} RL", *lines]))
+            counts[when] += found
+    before, after = counts.values()
+    scores = [f"problems right {before['right']} -> {after['right']}"]
+    if len(roles) > 1:
+        scores.append(f"verdicts right {before['hit']} -> {after['hit']}")
+    if len(roles) > 1 and before["steps"] + after["steps"]:
+        scores.append(f"verdicts on steps right {before['steps_hit']} of {before['steps']} -> "
+                      f"{after['steps_hit']} of {after['steps']}")
+    paths = [path_of("runs", run.name, name) for name in ("summary.json", "report.html")]
+    print(f"\nOf {len(problems)} {', '.join(scores)}. A few problems say little; the scores on all {len(held_out)}: "
+          + ", ".join(path for path in paths if os.path.exists(path)))
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())
