@@ -18,9 +18,9 @@ from nanochat.common import script_main
 from scripts import run_arms, tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
-# Writes down how it was called, and makes what the script would make, an SFT its last step's checkpoint. FAILS: the name
-# or tag of what fails; STOPS: the run that has its parent signalled, and then waits; MEET: as many runs wait for each
-# other.
+# Writes down how it was called, and makes what the script would make, an SFT its last step's checkpoint. FAILS: the
+# name or tag of what fails; STOPS: the run that has its parent signalled, and then waits; MEET: as many runs wait for
+# each other.
 STUB = """#!/bin/sh
 echo "$*" >> "$CALLS"
 module=$2 model= verifier= run= steps=700
