@@ -369,10 +369,12 @@ def readme_table() -> str:
         rows.append([system, f"`{name}`", f"[{paper}]", trained(name), seeds, *compared])
     grpo, tango = RESULTS["grpo"][0], RESULTS["tango"][0]
     final, tokens = ends(runs_of(grpo, grpo.name))
-    words = ("The last columns are pass@1 less GRPO's in points, on chain with the final result as the answer, ± half "
-             f"of the 95% interval over paired seeds (Student's t). GRPO ends at {final} with {tokens} tokens. Tango's "
-             f"verifier takes {warm_up(tango):.2f}M before the generator's first update. Each recipe's idea, flags, "
-             "departures and checks are in [dev/recipes.md](dev/recipes.md).")
+    words = ("A system is a recipe: one file in `nanochat/recipes/` that reads like its paper. `--recipe NAME` runs "
+             "it. The last columns are pass@1 minus GRPO's, in points, in a harder setting than above: only the last "
+             "result is the answer, so a wrong solution can be right by luck. ± is half of the 95% interval over "
+             f"paired seeds (Student's t). There GRPO ends at {final}% with {tokens} tokens; {warm_up(tango):.2f}M of "
+             "Tango's go to the verifier's warm-up. Ideas, flags, departures, checks: "
+             "[dev/recipes.md](dev/recipes.md).")
     columns = ("system", "recipe", "paper", "what is trained", "measured", "at equal steps", "at GRPO's tokens")
     return "\n\n".join([wrapped(words), table(columns, rows), "\n".join(f"[{a}]: {b}" for a, b in links.items())])
 
@@ -382,7 +384,7 @@ def with_table(text: str) -> str:
     parts = re.split(f"^({BEGIN}|{END})$", text, flags=re.MULTILINE)
     if parts[1::2] != [BEGIN, END]:
         raise BadInput(f"README.md: needs the line {BEGIN} and behind it the line {END}, once each")
-    return f"{parts[0]}{BEGIN}\n\n{readme_table()}\n\n{END}{parts[4]}"
+    return f"{parts[0]}{BEGIN}\n{readme_table()}\n{END}{parts[4]}"
 
 
 def pages() -> dict[str, str]:

@@ -67,15 +67,22 @@ def default_tag(stage: str) -> str:
     """The largest d<N>; verifiers (-ver) do not count. Raises BadInput when there is none."""
     depths = [int(tag[1:]) for tag in list_tags(stage) if re.fullmatch(r"d\d+", tag)]
     if not depths:
-        raise BadInput(f"no checkpoint d<N> in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}")
+        raise BadInput(f"no checkpoint d<N> in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}; "
+                       f"name one with --model-tag{base_dir_hint()}")
     return f"d{max(depths)}"
+
+
+def base_dir_hint() -> str:
+    """What to look at where a checkpoint is missing."""
+    return "" if os.environ.get("NANOCHAT_BASE_DIR") else " (NANOCHAT_BASE_DIR, which says where they are, is not set)"
 
 
 def find_step(stage: str, tag: str, step: int | None = None) -> int:
     """The step to load: the given one or the latest. Raises BadInput that lists what exists."""
     steps = list_steps(stage, tag)
     if not steps:
-        raise BadInput(f"no checkpoint {tag} in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}")
+        raise BadInput(f"no checkpoint {tag} in {path_of(stage)}; there are: {', '.join(list_tags(stage)) or 'none'}"
+                       f"{base_dir_hint()}")
     if step is not None and step not in steps:
         raise BadInput(f"checkpoint {tag} in {path_of(stage)} has no step {step}; "
                        f"there are: {', '.join(map(str, steps))}")

@@ -35,7 +35,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("run", nargs="?", default="", help="name or folder of a finished run; default: the newest")
-    parser.add_argument("--num-problems", type=int, default=5)
+    parser.add_argument("--num-problems", type=int, default=5, help="problems that are shown")
+    parser.add_argument("--num-scored", type=int, default=100,
+                        help="problems of the counts in the last lines, those that are shown among them")
     parser.add_argument("--split", choices=list(SPLITS), default="test_in", help="test_out: longer or other problems")
     parser.add_argument("--seed", type=int, default=0, help="picks the problems")
     add_colour_flag(parser)
@@ -127,7 +129,7 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
 
 
 def main(args) -> None:
-    check_least(args, {"num_problems": 1})
+    check_least(args, {"num_problems": 1, "num_scored": 0})
     run = find_run(args.run)
     roles = list(dict.fromkeys([run.solver, *({"verifier"} & set(run.roles))]))
     checkpoints = find_checkpoints(run, roles)
@@ -136,7 +138,8 @@ def main(args) -> None:
     held_out = problems_of(task, args.split, flags.eval_examples)
     if args.num_problems > len(held_out):
         raise BadInput(f"--num-problems {args.num_problems}: the run has {len(held_out)} problems of {args.split}")
-    problems = random.Random(args.seed).sample(held_out, args.num_problems)
+    num_scored = max(args.num_problems, min(args.num_scored, len(held_out)))
+    problems = random.Random(args.seed).sample(held_out, num_scored)
     tokenizer, device = load_tokenizer(path_of("tokenizer")), init_device(args.device_type)
     sampler = Sampler(task, tokenizer, flags.seed, flags.max_new_tokens,
                       getattr(flags, "verifier_max_new_tokens", flags.max_new_tokens), calculator=flags.calculator)
@@ -145,15 +148,19 @@ def main(args) -> None:
     for when, found in checkpoints.items():
         names = [f"{role} {tag} at step {step}" for role, (_, tag, step) in found.items()]
         print(f"{when + ' RL:':10s} {', '.join(names)}")
+    if hasattr(task, "about"):
+        print(f"task {task.name}: {task.about}")
     print("Before each step stands the verdict of the verifier of that time: right, wrong, or - for none."
           if len(roles) > 1 else "Before each step stands its gold label: right, wrong, or - where it has none.")
     counts = {when: Counter() for when in solved}
     for number, rows in enumerate(zip(*solved.values(), strict=True), 1):
-        problem = rows[0][0]
-        print(f"\nproblem {number}: {one_line(problem.prompt)}\ngold answer: {one_line(problem.answer)}")
+        problem, is_shown = rows[0][0], number <= args.num_problems
+        if is_shown:
+            print(f"\nproblem {number}: {one_line(problem.prompt)}\ngold answer: {one_line(problem.answer)}")
         for when, row in zip(solved, rows, strict=True):
             lines, found = describe(task, wants_colour(args.colour), *row)
-            print("\n    ".join([f"  {when} RL", *lines]))
+            if is_shown:
+                print("\n    ".join([f"  {when} RL", *lines]))
             counts[when] += found
     before, after = counts.values()
     scores = [f"problems right {before['right']} -> {after['right']}"]
@@ -163,8 +170,8 @@ def main(args) -> None:
         scores.append(f"verdicts on steps right {before['steps_hit']} of {before['steps']} -> "
                       f"{after['steps_hit']} of {after['steps']}")
     paths = [path_of("runs", run.name, name) for name in ("summary.json", "report.html")]
-    print(f"\nOf {len(problems)} {', '.join(scores)}. A few problems say little; the scores on all {len(held_out)}: "
-          + ", ".join(path for path in paths if os.path.exists(path)))
+    print(f"\nOf {len(problems)} {', '.join(scores)}.")
+    print(f"More of the run: {', '.join(path for path in paths if os.path.exists(path))}")
 
 
 if __name__ == "__main__":

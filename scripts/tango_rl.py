@@ -15,6 +15,7 @@ import os
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
+from difflib import get_close_matches
 from functools import partial
 
 import torch
@@ -57,7 +58,7 @@ def make_parser(argv: list[str] | tuple = (), recipe: str = "tango") -> argparse
         parser.format_help()
     except (TypeError, ValueError, KeyError) as error:
         raise BadInput(f"--recipe {name}: help of its flags: {error} (a percent sign is written %%)") from None
-    parser.explain = partial(explain_unknown_flag, name=recipes.short(name))
+    parser.explain = partial(explain_unknown_flag, name=recipes.short(name), known=list(parser._option_string_actions))
     return parser
 
 
@@ -75,17 +76,27 @@ def add_recipe_args(parser, recipe, name: str) -> None:
     recipes.ask(name, recipe, "add_args", group)
 
 
-def explain_unknown_flag(message: str, name: str) -> str:
-    """argparse's complaint, with the recipes that a flag belongs to."""
+def explain_unknown_flag(message: str, name: str, known: list[str]) -> str:
+    """argparse's complaint, with the recipes that a flag belongs to and the known flags that are like it."""
     flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+    if not message.startswith("unrecognized"):
+        return message
     owners = {}
-    for other in recipes.names() if message.startswith("unrecognized") else []:
+    for other in recipes.names():
         parser = argparse.ArgumentParser(add_help=False)
         add_recipe_args(parser, recipes.load(other), other)
         for flag in parser._option_string_actions.keys() & flags:
             owners.setdefault(flag, []).append(other)
     owned = [f"{flag}: a flag of recipe {', '.join(owners[flag])}, not of {name}" for flag in flags if flag in owners]
-    return "; ".join([*owned, *(f"{flag}: unknown" for flag in flags if flag not in owners)]) if owned else message
+    unknown = [f"{flag}: unknown" for flag in flags if flag not in owners]
+    hints = [f"did you mean {' or '.join(near)}?" for flag in flags if (near := similar(flag, known))]
+    return "; ".join([*owned, *unknown, *hints] if owned else [message, *hints])
+
+
+def similar(flag: str, known: list[str]) -> list[str]:
+    """Known flags that begin with this one, else the one that is most like it."""
+    begin = [other for other in known if flag != "--" and other.startswith(flag)]
+    return begin or get_close_matches(flag, known, 1, cutoff=0.85)
 
 
 # The loop
@@ -255,7 +266,7 @@ def main(args) -> None:
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
     state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None
-    run = open_run(args, recipe, starts, device, world, is_resumed=state is not None)
+    run = open_run(args, recipe, task, starts, device, world, is_resumed=state is not None)
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
@@ -279,11 +290,11 @@ def find_start(args, recipe) -> tuple[int | None, dict]:
     return resume_step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
 
 
-def open_run(args, recipe, starts: dict, device, world: int, is_resumed: bool):
+def open_run(args, recipe, task, starts: dict, device, world: int, is_resumed: bool):
     """The run's folder and log, with all that a continued run is compared with."""
     args.run = gather_lists([choose_run_name(args.run)], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
-    config = {"args": vars(args), "world": world, "shown": shown,
+    config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
     run = start_run(args, device, config, resumed=is_resumed)
     if not is_resumed:
@@ -306,6 +317,8 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         run.trim("metrics.jsonl", t.step)
         run.trim("rollouts.jsonl", t.step)
         drop_sets_behind(run, t.step, t.roles)
+        if t.steps[trained_roles(recipe.ROLES)[0]] >= args.num_steps:
+            print0("all steps are made: it is evaluated again")
         run.remove("summary.json")  # a finished run that goes on is not finished
         show_page(t, f"under way, behind step {t.step}")
         print0(f"its report, which grows with it: {os.path.join(run.folder, 'report.html')}")
@@ -319,7 +332,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
             save_set(run, t.state, t.roles, args)
             show_page(t, f"stopped behind step {t.step}")
         run.finish()
-        raise StopRequested(f"stopped behind step {t.step}; go on with --run {args.run} "
+        raise StopRequested(f"stopped behind step {t.step}; go on with the same flags, --run {args.run} and "
                             f"--resume-from-step auto") from None
     print_table(t.state.before, after, getattr(recipe, "TABLE", None))
     if run.rank == 0:

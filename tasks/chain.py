@@ -68,6 +68,9 @@ class Chain:
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
         self.lengths = (args.chain_min_steps, args.chain_max_steps)
         self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness
+        said = "all results" if self.answer_kind == "all" else "the last result"
+        self.about = (f"an expression is worked from left to right, modulo {self.modulus}, one operation per step "
+                      f"(a-b:c is a step); the answer is {said}")
         self.misconceptions = misconceptions(2 * seed, args.chain_share, self.modulus)
         self.verifier_misconceptions = misconceptions(2 * seed + 1, args.chain_verifier_share, self.modulus)
 

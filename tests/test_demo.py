@@ -145,8 +145,8 @@ def test_each_solution_is_shown_step_by_step_with_what_is_said_of_it(capsys, bas
             counts[-1] = [a + b for a, b in zip(counts[-1], marks, strict=True)]
     before, after = ([str(a), str(b), f"{c} of {d}"] for a, b, c, d in counts)
     pairs = list(zip(before, after, strict=True))[: 3 if run == "r" else 1]
-    assert re.findall(r"(\d+(?: of \d+)?) -> (\d+(?: of \d+)?)", lines[-1]) == pairs
-    assert lines[-1].startswith("Of 24 problems right ")
+    assert re.findall(r"(\d+(?: of \d+)?) -> (\d+(?: of \d+)?)", lines[-2]) == pairs
+    assert lines[-2].startswith("Of 24 problems right ")
     assert any(before != after for _, _, before, after in shown) and 0 < sum(count[0] for count in counts) < 48
     assert (run == "r") == any("mistaken" in line for line in lines)
     assert run == "r" or any("(cut)" in line for line in lines)
@@ -170,11 +170,18 @@ def test_the_seed_picks_among_the_problems_that_the_run_was_scored_on(capsys, ba
     assert shown[0] == shown[1] != shown[2] and {*shown[0], *shown[2]} <= set(held_out)
 
 
+def test_more_problems_are_counted_than_shown(capsys, base):
+    few, more = (show(capsys, "r", "--num-problems", "3", "--num-scored", num) for num in ("0", "9"))
+    assert blocks_of(few) == blocks_of(more) and len(blocks_of(few)) == 3
+    assert few[-2].startswith("Of 3 problems right ") and more[-2].startswith("Of 9 problems right ")
+    assert show(capsys, "r", "--num-problems", "3")[-2].startswith("Of 24 problems right ")  # all that there are
+
+
 def test_the_last_line_names_the_tables_that_there_are(capsys, base):
     folder = base / "runs" / "r"
     (folder / "report.html").unlink(missing_ok=True)
     last = show(capsys, "r")[-1]
-    assert "all 24" in last and last.endswith(f" {folder / 'summary.json'}")
+    assert last == f"More of the run: {folder / 'summary.json'}"
     (folder / "report.html").touch()
     assert show(capsys, "r")[-1] == f"{last}, {folder / 'report.html'}"
 

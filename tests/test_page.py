@@ -47,7 +47,8 @@ TURNS = [{**ROLLOUT, **UNJUDGED, "step": 0, "role": "refiner", "turns": [["first
           "completion": "ab", "token_ends": [1, 2], "advantages": [1.0, 0.5], "problem": "1+1"},
          *[{**ROLLOUT, **UNJUDGED, "step": 0, "outcome": outcome} for outcome in (True, False, None)],
          *[{**ROLLOUT, **UNJUDGED, "step": 0, "role": "proposer", "problem": "propose", "outcome": None,
-            "proposed": problem} for problem in ("3+5*2", "9-9")]]
+            "proposed": problem} for problem in ("3+5*2", "9-9")],
+         *[{**ROLLOUT, "step": 1, "role": "judge", "verdict": verdict} for verdict in (True, False)]]
 COMPLETED = {**ROLLOUT, "step": 0, "role": "refiner", "verification": None, "step_verdicts": None, "verdict": None,
              "completion": HOSTILE, "token_ends": [1, len(HOSTILE)], "advantages": [1.0, 0.5], "reward": 0.25,
              "critique": HOSTILE}
@@ -134,9 +135,9 @@ IN_BROWSER = pytest.mark.browser
 @IN_BROWSER
 def test_curves_and_table_are_there(shown):
     titles = [h.text for h in find(shown, ".panel h3")]
-    assert (titles[0] == "generator pass@1, in distribution"
-            and INDICATORS["gen/reasoning_steps"] in titles and "verifier balanced accuracy" in titles)
-    accuracy, verifier = find(shown, ".panel")[0], find(shown, ".panel")[titles.index("verifier balanced accuracy")]
+    assert titles[0] == "generator pass@1, in distribution" and INDICATORS["gen/reasoning_steps"] in titles
+    panels = dict(zip(titles, find(shown, ".panel"), strict=True))
+    accuracy, verifier = find(shown, ".panel")[0], panels["verifier balanced accuracy, fixed solutions"]
     assert (len(accuracy.find_elements("css selector", "polyline")) == 2
             and len(verifier.find_elements("css selector", "polyline")) == 1)
     assert ("tango, generator step 20: 55% ± 7.07 (2 seeds)"
@@ -147,8 +148,8 @@ def test_curves_and_table_are_there(shown):
 
 
 @IN_BROWSER
-@pytest.mark.parametrize("kind, steps", [("disagreements", [1, 2, 4, 5]), ("believed", [1]), ("doubted", [2, 4]),
-                                         ("all", list(range(8)))])
+@pytest.mark.parametrize("kind, steps", [("disagreements", [5, 4, 2, 1]), ("believed", [1]), ("doubted", [4, 2]),
+                                         ("all", list(range(26, 18, -1)))])
 def test_each_kind_shows_its_rollouts(shown, kind, steps):
     assert choose(shown, kind=kind) == steps
     assert status(shown).startswith(f"{27 if kind == 'all' else len(steps)} of the 27 rollouts kept here (27 logged)")
@@ -187,7 +188,7 @@ def test_steps_carry_verdict_label_and_advantage(shown):
 @IN_BROWSER
 def test_text_of_models_is_never_markup(shown):
     choose(shown, **{"from": 5, "to": 6})
-    verified, unjudged = find(shown, "article")
+    unjudged, verified = find(shown, "article")
     assert details_text(verified) == [HOSTILE] and "unmet: missing_tags" in verified.text
     assert "cut at the length limit" in unjudged.text and "verdict" not in unjudged.text
     assert HOSTILE in [head.text for head in find(shown, "section.group > .head b")]
@@ -196,7 +197,8 @@ def test_text_of_models_is_never_markup(shown):
 
 @IN_BROWSER
 def test_a_role_of_another_recipe_is_shown_with_its_text_and_facts(shown):
-    assert [o.text for o in find(shown, "#role option")] == ["all", "generator", "verifier", "refiner", "proposer"]
+    assert [o.text for o in find(shown, "#role option")] == ["all", "generator", "verifier", "refiner", "proposer",
+                                                             "judge"]
     assert len(choose(shown, run=4, role="refiner")) == 1
     card = find(shown, "article")[0]
     assert card.find_element("css selector", "summary").text == "the refiner's text (trained on, mean advantage +0.75)"
@@ -226,6 +228,13 @@ def test_rollouts_about_one_problem_stand_beside_each_other(shown):
     assert len({card.rect["y"] for card in cards}) == 1 and [card.rect["x"] for card in cards] == sorted(
         {card.rect["x"] for card in cards})
     assert len(choose(shown, kind="believed")) == 1 and "1 of 3 right, 2 others hidden" in find(shown, ".group")[0].text
+
+
+@IN_BROWSER
+def test_verifications_of_one_solution_are_tallied_by_their_verdicts(shown):
+    """Ten steps of the verifier alone: its group's outcome is one, its verdicts are two."""
+    assert choose(shown, run=5, role="judge") == [1, 1]
+    assert "1 of 2 verdicts agree with the outcome" in find(shown, "section.group .head")[0].text
 
 
 @IN_BROWSER
@@ -290,7 +299,7 @@ def test_a_proposed_problem_shows_what_became_of_it(shown):
     assert "proposed 3+5*2 solved in 1 of 2 rollouts" in " ".join(proposed.text.split("\n"))
     assert "has no rollout here" in lost.text and lost.find_elements("css selector", "button") == []
     proposed.find_element("css selector", "button").click()
-    assert choose(shown)[0] == 0 and "3+5*2" in [head.text for head in find(shown, "section.group > .head b")]
+    assert 0 in choose(shown) and "3+5*2" in [head.text for head in find(shown, "section.group > .head b")]
 
 
 @IN_BROWSER

@@ -357,10 +357,26 @@ def test_a_path_may_start_with_a_tilde(monkeypatch, own):
     assert recipes.load("~/few_labels.py").text == own.read_text()
 
 
+@pytest.mark.parametrize("flag, words", [
+    ("--alpha", "a flag of recipe score, not of tango; did you mean --alpha-start or --alpha-end?"),
+    ("--nmu-steps", "unrecognized arguments: --nmu-steps 5; did you mean --num-steps?"),
+    ("--zzz", "unrecognized arguments: --zzz 5\n")])
+def test_a_flag_that_is_like_a_known_one_is_explained(capsys, flag, words):
+    with pytest.raises(SystemExit):
+        script_main(tango_rl.main, tango_rl.make_parser, ["--recipe", "tango", flag, "5"])
+    assert words in capsys.readouterr().err
+
+
+def test_a_reward_that_is_no_number_is_said_to_be_one(base, own):
+    text = own.read_text()
+    own.write_text(text.replace("    log_rewards(t,", "    rewards[0] = float('nan')\n    log_rewards(t,"))
+    with pytest.raises(ValueError, match="a reward of the generator is nan"):
+        train(str(own), "--run", "mine")
+
+
 def test_a_label_is_drawn_once_in_a_step(base, own):
-    own.write_text(own.read_text().replace("def play(t):  # one step\n",
-                                           "def play(t):\n"
-                                           "    t.solve(\"generator\", t.problems(), 2, \"solutions\")\n"))
+    own.write_text(re.sub(r"(def play\(t\):.*\n)", r'\1    t.solve("generator", t.problems(), 2, "solutions")\n',
+                          own.read_text()))
     with pytest.raises(ValueError, match="'solutions' twice in a step"):
         train(str(own), "--run", "mine")
 
@@ -369,7 +385,7 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
     train(str(own), "--run", "mine")
     moved = shutil.move(own, tmp_path / "renamed.py")
     train(str(moved), "--run", "mine", "--resume-from-step", "1")
-    with pytest.raises(BadInput, match="--recipe grpo: run mine was started with"):
+    with pytest.raises(BadInput, match="--recipe grpo: run mine is of recipe"):
         train("grpo", "--run", "mine", "--resume-from-step", "1")
 
 

@@ -201,7 +201,7 @@ def test_what_a_recipe_shows_is_drawn_and_its_file_is_not_run(other):
     """Its recipe.py would raise."""
     assert [p["prm/margin"] for p in other.points] == [None, 4.5, 14.5]
     assert not [name for name in other.points[-1] if name == "gen/margin" or name.startswith("timing")
-                or name.endswith("/entropy")]
+                or name == "prm/entropy"]
 
 
 def test_health_is_of_every_role(other):
@@ -256,6 +256,13 @@ def test_arms_are_compared_seed_by_seed(experiment):
     assert rows["grpo"]["at_equal_tokens"] == rows["grpo"]["final"]
     assert cells(tango)[4:] == ["31.9 ± 6.2", "+18.8 ± 47.6", "+9.4 ± 23.8", "0.57", "1.71", "24.6 ± 4.1", "75%", "75%",
                                 "70.0 -> 90.0", "70.0 -> 90.0"]
+
+
+def test_a_table_of_single_seeds_says_so(experiment, tmp_path):
+    first = [read_run(str(f)) for f in (experiment / "runs").iterdir() if f.name.endswith("s0")]
+    assert "One seed: differences have no interval" in markdown_table(compare(first))
+    assert "One seed" not in markdown_table(compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]))
+    assert "| oracle's" in markdown_table(compare([read_run(str(f)) for f in (experiment / "runs").iterdir()]))
 
 
 def test_settings_of_a_dial_stand_in_one_table(tmp_path):
@@ -417,7 +424,8 @@ def test_scores_of_a_run_are_its_first_and_last_evaluation(tmp_path):
     folder, so_far = under_way(tmp_path, 11)
     rows = {name: rest for name, *rest in scores_of(read_run(str(folder), so_far))}
     assert rows["generator pass@1, in distribution"] == ["10.0%", "30.0%", "+20.0"]
-    assert rows["verifier balanced accuracy"] == ["70.0%", "80.0%", "+10.0"] and "steps per solution" not in rows
+    assert rows["verifier balanced accuracy, fixed solutions"] == ["70.0%", "80.0%", "+10.0"]
+    assert "steps per solution" not in rows
 
 
 def test_columns_that_say_nothing_are_left_out(tmp_path):

@@ -51,6 +51,8 @@ TABLE = {
     "ver/step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
     "ver/step_f1_fixed_out": "verifier step F1, fixed solutions, out of distribution",
     "ver/step_f1_current": "verifier step F1, current generator's solutions",
+    "ver/wrong_steps_passed_fixed": "wrong steps that it passes, fixed solutions",
+    "ver/wrong_steps_passed_current": "wrong steps that it passes, current generator's solutions",
     "ver/parse_fail_fixed": "verifier parse failures",
 }
 MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases and warnings

@@ -2,6 +2,7 @@
 What recipes measure: the rewards of a step, and the held-out evaluation. Problems are shared out over ranks and what
 comes of them is gathered, so every rank has the scores.
 """
+import math
 from itertools import zip_longest
 from statistics import pstdev
 
@@ -22,6 +23,8 @@ SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_
 def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | None]) -> None:
     """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what
     the completions look like. rollouts.jsonl shows the rewards too."""
+    if any(reward is not None and math.isnan(reward) for reward in rewards):
+        raise ValueError(f"a reward of the {role} is nan; one that cannot be told is None")
     rollouts.columns["reward"] = [None if reward is None else float(reward) for reward in rewards]
     groups: dict[int, list[float]] = {}
     for g, reward in zip(rollouts.group_id.tolist(), rewards, strict=True):

@@ -11,6 +11,7 @@ from nanochat.rl.cards import cards
 from nanochat.rl.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
                                 compare, filled, is_count, provenance, read_run, steps_of)
 from nanochat.rl.roles import short_name
+from tasks import TASKS
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with
 # dots.
@@ -19,7 +20,10 @@ DASHES = {"none": "-", "6 3": "--", "2 2": ":"}  # SVG's and matplotlib's
 PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sampled_tokens"),
           *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))),
           ("ver/step_f1_current", "gen_step"), *((name, "gen_step") for name in INDICATORS)]
-TITLES = EVALS | INDICATORS  # a metric that is not among them is titled by its name
+# A metric that is not among them is titled by its name.
+TITLES = EVALS | INDICATORS | {
+    "gen/alpha": "weight of step rewards (alpha)", "gen/wrong_passed": "wrong steps passed, moving average",
+    "ver/balanced_acc": "verifier balanced accuracy, in training", "ver/step_f1": "verifier step F1, in training"}
 RELOAD_SECONDS = 20  # how often the page of a run that is under way reloads itself
 MOST_ROLLOUTS = 600
 
@@ -49,7 +53,7 @@ def panels_of(runs: list[Run]) -> list[tuple]:
     there, over the steps of their role. Over the solving role's, where no run has moved theirs. runs: of one task."""
     lasts = [run.points[-1] for run in runs]
     others = {name: steps_of(name, last) for last in lasts for name in last
-              if not is_count(name) and name not in TITLES}
+              if not is_count(name) and name not in EVALS | INDICATORS}
     moved = {name for last in lasts for name, count in last.items() if is_count(name) and count} | {"sampled_tokens"}
     panels = []
     for metric, x in (*PANELS, *others.items()):
@@ -165,7 +169,10 @@ def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
 
 def run_of_page(run: Run, most_rollouts: int) -> dict:
     """What the page shows of one run."""
-    return {"name": run.name, "task": run.task, "arm": run.arm, "settings": run.config["args"],
+    task = run.config["args"]["task"]
+    others = tuple(f"{name}_" for name in TASKS if name != task) if task != "mixture" else ()
+    settings = {name: value for name, value in run.config["args"].items() if not name.startswith(others)}
+    return {"name": run.name, "task": run.task, "arm": run.arm, "settings": settings,
             "versions": {k: v for k, v in run.config.items() if k != "args"}, "minutes": run.summary["minutes"],
             "scores": scores_of(run), "health": health(run), "num_rollouts": len(run.rollouts),
             "rollouts": cards(run.rollouts, run.solver, most_rollouts)}
@@ -182,8 +189,9 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int 
     """
     tasks = [task_of_page([run for run in runs if run.task == task], rows)
              for task in dict.fromkeys(run.task for run in runs)]
-    data = {"title": ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if runs[3:] else ""),
-            "made": provenance(runs), "live": live and {**live, "every": RELOAD_SECONDS, "written": int(time.time())},
+    title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if runs[3:] else "")
+    data = {"title": title, "made": provenance(runs), "about": runs[0].config.get("about"),
+            "live": live and {**live, "every": RELOAD_SECONDS, "written": int(time.time())},
             "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks,
             "runs": [run_of_page(run, most_rollouts // len(runs)) for run in runs]}
     # "<" never appears in the data: no text of a model can close the script element that holds it.

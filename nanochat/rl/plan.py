@@ -323,4 +323,5 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
     return [*lines,
             f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and "
             f"{100 * speed.decode_efficiency:.0f}% of the bandwidth's speed in decoding; "
-            f"nothing was measured or loaded"]
+            f"nothing was measured or loaded"
+            + ("" if device.type == "cuda" else "; hours on a machine without a GPU are not computed")]

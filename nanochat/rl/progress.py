@@ -74,7 +74,7 @@ def health_check(t: Play, role: str) -> list[str]:
     """Prints what RL starts from and returns the warnings: each names the likely cause. role: the one that solves. A
     role named verifier is looked at where the recipe evaluates it on fixed solutions."""
     sampled, gap, scores = sampled_scores(t, role, 64), logprob_gap(t, role), t.state.before
-    print0("health check of the starting point")
+    print0(f"health check of the starting point: {min(64, t.args.eval_examples)} problems, sampled, not greedy")
     for name, value in sampled.items():
         print0(f"  {role:9s} {name:22s} {percent(value)}%")
     judged = {name: scores[f"ver/{name}_fixed"]

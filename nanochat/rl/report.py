@@ -24,14 +24,17 @@ ACCURACY = "gen/pass1_in"
 EVALS = {
     "gen/pass1_in": "generator pass@1, in distribution",
     "gen/pass1_out": "generator pass@1, out of distribution",
-    "ver/step_f1_fixed": "verifier step F1, in distribution",
-    "ver/step_f1_fixed_out": "verifier step F1, out of distribution",
-    "ver/outcome_f1_fixed": "verifier outcome F1, in distribution",
-    "ver/outcome_f1_fixed_out": "verifier outcome F1, out of distribution",
-    "ver/balanced_acc_fixed": "verifier balanced accuracy",
+    "ver/step_f1_fixed": "verifier step F1, fixed solutions",
+    "ver/step_f1_fixed_out": "verifier step F1, fixed, out of distribution",
+    "ver/outcome_f1_fixed": "verifier outcome F1, fixed solutions",
+    "ver/outcome_f1_fixed_out": "verifier outcome F1, fixed, out of distribution",
+    "ver/balanced_acc_fixed": "verifier balanced accuracy, fixed solutions",
     "ver/step_f1_current": "verifier step F1, current solutions",
 }
 INDICATORS = {
+    "gen/reward": "mean reward of the generator",
+    "gen/completions/mean_length": "tokens per solution",
+    "gen/entropy": "entropy of the generator, per token",
     "gen/verdicts/wrong_steps_passed": "wrong steps passed",
     "gen/verdicts/right_steps_blamed": "right steps blamed",
     "gen/verdicts/pos_rate_wrong": "wrong solutions judged right",
@@ -471,9 +474,12 @@ def provenance(runs: list[Run]) -> str:
 
 
 def markdown_table(rows: list[dict]) -> str:
-    """The comparison, one table per task."""
+    """The comparison, one table per task, without columns that say nothing."""
     text = ""
     for task in dict.fromkeys(row["task"] for row in rows):
-        text += f"\n{task}\n\n| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}\n"
-        text += "".join(f"| {' | '.join(cells(row))} |\n" for row in rows if row["task"] == task)
+        columns, table = filled(COLUMNS, [cells(row) for row in rows if row["task"] == task])
+        text += f"\n{task}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
+        text += "".join(f"| {' | '.join(row)} |\n" for row in table)
+        if all(row["seeds"] == 1 for row in rows if row["task"] == task):
+            text += "\nOne seed: differences have no interval, and show no order.\n"
     return text.lstrip("\n")

@@ -19,8 +19,9 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
         if os.path.exists(os.path.join(folder, "config.json")):
-            raise BadInput(f"--run {args.run}: {folder} exists; take another name or continue it with "
-                           f"--resume-from-step auto")
+            saved = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
+            raise BadInput(f"--run {args.run}: {folder} exists, {saved}; take another name, or continue it with "
+                           f"--resume-from-step auto{'' if steps else ', which starts it afresh'}")
         return None
     if args.run == "dummy":
         raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy "
@@ -34,7 +35,12 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     if step not in steps:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
-    changed = check_unchanged(f"run {args.run}", read_config(args.run)["args"], args, MAY_CHANGE | may_change, defaults)
+    before = read_config(args.run)["args"]
+    if "recipe" not in may_change and before.get("recipe", args.recipe) != args.recipe:
+        raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
+                       f"cannot change it")
+    changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
+    changed = [words for words in changed if not words.startswith("--resume-from-step ")]
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
 
