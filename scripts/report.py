@@ -9,6 +9,7 @@ comparison.
 """
 import argparse
 import os
+import re
 
 from nanochat.common import BadInput, check_least, check_writable, path_of, print0, script_main
 from nanochat.rl.page import MOST_ROLLOUTS, draw_curves, write_page
@@ -36,6 +37,9 @@ def main(args) -> None:
     if not args.out and len(folders) > 1:
         raise BadInput("--out: name a folder for the report of several runs")
     runs = [read_run(folder) for folder in folders]
+    for run in runs:
+        if re.search(r"-s\d+$", run.name) and not run.name.endswith(f"-s{run.seed}"):
+            print0(f"{run.name} has seed {run.seed}, not the one that its name says: it is an arm of its own")
     rows = compare(runs)
     out = args.out or folders[0]
     check_writable(out)

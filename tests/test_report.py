@@ -463,6 +463,13 @@ def test_the_script_writes_csv_picture_and_page(experiment, capsys):
             and "6 runs, 9 minutes one after the other; commit None; torch 2; world None" in printed)
 
 
+def test_a_run_whose_name_says_another_seed_is_told(experiment, capsys):
+    make_run(experiment, "chain-tango-s7", 2, [0.1, 0.2, 0.3])
+    for names in (["chain-tango-s7"], ["chain-tango-s0"]):
+        script_main(report.main, report.make_parser(), names)
+    assert capsys.readouterr().out.count("chain-tango-s7 has seed 2, not the one that its name says") == 1
+
+
 def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):
     script_main(report.main, report.make_parser(), ["chain-tango-s0"])
     assert {"curves.csv", "curves.png", "report.html"} <= {f.name
