@@ -370,7 +370,8 @@ def readme_table() -> str:
     grpo, tango = RESULTS["grpo"][0], RESULTS["tango"][0]
     final, tokens = ends(runs_of(grpo, grpo.name))
     words = ("A system is a recipe: one file in `nanochat/recipes/` that reads like its paper. `--recipe NAME` runs "
-             "it. The last columns are pass@1 minus GRPO's, in points, in a harder setting than above: only the last "
+             "it. The last columns are pass@1 minus GRPO's, in points, each at a learning rate of its own, in a harder "
+             "setting than above: only the last "
              "result is the answer, so a wrong solution can be right by luck. ± is half of the 95% interval over "
              f"paired seeds (Student's t). There GRPO ends at {final}% with {tokens} tokens; {warm_up(tango):.2f}M of "
              "Tango's go to the verifier's warm-up. Ideas, flags, departures, checks: "

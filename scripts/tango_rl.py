@@ -266,7 +266,7 @@ def main(args) -> None:
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
     state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None
-    run = open_run(args, recipe, task, starts, device, world, is_resumed=state is not None)
+    run = open_run(args, recipe, task, starts, device, world, resume_step)
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
@@ -290,13 +290,21 @@ def find_start(args, recipe) -> tuple[int | None, dict]:
     return resume_step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
 
 
-def open_run(args, recipe, task, starts: dict, device, world: int, is_resumed: bool):
-    """The run's folder and log, with all that a continued run is compared with."""
+def open_run(args, recipe, task, starts: dict, device, world: int, step: int | None):
+    """The run's folder and log, with all that a continued run is compared with. step: where it is continued, None for a
+    fresh one."""
+    is_resumed = step is not None
     args.run = gather_lists([choose_run_name(args.run)], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
     run = start_run(args, device, config, resumed=is_resumed)
+    if is_resumed and run.rank == 0:  # what changed is true from here on
+        before = read_config(args.run)
+        changed = {name: [before["args"].get(name), value] for name, value in vars(args).items()
+                   if before["args"].get(name) != value and name != "resume_from_step"}
+        resumed = [*before.get("resumed", []), {"step": step, "changed": changed}]
+        write_json(os.path.join(run.folder, "config.json"), before | {"args": vars(args), "resumed": resumed})
     if not is_resumed:
         run.remove("recipe.py")  # of a run that came to nothing
         if run.rank == 0 and hasattr(recipe, "text"):

@@ -136,6 +136,19 @@ def test_resume_at_the_last_step_trains_nothing_and_reports_the_same(straight, s
             == json.loads((straight / "runs" / "r" / "summary.json").read_text())["after"])
 
 
+def test_what_a_continued_run_changes_is_written_down(straight_copy):
+    """The report compares runs by config.json: it must say what the last steps were made with."""
+    path = straight_copy / "runs" / "r" / "config.json"
+    before = json.loads(path.read_text())
+    train("--run", "r", "--resume-from-step", "auto", "--num-steps", "5")
+    after = json.loads(path.read_text())
+    assert after["args"]["num_steps"] == 5 and (before["args"]["eval_every"], after["args"]["eval_every"]) == (2, 0)
+    changed = {"num_steps": [4, 5], "save_every": [1, after["args"]["save_every"]], "eval_every": [2, 0]}
+    assert after["resumed"] == [{"step": 7, "changed": changed}]
+    assert {name: value for name, value in after.items() if name not in ("args", "resumed")} == {
+        name: value for name, value in before.items() if name != "args"}
+
+
 def test_a_finished_run_that_goes_on_and_is_stopped_is_not_finished(straight_copy, monkeypatch):
     monkeypatch.setattr(tango_rl, "train", lambda *args: (_ for _ in ()).throw(StopRequested()))
     with pytest.raises(StopRequested):

@@ -32,7 +32,7 @@ EVALS = {
     "ver/step_f1_current": "verifier step F1, current solutions",
 }
 INDICATORS = {
-    "gen/reward": "mean reward of the generator",
+    "gen/reward": "mean reward of the generator (each recipe's own)",
     "gen/completions/mean_length": "tokens per solution",
     "gen/entropy": "entropy of the generator, per token",
     "gen/verdicts/wrong_steps_passed": "wrong steps passed",
