@@ -370,12 +370,12 @@ def readme_table() -> str:
     grpo, tango = RESULTS["grpo"][0], RESULTS["tango"][0]
     final, tokens = ends(runs_of(grpo, grpo.name))
     words = ("A system is a recipe: one file in `nanochat/recipes/` that reads like its paper. `--recipe NAME` runs "
-             "it. The last columns are pass@1 minus GRPO's, in points, each at a learning rate of its own, in a harder "
-             "setting than above: only the last "
-             "result is the answer, so a wrong solution can be right by luck. ± is half of the 95% interval over "
-             f"paired seeds (Student's t). There GRPO ends at {final}% with {tokens} tokens; {warm_up(tango):.2f}M of "
-             "Tango's go to the verifier's warm-up. Ideas, flags, departures, checks: "
-             "[dev/recipes.md](dev/recipes.md).")
+             "it. The last columns are pass@1 minus GRPO's, in points, each at its own learning rate: at the end, and "
+             "at the point where a run has sampled as many tokens as GRPO does in all (in brackets: on how many seeds "
+             "it gets there). The setting is harder than above: only the last result is the answer, so a wrong "
+             f"solution can be right by luck. GRPO ends at {final.partition(' ')[0]}% there. Of its {tokens} tokens "
+             f"Tango spends {warm_up(tango):.2f}M before the generator's first update. ± is half of the 95% interval "
+             "over paired seeds. More of each recipe: [dev/recipes.md](dev/recipes.md).")
     columns = ("system", "recipe", "paper", "what is trained", "measured", "at equal steps", "at GRPO's tokens")
     return "\n\n".join([wrapped(words), table(columns, rows), "\n".join(f"[{a}]: {b}" for a, b in links.items())])
 

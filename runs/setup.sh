@@ -2,8 +2,8 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 if [ ! -f .venv/installed ] || [ pyproject.toml -nt .venv/installed ]; then
+    echo "Setting up .venv, once: 2.6 GB, about 2 minutes, without a word until it is done"
     [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
-    echo "Setting up .venv, once: about 2 minutes"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
     touch .venv/installed
 fi

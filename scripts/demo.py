@@ -171,6 +171,8 @@ def main(args) -> None:
                       f"{after['steps_hit']} of {after['steps']}")
     paths = [path_of("runs", run.name, name) for name in ("summary.json", "report.html")]
     print(f"\nOf {len(problems)} {', '.join(scores)}.")
+    if len(roles) > 1:
+        print("Verdicts before and after are on different solutions, each on those of its time.")
     print(f"More of the run: {', '.join(path for path in paths if os.path.exists(path))}")
 
 

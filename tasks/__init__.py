@@ -25,6 +25,11 @@ def task_flags() -> dict:
     return vars(parser.parse_args([]))
 
 
+def flags_of_others(task: str) -> tuple[str, ...]:
+    """What the names of the flags begin with that belong to other tasks than this one."""
+    return () if task == "mixture" else tuple(f"{name}_" for name in TASKS if name != task)
+
+
 def complete_task_args(args, recorded: dict) -> None:
     """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint, or their
     defaults."""

@@ -4,10 +4,12 @@ repository is one too.
 
     python -m pytest tests/test_recipes.py
 """
+import gc
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -237,7 +239,7 @@ def test_what_is_not_declared_is_not_sampled(base, own):
 
 NOTHING = '''
 def play(t):
-    t.solve("generator", t.problems(), t.args.num_samples, "solutions")
+    t.solve("generator", t.problems(), t.args.num_samples, "generator")
     yield from ()
 '''
 
@@ -290,7 +292,7 @@ def test_a_run_of_before_recipes_were_files_is_refused_in_one_line(base):
     ('RoleSpec("--verifier-tag", "-ver"', 'RoleSpec("--model-tag", "-ver"', "needs a tag flag of its own"),
     ('RoleSpec("--model-tag")', 'RoleSpec("--model-tag", shares="verifier")', "shares layers with verifier"),
     ('RoleSpec("--model-tag")', '"--model-tag"', "ROLES must be a dict of names and RoleSpecs"),
-    ('Call("verifier", "verdicts"', 'Call("verifier", "solutions"', "declare a label twice")])
+    ('Call("verifier", "verdicts"', 'Call("verifier", "generator"', "declare a label twice")])
 def test_roles_and_calls_that_clash_are_refused(capsys, base, own, old, new, words):
     own.write_text(own.read_text().replace(old, new))
     flags = flags_of(str(own), "--run", "mine") if "label" in words else ["--recipe", str(own)]
@@ -374,10 +376,33 @@ def test_a_reward_that_is_no_number_is_said_to_be_one(base, own):
         train(str(own), "--run", "mine")
 
 
+def test_a_run_that_made_no_step_gives_its_name_back(base, own):
+    """A mistake in play ends the first step: the file is mended and run again under the same name."""
+    text = own.read_text()
+    own.write_text(text.replace("solutions.lengths", "solutions.lenghts"))
+    with pytest.raises(AttributeError):
+        train(str(own), "--run", "mine")
+    for name in (signal.SIGTERM, signal.SIGINT):  # a run has its lock until its process ends, or all that holds it
+        signal.signal(name, signal.SIG_DFL)
+    gc.collect()
+    own.write_text(text)
+    train(str(own), "--run", "mine", "--num-steps", "1", "--save-every", "0")
+    assert (base / "runs" / "mine" / "recipe.py").read_text() == text
+    with pytest.raises(BadInput, match="mine exists, its last checkpoint is of step 1; take another name"):
+        train(str(own), "--run", "mine")
+
+
+def test_another_recipe_does_not_continue_a_run(base, own):
+    train("grpo", "--run", "other", "--num-steps", "1")
+    for recipe in (str(own), "dpo"):
+        with pytest.raises(BadInput, match="run other is of recipe grpo; a continued run cannot change it"):
+            train(recipe, "--run", "other", "--resume-from-step", "auto")
+
+
 def test_a_label_is_drawn_once_in_a_step(base, own):
-    own.write_text(re.sub(r"(def play\(t\):.*\n)", r'\1    t.solve("generator", t.problems(), 2, "solutions")\n',
+    own.write_text(re.sub(r"(def play\(t\):.*\n)", r'\1    t.solve("generator", t.problems(), 2, "generator")\n',
                           own.read_text()))
-    with pytest.raises(ValueError, match="'solutions' twice in a step"):
+    with pytest.raises(ValueError, match="'generator' twice in a step"):
         train(str(own), "--run", "mine")
 
 
@@ -413,7 +438,7 @@ def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, word
 
 
 @pytest.mark.parametrize("old, new, words", [
-    ("[Call(\"generator\", \"solutions\"", "[Call(\"judge\", \"solutions\"",
+    ("[Call(\"generator\", \"generator\"", "[Call(\"judge\", \"solutions\"",
      "name a role judge; there are generator, verifier"),
     ("args.verifier_max_new_tokens, args.num_steps", "0, args.num_steps", "declare nothing to sample as verdicts"),
     ("    return [Call(", "    [Call(", "must give a list of Call"),

@@ -11,7 +11,7 @@ from nanochat.rl.cards import cards
 from nanochat.rl.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
                                 compare, filled, is_count, provenance, read_run, steps_of)
 from nanochat.rl.roles import short_name
-from tasks import TASKS
+from tasks import flags_of_others
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with
 # dots.
@@ -169,9 +169,8 @@ def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
 
 def run_of_page(run: Run, most_rollouts: int) -> dict:
     """What the page shows of one run."""
-    task = run.config["args"]["task"]
-    others = tuple(f"{name}_" for name in TASKS if name != task) if task != "mixture" else ()
-    settings = {name: value for name, value in run.config["args"].items() if not name.startswith(others)}
+    args = run.config["args"]
+    settings = {name: value for name, value in args.items() if not name.startswith(flags_of_others(args["task"]))}
     return {"name": run.name, "task": run.task, "arm": run.arm, "settings": settings,
             "versions": {k: v for k, v in run.config.items() if k != "args"}, "minutes": run.summary["minutes"],
             "scores": scores_of(run), "health": health(run), "num_rollouts": len(run.rollouts),

@@ -19,6 +19,7 @@ from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.rl.prompts import longest_problem
+from tasks import flags_of_others
 
 # bytes/s of a GPU's memory, from the vendor's data sheets
 BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
@@ -302,7 +303,9 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
     longest, first = longest_problem(tokenizer, problems), problems[:1000]
     most = functools.cache(lambda wrap: len(wrap(tokenizer, fmt, longest)))
     mean = functools.cache(lambda wrap: sum(len(wrap(tokenizer, fmt, problem)) for problem in first) // len(first))
-    lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()), ""]
+    others = flags_of_others(args.task)
+    lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()
+                                     if not name.startswith(others)), ""]
     lines += show_plan(memory_plan(configs, held, draws_of(calls, most), setting), memory_gb)
     lines += ["", "tokens per step, at most: " + ", ".join(
         f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.label} ({draw.role})"

@@ -18,7 +18,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     have known; may_change: flags that may differ besides MAY_CHANGE. Raises BadInput for what cannot be continued."""
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
-        if os.path.exists(os.path.join(folder, "config.json")):
+        if os.path.exists(os.path.join(folder, "config.json")) and (steps or has_records(folder)):
             saved = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
             raise BadInput(f"--run {args.run}: {folder} exists, {saved}; take another name, or continue it with "
                            f"--resume-from-step auto{'' if steps else ', which starts it afresh'}")
@@ -36,13 +36,20 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
     before = read_config(args.run)["args"]
-    if "recipe" not in may_change and before.get("recipe", args.recipe) != args.recipe:
+    is_other = before.get("recipe", args.recipe) != args.recipe
+    if is_other and not ("recipe" in may_change and before["recipe"].endswith(".py")):
         raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
                        f"cannot change it")
     changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
     changed = [words for words in changed if not words.startswith("--resume-from-step ")]
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
+
+
+def has_records(folder: str) -> bool:
+    """Whether a run has made a step."""
+    path = os.path.join(folder, "metrics.jsonl")
+    return os.path.exists(path) and os.path.getsize(path) > 0
 
 
 def read_config(run_name: str) -> dict:
