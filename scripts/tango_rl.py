@@ -204,14 +204,15 @@ def seconds_left(t: Play) -> float:
     return t.state.step_seconds / max(1, sum(t.steps.values())) * left
 
 
-def show_page(t: Play, state: str | None) -> None:
-    """Writes the run's report.html; rank 0. state: what the run is doing, None once it is finished. A report that fails
-    is told and stops no run."""
+def show_page(t: Play, state: str | None, is_alive: bool = True) -> None:
+    """Writes the run's report.html; rank 0. state: what the run is doing, None once it is finished; is_alive: whether
+    it goes on. A report that fails is told and stops no run."""
     if t.run.rank != 0:
         return
     seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds
     so_far = state and {"minutes": round(seconds / 60, 2), "before": finite(t.state.before)}
-    left = {"state": state, "minutes_left": seconds_left(t) / 60 if t.step else None}
+    left = {"state": state, "minutes_left": seconds_left(t) / 60 if t.step and is_alive else None,
+            "is_alive": is_alive}
     try:
         write_run_page(t.run.folder, so_far, left if state else None)
     except Exception as error:
@@ -338,7 +339,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     except StopRequested:
         if is_started:
             save_set(run, t.state, t.roles, args)
-            show_page(t, f"stopped behind step {t.step}")
+            show_page(t, f"stopped behind step {t.step}", is_alive=False)
         run.finish()
         raise StopRequested(f"stopped behind step {t.step}; go on with the same flags, --run {args.run} and "
                             f"--resume-from-step auto") from None

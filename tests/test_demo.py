@@ -12,8 +12,8 @@ import sys
 import pytest
 import torch
 from conftest import TASK_FLAGS, crafted_model, parse, rl_flags
+from test_chat import force_picks
 
-from nanochat import engine
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.rl.sampling import Sampler
@@ -205,17 +205,6 @@ def test_colours_say_what_the_words_say_and_only_where_they_are_wanted(capsys, b
     assert show(capsys, "r", "--num-problems", "24") == coloured
     monkeypatch.setenv("NO_COLOR", "1")
     assert show(capsys, "r", "--num-problems", "24") == plain
-
-
-def force_picks(monkeypatch, turns: list[list[int]]) -> None:
-    """Makes the sampler draw these tokens, turn by turn, whatever the logits."""
-    turns, current = iter(turns), []
-
-    def pick(logits, keys, position, temperature, top_k):
-        if int(position) == 0:
-            current[:] = next(turns)
-        return torch.full((len(logits),), current[int(position)]), torch.zeros(len(logits))
-    monkeypatch.setattr(engine, "pick", pick)
 
 
 HOSTILE = "\033[2J\r\x07\x9b1m\u202e\n    right  forged"

@@ -333,7 +333,7 @@ def test_a_single_run_is_titled_and_compared_with_nothing(browser, tmp_path):
 @IN_BROWSER
 def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, monkeypatch):
     monkeypatch.setattr("nanochat.rl.page.RELOAD_SECONDS", 2)
-    address = alone(tmp_path, {"state": "under way, behind step 12", "minutes_left": 7.3})
+    address = alone(tmp_path, {"state": "under way, behind step 12", "minutes_left": 7.3, "is_alive": True})
     browser.get(address)
     assert find(browser, "#state")[0].text.startswith("under way, behind step 12, about 7 minutes left (written at ")
     with open(address.removeprefix("file://")) as f:

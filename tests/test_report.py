@@ -415,7 +415,7 @@ def test_a_run_that_is_under_way_has_the_points_that_are_there(tmp_path, num_ste
     run = read_run(str(folder), so_far)
     assert [(p["gen_step"], p["gen/pass1_in"]) for p in run.points] == expected
     assert [p["record"] for p in run.points] == [step for step, _ in expected]
-    write_run_page(str(folder), so_far, {"state": "under way", "minutes_left": 2.5})
+    write_run_page(str(folder), so_far, {"state": "under way", "minutes_left": 2.5, "is_alive": True})
     with pytest.raises(BadInput, match="no summary.json"):
         read_run(str(folder))
 

@@ -183,8 +183,8 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int 
     runs; no file or address outside itself.
 
     rows: of `report.compare`. About `most_rollouts` are shown, whole groups evenly spread over runs and steps; the page
-    says of how many. live: of a run that is under way, {"state": what it is doing, "minutes_left"}; the page then
-    reloads itself.
+    says of how many. live: of a run that is under way, {"state": what it is doing, "minutes_left", "is_alive"};
+    the page of one that is alive reloads itself.
     """
     tasks = [task_of_page([run for run in runs if run.task == task], rows)
              for task in dict.fromkeys(run.task for run in runs)]
