@@ -25,6 +25,7 @@ def add_model_args(parser) -> None:
 
 
 MODEL_LEAST = {"vocab_size": 2, "depth": 1, "n_embd": 24, "n_head": 1, "n_kv_head": 0, "seed": 0}
+MODEL_MOST = {"vocab_size": 2 ** 24, "depth": 1000, "n_embd": 2 ** 17}
 
 
 def random_model(args, context: int, device) -> GPT:

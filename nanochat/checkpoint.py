@@ -8,45 +8,67 @@ run's state) is valid once its state file exists: that one is written last.
 import contextlib
 import json
 import os
+import pickle
 import re
+import zipfile
 import zlib
+from collections.abc import Callable
 
 import torch
 
-from nanochat.common import BadInput, check_unchanged, path_of, print0, rank_and_world, write_json
+from nanochat.common import (BadInput, CannotWrite, check_unchanged, make_folder, path_of, print0, rank_and_world,
+                             whole_file, write_json)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
-from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, with_shards
+from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, not_finite, with_shards
 
 # absent from older upstream checkpoints, with what they stood for
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
 
 
 def save_atomic(obj, path: str) -> None:
-    """torch.save that leaves either the whole file or none."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        with open(path + ".tmp", "wb") as f:
-            torch.save(obj, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + ".tmp", path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path + ".tmp")
-        raise
+    """torch.save that leaves either the whole file or none. Raises CannotWrite."""
+    make_folder(os.path.dirname(path))
+    with whole_file(path, "wb") as f:
+        torch.save(obj, f)
 
 
 def load_file(path: str, device="cpu", mmap: bool = False):
     """torch.load of tensors and plain containers only; with mmap, tensors stay in the file until they are read. Raises
-    BadInput when the file is absent or holds anything else."""
+    BadInput when the file is absent, damaged or holds anything else."""
     if not os.path.exists(path):
         raise BadInput(f"{path} is missing")
+    check_whole(path)
     try:
         return torch.load(path, map_location=device, weights_only=True, mmap=mmap)
-    except Exception as error:  # torch raises many types for a file that is damaged or not allowed
+    except pickle.UnpicklingError as error:  # torch's text goes on with advice to allow what was refused
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise BadInput(f"{path} holds more than tensors and plain values{f' ({named[1]})' if named else ''}: it is "
+                       f"damaged or hostile, and was not loaded") from None
+    except Exception as error:  # torch raises many types for a file that is damaged
         raise BadInput(f"{path} cannot be loaded: "
                        f"{' '.join(str(error).split())[:200] or type(error).__name__}") from None
+
+
+def check_whole(path: str) -> None:
+    """Raises BadInput unless the records of a checkpoint file are those that were written: a .pt file is a zip file,
+    which keeps a checksum of each."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # PyTorch compresses nothing, and would take a record with attributes for a folder
+            strange = [record.filename for record in archive.infolist()
+                       if record.compress_type != zipfile.ZIP_STORED or record.external_attr]
+            damaged = strange[0] if strange else archive.testzip()
+    except (zipfile.BadZipFile, OSError, ValueError, EOFError, NotImplementedError) as error:
+        raise BadInput(f"{path} is damaged or no checkpoint: {error}") from None
+    if damaged:
+        raise BadInput(f"{path} is damaged: {damaged} is not what was written")
+
+
+def checksum(path: str) -> int:
+    """A number that stands for all that a .pt file holds: of the names, sizes and checksums of its records."""
+    with zipfile.ZipFile(path) as archive:
+        return zlib.crc32(repr([(r.filename, r.file_size, r.CRC) for r in archive.infolist()]).encode())
 
 
 def list_tags(stage: str) -> list[str]:
@@ -89,12 +111,14 @@ def find_step(stage: str, tag: str, step: int | None = None) -> int:
     return steps[-1] if step is None else step
 
 
-def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict, state: dict | None = None) -> None:
+def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict, state: dict | None = None) -> str:
     """Writes a model and its meta; the meta goes last and makes the pair valid. state: whole tensors, for a model that
-    is sharded."""
-    save_atomic(model.state_dict() if state is None else state, path_of(stage, tag, f"model_{step:06d}.pt"))
+    is sharded. -> the model's path. Raises CannotWrite."""
+    path = path_of(stage, tag, f"model_{step:06d}.pt")
+    save_atomic(model.state_dict() if state is None else state, path)
     write_json(path_of(stage, tag, f"meta_{step:06d}.json"),
                {"step": step, "model_config": model.config.asdict(), **meta})
+    return path
 
 
 def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
@@ -109,7 +133,7 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
             print0(f"{path}: has no window_pattern, taken as L")
             given["window_pattern"] = "L"
         config = kind(**given)
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is no model's meta: {error}") from None
     missing = config.asdict().keys() - given.keys()
     if missing:
@@ -134,7 +158,14 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
         check_state(state, kind(config), path)
     model = allocate(kind, config, dtype, device, torch.float32 if trained else dtype, sharded)
     fill(model, state)
+    check_loaded(model, path)
     return model, meta
+
+
+def check_loaded(model, path: str) -> None:
+    """Raises BadInput where weights of a file are not finite."""
+    if name := not_finite(model):
+        raise BadInput(f"{path}: {name} holds numbers that are not finite (NaN or infinite)")
 
 
 def fingerprint(path: str) -> int:
@@ -170,19 +201,23 @@ def restore_model(model, state: dict, path: str) -> None:
     """Gives a model, sharded or not, the weights of a state dict. Raises BadInput where it does not fit."""
     check_state(state, model, path)
     fill(model, state)
+    check_loaded(model, path)
 
 
-def save_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> None:
+def save_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> str:
     """Writes an optimizer's state: rank 0's file stands for all ranks, unless the model is sharded; then each writes
-    its part."""
-    save_atomic(local_optimizer_state(optimizer), path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt"))
+    its part. -> the file's path. Raises CannotWrite."""
+    path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
+    save_atomic(local_optimizer_state(optimizer), path)
+    return path
 
 
-def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> None:
-    """Restores an optimizer. Raises BadInput when the file is missing or made for other parameters, or parts of another
-    size."""
+def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> str:
+    """Restores an optimizer; its path. Raises BadInput when the file is missing or made for other parameters, or parts
+    of another size."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
     restore_optimizer(optimizer, load_file(path, mmap=True), path)
+    return path
 
 
 def restore_optimizer(optimizer, saved: dict, path: str) -> None:
@@ -233,6 +268,12 @@ def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
                f"which is what loads unless a step is given")
 
 
+def resumable_steps(stage: str, tag: str) -> list[int]:
+    """Steps behind which supervised training can go on, ascending."""
+    return [step for step in list_steps(stage, tag)
+            if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
+
+
 def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict) -> int | None:
     """The step that --resume-from-step means for supervised training: None for a fresh start. Raises BadInput for what
     cannot be continued.
@@ -240,9 +281,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
     The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta
     but for may_change; defaults are of flags that it may not know.
     """
-    wanted = args.resume_from_step
-    steps = [step for step in list_steps(stage, tag)
-             if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
+    wanted, steps = args.resume_from_step, resumable_steps(stage, tag)
     if wanted == "-1" or wanted == "auto" and not steps:
         return None
     if wanted != "auto" and not re.fullmatch("[0-9]+", wanted):
@@ -254,6 +293,19 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
     meta, _ = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
     check_unchanged(f"{path_of(stage, tag)}", meta["user_config"], args, may_change, defaults)
     return step
+
+
+@contextlib.contextmanager
+def saying_what_is_whole(steps: Callable[[], list[int]], how: str):
+    """Around what trains and saves: a CannotWrite also says which step is whole on the disk, and how to go on from
+    there. steps: gives those that are, ascending."""
+    try:
+        yield
+    except CannotWrite as error:
+        left = steps()
+        words = (f"the checkpoint of step {left[-1]} is whole: make room, and go on with {how}" if left
+                 else "no checkpoint was saved before")
+        raise CannotWrite(f"{error}; {words}") from error
 
 
 def save_state(run_name: str, step: int, state: dict) -> None:

@@ -27,6 +27,10 @@ import torch.distributed as dist
 from nanochat import __version__
 
 NUM_WAITING = 8  # threads of in_threads
+MOST = 10 ** 18  # of an integer flag: twice as many are still 64 bits
+# The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.
+MEASURED = ("timing_s/", "tokens_per_s", "peak_memory_gb", "resident_gb", "open_files")
+NUM_PRODUCTS = 64  # kept by keep_few_products: a model's few shapes, many times over
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
 
@@ -42,26 +46,42 @@ class Diverged(Exception):
     """Training cannot go on; scripts print its text and exit with code 1."""
 
 
+class CannotWrite(Exception):
+    """A file cannot be written, as on a full disk; scripts print its text, one line, and exit with code 1."""
+
+
 def script_main(main, parser, argv: list[str] | None = None) -> None:
-    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged into code 1. A leading `--`
-    is dropped. parser: an ArgumentParser, or a function that makes it from the arguments."""
+    """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged and CannotWrite into code 1.
+    A leading `--` is dropped. parser: an ArgumentParser, or a function that makes it from the arguments.
+
+    Where another rank has said why it ends, this one's own failure is its consequence, and is not shown.
+    """
     argv = sys.argv[1:] if argv is None else argv
     argv = argv[1:] if argv[:1] == ["--"] else argv
     code = 0
     try:
+        check_text(argv)
         parser = parser(argv) if callable(parser) else parser
         parser.error = functools.partial(refuse, getattr(parser, "explain", str))  # one line instead of the usage
-        main(parser.parse_args(argv))
+        main(parse_flags(parser, argv))
     except BadInput as error:
-        complain(f"error: {' '.join(str(error).splitlines())}")
+        complain(f"error: {one_line(error)}")
         code = 2
-    except Diverged as error:
-        if rank_and_world()[0] == 0:
-            print(f"stopped: {error}", file=sys.stderr)
+    except (Diverged, CannotWrite) as error:
+        complain(f"stopped: {one_line(error)}")
         code = 1
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        complain(f"error: {error.filename}: {error.strerror}")
+        code = 2
     except StopRequested as stop:
         print0(stop)
         code = 143  # 128 + SIGTERM
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            complain(f"stopped: there is not enough memory: {one_line(error)}")
+        elif not others_complained():  # of a collective, which another rank has left
+            raise
+        code = 1
     if dist.is_initialized():
         # Gloo's threads may still hold tensors and abort the interpreter's shutdown (pytorch/pytorch #179291): leave
         # without it.
@@ -78,19 +98,74 @@ def refuse(explain, message: str) -> None:
     raise BadInput(explain(message))
 
 
+class Flags(argparse.Namespace):
+    """Parsed flags. given: the names of those that the user wrote; vars() does not have it."""
+    __slots__ = ("given",)
+
+
+def parse_flags(parser, argv: list[str]) -> Flags:
+    """The flags that stand in the arguments. Raises BadInput for a number that is not finite."""
+    args, unset = parser.parse_args(argv, Flags()), object()
+    written = parser.parse_args(argv, argparse.Namespace(**{action.dest: unset for action in parser._actions}))
+    args.given = {name for name, value in vars(written).items() if value is not unset}
+    check_finite(args)
+    return args
+
+
+def check_text(argv: list[str]) -> None:
+    """Raises BadInput for the first argument that is no text in UTF-8: what says so would fail on it."""
+    for number, word in enumerate(argv, 1):
+        if "\0" in word or word != word.encode(errors="replace").decode():
+            raise BadInput(f"argument {number}, {word!r}: is no text in UTF-8")
+
+
+def check_finite(args) -> None:
+    """Raises BadInput for the first flag that is infinite, not a number, or an integer beyond MOST."""
+    for name, given in vars(args).items():
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise BadInput(f"--{name.replace('_', '-')} {value}: must be a finite number")
+            if isinstance(value, int) and abs(value) > MOST:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{MOST} to {MOST}")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that the machine, or its GPU, has too little memory."""
+    return (isinstance(error, MemoryError | torch.OutOfMemoryError)
+            or "DefaultCPUAllocator: can't allocate memory" in str(error))
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).splitlines())
+
+
+def complaints(key: str) -> int:
+    """Counts up a number that all ranks of this start share, from 0; 0 where there is nobody to ask. An empty key:
+    the number of all complaints, which is not counted up."""
+    if rank_and_world()[1] == 1 or "MASTER_PORT" not in os.environ:
+        return 0
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                              timeout=datetime.timedelta(seconds=10))
+        prefix = f"complaint/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/"
+        if key:
+            store.add(prefix, 1)
+            return store.add(prefix + key, 1) - 1
+        return store.add(prefix, 0)
+    return 0
+
+
 def complain(line: str) -> None:
     """Says what is wrong, once: of several ranks with the same complaint the first, and any rank that is alone with
     its."""
-    _, world = rank_and_world()
-    is_first = True
-    if world > 1 and "MASTER_PORT" in os.environ:
-        with contextlib.suppress(RuntimeError, ValueError, KeyError):  # nobody to ask: say it
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                  timeout=datetime.timedelta(seconds=10))
-            key = f"complaint/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{zlib.crc32(line.encode())}"
-            is_first = store.add(key, 1) == 1
-    if is_first:
+    if complaints(str(zlib.crc32(line.encode(errors="replace")))) == 0:
         print(line, file=sys.stderr, flush=True)
+
+
+def others_complained() -> bool:
+    """Whether a rank has said why it ends. It may be about to: the others notice in the same moment that it is gone."""
+    time.sleep(1.0 if rank_and_world()[1] > 1 else 0.0)
+    return complaints("") > 0
 
 
 def check_least(args, least: dict[str, float]) -> None:
@@ -102,11 +177,26 @@ def check_least(args, least: dict[str, float]) -> None:
             raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least {low}")
 
 
+def check_most(args, most: dict[str, float]) -> None:
+    """Raises BadInput for the first flag whose value is above its most: a bound that nothing sane is beyond, and beyond
+    which the work would not even begin. A flag left at None is not looked at."""
+    for name, high in most.items():
+        value = getattr(args, name)
+        if value is not None and value > high:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at most {high}")
+
+
 def check_choices(args, tables: dict[str, Iterable[str]]) -> None:
     """Raises BadInput for the first flag whose value is not in its table."""
     for name, table in tables.items():
         if getattr(args, name) not in table:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: there are {', '.join(table)}")
+
+
+def in_words(may_change: set[str]) -> str:
+    """The flags that a continued run may change, for the help of --resume-from-step."""
+    names = sorted(may_change - {"resume_from_step", "dry_run"})
+    return f"flags that may change then: {', '.join('--' + name.replace('_', '-') for name in names)}"
 
 
 def flag_defaults(parser) -> dict:
@@ -128,8 +218,8 @@ def check_unchanged(what: str, before: dict, args, may_change: set[str], default
 
 def check_name(flag: str, name: str) -> None:
     """Raises BadInput unless the name of a run or a tag is a plain folder name."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise BadInput(f"{flag} {name}: use letters, digits, '.', '_' and '-'")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", name):
+        raise BadInput(f"{flag} {name}: use letters, digits, '.', '_' and '-', at most 200 of them")
 
 
 def base_dir() -> str:
@@ -159,9 +249,15 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def print0(*args) -> None:
-    """Prints on rank 0."""
-    if rank_and_world()[0] == 0:
+    """Prints on rank 0. A stdout that is closed or on a full disk stops nothing: from then on nothing is shown."""
+    if rank_and_world()[0] != 0:
+        return
+    try:
         print(*args, flush=True)
+    except OSError as error:
+        sys.stdout = open(os.devnull, "w")
+        with contextlib.suppress(OSError):
+            print(f"WARNING: nothing more is shown: stdout: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def init_device(device_type: str) -> torch.device:
@@ -173,8 +269,11 @@ def init_device(device_type: str) -> torch.device:
     if not available.get(device_type):
         raise BadInput(f"--device-type {device_type}: available are "
                        f"{', '.join(name for name, there in available.items() if there)}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        stop_with_parent()
     if device_type == "cpu":
         keep_freed_memory()
+        keep_few_products()
     device = (torch.device(device_type, int(os.environ.get("LOCAL_RANK", 0))) if device_type == "cuda"
               else torch.device(device_type))
     if device_type == "cuda":
@@ -187,6 +286,14 @@ def init_device(device_type: str) -> torch.device:
     return device
 
 
+def stop_with_parent() -> None:
+    """Makes Linux send this process SIGTERM when its parent ends: torchrun that is killed cannot stop its ranks, and
+    they would go on and keep the run's lock."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def keep_freed_memory() -> None:
     """Makes glibc keep memory that tensors on CPU have freed: handing it back means 100K page faults in a step of 32 x
     8 rows. Resident memory then stays at its peak."""
@@ -194,6 +301,26 @@ def keep_freed_memory() -> None:
     if hasattr(libc, "mallopt"):
         libc.mallopt(-3, 2 ** 30) or libc.mallopt(-3, 2 ** 25)  # M_MMAP_THRESHOLD; before glibc 2.35 at most 32 MiB
         libc.mallopt(-1, 2 ** 31 - 1)                           # M_TRIM_THRESHOLD
+
+
+def keep_few_products() -> None:
+    """Bounds the two caches of prepared products on CPU, PyTorch's and oneDNN's, which otherwise hold 1024 each. One
+    takes a quarter of a megabyte, every shape has its own, and those that stay keep the heap from being used again:
+    resident memory grows by gigabytes. To be called before the first product; a user's own settings stand."""
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(NUM_PRODUCTS))
+
+
+def process_size() -> dict[str, float | int | None]:
+    """What this process holds now, as it is logged: resident memory in 10^9 bytes and open files. None where /proc does
+    not tell."""
+    try:
+        with open("/proc/self/statm") as f:
+            num_pages = int(f.read().split()[1])
+        num_files = len(os.listdir("/proc/self/fd")) - 1  # the listing itself is open too
+    except OSError:  # not Linux
+        return {"resident_gb": None, "open_files": None}
+    return {"resident_gb": num_pages * os.sysconf("SC_PAGE_SIZE") / 1e9, "open_files": num_files}
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -270,19 +397,75 @@ def gather_lists(items: list, device) -> list:
     return [item for part, s in zip(parts, sizes, strict=True) for item in json.loads(bytes(part[: int(s)].tolist()))]
 
 
-def in_threads(function, *columns: list) -> list:
-    """function(*row) of every row of these columns, in order, in a few threads: for what waits for other processes."""
+def in_threads(function, *columns: list, should_stop=lambda: False) -> list:
+    """function(*row) of every row of these columns, in order, in a few threads: for what waits for other processes.
+    should_stop: whether the rest is left out, as None."""
     rows = list(zip(*columns, strict=True))
     with ThreadPoolExecutor(NUM_WAITING) as threads:
-        return list(threads.map(lambda row: function(*row), rows))
+        return list(threads.map(lambda row: None if should_stop() else function(*row), rows))
+
+
+@contextlib.contextmanager
+def whole_file(path: str, mode: str = "w"):
+    """Opens a file to be written whole or not at all: it has another name until the block ends and it is on the disk.
+    Text is UTF-8. Raises CannotWrite."""
+    with writing(path):
+        try:
+            with open(path + ".tmp", mode, encoding=None if "b" in mode else "utf-8") as f:
+                yield f
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(path + ".tmp", path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(path + ".tmp")
+            raise
+
+
+@contextlib.contextmanager
+def writing(path: str):
+    """Around all that writes a file. Raises CannotWrite, which names it and the reason, where the system refuses: a
+    library's own error (torch.save's) is put down to what it was raised in the wake of."""
+    try:
+        yield
+    except (CannotWrite, BadInput):  # said already, of a file within
+        raise
+    except Exception as error:
+        cause = error
+        while not isinstance(cause, OSError) and cause.__context__ is not None:
+            cause = cause.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise CannotWrite(f"{path} cannot be written: {cause.strerror or cause}") from error
+
+
+def make_folder(path: str) -> None:
+    """Makes a folder and those that it is in, unless they are there. Raises CannotWrite."""
+    with writing(path):
+        os.makedirs(path, exist_ok=True)
 
 
 def write_json(path: str, record: dict) -> None:
-    """Writes a json file whole or not at all."""
-    with open(path + ".tmp", "w") as f:
+    """Writes a json file whole or not at all. Raises CannotWrite."""
+    with whole_file(path) as f:
         json.dump(record, f, indent=2)
         f.write("\n")
-    os.replace(path + ".tmp", path)
+
+
+def read_records(path: str) -> list[tuple[str, dict]]:
+    """The lines of a run's file of records, each with its record. A last line that was not written to its end is none.
+    Raises BadInput for a line that is no record."""
+    found = []
+    with open(path, "rb") as f:
+        for number, line in enumerate((line for line in f if line.endswith(b"\n")), 1):
+            try:
+                found.append((line.decode(), json.loads(line)))
+                is_record = isinstance(found[-1][1]["step"], int)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                is_record = False
+            if not is_record:
+                raise BadInput(f"{path}, line {number}: not a json record of a step; mend the line or take it out")
+    return found
 
 
 def finite(value):
@@ -341,7 +524,8 @@ class Run:
 
     def append(self, name: str, record: dict) -> None:
         """Appends a line of json to a file of the run; numbers that are not finite become null, as json has none."""
-        with open(os.path.join(self.folder, name), "a") as f:
+        path = os.path.join(self.folder, name)
+        with writing(path), open(path, "a") as f:
             f.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
     def trim(self, name: str, step: int) -> None:
@@ -349,11 +533,9 @@ class Run:
         Event files are written afresh from metrics.jsonl, so no step is in them twice; trim it before the first log."""
         path, kept = os.path.join(self.folder, name), []
         if self.rank == 0 and os.path.exists(path):
-            with open(path) as f:
-                kept = [line for line in f if line.endswith("\n") and json.loads(line)["step"] < step]
-            with open(path + ".tmp", "w") as f:
+            kept = [line for line, record in read_records(path) if record["step"] < step]
+            with whole_file(path) as f:
                 f.writelines(kept)
-            os.replace(path + ".tmp", path)
         if self.rank == 0 and self.wants_events and name == "metrics.jsonl":
             folder = os.path.join(self.folder, "tensorboard")
             shutil.rmtree(folder, ignore_errors=True)
@@ -414,12 +596,25 @@ def choose_run_name(name: str) -> str:
     return f"dummy-{n}"
 
 
+def claim_run_name(name: str) -> str:
+    """The run's name, for "dummy" with its folder made: another process then chooses another."""
+    while (chosen := choose_run_name(name)) != name:
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(path_of("runs", chosen))
+            return chosen
+    return name
+
+
 def check_writable(path: str) -> None:
     """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Leaves nothing behind."""
+    if not path:
+        raise BadInput("cannot write to a folder without a name")
     parent = os.path.abspath(path)
-    while not os.path.exists(parent):
-        parent = os.path.dirname(parent)
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(parent)  # which refuses a name that is too long
+        while not os.path.exists(parent):
+            parent = os.path.dirname(parent)
         tempfile.TemporaryFile(dir=parent).close()
     except OSError as error:
         raise BadInput(f"cannot write to {path} ({parent}: {error.strerror})") from None
@@ -439,8 +634,11 @@ def uses_wandb(run_name: str) -> bool:
 
 
 def lock_run(folder: str):
-    """Takes a run's lock, held while the returned file is open. Raises BadInput when another process has it."""
-    lock = open(os.path.join(folder, "lock"), "w")
+    """Takes a run's lock, held while the returned file is open. Raises BadInput when another process has it,
+    CannotWrite."""
+    path = os.path.join(folder, "lock")
+    with writing(path):
+        lock = open(path, "w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -450,8 +648,8 @@ def lock_run(folder: str):
 
 
 def start_run(args, device: torch.device, config: dict, resumed: bool, folder: str = "") -> Run:
-    """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM and SIGINT,
-    and starts wandb where it is wanted."""
+    """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM, SIGINT and
+    SIGHUP, and starts wandb where it is wanted."""
     rank, world = rank_and_world()
     run = Run(args.run, device, rank, world, folder or path_of("runs", args.run), wants_events=args.tensorboard)
     if rank == 0:
@@ -466,8 +664,9 @@ def start_run(args, device: torch.device, config: dict, resumed: bool, folder: s
             import wandb
             run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow",
                                    dir=run.folder, config=config)
-    signal.signal(signal.SIGTERM, run.on_signal)
-    signal.signal(signal.SIGINT, run.on_signal)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the last one of a terminal that is closed
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
+            signal.signal(number, run.on_signal)
     return run
 
 

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nanochat.common import BadInput, quiet_datasets
+from nanochat.common import BadInput, print0, quiet_datasets
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 BUFFER = 1000     # documents that wait for a row they fit
 ENCODE = 128      # documents that are encoded at once, or fewer
 ENCODE_CHARS = 2 ** 18  # as soon as they have so many characters
+LONG = 5_000_000  # characters of a document: about a second of reading and of encoding
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a split behind a colon
 
 
@@ -45,12 +46,24 @@ def is_hub_name(sources: list[str]) -> bool:
     return len(sources) == 1 and not glob.glob(sources[0]) and HUB_NAME.fullmatch(sources[0]) is not None
 
 
+def begins_long(path: str) -> bool:
+    """Whether the first line of a file takes long to read. Raises BadInput where the file cannot be read."""
+    try:
+        with open(path, "rb") as f:
+            return len(f.readline(LONG)) == LONG
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+
+
 def open_rows(sources: list[str]):
     """A streaming `datasets` dataset of files or of a hub name, its column `text` alone. Raises BadInput."""
     datasets = quiet_datasets()
     files = [] if is_hub_name(sources) else find_files(sources)
     if any(os.path.getsize(name) == 0 for name in files):
         raise BadInput(f"{next(name for name in files if os.path.getsize(name) == 0)}: is empty")
+    for name in files:
+        if name.endswith(".jsonl") and begins_long(name):
+            print0(f"{name}: reading a line of {LONG:,} bytes or more, which takes a while")
     try:
         if files:
             kind = FORMATS[os.path.splitext(files[0])[1]]
@@ -137,6 +150,13 @@ class Shelf:
         return self.items.pop(at)
 
 
+def tell_long(sources: list[str], texts: list[str]) -> None:
+    """Says of texts that take long to encode that this is what goes on."""
+    for text in texts:
+        if len(text) >= LONG:
+            print0(f"{', '.join(sources)}: encoding a document of {len(text):,} characters, which takes a while")
+
+
 class PackedBatches:
     """Endless batches (B, T + 1) int64 of packed documents: inputs and targets of T tokens per row.
 
@@ -154,6 +174,7 @@ class PackedBatches:
             while len(texts) < ENCODE and num_chars < ENCODE_CHARS and self.documents.epoch == epoch:
                 texts.append(next(self.documents.iterator))
                 num_chars += len(texts[-1])
+            tell_long(self.documents.sources, texts)
             for tokens in self.tokenizer.encode_batch(texts):
                 self._add(tokens)
             if len(self.shelf.items) == num_before and self.documents.epoch > first_epoch + 1:

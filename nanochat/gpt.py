@@ -14,13 +14,14 @@ import torch
 import torch.nn as nn
 
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
-from nanochat.common import BadInput
+from nanochat.common import BadInput, check_least, check_most
 from nanochat.ops import add_norm, linear, mix, norm, relu_squared, split_heads
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
 ROTARY_BASE = 100000
 QK_SCALE = 1.2        # on q and on k after their norm
+MOST = {"depth": 1000, "n_embd": 2 ** 17, "sequence_len": 2 ** 24}
 
 
 @dataclass
@@ -293,6 +294,8 @@ def add_model_args(parser, depth: int = 4, sequence_len: int = 256, window_patte
 
 def config_of(args, vocab_size: int) -> GPTConfig:
     """The shape that the flags of add_model_args ask for. Raises BadInput."""
+    check_least(args, {"n_embd": 0, "n_head": 0, "n_kv_head": 0})
+    check_most(args, MOST)
     depth = args.depth
     n_embd = args.n_embd or (64 if depth == 1 else -(-64 * depth // 128) * 128)
     n_head = args.n_head or max(1, n_embd // 128)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import tiktoken
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, make_folder, whole_file
 
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]
@@ -96,14 +96,14 @@ class Tokenizer:
                 raise BadInput(f"{path} is not a tokenizer: {error}") from None
 
     def save(self, folder: str) -> None:
-        """Writes tokenizer.pkl and token_bytes.pt (int32 (V,): bytes per token, 0 for specials) into `folder`."""
-        os.makedirs(folder, exist_ok=True)
+        """Writes tokenizer.pkl and token_bytes.pt (int32 (V,): bytes per token, 0 for specials) into `folder`. Raises
+        CannotWrite."""
+        make_folder(folder)
         num_bytes = [len(self.token_bytes(i)) if i < self._first_special else 0 for i in range(self.vocab_size)]
-        torch.save(torch.tensor(num_bytes, dtype=torch.int32), os.path.join(folder, "token_bytes.pt.tmp"))
-        with open(os.path.join(folder, "tokenizer.pkl.tmp"), "wb") as f:
-            pickle.dump(self.encoding, f)
-        for name in ("token_bytes.pt", "tokenizer.pkl"):
-            os.replace(os.path.join(folder, name + ".tmp"), os.path.join(folder, name))
+        with (whole_file(os.path.join(folder, "tokenizer.pkl"), "wb") as encoding,
+              whole_file(os.path.join(folder, "token_bytes.pt"), "wb") as sizes):
+            pickle.dump(self.encoding, encoding)
+            torch.save(torch.tensor(num_bytes, dtype=torch.int32), sizes)
 
     def equals(self, other: "Tokenizer") -> bool:
         """Whether both give every text the same ids."""

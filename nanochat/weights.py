@@ -8,6 +8,8 @@ while it runs. Everything that gathers is a collective: all ranks must call it a
 import torch
 import torch.distributed as dist
 
+from nanochat.common import Diverged, all_reduce
+
 
 def allocate(kind, config, compute_dtype: torch.dtype, device, dtype: torch.dtype = torch.float32,
              sharded: bool = False):
@@ -165,3 +167,24 @@ def as_part_of(p: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
     return DTensor.from_local(x.to(p.device), p.device_mesh, p.placements, run_check=False, shape=p.shape,
                               stride=p.stride())
+
+
+@torch.no_grad()
+def not_finite(model) -> str | None:
+    """The name of the first parameter that holds a number that is infinite or none, of a sharded model in this rank's
+    part; None where there is none."""
+    for name, p in model.named_parameters():
+        part = p.to_local() if is_sharded(p) else p
+        if part.numel() and not torch.stack(part.aminmax()).isfinite().all():  # both are NaN where any number is
+            return name
+    return None
+
+
+def check_weights(model, name: str) -> None:
+    """Raises Diverged on all ranks where a model has weights that are not finite on any of them: they are neither saved
+    nor evaluated. A collective."""
+    found = not_finite(model)
+    flag = torch.tensor(int(found is not None), device=model.lm_head.weight.device)
+    if all_reduce(flag, "max").item():
+        raise Diverged(f"the {name} has weights that are not finite ({found or 'on another rank'}); they are not "
+                       f"saved: lower its learning rate, and go on from an earlier checkpoint")

@@ -9,8 +9,8 @@ import argparse
 import os
 
 from nanochat.checkpoint import default_tag, load_file, load_model
-from nanochat.common import (BadInput, check_least, check_name, compute_dtype, init_device, path_of, print0,
-                             rank_and_world, script_main)
+from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, init_device, path_of,
+                             print0, rank_and_world, script_main)
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
 from nanochat.engine import generate, row_key
@@ -86,6 +86,7 @@ def print_continuations(args, model, tokenizer) -> None:
 
 def main(args) -> None:
     check_least(args, {"step": -1, "split_tokens": 1, "device_batch_size": 1, "num_samples": 0, "max_new_tokens": 1})
+    check_most(args, {"device_batch_size": 10 ** 6, "num_samples": 10 ** 6})
     tag = args.model_tag or default_tag("base")
     check_name("--model-tag", tag)
     folder = args.core or path_of("eval_bundle")

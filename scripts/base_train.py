@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from nanochat.bench import machine_speed
-from nanochat.checkpoint import (load_file, load_model, load_training, resume_step, save_model, save_training,
-                                 warn_of_later_steps)
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_name,
-                             check_writable, compute_dtype, describe_versions, flag_defaults, init_device, path_of,
-                             print0, rank_and_world, script_main, start_run, uses_wandb)
+from nanochat.checkpoint import (load_file, load_model, load_training, resumable_steps, resume_step, save_model,
+                                 save_training, saying_what_is_whole, warn_of_later_steps)
+from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_most,
+                             check_name, check_writable, compute_dtype, describe_versions, flag_defaults, in_words,
+                             init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
 from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
@@ -30,6 +30,7 @@ from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.tokenizer import Tokenizer
+from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "eval_every", "eval_tokens",
@@ -42,7 +43,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_run_args(parser)
     parser.add_argument("--model-tag", default="", help="name of the checkpoint; default d<depth>")
     parser.add_argument("--resume-from-step", default="-1",
-                        help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
+                        help=f"continue from this step, or from the last one with 'auto'; -1 = a fresh start; "
+                             f"{in_words(MAY_CHANGE)}")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", required=True,
@@ -218,12 +220,17 @@ def check_args(args) -> None:
     check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0,
                        "warmdown_ratio": 0, "final_lr_frac": 0, "matrix_lr": 0, "embedding_lr": 0,
                        "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0})
+    check_most(args, {"device_batch_size": 10 ** 6, "total_batch_size": 2 ** 30, "target_param_data_ratio": 10 ** 9,
+                      "target_flops": 1e40})
     if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
         raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
     if args.num_iterations == 0:
         raise BadInput("--num-iterations 0: must be at least 1, or -1 for the next rule")
-    if args.num_iterations < 1 and args.target_flops <= 0 and args.target_param_data_ratio <= 0:
-        raise BadInput("--num-iterations, --target-flops, --target-param-data-ratio: one must be above 0")
+    if args.target_param_data_ratio <= 0:
+        raise BadInput(f"--target-param-data-ratio {args.target_param_data_ratio}: must be above 0, since learning "
+                       f"rates follow from it too")
+    if args.total_batch_size < 1 and args.total_batch_size != -1:
+        raise BadInput(f"--total-batch-size {args.total_batch_size}: must be at least 1, or -1 for the rule")
 
 
 def main(args) -> None:
@@ -267,6 +274,7 @@ def main(args) -> None:
     run.trim("metrics.jsonl", state["step"])
 
     def evaluate() -> float:
+        check_weights(model, "model")
         val_bpb = bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
         if not math.isfinite(val_bpb):
             raise Diverged(f"behind step {state['step']}: validation bits per byte are {val_bpb}; "
@@ -274,6 +282,7 @@ def main(args) -> None:
         return val_bpb
 
     def save(val_bpb: float | None = None) -> None:
+        check_weights(model, "model")
         save_training("base", tag, state["step"], rank, optimizers,
                       {"batches": batches.state_dict(), "state": dict(state)})
         if dist.is_initialized():
@@ -283,17 +292,18 @@ def main(args) -> None:
                        {"user_config": vars(args), "val_bpb": val_bpb, "total_batch_size": rules["batch"],
                         "device_batch_size": args.device_batch_size, "max_seq_len": args.sequence_len})
 
-    try:
-        train(args, run, model, optimizers, batches, rules, state, evaluate, save)
-        val_bpb = evaluate()
-    except StopRequested:
-        save()
+    with saying_what_is_whole(lambda: resumable_steps("base", tag), "the same flags and --resume-from-step auto"):
+        try:
+            train(args, run, model, optimizers, batches, rules, state, evaluate, save)
+            val_bpb = evaluate()
+        except StopRequested:
+            save()
+            run.finish()
+            raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} "
+                                f"--resume-from-step auto") from None
+        save(val_bpb)
+        run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb})
         run.finish()
-        raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} "
-                            f"--resume-from-step auto") from None
-    save(val_bpb)
-    run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb})
-    run.finish()
     print_samples(args, model, tokenizer, val_sources)
     print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, "
            f"{batches.num_empty} had no text\n"

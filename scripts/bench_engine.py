@@ -16,8 +16,8 @@ import statistics
 
 import torch
 
-from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, machine_speed, random_model, seconds_of
-from nanochat.common import BadInput, check_least, init_device, print0, script_main
+from nanochat.bench import DTYPES, MODEL_LEAST, MODEL_MOST, add_model_args, machine_speed, random_model, seconds_of
+from nanochat.common import BadInput, check_least, check_most, init_device, print0, script_main
 from nanochat.engine import generate, row_key
 from nanochat.flops import decode_floor
 
@@ -66,6 +66,8 @@ def transformers(args, device):
 
 def main(args) -> None:
     check_least(args, {"rows": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 2, "rounds": 1, **MODEL_LEAST})
+    check_most(args, {"rows": 10 ** 6, "prompt_len": 10 ** 6, "completion_len": 10 ** 6, "rounds": 10 ** 6,
+                      **MODEL_MOST})
     if args.rows % args.num_samples:
         raise BadInput(f"--rows {args.rows}: must be a multiple of --num-samples {args.num_samples}")
     device = init_device(args.device_type)

@@ -27,7 +27,7 @@ from functools import partial
 import torch
 
 from nanochat.bench import DTYPES, seconds_of, synchronize
-from nanochat.common import BadInput, check_least, init_device, print0, script_main
+from nanochat.common import BadInput, check_least, check_most, init_device, print0, script_main
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.rl.losses import PolicyLoss
@@ -214,6 +214,7 @@ def rows_of_table(results: dict, errors: dict, floor: str, flops: float):
 def main(args) -> None:
     check_least(args, {"rows": 1, "n_embd": 1, "vocab_size": 2, "softcap": 0, "temperature": 1e-6, "rows_per_chunk": 0,
                        "rounds": 1})
+    check_most(args, {"rows": 10 ** 8, "n_embd": 2 ** 17, "vocab_size": 2 ** 24, "rounds": 10 ** 6})
     unknown = set(args.providers.split(",")) - PROVIDERS.keys()
     if unknown:
         raise BadInput(f"--providers {args.providers}: there is no {', '.join(sorted(unknown))}; choose from "

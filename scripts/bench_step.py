@@ -18,8 +18,9 @@ import time
 
 import torch
 
-from nanochat.bench import DTYPES, MODEL_LEAST, add_model_args, machine_speed, random_model, synchronize
-from nanochat.common import BadInput, all_reduce, check_least, init_device, print0, rank_and_world, script_main
+from nanochat.bench import DTYPES, MODEL_LEAST, MODEL_MOST, add_model_args, machine_speed, random_model, synchronize
+from nanochat.common import (BadInput, all_reduce, check_least, check_most, init_device, print0, rank_and_world,
+                             script_main)
 from nanochat.engine import generate, row_key
 from nanochat.flops import decode_floor, matrix_weights, prefill_floor, prompt_weights
 from nanochat.kernels import cpu
@@ -135,6 +136,8 @@ def floor_seconds(args, model, speed) -> float:
 def main(args) -> None:
     check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1,
                        "verification_len": 1, "steps": 1, "micro_batch_tokens": 0, **MODEL_LEAST})
+    check_most(args, {"examples_per_step": 10 ** 6, "num_samples": 10 ** 5, "prompt_len": 10 ** 6,
+                      "completion_len": 10 ** 6, "verification_len": 10 ** 6, "steps": 10 ** 6, **MODEL_MOST})
     if args.examples_per_step % rank_and_world()[1]:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the "
                        f"{rank_and_world()[1]} ranks")

@@ -14,12 +14,12 @@ import os
 import torch
 
 from nanochat.checkpoint import default_tag, load_model
-from nanochat.common import (BadInput, all_reduce, check_least, check_name, compute_dtype, gather_lists, init_device,
-                             path_of, print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, compute_dtype, gather_lists,
+                             init_device, path_of, print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.scores import answers_of, majority, outcomes_of, pass_at_k, problems_of
+from nanochat.rl.scores import answers_of, labels_of, majority, outcomes_of, pass_at_k, problems_of
 from nanochat.rl.prompts import check_prompts_fit
 from nanochat.rl.sampling import Sampler
 from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flags
@@ -78,7 +78,7 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
     for i, problem in enumerate(problems):
         mine = solutions[i * n: (i + 1) * n]
         right = [outcome is True for outcome in outcomes[i * n: (i + 1) * n]]
-        labels = [task.step_labels(problem, s.text) for s in mine]
+        labels = [labels_of(task, problem, s.text) for s in mine]
         all_right = (sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True))
                      if has_labels else None)
         answers = answers_of(task, [s.text for s in mine])
@@ -146,6 +146,7 @@ def check_args(args) -> None:
         raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
     check_least(args, {"max_problems": -1, "num_samples": 1, "max_rows": 1, "top_k": 0, "temperature": 0, "step": -1,
                        "max_new_tokens": -1})
+    check_most(args, {"max_problems": 10 ** 6, "num_samples": 10 ** 5})
     if args.max_new_tokens == 0:
         raise BadInput("-m 0: must be at least 1, or -1")
     asked = args.task_name or args.task or ""

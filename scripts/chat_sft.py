@@ -21,10 +21,12 @@ import time
 
 import torch
 
-from nanochat.checkpoint import load_model, load_training, resume_step, save_model, save_training, warn_of_later_steps
+from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
+                                 saying_what_is_whole, warn_of_later_steps)
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, barrier, check_least,
-                             check_name, check_writable, compute_dtype, describe_versions, flag_defaults, init_device,
-                             path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
+                             check_most, check_name, check_writable, compute_dtype, describe_versions, flag_defaults,
+                             in_words, init_device, path_of, print0, rank_and_world, script_main, start_run,
+                             uses_wandb)
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
@@ -36,7 +38,8 @@ from nanochat.recipes.critique_grpo import CRITIQUES
 from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
 from nanochat.rl.sampling import Sampler
-from nanochat.weights import whole_state
+from nanochat.rl.scores import outcomes_of
+from nanochat.weights import check_weights, whole_state
 from tasks import add_task_args, make_task
 from tasks.conversations import load_conversations
 
@@ -50,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     add_run_args(parser)
     parser.add_argument("--resume-from-step", default="-1",
-                        help="continue from this step, or from the last one with 'auto'; -1 = a fresh start")
+                        help=f"continue from this step, or from the last one with 'auto'; -1 = a fresh start; "
+                             f"{in_words(MAY_CHANGE)}")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
     add_task_args(parser)
     parser.add_argument("--role", choices=["generator", "verifier"], required=True)
@@ -147,7 +151,7 @@ def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
     """The prompt of a second attempt behind a corrupted solution, with nothing said about it or a critique of any
     kind."""
     solution = task.corrupted_solution(problem, rng)
-    outcome = task.check(problem, solution)
+    outcome = outcomes_of(task, [problem], [solution])[0]
     critiques = ["", task.verification_demo(problem, solution, rng)]
     critiques += [critique(task, problem, solution, outcome) for critique in CRITIQUES.values() if outcome is not None]
     return refine_prompt(tokenizer, task.fmt, problem.prompt, solution, rng.choice(critiques))
@@ -249,6 +253,9 @@ def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
     generator, _ = load_model("sft", args.model_tag, device, dtype,
                               trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
     tokenizer.check_model("generator", generator)
+    if args.max_new_tokens >= generator.config.sequence_len:
+        raise BadInput(f"--max-new-tokens {args.max_new_tokens}: the generator's context is "
+                       f"{generator.config.sequence_len}")
     if resumed:
         check_shared(generator, model, args.verifier_shared_layers, args.verifier_tag)
     private = share_layers(generator, model, args.verifier_shared_layers)
@@ -262,6 +269,7 @@ def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1,
                        "max_new_tokens": 1, "sequence_len": 2, "matrix_lr": 0, "embedding_lr": 0,
                        "verifier_shared_layers": 0, "conversations_share": 0, "refine_share": 0})
+    check_most(args, {"examples_per_step": 10 ** 6, "num_sampled": 10 ** 7})
     if args.conversations_share > 1:
         raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
     if args.refine_share > (args.role == "generator"):
@@ -308,6 +316,7 @@ def main(args) -> None:
             copy_shared_lambdas(generator, model, args.verifier_shared_layers)
 
     def save() -> None:
+        check_weights(model, args.role)
         weights = whole_state(model, keep=rank == 0)
         if rank == 0 or args.shard:
             save_training("sft", tag, state["step"], rank, optimizers, {"state": dict(state)})
@@ -316,21 +325,22 @@ def main(args) -> None:
             save_model("sft", tag, state["step"], model,
                        {"user_config": vars(args), "loss": state["loss"], "val_bpb": None}, weights)
 
-    try:
-        if generator is not None:
-            examples.sampled = sample_solutions(args, task, tokenizer, generator, run)
-            examples.check()
-            if not args.verifier_shared_layers:
-                generator = None  # its memory is the training's
-        train(args, run, model, parameters, optimizers, examples, state, after_step, save)
-    except StopRequested:
-        if state["step"]:
-            save()
+    with saying_what_is_whole(lambda: resumable_steps("sft", tag), "the same flags and --resume-from-step auto"):
+        try:
+            if generator is not None:
+                examples.sampled = sample_solutions(args, task, tokenizer, generator, run)
+                examples.check()
+                if not args.verifier_shared_layers:
+                    generator = None  # its memory is the training's
+            train(args, run, model, parameters, optimizers, examples, state, after_step, save)
+        except StopRequested:
+            if state["step"]:
+                save()
+            run.finish()
+            raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and "
+                                f"--resume-from-step auto") from None
+        save()
         run.finish()
-        raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and "
-                            f"--resume-from-step auto") from None
-    save()
-    run.finish()
     left_out = (f", {state['too_long']} conversations were longer than the context and left out"
                 if args.conversations else "")
     print0(f"saved {path_of('sft', tag)} at step {args.num_steps}{left_out}")

@@ -22,7 +22,7 @@ from nanochat.rl.evals import SPLITS
 from nanochat.rl.report import Run, read_run
 from nanochat.rl.roles import Start
 from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import answers_of, outcomes_of, problems_of
+from nanochat.rl.scores import answers_of, labels_of, outcomes_of, problems_of
 from nanochat.rl.state import tag_of
 from nanochat.rl.terminal import add_colour_flag, one_line, paint, wants_colour
 from tasks import make_task, task_flags
@@ -108,7 +108,7 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
     spans, answer, lines = task.fmt.step_spans(text), answers_of(task, [text])[0], []
     counts = Counter(right=int(outcome is True))
     bodies = [one_line(task.fmt.step_body(text[start:end])) for start, end in spans]
-    labels = task.step_labels(problem, text)  # some tasks have none
+    labels = labels_of(task, problem, text)  # some tasks have none
     verdicts = labels if verification is None else verification.step_verdicts[: len(spans)]
     for body, verdict, label in zip_longest(bodies, verdicts, labels):
         is_mistaken = None not in (verdict, label) and verdict != label

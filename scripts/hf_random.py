@@ -13,7 +13,7 @@ from dataclasses import replace
 import tokenizers
 import torch
 
-from nanochat.common import BadInput, check_least, check_writable, print0, script_main
+from nanochat.common import BadInput, check_least, check_most, check_writable, print0, script_main
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, write_model
 from nanochat.hf.shapes import SHAPES, shape_of
@@ -69,6 +69,7 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
 def main(args) -> None:
     folder, config = os.path.expanduser(args.to), shape_of(args.shape)
     check_least(args, {"n_layer": 0, "n_embd": 0, "vocab_size": 0, "sequence_len": 0, "std": 0})
+    check_most(args, {"n_layer": 1000, "n_embd": 2 ** 17, "vocab_size": 2 ** 24, "sequence_len": 2 ** 24, "std": 1000})
     changes = {"n_layer": args.n_layer, "vocab_size": args.vocab_size, "sequence_len": args.sequence_len}
     if args.n_embd:
         if args.n_embd % 32:

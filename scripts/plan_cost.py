@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, check_least, print0, script_main
+from nanochat.common import BadInput, check_least, check_most, print0, script_main
 from nanochat.gpt import GPT, config_of
 from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.rl.plan import BANDWIDTH, Held, Setting, Speed, draw_seconds, draws_of, sampling_seconds
@@ -55,7 +55,10 @@ def parse(script, flags: str, *required: str):
         raise BadInput(f"{script.__name__} {flags}: {message}")
 
     parser.error = refuse
-    return parser.parse_args([*shlex.split(flags), *required])
+    try:
+        return parser.parse_args([*shlex.split(flags), *required])
+    except ValueError as error:  # a quotation that is not closed
+        refuse(str(error))
 
 
 def pretraining_flops(args, base, model) -> tuple[float, str]:
@@ -103,10 +106,12 @@ def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str
 def main(args) -> None:
     check_least(args, {"gpus": 1, "vocab_size": 265, "dollars": 0, "mfu": 0.01, "decode_efficiency": 0.01,
                        "example_tokens": 1, "prompt_tokens": 1, "completion_tokens": 1})
+    check_most(args, {"gpus": 10 ** 6, "vocab_size": 2 ** 24, "mfu": 1, "decode_efficiency": 1,
+                      "example_tokens": 10 ** 6, "prompt_tokens": 10 ** 6, "completion_tokens": 10 ** 6})
     base = parse(base_train, args.base, "--data", "none")
     with torch.device("meta"):
         model = GPT(config_of(base, args.vocab_size), torch.bfloat16)
-    rl = parse(tango_rl, args.rl)
+    rl, text_eval = parse(tango_rl, args.rl), parse(base_eval, args.base_eval)
     peak = PEAK_FLOPS[args.gpu]
     stages = [("pretraining", *pretraining_flops(args, base, model)),
               ("SFT of the generator",
@@ -116,7 +121,7 @@ def main(args) -> None:
     rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
     speed = Speed(args.gpu, args.mfu, args.decode_efficiency)
     tango, grpo = rl_rows(args, rl, model, speed)
-    text, chat = evaluation_rows(args, parse(base_eval, args.base_eval), model, speed)
+    text, chat = evaluation_rows(args, text_eval, model, speed)
     rows += [tango, text, chat]
     total = sum(seconds for _, seconds, _ in rows) + chat[1]  # behind SFT and behind RL
     print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training "

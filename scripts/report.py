@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 
-from nanochat.common import BadInput, check_least, check_writable, path_of, print0, script_main
+from nanochat.common import BadInput, check_least, check_writable, make_folder, path_of, print0, script_main
 from nanochat.rl.page import MOST_ROLLOUTS, draw_curves, write_page
 from nanochat.rl.report import compare, markdown_table, provenance, read_run, tidy, write_csv
 
@@ -44,16 +44,13 @@ def main(args) -> None:
     out = args.out or folders[0]
     check_writable(out)
     page = os.path.join(out, "report.html")
-    try:
-        os.makedirs(out, exist_ok=True)
-        write_page(runs, rows, page, args.max_rollouts)
-        for task in dict.fromkeys(run.task for run in runs):
-            of_task = [run for run in runs if run.task == task]
-            path = os.path.join(out, task if len(runs) > 1 else "curves")
-            write_csv(tidy(of_task), path + ".csv")
-            draw_curves(of_task, path + ".png")
-    except OSError as error:
-        raise BadInput(f"cannot write {error.filename}: {error.strerror}") from None
+    make_folder(out)
+    write_page(runs, rows, page, args.max_rollouts)
+    for task in dict.fromkeys(run.task for run in runs):
+        of_task = [run for run in runs if run.task == task]
+        path = os.path.join(out, task if len(runs) > 1 else "curves")
+        write_csv(tidy(of_task), path + ".csv")
+        draw_curves(of_task, path + ".png")
     if len(runs) > 1:
         print0(f"{markdown_table(rows)}\n{provenance(runs)}\n")
     print0(f"{page} ({os.path.getsize(page) / 1e6:.1f} MB)")

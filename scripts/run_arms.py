@@ -27,7 +27,8 @@ from dataclasses import dataclass, field
 
 from nanochat.arms import (ABLATIONS, DIALS, PARTNERS, TASKS, Experiment, all_arms, arms_of, experiments_of,
                            has_verifier, rl_flags, sft, words_of)
-from nanochat.common import BadInput, StopRequested, base_dir, check_writable, path_of, print0, script_main
+from nanochat.common import (BadInput, StopRequested, base_dir, check_writable, make_folder, path_of, print0,
+                             script_main, whole_file, writing)
 from nanochat.rl.report import compare, dial_table, read_run
 from scripts import chat_sft
 
@@ -137,9 +138,10 @@ class Children:
         with self.lock:
             if self.is_stopped:
                 return None
-            with open(log_of(f"{job.name}.flags"), "w") as f:
+            with whole_file(log_of(f"{job.name}.flags")) as f:
                 f.write(job.flags + "\n")
-            with open(log_of(f"{job.name}.log"), "w") as log:
+            path = log_of(f"{job.name}.log")
+            with writing(path), open(path, "w") as log:
                 child = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT)
             self.running.add(child)
         code = child.wait()
@@ -180,9 +182,10 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
             part = f"{job.folder}.part"
             for old in (part, job.folder):
                 shutil.rmtree(old, ignore_errors=True)
-            shutil.copytree(model.folder, part)
-            shutil.copy(log_of(f"{model.name}.flags"), log_of(f"{job.name}.flags"))
-            os.rename(part, job.folder)
+            with writing(job.folder):
+                shutil.copytree(model.folder, part)
+                shutil.copy(log_of(f"{model.name}.flags"), log_of(f"{job.name}.flags"))
+                os.rename(part, job.folder)
             num_copies += 1
     if num_copies:
         print0(f"{num_copies} runs are copies of others that have the same flags")
@@ -213,10 +216,10 @@ def report(name: str, runs: list[Job], out: str, first_line: str, partners: dict
                           stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return False
-    os.makedirs(out, exist_ok=True)
+    make_folder(out)
     table = dial_table(compare([read_run(run.folder) for run in finished], partners)) if partners else ""
     text = "\n\n".join(filter(None, [first_line, table.strip(), done.stdout]))
-    with open(os.path.join(out, f"{name}.md"), "w") as f:
+    with whole_file(os.path.join(out, f"{name}.md")) as f:
         f.write(text)
     print0(text.removesuffix("\n"))
     return True
@@ -251,7 +254,7 @@ def main(args) -> None:
     for folder in folders:
         check_writable(folder)
     for folder in folders:
-        os.makedirs(folder, exist_ok=True)
+        make_folder(folder)
     tokenizer = Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
     for stage in ([tokenizer], *stages[:2]):
         if not carry_out_all(stage, int(at_once)):

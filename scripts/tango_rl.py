@@ -21,22 +21,29 @@ from functools import partial
 import torch
 
 from nanochat import recipes
+from nanochat.checkpoint import saved_steps, saying_what_is_whole
 from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_writable, choose_run_name,
-                             compute_dtype, describe_versions, finite, flag_defaults, gather_lists, init_device,
-                             path_of, print0, rank_and_world, script_main, start_run, uses_wandb, write_json)
+                             claim_run_name, compute_dtype, describe_versions, finite, flag_defaults, gather_lists,
+                             init_device, path_of, print0, process_size, rank_and_world, script_main, start_run,
+                             uses_wandb, whole_file, write_json)
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.flags import add_common_args, add_role_args, check_args, check_calls, check_problems, complete_args
+from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
+                               complete_args)
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.page import write_run_page
-from nanochat.rl.plan import describe_run
+from nanochat.rl.plan import check_plan, check_sizes, describe_run
 from nanochat.rl.play import Play, apply_update
-from nanochat.rl.progress import health_check, print_step, print_table
+from nanochat.rl.progress import health_check, print_step, print_table, warn_of_no_signal
 from nanochat.rl.records import rollout_records
 from nanochat.rl.resume import check_recipe_text, read_config, resolve_resume
-from nanochat.rl.roles import check_configs, find_starts, load_configs, load_roles, name_of, short_name, trained_roles
+from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
+                               short_name, trained_roles)
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
+from nanochat.weights import check_weights
 from tasks import add_task_args, make_task
+
+CHECK_EVERY = 50  # steps between comparisons of the ranks' weights, which are compared before they are saved too
 
 
 # Flags
@@ -103,7 +110,7 @@ def similar(flag: str, known: list[str]) -> list[str]:
 
 def train(t: Play, recipe) -> None:
     """Steps of the recipe until its first trained role has made --num-steps updates. Raises Diverged where it never
-    will."""
+    will, and where the ranks' weights have become different."""
     counted = trained_roles(recipe.ROLES)[0]
     while t.steps[counted] < t.args.num_steps:
         if t.step > 10 * (sum(t.totals.values()) + 1):
@@ -114,8 +121,12 @@ def train(t: Play, recipe) -> None:
                 metrics = apply_update(t, update)
                 t.log(update.role, metrics)
                 updated.append(update)
-        if t.args.save_every and t.step % t.args.save_every == 0:
+        is_saved = t.args.save_every and t.step % t.args.save_every == 0
+        if is_saved or t.step % CHECK_EVERY == 0:
+            check_same_weights(t.roles, t.step)
+        if is_saved:
             save_set(t.run, t.state, t.roles, t.args)
+    check_same_weights(t.roles, t.step)
 
 
 @contextmanager
@@ -145,7 +156,7 @@ def one_step(t: Play, recipe, counted: str):
                "sampled_tokens": state.sampled_tokens}
     record |= t.metrics | {f"{short_name(first)}/sampled_tokens": tokens}
     record |= {"timing_s/eval": evaluated - started, **t.seconds, "timing_s/step": seconds,
-               "tokens_per_s": tokens / max(seconds, 1e-9)}
+               "tokens_per_s": tokens / max(seconds, 1e-9), **process_size()}
     if t.device.type == "cuda":
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated(t.device) / 1e9
     state.step += 1
@@ -156,6 +167,7 @@ def one_step(t: Play, recipe, counted: str):
     t.run.log(record)
     for rollout in [row for update in updated for row in rollout_records(t, update)] if t.run.rank == 0 else []:
         t.run.append("rollouts.jsonl", {"step": record["step"], **rollout})
+    warn_of_no_signal(t, record)
     print_step(record, roles, getattr(recipe, "SHOWN", {}), seconds_left(t))
     if was_evaluated:
         show_page(t, f"under way, behind step {t.step}")
@@ -188,6 +200,8 @@ def evaluating(t: Play):
 
 def held_out(t: Play, recipe) -> dict:
     """The recipe's held-out scores."""
+    for name, role in t.roles.items():
+        check_weights(role.model, name)
     with evaluating(t):
         scores = recipe.evaluate(t)
     if not isinstance(scores, dict):
@@ -243,6 +257,8 @@ def main(args) -> None:
     complete_args(args, recipe.ROLES)
     choose_run_name(args.run)
     resume_step, starts = find_start(args, recipe)
+    if resume_step is None:
+        check_task(args, task, starts)
     uses_wandb(args.run)
     for path in (path_of("runs", args.run), *(path_of("rl", tag_of(args.run, role)) for role in recipe.ROLES)):
         check_writable(path)
@@ -250,6 +266,7 @@ def main(args) -> None:
     if args.calculator and not tokenizer.has_calculator:
         raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
+    torch.manual_seed(args.seed)  # nothing here draws from it; what a recipe draws would else differ from run to run
     dtype = compute_dtype(device)
     configs, calls = load_configs(starts), recipes.ask(args.recipe, recipe, "calls", args)
     check_configs(args, recipe.ROLES, configs)
@@ -258,11 +275,13 @@ def main(args) -> None:
     totals = recipes.ask(args.recipe, recipe, "updates", args) or dict.fromkeys(trained, args.num_steps)
     if not isinstance(totals, dict) or set(totals) != set(trained):
         raise BadInput(f"--recipe {args.recipe}: its updates() must give a number for each of {', '.join(trained)}")
+    check_sizes(args, task, calls, world)
     prompts = check_problems(args, task, tokenizer, calls, configs, device)
     if args.dry_run:
         print0("\n".join(describe_run(args, recipe.ROLES, configs, calls, totals, tokenizer, task.fmt, prompts, world,
                                       dtype, device)))
         return
+    check_plan(args, recipe.ROLES, configs, calls, tokenizer, task.fmt, prompts, world, dtype, device)
     roles = load_roles(args, recipe.ROLES, starts, device, dtype)
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
@@ -275,7 +294,9 @@ def main(args) -> None:
     t = Play(args, run, sampler, roles, {call.label: call for call in calls}, totals,
              state or RunState(role_steps=dict.fromkeys(roles, 0)), loss)
     sampler.should_stop = t.should_stop
-    carry_out(t, recipe, is_resumed=state is not None)
+    with saying_what_is_whole(lambda: saved_steps(args.run),
+                              f"the same flags, --run {args.run} and --resume-from-step auto"):
+        carry_out(t, recipe, is_resumed=state is not None)
 
 
 def find_start(args, recipe) -> tuple[int | None, dict]:
@@ -295,7 +316,7 @@ def open_run(args, recipe, task, starts: dict, device, world: int, step: int | N
     """The run's folder and log, with all that a continued run is compared with. step: where it is continued, None for a
     fresh one."""
     is_resumed = step is not None
-    args.run = gather_lists([choose_run_name(args.run)], device)[0]
+    args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
@@ -309,7 +330,7 @@ def open_run(args, recipe, task, starts: dict, device, world: int, step: int | N
     if not is_resumed:
         run.remove("recipe.py")  # of a run that came to nothing
         if run.rank == 0 and hasattr(recipe, "text"):
-            with open(os.path.join(run.folder, "recipe.py"), "w", encoding="utf-8") as f:
+            with whole_file(os.path.join(run.folder, "recipe.py")) as f:
                 f.write(recipe.text)
     return run
 
@@ -330,7 +351,8 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
             print0("all steps are made: it is evaluated again")
         run.remove("summary.json")  # a finished run that goes on is not finished
         show_page(t, f"under way, behind step {t.step}")
-        print0(f"its report, which grows with it: {os.path.join(run.folder, 'report.html')}")
+        print0(f"its report, which grows with it, to be opened in a browser: "
+               f"{os.path.join(run.folder, 'report.html')}")
         train(t, recipe)
         save_set(run, t.state, t.roles, args)
         started = time.time()
@@ -351,7 +373,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
             "sampled_tokens": t.state.sampled_tokens, "before": finite(t.state.before), "after": finite(after)})
     show_page(t, None)
     run.finish()
-    print0(f"\nthe run's folder:\n{run.folder}")
+    print0(f"\nopen {os.path.join(run.folder, 'report.html')} in a browser\nthe run's folder:\n{run.folder}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import argparse
 import json
 import os
 
-from nanochat.common import BadInput, check_least, check_writable, print0, script_main
+from nanochat.common import (BadInput, check_least, check_most, check_writable, make_folder, print0, script_main,
+                             whole_file)
 from tasks import add_task_args, make_task, task_texts
 
 
@@ -26,21 +27,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args) -> None:
     check_least(args, {"num_documents": 1, "num_shards": 2})
+    check_most(args, {"num_documents": 10 ** 9, "num_shards": 10 ** 5})  # five digits number the shards
     if args.num_documents < args.num_shards:
         raise BadInput(f"--num-documents {args.num_documents}: is below --num-shards {args.num_shards}")
     task = make_task(args)
     check_writable(args.out)
-    os.makedirs(args.out, exist_ok=True)
+    make_folder(args.out)
     texts, num_chars = task_texts(task, args.num_documents, args.seed), 0
     for shard in range(args.num_shards):
         path = os.path.join(args.out, f"shard_{shard:05d}.jsonl")
-        with open(path + ".tmp", "w") as f:
+        with whole_file(path) as f:
             for _ in range(shard, args.num_documents, args.num_shards):
                 read, _, verification = next(texts)
                 text = read + verification
                 num_chars += len(text)
                 f.write(json.dumps({"text": text}) + "\n")
-        os.replace(path + ".tmp", path)
     print0(f"{args.num_documents} documents, {num_chars:,} characters in {args.num_shards} files in {args.out}")
 
 

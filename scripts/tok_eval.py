@@ -13,6 +13,7 @@ from collections.abc import Callable
 import tiktoken
 
 from nanochat.common import BadInput, path_of, print0, script_main
+from nanochat.dataloader import tell_long
 from nanochat.tokenizer import Tokenizer
 
 SAMPLES = {
@@ -129,6 +130,7 @@ def main(args) -> None:
         else:
             encoders[name] = encoding.encode_ordinary
     for name, text in texts.items():
+        tell_long([name], [text])
         check_round_trip(tokenizer, name, text)
     print0("\n".join(compression_table(texts, encoders)))
     print0(f"ours: {tokenizer.vocab_size} ids, every text comes back byte for byte, "

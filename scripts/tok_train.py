@@ -12,8 +12,8 @@ import time
 from itertools import chain
 
 from nanochat.checkpoint import list_tags
-from nanochat.common import (BadInput, add_run_args, check_least, check_writable, path_of, print0, rank_and_world,
-                             script_main)
+from nanochat.common import (BadInput, add_run_args, check_least, check_most, check_writable, path_of, print0,
+                             rank_and_world, script_main)
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
@@ -59,6 +59,7 @@ def check_models(folder: str, tokenizer: Tokenizer) -> None:
 
 def main(args) -> None:
     check_least(args, {"num_texts": 1, "max_chars": 1, "doc_cap": 1})
+    check_most(args, {"vocab_size": 2 ** 24, "num_texts": 10 ** 7})
     folder, started = path_of("tokenizer"), time.time()
     imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
     if args.if_missing and (imported or os.path.exists(os.path.join(folder, "tokenizer.pkl"))):

@@ -18,8 +18,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model
-from nanochat.common import (BadInput, check_least, check_name, compute_dtype, gather_lists, init_device, path_of,
-                             print0, rank_and_world, script_main, write_json)
+from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, gather_lists, init_device,
+                             path_of, print0, rank_and_world, script_main, write_json)
 from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
@@ -101,6 +101,7 @@ def check_args(args) -> None:
     check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1,
                        "temperature": 0, "generator_temperature": 0, "top_k": 0, "verifier_max_new_tokens": -1,
                        "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
+    check_most(args, {"num_verifications": 10 ** 5, "num_samples": 10 ** 5, "max_problems": 10 ** 6})
     for name in ("verifier_max_new_tokens", "max_new_tokens", "max_examples", "max_problems"):
         if getattr(args, name) == 0:
             raise BadInput(f"--{name.replace('_', '-')} 0: must be at least 1, or -1")

@@ -4,7 +4,9 @@ import random
 from functools import partial
 
 from nanochat.common import BadInput
+from nanochat.rl.formats import Format
 from tasks import chain, competition, gsm8k, last_letter, mixture
+from tasks.common import Problem
 
 TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
@@ -42,7 +44,22 @@ def make_task(args):
     """The task that --task names. Raises BadInput for an unknown name or flags that do not fit."""
     if args.task not in TASKS:
         raise BadInput(f"--task {args.task}: there are {', '.join(TASKS)}")
-    return TASKS[args.task](args, args.seed)
+    task = TASKS[args.task](args, args.seed)
+    check_parts(args.task, task)
+    return task
+
+
+def check_parts(name: str, task) -> None:
+    """Raises BadInput for the first part that a task lacks or has as nothing that can be."""
+    if not isinstance(getattr(task, "name", None), str) or not isinstance(getattr(task, "fmt", None), Format):
+        raise BadInput(f"--task {name}: its class needs a name (text) and a fmt (a Format of nanochat.rl.formats)")
+    for part in ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo"):
+        if not callable(getattr(task, part, None)):
+            raise BadInput(f"--task {name}: its class has no method {part}")
+    problem = task.problem("rl", 0)
+    if not isinstance(problem, Problem) or not isinstance(problem.prompt, str) or not isinstance(problem.answer, str):
+        raise BadInput(f"--task {name}: problem('rl', 0) gives {str(problem)[:80]}: it must be a Problem whose prompt "
+                       f"and answer are text")
 
 
 def task_texts(task, num_problems: int, seed: int):

@@ -21,6 +21,7 @@ OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b
 # Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths,
 # which RL never trains on.
 LONGER_SHARE = 0.1
+MOST_STEPS = 1000  # of a problem, before its test_out
 STEP = re.compile("([0-9])([-+*])([0-9]):([0-9])")
 
 
@@ -59,9 +60,9 @@ class Chain:
     def __init__(self, args, seed: int):
         if not 2 <= args.chain_modulus <= 10:
             raise BadInput(f"--chain-modulus {args.chain_modulus}: must be from 2 to 10 (results are single digits)")
-        if not 1 <= args.chain_min_steps <= args.chain_max_steps:
+        if not 1 <= args.chain_min_steps <= args.chain_max_steps <= MOST_STEPS:
             raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
-                           f"need 1 <= min <= max")
+                           f"need 1 <= min <= max <= {MOST_STEPS}")
         for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")

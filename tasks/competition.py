@@ -241,8 +241,9 @@ class Competition:
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless. Raises BadInput for a split without problems."""
         if not self.splits[split]:
+            dropped = [f"{count} {reason} ({part})" for (part, reason), count in self.dropped.items()]
             raise BadInput(f"task {self.name}: has no problems for split {split} ({self.flag} is "
-                           f"{', '.join(SETS[self.name].parts)})")
+                           f"{', '.join(SETS[self.name].parts)}; left out: {', '.join(dropped) or 'none'})")
         return Problem(split, index, *nth_of_epochs(self.splits[split], self.seed, split, index))
 
     def num_problems(self, split: str) -> int:

@@ -36,14 +36,20 @@ def load_conversations(sources: list[str]) -> list[list[dict]]:
 
 def _from_file(path: str) -> list[list[dict]]:
     conversations = []
-    with open(path) as f:
-        for number, line in enumerate(f, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise BadInput(f"{path} line {number}: no json: {error}") from None
-            conversations.append(check_messages(f"{path} line {number}",
-                                                row.get("messages") if isinstance(row, dict) else row))
+    try:
+        with open(path, "rb") as f:
+            lines = f.read().splitlines()
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line.decode())
+        except UnicodeDecodeError:
+            raise BadInput(f"{path} line {number}: is no text in UTF-8") from None
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"{path} line {number}: no json: {error}") from None
+        conversations.append(check_messages(f"{path} line {number}",
+                                            row.get("messages") if isinstance(row, dict) else row))
     if not conversations:
         raise BadInput(f"{path}: is empty")
     return conversations

@@ -10,14 +10,19 @@ time and a memory limit. What is decided for all of them:
   differ, or differ in their power, are different answers (5 cm, 5 inches, 5 cm^2).
 - A base is part of a gold: 10_2 is not 10_3 and not 2; an answer may leave it out. An answer of another base than a
   plain gold's ten is wrong.
-- "x = 5" and "5" are the same, "x = 5" and "y = 5" are not.
+- "x = 5" and "5" are the same, "x = 5" and "y = 5" are not. A left side is left out where it is the name of one thing
+  (x, f(x), \\angle ABC, \\sin x) that does not occur on the right. Any other equation with more sides than the gold has
+  is a chain: all of its sides must be the gold.
+- A list has as many entries as the gold's, each as often. Several named values are compared by name.
 - Words are compared as words, case aside: \\text{(B)}, B and (b) are the same; a time of day is words. So are two
   answers of letters only: AB is not BA.
 - i is the imaginary unit where that makes two answers equal.
 """
 import re
+from collections import Counter
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from tasks.grading_worker import WORKERS, Unscorable
@@ -91,10 +96,10 @@ SPELLINGS = {
 DECIMAL = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
 GROUPED = re.compile(r"([^,(\[]*?)(?<![0-9.])([1-9][0-9]{0,2}(?:,[0-9]{3})+)(?![0-9])([^,(\[]*)", re.DOTALL)
 REWRITES = [(re.compile(pattern), new) for pattern, new in [
-    (r"\s+", " "),
+    (r"\s+", " "), (r"\.{3,}", r"\\ldots "),
     (r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\\text{\1}"),
     (r",?\s*\\text\{,?\s*(?:and|or)\}|,?\s+(?:and|or)\s+", ","),
-    (r"\\text\{(?:percent|pct)\}|(?<=[0-9])\s*(?:percent|pct)\b", "%"),
+    (r"\\text\{(?:per ?cent|pct)\}|(?<=[0-9])\s*(?:per ?cent|pct)\b", "%"),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ) ?", r"^\\circ "),
     (r"\\text\{([^{}^]*)\^([0-9])\}", r"\\text{\1}^\2"),
     (r"\\log ?_ ?([0-9])", r"\\log_{\1}"),
@@ -105,6 +110,8 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"(\\frac\{[^{}]*\})([0-9])(?![0-9])", r"\1{\2}"),
     (r"\\sqrt ?([0-9])(?![0-9])", r"\\sqrt{\1}"),
     (r"\^\{(\w)\}(?!\w)", r"^\1"),
+    # a product, which math-verify would read as a mixed number
+    (r"(?<![\^_0-9.])([0-9]+)(?=\((?:\\frac|[0-9]+/))", r"\1\\cdot "),
     (r"^\\approx|^=", ""),
 ]]
 
@@ -143,11 +150,26 @@ NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<whole>[0-9]+) ?(?=\\frac|(?<= )[0-9
                     r"(?P<percent>%?)")
 REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)(?:\{([0-9]+)\}|([0-9]))(%?)")
 BASED = re.compile(r"(?:\\text\{)?(-?[0-9A-Za-z.]+)\}?_\{?([0-9]{1,2})\}?")
-NAMED = re.compile(r"((?:\\[a-z]+|[A-Za-z]{1,2})(?:_\w|_\{\w+\})?|[a-z]\([a-z]\))=([^=<>]+)")
+SYMBOL = (r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho"
+          r"|sigma|tau|(?:var)?phi|chi|psi|omega|ell|Gamma|Delta|Theta|Lambda|Sigma|Phi|Psi|Omega))")
+INDEX = r"(?:_\w|_\{[^{}]*\})?"
+NAME = re.compile(rf"(?:{SYMBOL}|[A-Z]{{2,3}}){INDEX}'*(?:\({SYMBOL}\))?"
+                  rf"|[f-hp-tA-Z]{INDEX}(?:\^\{{-1\}})?'*\((?:{SYMBOL}|-?[0-9]+)\)"
+                  rf"|\\(?:vec|bar|hat|overline|text)\{{(?:{SYMBOL}|[A-Z]{{2}})\}}{INDEX}"
+                  rf"|m?\\angle ?[A-Z]{{1,3}}|\[[A-Z]{{3,4}}\]|\|[A-Z]{{2}}\||\\frac\{{d{SYMBOL}\}}\{{d{SYMBOL}\}}"
+                  rf"|\\(?:sin|cos|tan|cot|sec|csc) ?{SYMBOL}")
+EQUALS = re.compile(r"(?<![<>!:])=+(?!>)")
+RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-z])")
 TIME = re.compile(r"[0-9]{1,2}(?::[0-9]{2})*[ap]m")
 WORDS = re.compile(r"[A-Za-z][A-Za-z ,.'()-]*")
 NO_UNIT = set("""and or to of than hundred thousand million billion trillion dozen half
-pi sin cos tan cot sec csc log ln exp mod max sqrt infinity""".split())  # noqa: SIM905
+hundreds thousands millions billions trillions dozens halves thirds fifths sixths tenth tenths hundredth hundredths
+thousandth thousandths zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty
+sixty seventy eighty ninety double triple twice mille permille permil basis base binary octal hex hexadecimal
+point plus minus over divided multiplied negative squared cubed factorial root power remainder mod modulo repeating
+recurring least most not no never nor neither either maybe perhaps possibly probably but if unless otherwise else except
+instead also wrong incorrect false
+pi sin cos tan cot sec csc log ln exp max sqrt infinity""".split())  # noqa: SIM905
 KNOWN_UNITS = {word: line.split()[0] for line in """\
 cm centimeter centimeters centimetre centimetres
 mm millimeter millimeters millimetre millimetres
@@ -156,7 +178,7 @@ m meter meters metre metres
 inch in inches
 foot feet ft
 yard yards yd
-mile miles mi mph
+mile miles mi
 second seconds sec s
 minute minutes min
 hour hours hr hrs h
@@ -174,7 +196,24 @@ pound pounds lb lbs
 ounce ounces oz
 gallon gallons
 liter liters litre litres
-ml milliliter milliliters""".splitlines() for word in line.split()}
+ml milliliter milliliters
+dm decimeter decimeters decimetre decimetres
+micrometer micrometers micrometre micrometres micron microns
+nm nanometer nanometers nanometre nanometres
+mg milligram milligrams
+ton tons
+pint pints
+quart quarts
+acre acres
+radian radians rad rads
+celsius
+fahrenheit
+kelvin kelvins
+newton newtons
+joule joules
+watt watts
+volt volts
+hertz hz""".splitlines() for word in line.split()}
 
 
 class Reading(NamedTuple):
@@ -186,6 +225,7 @@ class Reading(NamedTuple):
     percent: bool
     base: tuple[str, int] | None  # ("1010", 2) of "1010_2"
     words: str | None        # the spelling of an answer in words, None where it is none
+    either: bool             # whether it has an "or"
 
 
 def plain_number(text: str) -> tuple[Fraction, bool] | None:
@@ -234,7 +274,8 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
              or re.fullmatch(r"(.*[0-9}%)])( ?[A-Za-z][A-Za-z .]*(?:/[A-Za-z]+)?)(?:\^([0-9]))?", text))
     if match is None:
         return text, frozenset()
-    words = re.findall("[a-z]+", match[2].lower())
+    unit = match[2].lower().replace("mph", "miles per hour")
+    words = re.findall("[a-z]+(?:-[a-z]+)*", unit)
     known = frozenset(KNOWN_UNITS[word] + power_of(before, after) for before, word, after in
                       zip(["", *words], words, [*words[1:], match[3] or ""], strict=False) if word in KNOWN_UNITS)
     # 5x, 5 ab and 5m are products unless they are marked as text; "5 eggs" and "5cm" are not
@@ -245,7 +286,10 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
     else:
         is_unit = (len(words[0]) > 2 and "/" not in match[2] and match[0][match.end(1):] == match[2]
                    and match[2][0] == " " and plain_number(match[1]))
-    return (match[1], known) if is_unit and not NO_UNIT.intersection(words) else (text, frozenset())
+    others = {word for before, word in zip(["", *words], words, strict=False)  # not the "squared" of "cm squared"
+              if before not in KNOWN_UNITS or word not in ("squared", "cubed")}
+    is_unit = is_unit and words[0] != "per" and not NO_UNIT & others and not words_of(match[1])
+    return (match[1], known) if is_unit else (text, frozenset())
 
 
 def power_of(before: str, after: str) -> str:
@@ -262,16 +306,70 @@ def read(text: str) -> Reading:
     whole = tidy(text)
     if (wrapped := re.fullmatch(r"\\text\{([^{}]*)\}", whole)) and plain_number(wrapped[1]):
         whole = wrapped[1]
-    words = words_of(whole)
+    words, either = words_of(whole), re.search(r"(?<![A-Za-z\\])or(?![A-Za-z])", text) is not None
     if words is not None:
-        return Reading(whole, "", frozenset(), None, False, None, words)
-    name, body = match.groups() if (match := NAMED.fullmatch(whole)) else ("", whole)
+        return Reading(whole, "", frozenset(), None, False, None, words, either)
+    name, body = named(whole)
     body, units = without_unit(body)
     units |= {unit for sign, unit in CURRENCIES if sign.match(text)}
     based = BASED.fullmatch(body)
     base = (based[1].upper(), int(based[2])) if based and is_based(based[1], int(based[2])) else None
     value, percent = plain_number(body) or (None, False)
-    return Reading(body, name.casefold(), units, value, percent, base, None)
+    return Reading(body, name.casefold(), units, value, percent, base, None, either)
+
+
+def parts(text: str, sign: re.Pattern = re.compile(",")) -> list[str]:
+    """What stands between the signs that are in no brackets: "(1,2),3" -> ["(1,2)", "3"]."""
+    found, start, depth = [], 0, 0
+    for match in re.finditer(rf"([(\[{{])|([)\]}}])|{sign.pattern}", text):
+        if match[1] or match[2]:
+            depth += 1 if match[1] else -1
+        elif depth == 0:
+            found.append(text[start: match.start()])
+            start = match.end()
+    return [*found, text[start:]]
+
+
+def is_name(left: str, right: str) -> bool:
+    """Whether the left side of an equation is the name of one thing that does not occur on the right."""
+    if not NAME.fullmatch(left) or len(parts(right, RELATION)) > 1:
+        return False
+    head = re.sub(r"'*\(.*|'+$", "", left)
+    if len(head) > 1:
+        return head not in right
+    words = r"\\text\{[^{}]*\}|\\?[A-Za-z]+_(?:\w|\{[^{}]*\})|\\[A-Za-z]+|[A-Za-z]{4,}"  # x_1 is not x
+    return head not in re.sub(words, "", without_unit(right)[0])
+
+
+def named(text: str) -> tuple[str, str]:
+    """The name and the body of a tidy answer: "x=5" -> ("x", "5"), "y=2,x=1" -> ("x,y", "(1,2)"), "x=1,x=2" -> ("x",
+    "1,2"). The name is "" where there is none, or where an equation is more than a name and a value."""
+    if (several := re.match(rf"\(({SYMBOL}(?:,{SYMBOL})+)\)=", text)) and len(parts(text)) > 1:
+        names = several[1].split(",")  # of several points
+        return (several[1], text[several.end():]) if names == sorted(set(names)) else ("", text)
+    left, *sides = parts(text, EQUALS)
+    if re.fullmatch(rf"\({SYMBOL}(?:,{SYMBOL})+\)", left) and len(sides) == 1 and is_bracketed(sides[0]):
+        names, values = left[1:-1].split(","), parts(sides[0][1:-1])
+    else:
+        items = [parts(item, EQUALS) for item in parts(text[1:-1] if is_bracketed(text) else text)]
+        if len(items) == 1 and sides and is_name(left, "=".join(sides)):
+            return left, "=".join(sides)
+        if len(items[0]) != 2 or not all(len(item) < 3 and is_name(items[0][0] if len(item) < 2 else item[0], item[-1])
+                                         for item in items):
+            return "", text
+        names, values = [item[0] if len(item) == 2 else "" for item in items], [item[-1] for item in items]
+    if len(set(names) - {""}) == 1:
+        return names[0], ",".join(values)
+    if len(set(names)) < len(names) or len(names) != len(values) or "" in names:
+        return "", text
+    names, values = zip(*sorted(zip(names, values, strict=True)), strict=True)
+    return ",".join(names), f"({','.join(values)})"
+
+
+def is_bracketed(text: str) -> bool:
+    """Whether a first bracket, round or square, closes at the end: (1,2) and [0,1), not (1,2),(3,4)."""
+    depths = list(accumulate((sign in "([{") - (sign in ")]}") for sign in text))
+    return text[:1] in ("(", "[") and 0 in depths and depths.index(0) == len(text) - 1
 
 
 def is_based(digits: str, base: int) -> bool:
@@ -289,6 +387,8 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
     """Whether the answer is the gold one as far as that can be told here, None where it takes math-verify. What it
     tells is final."""
     if gold.words is not None:
+        if len(gold.words) == 1 and (answer.name or "'" in answer.body):
+            return False  # neither "A=B" nor "B'" is the choice B
         return gold.words == (answer.words if answer.words is not None else spelled(answer.body))
     if answer.words is not None and (gold.value is not None or gold.base):
         return False
@@ -298,33 +398,82 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
         return spelled(gold.body) == spelled(answer.body)
     if gold.units - answer.units and answer.units - gold.units:
         return False
+    if gold.units < answer.units and not gold.units <= {"dollar", "cent", "euro", "pound"} and gold.units:
+        return False  # 5 cm/s is not 5 cm; prices leave out what they are of
+    if gold.percent and answer.units or answer.percent and gold.units:
+        return False
     same_name = not (gold.name and answer.name) or gold.name == answer.name
     if gold.base:
-        return (same_name and answer.base in (gold.base, None)
+        return (same_name and answer.base in (gold.base, None) and not answer.units
                 and (answer.base or (answer.body.upper(), gold.base[1])) == gold.base)
     if answer.base and gold.value is not None:
         return same_name and answer.base[1] == 10 and plain_number(answer.base[0]) == (gold.value, False)
+    if answer.either and not gold.either and is_bracketed(gold.body):
+        return False  # "1 or 2" is no point
     if gold.body == answer.body and same_name:
         return True
     if gold.value is not None and answer.value is not None:
         factors = {1} if gold.percent == answer.percent else {1, Fraction(1, 100) if answer.percent else 100}
+        if answer.percent and not gold.percent and abs(gold.value) < 1:
+            factors.remove(1)  # 0.5 is 50\\%, and 50 may be; 0.5\\% is less
         return same_name and any(gold.value == answer.value * factor for factor in factors)
     return False if surely_different(gold, answer) else None
+
+
+# what an answer can only have where its gold does: it goes on, implies, denies, is something of the right one, has a
+# base, which math-verify would drop
+ONLY_LIKE_GOLD = re.compile(
+    r"\\[lcv]?dots(?![a-z])|\\(?:Rightarrow|rightarrow|Leftrightarrow|implies|iff|to|ne|not|neg|notin|equiv)(?![a-z])"
+    r"|(?<=[0-9%)\]}])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9]_")
 
 
 def surely_different(gold: Reading, answer: Reading) -> bool:
     """Whether two answers differ in a way that math-verify does not see."""
     if re.search("[0-9] [0-9]", answer.body):
         return True  # "1 2" is nothing, least of all 3
-    if gold.value is not None and re.search("[0-9]_", answer.body):
-        return True  # 3_2 is no number, and it would drop the base
-    lists = ["," in re.sub(r"[(\[{][^()\[\]{}]*[)\]}]", "", reading.body) for reading in (gold, answer)]
-    if lists[0] and answer.value is not None or lists[1] and gold.value is not None:
+    if set(ONLY_LIKE_GOLD.findall(answer.body)) - set(ONLY_LIKE_GOLD.findall(gold.body)):
+        return True
+    if re.search(r"\\in ?[(\[]", answer.body) and not re.search(r"[(\[<>]|\\[lg]e(?![a-z])", gold.body):
+        return True  # of an interval there are more than two
+    if (EQUALS.search(answer.body) and not EQUALS.search(gold.body)
+            and not (gold.name and parts(answer.body, EQUALS)[1:])):
+        return True  # an equation within a list or a set
+    return differ_as_lists(gold, answer)
+
+
+def differ_as_lists(gold: Reading, answer: Reading) -> bool:
+    """Whether two answers of which one at least is a list, a set, or a point differ in what can be counted."""
+    golds, answers = parts(gold.body), parts(answer.body)
+    is_list = [len(golds) > 1, len(answers) > 1]
+    if is_list[0] and answer.value is not None or is_list[1] and gold.value is not None:
         return True  # "5,5" and "1, 234" are no numbers
+    if "," in gold.name + answer.name and gold.name and answer.name and gold.name != answer.name:
+        return True
+    if is_list[0] and "\\pm" not in gold.body + answer.body:
+        if is_list[1] and len(golds) != len(answers):
+            return True
+        inner = answers if is_list[1] else parts(re.sub(r"^(?:\\?\{|\()|(?:\\?\}|\))$", "", answer.body))
+        if len(set(golds)) < len(golds) and Counter(map(plain_or_text, golds)) != Counter(map(plain_or_text, inner)):
+            return True
+    if answer.either and "," in answer.body and not is_list[1]:
+        return True  # \{1 or 2\} has one of them
+    if is_list[1] and "\\{" in answer.body and not (is_list[0] and "\\{" in gold.body):
+        return True  # \{1\},\{2\} is two sets
     kinds = {"set" if body.startswith("\\{") and body.endswith("\\}") else "point"
              if re.fullmatch(r"[(\[].*[)\]]", body) else ""
              for body in (gold.body, answer.body)}
     return kinds == {"set", "point"}  # \{1,2\} is not (1,2)
+
+
+def plain_or_text(text: str) -> Fraction | str:
+    return (plain_number(text) or (text, False))[0]
+
+
+def links(gold: Reading, answer: Reading) -> list[Reading]:
+    """What must all be the gold: the answer, or the sides of its equation where it has more of them than the gold."""
+    sides = parts(answer.body, EQUALS)
+    num_of_gold = bool(gold.name) + len(parts(gold.body, EQUALS))
+    return [answer] if len(sides) == 1 or bool(answer.name) + len(sides) <= num_of_gold else [*map(read, sides)]
 
 
 def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "hash")) -> bool | None:
@@ -348,13 +497,16 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
     if not is_closed(tidy(gold)):
         return None
     gold_reading, answer_reading = read(gold), read(answer)
-    verdict = compare(gold_reading, answer_reading)
-    if verdict is not None:
-        return verdict
+    chain = links(gold_reading, answer_reading)
+    verdicts = [compare(gold_reading, link) for link in chain]
+    if False in verdicts or any(compare(chain[0], link) is False for link in chain[1:]):
+        return False
     try:
-        return verified(gold=for_worker(gold_reading), answer=for_worker(answer_reading))
+        verdicts = [verified(gold=for_worker(gold_reading), answer=for_worker(link)) if verdict is None else verdict
+                    for link, verdict in zip(chain, verdicts, strict=True)]
     except Unscorable:
         return None
+    return False if False in verdicts else None if None in verdicts else True
 
 
 ORDINARY = re.compile(r"(?:\\frac(?=\{[^{}]+(?:\{[^{}]+\}[^{}]*)*\}\{[^{}])|\\sqrt(?=\{[^{}])"
@@ -397,7 +549,7 @@ def is_closed(text: str) -> bool:
 
 def for_worker(reading: Reading) -> str:
     body = reading.body.replace("%", "\\%")
-    return f"{reading.name}={body}" if reading.name else body
+    return f"{reading.name}={body}" if reading.name and not parts(body)[1:] and "," not in reading.name else body
 
 
 @lru_cache(maxsize=10_000)  # an Unscorable is not kept

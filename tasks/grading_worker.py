@@ -38,8 +38,8 @@ def load():
 
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
-    from sympy import I
+    from math_verify import LatexExtractionConfig, grader, parse, verify
+    from sympy import Eq, I, simplify, solve
 
     # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched
     # for in text or boxes.
@@ -56,6 +56,17 @@ def load():
         except Exception:  # whatever a parser says of such a text: it is none that can be read
             return []
         return [expression for expression in found if not isinstance(expression, str)]
+
+    by_solutions = grader.sympy_solve_and_compare
+
+    def same_equation(gold, answer, *precision) -> bool:
+        """Two equations without a solution are not the same for that, but when one is a multiple of the other."""
+        if isinstance(gold, Eq) and isinstance(answer, Eq) and not solve(gold, gold.free_symbols):
+            ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
+            return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
+        return by_solutions(gold, answer, *precision)
+
+    grader.sympy_solve_and_compare = same_equation
 
     def imaginary(expression):
         return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})

@@ -175,10 +175,12 @@ class GSM8K:
             split = (("test_out" if odd else "test_in") if question in held_out
                      else "sft" if in_split(question, "sft") else "rl")
             self.splits[split].append(question)
+        num_known = sum(question in held_out for question, _ in rows["train"])
         for split, questions in self.splits.items():
             if not questions:
                 raise BadInput(f"--gsm8k-data {args.gsm8k_data}: no problem is left for split {split} "
-                               f"({self.num_dropped} without a gold answer)")
+                               f"({self.num_dropped} without a gold answer, {num_known} of the {len(rows['train'])} "
+                               f"train questions are in test too)")
 
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless and share no problem."""

@@ -16,6 +16,7 @@ from nanochat.common import BadInput
 from nanochat.rl.formats import COMPACT
 from tasks.common import Problem, draw_prompt, split_stream
 
+MOST = 1000  # words of a problem, and letters of a word
 MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words
 
 
@@ -61,10 +62,12 @@ class LastLetter:
     def __init__(self, args, seed: int):
         low, high = args.last_letter_min_words, args.last_letter_max_words
         short, long = args.last_letter_min_letters, args.last_letter_max_letters
-        if not 2 <= low <= high:
-            raise BadInput(f"--last-letter-min-words {low} --last-letter-max-words {high}: need 2 <= min <= max")
-        if not 1 <= short <= long:
-            raise BadInput(f"--last-letter-min-letters {short} --last-letter-max-letters {long}: need 1 <= min <= max")
+        if not 2 <= low <= high <= MOST:
+            raise BadInput(f"--last-letter-min-words {low} --last-letter-max-words {high}: "
+                           f"need 2 <= min <= max <= {MOST}")
+        if not 1 <= short <= long <= MOST:
+            raise BadInput(f"--last-letter-min-letters {short} --last-letter-max-letters {long}: "
+                           f"need 1 <= min <= max <= {MOST}")
         for flag in ("last_letter_full_share", "last_letter_verifier_error"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")

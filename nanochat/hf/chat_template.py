@@ -1,41 +1,16 @@
 """
 Chat templates in Jinja, run in a sandbox, and the fence that keeps a message's text out of the control tokens.
 """
+import contextlib
 import json
+import os
 import re
-from datetime import datetime
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+import subprocess
+import sys
+import threading
 
 from nanochat.common import BadInput
-
-TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError,
-                   SyntaxError, TypeError, ValueError)
-
-
-class Generation(Extension):
-    """{% generation %} ... {% endgeneration %}: marks for a trainer's mask, which is found in another way here."""
-    tags = {"generation"}
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class Namespace(jinja2.utils.Namespace):
-    """jinja's namespace without names like __html__, which python itself would call outside of the sandbox."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-        for name, value in dict(*args, **kwargs).items():
-            self[name] = value
-
-    def __setitem__(self, name, value):
-        if str(name).startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
+from nanochat.hf import template_worker
 
 
 def one_line(message) -> str:
@@ -47,45 +22,78 @@ def any_of(texts) -> re.Pattern:
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
-def refuse(message) -> None:
-    raise BadInput(f"the chat template refuses: {one_line(message)}")
+class Worker:
+    """The process that renders (nanochat.hf.template_worker), started when it is first asked and again when it has
+    ended. It ends with this one."""
+
+    def __init__(self):
+        self.lock, self.process, self.owner = threading.Lock(), None, None
+
+    def ask(self, request: dict) -> dict:
+        """The reply to a request; {} where the process ended over it. Raises RuntimeError where none can be started."""
+        with self.lock:
+            if self.process is None or self.owner != os.getpid():  # a forked child has one of its own
+                self.start()
+            try:
+                self.process.stdin.write(json.dumps(request).encode() + b"\n")
+                self.process.stdin.flush()
+                line = self.process.stdout.readline()
+            except BrokenPipeError:
+                line = b""
+            except BaseException:  # a reply that nobody read would pass for the next one's
+                self.end()
+                raise
+            if not line.endswith(b"\n"):
+                self.end()
+                return {}
+            return json.loads(line)
+
+    def start(self) -> None:
+        """Starts the process. Raises RuntimeError where it cannot be."""
+        # A session of its own keeps it out of the signals to the trainer's process group.
+        command = [sys.executable, template_worker.__file__, str(template_worker.MEMORY), str(template_worker.SECONDS)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self.owner = os.getpid()
+        if self.process.stdout.readline() != b"ready\n":
+            self.end()
+            raise RuntimeError("the process for chat templates did not start; what it wrote to stderr says why")
+
+    def end(self) -> None:
+        """Ends the process, if there is one."""
+        if self.process is None:
+            return
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # something may be left in it
+            self.process.stdin.close()
+        self.process = None
 
 
-def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+WORKER = Worker()
 
 
 class ChatTemplate:
-    """A compiled chat template, with what transformers offers one.
-
-    The sandbox refuses attributes that lead out of a template and ranges above 100,000. It bounds neither time nor
-    memory: nested loops or "x" * 10 ** 10 hang the process or fill it, so a template from a stranger is to be read
-    before it is run.
-    """
+    """A chat template, with what transformers offers one. The sandbox refuses attributes that lead out of it; it is
+    rendered in a process of its own, whose time and memory are bounded."""
 
     def __init__(self, source: str, path: str, variables: dict[str, str]):
         self.source, self.path, self.variables = source, path, variables
-        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-        env.filters["tojson"] = tojson
-        now = lambda format: datetime.now().strftime(format)
-        env.globals |= {"raise_exception": refuse, "strftime_now": now, "namespace": Namespace}
-        try:
-            self.compiled = env.from_string(source)
-            constants = env.parse(source).find_all(jinja2.nodes.Const)
-            self.strings = {node.value for node in constants if isinstance(node.value, str)}
-        except TEMPLATE_ERRORS as error:
-            raise BadInput(f"{path}: the chat template is broken: {one_line(error)}") from None
+        self.strings = set(self.ask()["strings"])
+
+    def ask(self, **request) -> dict:
+        """The worker's reply. Raises BadInput where the template is at fault."""
+        reply = WORKER.ask({"source": self.source, **request}) or {
+            "error": f"the chat template takes more than {template_worker.SECONDS:.0f} s or "
+                     f"{template_worker.MEMORY >> 20} MiB"}
+        if "error" in reply:
+            raise BadInput(f"{self.path}: {one_line(reply['error'])}")
+        return reply
 
     def render(self, messages: list[dict], generate: bool) -> str:
         """The text of a conversation, with the beginning of an assistant's turn if `generate`. Raises BadInput where
-        the template fails or refuses."""
-        try:
-            return self.compiled.render(**self.variables, messages=messages, tools=None, documents=None,
-                                        add_generation_prompt=generate)
-        except BadInput as error:
-            raise BadInput(f"{self.path}: {error}") from None
-        except TEMPLATE_ERRORS as error:
-            raise BadInput(f"{self.path}: the chat template fails: {one_line(error)}") from None
+        the template fails or refuses, or takes too much time or memory."""
+        return self.ask(variables=self.variables, messages=messages, generate=generate)["text"]
 
 
 class Fence:

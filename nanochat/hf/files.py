@@ -14,7 +14,7 @@ import tempfile
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, CannotWrite, make_folder, write_json, writing
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.weights import allocate
 
@@ -52,7 +52,7 @@ def read_json(path: str) -> dict:
             content = json.load(f)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is no json: {error}") from None
     if not isinstance(content, dict):
         raise BadInput(f"{path} holds no json object")
@@ -281,30 +281,38 @@ def read_tensor(f, path: str, name: str, p: torch.Tensor) -> None:
 def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype,
                 tokenizer) -> None:
     """Writes a model folder, whole or not at all: config, weights in shards, tokenizer files. Raises BadInput where the
-    folder is there already."""
-    import huggingface_hub
+    folder is there already, CannotWrite."""
+    from safetensors import SafetensorError
     if os.path.exists(folder):
         raise BadInput(f"--to {folder}: exists already")
     parent = os.path.dirname(os.path.abspath(folder))
-    os.makedirs(parent, exist_ok=True)
-    partial = tempfile.mkdtemp(dir=parent, prefix=f".{os.path.basename(folder)}-")
+    make_folder(parent)
     try:
-        os.chmod(partial, 0o755)  # mkdtemp makes it for its owner alone
-        tokenizer.save(partial)
-        stop = tokenizer.stop_tokens
-        ids = {"eos_token_id": stop if len(stop) > 1 else stop[0], "bos_token_id": tokenizer.bos}
-        # transformers stops at its tokens, not at config.json's.
-        generation = os.path.join(partial, "generation_config.json")
-        before = read_json(generation) if os.path.exists(generation) else {}
-        written = {"config.json": written_config(config, dtype, ids), "generation_config.json": before | ids}
-        for name, content in written.items():
-            with open(os.path.join(partial, name), "w") as f:
-                json.dump(content, f, indent=2)
-        if config.tied:
-            state = {name: x for name, x in state.items() if name != "lm_head.weight"}
-        state = {name: x.to(dtype).contiguous() for name, x in state.items()}
-        huggingface_hub.save_torch_state_dict(state, partial, max_shard_size=SHARD_SIZE)
-        os.rename(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        with writing(folder):
+            partial = tempfile.mkdtemp(dir=parent, prefix=f".{os.path.basename(folder)}-")
+            try:
+                fill_folder(partial, config, state, dtype, tokenizer)
+                os.rename(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except SafetensorError as error:  # which has the system's reason in its text alone
+        raise CannotWrite(f"{folder} cannot be written: {error}") from error
+
+
+def fill_folder(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype,
+                tokenizer) -> None:
+    """Writes the files of write_model into a folder that is there."""
+    import huggingface_hub
+    os.chmod(folder, 0o755)  # mkdtemp makes it for its owner alone
+    tokenizer.save(folder)
+    stop = tokenizer.stop_tokens
+    ids = {"eos_token_id": stop if len(stop) > 1 else stop[0], "bos_token_id": tokenizer.bos}
+    # transformers stops at its tokens, not at config.json's.
+    generation = os.path.join(folder, "generation_config.json")
+    before = read_json(generation) if os.path.exists(generation) else {}
+    write_json(os.path.join(folder, "config.json"), written_config(config, dtype, ids))
+    write_json(generation, before | ids)
+    if config.tied:
+        state = {name: x for name, x in state.items() if name != "lm_head.weight"}
+    state = {name: x.to(dtype).contiguous() for name, x in state.items()}
+    huggingface_hub.save_torch_state_dict(state, folder, max_shard_size=SHARD_SIZE)

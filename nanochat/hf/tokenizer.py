@@ -15,7 +15,7 @@ from secrets import token_hex
 
 import tokenizers
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, make_folder, whole_file
 from nanochat.hf.chat_template import ChatTemplate, Fence, any_of, one_line, plain_messages
 from nanochat.tokenizer import Tokenizer
 
@@ -62,9 +62,10 @@ def parse_text(path: str, content: bytes) -> str:
 
 def parse_json(path: str, content: bytes) -> dict:
     """The object of a json file. Raises BadInput."""
+    text = parse_text(path, content)
     try:
-        parsed = json.loads(parse_text(path, content))
-    except (json.JSONDecodeError, RecursionError) as error:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is damaged: {one_line(error)}") from None
     if not isinstance(parsed, dict):
         raise BadInput(f"{path}: expected an object, found {type(parsed).__name__}")
@@ -197,14 +198,14 @@ class HFTokenizer:
 
     def save(self, folder: str) -> None:
         """Writes the files that it was read from into `folder`, byte for byte. Raises BadInput where another
-        tokenizer's would change their meaning."""
-        os.makedirs(folder, exist_ok=True)
+        tokenizer's would change their meaning, CannotWrite."""
+        make_folder(folder)
         others = {"tokenizer_config.json", "chat_template.jinja"} - self.files.keys()
         if there := [name for name in others if os.path.exists(os.path.join(folder, name))]:
             raise BadInput(f"{os.path.join(folder, there[0])} is of another tokenizer: move it away")
         for name, content in self.files.items():
-            Path(folder, name + ".tmp").write_bytes(content)
-            os.replace(os.path.join(folder, name + ".tmp"), os.path.join(folder, name))
+            with whole_file(os.path.join(folder, name), "wb") as f:
+                f.write(content)
 
     def _load_template(self, path, config: dict, named: dict, original: tokenizers.Tokenizer) -> ChatTemplate:
         in_config = "chat_template.jinja" not in self.files

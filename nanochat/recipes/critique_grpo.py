@@ -28,7 +28,7 @@ from nanochat.rl.prompts import refine_prompt
 from nanochat.rl.rewards import outcome_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts, join
-from nanochat.rl.scores import first_error
+from nanochat.rl.scores import first_error, labels_of
 
 TAGS = dict(family="single model, two turns", verifier="rule", reward="outcome", credit="z-score, shaped refinement")
 ROLES = {"generator": RoleSpec("--model-tag")}
@@ -51,7 +51,7 @@ def simple_gt(task, problem, solution: str, outcome: bool) -> str:
 
 def steps(task, problem, solution: str, outcome: bool) -> str:
     """Whether it is right, behind the number of the first step that is wrong by its gold label: "2F"."""
-    wrong = -1 if outcome else first_error(task.step_labels(problem, solution))  # -1 too where only the answer is wrong
+    wrong = -1 if outcome else first_error(labels_of(task, problem, solution))  # -1 too where only the answer is wrong
     return (str(wrong + 1) if wrong >= 0 else "") + simple(task, problem, solution, outcome)
 
 

@@ -35,7 +35,7 @@ from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outc
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
-from nanochat.rl.scores import answers_of, ranking_reversed
+from nanochat.rl.scores import answers_of, labels_of, ranking_reversed
 from tasks.common import Problem
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
@@ -250,7 +250,8 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     problems = labelled_problems(t, and_others=judge == "verifier")
     solutions = t.solve("generator", problems, t.args.num_samples, "generator")
     outcomes, steps = known_outcomes(t, solutions), t.read_solutions(solutions)
-    labels = list(map(t.task.step_labels, solutions.problems(), solutions.texts))
+    labels = [labels_of(t.task, problem, text)
+              for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
     solutions.columns = {"outcome": outcomes}
     verifications, verdicts = None, labels
     if judge == "verifier":

@@ -12,7 +12,8 @@ from nanochat.rl.play import Play
 from nanochat.rl.prompts import Verification
 from nanochat.rl.roles import short_name
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import answers_of, judgments, majority, pass_at_k, step_sums, verdict_row, verdict_scores
+from nanochat.rl.scores import (answers_of, judgments, labels_of, majority, pass_at_k, step_sums, verdict_row,
+                                verdict_scores)
 from nanochat.rl.voting import auroc
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
@@ -71,7 +72,7 @@ def log_odds_scores(t: Play, role: str, rollouts: Rollouts, log_odds: torch.Tens
     """
     scores = t.mean(judgments(log_odds, rollouts.columns["outcome"], rollouts.group_id.tolist()))
     rows = zip(rollouts.problems(), t.read_solutions(rollouts), log_odds.tolist(), strict=True)
-    steps = [step_sums(t.task.step_labels(problem, s.text), s.step_ends, values) for problem, s, values in rows]
+    steps = [step_sums(labels_of(t.task, problem, s.text), s.step_ends, values) for problem, s, values in rows]
     labels, sums = ([step[i] for of_rollout in t.gather(steps) for step in of_rollout] for i in (0, 1))
     scores["step_auc"] = auroc(sums, labels)
     t.log(role, {prefix + name: value for name, value in scores.items()})

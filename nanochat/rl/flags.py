@@ -3,17 +3,21 @@ The flags that all recipes share, and what is refused before anything is loaded 
 """
 import argparse
 import zlib
+from itertools import combinations
 
-from nanochat.checkpoint import default_tag
-from nanochat.common import BadInput, check_choices, check_least, check_name, gather_lists
+from nanochat.checkpoint import default_tag, load_meta
+from nanochat.common import (BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words,
+                             path_of, print0)
 from nanochat.rl.advantages import PRESETS
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.play import Call
 from nanochat.rl.prompts import check_fit, longest_problem
-from nanochat.rl.roles import RoleSpec, name_of
+from nanochat.rl.resume import MAY_CHANGE
+from nanochat.rl.roles import RoleSpec, Start, name_of
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import problems_of
-from tasks.common import SPLIT_BUCKETS
+from tasks import make_task, task_flags
+from tasks.common import SPLIT_BUCKETS, Problem
 
 TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS,
           "lr_schedule": LR_SCHEDULES}
@@ -21,12 +25,14 @@ LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1
          "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1, "kl_coef": 0, "lr": 0, "save_every": 0,
          "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
          "log_rollouts": 0, "entropy_coef": 0}
+MOST_LR, MOST_UPDATES = 1000, 1000  # an update that is begun is carried through with all of its optimizer steps
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
 
 
 def add_common_args(parser) -> None:
     parser.add_argument("--resume-from-step", default="-1",
-                        help="continue --run from this step, or from its last with 'auto'; -1 = a fresh run")
+                        help=f"continue --run from this step, or from its last with 'auto'; -1 = a fresh run; "
+                             f"{in_words(MAY_CHANGE)}, and the learning rates of roles")
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
@@ -96,6 +102,8 @@ def check_args(args, world: int) -> None:
     """Refuses what cannot work, before anything is loaded or written."""
     check_choices(args, TABLES)
     check_least(args, LEAST | {name: 0 for name in ("verifier_lr", "verifier_shared_layers") if hasattr(args, name)})
+    check_most(args, {name: MOST_LR for name in vars(args) if name == "lr" or name.endswith("_lr")})
+    check_most(args, {"updates_per_batch": MOST_UPDATES})
     if not args.temperature > 0:
         raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
     if args.shard and world == 1:
@@ -124,7 +132,9 @@ def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, devi
     missing or ranks have others."""
     task.problem("test_in", 0)  # what is evaluated must be there
     splits = dict.fromkeys(["rl", "test_in", "test_out", *(call.split for call in calls)])
-    problems = [task.problem("rl", 0), *(problem for split in splits for problem in problems_of(task, split, -1))]
+    by_split = {split: problems_of(task, split, -1) for split in splits}
+    warn_of_shared(by_split)
+    problems = [task.problem("rl", 0), *(problem for of_split in by_split.values() for problem in of_split)]
     checksum = zlib.crc32("\n".join(problem.prompt + problem.answer for problem in problems).encode())
     if len(set(gather_lists([checksum], device))) > 1:
         raise BadInput(f"--task {args.task}: the ranks have loaded different problems; are their files the same?")
@@ -134,6 +144,40 @@ def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, devi
         check_fit(call.role, call.wrap, call.quoted, call.max_new_tokens, configs[call.role].sequence_len, tokenizer,
                   task.fmt, longest)
     return prompts
+
+
+def warn_of_shared(by_split: dict[str, list[Problem]]) -> None:
+    """Says where splits have problems in common: what is trained on is then not held out, or two tests are one."""
+    texts = {split: {problem.prompt for problem in problems} for split, problems in by_split.items()}
+    for split, other in combinations(texts, 2):
+        if shared := texts[split] & texts[other]:
+            print0(f"WARNING: splits {split} and {other} share {len(shared)} of the {len(texts[other])} problems "
+                   f"that were looked at, for example {min(shared)[:60]!r}")
+
+
+def check_task(args, task, starts: dict[str, Start]) -> None:
+    """Raises BadInput where a starting checkpoint was trained on another task than this one, or on problems of other
+    flags, and nobody has said that it is to be so."""
+    given = getattr(args, "given", set())
+    for name, start in starts.items():
+        recorded = load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[0].get("user_config", {})
+        if recorded.get("task", args.task) != args.task and "task" not in given:
+            raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
+                           f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
+        if recorded.get("task") != args.task or hasattr(task, "num_problems"):
+            continue  # a finite task's flags say where its files are
+        for flag in task_flags().keys() & recorded.keys() - given:
+            other = argparse.Namespace(**vars(args) | {flag: recorded[flag]})
+            if recorded[flag] != getattr(args, flag) and first_problems(make_task(other)) != first_problems(task):
+                words = f"--{flag.replace('_', '-')}"
+                raise BadInput(f"the {name}'s checkpoint {start.tag} was trained with {words} {recorded[flag]}, and "
+                               f"this run has {getattr(args, flag)} by default: say {words} {recorded[flag]}, or "
+                               f"{words} {getattr(args, flag)}")
+
+
+def first_problems(task) -> list[tuple[str, str]]:
+    """The first problems of RL, by which flags that change problems are told from others."""
+    return [(problem.prompt, problem.answer) for problem in problems_of(task, "rl", 20)]
 
 
 def check_calls(name: str, roles: dict[str, RoleSpec], calls: list[Call]) -> None:

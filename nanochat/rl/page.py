@@ -7,6 +7,7 @@ import time
 from importlib.resources import files
 from statistics import mean, stdev
 
+from nanochat.common import whole_file
 from nanochat.rl.cards import cards
 from nanochat.rl.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
                                 compare, filled, is_count, provenance, read_run, steps_of)
@@ -85,7 +86,8 @@ def in_percent(metric: str, points: list[tuple]) -> list[tuple]:
 
 
 def draw_curves(runs: list[Run], path: str) -> None:
-    """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task."""
+    """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task. Raises
+    CannotWrite."""
     import matplotlib  # here, since importing it makes its cache folder
     from matplotlib.figure import Figure
     panels, labels, width = panels_of(runs), axes_of(runs), 4
@@ -116,7 +118,8 @@ def draw_curves(runs: list[Run], path: str) -> None:
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False)
         figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to "
                         f"{len({run.seed for run in runs})} seed(s)", fontsize=10)
-        figure.savefig(path, dpi=90)
+        with whole_file(path, "wb") as f:
+            figure.savefig(f, format="png", dpi=90)
 
 
 def health(run: Run) -> list[dict]:
@@ -196,9 +199,8 @@ def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int 
     # "<" never appears in the data: no text of a model can close the script element that holds it.
     text = json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = files("nanochat.rl").joinpath("page.html").read_text(encoding="utf-8")
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    with whole_file(path) as f:
         f.write(template.replace("{{data}}", text))
-    os.replace(path + ".tmp", path)
 
 
 def write_run_page(folder: str, so_far: dict | None, live: dict | None = None) -> str:

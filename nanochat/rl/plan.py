@@ -5,13 +5,16 @@ Memory is counted tensor by tensor, as the code makes them: what stays (weights,
 sample from), and what sampling and the update hold at their peaks. Left out: the CUDA context and libraries (about 1
 GB), fragmentation, and buffers of the collectives.
 """
+import contextlib
 import functools
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.flops import decode_floor, prefill_floor
 from nanochat.engine import COLUMNS_CUDA, COMPACT_BELOW_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
@@ -19,6 +22,7 @@ from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.rl.prompts import longest_problem
+from nanochat.rl.scores import num_problems_of
 from tasks import flags_of_others
 
 # bytes/s of a GPU's memory, from the vendor's data sheets
@@ -213,6 +217,50 @@ def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[D
     return {"resident": resident, "phases": phases, "peak": total + max(phases.values())}
 
 
+# What a rollout and a problem hold as Python objects and rows, whatever their length: text, prompt, keys, records
+BYTES_OF_ROLLOUT, BYTES_OF_TOKEN, BYTES_OF_PROBLEM = 2000, 24, 1000
+
+
+def machine_memory(device: torch.device) -> int:
+    """Bytes of memory that this rank can have: the GPU's, else its share of the machine's, or of what the machine
+    grants to this group of processes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError), open(path) as f:  # "max" is no limit
+            found.append(int(f.read()))
+    return min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def check_sizes(args, task, calls: list, ranks: int) -> None:
+    """Raises BadInput for more rollouts in a step, or problems in an evaluation, than memory can hold, before any is
+    made."""
+    limit = machine_memory(torch.device("cpu"))
+    rows = {call.label: -(-call.num_prompts // ranks) * call.num_samples for call in calls}
+    size = sum(rows[call.label] * (BYTES_OF_ROLLOUT + BYTES_OF_TOKEN * call.max_new_tokens) for call in calls)
+    if size > limit:
+        raise BadInput(f"--examples-per-step {args.examples_per_step} --num-samples {args.num_samples}: a step holds "
+                       f"{sum(rows.values()):,} rollouts per rank, which need at least {size / 1e9:,.0f} GB; there are "
+                       f"{limit / 1e9:,.0f} GB")
+    held_out = max(num_problems_of(task, split, args.eval_examples) for split in ("test_in", "test_out"))
+    per_problem = BYTES_OF_PROBLEM + BYTES_OF_ROLLOUT + BYTES_OF_TOKEN * args.max_new_tokens
+    if held_out * per_problem > limit:
+        raise BadInput(f"--eval-examples {args.eval_examples}: {held_out:,} problems per split need at least "
+                       f"{held_out * per_problem / 1e9:,.0f} GB; there are {limit / 1e9:,.0f} GB")
+
+
+def check_plan(args, specs: dict, configs: dict[str, Config], calls: list, tokenizer, fmt, problems: list[str],
+               ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises BadInput where the plan of a run needs more memory than there is."""
+    plan = plan_of(args, specs, configs, calls, tokenizer, fmt, problems, ranks, dtype, device)
+    limit, (phase, _) = machine_memory(device), max(plan["phases"].items(), key=lambda item: item[1])
+    if plan["peak"] > limit:
+        raise BadInput(f"this needs {plan['peak'] / 1e9:,.1f} GB per rank, most while {phase}; there are "
+                       f"{limit / 1e9:,.1f} GB. --dry-run shows the plan; see --micro-batch-tokens, --max-rows, "
+                       f"--max-new-tokens and --shard")
+
+
 def show_plan(plan: dict, limit_gb: float | None) -> list[str]:
     """A plan in lines. limit_gb: a device's memory, in 10^9 bytes."""
     names = list(plan["resident"])
@@ -293,20 +341,40 @@ def held_by(specs: dict, kl_coef: float) -> dict[str, Held]:
     return {name: Held(spec.trained, spec.reference or (spec.trained and kl_coef > 0)) for name, spec in specs.items()}
 
 
+def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Setting:
+    """The setting that tango_rl's flags mean."""
+    return Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows)
+
+
+def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:
+    """A function of `wrap`: the tokens of the longest problem in such a prompt."""
+    longest = longest_problem(tokenizer, problems)
+    return functools.cache(lambda wrap: len(wrap(tokenizer, fmt, longest)))
+
+
+def plan_of(args, specs: dict, configs: dict[str, Config], calls: list, tokenizer, fmt, problems: list[str],
+            ranks: int, dtype: torch.dtype, device: torch.device) -> dict:
+    """`memory_plan` of a run: of a micro-batch no more tokens than a draw has."""
+    draws = draws_of(calls, longest_prompt(tokenizer, fmt, problems))
+    most = max(-(-d.prompts // ranks) * (d.prompt_tokens + d.samples * d.new_tokens) for d in draws)
+    setting = setting_of(args, ranks, dtype, device)
+    setting = replace(setting, micro_batch_tokens=min(setting.micro_batch_tokens, most))
+    return memory_plan(configs, held_by(specs, args.kl_coef), draws, setting)
+
+
 def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, totals: dict[str, int], tokenizer, fmt,
                  problems: list[str], ranks: int, dtype: torch.dtype, device: torch.device) -> list[str]:
     """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. specs, configs: of
     the roles; calls: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
     speed, held = Speed(gpu_name(device)), held_by(specs, args.kl_coef)
-    memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9 if device.type == "cuda" else None
-    setting = Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows)
-    longest, first = longest_problem(tokenizer, problems), problems[:1000]
-    most = functools.cache(lambda wrap: len(wrap(tokenizer, fmt, longest)))
+    setting = setting_of(args, ranks, dtype, device)
+    first, most = problems[:1000], longest_prompt(tokenizer, fmt, problems)
     mean = functools.cache(lambda wrap: sum(len(wrap(tokenizer, fmt, problem)) for problem in first) // len(first))
     others = flags_of_others(args.task)
     lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()
                                      if not name.startswith(others)), ""]
-    lines += show_plan(memory_plan(configs, held, draws_of(calls, most), setting), memory_gb)
+    plan = plan_of(args, specs, configs, calls, tokenizer, fmt, problems, ranks, dtype, device)
+    lines += show_plan(plan, machine_memory(device) / 1e9)
     lines += ["", "tokens per step, at most: " + ", ".join(
         f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.label} ({draw.role})"
         for draw in draws_of(calls, most))]

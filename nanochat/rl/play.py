@@ -15,13 +15,13 @@ from nanochat.common import BadInput, Run, all_reduce, gather_lists, mean_over_r
 from nanochat.engine import Tool
 from nanochat.rl.losses import AGGREGATIONS, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
-from nanochat.rl.prompts import (Prompt, Solution, Verification, generator_prompt, refine_prompts, solve_prompts,
-                                 verify_prompts)
+from nanochat.rl.prompts import (Prompt, Solution, Verification, generator_prompt, numbered, refine_prompts,
+                                 solve_prompt, verify_prompts)
 from nanochat.rl.roles import Role, copy_shared_lambdas, short_name
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.sampling import Sampler, read_solutions, read_verifications
 from nanochat.rl.schedules import LR_SCHEDULES
-from nanochat.rl.scores import outcomes_of, problems_of
+from nanochat.rl.scores import num_problems_of, outcomes_of
 from nanochat.rl.state import RunState
 from nanochat.rl.trainer import score, update
 from nanochat.weights import copy_weights, refresh
@@ -84,6 +84,7 @@ class Play:
     num_drawn: int = 0        # problems taken in this step
     sampled: int = 0          # tokens of this rank in this step
     labels: set[str] = field(default_factory=set)  # what was drawn in this step
+    told: set[str] = field(default_factory=set)    # warnings that are given once
     metrics: dict = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -126,14 +127,26 @@ class Play:
         rank, world = self.run.rank, self.run.world
         num = self.args.examples_per_step if num is None else num
         if split != "rl":
-            return problems_of(self.task, split, num)[rank::world]
-        first = self.state.cursor + self.num_drawn
-        self.num_drawn += 0 if self.evaluating else num
-        return [self.task.problem("rl", i) for i in range(first + rank, first + num, world)]
+            places = range(rank, num_problems_of(self.task, split, num), world)
+        else:
+            first = self.state.cursor + self.num_drawn
+            self.num_drawn += 0 if self.evaluating else num
+            places = range(first + rank, first + num, world)
+        return self.each(lambda i: self.task.problem(split, i), places)
+
+    def each(self, function: Callable, items) -> list:
+        """function(item) of each item. A request to stop ends it early."""
+        found = []
+        for item in items:
+            if self.should_stop():
+                break
+            found.append(function(item))
+        self.check_stop()
+        return found
 
     def solve_prompts(self, problems: list[Problem]) -> list[Prompt]:
         """The generator's prompts."""
-        return solve_prompts(self.tokenizer, self.task.fmt, problems)
+        return numbered(self.each(lambda problem: solve_prompt(self.tokenizer, self.task.fmt, problem), problems))
 
     def verify_prompts(self, solutions: Rollouts, copies: list[int] | None = None) -> list[Prompt]:
         """The verifier's prompts, one for each solution. copies: see `verify_prompts` of rl.prompts."""
@@ -214,7 +227,9 @@ class Play:
 
     def check(self, rollouts: Rollouts) -> list[bool | None]:
         """The outcome of each solution by the task's gold check; None where it cannot be scored."""
-        return outcomes_of(self.task, rollouts.problems(), rollouts.texts)
+        outcomes = outcomes_of(self.task, rollouts.problems(), rollouts.texts, self.should_stop)
+        self.check_stop()
+        return outcomes
 
     def read_solutions(self, rollouts: Rollouts) -> list[Solution]:
         """The completions read as solutions: their text and where their reasoning steps end."""

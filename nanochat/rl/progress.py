@@ -34,6 +34,21 @@ def print_table(before: dict, after: dict, words: dict[str, str] | None = None) 
             print0(f"{label:58s}  {show(old)} -> {show(new)}   {change}")
 
 
+def warn_once(t: Play, text: str) -> None:
+    """Prints a warning that this run has not had yet."""
+    if text not in t.told:
+        t.told.add(text)
+        print0(f"WARNING: {text}")
+
+
+def warn_of_no_signal(t: Play, record: dict) -> None:
+    """Says, once, that none of a role's rollouts could be scored in a step."""
+    for role in t.roles:
+        if record.get(f"{short_name(role)}/num_rollouts") and record.get(f"{short_name(role)}/reward") is None:
+            warn_once(t, f"no rollout of the {role} could be scored in a step, so it learned nothing from rewards "
+                         f"there: does the task's check() give None?")
+
+
 def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
     """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it."""
     parts = [step_of_role(record, role, shown.get(role, [])) for role in roles]
@@ -96,6 +111,10 @@ def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype)
     if sampled["pass@1"] == 0:
         warnings.append("no sampled solution is right: RL finds nothing to reinforce; "
                         "give SFT longer or easier problems")
+    if sampled["pass@1"] > 0.9 and sampled["frac_reward_zero_std"] > 0.75:
+        warnings.append(f"the start leaves little to learn: pass@1 is {100 * sampled['pass@1']:.0f}%, and "
+                        f"{100 * sampled['frac_reward_zero_std']:.0f}% of the groups give no signal; give RL harder "
+                        f"problems")
     if sampled["end_token_rate"] < 0.5:
         warnings.append("under half of the completions end: SFT never taught the end token, "
                         "or --max-new-tokens is too small")

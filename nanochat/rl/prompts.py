@@ -46,9 +46,14 @@ def numbered(prompts: list[Prompt], copies: list[int] | None = None) -> list[Pro
     return [replace(prompt, copy=copy) for prompt, copy in zip(prompts, copies, strict=True)]
 
 
+def solve_prompt(tokenizer, fmt, problem: Problem) -> Prompt:
+    """The generator's prompt for a problem, not yet told apart from others for it."""
+    return Prompt(generator_prompt(tokenizer, fmt, problem.prompt), problem)
+
+
 def solve_prompts(tokenizer, fmt, problems: list[Problem]) -> list[Prompt]:
     """The generator's prompts for these problems."""
-    return numbered([Prompt(generator_prompt(tokenizer, fmt, problem.prompt), problem) for problem in problems])
+    return numbered([solve_prompt(tokenizer, fmt, problem) for problem in problems])
 
 
 def verify_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solution],

@@ -6,6 +6,7 @@ import codecs
 from nanochat.rl.play import Play, Update
 from nanochat.rl.prompts import read_solution
 from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.scores import labels_of
 
 
 def rollout_records(t: Play, update: Update) -> list[dict]:
@@ -26,7 +27,7 @@ def rollout_records(t: Play, update: Update) -> list[dict]:
             records.append({
                 "role": update.role, "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
                 "solution": solution.text, "outcome": None,
-                "step_labels": t.task.step_labels(prompt.problem, solution.text),
+                "step_labels": labels_of(t.task, prompt.problem, solution.text),
                 "step_spans": fmt.step_spans(solution.text), "step_ends": solution.step_ends,
                 "finish_reason": "stop" if bool(rollouts.stopped[n]) else "length",
                 "token_ends": token_ends(t.tokenizer, tokens),

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, read_records, whole_file
 from nanochat.rl.roles import short_name
 from nanochat.rl.scores import verdict_scores
 from tasks import TASKS
@@ -82,18 +82,6 @@ class Run:
         return "generator" if "generator" in self.roles else self.roles[0]
 
 
-def read_lines(path: str) -> list[dict]:
-    """The records of a jsonl file. Raises BadInput naming the line that is not one."""
-    records = []
-    with open(path, encoding="utf-8") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                records.append(json.loads(line))
-            except ValueError:
-                raise BadInput(f"{path}, line {number}: not a json record") from None
-    return records
-
-
 def read_run(folder: str, so_far: dict | None = None) -> Run:
     """Reads a run's folder. so_far: of a run that is under way, what stands in its summary.json at the end: minutes and
     the evaluation `before`. Raises BadInput where it is no finished run."""
@@ -104,7 +92,7 @@ def read_run(folder: str, so_far: dict | None = None) -> Run:
         if not os.path.exists(paths[file]):
             raise BadInput(f"{folder}: no {file}; is it the folder of a finished run?")
     config, summary = read_json(paths["config.json"]), so_far or read_json(paths["summary.json"])
-    records, rollouts = (read_lines(paths[file]) if os.path.exists(paths[file]) else []
+    records, rollouts = ([record for _, record in read_records(paths[file])] if os.path.exists(paths[file]) else []
                          for file in ("metrics.jsonl", "rollouts.jsonl"))
     try:
         args = config["args"]
@@ -133,7 +121,7 @@ def read_json(path: str) -> dict:
     with open(path, encoding="utf-8") as f:
         try:
             return json.load(f)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise BadInput(f"{path}: not json") from None
 
 
@@ -204,7 +192,8 @@ def tidy(runs: list[Run]) -> list[dict]:
 
 
 def write_csv(rows: list[dict], path: str) -> None:
-    with open(path, "w", newline="") as f:
+    """Writes rows of `tidy`. Raises CannotWrite."""
+    with whole_file(path) as f:
         writer = csv.DictWriter(f, list(rows[0]) if rows else [])  # no rows: nothing was evaluated
         writer.writeheader()
         writer.writerows(rows)

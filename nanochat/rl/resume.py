@@ -6,7 +6,7 @@ import os
 import re
 
 from nanochat.checkpoint import saved_steps
-from nanochat.common import BadInput, check_unchanged, path_of, print0
+from nanochat.common import BadInput, check_unchanged, path_of, print0, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts",
@@ -28,6 +28,8 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
                        f"run's is dummy-<n>)")
     if args.resume_from_step != "auto" and not re.fullmatch("[0-9]+", args.resume_from_step):
         raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
+    if args.resume_from_step == "auto":
+        check_last_set(args.run, folder, steps)
     if args.resume_from_step == "auto" and not steps:
         print0(f"run {args.run} has no checkpoint: it starts from step 0")
         return None
@@ -35,6 +37,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     if step not in steps:
         raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
                        f"{', '.join(map(str, steps)) or 'none'}")
+    check_records(args.run, folder, step)
     before = read_config(args.run)["args"]
     is_other = before.get("recipe", args.recipe) != args.recipe
     if is_other and not ("recipe" in may_change and before["recipe"].endswith(".py")):
@@ -44,6 +47,32 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     changed = [words for words in changed if not words.startswith("--resume-from-step ")]
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     return step
+
+
+def check_last_set(run_name: str, folder: str, steps: list[int]) -> None:
+    """Raises BadInput where a finished run has lost the state that its last step was saved with: to go on would do the
+    steps behind the one before it again, and remove what is left of the last."""
+    path, last = os.path.join(folder, "summary.json"), steps[-1] if steps else 0
+    if not os.path.exists(path):
+        return
+    try:
+        with open(path, encoding="utf-8") as f:
+            made = int(json.load(f)["steps"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # of an older version, or damaged: it is written anew
+    if made > last:
+        name = os.path.join(folder, f"state_{made:06d}.pt")
+        raise BadInput(f"run {run_name} was finished behind step {made}, and {name} is missing: put it back, or name "
+                       f"the step to go on from; there are: {', '.join(map(str, steps)) or 'none'}")
+
+
+def check_records(run_name: str, folder: str, step: int) -> None:
+    """Raises BadInput unless metrics.jsonl has a record of each step before this one."""
+    path = os.path.join(folder, "metrics.jsonl")
+    there = {record["step"] for _, record in read_records(path)} if os.path.exists(path) else set()
+    if missing := set(range(step)) - there:
+        raise BadInput(f"{path} has no record of step {min(missing)}, and run {run_name} would go on from step {step}: "
+                       f"the file was cut; put it back, or take another name")
 
 
 def has_records(folder: str) -> bool:
@@ -58,9 +87,9 @@ def read_config(run_name: str) -> dict:
     try:
         with open(path, encoding="utf-8") as f:
             config = json.load(f)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} cannot be read: {error}") from None
-    if not isinstance(config, dict) or "args" not in config:
+    if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
         raise BadInput(f"{path} is no run's configuration")
     return config
 

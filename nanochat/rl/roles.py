@@ -4,13 +4,14 @@ A role: a policy with its reference, its optimizer and which of its weights it t
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from nanochat.checkpoint import find_step, fingerprint, load_meta, load_model
-from nanochat.common import BadInput, path_of
+from nanochat.common import BadInput, Diverged, all_reduce, path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
-from nanochat.weights import copy_of, refresh
+from nanochat.weights import copy_of, is_sharded, refresh
 
 
 @dataclass(frozen=True)
@@ -215,3 +216,20 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
         refresh(model)
         roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_shared)
     return roles
+
+
+@torch.no_grad()
+def check_same_weights(roles: dict[str, Role], step: int) -> None:
+    """Raises Diverged on every rank where the ranks' weights of a role differ by a bit. A collective; nothing for
+    sharded models, of which no rank has another's part."""
+    for name, role in roles.items() if dist.is_initialized() else ():
+        if is_sharded(role.model):
+            continue
+        bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = torch.stack([p.view(bits[p.element_size()]).sum(dtype=torch.int64) for p in role.model.parameters()])
+        largest, least = all_reduce(torch.stack([sums, -sums]), "max") * torch.tensor([[1], [-1]], device=sums.device)
+        for (parameter, _), differs in zip(role.model.named_parameters(), (largest != least).tolist(), strict=True):
+            if differs:
+                raise Diverged(f"step {step}: the weights of the {name} are no longer the same on all ranks "
+                               f"({parameter}); go on from a checkpoint, and look for a rank whose hardware or "
+                               f"libraries differ from the others'")

@@ -8,21 +8,45 @@ from statistics import correlation as correlate
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
-from nanochat.common import in_threads
+from nanochat.common import BadInput, in_threads
 
 ENDLESS = 400  # problems that stand for all of a task that makes its own
 
 
-def problems_of(task, split: str, num: int) -> list:
-    """The first `num` problems of a split (-1: all, ENDLESS where they are made), or as many as a finite one has: none
-    is counted twice."""
+def num_problems_of(task, split: str, num: int) -> int:
+    """How many problems `num` of a split are: -1 stands for all, ENDLESS where they are made; a finite split has no
+    more than it has."""
     size = task.num_problems(split) if hasattr(task, "num_problems") else ENDLESS if num < 0 else num
-    return [task.problem(split, i) for i in range(size if num < 0 else min(num, size))]
+    return size if num < 0 else min(num, size)
 
 
-def outcomes_of(task, problems: list, texts: list[str]) -> list[bool | None]:
-    """The outcome of each solution, many at a time: grading may wait for worker processes."""
-    return in_threads(task.check, problems, texts)
+def problems_of(task, split: str, num: int) -> list:
+    """The first `num_problems_of` problems of a split: none is counted twice."""
+    return [task.problem(split, i) for i in range(num_problems_of(task, split, num))]
+
+
+def outcomes_of(task, problems: list, texts: list[str], should_stop=lambda: False) -> list[bool | None]:
+    """The outcome of each solution, many at a time: grading may wait for worker processes. Raises BadInput where the
+    task gives anything but True, False or None."""
+    outcomes = in_threads(task.check, problems, texts, should_stop=should_stop)
+    for problem, outcome in zip(problems, outcomes, strict=True):
+        if not (outcome is None or isinstance(outcome, bool)):
+            raise BadInput(f"task {task.name}: check() gives {str(outcome)[:80]} for problem {problem.index} of "
+                           f"{problem.split}, not True, False or None")
+    return outcomes
+
+
+def labels_of(task, problem, text: str) -> list[bool]:
+    """Gold labels of a solution's steps, [] where they are not known. Raises BadInput where the task gives anything but
+    a bool for each step that its format finds."""
+    labels, num_steps = task.step_labels(problem, text), len(task.fmt.step_spans(text))
+    if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
+        raise BadInput(f"task {task.name}: step_labels() gives {str(labels)[:80]} for problem {problem.index} of "
+                       f"{problem.split}, not a list of True and False")
+    if labels and len(labels) != num_steps:
+        raise BadInput(f"task {task.name}: step_labels() gives {len(labels)} labels for problem {problem.index} of "
+                       f"{problem.split}, and its format finds {num_steps} steps in the solution")
+    return labels
 
 
 def answers_of(task, texts: list[str]) -> list[str | None]:
@@ -85,7 +109,7 @@ def first_error_f1(labels: list[list[bool]], verdicts: list[list[bool | None]]) 
 def verdict_row(task, problem, solution: str, outcome: bool | None, verification) -> list:
     """What verdict_scores needs of one verification, as plain values: outcome, gold step labels, final verdict, step
     verdicts, unmet."""
-    return [outcome, task.step_labels(problem, solution), verification.verdict, verification.step_verdicts,
+    return [outcome, labels_of(task, problem, solution), verification.verdict, verification.step_verdicts,
             list(verification.unmet)]
 
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
-from nanochat.checkpoint import (load_file, load_optimizer, load_state, restore_model, save_model, save_optimizer,
-                                 save_state, saved_steps)
-from nanochat.common import BadInput, all_reduce, barrier, path_of, print0, rank_and_world
+from nanochat.checkpoint import (checksum, load_file, load_optimizer, load_state, restore_model, save_model,
+                                 save_optimizer, save_state, saved_steps)
+from nanochat.common import BadInput, all_reduce, gather_lists, path_of, print0, rank_and_world
 from nanochat.rl.roles import short_name
-from nanochat.weights import refresh, whole_state
+from nanochat.weights import check_weights, refresh, whole_state
 
 
 @dataclass
@@ -77,17 +77,34 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
     if not all_reduce(torch.tensor(int(is_new), device=run.device), "max").item():
         return
     for name, role in roles.items():
+        check_weights(role.model, name)
+    written = []  # (role, path) by this rank
+    for name, role in roles.items():
         tag, weights = tag_of(run.name, name), whole_state(role.model, keep=run.rank == 0)
         if run.rank == 0:
-            save_model("rl", tag, state.step, role.model, {"run": run.name, "role": name, "user_config": vars(args)},
-                       weights)
+            meta = {"run": run.name, "role": name, "user_config": vars(args)}
+            written.append((name, save_model("rl", tag, state.step, role.model, meta, weights)))
         if role.optimizer is not None and (run.rank == 0 or args.shard):
-            save_optimizer("rl", tag, state.step, role.optimizer, run.rank)
+            written.append((name, save_optimizer("rl", tag, state.step, role.optimizer, run.rank)))
         del weights  # before the next role's are gathered
-    barrier()  # every rank has written its part
+    # every rank has written its part
+    checksums = dict(gather_lists([[name_in_set(*file), checksum(file[1])] for file in written], run.device))
     if run.rank == 0:
-        extras = {"torch_rng": torch.get_rng_state(), "roles": sorted(roles), "world": run.world}
+        extras = {"torch_rng": torch.get_rng_state(), "roles": sorted(roles), "world": run.world,
+                  "checksums": checksums}
         save_state(run.name, state.step, asdict(state) | extras)
+
+
+def name_in_set(role: str, path: str) -> str:
+    """What a role's file is called among the checksums of a set, whatever the run's name."""
+    return f"{role}/{os.path.basename(path)}"
+
+
+def check_checksum(checksums: dict[str, int] | None, role: str, path: str) -> None:
+    """Raises BadInput unless a role's file is the one that was saved with a run's state. checksums: None of older
+    runs."""
+    if checksums is not None and checksum(path) != checksums.get(name_in_set(role, path)):
+        raise BadInput(f"{path} is not the file that was saved with the run's state of this step")
 
 
 def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> RunState:
@@ -104,13 +121,18 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
         raise BadInput(f"run {run_name} has optimizers sharded over {saved_world} ranks and can be continued by as "
                        f"many, not by {world}")
     torch.set_rng_state(saved.pop("torch_rng"))
+    checksums = saved.pop("checksums", None)
+    if checksums is None:
+        print0(f"run {run_name} was saved without checksums: nothing tells whether its files belong together")
     for name, role in roles.items():
         tag = tag_of(run_name, name)
         path = path_of("rl", tag, f"model_{step:06d}.pt")
         restore_model(role.model, load_file(path, mmap=True), path)
+        check_checksum(checksums, name, path)
         refresh(role.model)
         if role.optimizer is not None:
-            load_optimizer("rl", tag, step, role.optimizer, rank if sharded else 0)
+            path = load_optimizer("rl", tag, step, role.optimizer, rank if sharded else 0)
+            check_checksum(checksums, name, path)
     return RunState(**saved)
 
 
