@@ -252,3 +252,43 @@ def test_the_flags_of_every_arm_are_those_of_its_recipe(capsys, task, start):
         args, other = tango_rl.make_parser(flags).parse_args(flags), arm.partition("_")[0]  # grpo_2e-4, prime_outcome
         other = {"fixed": "fixed_verifier", "gold": "gold_steps"}.get(other, other)
         assert args.recipe == next((name for name in (arm, other) if name in recipes.names()), "tango")
+
+
+ONE_RANK_ALONE = """
+import os
+from nanochat.common import BadInput, script_main
+from scripts import tango_rl
+
+load_roles = tango_rl.load_roles
+
+def failing(*args):
+    if os.environ["RANK"] == "1":
+        raise BadInput("a file of this rank alone")
+    return load_roles(*args)
+
+tango_rl.load_roles = failing
+script_main(tango_rl.main, tango_rl.make_parser)
+"""
+
+
+def test_bad_input_of_one_rank_alone_is_its_line_and_no_traceback_of_the_others(base, tmp_path):
+    """The other rank waits in a collective, and is left alone there."""
+    (tmp_path / "start.py").write_text(ONE_RANK_ALONE)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                           str(tmp_path / "start.py"), *rl_flags("--recipe", "grpo")], cwd=ROOT, capture_output=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}, text=True, timeout=120)
+    assert done.returncode != 0
+    lines = done.stderr.splitlines()
+    assert lines.count("error: a file of this rank alone") == 1
+    # torchrun's own account of its ranks comes behind their words, and has a traceback of itself
+    ours = lines[: next(i for i, line in enumerate(lines) if "torch/distributed/elastic" in line or "torch.distributed"
+                        in line)]
+    assert not [line for line in ours if "Traceback" in line or "Error:" in line], done.stderr
+
+
+def test_help_says_what_a_continued_run_may_change(capsys):
+    for parser in (tango_rl.make_parser(), chat_sft.make_parser()):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        assert "flags that may change then: --" in text and "--save-every" in text.partition("may change then")[2][:400]

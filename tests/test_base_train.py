@@ -331,7 +331,7 @@ def test_the_micro_batch_changes_nothing(base):
     (["--model-tag", "../x"], "--model-tag ../x"),
     (["--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--num-iterations", "0"], "--num-iterations 0: must be at least 1"),
-    (["--num-iterations", "-1", "--target-param-data-ratio", "0"], "one must be above 0"),
+    (["--num-iterations", "-1", "--target-param-data-ratio", "0"], "must be above 0"),
     (["--num-iterations", "-1", "--target-param-data-ratio", "0.0001"], "not one step"),
     (["--window-pattern", "X"], "window pattern 'X'"),
 ])

@@ -20,7 +20,7 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse
 
 from nanochat import engine
 from nanochat.checkpoint import load_model
-from nanochat.common import script_main
+from nanochat.common import MEASURED, script_main
 from nanochat.rl.formats import PAPER
 from nanochat.rl import scores as rl_scores
 from nanochat.rl.sampling import Sampler
@@ -486,7 +486,7 @@ def train(base, script, *flags: str) -> list[dict]:
     """A run's log without its timings."""
     script_main(script.main, script.make_parser, [*COMMON_RL_FLAGS, *flags])
     with open(base / "runs" / flags[flags.index("--run") + 1] / "metrics.jsonl") as f:
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "tokens_per_s"))}
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)}
                 for line in f]
 
 

@@ -12,7 +12,7 @@ import torch
 from nanochat import checkpoint
 from nanochat.checkpoint import (default_tag, find_step, list_steps, list_tags, load_file, load_model, load_optimizer,
                                  load_state, save_atomic, save_model, save_optimizer, save_state, saved_steps)
-from nanochat.common import BadInput, path_of
+from nanochat.common import BadInput, CannotWrite, path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
 
@@ -245,9 +245,9 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(base, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(checkpoint.torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CannotWrite, match="cannot be written: No space left"):
         save_atomic({"x": torch.zeros(2)}, str(path))
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CannotWrite, match="cannot be written: No space left"):
         save_atomic({"x": torch.zeros(2)}, str(base / "folder" / "new.pt"))
     assert load_file(str(path))["x"].tolist() == [1, 1]
     assert os.listdir(base / "folder") == ["file.pt"]
@@ -258,7 +258,7 @@ def test_a_failed_model_write_makes_no_checkpoint(monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(checkpoint.torch, "save", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CannotWrite, match="cannot be written: No space left"):
         saved_model()
     assert list_tags("sft") == []
 

@@ -269,8 +269,14 @@ def test_a_problem_of_test_out_is_held_out_too_and_programs_are_left_out(tmp_pat
 def test_a_split_without_problems_is_bad_input_that_names_task_and_split(name, split, tmp_path):
     task = task_of(name, write(tmp_path / "rows.jsonl", [plain(1)]))
     assert task.num_problems(split) == 0
-    with pytest.raises(BadInput, match=f"task {name}: has no problems for split {split}"):
+    with pytest.raises(BadInput, match=f"task {name}: has no problems for split {split} .*; left out: none"):
         task.problem(split, 0)
+
+
+def test_a_split_without_problems_says_why_they_are_left_out(tmp_path):
+    same = [write(tmp_path / f"{name}.jsonl", [plain(1)]) for name in ("train", "test")]
+    with pytest.raises(BadInput, match=r"task math: .* split rl .*; left out: 1 also in a test part \(train\)"):
+        task_of("math", *same).problem("rl", 0)
 
 
 def test_sft_and_rl_share_no_problem_and_test_is_no_part_of_them(task):

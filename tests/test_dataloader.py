@@ -172,6 +172,28 @@ def test_one_long_text_is_read_through_before_it_comes_again(tmp_path):
     assert batches.documents.epoch == 1 and len(batches.shelf.items) <= 200  # little of the next pass waits
 
 
+def test_a_document_that_takes_long_to_encode_is_told(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("abc" * 10)
+    monkeypatch.setattr(dataloader, "LONG", 31)
+    PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 31).next_batch()
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(dataloader, "LONG", 30)
+    PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 31).next_batch()
+    line = f"{tmp_path}: encoding a document of 30 characters, which takes a while"
+    assert capsys.readouterr().out.splitlines()[0] == line
+
+
+def test_a_line_that_takes_long_to_read_is_told(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n{"text": "b"}\n')
+    monkeypatch.setattr(dataloader, "LONG", 21)
+    Documents([str(tmp_path)])
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(dataloader, "LONG", 20)
+    Documents([str(tmp_path)])
+    line = f"{tmp_path}/a.jsonl: reading a line of 20 bytes or more, which takes a while\n"
+    assert capsys.readouterr().out == line
+
+
 def test_sources_without_any_text_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 3)
     with pytest.raises(BadInput, match="no document has text"):

@@ -128,7 +128,7 @@ def test_files_that_cannot_be_used_are_bad_input(cache, tmp_path):
     with pytest.raises(BadInput, match="half: has no test.jsonl"):
         GSM8K(source, 0)
     write_rows(folder, "test", [CLIPS])
-    with pytest.raises(BadInput, match="no problem is left for split sft"):
+    with pytest.raises(BadInput, match="left for split sft .*, 1 of the 1 train questions are in test too"):
         GSM8K(source, 0)
     (folder / "train.jsonl").write_text('{"question": "What?", "solution": "3"}\n')
     with pytest.raises(BadInput, match="train.jsonl: has no column 'answer', only question, solution"):

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanochat.checkpoint import load_model, save_model
-from nanochat.common import BadInput
+from nanochat.common import BadInput, CannotWrite
 from nanochat.engine import generate
 from nanochat.hf import files
 from nanochat.hf.decoder import Decoder
@@ -141,8 +141,9 @@ class Failing(Letters):
 def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     ours = imported(reference_model("llama"), tmp_path / "in")
     target = str(tmp_path / "out")
-    for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
-        with pytest.raises(type(error)):
+    for error, raised in ((OSError(28, "No space left on device"), CannotWrite),
+                          (KeyboardInterrupt(), KeyboardInterrupt)):
+        with pytest.raises(raised):
             write_model(target, ours.config, ours.state_dict(), torch.float32, Failing(error))
         assert os.listdir(tmp_path) == ["in"]
     save_file, calls = safetensors.torch.save_file, []
@@ -155,7 +156,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "SHARD_SIZE", "30KB")
     monkeypatch.setattr(safetensors.torch, "save_file", full_disk)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(CannotWrite, match=f"{target} cannot be written: No space"):
         write_model(target, ours.config, ours.state_dict(), torch.float32, Letters())
     assert len(calls) == 3 and os.listdir(tmp_path) == ["in"]
 

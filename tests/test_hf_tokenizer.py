@@ -7,6 +7,9 @@ refused.
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
 import unicodedata
 from collections import Counter
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Library
 
 from nanochat.common import BadInput
+from nanochat.hf import chat_template, template_worker
 from nanochat.rl.formats import PAPER
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import read_solution
@@ -726,6 +730,60 @@ def test_bad_templates_are_refused_in_one_line(tmp_path, template, message):
     with pytest.raises(BadInput, match=message) as error:
         with_template(tmp_path, template)
     assert "\n" not in str(error.value) and str(error.value).startswith(f"{tmp_path}/tokenizer_config.json: ")
+
+
+@pytest.fixture
+def small_worker(monkeypatch):
+    """A process for templates with little time and memory, for this test alone."""
+    monkeypatch.setattr(template_worker, "SECONDS", 0.5)
+    monkeypatch.setattr(template_worker, "MEMORY", 1 << 28)
+    chat_template.WORKER.end()
+    yield
+    chat_template.WORKER.end()
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}" \
+       "{% endfor %}"
+DOUBLE = "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+
+
+def assert_refused(tmp_path, make) -> None:
+    """In one line that names the file; and the next template is rendered."""
+    with pytest.raises(BadInput, match="the chat template (takes more than|writes)") as error:
+        make()
+    assert "\n" not in str(error.value) and str(error.value).startswith(f"{tmp_path}/tokenizer_config.json: ")
+    assert said(with_template(tmp_path, QWEN25), turns("a", "b")) == ["b<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [
+    LOOP, DOUBLE, "{{ 'x' * 10 ** 10 }}", "{{ 9 ** (9 ** 9) }}", "{{ 'x' | center(10 ** 10) }}",
+    "{{ '%10000000000d' % 1 }}", "{{ range(99999) | list * 99999 }}",
+    "{% for i in range(2000) %}{{ 'x' * 9999 }}{% endfor %}",
+])
+def test_a_template_that_takes_all_time_or_memory_is_refused(small_worker, tmp_path, template):
+    assert_refused(tmp_path, lambda: with_template(tmp_path, template))
+
+
+@pytest.mark.parametrize("template", [LOOP, DOUBLE])
+def test_a_template_that_waits_for_a_message_before_it_takes_them_is_refused_too(small_worker, tmp_path, template):
+    tokenizer = with_template(tmp_path, "{% if messages[0].content == 'now' %}" + template + "{% endif %}" + QWEN25)
+    assert_refused(tmp_path, lambda: tokenizer.render_conversation(turns("now", "b"), None))
+    assert said(tokenizer, turns("not now", "b")) == ["b<|im_end|>"]
+
+
+def test_the_process_that_renders_loads_no_torch_and_ends_with_its_parent(tmp_path):
+    code = ("from nanochat.hf import chat_template as c; c.ChatTemplate('a', 'path', {}); "
+            "maps = open(f'/proc/{c.WORKER.process.pid}/maps').read(); "
+            "print(c.WORKER.process.pid, 'torch' in maps, flush=True); import os, signal; os.kill(os.getpid(), 9)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    pid, has_torch = done.stdout.split()
+    assert done.returncode == -9 and has_torch == "False"
+    for _ in range(500):
+        if not os.path.exists(f"/proc/{pid}") or open(f"/proc/{pid}/stat").read().split()[2] == "Z":
+            break
+        time.sleep(0.02)
+    else:
+        pytest.fail("it is still there")
 
 
 def test_the_messages_of_the_caller_stay_as_they_are(loaded):

@@ -316,6 +316,16 @@ def test_the_bar_for_the_samplers_difference_knows_the_dtype():
             and len(health_warnings(sampled, {}, 0.6, torch.bfloat16)) == 1)
 
 
+@pytest.mark.parametrize("right, without_signal, is_warned", [(0.95, 0.89, True), (0.95, 0.5, False),
+                                                              (0.3, 0.9, False), (1.0, 1.0, True)])
+def test_a_start_that_leaves_little_to_learn_is_warned_of(right, without_signal, is_warned):
+    sampled = {"pass@1": right, "end_token_rate": 1.0, "frac_reward_zero_std": without_signal}
+    warnings = health_warnings(sampled, {}, 0.0, torch.float32)
+    assert [warning.startswith("the start leaves little to learn") for warning in warnings] == [True] * is_warned
+    if right == 0.95 and is_warned:
+        assert "pass@1 is 95%, and 89% of the groups give no signal" in warnings[0]
+
+
 def test_a_recipe_without_a_pool_keeps_no_solutions(base):
     """GRPO and Tango without balance or replay gather no completions and save none."""
     for flags in (["--recipe", "grpo"], ["--recipe", "tango", "--verifier-replay", "0", "--no-verifier-balance"]):

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.prompts import UNMET, generator_prompt, parse_verification, read_solution, verifier_prompt
+from nanochat.rl.prompts import (UNMET, generator_prompt, parse_verification, read_solution, refine_prompt,
+                                   verifier_prompt)
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 FORMATS = {"paper": PAPER, "compact": COMPACT}
@@ -216,6 +217,19 @@ def test_a_verifier_prompt_holds_the_marks_of_its_template_and_no_special_token_
     empty = fmt.verifier_prompt.format(problem="", solution="", num_steps=0)
     for mark in fmt.reserved:
         assert text.count(mark) == empty.count(mark), mark
+
+
+@EVERY_TOKENIZER
+@EVERY_FORMAT
+@SETTINGS
+@given(data=st.data())
+def test_a_generator_prompt_holds_no_special_token_but_its_frame_whatever_stands_in_it(tokenizer, fmt, data):
+    """A problem that a model proposed, an attempt and what was said of it: none can end a turn or begin an answer."""
+    problem, solution, critique = (data.draw(mark_soup(fmt)) for _ in range(3))
+    frame = [tokenizer.special(f"<|{name}|>") for name in ("bos", "user_start", "user_end", "assistant_start")]
+    first_special = tokenizer.vocab_size - len(SPECIAL_TOKENS)
+    for ids in (generator_prompt(tokenizer, fmt, problem), refine_prompt(tokenizer, fmt, problem, solution, critique)):
+        assert [i for i in ids if i >= first_special] == frame
 
 
 def test_prompts_by_hand():

@@ -19,11 +19,10 @@ import torch
 from conftest import parse, rl_flags
 
 from nanochat import recipes
-from nanochat.common import BadInput, Diverged, script_main
+from nanochat.common import MEASURED, BadInput, Diverged, script_main
 from scripts import report, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TIMINGS = ("timing_s/", "tokens_per_s")
 # what is seen of a recipe beside its defaults
 OPTIONS = {"fixed_verifier": ["--num-labelled", "6"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
@@ -74,7 +73,7 @@ def train(recipe: str, *more: str) -> None:
 
 def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
     lines = (base / "runs" / run / name).read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMINGS)} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)} for line in lines]
 
 
 def tensors(value, name: str = "") -> dict:

@@ -9,11 +9,11 @@ import math
 
 import pytest
 
-from nanochat.common import BadInput, script_main
+from nanochat.common import BadInput, read_records, script_main
 from nanochat.rl.page import axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_run_page
 from nanochat.rl.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, axis_of, cells, compare,
                                 dial_table, evaluated, filled, first_reach, height_at, interval, markdown_table,
-                                read_lines, read_run, recovered, tidy)
+                                read_run, recovered, tidy)
 from scripts import report
 
 ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7",
@@ -358,7 +358,8 @@ def test_what_cannot_be_written_is_one_line(experiment, capsys):
     (experiment / "out" / "report.html").mkdir(parents=True)
     with pytest.raises(SystemExit) as stop:
         script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "chain-tango-s0"])
-    assert stop.value.code == 2 and "cannot write" in capsys.readouterr().err
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == f"stopped: {experiment}/out/report.html cannot be written: Is a directory\n"
     assert "curves.csv" not in [f.name for f in (experiment / "out").iterdir()]
 
 
@@ -404,7 +405,7 @@ def under_way(tmp_path, num_steps: int):
     make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
     before = json.loads((folder / "summary.json").read_text())["before"]
     (folder / "summary.json").unlink()
-    records = [r for r in read_lines(str(folder / "metrics.jsonl")) if r["role"] == "generator"][:num_steps]
+    records = [r for _, r in read_records(str(folder / "metrics.jsonl")) if r["role"] == "generator"][:num_steps]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder, {"minutes": 0.5, "before": before}
 
@@ -501,7 +502,7 @@ def cut_metrics(runs) -> None:
 def test_what_is_no_finished_run_is_one_line_and_nothing_is_written(experiment, capsys, damage, words):
     broken = damage(experiment / "runs")
     if broken:
-        broken.write_text('{"step": 0}\n{"step":')
+        broken.write_text('{"step": 0}\n{"step":\n')
     with pytest.raises(SystemExit) as stop:
         script_main(report.main, report.make_parser(), ["--out", str(experiment / "out"), "chain-grpo-s0", "nobody"])
     line = capsys.readouterr().err.strip()

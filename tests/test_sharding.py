@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conftest import RL_FLAGS, parse
 
 from nanochat import checkpoint
-from nanochat.common import BadInput, all_reduce
+from nanochat.common import MEASURED, BadInput, all_reduce
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
@@ -174,7 +174,7 @@ def launch(base, *flags: str, launcher=("--standalone", "--nproc_per_node=2"), w
 def steps_of(base, run: str) -> list[dict]:
     """metrics.jsonl without timings."""
     lines = (base / "runs" / run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("timing_s/", "tokens_per_s"))}
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)}
             for line in lines]
 
 

@@ -14,15 +14,16 @@ import pytest
 import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
-from nanochat.common import BadInput, Diverged, StopRequested, lock_run
+from nanochat.checkpoint import saved_steps
+from nanochat.common import MEASURED, BadInput, Diverged, StopRequested, lock_run
 from nanochat.recipes import tango
-from nanochat.rl import evals
+from nanochat.rl import evals, state
 from nanochat.rl.play import Play
 from scripts import chat_sft, tango_rl
 from tasks.chain import Chain
+from tasks.common import epoch_order, nth_of_epochs
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-TIMINGS = ("timing_s/", "tokens_per_s")
 
 
 def train(*flags: str) -> None:
@@ -32,7 +33,7 @@ def train(*flags: str) -> None:
 def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
     """A run's log without its timings."""
     with open(base / "runs" / run / name) as f:
-        return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMINGS)} for line in f]
+        return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)} for line in f]
 
 
 def weights(base, run: str, step: int) -> dict:
@@ -117,15 +118,36 @@ def test_sampler_and_trainer_agree_on_policy(straight):
         assert record[f"{prefix}/clip_ratio/low"] == record[f"{prefix}/clip_ratio/high"] == 0
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 5])
+@pytest.mark.parametrize("step", range(1, 7))
 def test_resume_continues_bit_for_bit(straight, straight_copy, step):
-    """From within the warm-up (1), a generator phase (3), before a verifier phase (4) and behind one (5)."""
+    """From within the warm-up (1) and its end (2), a generator phase (3, 6), before a verifier phase (4) and behind one
+    (5). An evaluation comes right behind 2 and 4 and is just over at 3 and 5."""
     train("--run", "r", "--save-every", "1", "--eval-every", "2", "--resume-from-step", str(step))
     assert_same_weights(weights(straight, "r", 7), weights(straight_copy, "r", 7))
     assert records(straight, "r") == records(straight_copy, "r")
     assert records(straight, "r", "rollouts.jsonl") == records(straight_copy, "r", "rollouts.jsonl")
     before, after = (json.loads((b / "runs" / "r" / "summary.json").read_text()) for b in (straight, straight_copy))
     assert (before["before"], before["after"]) == (after["before"], after["after"])
+
+
+def test_resume_goes_on_bit_for_bit_over_the_ends_of_epochs(base, monkeypatch):
+    """6 problems, 4 a step: an epoch ends within step 1 and behind step 2."""
+    problem = Chain.problem
+    few = lambda split, index: nth_of_epochs(list(range(6)), 0, split, index) if split == "rl" else index
+    monkeypatch.setattr(Chain, "problem", lambda self, split, index: problem(self, split, few(split, index)))
+    flags = ["--recipe", "grpo", "--run", "r", "--save-every", "1"]
+    train(*flags)
+    final, log = gen_weights(base, 4), (records(base, "r"), records(base, "r", "rollouts.jsonl"))
+    assert torch.load(base / "runs" / "r" / "state_000004.pt", weights_only=True)["cursor"] == 16
+    for step in (3, 2, 1):
+        epoch_order.cache_clear()
+        train(*flags, "--resume-from-step", str(step))
+        assert_same_weights(final, gen_weights(base, 4))
+        assert log == (records(base, "r"), records(base, "r", "rollouts.jsonl"))
+
+
+def gen_weights(base, step: int) -> dict:
+    return torch.load(base / "chatrl_checkpoints" / "r-gen" / f"model_{step:06d}.pt", weights_only=True)
 
 
 def test_resume_at_the_last_step_trains_nothing_and_reports_the_same(straight, straight_copy):
@@ -193,7 +215,57 @@ def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypa
     assert records(straight, "r") == records(base, "r")
 
 
-def test_three_updates_that_are_not_finite_stop_the_run(base):
+@pytest.mark.parametrize("name, call", [("save_model", 4), ("save_state", 2)])
+def test_sigterm_in_a_save_lets_it_end_and_stops_behind_it(base, straight, monkeypatch, name, call):
+    """Both come in the save of step 4, the second of this run."""
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, state, name, call)
+        with pytest.raises(StopRequested, match="stopped behind step 4"):
+            train("--run", "r", "--save-every", "2", "--eval-every", "2")
+    assert saved_steps("r") == [2, 4]
+    assert_same_weights(weights(straight, "r", 4), weights(base, "r", 4))
+    train("--run", "r", "--save-every", "2", "--eval-every", "2", "--resume-from-step", "auto")
+    assert_same_weights(weights(straight, "r", 7), weights(base, "r", 7))
+    assert records(straight, "r") == records(base, "r")
+
+
+@pytest.mark.parametrize("owner, name", [(evals, "pass_at_1"), (tango_rl, "health_check")])
+def test_sigterm_at_start_up_saves_nothing_and_the_next_run_starts_afresh(base, straight, monkeypatch, owner, name):
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, owner, name, 1)
+        with pytest.raises(StopRequested, match="stopped behind step 0"):
+            train("--run", "r", "--save-every", "1", "--eval-every", "2")
+    assert saved_steps("r") == []
+    train("--run", "r", "--save-every", "1", "--eval-every", "2", "--resume-from-step", "auto")
+    assert_same_weights(weights(straight, "r", 7), weights(base, "r", 7))
+    assert records(straight, "r") == records(base, "r")
+
+
+def test_sigterm_before_the_run_is_open_ends_the_process_and_leaves_nothing(base):
+    """Nothing is lost then, and the default of the signal stands."""
+    code = ("import os, signal; from conftest import *; from scripts import tango_rl; "
+            "tango_rl.load_roles = lambda *args: os.kill(os.getpid(), signal.SIGTERM); "
+            "tango_rl.main(parse(tango_rl, rl_flags('--run', 'r')))")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGTERM, "") and not (base / "runs").exists()
+
+
+def test_sigterm_in_the_last_evaluation_keeps_the_last_set(base, straight, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(tango_rl, "train", lambda t, recipe, original=tango_rl.train: (
+            original(t, recipe), os.kill(os.getpid(), signal.SIGTERM)))
+        with pytest.raises(StopRequested, match="stopped behind step 7"):
+            train("--run", "r", "--save-every", "0", "--eval-every", "2")
+    assert saved_steps("r") == [7] and not (base / "runs" / "r" / "summary.json").exists()
+    train("--run", "r", "--save-every", "0", "--eval-every", "2", "--resume-from-step", "auto")
+    assert_same_weights(weights(straight, "r", 7), weights(base, "r", 7))
+    before, after = (json.loads((b / "runs" / "r" / "summary.json").read_text()) for b in (straight, base))
+    assert before["after"] == after["after"]
+
+
+def test_three_updates_that_are_not_finite_stop_the_run(base, monkeypatch):
+    monkeypatch.setattr("nanochat.rl.flags.MOST_LR", 1e31)
     with pytest.raises(Diverged, match="not finite three times in a row"):
         train("--run", "r", "--lr", "1e30")
     assert [r.get("gen/skipped", r.get("ver/skipped")) for r in records(base, "r")][-3:] == [1, 1, 1]

@@ -8,6 +8,7 @@ import hashlib
 import pytest
 import tiktoken
 
+from nanochat import dataloader
 from nanochat.common import BadInput, path_of, script_main
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import tok_eval
@@ -66,6 +67,15 @@ def test_files_are_read_byte_for_byte(bytewise, tmp_path, capsys):
     path.write_bytes("a\r\nβ\n".encode())
     run("--data", str(path), "--compare", "")
     assert capsys.readouterr().out.splitlines()[1].split() == [str(path), "6", "|", "6", "1.00"]
+
+
+def test_a_file_that_takes_long_to_encode_is_told(bytewise, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "long.txt"
+    path.write_text("abc" * 10)
+    monkeypatch.setattr(dataloader, "LONG", 30)
+    run("--data", str(path), "--compare", "")
+    line = f"{path}: encoding a document of 30 characters, which takes a while"
+    assert capsys.readouterr().out.splitlines()[0] == line
 
 
 def test_a_tokenizer_that_loses_text_ends_with_code_2(bytewise, capsys):

@@ -1,0 +1,208 @@
+"""
+Every flag of every script with values that it cannot mean: each is refused in one line with nothing written, or taken
+and the work begins. Never a traceback, and never a size that no machine has.
+
+    python -m pytest tests/test_bad_flags.py
+"""
+import argparse
+import functools
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
+from test_bad_input import files_under
+
+from nanochat import dataloader, recipes
+from nanochat.checkpoint import load_model, save_model
+from nanochat.common import script_main
+from nanochat.dataloader import open_rows
+from nanochat.hf.files import read_model
+from scripts import (base_eval, base_train, bench_engine, bench_kernels, bench_step, chat_cli, chat_eval, chat_rl,
+                     chat_sft, demo, hf_export, hf_import, hf_random, plan_cost, plan_memory, report, run_arms,
+                     tango_rl, task_text, tok_eval, tok_train, verifier_eval)
+from tasks import TASKS, task_flags
+
+HUGE = str(10 ** 15)
+NUMBERS = ["", "x", "1.5", "-1", "-0.5", "0", HUGE, "9" * 30, "1e300", "inf", "nan", "ü💥"]
+TEXTS = ["", "x", "-1", HUGE, "ü💥", "../../etc", "/", "a\0b", "\udcff", "a" * 250, "a" * 5000, "'", "a,b", "*", "[",
+         "FILE", "FILE/x", "BINARY", "FOLDER"]
+# Integers that take no room, however large: where something ends, how often it is done, what is drawn.
+ONLY_NUMBERS = {"seed", "num_steps", "num_iterations", "warmup_steps", "save_every", "eval_every", "sample_every",
+                "eval_tokens", "split_tokens", "max_per_task", "max_examples", "max_chars", "doc_cap",
+                "num_scored", "max_rollouts", "max_rows", "top_k", "micro_batch_tokens", "rows_per_chunk", "from_step",
+                "max_new_tokens", "verifier_shared_layers"}
+TASK_PREFIXES = tuple(name for name in TASKS if name != "chain")
+class Begun(BaseException):
+    """The flags were taken: here the work would begin."""
+
+
+def begin(*_, **__):
+    raise Begun
+
+
+# Of each script: the flags of a call that it takes, and the names in it where its work begins.
+CPU = ["--device-type", "cpu"]
+NEW = [*CPU, "--model-tag", "new", "--depth", "1", "--n-embd", "32", "--n-head", "1", "--sequence-len", "64"]
+CALLS = {
+    base_eval: ([*CPU, "--model-tag", "base"], ["generate", "bits_per_byte", "evaluate_core_task"]),
+    base_train: ([*NEW, "--data", "texts", "--total-batch-size", "512", "--num-iterations", "1"], ["start_run"]),
+    bench_engine: (CPU, ["transformers"]),
+    bench_kernels: (CPU, ["make_inputs"]),
+    bench_step: (CPU, ["one_step"]),
+    chat_cli: ([*CPU, "-g", "tiny", "-p", "1+2"], ["generate"]),
+    chat_eval: ([*CPU, "-g", "tiny", "-i", "sft", "-x", "1"], ["Sampler", "letter_accuracy"]),
+    chat_sft: ([*TASK_FLAGS, *NEW, "--role", "generator"], ["start_run"]),
+    demo: (["r", *CPU], ["solve"]),
+    hf_export: (["--model-tag", "imported", "--stage", "sft", "--to", "to"], ["load_model"]),
+    hf_import: (["--source", "model", "--model-tag", "new"], ["keep_tokenizer"]),
+    hf_random: (["--to", "to", "--n-layer", "1", "--n-embd", "32", "--vocab-size", "300"], ["allocate"]),
+    plan_cost: ([], ["rl_rows"]),
+    plan_memory: (["--generator", "qwen2.5-0.5b"], []),
+    report: (["r"], ["write_page"]),
+    run_arms: ([], ["carry_out_all"]),
+    task_text: ([*TASK_FLAGS, "--out", "to", "--num-documents", "9"], []),
+    tok_eval: ([], ["compression_table"]),
+    tok_train: ([*TASK_FLAGS, "--num-texts", "2", "--vocab-size", "266"], ["check_models"]),
+    verifier_eval: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "1"],
+                    ["evaluate_best_of_n", "evaluate_processbench"]),
+}
+
+
+@pytest.fixture(scope="module")
+def furnished(sft_base, tmp_path_factory):
+    """A folder with all that the calls need: checkpoints of every stage, a finished run, text, a model of the hub's
+    form."""
+    folder = tmp_path_factory.mktemp("furnished")
+    shutil.copytree(sft_base, folder / "base")
+    (folder / "texts").mkdir()
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / "texts" / name).write_text((json.dumps({"text": "some words " * 20}) + "\n") * 200)
+    (folder / "FILE").write_text("plain text\n")
+    (folder / "BINARY").write_bytes(bytes(range(256)) * 4)
+    (folder / "FOLDER").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))
+        patch.chdir(folder)
+        model, meta = load_model("sft", "tiny", torch.device("cpu"), torch.float32)
+        save_model("base", "base", 1, model, {})
+        tango_rl.main(parse(tango_rl, rl_flags("--run", "r", "--num-steps", "1", "--warmup-steps", "1")))
+        hf_random.main(parse(hf_random, ["--n-layer", "1", "--n-embd", "32", "--vocab-size", "300", "--to", "model"]))
+        save_model("sft", "imported", 0, read_model("model", torch.device("cpu"), torch.float32), {})
+    return folder
+
+
+@pytest.fixture
+def place(furnished, tmp_path, monkeypatch):
+    """A copy of it, from whose depth no path of the tests leads out."""
+    folder = tmp_path / "deep" / "down"
+    shutil.copytree(furnished, folder)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder / "base"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", begin)
+    monkeypatch.setattr(dataloader, "BUFFER", 8)
+    opened = functools.cache(lambda *sources: open_rows(list(sources)))
+    monkeypatch.setattr(dataloader, "open_rows", lambda sources: opened(*sources))
+    return tmp_path
+
+
+def calls_of(parser, flags: list[str], is_tested) -> list[tuple]:
+    """(flag, value, whole call) for every value of every flag that takes one. A flag of a task goes with the task."""
+    calls = []
+    for action in parser._actions:
+        if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction) or not is_tested(action.dest):
+            continue
+        task = next((["--task", name] for name in TASK_PREFIXES if action.dest.startswith(f"{name}_")), [])
+        for value in NUMBERS if action.type in (int, float) else TEXTS:
+            words = ([*flags, *task, f"{action.option_strings[-1]}={value}"] if action.option_strings
+                     else [value, *flags[1:]])
+            calls.append((action, value, words))
+    return calls
+
+
+def outcome(script, parser, flags: list[str], place, capsys) -> str:
+    """"taken", "refused", or in words what else became of a call."""
+    before = files_under(place)
+    try:
+        script_main(script.main, parser, flags)
+    except Begun:
+        return "taken"
+    except SystemExit as stop:
+        err = capsys.readouterr().err
+        if stop.code != 2 or not err.startswith("error: ") or err.count("\n") != 1:
+            return f"exit code {stop.code}: {err}"
+        return "refused" if files_under(place) == before else "refused, but something was written"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "taken"
+
+
+def failures(script, parser, flags: list[str], place, capsys, is_tested=lambda name: True,
+             takes_room=lambda name: False) -> list[str]:
+    """What is wrong with what became of the calls, a line for each."""
+    assert outcome(script, parser, flags, place, capsys) == "taken"
+    found = []
+    for action, value, words in calls_of(parser, flags, is_tested):
+        became = outcome(script, parser, words, place, capsys)
+        capsys.readouterr()
+        is_huge = action.type is int and value == HUGE and takes_room(action.dest)
+        if became != "refused" and (is_huge or became != "taken"):
+            found.append(f"{action.dest} {value[:40]!r}: {became}")
+    return found
+
+
+@pytest.mark.parametrize("script", CALLS, ids=lambda script: script.__name__)
+def test_every_flag_is_taken_or_refused_in_one_line(script, place, monkeypatch, capsys):
+    flags, beginnings = CALLS[script]
+    for name in beginnings:
+        monkeypatch.setattr(script, name, begin)
+    is_tested = (lambda name: True) if script is task_text else lambda name: name not in task_flags()
+    takes_room = lambda name: name not in ONLY_NUMBERS and script is not plan_memory  # which only multiplies
+    assert failures(script, script.make_parser(), flags, place, capsys, is_tested, takes_room) == []
+
+
+def no_folder(base) -> None:
+    shutil.rmtree(base)
+    base.touch()
+
+
+def no_tokenizer(base) -> None:
+    (base / "tokenizer" / "tokenizer.pkl").unlink()
+    (base / "tokenizer" / "tokenizer.pkl").mkdir()
+
+
+def no_stages(base) -> None:
+    for name in ("base_checkpoints", "chatsft_checkpoints", "chatrl_checkpoints", "runs", "logs"):
+        shutil.rmtree(base / name, ignore_errors=True)
+        (base / name).touch()
+
+
+@pytest.mark.parametrize("damage", [no_folder, no_tokenizer, no_stages])
+def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, capsys):
+    for script, (_, beginnings) in CALLS.items():
+        for name in beginnings:
+            monkeypatch.setattr(script, name, begin)
+    damage(place / "deep" / "down" / "base")
+    became = {script.__name__: outcome(script, script.make_parser(), flags, place, capsys)
+              for script, (flags, _) in CALLS.items()}
+    assert set(became.values()) == {"taken", "refused"}, became
+    if damage is no_folder:
+        needed = {"base_eval", "base_train", "chat_cli", "chat_eval", "chat_sft", "demo", "hf_export", "hf_import",
+                  "report", "run_arms", "tok_eval", "tok_train", "verifier_eval"}
+        assert {name.removeprefix("scripts.") for name in became if became[name] == "refused"} == needed
+
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_every_flag_of_every_recipe_is_taken_or_refused_in_one_line(recipe, place, monkeypatch, capsys):
+    monkeypatch.setattr(tango_rl, "check_problems", begin)
+    flags = rl_flags("--recipe", recipe)
+    shared = set() if recipe == "tango" else {action.dest for action in chat_rl.make_parser()._actions} - {"lr"}
+    is_tested = lambda name: name not in shared and name not in task_flags() and name != "recipe"
+    assert failures(tango_rl, tango_rl.make_parser(flags), flags, place, capsys, is_tested) == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_any_name_of_a_recipe_is_taken_or_refused_in_one_line(name, place, monkeypatch, capsys):
+    monkeypatch.setattr(tango_rl, "check_problems", begin)
+    assert outcome(tango_rl, tango_rl.make_parser, [*COMMON_RL_FLAGS, "--recipe", name], place, capsys) == "refused"

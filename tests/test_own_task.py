@@ -1,0 +1,210 @@
+"""
+A task of one's own, and its mistakes: what it gives wrongly is named, what it cannot score is counted, and the page's
+skeleton works.
+
+    python -m pytest tests/test_own_task.py
+"""
+import argparse
+import os
+import re
+
+import pytest
+import torch
+from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
+
+from nanochat import recipes
+from nanochat.common import BadInput, read_records, script_main
+from nanochat.rl.flags import warn_of_shared
+from nanochat.rl.scores import labels_of, outcomes_of
+from scripts import chat_eval, chat_sft, tango_rl
+from tasks import TASKS
+from tasks.chain import Chain
+from tasks.common import SPLIT_BUCKETS, Problem
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROBLEM = Problem("rl", 7, "1+2", "3")
+
+
+def train(*flags: str) -> None:
+    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
+
+
+def chain(**changes):
+    """A chain task whose methods are these instead."""
+    return type("Changed", (Chain,), changes)(parse(tango_rl, rl_flags()), 0)
+
+
+# Nothing that can be scored
+
+@pytest.mark.parametrize("recipe", recipes.names())
+def test_a_task_that_can_score_nothing_is_warned_of_once_and_the_run_goes_on(base, monkeypatch, capsys, recipe):
+    monkeypatch.setattr(Chain, "check", lambda self, problem, solution: None)
+    flags = ["--recipe", recipe, "--run", "r", "--save-every", "1"]
+    train(*flags, "--num-steps", "2")
+    told = capsys.readouterr().out.count("WARNING: no rollout of the generator could be scored")
+    metrics = str(base / "runs" / "r" / "metrics.jsonl")
+    first = [record for _, record in read_records(metrics)]
+    unscored = [r for r in first if r.get("gen/num_rollouts") and r["gen/reward"] is None]
+    assert told == (1 if unscored else 0)
+    if recipe == "grpo":
+        assert len(unscored) == 2 and all(r["gen/frac_reward_zero_std"] == 1 for r in unscored)
+    train(*flags, "--num-steps", "3", "--resume-from-step", "auto")
+    assert len(read_records(metrics)) > len(first)
+
+
+# What a task gives wrongly
+
+@pytest.mark.parametrize("outcome", [0.7, 1, "yes", torch.tensor(True), [True]])
+def test_an_outcome_that_is_none_is_named_with_the_task(outcome):
+    task = chain(check=lambda self, problem, solution: outcome)
+    with pytest.raises(BadInput, match=r"task chain: check\(\) gives .* for problem 7 of rl, not True, False or None"):
+        outcomes_of(task, [PROBLEM], ["1+2:3;=3"])
+
+
+@pytest.mark.parametrize("labels, words", [
+    ([True, False], "gives 2 labels .* its format finds 1 steps"), ([1], r"gives \[1\] .* not a list"),
+    (None, "gives None .* not a list"), ((True,), "not a list"), ([None], "not a list"), ("T", "not a list")])
+def test_step_labels_of_the_wrong_number_or_kind_are_named_with_the_task(labels, words):
+    task = chain(step_labels=lambda self, problem, solution: labels)
+    with pytest.raises(BadInput, match=rf"task chain: step_labels\(\) .*{words}"):
+        labels_of(task, PROBLEM, "1+2:3;=3")
+
+
+def test_step_labels_may_be_unknown():
+    assert labels_of(chain(step_labels=lambda self, problem, solution: []), PROBLEM, "1+2:3;=3") == []
+
+
+@pytest.mark.parametrize("method, value, words", [("check", 0.7, "check() gives 0.7"),
+                                                  ("step_labels", [True] * 9, "step_labels() gives 9 labels")])
+def test_a_tasks_mistake_ends_a_script_with_one_line(base, monkeypatch, capsys, method, value, words):
+    monkeypatch.setattr(Chain, method, lambda self, problem, solution: value)
+    for script, parser, flags in ((tango_rl, tango_rl.make_parser, rl_flags("--run", "r")),
+                                  (chat_eval, chat_eval.make_parser(), ["-i", "sft", "-g", "tiny", "-x", "4"])):
+        with pytest.raises(SystemExit) as stop:
+            script_main(script.main, parser, flags)
+        line = capsys.readouterr().err.strip()
+        assert stop.value.code == 2 and "\n" not in line and words in line
+
+
+# Splits
+
+def test_splits_that_share_problems_are_warned_of(capsys):
+    problems = lambda split, *texts: [Problem(split, i, text, "") for i, text in enumerate(texts)]
+    warn_of_shared({"rl": problems("rl", "a", "b"), "test_in": problems("test_in", "b", "c", "c"),
+                    "test_out": problems("test_out", "d")})
+    out = capsys.readouterr().out
+    assert out.count("WARNING") == 1
+    assert "splits rl and test_in share 1 of the 2 problems that were looked at, for example 'b'" in out
+
+
+# The skeleton of dev/your_own.md
+
+def skeleton() -> str:
+    with open(os.path.join(ROOT, "dev", "your_own.md"), encoding="utf-8") as f:
+        return re.search(r"## A task\n.*?```python\n(.*?)```", f.read(), re.DOTALL)[1]
+
+
+def test_the_skeleton_has_a_docstring_and_splits_without_common_problems():
+    names: dict = {}
+    exec(compile(skeleton(), "mine.py", "exec"), names)
+    assert names["__doc__"]
+    task = names["Mine"](argparse.Namespace(), 0)
+    texts = {split: {task.problem(split, i).prompt for i in range(200)} for split in SPLIT_BUCKETS}
+    assert len(texts) == 4 and all(not texts[a] & texts[b] for a in texts for b in texts if a != b)
+    problem = task.problem("rl", 3)
+    assert problem == task.problem("rl", 3) and eval(problem.prompt) == int(problem.answer)
+
+
+def test_the_skeleton_with_too_few_problems_is_refused_and_does_not_loop():
+    names: dict = {}
+    exec(compile(skeleton().replace("(0, 1000)", "(0, 1)"), "mine.py", "exec"), names)
+    task = names["Mine"](argparse.Namespace(), 0)
+    with pytest.raises(BadInput, match="1000 draws like '0\\+0' gave no problem"):
+        for split in ("sft", "rl", "test_in"):
+            task.problem(split, 0)
+
+
+# The task of a checkpoint
+
+def refusal(capsys, *flags: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        script_main(tango_rl.main, tango_rl.make_parser, list(flags))
+    line = capsys.readouterr().err.strip()
+    assert stop.value.code == 2 and "\n" not in line
+    return line
+
+
+@pytest.fixture
+def words_model(base):
+    """A generator of task last_letter."""
+    chat_sft.main(parse(chat_sft, ["--task", "last_letter", "--role", "generator", "--model-tag", "words", "--depth",
+                                   "1", "--n-embd", "64", "--n-head", "2", "--sequence-len", "512", "--num-steps",
+                                   "1", "--device-type", "cpu"]))
+    return base
+
+
+def test_a_checkpoint_of_another_task_is_refused_unless_the_task_is_said(words_model, capsys):
+    flags = ["--recipe", "grpo", "--model-tag", "words", "--num-steps", "1", "--examples-per-step", "2",
+             "--num-samples", "2", "--eval-examples", "2", "--max-new-tokens", "24", "--device-type", "cpu"]
+    line = refusal(capsys, *flags)
+    assert "checkpoint words was trained on task last_letter" in line and "--task chain" in line
+    script_main(tango_rl.main, tango_rl.make_parser, [*flags, "--task", "chain"])
+    assert os.listdir(words_model / "runs") == ["dummy-1"]
+
+
+def test_a_checkpoint_of_other_problems_is_refused_unless_they_are_said(base, capsys):
+    # without --chain-modulus 3
+    flags = [*COMMON_RL_FLAGS[len(TASK_FLAGS):], *TASK_FLAGS[2:], "--recipe", "grpo", "--num-steps", "1"]
+    line = refusal(capsys, *flags)
+    assert "checkpoint tiny was trained with --chain-modulus 3, and this run has 10 by default" in line
+    # what SFT alone depends on is no difference
+    script_main(tango_rl.main, tango_rl.make_parser, [*flags, "--chain-modulus", "3", "--chain-share", "0.1"])
+    capsys.readouterr()
+    assert "--chain-answer" not in refusal(capsys, *flags)
+
+
+# Sizes
+
+@pytest.mark.parametrize("flags, words", [
+    (["--num-samples", "999999999999"], "--num-samples 999999999999: a step holds"),
+    (["--examples-per-step", "4000000000"], "--examples-per-step 4000000000"),
+    (["--eval-examples", "1000000000"], "--eval-examples 1000000000: 1,000,000,000 problems per split"),
+    (["--max-rows", "100000000", "--num-samples", "10000000"], "GB"),
+])
+def test_sizes_that_no_memory_holds_are_refused_with_the_number(base, capsys, flags, words):
+    line = refusal(capsys, *rl_flags(*flags))
+    assert words in line
+    assert re.search(r"need.* at least [\d,]+ GB; there are [\d,]+ GB|needs [\d,.]+ GB per rank", line)
+    assert not (base / "runs").exists()
+
+
+def test_a_micro_batch_of_all_there_is_is_no_size(base):
+    train("--recipe", "grpo", "--num-steps", "1", "--micro-batch-tokens", "1000000000000")
+
+
+def test_a_stop_is_looked_for_while_problems_are_built(base, capsys, monkeypatch):
+    """The signal comes with the third problem of a step of a million."""
+    problem, made = Chain.problem, []
+
+    def counted(self, split, index):
+        if split == "rl" and index >= 1000:
+            made.append(index)
+            if len(made) == 3:
+                os.kill(os.getpid(), 15)
+        return problem(self, split, index)
+    monkeypatch.setattr(Chain, "problem", counted)
+    with pytest.raises(SystemExit) as stop:
+        script_main(tango_rl.main, tango_rl.make_parser, rl_flags("--recipe", "grpo", "--run", "r",
+                                                                  "--examples-per-step", "100000"))
+    assert stop.value.code == 143 and len(made) < 10 and "stopped behind step 0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"fmt": "x"}, "needs a name (text) and a fmt"), ({"name": None}, "needs a name (text) and a fmt"),
+    ({"check": None}, "has no method check"), ({"verification_demo": 3}, "has no method verification_demo"),
+    ({"problem": lambda self, split, index: Problem(split, index, "1+2", 3)}, "prompt and answer are text"),
+    ({"problem": lambda self, split, index: "1+2"}, "problem('rl', 0) gives 1+2")])
+def test_a_part_that_a_task_lacks_is_named_before_any_work(base, monkeypatch, capsys, changes, words):
+    monkeypatch.setitem(TASKS, "mine", type("Mine", (Chain,), changes))
+    line = refusal(capsys, *rl_flags("--task", "mine"))
+    assert "--task mine: " in line and words in line and not (base / "runs").exists()
