@@ -6,7 +6,7 @@ from functools import partial
 from nanochat.common import BadInput
 from nanochat.rl.formats import Format
 from tasks import chain, competition, gsm8k, last_letter, mixture
-from tasks.common import Problem
+from tasks.common import SPLIT_BUCKETS, Problem
 
 TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
@@ -56,10 +56,15 @@ def check_parts(name: str, task) -> None:
     for part in ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo"):
         if not callable(getattr(task, part, None)):
             raise BadInput(f"--task {name}: its class has no method {part}")
-    problem = task.problem("rl", 0)
-    if not isinstance(problem, Problem) or not isinstance(problem.prompt, str) or not isinstance(problem.answer, str):
-        raise BadInput(f"--task {name}: problem('rl', 0) gives {str(problem)[:80]}: it must be a Problem whose prompt "
-                       f"and answer are text")
+    for split in SPLIT_BUCKETS:
+        try:
+            problem = task.problem(split, 0)
+        except BadInput:  # nothing of this split among what was given: who draws from it is told
+            continue
+        texts = (problem.prompt, problem.answer) if isinstance(problem, Problem) else (None,)
+        if not all(isinstance(text, str) for text in texts):
+            raise BadInput(f"--task {name}: problem({split!r}, 0) gives {str(problem)[:80]}: it must be a Problem whose "
+                           f"prompt and answer are text")
 
 
 def task_texts(task, num_problems: int, seed: int):

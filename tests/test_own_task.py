@@ -203,7 +203,7 @@ def test_a_stop_is_looked_for_while_problems_are_built(base, capsys, monkeypatch
     ({"fmt": "x"}, "needs a name (text) and a fmt"), ({"name": None}, "needs a name (text) and a fmt"),
     ({"check": None}, "has no method check"), ({"verification_demo": 3}, "has no method verification_demo"),
     ({"problem": lambda self, split, index: Problem(split, index, "1+2", 3)}, "prompt and answer are text"),
-    ({"problem": lambda self, split, index: "1+2"}, "problem('rl', 0) gives 1+2")])
+    ({"problem": lambda self, split, index: "1+2"}, "problem('sft', 0) gives 1+2")])
 def test_a_part_that_a_task_lacks_is_named_before_any_work(base, monkeypatch, capsys, changes, words):
     monkeypatch.setitem(TASKS, "mine", type("Mine", (Chain,), changes))
     line = refusal(capsys, *rl_flags("--task", "mine"))

@@ -381,7 +381,7 @@ def test_a_run_that_made_no_step_gives_its_name_back(base, own):
     own.write_text(text.replace("solutions.lengths", "solutions.lenghts"))
     with pytest.raises(AttributeError):
         train(str(own), "--run", "mine")
-    for name in (signal.SIGTERM, signal.SIGINT):  # a run has its lock until its process ends, or all that holds it
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a run has its lock until all that holds it is gone
         signal.signal(name, signal.SIG_DFL)
     gc.collect()
     own.write_text(text)
