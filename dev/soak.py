@@ -18,10 +18,11 @@ from collections import Counter
 import torch
 
 from nanochat.checkpoint import load_file, saved_steps
-from nanochat.common import MEASURED, BadInput, path_of, read_records, script_main
+from nanochat.common import BadInput, path_of, read_records, script_main
 from nanochat.rl.resume import read_config
 from nanochat.rl.roles import short_name
 from nanochat.rl.state import tag_of
+from nanochat.run import MEASURED
 
 # of a state: what tells of the machine, and of how the files were written
 CLOCKS = ("start_seconds", "step_seconds", "eval_seconds", "checksums")

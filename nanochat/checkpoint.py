@@ -133,6 +133,8 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
             print0(f"{path}: has no window_pattern, taken as L")
             given["window_pattern"] = "L"
         config = kind(**given)
+    except FileNotFoundError:
+        raise BadInput(f"{path} is missing") from None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise BadInput(f"{path} is no model's meta: {error}") from None
     missing = config.asdict().keys() - given.keys()
@@ -188,13 +190,15 @@ def load_state_dict(path: str) -> dict[str, torch.Tensor]:
 
 
 def check_state(state: dict, model, path: str) -> None:
-    """Raises BadInput for the first tensor of a state dict that is missing, of another shape than the model's or not
-    one of its."""
+    """Raises BadInput for the first tensor of a state dict that is missing, of another shape than the model's, of
+    integers, or not one of its."""
     expected = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     for name in sorted(expected.keys() | state.keys()):
         got = tuple(state[name].shape) if name in state else None
         if got != expected.get(name):
             raise BadInput(f"{path}: {name} is {got or 'missing'}, expected {expected.get(name) or 'no such tensor'}")
+        if not state[name].is_floating_point():
+            raise BadInput(f"{path}: {name} holds {state[name].dtype}: weights are floating-point numbers")
 
 
 def restore_model(model, state: dict, path: str) -> None:

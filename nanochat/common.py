@@ -1,36 +1,34 @@
 """
-What every script needs: bad input, device and ranks, the run and its folder, collectives. Importing it does nothing.
+What every script needs: bad input, device and ranks, collectives, files. Importing it does nothing.
 """
 import argparse
 import contextlib
 import ctypes
 import datetime
-import fcntl
 import functools
 import json
 import math
 import os
 import re
-import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
+import urllib.parse
+import urllib.request
 import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from nanochat import __version__
 
 NUM_WAITING = 8  # threads of in_threads
 MOST = 10 ** 18  # of an integer flag: twice as many are still 64 bits
-# The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.
-MEASURED = ("timing_s/", "tokens_per_s", "peak_memory_gb", "resident_gb", "open_files")
 NUM_PRODUCTS = 64  # kept by keep_few_products: a model's few shapes, many times over
+HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
 STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
 
 
@@ -56,6 +54,7 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
 
     Where another rank has said why it ends, this one's own failure is its consequence, and is not shown.
     """
+    open_missing_streams()
     argv = sys.argv[1:] if argv is None else argv
     argv = argv[1:] if argv[:1] == ["--"] else argv
     code = 0
@@ -70,6 +69,9 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
     except (Diverged, CannotWrite) as error:
         complain(f"stopped: {one_line(error)}")
         code = 1
+    except BrokenPipeError:  # who read the output, as `head` does, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 141  # 128 + SIGPIPE
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
         complain(f"error: {error.filename}: {error.strerror}")
         code = 2
@@ -91,6 +93,13 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
         os._exit(code)
     if code:
         sys.exit(code)
+
+
+def open_missing_streams() -> None:
+    """Stands the null device in for those of stdin, stdout and stderr that the process was started without."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def refuse(explain, message: str) -> None:
@@ -477,134 +486,6 @@ def finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass
-class Run:
-    """One run of a script: its device and ranks, its folder, its log, and the request to stop."""
-    name: str
-    device: torch.device
-    rank: int
-    world: int
-    folder: str
-    lock: object = None  # rank 0's open lock file
-    wandb: object = None
-    wants_events: bool = False  # --tensorboard
-    events: object = None  # rank 0's writer of event files, from trim on
-    stop_signal: bool = False
-    started: float = field(default_factory=time.time)
-
-    def on_signal(self, *_) -> None:
-        self.stop_signal = True
-
-    def should_stop(self) -> bool:
-        """Whether this rank was told to stop; no collective, safe anywhere."""
-        return self.stop_signal
-
-    def check_stop(self) -> None:
-        """Raises StopRequested on every rank if any was told to stop. A collective: all ranks call it at the same
-        points."""
-        if all_reduce(torch.tensor(int(self.stop_signal), device=self.device), "max").item():
-            raise StopRequested
-
-    def log(self, record: dict) -> None:
-        """Appends one record to metrics.jsonl and shows it to wandb and TensorBoard; rank 0."""
-        if self.rank == 0:
-            self.append("metrics.jsonl", record)
-            if self.wandb:
-                self.wandb.log(record, step=record["step"])
-            if self.events:
-                self.add_events([record])
-
-    def add_events(self, records: Iterable[dict]) -> None:
-        """Adds the finite numbers of records to TensorBoard's event files."""
-        for record in records:
-            for name, value in finite(record).items():
-                if isinstance(value, int | float) and name != "step":
-                    self.events.add_scalar(name, value, record["step"])
-        self.events.flush()
-
-    def append(self, name: str, record: dict) -> None:
-        """Appends a line of json to a file of the run; numbers that are not finite become null, as json has none."""
-        path = os.path.join(self.folder, name)
-        with writing(path), open(path, "a") as f:
-            f.write(json.dumps(finite(record), allow_nan=False) + "\n")
-
-    def trim(self, name: str, step: int) -> None:
-        """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from.
-        Event files are written afresh from metrics.jsonl, so no step is in them twice; trim it before the first log."""
-        path, kept = os.path.join(self.folder, name), []
-        if self.rank == 0 and os.path.exists(path):
-            kept = [line for line, record in read_records(path) if record["step"] < step]
-            with whole_file(path) as f:
-                f.writelines(kept)
-        if self.rank == 0 and self.wants_events and name == "metrics.jsonl":
-            folder = os.path.join(self.folder, "tensorboard")
-            shutil.rmtree(folder, ignore_errors=True)
-            self.events = summary_writer()(folder)
-            self.add_events(map(json.loads, kept))
-
-    def remove(self, name: str) -> None:
-        """Removes a file of the run's folder, if it is there; rank 0."""
-        path = os.path.join(self.folder, name)
-        if self.rank == 0 and os.path.exists(path):
-            os.remove(path)
-
-    def finish(self) -> None:
-        if self.lock:
-            self.lock.close()
-        if self.wandb:
-            self.wandb.finish()
-        if self.events:
-            self.events.close()
-
-
-def add_run_args(parser) -> None:
-    """The flags that all training scripts share."""
-    group = parser.add_argument_group("run")
-    group.add_argument("--run", default="dummy",
-                       help="name of the run, its folder and its checkpoints; 'dummy' = a numbered name and no wandb")
-    group.add_argument("--seed", type=int, default=0, help="seed of weights, problems and sampling noise")
-    group.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
-                       help="default: the best there is")
-    group.add_argument("--tensorboard", action=AskTensorboard, nargs=0, default=False,
-                       help="also write the metrics as TensorBoard event files, in the folder tensorboard of the run's")
-
-
-class AskTensorboard(argparse.Action):
-    """A flag without a value. Raises BadInput where event files cannot be written."""
-    def __call__(self, parser, namespace, *_) -> None:
-        summary_writer()
-        setattr(namespace, self.dest, True)
-
-
-def summary_writer():
-    """The class that writes TensorBoard's event files. Raises BadInput where its package is missing."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise BadInput(f"--tensorboard: {error}; run `pip install tensorboard`") from None
-    return SummaryWriter
-
-
-def choose_run_name(name: str) -> str:
-    """The run's name: for "dummy" the first free dummy-<n>. Raises BadInput for one that is no folder name."""
-    check_name("--run", name)
-    if name != "dummy":
-        return name
-    n = 1
-    while os.path.exists(path_of("runs", f"dummy-{n}")):
-        n += 1
-    return f"dummy-{n}"
-
-
-def claim_run_name(name: str) -> str:
-    """The run's name, for "dummy" with its folder made: another process then chooses another."""
-    while (chosen := choose_run_name(name)) != name:
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(path_of("runs", chosen))
-            return chosen
-    return name
-
-
 def check_writable(path: str) -> None:
     """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Leaves nothing behind."""
     if not path:
@@ -620,56 +501,6 @@ def check_writable(path: str) -> None:
         raise BadInput(f"cannot write to {path} ({parent}: {error.strerror})") from None
 
 
-def uses_wandb(run_name: str) -> bool:
-    """A run goes to wandb unless it is a dummy or WANDB_MODE=disabled. Raises BadInput when it should and cannot."""
-    mode = os.environ.get("WANDB_MODE", "online")
-    if run_name.startswith("dummy") or mode == "disabled":
-        return False
-    if mode == "online":
-        import wandb
-        if not wandb.login(prompt=False, verify=False):
-            raise BadInput(f"--run {run_name}: wandb has no API key; "
-                           f"run `wandb login`, or set WANDB_MODE=offline or WANDB_MODE=disabled")
-    return True
-
-
-def lock_run(folder: str):
-    """Takes a run's lock, held while the returned file is open. Raises BadInput when another process has it,
-    CannotWrite."""
-    path = os.path.join(folder, "lock")
-    with writing(path):
-        lock = open(path, "w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise BadInput(f"{folder}: another process is at work on this run") from None
-    return lock
-
-
-def start_run(args, device: torch.device, config: dict, resumed: bool, folder: str = "") -> Run:
-    """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM, SIGINT and
-    SIGHUP, and starts wandb where it is wanted."""
-    rank, world = rank_and_world()
-    run = Run(args.run, device, rank, world, folder or path_of("runs", args.run), wants_events=args.tensorboard)
-    if rank == 0:
-        try:
-            os.makedirs(run.folder, exist_ok=True)
-        except OSError as error:
-            raise BadInput(f"cannot write to {run.folder} ({error.strerror})") from None
-        run.lock = lock_run(run.folder)
-        if not resumed:
-            write_json(os.path.join(run.folder, "config.json"), config)
-        if uses_wandb(args.run):
-            import wandb
-            run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow",
-                                   dir=run.folder, config=config)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the last one of a terminal that is closed
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
-            signal.signal(number, run.on_signal)
-    return run
-
-
 def quiet_datasets():
     """The `datasets` library, without progress bars and without its calls home, which make opening local files wait for
     a network."""
@@ -681,16 +512,18 @@ def quiet_datasets():
     return datasets
 
 
-def describe_versions() -> dict:
-    """Versions and commit, for config.json. The commit is None where git does not keep this file: an installed package
-    may lie inside another repository."""
-    import subprocess
-    here, name = os.path.split(os.path.abspath(__file__))
-    ask = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
+@functools.cache
+def look_for_hub() -> None:
+    """To be called before the hub is asked. Where no connection to it can be made, its libraries work offline from here
+    on, with what they downloaded before: they would try again for half a minute at every call."""
+    import datasets
+    import huggingface_hub
+    hub = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
+    if huggingface_hub.constants.HF_HUB_OFFLINE or urllib.request.getproxies():  # a proxy finds it
+        return
     try:
-        is_tracked = ask("ls-files", "--error-unmatch", name).returncode == 0
-        commit = ask("rev-parse", "HEAD").stdout.strip() if is_tracked else ""
-    except FileNotFoundError:  # no git on this machine
-        commit = ""
-    return {"version": __version__, "python": sys.version.split()[0], "torch": torch.__version__,
-            "commit": commit or None, "started": datetime.datetime.now().isoformat(timespec="seconds")}
+        socket.create_connection((hub.hostname, hub.port or hub.scheme), timeout=HUB_SECONDS).close()
+    except OSError as error:
+        print0(f"WARNING: {hub.hostname} cannot be reached ({error.strerror or error}): what was downloaded before is "
+               f"used")
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nanochat.common import BadInput, print0, quiet_datasets
+from nanochat.common import BadInput, look_for_hub, print0, quiet_datasets
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 BUFFER = 1000     # documents that wait for a row they fit
@@ -70,6 +70,7 @@ def open_rows(sources: list[str]):
             options = {"sample_by": "document"} if kind == "text" else {}
             rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **options)
         else:
+            look_for_hub()
             name, split = HUB_NAME.fullmatch(sources[0]).groups()
             rows = datasets.load_dataset(name, split=split or "train", streaming=True)
         columns = rows.column_names or list(next(iter(rows)))

@@ -20,15 +20,16 @@ import torch.distributed as dist
 from nanochat.bench import machine_speed
 from nanochat.checkpoint import (load_file, load_model, load_training, resumable_steps, resume_step, save_model,
                                  save_training, saying_what_is_whole, warn_of_later_steps)
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, check_least, check_most,
-                             check_name, check_writable, compute_dtype, describe_versions, flag_defaults, in_words,
-                             init_device, path_of, print0, rank_and_world, script_main, start_run, uses_wandb)
+from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, check_least, check_most, check_name,
+                             check_writable, compute_dtype, flag_defaults, in_words, init_device, path_of, print0,
+                             rank_and_world, script_main)
 from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
+from nanochat.run import add_run_args, describe_versions, start_run, uses_wandb
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import check_weights
 

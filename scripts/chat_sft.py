@@ -23,10 +23,9 @@ import torch
 
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
                                  saying_what_is_whole, warn_of_later_steps)
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, all_reduce, barrier, check_least,
-                             check_most, check_name, check_writable, compute_dtype, describe_versions, flag_defaults,
-                             in_words, init_device, path_of, print0, rank_and_world, script_main, start_run,
-                             uses_wandb)
+from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, barrier, check_least, check_most,
+                             check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device, path_of,
+                             print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
@@ -39,6 +38,7 @@ from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import outcomes_of
+from nanochat.run import add_run_args, describe_versions, start_run, uses_wandb
 from nanochat.weights import check_weights, whole_state
 from tasks import add_task_args, make_task
 from tasks.conversations import load_conversations

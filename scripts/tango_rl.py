@@ -11,8 +11,10 @@ One process per GPU holds all roles, samples and trains. The ratio is exactly 1 
         --recompute --dry-run
 """
 import argparse
+import math
 import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -22,10 +24,9 @@ import torch
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps, saying_what_is_whole
-from nanochat.common import (BadInput, Diverged, StopRequested, add_run_args, check_writable, choose_run_name,
-                             claim_run_name, compute_dtype, describe_versions, finite, flag_defaults, gather_lists,
-                             init_device, path_of, print0, process_size, rank_and_world, script_main, start_run,
-                             uses_wandb, whole_file, write_json)
+from nanochat.common import (BadInput, Diverged, StopRequested, check_writable, compute_dtype, finite, flag_defaults,
+                             gather_lists, init_device, path_of, print0, process_size, rank_and_world, script_main,
+                             whole_file, write_json)
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
                                complete_args)
@@ -40,6 +41,7 @@ from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, l
                                short_name, trained_roles)
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
+from nanochat.run import add_run_args, choose_run_name, claim_run_name, describe_versions, start_run, uses_wandb
 from nanochat.weights import check_weights
 from tasks import add_task_args, make_task
 
@@ -117,7 +119,11 @@ def train(t: Play, recipe) -> None:
             raise Diverged(f"in {t.step} steps the {counted} has made {t.steps[counted]} of its {t.args.num_steps} "
                            f"updates; the recipe planned {sum(t.totals.values())} of all roles")
         with one_step(t, recipe, counted) as updated:
-            for update in recipe.play(t):
+            updates = recipe.play(t)
+            if not isinstance(updates, Iterator):
+                raise BadInput(f"--recipe {t.args.recipe}: play gives a {type(updates).__name__}: it must yield an "
+                               f"Update for each optimizer step")
+            for update in updates:
                 metrics = apply_update(t, update)
                 t.log(update.role, metrics)
                 updated.append(update)
@@ -205,10 +211,15 @@ def held_out(t: Play, recipe) -> dict:
     with evaluating(t):
         scores = recipe.evaluate(t)
     if not isinstance(scores, dict):
-        raise ValueError(f"evaluate gives a {type(scores).__name__}, not a dict of scores")
+        raise BadInput(f"--recipe {t.args.recipe}: evaluate gives a {type(scores).__name__}, not a dict of scores")
     for name, value in scores.items():
         if not (value is None or isinstance(value, bool | int | float)):
-            raise ValueError(f"evaluate gives {name} as a {type(value).__name__}: scores are numbers or None")
+            raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name} as a {type(value).__name__}: scores are "
+                           f"numbers or None")
+        if value is not None and not math.isfinite(value) and name not in t.told:
+            t.told.add(name)
+            print0(f"WARNING: evaluate gives {name} as {value}, which is logged as null; one that cannot be told is "
+                   f"None")
     return scores
 
 
@@ -286,6 +297,10 @@ def main(args) -> None:
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
     state = load_set(args.run, resume_step, roles, device, args.shard) if resume_step is not None else None
+    made = state.role_steps[trained[0]] if state else 0
+    if made > args.num_steps:
+        raise BadInput(f"--num-steps {args.num_steps}: run {args.run} has made {made} updates of the {trained[0]}; "
+                       f"continue it with as many or more")
     run = open_run(args, recipe, task, starts, device, world, resume_step)
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)

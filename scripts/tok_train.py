@@ -12,10 +12,11 @@ import time
 from itertools import chain
 
 from nanochat.checkpoint import list_tags
-from nanochat.common import (BadInput, add_run_args, check_least, check_most, check_writable, path_of, print0,
-                             rank_and_world, script_main)
+from nanochat.common import (BadInput, check_least, check_most, check_writable, path_of, print0, rank_and_world,
+                             script_main)
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.run import add_run_args
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks import add_task_args, make_task, task_texts
 

@@ -1,5 +1,6 @@
 """Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
 import argparse
+import inspect
 import random
 from functools import partial
 
@@ -44,6 +45,10 @@ def make_task(args):
     """The task that --task names. Raises BadInput for an unknown name or flags that do not fit."""
     if args.task not in TASKS:
         raise BadInput(f"--task {args.task}: there are {', '.join(TASKS)}")
+    try:
+        inspect.signature(TASKS[args.task]).bind(args, args.seed)
+    except TypeError:
+        raise BadInput(f"--task {args.task}: its class must take (args, seed)") from None
     task = TASKS[args.task](args, args.seed)
     check_parts(args.task, task)
     return task
@@ -63,8 +68,8 @@ def check_parts(name: str, task) -> None:
             continue
         texts = (problem.prompt, problem.answer) if isinstance(problem, Problem) else (None,)
         if not all(isinstance(text, str) for text in texts):
-            raise BadInput(f"--task {name}: problem({split!r}, 0) gives {str(problem)[:80]}: it must be a Problem whose "
-                           f"prompt and answer are text")
+            raise BadInput(f"--task {name}: problem({split!r}, 0) gives {str(problem)[:80]}: it must be a Problem "
+                           f"whose prompt and answer are text")
 
 
 def task_texts(task, num_problems: int, seed: int):

@@ -9,7 +9,7 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from nanochat.common import BadInput, quiet_datasets
+from nanochat.common import BadInput, look_for_hub, quiet_datasets
 from nanochat.rl.formats import Format
 from tasks.grading import extracted, grade
 
@@ -96,6 +96,8 @@ def read_table(where: str, columns: tuple[str, ...], *path, **options):
     """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it
     cannot or a column is missing."""
     datasets = quiet_datasets()
+    if "data_files" not in options:
+        look_for_hub()
     try:
         table = datasets.load_dataset(*path, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:

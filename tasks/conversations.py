@@ -5,7 +5,7 @@ or a `datasets` name.
 import json
 import os
 
-from nanochat.common import BadInput, quiet_datasets
+from nanochat.common import BadInput, look_for_hub, quiet_datasets
 
 
 def check_messages(where: str, messages) -> list[dict]:
@@ -59,6 +59,7 @@ def _from_hub(source: str) -> list[list[dict]]:
     name, _, split = source.partition(":")
     if os.path.splitext(name)[1] in (".json", ".jsonl"):
         raise BadInput(f"{source}: no such file")
+    look_for_hub()
     try:
         rows = quiet_datasets().load_dataset(name, split=split or "train")["messages"]
     except Exception as error:  # datasets raises many types for names that are not there

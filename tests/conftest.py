@@ -13,6 +13,7 @@ import pytest
 import torch
 
 os.environ.setdefault("WANDB_MODE", "disabled")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any module of ours is imported
 # Every test passes with any: TEST_SEED draws the crafted pair anew, TEST_THREADS changes how its sums are split.
@@ -165,4 +166,10 @@ def as_rank(rank: int, share, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     share(folder)
+    end_rank()
+
+
+def end_rank() -> None:
+    """Ends a rank that has done its work, as script_main does: Gloo's threads may abort the interpreter's shutdown."""
     torch.distributed.destroy_process_group()
+    os._exit(0)

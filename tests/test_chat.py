@@ -20,10 +20,11 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse
 
 from nanochat import engine
 from nanochat.checkpoint import load_model
-from nanochat.common import MEASURED, script_main
+from nanochat.common import script_main
 from nanochat.rl.formats import PAPER
 from nanochat.rl import scores as rl_scores
 from nanochat.rl.sampling import Sampler
+from nanochat.run import MEASURED
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_eval, chat_rl, chat_sft, tango_rl
 from tasks import make_task

@@ -15,9 +15,12 @@ import pytest
 import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
-from nanochat import __version__, common
-from nanochat.common import Run, describe_versions, process_size, script_main
+from nanochat import __version__
+from nanochat.common import process_size, script_main
+from nanochat.run import Run, describe_versions
 from scripts import base_train, chat_sft, tango_rl, tok_train
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def drawn(folder) -> dict[str, list[tuple[int, float]]]:
@@ -115,8 +118,8 @@ def test_the_commit_is_that_of_a_checkout_and_of_no_repository_around_it(monkeyp
     git = lambda *words: subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *words], cwd=tmp_path,
                                         capture_output=True, text=True, check=True).stdout.strip()
     (tmp_path / "nanochat").mkdir()
-    (tmp_path / "nanochat" / "common.py").touch()
-    monkeypatch.setattr(common, "__file__", str(tmp_path / "nanochat" / "common.py"))
+    (tmp_path / "nanochat" / "run.py").touch()
+    monkeypatch.setattr("nanochat.run.__file__", str(tmp_path / "nanochat" / "run.py"))
     assert describe_versions()["commit"] is None
     git("init")
     git("commit", "--allow-empty", "-m", "another project")
@@ -137,7 +140,8 @@ def test_the_size_of_the_process_is_what_it_holds(monkeypatch, tmp_path):
     if before["resident_gb"] is None:
         pytest.skip("no /proc")
     block, files = mmap.mmap(-1, 2 * 10 ** 8), [open(tmp_path / str(i), "w") for i in range(3)]
-    block[:] = b"x" * len(block)  # pages of its own, where freed memory would serve an array
+    for start in range(0, len(block), 10 ** 6):  # pages of its own, where freed memory would serve an array
+        block[start: start + 10 ** 6] = b"x" * 10 ** 6
     held = process_size()
     assert held["open_files"] == before["open_files"] + 3
     assert held["resident_gb"] - before["resident_gb"] == pytest.approx(len(block) / 1e9, rel=0.1)
@@ -191,3 +195,21 @@ def test_what_the_system_refuses_is_one_line(capsys, failure, code, line):
     with pytest.raises(SystemExit) as stop:
         script_main(lambda args: failure(), argparse.ArgumentParser(), [])
     assert stop.value.code == code and re.fullmatch(line + "\n", capsys.readouterr().err)
+
+
+STREAMS = """
+import sys
+from nanochat.common import script_main
+def main(args):
+    print(sys.stdin.read() * 10 ** 5, flush=True)
+    print("error", file=sys.stderr, flush=True)
+script_main(main, __import__("argparse").ArgumentParser())
+"""
+
+
+@pytest.mark.parametrize("redirected, code", [
+    ("<&-", 0), (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("| true; exit ${PIPESTATUS[1]}", 141)])
+def test_a_script_lives_without_its_streams_and_ends_quietly_when_nobody_reads_on(redirected, code):
+    done = subprocess.run(["bash", "-c", f'echo text | {sys.executable} -c "$0" {redirected}', STREAMS],
+                          capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == code and done.stderr in ("", "error\n")

@@ -18,11 +18,12 @@ import torch
 from conftest import TASK_FLAGS, parse, rl_flags
 
 from nanochat.checkpoint import load_file, load_model, save_atomic, saved_steps
-from nanochat.common import BadInput, CannotWrite, Diverged, Run, read_records, script_main
+from nanochat.common import BadInput, CannotWrite, Diverged, read_records, script_main
 from nanochat.rl import play
 from nanochat.rl.play import Play
 from nanochat.rl.roles import find_starts, load_roles
 from nanochat.rl.state import load_set, save_set
+from nanochat.run import Run
 from scripts import base_train, chat_sft, tango_rl
 
 GRPO = ["--recipe", "grpo", "--run", "r", "--save-every", "1"]
@@ -207,6 +208,21 @@ def test_a_damaged_file_of_a_set_is_named(trained, capsys, name, damage, word):
     assert sorted(os.listdir(trained / "runs" / "r")) == before
 
 
+@pytest.mark.parametrize("damage", [lambda path: path.write_bytes(path.read_bytes()[:-100]),
+                                    lambda path: path.write_bytes(b""), lambda path: path.unlink()])
+def test_a_damaged_meta_of_a_set_is_named(trained, capsys, damage):
+    damage(trained / "chatrl_checkpoints" / "r-gen" / "meta_000002.json")
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
+    assert code == 2 and "r-gen/meta_000002.json is " in line and "\n" not in line
+
+
+def test_fewer_steps_than_were_made_are_refused_and_leave_the_run_as_it_was(trained, capsys):
+    config = (trained / "runs" / "r" / "config.json").read_bytes()
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "1")
+    assert code == 2 and "--num-steps 1: run r has made 2 updates of the generator" in line and "\n" not in line
+    assert (trained / "runs" / "r" / "config.json").read_bytes() == config
+
+
 @pytest.mark.parametrize("name", ["model_{}.pt", "optim_{}_rank0.pt"])
 def test_a_file_of_another_step_is_noticed(trained, capsys, name):
     folder = trained / "chatrl_checkpoints" / "r-gen"
@@ -273,6 +289,14 @@ def test_weights_that_are_not_finite_are_refused_at_load(base, capsys, value):
     code, line = outcome_of(capsys, "--run", "r")
     assert code == 2 and "model_000200.pt: transformer.h.1.mlp.c_fc.weight" in line and "not finite" in line
     assert not (base / "runs").exists()
+
+
+def test_weights_that_are_integers_are_refused_at_load(base, capsys):
+    path = base / "chatsft_checkpoints" / "tiny" / "model_000200.pt"
+    state = torch.load(path, weights_only=True)
+    torch.save(state | {"lm_head.weight": state["lm_head.weight"].long()}, path)
+    code, line = outcome_of(capsys, "--run", "r")
+    assert code == 2 and "lm_head.weight holds torch.int64: weights are floating-point numbers" in line
 
 
 def break_weights(model) -> None:

@@ -14,11 +14,12 @@ from conftest import TASK_FLAGS, parse, rl_flags
 from test_report import make_run
 
 from nanochat.checkpoint import save_atomic
-from nanochat.common import CannotWrite, Run, lock_run, make_folder, path_of, script_main, write_json
+from nanochat.common import CannotWrite, make_folder, path_of, script_main, write_json
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import write_model
 from nanochat.rl.page import draw_curves, write_run_page
 from nanochat.rl.report import read_run, tidy, write_csv
+from nanochat.run import Run, lock_run
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import allocate
 from scripts import hf_random, run_arms, tango_rl, task_text

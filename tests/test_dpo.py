@@ -13,7 +13,7 @@ from conftest import TASK_FLAGS, on_two_ranks
 from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
-from nanochat.common import BadInput, Run, path_of, rank_and_world
+from nanochat.common import BadInput, path_of, rank_and_world
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.recipes.dpo import learn_from_pairs, margins, pair_coefficients, right_and_wrong
@@ -22,6 +22,7 @@ from nanochat.rl.play import Play, apply_update
 from nanochat.rl.roles import Role
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.state import RunState
+from nanochat.run import Run
 from scripts import tango_rl
 from tasks import make_task
 

@@ -11,23 +11,30 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 from conftest import ONE, RL_FLAGS, on_two_ranks, parse, rl_flags
 
 from nanochat import common, core_eval
 from nanochat.checkpoint import load_meta
-from nanochat.common import BadInput, Diverged, lock_run
-from nanochat.hf.files import read_json
+from nanochat.common import BadInput, Diverged
+from nanochat.dataloader import open_rows
+from nanochat.hf.files import find_folder, read_json
 from nanochat.hf.tokenizer import load_tokenizer, parse_json
 from nanochat.rl import report, trainer
 from nanochat.rl.progress import health_warnings
 from nanochat.rl.resume import read_config
+from nanochat.run import claim_run_name, lock_run
 from scripts import tango_rl
+from tasks.common import read_table
 from tasks.conversations import load_conversations
 from test_tango_rl import ROOT, records, weights
 
@@ -191,6 +198,7 @@ ROWS = {
     ],
     "no network": [
         "tests/test_faults.py::test_nothing_is_looked_for_on_the_network",
+        "tests/test_faults.py::test_a_hub_that_cannot_be_reached_is_tried_once",
         "tests/test_tango_rl.py::test_wandb_offline_needs_no_network",
         "tests/test_hf_files.py::test_a_hub_that_gives_nothing_is_one_line",
     ],
@@ -379,6 +387,8 @@ def watch(event, args):
 LOCAL = (None, "", "localhost", "127.0.0.1", "::1")
 sys.addaudithook(watch)
 from conftest import TASK_FLAGS, parse, rl_flags
+for name in ("WANDB_MODE", "HF_HUB_OFFLINE"):  # which conftest sets
+    os.environ.pop(name, None)
 from scripts import chat_sft, tango_rl
 chat_sft.main(parse(chat_sft, ["--role", "generator", *TASK_FLAGS, "--device-type", "cpu", "--model-tag", sys.argv[1],
                                "--depth", "1", "--n-embd", "64", "--n-head", "2", "--sequence-len", "128",
@@ -392,9 +402,8 @@ def two_processes(sft_base, tmp_path_factory):
     """What SFT and a dummy run say in each of two processes that work in one base directory at the same time."""
     base = tmp_path_factory.mktemp("shared") / "base"
     shutil.copytree(sft_base, base)
-    env = {name: value for name, value in os.environ.items() if name not in ("WANDB_MODE", "HF_HUB_OFFLINE")}
-    env |= {"NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
+    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1",
+           "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
     processes = [subprocess.Popen([sys.executable, "-c", WATCHED, tag], env=env, cwd=ROOT, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True) for tag in ("one", "two")]
     return base, [(*process.communicate(timeout=200), process.returncode) for process in processes]
@@ -405,6 +414,32 @@ def test_nothing_is_looked_for_on_the_network(two_processes):
     wandb."""
     for _, err, code in two_processes[1]:
         assert code == 0 and "NETWORK" not in err, err[-2000:]
+
+
+ASKED = {"a table": lambda: read_table("owner/name", (), "owner/name", split="train"),
+         "text": lambda: open_rows(["owner/name"]), "conversations": lambda: load_conversations(["owner/name"]),
+         "a model": lambda: find_folder("owner/name")}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_hub_that_cannot_be_reached_is_tried_once(monkeypatch, capsys, asked):
+    """And whoever asks it is told so, with no library's own attempts."""
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(urllib.request, "getproxies", dict)
+    tried = []
+
+    def fail(host, *args, **kwargs):
+        tried.append(host)
+        raise OSError(101, "Network is unreachable")
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    common.look_for_hub.cache_clear()
+    for _ in range(2):
+        with pytest.raises(BadInput, match="owner/name"):
+            ASKED[asked]()
+    common.look_for_hub.cache_clear()
+    assert tried == ["huggingface.co"]
+    assert capsys.readouterr().out.count("WARNING: huggingface.co cannot be reached (Network is unreachable)") == 1
 
 
 def test_two_processes_in_one_base_directory_have_a_run_each_and_do_the_same(two_processes):
@@ -419,8 +454,8 @@ def test_two_processes_in_one_base_directory_have_a_run_each_and_do_the_same(two
 def test_a_dummy_name_that_two_processes_chose_is_the_first_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     chosen = iter(["dummy-1", "dummy-1", "dummy-2"])
-    monkeypatch.setattr(common, "choose_run_name", lambda name: next(chosen))
-    assert [common.claim_run_name("dummy"), common.claim_run_name("dummy")] == ["dummy-1", "dummy-2"]
+    monkeypatch.setattr("nanochat.run.choose_run_name", lambda name: next(chosen))
+    assert [claim_run_name("dummy"), claim_run_name("dummy")] == ["dummy-1", "dummy-2"]
     assert sorted(os.listdir(tmp_path / "runs")) == ["dummy-1", "dummy-2"]
 
 

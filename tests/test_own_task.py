@@ -201,6 +201,7 @@ def test_a_stop_is_looked_for_while_problems_are_built(base, capsys, monkeypatch
 
 @pytest.mark.parametrize("changes, words", [
     ({"fmt": "x"}, "needs a name (text) and a fmt"), ({"name": None}, "needs a name (text) and a fmt"),
+    ({"__init__": lambda self, args: None}, "its class must take (args, seed)"),
     ({"check": None}, "has no method check"), ({"verification_demo": 3}, "has no method verification_demo"),
     ({"problem": lambda self, split, index: Problem(split, index, "1+2", 3)}, "prompt and answer are text"),
     ({"problem": lambda self, split, index: "1+2"}, "problem('sft', 0) gives 1+2")])

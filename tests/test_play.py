@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import parse, rl_flags
 
-from nanochat.common import BadInput, Run, StopRequested
+from nanochat.common import BadInput, StopRequested
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
 from nanochat.rl import play as play_module
@@ -28,6 +28,7 @@ from nanochat.rl.rollouts import Rollouts, join
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.state import RunState, check_memory
 from nanochat.rl.trainer import update
+from nanochat.run import Run
 from scripts import tango_rl
 from tasks.common import Problem
 

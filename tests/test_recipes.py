@@ -19,7 +19,8 @@ import torch
 from conftest import parse, rl_flags
 
 from nanochat import recipes
-from nanochat.common import MEASURED, BadInput, Diverged, script_main
+from nanochat.common import BadInput, Diverged, script_main
+from nanochat.run import MEASURED
 from scripts import report, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -125,11 +126,14 @@ def test_a_continued_run_is_a_straight_one_bit_for_bit(at_base, recipe):
 
 
 TWO_RANKS = """
+import os
 import sys
 from conftest import parse
 from scripts import tango_rl
 for flags in sys.argv[1:]:
     tango_rl.main(parse(tango_rl, flags.split()))
+sys.stderr.flush()
+os._exit(0)  # as script_main does
 """
 
 
@@ -371,7 +375,7 @@ def test_a_flag_that_is_like_a_known_one_is_explained(capsys, flag, words):
 def test_a_reward_that_is_no_number_is_said_to_be_one(base, own):
     text = own.read_text()
     own.write_text(text.replace("    log_rewards(t,", "    rewards[0] = float('nan')\n    log_rewards(t,"))
-    with pytest.raises(ValueError, match="a reward of the generator is nan"):
+    with pytest.raises(BadInput, match="a reward of the generator is nan"):
         train(str(own), "--run", "mine")
 
 
@@ -401,7 +405,7 @@ def test_another_recipe_does_not_continue_a_run(base, own):
 def test_a_label_is_drawn_once_in_a_step(base, own):
     own.write_text(re.sub(r"(def play\(t\):.*\n)", r'\1    t.solve("generator", t.problems(), 2, "generator")\n',
                           own.read_text()))
-    with pytest.raises(ValueError, match="'generator' twice in a step"):
+    with pytest.raises(BadInput, match="'generator' twice in a step"):
         train(str(own), "--run", "mine")
 
 
@@ -416,6 +420,7 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
 @pytest.mark.parametrize("old, new, words", [
     ("    yield Update(\"generator\", [(solutions, advantages)])", "    yield \"generator\"",
      "play yields a str, not an Update"),
+    ("    yield Update(", "    Update(", "few_labels.py: play gives a NoneType: it must yield an Update"),
     ("yield Update(\"generator\"", "yield Update(\"verifier\"",
      "an Update of 'verifier'; the roles that are trained are generator"),
     ("[(solutions, advantages)])", "((s, advantages) for s in [solutions]))", "must be a list of"),
@@ -432,11 +437,20 @@ def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, word
     text = own.read_text()
     assert old in text
     own.write_text(text.replace(old, new))
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(BadInput, match=words):
         train(str(own), "--run", "mine")
 
 
+def test_a_score_that_is_no_number_is_warned_of_once(base, own, capsys):
+    own.write_text(own.read_text().replace("return pass_at_1(t, \"generator\")", "return {\"x\": float(\"nan\")}"))
+    train(str(own), "--run", "mine", "--num-steps", "2", "--eval-every", "1")
+    assert capsys.readouterr().out.count("WARNING: evaluate gives x as nan") == 1
+    assert json.loads((base / "runs" / "mine" / "summary.json").read_text())["after"] == {"x": None}
+
+
 @pytest.mark.parametrize("old, new, words", [
+    ("def play(t):", "def play(t, more):", r"play must be a function of \(t\)"),
+    ("def calls(args):", "def calls():", r"calls must be a function of \(args\)"),
     ("[Call(\"generator\", \"generator\"", "[Call(\"judge\", \"solutions\"",
      "name a role judge; there are generator, verifier"),
     ("args.verifier_max_new_tokens, args.num_steps", "0, args.num_steps", "declare nothing to sample as verdicts"),

@@ -13,10 +13,10 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RL_FLAGS, parse
+from conftest import RL_FLAGS, end_rank, parse
 
 from nanochat import checkpoint
-from nanochat.common import MEASURED, BadInput, all_reduce
+from nanochat.common import BadInput, all_reduce
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
@@ -28,6 +28,7 @@ from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.state import load_set
 from nanochat.rl.trainer import update
+from nanochat.run import MEASURED
 from nanochat.weights import allocate, copy_of, fill, inference_model, is_sharded, refresh, whole_state
 from scripts import tango_rl
 
@@ -124,7 +125,7 @@ def run_rank(rank: int, world: int, port: int, folder: str) -> None:
             refused = str(error)
         found[name] = {"metrics": metrics + straight, "state": state, "tokens": sampled.tokens, "refused": refused}
     torch.save(found, f"{folder}/found{rank}.pt")
-    dist.destroy_process_group()
+    end_rank()
 
 
 def shorter(saved: dict) -> dict:

@@ -15,10 +15,11 @@ import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat.checkpoint import saved_steps
-from nanochat.common import MEASURED, BadInput, Diverged, StopRequested, lock_run
+from nanochat.common import BadInput, Diverged, StopRequested
 from nanochat.recipes import tango
 from nanochat.rl import evals, state
 from nanochat.rl.play import Play
+from nanochat.run import MEASURED, lock_run
 from scripts import chat_sft, tango_rl
 from tasks.chain import Chain
 from tasks.common import epoch_order, nth_of_epochs

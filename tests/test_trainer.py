@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from conftest import end_rank
 
 from nanochat.common import all_reduce
 from nanochat.engine import generate, row_key
@@ -426,7 +427,7 @@ def run_rank(rank, world, folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     torch.save(train_share(rank, world), f"{folder}/rank{rank}.pt")
-    torch.distributed.destroy_process_group()
+    end_rank()
 
 
 def test_two_gloo_ranks_equal_one(tmp_path):

@@ -14,7 +14,7 @@ import tempfile
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, make_folder, write_json, writing
+from nanochat.common import BadInput, CannotWrite, look_for_hub, make_folder, write_json, writing
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.weights import allocate
 
@@ -38,6 +38,7 @@ def find_folder(source: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise BadInput(f"--source {source}: no such folder, and not the name of a model on the hub (owner/name)")
     import huggingface_hub
+    look_for_hub()
     try:
         return huggingface_hub.snapshot_download(source, allow_patterns=WANTED)
     except (huggingface_hub.errors.HfHubHTTPError, huggingface_hub.errors.LocalEntryNotFoundError, OSError,

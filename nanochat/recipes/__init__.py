@@ -13,6 +13,7 @@ per step, TABLE: scores of the final table, which are shares, with their words.
 """
 import functools
 import importlib
+import inspect
 import os
 import pkgutil
 import re
@@ -24,7 +25,9 @@ from nanochat.common import BadInput
 from nanochat.rl.roles import RoleSpec, short_name, trained_roles
 
 NEEDED = ("TAGS", "ROLES", "calls", "play", "evaluate")
-FUNCTIONS = ("add_args", "check", "calls", "updates", "play", "evaluate", "eval_step")
+# and what they are given
+FUNCTIONS = {"add_args": "group", "check": "args, task", "calls": "args", "updates": "args", "play": "t",
+             "evaluate": "t", "eval_step": "t"}
 
 
 def names() -> list[str]:
@@ -52,11 +55,25 @@ def load(name: str) -> ModuleType:
     functions = [part for part in FUNCTIONS if not callable(getattr(module, part, print))]
     if functions:
         raise BadInput(f"--recipe {name}: {functions[0]} is no function")
+    for part, given in FUNCTIONS.items():
+        if hasattr(module, part) and not takes(getattr(module, part), len(given.split(", "))):
+            raise BadInput(f"--recipe {name}: {part} must be a function of ({given})")
     for part, kind in (("SHOWN", list), ("TABLE", str)):
         values = getattr(module, part, {})
         if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
             raise BadInput(f"--recipe {name}: {part} must be a dict of {kind.__name__}s")
     return module
+
+
+def takes(function, number: int) -> bool:
+    """Whether a function can be called with so many arguments; what cannot be told is taken for a yes."""
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin
+        return True
+    return True
 
 
 def ask(name: str, recipe: ModuleType, part: str, *args):

@@ -8,6 +8,7 @@ from statistics import pstdev
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import Verification
 from nanochat.rl.roles import short_name
@@ -25,7 +26,7 @@ def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | No
     """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what
     the completions look like. rollouts.jsonl shows the rewards too."""
     if any(reward is not None and math.isnan(reward) for reward in rewards):
-        raise ValueError(f"a reward of the {role} is nan; one that cannot be told is None")
+        raise BadInput(f"a reward of the {role} is nan; one that cannot be told is None")
     rollouts.columns["reward"] = [None if reward is None else float(reward) for reward in rewards]
     groups: dict[int, list[float]] = {}
     for g, reward in zip(rollouts.group_id.tolist(), rewards, strict=True):

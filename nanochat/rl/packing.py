@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.engine import pad_prompts
 from nanochat.rl.losses import AGGREGATIONS
 from nanochat.rl.rollouts import Rollouts
@@ -61,11 +62,11 @@ def pack(rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor, ma
 
     advantages (N, T), weights (N,). Groups whose advantages are all 0 teach nothing and are left out, unless keep_idle
     (a loss with KL or entropy terms). The weights were taken over the whole batch before, so neither this nor the split
-    changes the gradient. Raises ValueError where advantages or targets are not of the tokens' shape.
+    changes the gradient. Raises BadInput where advantages or targets are not of the tokens' shape.
     """
     for name, x in (("advantages", advantages), ("targets", rollouts.targets)):
         if x is not None and x.shape != rollouts.tokens.shape:
-            raise ValueError(f"{name} have the shape {tuple(x.shape)}, the rollouts' tokens "
+            raise BadInput(f"{name} have the shape {tuple(x.shape)}, the rollouts' tokens "
                              f"{tuple(rollouts.tokens.shape)}")
     lengths, widths = rollouts.lengths.tolist(), [len(prompt.ids) for prompt in rollouts.prompts]
     idle = (advantages == 0).all(dim=1).tolist()

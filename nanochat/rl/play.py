@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.common import BadInput, Run, all_reduce, gather_lists, mean_over_ranks
+from nanochat.common import BadInput, all_reduce, gather_lists, mean_over_ranks
 from nanochat.engine import Tool
 from nanochat.rl.losses import AGGREGATIONS, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
@@ -24,6 +24,7 @@ from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import num_problems_of, outcomes_of
 from nanochat.rl.state import RunState
 from nanochat.rl.trainer import score, update
+from nanochat.run import Run
 from nanochat.weights import copy_weights, refresh
 from tasks.common import Problem
 
@@ -164,7 +165,7 @@ class Play:
     def sample(self, role: str, prompts: list[Prompt], num_samples: int, label: str, *, greedy: bool = False,
                tool: Tool | None = None) -> Rollouts:
         """`num_samples` completions of each prompt, drawn from a role. label names the draw; the recipe's `calls`
-        declare it. Raises ValueError for more than was declared."""
+        declare it. Raises BadInput for more than was declared."""
         started = time.time()
         stream = (label,) if self.evaluating else (label, self.step)
         model = self.roles[role].model
@@ -209,17 +210,17 @@ class Play:
                         torch.tensor(stopped, dtype=torch.bool, device=self.device), limit=limit, texts=texts)
 
     def _limit(self, role: str, label: str, num_prompts: int, num_samples: int) -> int:
-        """Tokens that a completion may have. Raises ValueError for what the recipe has not declared."""
+        """Tokens that a completion may have. Raises BadInput for what the recipe has not declared."""
         if self.evaluating:
             return max(call.max_new_tokens for call in self.calls.values() if call.role == role)
         call = self.calls.get(label)
         most = -(-call.num_prompts // self.run.world) if call else 0
         if label in self.labels:
-            raise ValueError(f"the recipe samples {label!r} twice in a step: the second draw would have the first "
+            raise BadInput(f"the recipe samples {label!r} twice in a step: the second draw would have the first "
                              f"one's noise")
         self.labels.add(label)
         if call is None or call.role != role or num_prompts > most or num_samples > call.num_samples:
-            raise ValueError(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its "
+            raise BadInput(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its "
                              f"calls() declare {call or 'no such label'}")
         return call.max_new_tokens
 
@@ -298,13 +299,13 @@ class Play:
         """Adds to the step's record in metrics.jsonl, under the role's prefix."""
         wrong = [name for name, x in values.items() if not (x is None or isinstance(x, bool | int | float | str))]
         if wrong:
-            raise ValueError(f"{wrong[0]} of the {role or 'step'} is a {type(values[wrong[0]]).__name__}: numbers "
+            raise BadInput(f"{wrong[0]} of the {role or 'step'} is a {type(values[wrong[0]]).__name__}: numbers "
                              f"and texts are logged")
         if role is not None and role not in self.roles:
-            raise ValueError(f"metrics of a role {role!r}: there are {', '.join(self.roles)}")
+            raise BadInput(f"metrics of a role {role!r}: there are {', '.join(self.roles)}")
         taken = {"step", "role", "sampled_tokens", *(f"{short_name(name)}_step" for name in self.roles)} & set(values)
         if taken and role is None:
-            raise ValueError(f"a recipe logs {min(taken)!r} of the step, which the loop does itself")
+            raise BadInput(f"a recipe logs {min(taken)!r} of the step, which the loop does itself")
         prefix = f"{short_name(role)}/" if role else ""
         self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
 
@@ -323,29 +324,29 @@ class Play:
 
 
 def check_update(t: Play, wanted: Update) -> None:
-    """Raises ValueError for what a recipe yields and no step can be made of."""
+    """Raises BadInput for what a recipe yields and no step can be made of."""
     if not isinstance(wanted, Update):
-        raise ValueError(f"play yields a {type(wanted).__name__}, not an Update")
+        raise BadInput(f"play yields a {type(wanted).__name__}, not an Update")
     if wanted.role not in t.roles or t.roles[wanted.role].optimizer is None:
         trained = ", ".join(name for name, role in t.roles.items() if role.optimizer is not None)
-        raise ValueError(f"play yields an Update of {wanted.role!r}; the roles that are trained are {trained}")
+        raise BadInput(f"play yields an Update of {wanted.role!r}; the roles that are trained are {trained}")
     if not isinstance(wanted.parts, list) or not wanted.parts:
-        raise ValueError(f"the parts of an Update of {wanted.role} must be a list of (rollouts, advantages)")
+        raise BadInput(f"the parts of an Update of {wanted.role} must be a list of (rollouts, advantages)")
     for part in wanted.parts:
         rollouts, advantages = part if isinstance(part, tuple) and len(part) == 2 else (None, None)
         if not isinstance(rollouts, Rollouts) or not isinstance(advantages, torch.Tensor):
-            raise ValueError(f"the parts of an Update of {wanted.role} must be pairs of Rollouts and a tensor")
+            raise BadInput(f"the parts of an Update of {wanted.role} must be pairs of Rollouts and a tensor")
         if not advantages.is_floating_point() or advantages.device != rollouts.tokens.device:
-            raise ValueError(f"the advantages of an Update of {wanted.role} are {advantages.dtype} on "
+            raise BadInput(f"the advantages of an Update of {wanted.role} are {advantages.dtype} on "
                              f"{advantages.device}: they must be floats on {rollouts.tokens.device}")
         if {"step", "role"} & rollouts.columns.keys():
-            raise ValueError("columns of rollouts cannot be called step or role: the loop writes these")
+            raise BadInput("columns of rollouts cannot be called step or role: the loop writes these")
     if not (wanted.loss is None or isinstance(wanted.loss, PolicyLoss)):
-        raise ValueError(f"the loss of an Update of {wanted.role} is a {type(wanted.loss).__name__}, not a PolicyLoss")
+        raise BadInput(f"the loss of an Update of {wanted.role} is a {type(wanted.loss).__name__}, not a PolicyLoss")
     if not (wanted.per is None or wanted.per in AGGREGATIONS):
-        raise ValueError(f"an Update of {wanted.role} averages per {wanted.per!r}; there are {', '.join(AGGREGATIONS)}")
+        raise BadInput(f"an Update of {wanted.role} averages per {wanted.per!r}; there are {', '.join(AGGREGATIONS)}")
     if not (wanted.lr is None or isinstance(wanted.lr, int | float) and 0 <= wanted.lr < math.inf):
-        raise ValueError(f"the rate of an Update of {wanted.role} is {wanted.lr!r}: it must be a number from 0")
+        raise BadInput(f"the rate of an Update of {wanted.role} is {wanted.lr!r}: it must be a number from 0")
 
 
 def apply_update(t: Play, wanted: Update) -> dict:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 
 import torch
 
-from nanochat.checkpoint import (checksum, load_file, load_optimizer, load_state, restore_model, save_model,
+from nanochat.checkpoint import (checksum, load_file, load_meta, load_optimizer, load_state, restore_model, save_model,
                                  save_optimizer, save_state, saved_steps)
 from nanochat.common import BadInput, all_reduce, gather_lists, path_of, print0, rank_and_world
 from nanochat.rl.roles import short_name
@@ -48,21 +48,21 @@ class RunState:
 
 
 def check_memory(value, where: str = "memory") -> None:
-    """Raises ValueError for what a recipe keeps in its memory and a saved run could not give back as it is."""
+    """Raises BadInput for what a recipe keeps in its memory and a saved run could not give back as it is."""
     if type(value) is dict:
         for name, inner in value.items():
             if type(name) not in (str, int):
-                raise ValueError(f"{where} has a key of type {type(name).__name__}: keys are str or int")
+                raise BadInput(f"{where} has a key of type {type(name).__name__}: keys are str or int")
             check_memory(inner, f"{where}[{name!r}]")
     elif type(value) in (list, tuple):
         for i, inner in enumerate(value):
             check_memory(inner, f"{where}[{i}]")
     elif isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or value.requires_grad:
-            raise ValueError(f"{where} is a tensor on {value.device}{' with a gradient' * value.requires_grad}: keep "
+            raise BadInput(f"{where} is a tensor on {value.device}{' with a gradient' * value.requires_grad}: keep "
                              f"it on the CPU, where it comes back to, and detached")
     elif type(value) not in (type(None), bool, int, float, str):
-        raise ValueError(f"{where} is a {type(value).__name__}: a run's memory holds plain values and tensors")
+        raise BadInput(f"{where} is a {type(value).__name__}: a run's memory holds plain values and tensors")
 
 
 def tag_of(run_name: str, role: str) -> str:
@@ -126,6 +126,7 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
         print0(f"run {run_name} was saved without checksums: nothing tells whether its files belong together")
     for name, role in roles.items():
         tag = tag_of(run_name, name)
+        load_meta(path_of("rl", tag, f"meta_{step:06d}.json"))  # what reads the model later needs it
         path = path_of("rl", tag, f"model_{step:06d}.pt")
         restore_model(role.model, load_file(path, mmap=True), path)
         check_checksum(checksums, name, path)
