@@ -1,7 +1,7 @@
 """
 A long run and a run that is killed again and again: `bash runs/soak.sh` starts both.
 
-    python dev/soak.py kill --minutes 60 -- COMMAND       # runs the command, and ends it by SIGTERM or SIGKILL, again
+    python dev/soak.py --minutes 60 kill -- COMMAND       # runs the command, and ends it by SIGTERM or SIGKILL, again
     python dev/soak.py compare chain-long-s0 chain-soak-s0     # whether two runs are the same, bit for bit
     python dev/soak.py plot chain-long-s0 --out dev/curves/soak     # memory, open files and seconds per step
 """

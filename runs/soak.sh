@@ -13,8 +13,9 @@ export OMP_NUM_THREADS=1 WANDB_MODE=disabled
 FLAGS="--model-tag chain-s0 --seed 0 --device-type cpu --num-steps 2000 --eval-every 50 --kl-coef 0 --warmup-steps 40
     --verifier-balance --verifier-replay 0.5"
 
+trap 'kill $(jobs -p) 2> /dev/null || true' EXIT  # nothing goes on behind it
 timeout "${MINUTES}m" python -m scripts.tango_rl --run chain-long-s0 $FLAGS --save-every 10 > /dev/null &
-python dev/soak.py kill --minutes "$MINUTES" -- \
+python dev/soak.py --minutes "$MINUTES" kill -- \
     python -m scripts.tango_rl --run chain-soak-s0 --resume-from-step auto $FLAGS --save-every 2
 wait || true  # timeout ends the long run by SIGTERM
 python dev/soak.py plot chain-long-s0 --out "$OUT"

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 
@@ -32,6 +33,15 @@ def test_differences_are_those_of_bits():
     assert soak.differences(a, {**a, "y": [1, 2.5, "t", None, 0.0]}, "a") == ["a['y'][4]"]
     assert soak.differences(a, {**a, "z": (1, {"n": torch.tensor(3)})}, "a") == ["a['z'][0]"]
     assert soak.differences(a, {"x": x}, "a") == ["a"]
+
+
+def test_the_commands_of_the_script_are_read_as_they_are_meant():
+    with open(os.path.join(ROOT, "runs", "soak.sh")) as f:
+        lines = f.read().replace("\\\n", " ").splitlines()
+    calls = [parse(soak, shlex.split(line.replace("$MINUTES", "5"))[2:])
+             for line in lines if line.startswith("python dev/soak.py")]
+    assert [args.what for args in calls] == ["kill", "plot", "compare"]
+    assert calls[0].minutes == 5 and calls[0].words[:3] == ["python", "-m", "scripts.tango_rl"]
 
 
 @pytest.fixture
