@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two runs of the main job's setting side by side: one goes on undisturbed, the other is ended by SIGTERM or SIGKILL
 # about every minute and started again. Then a plot of what the first one held, and whether both are the same in every
-# bit. Needs the pair that runs/runcpu.sh trains by SFT. 2 cores, an hour.
+# bit. Needs the pair that runs/runcpu.sh trains by SFT. 2 cores, an hour, 20 GB of checkpoints.
 #   bash runs/soak.sh
 #   MINUTES=5 bash runs/soak.sh
 set -euo pipefail
@@ -9,14 +9,13 @@ MINUTES=${MINUTES:-60} OUT=${OUT:-dev/curves/soak}
 source "$(dirname "$0")/setup.sh"
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-cpu}
 export OMP_NUM_THREADS=1 WANDB_MODE=disabled
-# Flags that are the same for both; the killed one saves more often, so that it gets on.
 FLAGS="--model-tag chain-s0 --seed 0 --device-type cpu --num-steps 2000 --eval-every 50 --kl-coef 0 --warmup-steps 40
-    --verifier-balance --verifier-replay 0.5"
+    --verifier-balance --verifier-replay 0.5 --save-every 10"
 
 trap 'kill $(jobs -p) 2> /dev/null || true' EXIT  # nothing goes on behind it
-timeout "${MINUTES}m" python -m scripts.tango_rl --run chain-long-s0 $FLAGS --save-every 10 > /dev/null &
+timeout "${MINUTES}m" python -m scripts.tango_rl --run chain-long-s0 $FLAGS > /dev/null &
 python dev/soak.py --minutes "$MINUTES" kill -- \
-    python -m scripts.tango_rl --run chain-soak-s0 --resume-from-step auto $FLAGS --save-every 2
+    python -m scripts.tango_rl --run chain-soak-s0 --resume-from-step auto $FLAGS
 wait || true  # timeout ends the long run by SIGTERM
 python dev/soak.py plot chain-long-s0 --out "$OUT"
 python dev/soak.py compare chain-long-s0 chain-soak-s0
