@@ -59,8 +59,13 @@ def open_rows(sources: list[str]):
     """A streaming `datasets` dataset of files or of a hub name, its column `text` alone. Raises BadInput."""
     datasets = quiet_datasets()
     files = [] if is_hub_name(sources) else find_files(sources)
-    if any(os.path.getsize(name) == 0 for name in files):
-        raise BadInput(f"{next(name for name in files if os.path.getsize(name) == 0)}: is empty")
+    for name in files:
+        try:
+            is_empty = os.path.getsize(name) == 0
+        except OSError as error:  # a link to nothing
+            raise BadInput(f"{name}: cannot be read: {error.strerror}") from None
+        if is_empty:
+            raise BadInput(f"{name}: is empty")
     for name in files:
         if name.endswith(".jsonl") and begins_long(name):
             print0(f"{name}: reading a line of {LONG:,} bytes or more, which takes a while")

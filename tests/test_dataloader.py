@@ -115,6 +115,13 @@ def test_bad_files_are_named(tmp_path, content, ending, complaint):
     assert str(path) in str(error.value) and complaint in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("target", ["nowhere", "bad.jsonl"])
+def test_a_link_to_nothing_or_to_itself_is_named(tmp_path, target):
+    (tmp_path / "bad.jsonl").symlink_to(tmp_path / target)
+    with pytest.raises(BadInput, match="bad.jsonl: cannot be read: "):
+        Documents([str(tmp_path / "bad.jsonl")])
+
+
 def test_a_row_without_text_is_named(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "a"}\n{"text": null}\n')

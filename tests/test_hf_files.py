@@ -477,6 +477,11 @@ def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
     assert len(asked) == 1
 
 
+def test_a_folder_with_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    refused(lambda: find_folder(str(tmp_path)), f"{tmp_path}/config.json: is no file")
+
+
 def test_a_hub_that_gives_nothing_is_one_line(monkeypatch):
     response = SimpleNamespace(headers={}, request=None)
     for error, said in ((huggingface_hub.errors.LocalEntryNotFoundError("Cannot find\nthe thing"), "Cannot find"),

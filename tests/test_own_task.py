@@ -5,6 +5,7 @@ skeleton works.
     python -m pytest tests/test_own_task.py
 """
 import argparse
+import json
 import os
 import re
 
@@ -161,6 +162,17 @@ def test_a_checkpoint_of_other_problems_is_refused_unless_they_are_said(base, ca
     script_main(tango_rl.main, tango_rl.make_parser, [*flags, "--chain-modulus", "3", "--chain-share", "0.1"])
     capsys.readouterr()
     assert "--chain-answer" not in refusal(capsys, *flags)
+
+
+@pytest.mark.parametrize("tag, is_warned", [("tiny", False), ("tiny-ver", True)])
+def test_a_checkpoint_of_another_role_is_warned_of(base, capsys, tag, is_warned):
+    for role, name in (("generator", "tiny"), ("verifier", "tiny-ver")):
+        path = base / "chatsft_checkpoints" / name / "meta_000200.json"
+        meta = json.loads(path.read_text())
+        path.write_text(json.dumps(meta | {"user_config": meta["user_config"] | {"role": role}}))
+    train("--recipe", "grpo", "--num-steps", "1", "--model-tag", tag)
+    warning = "WARNING: the generator starts from tiny-ver, which was trained as a verifier"
+    assert (warning in capsys.readouterr().out) == is_warned
 
 
 # Sizes

@@ -34,6 +34,9 @@ def find_folder(source: str) -> str:
     """The folder that a path names, or what is downloaded for the name of a model on the hub. Raises BadInput."""
     folder = os.path.expanduser(source)
     if os.path.isdir(folder):
+        for name in sorted(os.listdir(folder)):  # a pipe would be waited for
+            if not os.path.isdir(path := os.path.join(folder, name)) and not os.path.isfile(path):
+                raise BadInput(f"{path}: is no file")
         return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise BadInput(f"--source {source}: no such folder, and not the name of a model on the hub (owner/name)")

@@ -157,10 +157,12 @@ def warn_of_shared(by_split: dict[str, list[Problem]]) -> None:
 
 def check_task(args, task, starts: dict[str, Start]) -> None:
     """Raises BadInput where a starting checkpoint was trained on another task than this one, or on problems of other
-    flags, and nobody has said that it is to be so."""
+    flags, and nobody has said that it is to be so. Warns of one that was trained in another role."""
     given = getattr(args, "given", set())
     for name, start in starts.items():
         recorded = load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[0].get("user_config", {})
+        if {name, recorded.get("role")} == {"generator", "verifier"}:
+            print0(f"WARNING: the {name} starts from {start.tag}, which was trained as a {recorded['role']}")
         if recorded.get("task", args.task) != args.task and "task" not in given:
             raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
