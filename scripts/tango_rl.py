@@ -114,8 +114,9 @@ def train(t: Play, recipe) -> None:
     """Steps of the recipe until its first trained role has made --num-steps updates. Raises Diverged where it never
     will, and where the ranks' weights have become different."""
     counted = trained_roles(recipe.ROLES)[0]
+    most = 10 * (sum(t.totals.values()) + 1)
     while t.steps[counted] < t.args.num_steps:
-        if t.step > 10 * (sum(t.totals.values()) + 1):
+        if t.step > most:
             raise Diverged(f"in {t.step} steps the {counted} has made {t.steps[counted]} of its {t.args.num_steps} "
                            f"updates; the recipe planned {sum(t.totals.values())} of all roles")
         with one_step(t, recipe, counted) as updated:
@@ -127,6 +128,9 @@ def train(t: Play, recipe) -> None:
                 metrics = apply_update(t, update)
                 t.log(update.role, metrics)
                 updated.append(update)
+                if len(updated) > most:
+                    raise BadInput(f"--recipe {t.args.recipe}: play has yielded {len(updated)} Updates in one step "
+                                   f"and does not end; the recipe planned {sum(t.totals.values())} in all")
         is_saved = t.args.save_every and t.step % t.args.save_every == 0
         if is_saved or t.step % CHECK_EVERY == 0:
             check_same_weights(t.roles, t.step)
@@ -187,6 +191,8 @@ def one_step(t: Play, recipe, counted: str):
 def evaluate_if_due(t: Play, recipe, counted: str) -> dict:
     """The held-out scores, where --eval-every says that they are due and they were not just taken."""
     now = recipe.eval_step(t) if hasattr(recipe, "eval_step") else t.steps[counted]
+    if not isinstance(now, int):
+        raise BadInput(f"--recipe {t.args.recipe}: eval_step gives a {type(now).__name__}, not an int")
     if not t.args.eval_every or now % t.args.eval_every or now == t.state.last_eval:
         return {}
     scores = dict(held_out(t, recipe) if t.step else t.state.before)
@@ -213,6 +219,8 @@ def held_out(t: Play, recipe) -> dict:
     if not isinstance(scores, dict):
         raise BadInput(f"--recipe {t.args.recipe}: evaluate gives a {type(scores).__name__}, not a dict of scores")
     for name, value in scores.items():
+        if not isinstance(name, str):
+            raise BadInput(f"--recipe {t.args.recipe}: evaluate names a score {name!r}: names are texts")
         if not (value is None or isinstance(value, bool | int | float)):
             raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name} as a {type(value).__name__}: scores are "
                            f"numbers or None")
@@ -284,7 +292,8 @@ def main(args) -> None:
     check_calls(args.recipe, recipe.ROLES, calls)
     trained = trained_roles(recipe.ROLES)
     totals = recipes.ask(args.recipe, recipe, "updates", args) or dict.fromkeys(trained, args.num_steps)
-    if not isinstance(totals, dict) or set(totals) != set(trained):
+    if (not isinstance(totals, dict) or set(totals) != set(trained)
+            or not all(isinstance(number, int) and number >= 0 for number in totals.values())):
         raise BadInput(f"--recipe {args.recipe}: its updates() must give a number for each of {', '.join(trained)}")
     check_sizes(args, task, calls, world)
     prompts = check_problems(args, task, tokenizer, calls, configs, device)

@@ -432,7 +432,12 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
     ("    log_rewards(t,", "    t.log(None, {'step': 99})\n    log_rewards(t,", "'step' of the step, which the loop"),
     ("    log_rewards(t,", "    t.log('judge', {'x': 9})\n    log_rewards(t,", "metrics of a role 'judge'"),
     ("return pass_at_1(t, \"generator\")", "pass_at_1(t, \"generator\")", "evaluate gives a NoneType"),
-    ("return pass_at_1(t, \"generator\")", "return {\"x\": \"good\"}", "evaluate gives x as a str")])
+    ("return pass_at_1(t, \"generator\")", "return {\"x\": \"good\"}", "evaluate gives x as a str"),
+    ("return pass_at_1(t, \"generator\")", "return {1: 2}", "evaluate names a score 1: names are texts"),
+    ("return pass_at_1(t, \"generator\")", "return pass_at_1(t, \"judge\")", "samples of a role 'judge': there are"),
+    ("    log_rewards(t,", "    t.solve('judge', [], 1, 'x')\n    log_rewards(t,", "samples of a role 'judge'"),
+    ("    yield Update(", "    while True:\n        yield Update(", "and does not end; the recipe planned 3 in all"),
+    ("TAGS =", "def eval_step(t):\n    return 'x'\n\n\nTAGS =", "eval_step gives a str, not an int")])
 def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, words):
     text = own.read_text()
     assert old in text
@@ -466,6 +471,9 @@ def test_a_score_that_is_no_number_is_warned_of_once(base, own, capsys):
     ("one problem in so many", "5% of the problems", "a percent sign is written %%"),
     ("def evaluate(t):", "evaluate = 1\n\n\ndef unused(t):", "evaluate is no function"),
     ("TAGS =", "SHOWN = {'generator': 'reward'}\nTAGS =", "SHOWN must be a dict of lists"),
+    ("TAGS =", "SHOWN = {'generator': [3]}\nTAGS =", "SHOWN must be a dict of lists"),
+    ("TAGS =", "TABLE = {'x': 3}\nTAGS =", "TABLE must be a dict of texts"),
+    ("TAGS =", "def updates(args):\n    return {'generator': '3'}\n\n\nTAGS =", "must give a number for each of"),
     ("TAGS =", "def updates(args):\n    return {'judge': 3}\n\n\nTAGS =", "must give a number for each of generator"),
     ("def add_args(group):", "def check(args, task):\n    args.nothing\n\n\ndef add_args(group):",
      r"check\(\): AttributeError"),

@@ -58,10 +58,13 @@ def load(name: str) -> ModuleType:
     for part, given in FUNCTIONS.items():
         if hasattr(module, part) and not takes(getattr(module, part), len(given.split(", "))):
             raise BadInput(f"--recipe {name}: {part} must be a function of ({given})")
-    for part, kind in (("SHOWN", list), ("TABLE", str)):
-        values = getattr(module, part, {})
-        if not isinstance(values, dict) or not all(isinstance(value, kind) for value in values.values()):
-            raise BadInput(f"--recipe {name}: {part} must be a dict of {kind.__name__}s")
+    shown, table = getattr(module, "SHOWN", {}), getattr(module, "TABLE", {})
+    is_text = lambda value: isinstance(value, str)
+    if not isinstance(shown, dict) or not all(isinstance(value, list) and all(map(is_text, value))
+                                              for value in shown.values()):
+        raise BadInput(f"--recipe {name}: SHOWN must be a dict of lists of metrics' names")
+    if not isinstance(table, dict) or not all(map(is_text, table.values())):
+        raise BadInput(f"--recipe {name}: TABLE must be a dict of texts")
     return module
 
 

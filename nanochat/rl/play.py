@@ -168,9 +168,8 @@ class Play:
         declare it. Raises BadInput for more than was declared."""
         started = time.time()
         stream = (label,) if self.evaluating else (label, self.step)
-        model = self.roles[role].model
-        rollouts = self.sampler.sample(model, prompts, num_samples, stream,
-                                       self._limit(role, label, len(prompts), num_samples), greedy, tool)
+        limit = self._limit(role, label, len(prompts), num_samples)
+        rollouts = self.sampler.sample(self.roles[role].model, prompts, num_samples, stream, limit, greedy, tool)
         self.check_stop()
         if not self.evaluating:
             self.sampled += int(rollouts.lengths.sum())
@@ -211,8 +210,10 @@ class Play:
 
     def _limit(self, role: str, label: str, num_prompts: int, num_samples: int) -> int:
         """Tokens that a completion may have. Raises BadInput for what the recipe has not declared."""
+        if role not in self.roles:
+            raise BadInput(f"the recipe samples of a role {role!r}: there are {', '.join(self.roles)}")
         if self.evaluating:
-            return max(call.max_new_tokens for call in self.calls.values() if call.role == role)
+            return max((call.max_new_tokens for call in self.calls.values() if call.role == role), default=0)
         call = self.calls.get(label)
         most = -(-call.num_prompts // self.run.world) if call else 0
         if label in self.labels:
