@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import datetime
 import functools
+import inspect
 import json
 import math
 import os
@@ -223,6 +224,17 @@ def check_unchanged(what: str, before: dict, args, may_change: set[str], default
             raise BadInput(f"--{name.replace('_', '-')} {value}: {what} was started with {before.get(name)}; "
                            f"a continued run cannot change it")
     return [f"--{name.replace('_', '-')} {before.get(name)} -> {value}" for name, value in changed.items()]
+
+
+def takes(function, number: int) -> bool:
+    """Whether a function can be called with so many arguments; what cannot be told is taken for a yes."""
+    try:
+        inspect.signature(function).bind(*range(number))
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin
+        return True
+    return True
 
 
 def check_name(flag: str, name: str) -> None:

@@ -41,6 +41,7 @@ from nanochat.rl.scores import outcomes_of
 from nanochat.run import add_run_args, describe_versions, start_run, uses_wandb
 from nanochat.weights import check_weights, whole_state
 from tasks import add_task_args, make_task
+from tasks.common import demo_of
 from tasks.conversations import load_conversations
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
@@ -131,15 +132,16 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
     rng = random.Random(f"{args.seed}-{args.role}-{index}")
     problem = task.problem("sft", index)
     if args.role == "generator":
-        prompt, completion = generator_prompt(tokenizer, task.fmt, problem.prompt), task.solution_demo(problem, rng)
+        prompt = generator_prompt(tokenizer, task.fmt, problem.prompt)
+        completion = demo_of(task, "solution_demo", problem, rng)
         if args.refine_share and rng.random() < args.refine_share:
             prompt = second_attempt(task, tokenizer, problem, rng)
     else:
-        solution = task.corrupted_solution(problem, rng)
+        solution = demo_of(task, "corrupted_solution", problem, rng)
         if sampled and rng.random() < 0.5:
             problem, solution = rng.choice(sampled)
         prompt = verifier_prompt(tokenizer, task.fmt, problem.prompt, solution)
-        completion = task.verification_demo(problem, solution, rng)
+        completion = demo_of(task, "verification_demo", problem, solution, rng)
     completion = [*tokenizer.encode(completion), tokenizer.assistant_end]
     if len(prompt) + len(completion) > context:
         raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} "
@@ -150,9 +152,9 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
 def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
     """The prompt of a second attempt behind a corrupted solution, with nothing said about it or a critique of any
     kind."""
-    solution = task.corrupted_solution(problem, rng)
+    solution = demo_of(task, "corrupted_solution", problem, rng)
     outcome = outcomes_of(task, [problem], [solution])[0]
-    critiques = ["", task.verification_demo(problem, solution, rng)]
+    critiques = ["", demo_of(task, "verification_demo", problem, solution, rng)]
     critiques += [critique(task, problem, solution, outcome) for critique in CRITIQUES.values() if outcome is not None]
     return refine_prompt(tokenizer, task.fmt, problem.prompt, solution, rng.choice(critiques))
 

@@ -19,6 +19,7 @@ from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.run import add_run_args
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks import add_task_args, make_task, task_texts
+from tasks.common import demo_of
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -76,7 +77,7 @@ def main(args) -> None:
     check_models(folder, tokenizer)
     if rank_and_world()[0] == 0:
         tokenizer.save(folder)
-    example = task.solution_demo(task.problem("sft", 0), random.Random(0))
+    example = demo_of(task, "solution_demo", task.problem("sft", 0), random.Random(0))
     print0(f"tokenizer: {tokenizer.vocab_size} ids in {folder}, {time.time() - started:.0f}s; {example!r} is "
            f"{len(tokenizer.encode(example))} tokens")
 

@@ -1,17 +1,20 @@
 """Tasks by name. Each module has add_args(parser) for its flags and a class that takes (args, seed)."""
 import argparse
-import inspect
 import random
 from functools import partial
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, takes
 from nanochat.rl.formats import Format
 from tasks import chain, competition, gsm8k, last_letter, mixture
-from tasks.common import SPLIT_BUCKETS, Problem
+from tasks.common import SPLIT_BUCKETS, Problem, demo_of
 
 TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
 MODULES = (chain, last_letter, mixture, gsm8k, competition)
+# of a task, and what they are given
+METHODS = {"problem": "split, index", "check": "problem, solution", "step_labels": "problem, solution",
+           "solution_demo": "problem, rng", "corrupted_solution": "problem, rng",
+           "verification_demo": "problem, solution, rng"}
 
 
 def add_task_args(parser) -> None:
@@ -45,10 +48,8 @@ def make_task(args):
     """The task that --task names. Raises BadInput for an unknown name or flags that do not fit."""
     if args.task not in TASKS:
         raise BadInput(f"--task {args.task}: there are {', '.join(TASKS)}")
-    try:
-        inspect.signature(TASKS[args.task]).bind(args, args.seed)
-    except TypeError:
-        raise BadInput(f"--task {args.task}: its class must take (args, seed)") from None
+    if not takes(TASKS[args.task], 2):
+        raise BadInput(f"--task {args.task}: its class must take (args, seed)")
     task = TASKS[args.task](args, args.seed)
     check_parts(args.task, task)
     return task
@@ -58,17 +59,19 @@ def check_parts(name: str, task) -> None:
     """Raises BadInput for the first part that a task lacks or has as nothing that can be."""
     if not isinstance(getattr(task, "name", None), str) or not isinstance(getattr(task, "fmt", None), Format):
         raise BadInput(f"--task {name}: its class needs a name (text) and a fmt (a Format of nanochat.rl.formats)")
-    for part in ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo"):
+    for part, given in METHODS.items():
         if not callable(getattr(task, part, None)):
             raise BadInput(f"--task {name}: its class has no method {part}")
+        if not takes(getattr(task, part), len(given.split(", "))):
+            raise BadInput(f"--task {name}: {part} must take ({given})")
     for split in SPLIT_BUCKETS:
         try:
             problem = task.problem(split, 0)
         except BadInput:  # nothing of this split among what was given: who draws from it is told
             continue
         texts = (problem.prompt, problem.answer) if isinstance(problem, Problem) else (None,)
-        if not all(isinstance(text, str) for text in texts):
-            raise BadInput(f"--task {name}: problem({split!r}, 0) gives {str(problem)[:80]}: it must be a Problem "
+        if not all(isinstance(text, str) and text == text.encode(errors="replace").decode() for text in texts):
+            raise BadInput(f"--task {name}: problem({split!r}, 0) gives {str(problem)[:80]!a}: it must be a Problem "
                            f"whose prompt and answer are text")
 
 
@@ -78,7 +81,7 @@ def task_texts(task, num_problems: int, seed: int):
     for index in range(num_problems):
         rng = random.Random(f"tok-{seed}-{index}")
         problem = task.problem("sft", index)
-        solution = task.solution_demo(problem, rng)
+        solution = demo_of(task, "solution_demo", problem, rng)
         read = task.fmt.verifier_prompt.format(problem=problem.prompt, solution=solution,
                                                num_steps=len(task.fmt.step_spans(solution)))
-        yield read, solution, task.verification_demo(problem, solution, rng)
+        yield read, solution, demo_of(task, "verification_demo", problem, solution, rng)

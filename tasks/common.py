@@ -27,6 +27,16 @@ class Problem:
     answer: str
 
 
+def demo_of(task, part: str, problem: Problem, *args) -> str:
+    """What a task's method `part` (solution_demo, corrupted_solution or verification_demo) gives for a problem. Raises
+    BadInput for what is no text."""
+    text = getattr(task, part)(problem, *args)
+    if not isinstance(text, str):
+        raise BadInput(f"task {task.name}: {part}() gives {str(text)[:80]} for problem {problem.index} of "
+                       f"{problem.split}, not text")
+    return text
+
+
 def split_stream(seed: int, split: str, index: int) -> random.Random:
     """The random stream that belongs to problem `index` of a split: the same on every rank and in every run."""
     return random.Random(f"{seed}-{split}-{index}")

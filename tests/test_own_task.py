@@ -17,10 +17,10 @@ from nanochat import recipes
 from nanochat.common import BadInput, read_records, script_main
 from nanochat.rl.flags import warn_of_shared
 from nanochat.rl.scores import labels_of, outcomes_of
-from scripts import chat_eval, chat_sft, tango_rl
+from scripts import chat_eval, chat_sft, tango_rl, tok_train
 from tasks import TASKS
 from tasks.chain import Chain
-from tasks.common import SPLIT_BUCKETS, Problem
+from tasks.common import SPLIT_BUCKETS, Problem, demo_of
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROBLEM = Problem("rl", 7, "1+2", "3")
@@ -85,6 +85,25 @@ def test_a_tasks_mistake_ends_a_script_with_one_line(base, monkeypatch, capsys, 
             script_main(script.main, parser, flags)
         line = capsys.readouterr().err.strip()
         assert stop.value.code == 2 and "\n" not in line and words in line
+
+
+@pytest.mark.parametrize("value", [None, 5, ["a"]])
+@pytest.mark.parametrize("part", ["solution_demo", "corrupted_solution", "verification_demo"])
+def test_a_demonstration_that_is_no_text_is_named(part, value):
+    task = chain(**{part: lambda self, problem, *args: value})
+    with pytest.raises(BadInput, match=rf"task chain: {part}\(\) gives .* for problem 7 of rl, not text"):
+        demo_of(task, part, PROBLEM, *([] if part != "verification_demo" else ["1+2:3;=3"]), None)
+
+
+def test_a_skeleton_that_is_not_filled_in_is_one_line(base, monkeypatch, capsys):
+    monkeypatch.setattr(Chain, "solution_demo", lambda self, problem, rng: None)
+    for script, flags in ((chat_sft, ["--role", "generator", "--model-tag", "new", "--depth", "1", "--device-type",
+                                      "cpu"]), (tok_train, ["--num-texts", "2"])):
+        with pytest.raises(SystemExit) as stop:
+            script_main(script.main, script.make_parser(), flags)
+        line = capsys.readouterr().err.strip()
+        assert stop.value.code == 2
+        assert line == "error: task chain: solution_demo() gives None for problem 0 of sft, not text"
 
 
 # Splits
@@ -214,9 +233,11 @@ def test_a_stop_is_looked_for_while_problems_are_built(base, capsys, monkeypatch
 @pytest.mark.parametrize("changes, words", [
     ({"fmt": "x"}, "needs a name (text) and a fmt"), ({"name": None}, "needs a name (text) and a fmt"),
     ({"__init__": lambda self, args: None}, "its class must take (args, seed)"),
+    ({"check": lambda self, problem: True}, "check must take (problem, solution)"),
+    ({"problem": lambda self, split, index: Problem(split, index, "\udcff", "3")}, "prompt and answer are text"),
     ({"check": None}, "has no method check"), ({"verification_demo": 3}, "has no method verification_demo"),
     ({"problem": lambda self, split, index: Problem(split, index, "1+2", 3)}, "prompt and answer are text"),
-    ({"problem": lambda self, split, index: "1+2"}, "problem('sft', 0) gives 1+2")])
+    ({"problem": lambda self, split, index: "1+2"}, "problem('sft', 0) gives '1+2'")])
 def test_a_part_that_a_task_lacks_is_named_before_any_work(base, monkeypatch, capsys, changes, words):
     monkeypatch.setitem(TASKS, "mine", type("Mine", (Chain,), changes))
     line = refusal(capsys, *rl_flags("--task", "mine"))

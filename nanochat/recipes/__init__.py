@@ -13,7 +13,6 @@ per step, TABLE: scores of the final table, which are shares, with their words.
 """
 import functools
 import importlib
-import inspect
 import os
 import pkgutil
 import re
@@ -21,7 +20,7 @@ import sys
 import traceback
 from types import ModuleType
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, takes
 from nanochat.rl.roles import RoleSpec, short_name, trained_roles
 
 NEEDED = ("TAGS", "ROLES", "calls", "play", "evaluate")
@@ -66,17 +65,6 @@ def load(name: str) -> ModuleType:
     if not isinstance(table, dict) or not all(map(is_text, table.values())):
         raise BadInput(f"--recipe {name}: TABLE must be a dict of texts")
     return module
-
-
-def takes(function, number: int) -> bool:
-    """Whether a function can be called with so many arguments; what cannot be told is taken for a yes."""
-    try:
-        inspect.signature(function).bind(*range(number))
-    except TypeError:
-        return False
-    except ValueError:  # of a builtin
-        return True
-    return True
 
 
 def ask(name: str, recipe: ModuleType, part: str, *args):

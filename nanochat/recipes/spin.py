@@ -23,7 +23,7 @@ from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts, join
-from tasks.common import Problem
+from tasks.common import Problem, demo_of
 
 TAGS = dict(family="pairs", verifier="none", reward="none: demonstrations", credit="pair loss against a snapshot")
 ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag", trained=False)}
@@ -73,7 +73,7 @@ def sft_problems(t: Play) -> list[Problem]:
 def demonstrations(t: Play, problems: list[Problem]) -> Rollouts:
     """The task's demonstration of each problem, a function of the seed and the problem."""
     streams = [random.Random(f"spin-{t.args.seed}-{problem.split}-{problem.index}") for problem in problems]
-    texts = [t.task.solution_demo(problem, rng) for problem, rng in zip(problems, streams, strict=True)]
+    texts = [demo_of(t.task, "solution_demo", problem, rng) for problem, rng in zip(problems, streams, strict=True)]
     return t.written("generator", t.solve_prompts(problems), texts)
 
 
