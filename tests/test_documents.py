@@ -434,7 +434,8 @@ def test_tools_of_developers_tell_their_flags(commands):
     for command in commands(*TODAY):
         if command.words[0] == "python" and command.words[1].startswith("dev/"):
             mode = tuple(itertools.takewhile(lambda word: not word.startswith("-"), command.words[1:]))
-            given.setdefault(mode, set()).update(word for word in command.words if word.startswith("--"))
+            own = itertools.takewhile(lambda word: word != "--", command.words)  # behind it is another command
+            given.setdefault(mode, set()).update(word for word in own if word.startswith("--"))
     assert given
     env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     running = {mode: subprocess.Popen([sys.executable, *mode, "--help"], cwd=ROOT, env=env, text=True,
