@@ -79,6 +79,9 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
     except StopRequested as stop:
         print0(stop)
         code = 143  # 128 + SIGTERM
+    except KeyboardInterrupt:  # before a run has begun, which saves itself
+        complain("stopped by Ctrl-C")
+        code = 130  # 128 + SIGINT
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             complain(f"stopped: there is not enough memory: {one_line(error)}")

@@ -213,3 +213,11 @@ def test_a_script_lives_without_its_streams_and_ends_quietly_when_nobody_reads_o
     done = subprocess.run(["bash", "-c", f'echo text | {sys.executable} -c "$0" {redirected}', STREAMS],
                           capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == code and done.stderr in ("", "error\n")
+
+
+def test_ctrl_c_before_a_run_is_one_line(capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as stop:
+        script_main(interrupted, argparse.ArgumentParser(), [])
+    assert stop.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"
