@@ -60,6 +60,7 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
     argv = argv[1:] if argv[:1] == ["--"] else argv
     code = 0
     try:
+        check_one_copy(getattr(sys.modules["__main__"], "__file__", None) or "")
         check_text(argv)
         parser = parser(argv) if callable(parser) else parser
         parser.error = functools.partial(refuse, getattr(parser, "explain", str))  # one line instead of the usage
@@ -97,6 +98,16 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
         os._exit(code)
     if code:
         sys.exit(code)
+
+
+def check_one_copy(script: str) -> None:
+    """Raises BadInput where the script that Python was started with lies in one copy of the project and this package
+    comes from another, as for `torchrun scripts/tango_rl.py` in the environment of the folder that was copied."""
+    root, package = os.path.dirname(os.path.dirname(os.path.realpath(script))), os.path.dirname(__file__)
+    beside = os.path.join(root, "nanochat")
+    if os.path.exists(os.path.join(beside, "common.py")) and not os.path.samefile(beside, package):
+        raise BadInput(f"{script}: Python takes the package nanochat from {package}, not from {root}: "
+                       f"install it with `pip install -e {root}`, or set PYTHONPATH={root}")
 
 
 def open_missing_streams() -> None:
