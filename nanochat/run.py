@@ -179,9 +179,17 @@ def lock_run(folder: str):
     return lock
 
 
-def start_run(args, device: torch.device, config: dict, resumed: bool, folder: str = "") -> Run:
+def look_at(folder: str) -> dict[str, int]:
+    """What tells how far a run has come: its files of numbers, with the time of their last change in nanoseconds."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
+        return {file.name: file.stat().st_mtime_ns for file in files if file.name.endswith((".pt", ".json", ".jsonl"))}
+    return {}
+
+
+def start_run(args, device: torch.device, config: dict, seen: dict[str, int], resumed: bool, folder: str = "") -> Run:
     """Opens and locks the run's folder (by default the one of --run), writes config.json, catches SIGTERM, SIGINT and
-    SIGHUP, and starts wandb where it is wanted."""
+    SIGHUP, and starts wandb where it is wanted. seen: look_at(folder) from before it was decided where the run goes on.
+    Raises BadInput where another process is at work on the run, or was since then."""
     rank, world = rank_and_world()
     run = Run(args.run, device, rank, world, folder or path_of("runs", args.run), wants_events=args.tensorboard)
     if rank == 0:
@@ -190,6 +198,8 @@ def start_run(args, device: torch.device, config: dict, resumed: bool, folder: s
         except OSError as error:
             raise BadInput(f"cannot write to {run.folder} ({error.strerror})") from None
         run.lock = lock_run(run.folder)
+        if look_at(run.folder) != seen:
+            raise BadInput(f"{run.folder}: another process was at work on this run until just now; start this again")
         if not resumed:
             write_json(os.path.join(run.folder, "config.json"), config)
         if uses_wandb(args.run):

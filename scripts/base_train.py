@@ -29,7 +29,7 @@ from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
-from nanochat.run import add_run_args, describe_versions, start_run, uses_wandb
+from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import check_weights
 
@@ -245,6 +245,7 @@ def main(args) -> None:
     tokenizer = Tokenizer.load(path_of("tokenizer"))
     token_bytes = load_file(path_of("tokenizer", "token_bytes.pt"))
     config_of(args, tokenizer.vocab_size)
+    seen = look_at(path_of("base", tag))
     resumed = resume_step("base", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     check_writable(path_of("base", tag))
     documents = Documents(train_sources, rank, world)
@@ -270,8 +271,8 @@ def main(args) -> None:
     if state["step"] >= rules["num_steps"]:
         print0(f"{path_of('base', tag)} is finished at step {state['step']}")
         return
-    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None,
-                    path_of("base", tag))
+    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
+                    resumed is not None, path_of("base", tag))
     run.trim("metrics.jsonl", state["step"])
 
     def evaluate() -> float:

@@ -38,7 +38,7 @@ from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import outcomes_of
-from nanochat.run import add_run_args, describe_versions, start_run, uses_wandb
+from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights, whole_state
 from tasks import add_task_args, make_task
 from tasks.common import demo_of
@@ -286,6 +286,7 @@ def main(args) -> None:
     uses_wandb(args.run)
     check_writable(path_of("sft", tag))
     tokenizer = load_tokenizer(path_of("tokenizer"))
+    seen = look_at(path_of("sft", tag))
     resumed = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
     dtype = compute_dtype(device)
@@ -309,8 +310,8 @@ def main(args) -> None:
     examples.check()  # before anything is sampled or written, and with what was sampled below
     print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, "
            f"{sum(p.numel() for p in parameters):,} parameters trained, {device}, {dtype}")
-    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, resumed is not None,
-                    path_of("sft", tag))
+    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
+                    resumed is not None, path_of("sft", tag))
     run.trim("metrics.jsonl", state["step"])
 
     def after_step() -> None:

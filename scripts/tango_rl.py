@@ -41,7 +41,8 @@ from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, l
                                short_name, trained_roles)
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
-from nanochat.run import add_run_args, choose_run_name, claim_run_name, describe_versions, start_run, uses_wandb
+from nanochat.run import (add_run_args, choose_run_name, claim_run_name, describe_versions, look_at, start_run,
+                          uses_wandb)
 from nanochat.weights import check_weights
 from tasks import add_task_args, make_task
 
@@ -275,6 +276,7 @@ def main(args) -> None:
     recipes.ask(args.recipe, recipe, "check", args, task)
     complete_args(args, recipe.ROLES)
     choose_run_name(args.run)
+    seen = look_at(path_of("runs", args.run))
     resume_step, starts = find_start(args, recipe)
     if resume_step is None:
         check_task(args, task, starts)
@@ -310,7 +312,7 @@ def main(args) -> None:
     if made > args.num_steps:
         raise BadInput(f"--num-steps {args.num_steps}: run {args.run} has made {made} updates of the {trained[0]}; "
                        f"continue it with as many or more")
-    run = open_run(args, recipe, task, starts, device, world, resume_step)
+    run = open_run(args, recipe, task, starts, device, world, resume_step, seen)
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
@@ -336,15 +338,15 @@ def find_start(args, recipe) -> tuple[int | None, dict]:
     return resume_step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
 
 
-def open_run(args, recipe, task, starts: dict, device, world: int, step: int | None):
+def open_run(args, recipe, task, starts: dict, device, world: int, step: int | None, seen: dict):
     """The run's folder and log, with all that a continued run is compared with. step: where it is continued, None for a
-    fresh one."""
+    fresh one; seen: what its folder held when that was decided."""
     is_resumed = step is not None
     args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
-    run = start_run(args, device, config, resumed=is_resumed)
+    run = start_run(args, device, config, seen, resumed=is_resumed)
     if is_resumed and run.rank == 0:  # what changed is true from here on
         before = read_config(args.run)
         changed = {name: [before["args"].get(name), value] for name, value in vars(args).items()

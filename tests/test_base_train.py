@@ -257,6 +257,20 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(base, capsys):
     assert base_train.resume_step("base", "base", args, base_train.MAY_CHANGE, {}) == steps[0]
 
 
+def test_what_another_process_trained_meanwhile_stays(base, monkeypatch):
+    new_model = base_train.new_model
+
+    def slowly(*args):
+        monkeypatch.setattr(base_train, "new_model", new_model)
+        train(base)
+        return new_model(*args)
+
+    monkeypatch.setattr(base_train, "new_model", slowly)
+    with pytest.raises(BadInput, match="another process was at work on this run until just now"):
+        train(base, "--seed", "5")
+    assert len(list_steps("base", "base")) == 1
+
+
 def test_a_finished_run_says_so_and_changes_nothing(base, capsys):
     train(base)
     before = (base / "base_checkpoints" / "base" / "metrics.jsonl").read_text()

@@ -237,6 +237,21 @@ def test_checkpoints_on_the_way_and_a_finished_run(base, capsys):
         train("--model-tag", "a", "--resume-from-step", "auto", "--matrix-lr", "0.1")
 
 
+def test_what_another_process_trained_meanwhile_stays(base, monkeypatch):
+    """Two fresh starts at once: the first has ended when the second takes the lock."""
+    muon_adamw = chat_sft.muon_adamw
+
+    def slowly(*args):
+        monkeypatch.setattr(chat_sft, "muon_adamw", muon_adamw)
+        train("--model-tag", "a")
+        return muon_adamw(*args)
+
+    monkeypatch.setattr(chat_sft, "muon_adamw", slowly)
+    with pytest.raises(BadInput, match="another process was at work on this run until just now"):
+        train("--model-tag", "a", "--seed", "5")
+    assert list_steps("sft", "a") == [6] and len(metrics_of(base, "a")) == 6
+
+
 def test_two_ranks_go_on_from_one(base):
     """What one rank saved, two continue: the examples are the same, and the losses agree to rounding."""
     train("--model-tag", "a", "--save-every", "2")

@@ -300,6 +300,20 @@ def test_two_processes_never_work_on_one_run(straight_copy):
     held.close()
 
 
+def test_what_another_process_did_while_models_were_loaded_stays(straight_copy, monkeypatch):
+    """The other one went on from step 3 as well, and has ended when this one takes the lock."""
+    before, load_roles = records(straight_copy, "r"), tango_rl.load_roles
+
+    def slowly(*args):
+        os.utime(straight_copy / "runs" / "r" / "metrics.jsonl")
+        return load_roles(*args)
+
+    monkeypatch.setattr(tango_rl, "load_roles", slowly)
+    with pytest.raises(BadInput, match="another process was at work on this run until just now"):
+        train("--run", "r", "--save-every", "1", "--resume-from-step", "3")
+    assert records(straight_copy, "r") == before and saved_steps("r")[-1] == 7
+
+
 def test_sigterm_to_torchrun_saves_on_two_ranks(base):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
