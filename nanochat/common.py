@@ -7,6 +7,7 @@ import ctypes
 import datetime
 import functools
 import inspect
+import io
 import json
 import math
 import os
@@ -55,7 +56,7 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
 
     Where another rank has said why it ends, this one's own failure is its consequence, and is not shown.
     """
-    open_missing_streams()
+    open_streams()
     argv = sys.argv[1:] if argv is None else argv
     argv = argv[1:] if argv[:1] == ["--"] else argv
     code = 0
@@ -110,11 +111,14 @@ def check_one_copy(script: str) -> None:
                        f"install it with `pip install -e {root}`, or set PYTHONPATH={root}")
 
 
-def open_missing_streams() -> None:
-    """Stands the null device in for those of stdin, stdout and stderr that the process was started without."""
+def open_streams() -> None:
+    """Stands the null device in for those of stdin, stdout and stderr that the process was started without. A character
+    that stdout's encoding lacks is shown as its number: printing stops no training."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def refuse(explain, message: str) -> None:

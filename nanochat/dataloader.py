@@ -30,8 +30,9 @@ def find_files(sources: list[str]) -> list[str]:
     names none, and for files of several formats."""
     files = []
     for source in sources:
-        found = ([name for ending in FORMATS for name in glob.glob(os.path.join(source, f"*{ending}"))]
-                 if os.path.isdir(source) else glob.glob(source))
+        path = glob.escape(source) if os.path.exists(source) else source  # a name may look like a pattern
+        found = ([name for ending in FORMATS for name in glob.glob(os.path.join(path, f"*{ending}"))]
+                 if os.path.isdir(source) else glob.glob(path))
         if not found:
             raise BadInput(f"{source}: no such file, or a folder without {', '.join(FORMATS)} files")
         files += sorted(found)

@@ -86,7 +86,8 @@ stage "What this will take"
 
 stage "Text"
 if [ "$SCALE" = tiny ]; then  # 20,000 documents: problem, solution and verification on a line
-    [ -d "$DATA" ] || python -m scripts.task_text $TASK --out "$DATA"
+    [ -f "$DATA/shard_00003.jsonl" ] ||  # the last one to be written
+        python -m scripts.task_text $TASK --out "$DATA"
 else  # 105 shards of 250M characters, the last for validation: 104 can be dealt to 8 ranks
     hf download karpathy/climbmix-400b-shuffle --repo-type dataset \
         --include "shard_000*.parquet" "shard_0010[0-4].parquet" --local-dir "$DATA"

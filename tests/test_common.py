@@ -221,3 +221,11 @@ def test_ctrl_c_before_a_run_is_one_line(capsys):
     with pytest.raises(SystemExit) as stop:
         script_main(interrupted, argparse.ArgumentParser(), [])
     assert stop.value.code == 130 and capsys.readouterr().err == "stopped by Ctrl-C\n"
+
+
+def test_a_character_that_stdout_lacks_stops_nothing():
+    code = ("import argparse; from nanochat.common import print0, script_main\n"
+            r"script_main(lambda args: print0('\u20ac\udcff', 'x'), argparse.ArgumentParser(), [])")
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "latin-1"}, cwd=ROOT,
+                          capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u20ac\\udcff x\n", "")

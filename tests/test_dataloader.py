@@ -5,6 +5,7 @@ named.
     python -m pytest tests/test_dataloader.py -q
 """
 import json
+import shutil
 from itertools import islice
 
 import pytest
@@ -64,6 +65,9 @@ def pieces_of(rows: list[list[int]]) -> list[bytes]:
 # Documents
 
 def test_a_folder_a_pattern_and_a_list_name_the_same_files(shards, tmp_path):
+    shutil.copytree(tmp_path, tmp_path / "a[0]")  # a name that looks like a pattern
+    copies = [shard.replace(str(tmp_path), f"{tmp_path}/a[0]") for shard in shards]
+    assert find_files([str(tmp_path / "a[0]")]) == copies and find_files(copies) == copies
     assert find_files([str(tmp_path)]) == find_files([str(tmp_path / "*.jsonl")]) == find_files(shards) == shards
 
 

@@ -28,14 +28,14 @@ hf() { record hf "$@"; }
 """
 
 
-def calls_of(tmp_path, scale: str) -> list[list[str]]:
-    """The commands that the script runs, with text already there."""
+def calls_of(tmp_path, scale: str, shard: str = "shard_00003.jsonl") -> list[list[str]]:
+    """The commands that the script runs, with text already there up to this shard."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "speedrun.sh").write_text((ROOT / "runs" / "speedrun.sh").read_text())
     (tmp_path / "runs" / "setup.sh").write_text(SETUP)
     for folder in ("text", "base_data_climbmix"):
         (tmp_path / "base" / folder).mkdir(parents=True)
-        (tmp_path / "base" / folder / "shard_00000.jsonl").touch()
+        (tmp_path / "base" / folder / shard).touch()
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SCALE": scale,
            "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "CALLS": str(tmp_path / "calls")}
     done = subprocess.run(["bash", "runs/speedrun.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -68,6 +68,11 @@ def test_every_stage_takes_its_flags(tmp_path, scale):
         if name in ("base_train", "chat_sft", "tango_rl"):
             assert args.resume_from_step == "auto" and args.save_every > 0, name
     assert (calls[1][0] == "hf") == (scale == "full")
+
+
+def test_text_that_is_not_whole_is_made_again(tmp_path):
+    names = [script_and_flags(call)[0] for call in calls_of(tmp_path, "tiny", "shard_00002.jsonl")]
+    assert names == ["task_text", *STAGES]
 
 
 def test_an_unknown_scale_is_refused(tmp_path):
