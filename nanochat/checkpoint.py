@@ -22,6 +22,8 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, not_finite, with_shards
 
+# of a configuration
+SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "intermediate_size")
 # absent from older upstream checkpoints, with what they stood for
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
 
@@ -140,7 +142,23 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
     missing = config.asdict().keys() - given.keys()
     if missing:
         raise BadInput(f"{path}: model_config has no {', '.join(sorted(missing))}")
+    check_config(config, path)
+    if not isinstance(meta.get("step"), int) or not isinstance(meta.setdefault("user_config", {}), dict):
+        raise BadInput(f"{path} is no model's meta: step must be a number, and user_config the flags it was made with")
     return meta, config
+
+
+def check_config(config: GPTConfig | DecoderConfig, path: str) -> None:
+    """Raises BadInput where no model can be made from a configuration; makes one without memory."""
+    for name in config.asdict().keys() & set(SIZES):
+        value = getattr(config, name)
+        if type(value) is not int or not 1 <= value < 2 ** 31:
+            raise BadInput(f"{path}: model_config has {name} {value!r}: must be a number from 1 to {2 ** 31 - 1}")
+    try:
+        with torch.device("meta"):
+            (GPT if isinstance(config, GPTConfig) else Decoder)(config)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise BadInput(f"{path}: model_config describes no model: {error}") from None
 
 
 def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None, sharded: bool = False,
@@ -228,7 +246,7 @@ def restore_optimizer(optimizer, saved: dict, path: str) -> None:
     """Gives an optimizer a saved state. Raises BadInput that names the file when it was made for other parameters."""
     try:
         optimizer.load_state_dict(with_shards(saved, optimizer))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise BadInput(f"{path} does not fit: {error}") from None
     for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes
         if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values()
@@ -247,11 +265,14 @@ def save_training(stage: str, tag: str, step: int, rank: int, optimizers: list, 
                 path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt"))
 
 
-def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, per_rank: bool) -> dict:
-    """Restores optimizers, and gives this rank's state. per_rank: states, or parts of sharded optimizers, differ, so
-    the number of ranks may not. Raises BadInput."""
+def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, per_rank: bool,
+                  parts: tuple[str, ...] = ("state",)) -> dict:
+    """Restores optimizers, and gives this rank's state, which has these parts. per_rank: states, or parts of sharded
+    optimizers, differ, so the number of ranks may not. Raises BadInput."""
     path = path_of(stage, tag, f"train_{step:06d}_rank0.pt")
     saved = load_file(path)
+    if not isinstance(saved, dict) or not {"optimizers", "world", *parts} <= saved.keys():
+        raise BadInput(f"{path} is not what training goes on from: it lacks {', '.join(parts)} or optimizers")
     world = rank_and_world()[1]
     if per_rank and saved["world"] != world:
         raise BadInput(f"{path}: was saved by {saved['world']} ranks and can be continued by as many, not by {world}")

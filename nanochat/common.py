@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import errno
 import functools
 import inspect
 import io
@@ -57,6 +58,7 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
     Where another rank has said why it ends, this one's own failure is its consequence, and is not shown.
     """
     open_streams()
+    check_ranks()
     argv = sys.argv[1:] if argv is None else argv
     argv = argv[1:] if argv[:1] == ["--"] else argv
     code = 0
@@ -84,6 +86,12 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:  # before a run has begun, which saves itself
         complain("stopped by Ctrl-C")
         code = 130  # 128 + SIGINT
+    except OSError as error:
+        if error.filename or error.errno != errno.ENOSPC:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # as above
+        complain(f"stopped: the output cannot be written: {error.strerror}")
+        code = 1
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             complain(f"stopped: there is not enough memory: {one_line(error)}")
@@ -109,6 +117,25 @@ def check_one_copy(script: str) -> None:
     if os.path.exists(os.path.join(beside, "common.py")) and not os.path.samefile(beside, package):
         raise BadInput(f"{script}: Python takes the package nanochat from {package}, not from {root}: "
                        f"install it with `pip install -e {root}`, or set PYTHONPATH={root}")
+
+
+def check_ranks() -> None:
+    """Ends the process with one line and exit code 2 where the environment's numbers, which torchrun sets, are none or
+    do not go together."""
+    words = []
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NANOCHAT_GRADING_WORKERS"):
+        value = os.environ.get(name, "0")
+        if not value.isdecimal() and (value or not name.startswith("NANOCHAT")):
+            words.append(f"{name}={value}: must be a number")
+    if not words:
+        rank, world = rank_and_world()
+        if rank >= world:
+            words = [f"RANK={rank}: must be below WORLD_SIZE={world}"]
+        elif world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            words = [f"WORLD_SIZE={world}: several ranks are started with torchrun"]
+    if words:
+        print(f"error: the environment has {words[0]}; torchrun sets it, or unset it", file=sys.stderr)
+        sys.exit(2)
 
 
 def open_streams() -> None:

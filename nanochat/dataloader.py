@@ -43,6 +43,19 @@ def find_files(sources: list[str]) -> list[str]:
     return files
 
 
+def file_sizes(*sources: list[str]) -> dict[str, int]:
+    """The files that lists of sources stand for, with their sizes in bytes; a hub name has none. Raises BadInput."""
+    return {file: os.path.getsize(file) for names in sources if not is_hub_name(names) for file in find_files(names)}
+
+
+def check_same_files(before: dict[str, int], now: dict[str, int], what: str) -> None:
+    """Raises BadInput where text is not what training was begun with. before, now: file_sizes; what: was begun."""
+    for file in sorted(before.keys() | now.keys()):
+        if before.get(file) != now.get(file):
+            was, is_now = (f"{sizes[file]} bytes" if file in sizes else "not there" for sizes in (before, now))
+            raise BadInput(f"{file}: is {is_now}, and was {was} when {what} was saved: its text must stay as it was")
+
+
 def is_hub_name(sources: list[str]) -> bool:
     return len(sources) == 1 and not glob.glob(sources[0]) and HUB_NAME.fullmatch(sources[0]) is not None
 

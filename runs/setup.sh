@@ -1,4 +1,5 @@
 # Sourced by the other scripts: makes .venv once, installs the project, and goes to its root.
+unset CDPATH  # with which cd may go elsewhere
 cd -P "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-python3}
 # Its programs and its link to the project hold the folder's name.

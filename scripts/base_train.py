@@ -23,7 +23,7 @@ from nanochat.checkpoint import (load_file, load_model, load_training, resumable
 from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, check_least, check_most, check_name,
                              check_writable, compute_dtype, flag_defaults, in_words, init_device, path_of, print0,
                              rank_and_world, script_main)
-from nanochat.dataloader import Documents, PackedBatches, is_hub_name, find_files
+from nanochat.dataloader import Documents, PackedBatches, check_same_files, file_sizes, find_files, is_hub_name
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
@@ -249,6 +249,7 @@ def main(args) -> None:
     resumed = resume_step("base", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     check_writable(path_of("base", tag))
     documents = Documents(train_sources, rank, world)
+    files = file_sizes(train_sources, val_sources)
     for sources in (train_sources, val_sources):  # bad text shows before anything is written
         PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()
     device = init_device(args.device_type)
@@ -264,7 +265,8 @@ def main(args) -> None:
     batches = PackedBatches(documents, tokenizer, rules["rows"], args.sequence_len + 1)
     state = {"step": 0, "seconds": 0.0, "skipped": 0}
     if resumed is not None:
-        saved = load_training("base", tag, resumed, rank, optimizers, per_rank=True)
+        saved = load_training("base", tag, resumed, rank, optimizers, per_rank=True, parts=("state", "batches"))
+        check_same_files(saved.get("files", files), files, f"step {resumed} of {tag}")  # older ones name none
         batches.load_state_dict(saved["batches"])
         state = saved["state"]
     print_rules(f"{tag} behind step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
@@ -286,7 +288,7 @@ def main(args) -> None:
     def save(val_bpb: float | None = None) -> None:
         check_weights(model, "model")
         save_training("base", tag, state["step"], rank, optimizers,
-                      {"batches": batches.state_dict(), "state": dict(state)})
+                      {"batches": batches.state_dict(), "state": dict(state), "files": files})
         if dist.is_initialized():
             dist.barrier()  # every rank's file is there before the meta makes the step valid
         if rank == 0:

@@ -14,6 +14,7 @@ checkpoint, unless given. What does not fit the verifier's context is never cut:
 """
 import argparse
 import os
+import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -84,15 +85,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_out(path: str) -> None:
-    """Raises BadInput unless the file can be written: tried with the folder, since a superuser's permissions say
-    nothing."""
-    trial = f"{path}.trial{rank_and_world()[0]}"
+    """Raises BadInput unless the file can be written. A device or pipe is never replaced by one."""
     try:
-        if os.path.isdir(path):
-            raise IsADirectoryError(0, "is a folder")
-        with open(trial, "w"):
-            pass
-        os.remove(trial)
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise OSError(0, "is there, and no file")
+        tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
     except OSError as error:
         raise BadInput(f"--out {path}: cannot be written ({error.strerror})") from None
 
@@ -121,6 +118,7 @@ def check_args(args) -> None:
     check_name("--verifier-tag", args.verifier_tag)
     check_name("--generator-tag", args.generator_tag or args.verifier_tag)
     if args.out:
+        args.out = os.path.realpath(args.out)  # a link stays, and what it leads to is written
         check_out(args.out)
 
 

@@ -271,6 +271,25 @@ def test_what_another_process_trained_meanwhile_stays(base, monkeypatch):
     assert len(list_steps("base", "base")) == 1
 
 
+def test_text_that_has_changed_is_refused(base):
+    train(base, "--save-every", "2")
+    extra = base / "text" / "shard_9.jsonl"
+    shutil.copy(sorted((base / "text").iterdir())[0], extra)
+    with pytest.raises(BadInput, match=r"shard_9.jsonl: is \d+ bytes, and was not there when step 2 of base was saved"):
+        train(base, "--save-every", "2", "--resume-from-step", "2")
+    extra.unlink()
+    train(base, "--save-every", "2", "--resume-from-step", "2")
+
+
+def test_another_file_in_the_place_of_what_training_goes_on_from(base):
+    train(base)
+    folder = base / "base_checkpoints" / "base"
+    step = list_steps("base", "base")[-1]
+    shutil.copy(folder / f"model_{step:06d}.pt", folder / f"train_{step:06d}_rank0.pt")
+    with pytest.raises(BadInput, match=f"train_{step:06d}_rank0.pt is not what training goes on from"):
+        train(base, "--resume-from-step", "auto")
+
+
 def test_a_finished_run_says_so_and_changes_nothing(base, capsys):
     train(base)
     before = (base / "base_checkpoints" / "base" / "metrics.jsonl").read_text()

@@ -130,6 +130,25 @@ def test_a_meta_without_a_needed_key_is_refused_by_name(base, key):
     assert key in message and "meta_000007.json" in message
 
 
+@pytest.mark.parametrize("change, words", [
+    ({"step": None}, "step must be a number"), ({"user_config": None}, "step must be a number, and user_config"),
+    ({"n_head": 0}, "n_head 0: must be a number from 1 to"), ({"n_layer": -1}, "n_layer -1: must be"),
+    ({"sequence_len": 10 ** 30}, "sequence_len 10{30}: must be"), ({"n_embd": "x"}, "n_embd 'x': must be"),
+    ({"window_pattern": 5}, "model_config describes no model"),
+])
+def test_a_meta_of_no_model_is_refused(base, change, words):
+    saved_model()
+    path = path_of("sft", "d2", "meta_000007.json")
+    with open(path) as f:
+        meta = json.load(f)
+    part = meta if change.keys() <= meta.keys() else meta["model_config"]
+    part |= change
+    with open(path, "w") as f:
+        json.dump(meta, f)
+    with pytest.raises(BadInput, match=f"meta_000007.json.*{words}"):
+        load_model("sft", "d2", "cpu", FP32)
+
+
 def test_a_damaged_meta_is_refused_by_name(base):
     saved_model()
     (base / "chatsft_checkpoints/d2/meta_000007.json").write_text('{"step": 7,')

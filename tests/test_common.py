@@ -229,3 +229,28 @@ def test_a_character_that_stdout_lacks_stops_nothing():
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONIOENCODING": "latin-1"}, cwd=ROOT,
                           capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "\\u20ac\\udcff x\n", "")
+
+
+@pytest.mark.parametrize("env, words", [
+    ({"RANK": "x"}, "RANK=x: must be a number"), ({"WORLD_SIZE": ""}, "WORLD_SIZE=: must be a number"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: several ranks are started with torchrun"),
+    ({"RANK": "1"}, "RANK=1: must be below WORLD_SIZE=1"),
+    ({"NANOCHAT_GRADING_WORKERS": "-1"}, "NANOCHAT_GRADING_WORKERS=-1: must be a number"),
+])
+def test_a_rank_that_cannot_be_is_refused(monkeypatch, capsys, env, words):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as stop:
+        script_main(print, argparse.ArgumentParser(), [])
+    assert stop.value.code == 2
+    assert capsys.readouterr() == ("", f"error: the environment has {words}; torchrun sets it, or unset it\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
+def test_output_to_a_full_disk_is_one_line():
+    code = ("import argparse; from nanochat.common import script_main\n"
+            "script_main(lambda args: print('x', flush=True), argparse.ArgumentParser(), [])")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "stopped: the output cannot be written: No space left on device\n"

@@ -59,6 +59,12 @@ def test_two_scripts_started_at_once_set_up_once(project):
     assert start(project).communicate() == (f"{project}\n", "")  # nothing more to do
 
 
+def test_cdpath_leads_to_no_other_project(project, tmp_path, monkeypatch):
+    (tmp_path / "other" / "runs").mkdir(parents=True)
+    monkeypatch.setenv("CDPATH", str(tmp_path / "other"))
+    assert start(project).communicate()[0].splitlines()[-1] == str(project) and not (tmp_path / "other/.venv").exists()
+
+
 @pytest.mark.parametrize("broken", ["bin/python", "installed"])
 def test_what_is_broken_is_set_up_again(project, broken):
     start(project).communicate()

@@ -465,13 +465,26 @@ def test_a_generator_that_names_no_task_needs_one(capsys, base):
         "1 problems | ")
 
 
+def test_a_link_is_written_through(capsys, bench, tmp_path):
+    (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
+    (tmp_path / "target.json.trial0").write_text("mine")
+    run(capsys, "--processbench", os.environ["BENCH"], "--format", "compact", "--max-examples", "1", "--out",
+        str(tmp_path / "link.json"))
+    assert (tmp_path / "link.json").is_symlink()
+    assert "processbench" in json.loads((tmp_path / "target.json").read_text())
+    assert (tmp_path / "target.json.trial0").read_text() == "mine"
+
+
 def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, bench, tmp_path):
     (tmp_path / "folder").mkdir()
-    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is a folder"),
+    for path, words in ((tmp_path / "none" / "o.json", "No such file"), (tmp_path / "folder", "is there, and no file"),
                         ("/proc/o.json", "cannot be written")):
         line = refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody",
                        "--out", str(path))  # before the tag is looked at
         assert f"--out {path}: cannot be written" in line and words in line
+    os.mkfifo(tmp_path / "pipe")  # stands for a device
+    assert "is there, and no file" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody",
+                                              "--out", str(tmp_path / "pipe"))
     there_were = sorted(os.listdir(tmp_path))
     assert "nobody" in refused(capsys, "--processbench", os.environ["BENCH"], "--verifier-tag", "nobody", "--out",
                                str(tmp_path / "o.json"))
