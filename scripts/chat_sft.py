@@ -16,6 +16,7 @@ that a stopped run goes on exactly, on any number of ranks.
 """
 import argparse
 import math
+import os
 import random
 import time
 
@@ -26,7 +27,7 @@ from nanochat.checkpoint import (load_model, load_training, resumable_steps, res
 from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, barrier, check_least, check_most,
                              check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device, path_of,
                              print0, rank_and_world, script_main)
-from nanochat.dataloader import length_batches, pack_whole, shuffled
+from nanochat.dataloader import check_same_files, length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
 from nanochat.hf.decoder import Decoder
@@ -37,7 +38,7 @@ from nanochat.recipes.critique_grpo import CRITIQUES
 from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
 from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import outcomes_of
+from nanochat.rl.scores import outcomes_of, problems_digest
 from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights, whole_state
 from tasks import add_task_args, make_task
@@ -300,9 +301,16 @@ def main(args) -> None:
                  if args.role == "verifier" else None)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
+    files = {path: os.path.getsize(path) for path in args.conversations if os.path.exists(path)}
+    problems = problems_digest(task)
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
     if resumed is not None:
-        state = load_training("sft", tag, resumed, rank, optimizers, per_rank=args.shard)["state"]
+        saved = load_training("sft", tag, resumed, rank, optimizers, per_rank=args.shard)
+        check_same_files(saved.get("files", files), files, f"step {resumed} of {tag}")  # older ones tell of neither
+        if saved.get("problems", problems) != problems:
+            raise BadInput(f"{path_of('sft', tag)} was trained on other problems of task {task.name}: put its data "
+                           f"file, or its code, back as it was, or take another --model-tag")
+        state = saved["state"]
     if state["step"] >= args.num_steps:
         print0(f"{path_of('sft', tag)} is finished at step {state['step']}")
         return
@@ -322,7 +330,8 @@ def main(args) -> None:
         check_weights(model, args.role)
         weights = whole_state(model, keep=rank == 0)
         if rank == 0 or args.shard:
-            save_training("sft", tag, state["step"], rank, optimizers, {"state": dict(state)})
+            save_training("sft", tag, state["step"], rank, optimizers,
+                          {"state": dict(state), "files": files, "problems": problems})
         barrier()  # every rank has written its part
         if rank == 0:
             save_model("sft", tag, state["step"], model,

@@ -36,10 +36,11 @@ from nanochat.rl.plan import check_plan, check_sizes, describe_run
 from nanochat.rl.play import Play, apply_update
 from nanochat.rl.progress import health_check, print_step, print_table, warn_of_no_signal
 from nanochat.rl.records import rollout_records
-from nanochat.rl.resume import check_recipe_text, read_config, resolve_resume
+from nanochat.rl.resume import check_problems_stayed, check_recipe_text, read_config, resolve_resume
 from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
                                short_name, trained_roles)
 from nanochat.rl.sampling import Sampler
+from nanochat.rl.scores import problems_digest
 from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
 from nanochat.run import (add_run_args, choose_run_name, claim_run_name, describe_versions, look_at, start_run,
                           uses_wandb)
@@ -280,6 +281,8 @@ def main(args) -> None:
     resume_step, starts = find_start(args, recipe)
     if resume_step is None:
         check_task(args, task, starts)
+    else:
+        check_problems_stayed(args.run, task.name, problems_digest(task))
     uses_wandb(args.run)
     for path in (path_of("runs", args.run), *(path_of("rl", tag_of(args.run, role)) for role in recipe.ROLES)):
         check_writable(path)
@@ -345,6 +348,7 @@ def open_run(args, recipe, task, starts: dict, device, world: int, step: int | N
     args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
+              "problems": problems_digest(task),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
     run = start_run(args, device, config, seen, resumed=is_resumed)
     if is_resumed and run.rank == 0:  # what changed is true from here on

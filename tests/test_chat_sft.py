@@ -21,6 +21,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft
 from tasks import make_task
+from tasks.chain import Chain
 from tasks.conversations import load_conversations
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -250,6 +251,20 @@ def test_what_another_process_trained_meanwhile_stays(base, monkeypatch):
     with pytest.raises(BadInput, match="another process was at work on this run until just now"):
         train("--model-tag", "a", "--seed", "5")
     assert list_steps("sft", "a") == [6] and len(metrics_of(base, "a")) == 6
+
+
+def test_other_problems_and_conversations_are_refused(base, tmp_path, monkeypatch):
+    chats, problem = tmp_path / "chats.jsonl", Chain.problem
+    chats.write_text('[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]\n')
+    flags = ["--model-tag", "a", "--save-every", "2", "--conversations", str(chats)]
+    train(*flags)
+    with monkeypatch.context() as other:
+        other.setattr(Chain, "problem", lambda self, split, index: problem(self, split, index + 1))
+        with pytest.raises(BadInput, match="a was trained on other problems of task chain"):
+            train(*flags, "--resume-from-step", "2")
+    chats.write_text(chats.read_text() * 2)
+    with pytest.raises(BadInput, match=r"chats.jsonl: is \d+ bytes, and was \d+ bytes when step 2 of a was saved"):
+        train(*flags, "--resume-from-step", "2")
 
 
 def test_two_ranks_go_on_from_one(base):

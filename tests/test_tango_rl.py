@@ -314,6 +314,13 @@ def test_what_another_process_did_while_models_were_loaded_stays(straight_copy, 
     assert records(straight_copy, "r") == before and saved_steps("r")[-1] == 7
 
 
+def test_other_problems_are_refused(straight_copy, monkeypatch):
+    problem = Chain.problem
+    monkeypatch.setattr(Chain, "problem", lambda self, split, index: problem(self, split, index + 1))
+    with pytest.raises(BadInput, match="run r was started with other problems of task chain"):
+        train("--run", "r", "--save-every", "1", "--resume-from-step", "3")
+
+
 def test_sigterm_to_torchrun_saves_on_two_ranks(base):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",

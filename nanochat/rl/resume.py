@@ -49,6 +49,13 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     return step
 
 
+def check_problems_stayed(run_name: str, task_name: str, digest: int) -> None:
+    """Raises BadInput where a task gives other problems than the run was started with. digest: problems_digest."""
+    if read_config(run_name).get("problems", digest) != digest:  # an older run does not tell
+        raise BadInput(f"run {run_name} was started with other problems of task {task_name}: put its data file, or its "
+                       f"code, back as it was, or start a new run")
+
+
 def check_last_set(run_name: str, folder: str, steps: list[int]) -> None:
     """Raises BadInput where a finished run has lost the state that its last step was saved with: to go on would do the
     steps behind the one before it again, and remove what is left of the last."""

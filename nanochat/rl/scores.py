@@ -1,6 +1,8 @@
 """
 Scores: pass@1, pass@k, maj@k of a generator; F1 and balanced accuracy of a verifier; how log-odds of outcomes rank.
 """
+import contextlib
+import zlib
 from collections import Counter
 from math import comb
 from statistics import correlation as correlate
@@ -9,6 +11,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
 from nanochat.common import BadInput, in_threads
+from tasks.common import SPLIT_BUCKETS
 
 ENDLESS = 400  # problems that stand for all of a task that makes its own
 
@@ -23,6 +26,18 @@ def num_problems_of(task, split: str, num: int) -> int:
 def problems_of(task, split: str, num: int) -> list:
     """The first `num_problems_of` problems of a split: none is counted twice."""
     return [task.problem(split, i) for i in range(num_problems_of(task, split, num))]
+
+
+def problems_digest(task) -> int:
+    """A number that tells a task's problems from others': a checksum of the first 16 of each split that it has, which
+    change with nearly any change of its data file or its code."""
+    found = 0
+    for split in SPLIT_BUCKETS:
+        with contextlib.suppress(BadInput):  # nothing of this split among what was given
+            for i in range(num_problems_of(task, split, 16)):
+                problem = task.problem(split, i)
+                found = zlib.crc32(repr((split, problem.prompt, problem.answer)).encode(errors="replace"), found)
+    return found
 
 
 def outcomes_of(task, problems: list, texts: list[str], should_stop=lambda: False) -> list[bool | None]:
