@@ -13,7 +13,7 @@ import os
 
 import torch
 
-from nanochat.checkpoint import list_steps, save_model
+from nanochat.checkpoint import check_loaded, list_steps, save_model
 from nanochat.common import BadInput, check_name, check_writable, path_of, print0, script_main
 from nanochat.hf.files import find_folder, read_model
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -49,6 +49,7 @@ def main(args) -> None:
     tokenizer = HFTokenizer.load(folder)
     model = read_model(folder, torch.device("cpu"), torch.float32)
     tokenizer.check_model("model", model)
+    check_loaded(model, folder)
     keep_tokenizer(tokenizer, args.source)
     save_model("sft", args.model_tag, 0, model, {"imported_from": args.source})
     number = sum(p.numel() for p in model.parameters())

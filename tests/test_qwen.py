@@ -11,7 +11,7 @@ import shutil
 import pytest
 import torch
 from conftest import TASK_FLAGS, parse
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_bad_input import refused
 from test_tango_rl import assert_same_weights, records, weights
 
@@ -227,6 +227,15 @@ def made_copy(made, tmp_path, monkeypatch):
     shutil.copytree(made, tmp_path / "made")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "made" / "base"))
     return tmp_path / "made"
+
+
+def test_weights_that_are_not_finite_are_not_imported(capsys, made_copy):
+    path = made_copy / "random" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] = float("nan")
+    save_file(tensors, path, {"format": "pt"})
+    line = refused(capsys, made_copy, hf_import, "--source", str(made_copy / "random"), "--model-tag", "d")
+    assert "norm.weight holds numbers that are not finite" in line
 
 
 @pytest.mark.parametrize("script, flags, words", [

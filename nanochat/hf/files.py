@@ -71,8 +71,8 @@ def value_of(given: dict, key: str, kind: type, where: str, default=None):
         raise BadInput(f"{where}: {key} is missing")
     if kind is float and type(value) is int:
         value = float(value)
-    if type(value) is not kind or kind is not bool and not 0 < value < math.inf:
-        expected = {int: "a positive whole number", float: "a positive number", bool: "true or false"}[kind]
+    if type(value) is not kind or kind is not bool and not 0 < value < (2 ** 31 if kind is int else math.inf):
+        expected = {int: "a whole number from 1 to 2^31 - 1", float: "a positive number", bool: "true or false"}[kind]
         raise BadInput(f"{where}: {key} is {value!r}, expected {expected}")
     return value
 
@@ -89,7 +89,7 @@ def rope_of(given: dict, where: str) -> tuple[float, dict | None]:
     if "type" in parameters:
         parameters.setdefault("rope_type", parameters.pop("type"))
     kind = parameters.get("rope_type", "default")
-    if kind not in ROPE:
+    if not isinstance(kind, str) or kind not in ROPE:
         raise BadInput(f"{where}: rotary scaling {kind!r} is not supported; there are {', '.join(ROPE)}")
     if parameters.pop("partial_rotary_factor", None) not in (None, 1):
         raise BadInput(f"{where}: partial_rotary_factor is not supported")
@@ -101,7 +101,8 @@ def rope_of(given: dict, where: str) -> tuple[float, dict | None]:
     if missing:
         raise BadInput(f"{where}: rotary scaling {kind!r} without {missing[0]}")
     for key, value in parameters.items():
-        no_number = key != "rope_type" and not isinstance(value, (int, float, type(None)))
+        no_number = key != "rope_type" and value is not None and not (isinstance(value, int | float)
+                                                                      and abs(value) < math.inf)
         if no_number or key in needed and not 0 < value < math.inf:
             raise BadInput(f"{where}: {key} of rotary scaling {kind!r} is {value!r}, "
                            f"expected a {'positive ' * (key in needed)}number")
@@ -155,6 +156,13 @@ def read_config(folder: str) -> DecoderConfig:
     if config.head_dim % 2 or heads % config.n_kv_head:
         raise BadInput(f"{path}: {heads} heads of {config.head_dim} and {config.n_kv_head} key/value heads: "
                        f"need an even head size, and heads a multiple of the key/value heads")
+    try:
+        frequencies, factor = ROPE[(scaling or {}).get("rope_type", "default")](config)
+        are_numbers = bool(frequencies.isfinite().all()) and math.isfinite(factor)
+    except (ArithmeticError, RuntimeError, ValueError):
+        are_numbers = False
+    if not are_numbers:
+        raise BadInput(f"{path}: with rope_theta {theta} and rotary scaling {scaling} there are no frequencies")
     return config
 
 
