@@ -143,6 +143,8 @@ def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
     if missing:
         raise BadInput(f"{path}: model_config has no {', '.join(sorted(missing))}")
     check_config(config, path)
+    if "step" not in meta and (named := re.search(r"meta_(\d+)\.json$", path)):  # upstream's RL has none
+        meta["step"] = int(named[1])
     if not isinstance(meta.get("step"), int) or not isinstance(meta.setdefault("user_config", {}), dict):
         raise BadInput(f"{path} is no model's meta: step must be a number, and user_config the flags it was made with")
     return meta, config
@@ -306,7 +308,10 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
     The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta
     but for may_change; defaults are of flags that it may not know.
     """
-    wanted, steps = args.resume_from_step, resumable_steps(stage, tag)
+    wanted, steps, folder = args.resume_from_step, resumable_steps(stage, tag), path_of(stage, tag)
+    if wanted == "-1" and list_steps(stage, tag) and (steps or os.path.exists(os.path.join(folder, "metrics.jsonl"))):
+        raise BadInput(f"{folder} holds a model that was trained before: take another tag, or continue it with "
+                       f"--resume-from-step auto")
     if wanted == "-1" or wanted == "auto" and not steps:
         return None
     if wanted != "auto" and not re.fullmatch("[0-9]+", wanted):

@@ -77,7 +77,7 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # who read the output, as `head` does, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141  # 128 + SIGPIPE
-    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
         complain(f"error: {error.filename}: {error.strerror}")
         code = 2
     except StopRequested as stop:
@@ -335,7 +335,7 @@ def init_device(device_type: str) -> torch.device:
     if not available.get(device_type):
         raise BadInput(f"--device-type {device_type}: available are "
                        f"{', '.join(name for name, there in available.items() if there)}")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if os.environ.keys() & {"TORCHELASTIC_RUN_ID", "NANOCHAT_STOP_WITH_PARENT"}:
         stop_with_parent()
     if device_type == "cpu":
         keep_freed_memory()
@@ -353,8 +353,8 @@ def init_device(device_type: str) -> torch.device:
 
 
 def stop_with_parent() -> None:
-    """Makes Linux send this process SIGTERM when its parent ends: torchrun that is killed cannot stop its ranks, and
-    they would go on and keep the run's lock."""
+    """Makes Linux send this process SIGTERM when its parent ends: torchrun or run_arms, killed, cannot stop its
+    processes, and they would go on and keep the run's lock."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG

@@ -141,8 +141,9 @@ class Children:
             with whole_file(log_of(f"{job.name}.flags")) as f:
                 f.write(job.flags + "\n")
             path = log_of(f"{job.name}.log")
-            with writing(path), open(path, "w") as log:
-                child = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT)
+            with writing(path), open(path, "a") as log:  # another process may be at work on it
+                child = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT,
+                                         env={**os.environ, "NANOCHAT_STOP_WITH_PARENT": "1"})
             self.running.add(child)
         code = child.wait()
         with self.lock:

@@ -298,9 +298,20 @@ def test_a_finished_run_says_so_and_changes_nothing(base, capsys):
     assert (base / "base_checkpoints" / "base" / "metrics.jsonl").read_text() == before
 
 
-def test_a_shorter_run_under_the_same_tag_warns_of_the_longer_ones_checkpoint(base, capsys):
+def test_a_model_that_was_trained_is_never_trained_over(base):
+    train(base)
+    before = metrics_of(base)
+    with pytest.raises(BadInput, match="base holds a model that was trained before: take another tag, or continue it"):
+        train(base, "--num-iterations", "2")
+    assert metrics_of(base) == before and list_steps("base", "base") == [8]
+
+
+def test_a_shorter_run_beside_upstreams_longer_one_warns_of_its_checkpoint(base, capsys):
     train(base)
     assert "WARNING" not in capsys.readouterr().out
+    folder = base / "base_checkpoints" / "base"
+    for path in (folder / "metrics.jsonl", *folder.glob("train_*.pt")):  # which upstream has not
+        path.unlink()
     train(base, "--num-iterations", "2")
     assert "also holds step 8, of another run, which is what loads" in capsys.readouterr().out
 
