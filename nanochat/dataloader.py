@@ -87,7 +87,8 @@ def open_rows(sources: list[str]):
         if files:
             kind = FORMATS[os.path.splitext(files[0])[1]]
             options = {"sample_by": "document"} if kind == "text" else {}
-            rows = datasets.load_dataset(kind, data_files=files, split="train", streaming=True, **options)
+            names = [glob.escape(name) for name in files]  # datasets takes them for patterns
+            rows = datasets.load_dataset(kind, data_files=names, split="train", streaming=True, **options)
         else:
             look_for_hub()
             name, split = HUB_NAME.fullmatch(sources[0]).groups()

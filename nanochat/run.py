@@ -20,6 +20,7 @@ from nanochat import __version__
 from nanochat.common import (BadInput, StopRequested, all_reduce, check_name, finite, path_of, rank_and_world,
                              read_records, whole_file, write_json, writing)
 
+WANDB_MODES = ("online", "offline", "disabled", "dryrun", "shared")  # that wandb knows
 # The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.
 MEASURED = ("timing_s/", "tokens_per_s", "peak_memory_gb", "resident_gb", "open_files")
 
@@ -157,10 +158,16 @@ def uses_wandb(run_name: str) -> bool:
     mode = os.environ.get("WANDB_MODE", "online")
     if run_name.startswith("dummy") or mode == "disabled":
         return False
+    if mode not in WANDB_MODES:
+        raise BadInput(f"WANDB_MODE={mode}: must be one of {', '.join(WANDB_MODES)}")
     if mode == "online":
         import wandb
-        if not wandb.login(prompt=False, verify=False):
-            raise BadInput(f"--run {run_name}: wandb has no API key; "
+        try:
+            has_key = wandb.login(prompt=False, verify=False)
+        except Exception:  # a key that cannot be one
+            has_key = False
+        if not has_key:
+            raise BadInput(f"--run {run_name}: wandb has no API key, or a wrong one; "
                            f"run `wandb login`, or set WANDB_MODE=offline or WANDB_MODE=disabled")
     return True
 
@@ -200,12 +207,16 @@ def start_run(args, device: torch.device, config: dict, seen: dict[str, int], re
         run.lock = lock_run(run.folder)
         if look_at(run.folder) != seen:
             raise BadInput(f"{run.folder}: another process was at work on this run until just now; start this again")
-        if not resumed:
-            write_json(os.path.join(run.folder, "config.json"), config)
         if uses_wandb(args.run):
             import wandb
-            run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow",
-                                   dir=run.folder, config=config)
+            try:
+                run.wandb = wandb.init(project="nanochat-tango", name=args.run, id=args.run, resume="allow",
+                                       dir=run.folder, config=config)
+            except Exception as error:  # of many types: a key that is none, a service that does not answer
+                raise BadInput(f"--run {args.run}: wandb does not start: {error}; set WANDB_MODE=offline or "
+                               f"WANDB_MODE=disabled") from None
+        if not resumed:
+            write_json(os.path.join(run.folder, "config.json"), config)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the last one of a terminal that is closed
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's
             signal.signal(number, run.on_signal)

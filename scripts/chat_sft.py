@@ -302,14 +302,15 @@ def main(args) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
     files = {path: os.path.getsize(path) for path in args.conversations if os.path.exists(path)}
-    problems = problems_digest(task)
+    problems = problems_digest(task, tokenizer)
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
     if resumed is not None:
         saved = load_training("sft", tag, resumed, rank, optimizers, per_rank=args.shard)
         check_same_files(saved.get("files", files), files, f"step {resumed} of {tag}")  # older ones tell of neither
         if saved.get("problems", problems) != problems:
-            raise BadInput(f"{path_of('sft', tag)} was trained on other problems of task {task.name}: put its data "
-                           f"file, or its code, back as it was, or take another --model-tag")
+            raise BadInput(f"{path_of('sft', tag)} was trained on other problems of task {task.name} or with another "
+                           f"tokenizer: put its data file, its code or the tokenizer back as it was, or take another "
+                           f"--model-tag")
         state = saved["state"]
     if state["step"] >= args.num_steps:
         print0(f"{path_of('sft', tag)} is finished at step {state['step']}")

@@ -36,7 +36,7 @@ from nanochat.rl.plan import check_plan, check_sizes, describe_run
 from nanochat.rl.play import Play, apply_update
 from nanochat.rl.progress import health_check, print_step, print_table, warn_of_no_signal
 from nanochat.rl.records import rollout_records
-from nanochat.rl.resume import check_problems_stayed, check_recipe_text, read_config, resolve_resume
+from nanochat.rl.resume import check_no_models, check_problems_stayed, check_recipe_text, read_config, resolve_resume
 from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
                                short_name, trained_roles)
 from nanochat.rl.sampling import Sampler
@@ -281,12 +281,15 @@ def main(args) -> None:
     resume_step, starts = find_start(args, recipe)
     if resume_step is None:
         check_task(args, task, starts)
-    else:
-        check_problems_stayed(args.run, task.name, problems_digest(task))
     uses_wandb(args.run)
     for path in (path_of("runs", args.run), *(path_of("rl", tag_of(args.run, role)) for role in recipe.ROLES)):
         check_writable(path)
     tokenizer = load_tokenizer(path_of("tokenizer"))
+    problems = problems_digest(task, tokenizer)
+    if resume_step is None:
+        check_no_models(args.run, [tag_of(args.run, role) for role in recipe.ROLES])
+    else:
+        check_problems_stayed(args.run, task.name, problems)
     if args.calculator and not tokenizer.has_calculator:
         raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
@@ -315,7 +318,7 @@ def main(args) -> None:
     if made > args.num_steps:
         raise BadInput(f"--num-steps {args.num_steps}: run {args.run} has made {made} updates of the {trained[0]}; "
                        f"continue it with as many or more")
-    run = open_run(args, recipe, task, starts, device, world, resume_step, seen)
+    run = open_run(args, recipe, task, problems, starts, device, dtype, world, resume_step, seen)
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
@@ -341,18 +344,21 @@ def find_start(args, recipe) -> tuple[int | None, dict]:
     return resume_step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
 
 
-def open_run(args, recipe, task, starts: dict, device, world: int, step: int | None, seen: dict):
+def open_run(args, recipe, task, problems: int, starts: dict, device, dtype, world: int, step: int | None, seen: dict):
     """The run's folder and log, with all that a continued run is compared with. step: where it is continued, None for a
     fresh one; seen: what its folder held when that was decided."""
     is_resumed = step is not None
     args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
-              "problems": problems_digest(task),
+              "problems": problems, "dtype": str(dtype).removeprefix("torch."),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
     run = start_run(args, device, config, seen, resumed=is_resumed)
     if is_resumed and run.rank == 0:  # what changed is true from here on
         before = read_config(args.run)
+        if before.get("dtype", config["dtype"]) != config["dtype"]:
+            print0(f"WARNING: run {args.run} was in {before['dtype']} and goes on in {config['dtype']}, which rounds "
+                   f"differently")
         changed = {name: [before["args"].get(name), value] for name, value in vars(args).items()
                    if before["args"].get(name) != value and name != "resume_from_step"}
         resumed = [*before.get("resumed", []), {"step": step, "changed": changed}]

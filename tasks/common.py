@@ -5,6 +5,7 @@ A task is any object with `name`, `fmt` (nanochat.rl.formats.Format) and the met
 text; they never run models.
 """
 import functools
+import glob
 import random
 import zlib
 from dataclasses import dataclass
@@ -106,7 +107,9 @@ def read_table(where: str, columns: tuple[str, ...], *path, **options):
     """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it
     cannot or a column is missing."""
     datasets = quiet_datasets()
-    if "data_files" not in options:
+    if "data_files" in options:  # a file, whose name may look like the pattern that datasets takes it for
+        options["data_files"] = glob.escape(options["data_files"])
+    else:
         look_for_hub()
     try:
         table = datasets.load_dataset(*path, **options)

@@ -16,8 +16,8 @@ import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import __version__
-from nanochat.common import process_size, script_main
-from nanochat.run import Run, describe_versions
+from nanochat.common import BadInput, process_size, script_main
+from nanochat.run import Run, describe_versions, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -254,3 +254,9 @@ def test_output_to_a_full_disk_is_one_line():
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert done.stderr == "stopped: the output cannot be written: No space left on device\n"
+
+
+def test_a_mode_that_wandb_does_not_know_is_refused(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "off")
+    with pytest.raises(BadInput, match="WANDB_MODE=off: must be one of online, offline"):
+        uses_wandb("r")

@@ -5,6 +5,7 @@ named.
     python -m pytest tests/test_dataloader.py -q
 """
 import json
+import os
 import shutil
 from itertools import islice
 
@@ -68,6 +69,10 @@ def test_a_folder_a_pattern_and_a_list_name_the_same_files(shards, tmp_path):
     shutil.copytree(tmp_path, tmp_path / "a[0]")  # a name that looks like a pattern
     copies = [shard.replace(str(tmp_path), f"{tmp_path}/a[0]") for shard in shards]
     assert find_files([str(tmp_path / "a[0]")]) == copies and find_files(copies) == copies
+    (tmp_path / "a0").mkdir()  # what the pattern would name
+    (tmp_path / "a0" / os.path.basename(shards[0])).write_text('{"text": "another"}\n')
+    first = lambda path: next(iter(Documents([path])))
+    assert first(copies[0]) == first(shards[0]) != "another"
     assert find_files([str(tmp_path)]) == find_files([str(tmp_path / "*.jsonl")]) == find_files(shards) == shards
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
-from nanochat.checkpoint import saved_steps
+from nanochat.checkpoint import list_steps, saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested
 from nanochat.recipes import tango
 from nanochat.rl import evals, state
@@ -319,6 +319,21 @@ def test_other_problems_are_refused(straight_copy, monkeypatch):
     monkeypatch.setattr(Chain, "problem", lambda self, split, index: problem(self, split, index + 1))
     with pytest.raises(BadInput, match="run r was started with other problems of task chain"):
         train("--run", "r", "--save-every", "1", "--resume-from-step", "3")
+
+
+def test_models_of_an_older_run_are_not_removed(straight_copy):
+    shutil.rmtree(straight_copy / "runs" / "r")  # tidied away, the models were kept
+    before = list_steps("rl", "r-gen")
+    for more in ((), ("--resume-from-step", "auto")):
+        with pytest.raises(BadInput, match="--run r: .*r-gen holds step 7 of an older run of this name"):
+            train("--run", "r", *more)
+    assert list_steps("rl", "r-gen") == before and not (straight_copy / "runs" / "r").exists()
+
+
+def test_another_dtype_is_told(straight_copy, monkeypatch, capsys):
+    monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
+    train("--run", "r", "--save-every", "1", "--resume-from-step", "6")
+    assert "WARNING: run r was in float32 and goes on in bfloat16" in capsys.readouterr().out
 
 
 def test_sigterm_to_torchrun_saves_on_two_ranks(base):

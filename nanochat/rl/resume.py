@@ -5,7 +5,7 @@ import json
 import os
 import re
 
-from nanochat.checkpoint import saved_steps
+from nanochat.checkpoint import list_steps, saved_steps
 from nanochat.common import BadInput, check_unchanged, path_of, print0, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
@@ -49,11 +49,22 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     return step
 
 
+def check_no_models(run_name: str, tags: list[str]) -> None:
+    """Raises BadInput where a run that starts afresh would remove the models of an older one, whose folder is gone."""
+    if os.path.exists(path_of("runs", run_name, "config.json")):
+        return
+    for tag in tags:
+        if steps := list_steps("rl", tag):
+            raise BadInput(f"--run {run_name}: {path_of('rl', tag)} holds step {steps[-1]} of an older run of this "
+                           f"name; take another name, or remove it")
+
+
 def check_problems_stayed(run_name: str, task_name: str, digest: int) -> None:
-    """Raises BadInput where a task gives other problems than the run was started with. digest: problems_digest."""
+    """Raises BadInput where a task gives other problems than the run was started with, or the tokenizer other tokens.
+    digest: problems_digest."""
     if read_config(run_name).get("problems", digest) != digest:  # an older run does not tell
-        raise BadInput(f"run {run_name} was started with other problems of task {task_name}: put its data file, or its "
-                       f"code, back as it was, or start a new run")
+        raise BadInput(f"run {run_name} was started with other problems of task {task_name} or another tokenizer: "
+                       f"put its data file, its code or the tokenizer back as it was, or start a new run")
 
 
 def check_last_set(run_name: str, folder: str, steps: list[int]) -> None:

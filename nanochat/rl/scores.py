@@ -28,15 +28,16 @@ def problems_of(task, split: str, num: int) -> list:
     return [task.problem(split, i) for i in range(num_problems_of(task, split, num))]
 
 
-def problems_digest(task) -> int:
-    """A number that tells a task's problems from others': a checksum of the first 16 of each split that it has, which
-    change with nearly any change of its data file or its code."""
+def problems_digest(task, tokenizer) -> int:
+    """A number that tells a task's problems, as models read them, from others': a checksum of the tokens of the first
+    16 of each split that it has. They change with nearly any change of its data file, its code or the tokenizer."""
     found = 0
     for split in SPLIT_BUCKETS:
         with contextlib.suppress(BadInput):  # nothing of this split among what was given
             for i in range(num_problems_of(task, split, 16)):
                 problem = task.problem(split, i)
-                found = zlib.crc32(repr((split, problem.prompt, problem.answer)).encode(errors="replace"), found)
+                tokens = tokenizer.encode(problem.prompt), tokenizer.encode(problem.answer)
+                found = zlib.crc32(repr((split, tokens)).encode(), found)
     return found
 
 
