@@ -283,8 +283,8 @@ def experiments_of(args) -> dict[str, list[Experiment]]:
     args.task = args.task or (DIAL_TASK if dials else "chain")
     tables = {"task": TASKS, "start": ("sft", "refine"), "list": ("ablations", "flags")}
     check_choices(args, {name: table for name, table in tables.items() if getattr(args, name) is not None})
-    if args.steps is not None and not re.fullmatch("[1-9][0-9]*", args.steps):
-        raise BadInput(f"--steps {args.steps}: must be a number from 1")
+    if args.steps is not None and not re.fullmatch("[1-9][0-9]{0,8}", args.steps):
+        raise BadInput(f"--steps {args.steps}: must be a number from 1 to 999999999")
     check_words("dial", dials, DIALS)
     if args.settings is not None and len(dials) != 1:
         raise BadInput(f"--settings {args.settings}: of which --dial? Name one of {', '.join(DIALS)}")

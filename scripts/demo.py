@@ -134,6 +134,11 @@ def main(args) -> None:
     roles = list(dict.fromkeys([run.solver, *({"verifier"} & set(run.roles))]))
     checkpoints = find_checkpoints(run, roles)
     flags = argparse.Namespace(**(task_flags() | {"calculator": False} | run.config["args"]))
+    flags.verifier_max_new_tokens = getattr(flags, "verifier_max_new_tokens", getattr(flags, "max_new_tokens", None))
+    for name in ("eval_examples", "max_new_tokens", "verifier_max_new_tokens"):
+        value = getattr(flags, name, None)
+        if type(value) is not int or value < 1:
+            raise BadInput(f"the config.json of run {run.name} has {name} {value!r}: must be a number from 1")
     task = make_task(flags)
     held_out = problems_of(task, args.split, flags.eval_examples)
     if args.num_problems > len(held_out):
@@ -141,8 +146,8 @@ def main(args) -> None:
     num_scored = max(args.num_problems, min(args.num_scored, len(held_out)))
     problems = random.Random(args.seed).sample(held_out, num_scored)
     tokenizer, device = load_tokenizer(path_of("tokenizer")), init_device(args.device_type)
-    sampler = Sampler(task, tokenizer, flags.seed, flags.max_new_tokens,
-                      getattr(flags, "verifier_max_new_tokens", flags.max_new_tokens), calculator=flags.calculator)
+    sampler = Sampler(task, tokenizer, flags.seed, flags.max_new_tokens, flags.verifier_max_new_tokens,
+                      calculator=flags.calculator)
     solved = {when: solve(task, problems, found, sampler, device) for when, found in checkpoints.items()}
 
     for when, found in checkpoints.items():

@@ -22,6 +22,7 @@ from nanochat.rl.prompts import empty_verifier_prompt
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
+COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,9 +57,13 @@ def parse(script, flags: str, *required: str):
 
     parser.error = refuse
     try:
-        return parser.parse_args([*shlex.split(flags), *required])
+        args = parser.parse_args([*shlex.split(flags), *required])
     except ValueError as error:  # a quotation that is not closed
         refuse(str(error))
+    check_least(args, {name: 1 for name in COUNTS if hasattr(args, name)})
+    if getattr(args, "recipe", "tango") != "tango":
+        refuse(f"the figures are those of RL Tango, and of GRPO beside it, not of {args.recipe}")
+    return args
 
 
 def pretraining_flops(args, base, model) -> tuple[float, str]:

@@ -185,6 +185,11 @@ def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
     assert f"{10 * 4 * 500 * per_token:.2e} FLOPs" in lines[2]
     with pytest.raises(BadInput, match="--no-such"):
         plan_cost.main(parse(plan_cost, ["--base", "--no-such 1"]))
+    for flags, words in ((["--generator-sft", "--num-steps -100"], "--num-steps -100: must be at least 1"),
+                         (["--rl", "--examples-per-step 0"], "--examples-per-step 0"),
+                         (["--rl", "--recipe prime"], "the figures are those of RL Tango")):
+        with pytest.raises(BadInput, match=words):
+            plan_cost.main(parse(plan_cost, flags))
 
 
 # The script

@@ -263,6 +263,15 @@ def test_what_cannot_be_shown_is_refused(capsys, base, what, flags, words):
     assert re.search(words, refused(capsys, *(flag.format(base=base) for flag in flags)))
 
 
+@pytest.mark.parametrize("changes, words", [
+    ({"eval_examples": "x"}, "has eval_examples 'x'"), ({"max_new_tokens": -4}, "has max_new_tokens -4"),
+    ({"seed": "a"}, "seed is 'a', no number"),
+])
+def test_a_configuration_with_wrong_values_is_refused(capsys, base, changes, words):
+    change_args(base, "r", **changes)
+    assert words in refused(capsys, "r")
+
+
 def test_without_any_finished_run_there_is_nothing_to_show(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     assert "no finished run in" in refused(capsys)

@@ -421,6 +421,15 @@ def test_a_run_that_is_under_way_has_the_points_that_are_there(tmp_path, num_ste
         read_run(str(folder))
 
 
+@pytest.mark.parametrize("key", ["minutes", "sampled_tokens", "gen_steps"])
+def test_a_summary_with_wrong_values_is_refused(tmp_path, key):
+    folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
+    path = tmp_path / "runs" / "chain-tango-s0" / "summary.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: None}))
+    with pytest.raises(BadInput, match=f"{key} is None, no number"):
+        read_run(folder)
+
+
 def test_scores_of_a_run_are_its_first_and_last_evaluation(tmp_path):
     folder, so_far = under_way(tmp_path, 11)
     rows = {name: rest for name, *rest in scores_of(read_run(str(folder), so_far))}

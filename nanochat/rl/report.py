@@ -100,6 +100,10 @@ def read_run(folder: str, so_far: dict | None = None) -> Run:
         match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
         task, arm = ((match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"]
                      else (args["task"], name))
+        numbers = {"seed": args["seed"]} | {key: value for key, value in summary.items()
+                                            if key in ("minutes", "sampled_tokens") or key.endswith("steps")}
+        if wrong := [key for key, value in numbers.items() if not isinstance(value, int | float)]:
+            raise BadInput(f"{folder}: {wrong[0]} is {numbers[wrong[0]]!r}, no number")
         roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
         shorts = [f"{short_name(role)}_step" for role in roles]
         first = {**dict.fromkeys(shorts, 0), "sampled_tokens": 0, **summary["before"]}
