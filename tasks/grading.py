@@ -163,8 +163,11 @@ RELATION = re.compile(r"[<>]|\\(?:le|ge|ne)(?![a-z])")
 TIME = re.compile(r"[0-9]{1,2}(?::[0-9]{2})*[ap]m")
 WORDS = re.compile(r"[A-Za-z][A-Za-z ,.'()-]*")
 NO_UNIT = set("""and or to of than hundred thousand million billion trillion dozen half
-hundreds thousands millions billions trillions dozens halves thirds fifths sixths tenth tenths hundredth hundredths
-thousandth thousandths zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty
+hundreds thousands millions billions trillions dozens halves third thirds fifth fifths sixth sixths seventh sevenths
+eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths
+quadrillion quadrillions quintillion quintillions lakh lakhs crore crores gross score bn mn mil
+doubled tripled trebled quadrupled halved reciprocal inverse inverted
+zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty
 sixty seventy eighty ninety double triple twice mille permille permil basis base binary octal hex hexadecimal
 point plus minus over divided multiplied negative squared cubed factorial root power remainder mod modulo repeating
 recurring least most not no never nor neither either maybe perhaps possibly probably but if unless otherwise else except

@@ -75,6 +75,8 @@ x>3  (3,4)  x>3\text{ or }x<2  x>3=4  x^2>9  |x|>3  x=3,x>3  4>3  1>0""",
 4  4\text{ squared}  4\text{ cubed}  4\text{ factorial}
 4  4\text{ thousand}  4\text{ millions}  4\text{ tenths}  4\text{ dozens}
 4  4\text{ hundredths}  4\text{ halves}  4 hundreds  4 dozen
+4  4 quadrillion  4\text{ lakh}  4 crore  4 gross  4 score  4 eighths  4\text{ sevenths}  4 ninths  4\text{ bn}
+4  4 halved  4 doubled  4\text{ trebled}  4 reciprocal  4\text{ inverse}
 4  4 thousandths  4\text{ root}  4\text{ negative}  4 squared  4k""",
     "percent": r"""
 50\%  5\%  500\%  0.5\%  0.05  5000\%  50\%\%  50\%x
