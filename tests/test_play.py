@@ -19,7 +19,7 @@ from nanochat.optim import adamw
 from nanochat.rl import play as play_module
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.packing import pack
-from nanochat.rl.play import Call, Play, Update, apply_update
+from nanochat.rl.play import Call, Play, Update, apply_update, check_loss
 from nanochat.rl.pool import completions_of, extended
 from nanochat.rl.progress import health_warnings
 from nanochat.rl.prompts import Prompt
@@ -391,3 +391,9 @@ def test_numbers_deep_in_a_record_are_null_too(tmp_path):
                                               {"step": 0, "advantages": [1.0, math.inf], "more": {"x": math.nan}})
     assert (json.loads((tmp_path / "rollouts.jsonl").read_text())
             == {"step": 0, "advantages": [1.0, None], "more": {"x": None}})
+
+
+def test_a_loss_that_needs_a_start_which_is_not_kept_is_refused():
+    check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=True)
+    with pytest.raises(BadInput, match="a KL to its start, which is not kept"):
+        check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=False)

@@ -10,6 +10,7 @@ import math
 import pytest
 
 from nanochat.common import BadInput, read_records, script_main
+from nanochat.rl import cards
 from nanochat.rl.page import axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_run_page
 from nanochat.rl.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, axis_of, cells, compare,
                                 dial_table, evaluated, filled, first_reach, height_at, interval, markdown_table,
@@ -419,6 +420,12 @@ def test_a_run_that_is_under_way_has_the_points_that_are_there(tmp_path, num_ste
     write_run_page(str(folder), so_far, {"state": "under way", "minutes_left": 2.5, "is_alive": True})
     with pytest.raises(BadInput, match="no summary.json"):
         read_run(str(folder))
+
+
+def test_advantages_that_were_no_numbers_are_shown_as_none(tmp_path):
+    assert cards.mean_of([1.0, None, 2.0]) == 1.5 and cards.mean_of([None]) is cards.mean_of([]) is None
+    make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3], rollouts=[{**ROLLOUT, "advantages": [None] * 4}])
+    assert cards.card({**read_run(str(tmp_path / "runs" / "chain-tango-s0")).rollouts[0]})["advantage"] is None
 
 
 @pytest.mark.parametrize("key", ["minutes", "sampled_tokens", "gen_steps"])

@@ -24,6 +24,12 @@ def segments(text: str, start: int, end: int, token_ends: list[int], advantages:
     return found + [[rest, None]] if rest else found
 
 
+def mean_of(advantages: list[float | None]) -> float | None:
+    """The mean of those that are numbers: NaN is logged as null."""
+    numbers = [advantage for advantage in advantages if advantage is not None]
+    return round(mean(numbers), 3) if numbers else None
+
+
 def card(rollout: dict, solver: str = "generator") -> dict:
     """A logged rollout as a card: its solution step by step, each step with verdict, gold label and mean advantage, and
     the texts behind it. The text that was learned from is cut where its advantage changes. solver: the role whose
@@ -40,7 +46,7 @@ def card(rollout: dict, solver: str = "generator") -> dict:
         steps.append({"text": segments(text, at, end, *of_solution),
                       "label": rollout["step_labels"][k] if k < len(rollout["step_labels"]) else None,
                       "verdict": verdicts[k] if k < len(verdicts) else None,
-                      "advantage": round(mean(inside), 3) if inside else None})
+                      "advantage": mean_of(inside)})
         at = end
     learned = "answer" if is_own else "verification" if completion is None else "completion"
     tail = advantages[rollout["step_ends"][-1] + 1 if is_own and spans else 0:]  # of another text: all of it
@@ -49,7 +55,7 @@ def card(rollout: dict, solver: str = "generator") -> dict:
     return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"],
             "turns": rollout.get("turns") or [], "steps": steps,
             "answer": segments(text, at, len(text), *of_solution), **texts, "learned": learned,
-            "advantage": round(mean(tail), 3) if tail else None, "outcome": rollout["outcome"],
+            "advantage": mean_of(tail), "outcome": rollout["outcome"],
             "reward": rollout.get("reward"), "judged": verification is not None, "verdict": rollout.get("verdict"),
             "unmet": rollout.get("unmet") or [], "finish_reason": rollout["finish_reason"],
             "proposed": rollout.get("proposed"),

@@ -3,6 +3,7 @@ What a recipe may do in one step: sample, score, check, learn. It knows roles by
 
 P prompts, N rollouts, T tokens.
 """
+import json
 import math
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 from nanochat.common import BadInput, all_reduce, gather_lists, mean_over_ranks
 from nanochat.engine import Tool
-from nanochat.rl.losses import AGGREGATIONS, PolicyLoss
+from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
 from nanochat.rl.prompts import (Prompt, Solution, Verification, generator_prompt, numbered, refine_prompts,
                                  solve_prompt, verify_prompts)
@@ -324,6 +325,32 @@ class Play:
         return not self.has_moved and self.run.should_stop()
 
 
+def check_column(name: str, values, num: int) -> None:
+    """Raises BadInput where a column of rollouts cannot be logged: one value of json for each of `num`."""
+    try:
+        if not isinstance(values, list | tuple) or len(values) != num:
+            raise TypeError(f"it is a {type(values).__name__} of {len(values)}")
+        json.dumps(values)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise BadInput(f"column {name!r} of {num} rollouts must be a list with one value for each, of numbers, text, "
+                       f"True, False, None or lists of these: {error}") from None
+
+
+def check_loss(role: str, loss: PolicyLoss, has_reference: bool) -> None:
+    """Raises BadInput where a role cannot learn from a loss."""
+    if not isinstance(loss, PolicyLoss):
+        raise BadInput(f"the loss of an Update of {role} is a {type(loss).__name__}, not a PolicyLoss")
+    for word, table in ((loss.name, POLICY_LOSSES), (loss.kl, KL_ESTIMATORS)):
+        if word not in table:
+            raise BadInput(f"the loss of an Update of {role} names {word!r}; there are {', '.join(table)}")
+    numbers = loss.clip_low, loss.clip_high, loss.dual_clip or 0.0, loss.kl_coef, loss.entropy_coef
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise BadInput(f"the loss of an Update of {role} has what is no number: {loss}")
+    if loss.kl_coef and not has_reference:
+        raise BadInput(f"the loss of an Update of {role} has a KL to its start, which is not kept: give the role's "
+                       f"RoleSpec reference=True")
+
+
 def check_update(t: Play, wanted: Update) -> None:
     """Raises BadInput for what a recipe yields and no step can be made of."""
     if not isinstance(wanted, Update):
@@ -342,8 +369,9 @@ def check_update(t: Play, wanted: Update) -> None:
                              f"{advantages.device}: they must be floats on {rollouts.tokens.device}")
         if {"step", "role"} & rollouts.columns.keys():
             raise BadInput("columns of rollouts cannot be called step or role: the loop writes these")
-    if not (wanted.loss is None or isinstance(wanted.loss, PolicyLoss)):
-        raise BadInput(f"the loss of an Update of {wanted.role} is a {type(wanted.loss).__name__}, not a PolicyLoss")
+        for name, values in rollouts.columns.items():
+            check_column(name, values, len(rollouts.lengths))
+    check_loss(wanted.role, wanted.loss or t.loss, t.roles[wanted.role].reference is not None)
     if not (wanted.per is None or wanted.per in AGGREGATIONS):
         raise BadInput(f"an Update of {wanted.role} averages per {wanted.per!r}; there are {', '.join(AGGREGATIONS)}")
     if not (wanted.lr is None or isinstance(wanted.lr, int | float) and 0 <= wanted.lr < math.inf):
