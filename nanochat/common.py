@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import datetime
 import errno
+import fcntl
 import functools
 import inspect
 import io
@@ -475,17 +476,40 @@ def in_threads(function, *columns: list, should_stop=lambda: False) -> list:
 def whole_file(path: str, mode: str = "w"):
     """Opens a file to be written whole or not at all: it has another name until the block ends and it is on the disk.
     Text is UTF-8. Raises CannotWrite."""
-    with writing(path):
+    with writing(path), open_alone(path + ".tmp", mode) as f:
         try:
-            with open(path + ".tmp", mode, encoding=None if "b" in mode else "utf-8") as f:
-                yield f
-                f.flush()
-                os.fsync(f.fileno())
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
             os.replace(path + ".tmp", path)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.remove(path + ".tmp")
             raise
+
+
+def open_alone(path: str, mode: str):
+    """An empty file, which no other process writes to while it is open. What a killed process left there is
+    overwritten. Raises CannotWrite."""
+    f = open(path, mode, encoding=None if "b" in mode else "utf-8",
+             opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
+    if not is_alone(f, path):
+        f.close()
+        raise CannotWrite(f"{path.removesuffix('.tmp')} cannot be written: another process is writing it")
+    f.truncate(0)
+    return f
+
+
+def is_alone(f, path: str) -> bool:
+    """Whether this process has now locked an open file, and the file still has this name. True where the file system
+    has no locks."""
+    try:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.stat(path), os.fstat(f.fileno()))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
 
 
 @contextlib.contextmanager

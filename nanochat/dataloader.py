@@ -121,8 +121,8 @@ class Documents:
             while (row := self._next(rows, i)) is not None:
                 i += 1
                 if not isinstance(row["text"], str):
-                    raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} "
-                                   f"in epoch {self.epoch} has no text")
+                    raise BadInput(f"{', '.join(self.sources)}: row {i} of rank {self.rank} in epoch {self.epoch} "
+                                   f"has a {type(row['text']).__name__} and no text")
                 nothing_yet = False
                 yield row["text"]
             if nothing_yet:

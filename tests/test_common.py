@@ -16,7 +16,7 @@ import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import __version__
-from nanochat.common import BadInput, process_size, script_main
+from nanochat.common import BadInput, CannotWrite, is_alone, process_size, script_main, whole_file
 from nanochat.run import Run, describe_versions, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
 
@@ -260,3 +260,30 @@ def test_a_mode_that_wandb_does_not_know_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "off")
     with pytest.raises(BadInput, match="WANDB_MODE=off: must be one of online, offline"):
         uses_wandb("r")
+
+
+def test_a_file_that_another_process_is_writing_is_left_to_it(tmp_path):
+    path = str(tmp_path / "file")
+    with whole_file(path) as first:
+        first.write("the first one's")
+        first.flush()
+        with pytest.raises(CannotWrite, match=f"{path} cannot be written: another process is writing it"):
+            with whole_file(path):
+                pass
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "the first one's"
+
+
+def test_what_a_killed_process_left_of_a_file_is_written_over(tmp_path):
+    (tmp_path / "file.tmp").write_text("longer than what comes")
+    with whole_file(str(tmp_path / "file"), "wb") as f:
+        f.write(b"short")
+    assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "short"
+
+
+def test_a_file_that_was_renamed_before_it_was_locked_is_not_written_to(tmp_path):
+    (tmp_path / "file.tmp").write_text("whole")
+    with open(tmp_path / "file.tmp", "r+") as f:
+        os.replace(tmp_path / "file.tmp", tmp_path / "file")
+        assert not is_alone(f, str(tmp_path / "file.tmp"))
+        (tmp_path / "file.tmp").write_text("the next one")
+        assert not is_alone(f, str(tmp_path / "file.tmp")) and is_alone(f, str(tmp_path / "file"))

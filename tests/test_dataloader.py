@@ -138,6 +138,13 @@ def test_a_row_without_text_is_named(tmp_path):
         list(islice(Documents([str(path)]), 2))
 
 
+def test_a_row_that_is_no_text_says_what_it_is(tmp_path):
+    """A column of nothing but dates is one of times to the library that reads it."""
+    (tmp_path / "dates.jsonl").write_text('{"text": "2024-01-01"}\n')
+    with pytest.raises(BadInput, match="dates.jsonl: row 0 of rank 0 in epoch 0 has a datetime and no text"):
+        next(Documents([str(tmp_path / "dates.jsonl")]).iterator)
+
+
 def test_missing_and_mixed_files_are_refused(shards, tmp_path):
     with pytest.raises(BadInput, match="nowhere: no such file"):
         find_files([str(tmp_path / "nowhere")])

@@ -161,6 +161,14 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     assert len(calls) == 3 and os.listdir(tmp_path) == ["in"]
 
 
+def test_what_a_killed_export_left_is_told(tmp_path, capsys):
+    ours = imported(reference_model("llama"), tmp_path / "in")
+    (tmp_path / f".out-x{files.PARTIAL}").mkdir()
+    write_model(str(tmp_path / "out"), ours.config, ours.state_dict(), torch.float32, Letters())
+    assert f"WARNING: {tmp_path}/.out-x{files.PARTIAL} is of another export" in capsys.readouterr().out
+    assert {"out", f".out-x{files.PARTIAL}"} < set(os.listdir(tmp_path))
+
+
 def test_a_folder_that_is_there_is_not_written_over(tmp_path):
     ours = imported(reference_model("llama"), tmp_path)
     before = tensors_of(tmp_path)
@@ -293,7 +301,7 @@ BAD_VALUES = [  # changes of config.json, what the message says
     ({"num_key_value_heads": 3}, "4 heads of 12 and 3 key/value heads"),
     ({"head_dim": 15}, "4 heads of 15"),
     *[({"rms_norm_eps": value}, f"rms_norm_eps is {value!r}")
-      for value in ("1e-5", 0.0, -1.0, float("inf"), float("nan"))],
+      for value in ("1e-5", 0.0, -1.0, 1e300, float("inf"), float("nan"))],
     *[({key: value}, f"{key} is {value!r}") for key in ("tie_word_embeddings", "attention_bias", "mlp_bias")
       for value in ("false", 1)],
     ({"rope_parameters": None, "rope_theta": "1e4"}, "rope_theta is '1e4'"),

@@ -5,6 +5,7 @@ Reading goes tensor by tensor onto the target device, so host memory peaks at ab
 gives a folder that transformers opens. What a folder asks for and the decoder does not have is an error that names it.
 """
 import contextlib
+import glob
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import tempfile
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, look_for_hub, make_folder, write_json, writing
+from nanochat.common import BadInput, CannotWrite, look_for_hub, make_folder, print0, write_json, writing
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.weights import allocate
 
@@ -24,6 +25,7 @@ WANTED = ["*.safetensors", "*.json", "*.jinja"]
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as safetensors call them
 SHARD_SIZE = "5GB"
+PARTIAL = ".partial"  # ends the name of a folder that is being written
 
 
 def one_line(error: Exception) -> str:
@@ -153,6 +155,8 @@ def read_config(folder: str) -> DecoderConfig:
         norm_eps=value_of(given, "rms_norm_eps", float, path, 1e-6), rope_theta=theta, rope_scaling=scaling,
         qkv_bias=kind == "qwen2" or flag("attention_bias"), out_bias=kind != "qwen2" and flag("attention_bias"),
         mlp_bias=kind == "llama" and flag("mlp_bias"), qk_norm=kind == "qwen3", tied=flag("tie_word_embeddings"))
+    if config.norm_eps > 1:  # float32 would make it infinite, and every activation zero
+        raise BadInput(f"{path}: rms_norm_eps is {config.norm_eps}, expected at most 1")
     if config.head_dim % 2 or heads % config.n_kv_head:
         raise BadInput(f"{path}: {heads} heads of {config.head_dim} and {config.n_kv_head} key/value heads: "
                        f"need an even head size, and heads a multiple of the key/value heads")
@@ -297,11 +301,14 @@ def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tenso
     from safetensors import SafetensorError
     if os.path.exists(folder):
         raise BadInput(f"--to {folder}: exists already")
-    parent = os.path.dirname(os.path.abspath(folder))
+    parent, name = os.path.split(os.path.abspath(folder))
     make_folder(parent)
+    for other in glob.glob(f".{glob.escape(name)}-*{PARTIAL}", root_dir=parent):
+        print0(f"WARNING: {os.path.join(parent, other)} is of another export to {folder}: remove it, unless that one "
+               f"is still at work")
     try:
         with writing(folder):
-            partial = tempfile.mkdtemp(dir=parent, prefix=f".{os.path.basename(folder)}-")
+            partial = tempfile.mkdtemp(dir=parent, prefix=f".{name}-", suffix=PARTIAL)
             try:
                 fill_folder(partial, config, state, dtype, tokenizer)
                 os.rename(partial, folder)
