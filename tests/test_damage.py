@@ -264,9 +264,12 @@ def test_garbage_between_records_is_one_line_that_says_where(trained, capsys, na
     path = trained / "runs" / "r" / name
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([lines[0], garbage, *lines[1:]]))
-    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
-    assert code == 2 and f"{name}, line 2" in line and "\n" not in line
-    assert path.read_bytes() == b"".join([lines[0], garbage, *lines[1:]])
+    before = {other.name: other.read_bytes() for other in path.parent.glob("*.jsonl")}
+    for step in ("auto", "1"):  # of an earlier step, records are dropped
+        code, line = outcome_of(capsys, *GRPO, "--resume-from-step", step, "--num-steps", "3")
+        assert code == 2 and f"{name}, line 2" in line and "\n" not in line
+        assert {other.name: other.read_bytes() for other in path.parent.glob("*.jsonl")} == before
+        assert saved_steps("r") == [1, 2]
 
 
 def test_a_record_that_was_cut_by_a_kill_is_none(trained):

@@ -85,9 +85,12 @@ def check_last_set(run_name: str, folder: str, steps: list[int]) -> None:
 
 
 def check_records(run_name: str, folder: str, step: int) -> None:
-    """Raises BadInput unless metrics.jsonl has a record of each step before this one."""
-    path = os.path.join(folder, "metrics.jsonl")
+    """Raises BadInput unless metrics.jsonl has a record of each step before this one, and rollouts.jsonl can be
+    read."""
+    path, rollouts = (os.path.join(folder, name) for name in ("metrics.jsonl", "rollouts.jsonl"))
     there = {record["step"] for _, record in read_records(path)} if os.path.exists(path) else set()
+    if os.path.exists(rollouts):
+        read_records(rollouts)
     if missing := set(range(step)) - there:
         raise BadInput(f"{path} has no record of step {min(missing)}, and run {run_name} would go on from step {step}: "
                        f"the file was cut; put it back, or take another name")
