@@ -593,6 +593,21 @@ def quiet_datasets():
     return datasets
 
 
+def check_data_file(path: str) -> None:
+    """Raises BadInput for a file that cannot be read, is empty, or holds no json though its name says so: pyarrow ends
+    the process at a file that begins with null."""
+    try:
+        with open(path, "rb") as f:
+            begin = f.read(2 ** 12)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    if not begin.strip():
+        raise BadInput(f"{path}: is empty")
+    text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if path.endswith((".json", ".jsonl")) and text[:1] not in (b"{", b"["):
+        raise BadInput(f"{path}: is no json of rows: it begins with {text[:20]!r}")
+
+
 @functools.cache
 def look_for_hub() -> None:
     """To be called before the hub is asked. Where no connection to it can be made, its libraries work offline from here

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nanochat.common import BadInput, look_for_hub, print0, quiet_datasets
+from nanochat.common import BadInput, check_data_file, look_for_hub, print0, quiet_datasets
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 BUFFER = 1000     # documents that wait for a row they fit
@@ -61,12 +61,9 @@ def is_hub_name(sources: list[str]) -> bool:
 
 
 def begins_long(path: str) -> bool:
-    """Whether the first line of a file takes long to read. Raises BadInput where the file cannot be read."""
-    try:
-        with open(path, "rb") as f:
-            return len(f.readline(LONG)) == LONG
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    """Whether the first line of a file takes long to read."""
+    with open(path, "rb") as f:
+        return len(f.readline(LONG)) == LONG
 
 
 def open_rows(sources: list[str]):
@@ -74,13 +71,7 @@ def open_rows(sources: list[str]):
     datasets = quiet_datasets()
     files = [] if is_hub_name(sources) else find_files(sources)
     for name in files:
-        try:
-            is_empty = os.path.getsize(name) == 0
-        except OSError as error:  # a link to nothing
-            raise BadInput(f"{name}: cannot be read: {error.strerror}") from None
-        if is_empty:
-            raise BadInput(f"{name}: is empty")
-    for name in files:
+        check_data_file(name)
         if name.endswith(".jsonl") and begins_long(name):
             print0(f"{name}: reading a line of {LONG:,} bytes or more, which takes a while")
     try:

@@ -10,7 +10,7 @@ import random
 import zlib
 from dataclasses import dataclass
 
-from nanochat.common import BadInput, look_for_hub, quiet_datasets
+from nanochat.common import BadInput, check_data_file, look_for_hub, quiet_datasets
 from nanochat.rl.formats import Format
 from tasks.grading import extracted, grade
 
@@ -108,6 +108,7 @@ def read_table(where: str, columns: tuple[str, ...], *path, **options):
     cannot or a column is missing."""
     datasets = quiet_datasets()
     if "data_files" in options:  # a file, whose name may look like the pattern that datasets takes it for
+        check_data_file(options["data_files"])
         options["data_files"] = glob.escape(options["data_files"])
     else:
         look_for_hub()

@@ -109,7 +109,9 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"\\frac ?([0-9])(?=\{)", r"\\frac{\1}"),
     (r"(\\frac\{[^{}]*\})([0-9])(?![0-9])", r"\1{\2}"),
     (r"\\sqrt ?([0-9])(?![0-9])", r"\\sqrt{\1}"),
+    (r"\\mathbb ?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
     (r"\^\{(\w)\}(?!\w)", r"^\1"),
+    (r"\^(?:\\prime|\{\\prime\})(?![A-Za-z])", "'"),
     # a product, which math-verify would read as a mixed number
     (r"(?<![\^_0-9.])([0-9]+)(?=\((?:\\frac|[0-9]+/))", r"\1\\cdot "),
     (r"^\\approx|^=", ""),
@@ -165,6 +167,9 @@ WORDS = re.compile(r"[A-Za-z][A-Za-z ,.'()-]*")
 NO_UNIT = set("""and or to of than hundred thousand million billion trillion dozen half
 hundreds thousands millions billions trillions dozens halves third thirds fifth fifths sixth sixths seventh sevenths
 eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths
+fourth fourths eleventh elevenths twelfth twelfths thirteenth thirteenths fourteenth fourteenths fifteenth fifteenths
+sixteenth sixteenths seventeenth seventeenths eighteenth eighteenths nineteenth nineteenths twentieth twentieths
+thirtieth thirtieths fortieth fortieths fiftieth fiftieths sixtieth sixtieths tens
 quadrillion quadrillions quintillion quintillions lakh lakhs crore crores gross score bn mn mil
 doubled tripled trebled quadrupled halved reciprocal inverse inverted
 zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty
@@ -396,6 +401,7 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
     if answer.words is not None and (gold.value is not None or gold.base):
         return False
     if (re.fullmatch("[A-Za-z]{2,}", gold.body) and not gold.name
+            and apart(gold.body, answer.body) == [gold.body, answer.body]  # Rr is a product
             and (answer.words is not None or re.fullmatch("[A-Za-z]{2,}", answer.body))):
         # words, or points and names of two or three letters: no products
         return spelled(gold.body) == spelled(answer.body)
@@ -427,13 +433,25 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
 # base, which math-verify would drop
 ONLY_LIKE_GOLD = re.compile(
     r"\\[lcv]?dots(?![a-z])|\\(?:Rightarrow|rightarrow|Leftrightarrow|implies|iff|to|ne|not|neg|notin|equiv)(?![a-z])"
-    r"|(?<=[0-9%)\]}])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9]_")
+    r"|(?<=[0-9%)\]])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9]_")
+
+
+PRIMED = re.compile(r"(?<=[A-Za-z}])'+")
+# what a gold has that is more than some values: of an interval, a region, a condition
+MORE_THAN_VALUES = re.compile(r"[(\[<>]|\\(?:le|ge|ne|cup|cap|setminus|infty|in|mid|mathbb)(?![a-z])")
 
 
 def surely_different(gold: Reading, answer: Reading) -> bool:
     """Whether two answers differ in a way that math-verify does not see."""
     if re.search("[0-9] [0-9]", answer.body):
         return True  # "1 2" is nothing, least of all 3
+    if (set(PRIMED.findall(gold.body)) != set(PRIMED.findall(answer.body))
+            or gold.name and answer.name and gold.name.count("'") != answer.name.count("'")):
+        return True
+    if RELATION.search(answer.body) and not MORE_THAN_VALUES.search(gold.body):
+        return True
+    if "\\pm" in gold.body and is_bracketed(answer.body) and not is_bracketed(gold.body):
+        return True  # (-1,1) is no pair of values
     if set(ONLY_LIKE_GOLD.findall(answer.body)) - set(ONLY_LIKE_GOLD.findall(gold.body)):
         return True
     if re.search(r"\\in ?[(\[]", answer.body) and not re.search(r"[(\[<>]|\\[lg]e(?![a-z])", gold.body):
@@ -505,7 +523,7 @@ def grade(*, completion: str, gold: str, extract: tuple[str, ...] = ("boxed", "h
     if False in verdicts or any(compare(chain[0], link) is False for link in chain[1:]):
         return False
     try:
-        verdicts = [verified(gold=for_worker(gold_reading), answer=for_worker(link)) if verdict is None else verdict
+        verdicts = [verified(*apart(for_worker(gold_reading), for_worker(link))) if verdict is None else verdict
                     for link, verdict in zip(chain, verdicts, strict=True)]
     except Unscorable:
         return None
@@ -550,13 +568,27 @@ def is_closed(text: str) -> bool:
                for opening, closing in (("([", ")]"), ("{", "}")))
 
 
+TOKEN = re.compile(r"\\(?:math[a-z]+|text|operatorname|begin|end)\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
+FREE_LETTERS = "quvwkbjzpyxthmncars"  # that are the names of no functions and constants
+
+
+def apart(gold: str, answer: str) -> list[str]:
+    """Both texts with other letters for capitals that stand beside their small ones in one of them: math-verify takes
+    R and r for the same."""
+    letters = [{match[1] for match in TOKEN.finditer(text) if match[1]} for text in (gold, answer)]
+    capitals = sorted({letter for found in letters for letter in found if letter.isupper() and letter.lower() in found})
+    small = {letter.lower() for found in letters for letter in found}
+    new = dict(zip(capitals, [letter for letter in FREE_LETTERS if letter not in small], strict=False))
+    return [TOKEN.sub(lambda match: new.get(match[1], match[0]), text) for text in (gold, answer)]
+
+
 def for_worker(reading: Reading) -> str:
     body = reading.body.replace("%", "\\%")
     return f"{reading.name}={body}" if reading.name and not parts(body)[1:] and "," not in reading.name else body
 
 
 @lru_cache(maxsize=10_000)  # an Unscorable is not kept
-def verified(*, gold: str, answer: str) -> bool | None:
+def verified(gold: str, answer: str) -> bool | None:
     """math-verify's word, None where it cannot parse the gold."""
     return WORKERS.ask({"gold": gold, "answer": answer})
 

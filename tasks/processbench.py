@@ -96,8 +96,6 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
     for name, (arguments, options) in find_tables(source, subset).items():
         is_file = "data_files" in options
         where = options["data_files"] if is_file else f"{source}, split {name}"
-        if is_file and not os.path.getsize(where):
-            raise BadInput(f"{where}: is empty")  # datasets would fail with StopIteration
         table = read_table(where if is_file else f"{source}: no such file or folder, and as a dataset, split {name}",
                            COLUMNS, *arguments, **options)
         rows = []

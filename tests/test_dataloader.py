@@ -111,7 +111,8 @@ def test_documents_go_on_where_they_stopped(shards, world, rank, num_before):
 
 
 @pytest.mark.parametrize("content, ending, complaint", [
-    ("", "jsonl", "is empty"),
+    ("", "jsonl", "is empty"), (" \n\n", "jsonl", "is empty"), ("", "txt", "is empty"),
+    ('null\n{"text": "a"}\n', "jsonl", "no json of rows: it begins with b'null"),
     ('{"txt": "a"}\n', "jsonl", "no column 'text', but txt"),
     ("{not json\n", "jsonl", "cannot be read"),
     ("PAR1 not", "parquet", "cannot be read"),

@@ -53,6 +53,8 @@ x>3  (3,4)  x>3\text{ or }x<2  x>3=4  x^2>9  |x|>3  x=3,x>3  4>3  1>0""",
 \{1,2\}  \{\}  \{1,2,\emptyset\}  \mathbb{N}  \{x|1\le x\le2\}  \{1\}\cup\{3\}
 \{1,2\}  x\in(1,2)  x\in[1,2]  \{1_3,2\}\cup\{3\}  \{1,2\}\times\{1\}  \text{1 or 3}
 \{(1,2),(3,4)\}  \{(1,2),(4,3)\}  \{(2,1),(4,3)\}  \{1,2,3,4\}  \{(1,3),(2,4)\}  (1,2)  \{(1,2)\}
+\{1,2\}  1<x<2  1\le x\le2  1<x\le2  x>1,x<2
+\pm1  |x|<1  -1<x<1  (-1,1)  [-1,1]  |x|\le1
 \{5\}  \{5,6\}  5\text{ or }6  \{5=6\}  \{6=5\}  \{5,...\}  \{5\}'  \{\{5\}\}  x\notin\{5\}  \{-5\}""",
     "units": r"""
 5\text{ cm}  5 mm  5\text{ m}  5\text{ km}  5\text{ dm}
@@ -77,6 +79,7 @@ x>3  (3,4)  x>3\text{ or }x<2  x>3=4  x^2>9  |x|>3  x=3,x>3  4>3  1>0""",
 4  4\text{ hundredths}  4\text{ halves}  4 hundreds  4 dozen
 4  4 quadrillion  4\text{ lakh}  4 crore  4 gross  4 score  4 eighths  4\text{ sevenths}  4 ninths  4\text{ bn}
 4  4 halved  4 doubled  4\text{ trebled}  4 reciprocal  4\text{ inverse}
+4  4 fourths  4\text{ twelfths}  4 twentieths  4 sixteenths  4 tens
 4  4 thousandths  4\text{ root}  4\text{ negative}  4 squared  4k""",
     "percent": r"""
 50\%  5\%  500\%  0.5\%  0.05  5000\%  50\%\%  50\%x
@@ -126,6 +129,15 @@ x>3  (3,4)  x>3\text{ or }x<2  x>3=4  x^2>9  |x|>3  x=3,x>3  4>3  1>0""",
 (1,2),(3,4)  (1,2),(4,3)  (2,1),(3,4)  (1,2)  (1,2,3,4)  1,2,3,4  (1,3),(2,4)  (1,2),(3,4),(5,6)  (1,2),(3,4),(1,2)
 (1,2),(3,4)  (y,x)=(1,2),(3,4)  (1,2)=(3,4)  (3,4)
 (1,2,3)  3,2,1  (3,2,1)  \{1,2,3\}  x=3,y=2,z=1  (1,2),3  ((1,2),3)  (c,b,a)=(1,2,3)  (a,b,c)=(3,2,1)  1 or 2 or 3""",
+    "letters": r"""
+R-r  r-R  0  R-R  r-r  2R  r  R  r+R  R-r+1  -R+R
+\frac{R}{r}  1  \frac{r}{R}  \frac{R}{R}  \frac rR  r/R  \frac{r}{r}
+Rr  r^2  R^2  rr  RR  2R  2r
+N-n+1  1  n-N+1  n-n+1  N-N+1  N+n+1
+a+A  2a  2A  a  A^2
+2x  2x'  2x''  2x^\prime  2x^{\prime}
+y=2x  y'=2x  y''=2x  y=2x'  y^\prime=2x
+f(x)=x+x  f'(x)=2x  f''(x)=2x  f^{\prime}(x)=2x""",
     "or": r"""
 5  5\text{ or }6  6\text{ or }5  5 or 6  5 or 5.5  either 5 or 6
 5  5\lor6  5\vee6  5\text{ or possibly }6  5\text{, or }6  5or6
@@ -182,6 +194,13 @@ RIGHT = r"""
 4  AB=4  \overline{AB}=4  \angle ABC=4  m\angle A=4  \theta=4  P(A)=4  S_{10}=4
 4  2+2=4  x=2+2=4  4=4  \log_2 16=4  x=2+2  4\text{ pairs}  4 eggs  4\text{ two-digit numbers}  [ABC]=4  |AB|=4  \{4\}
 4  x\in\{4\}  (x=4)  m=4 cm  m=4\text{ m}  h=4\text{ hours}  \frac{dy}{dx}=4
+R-r  -r+R  R-1r
+\frac{R}{r}  R/r  \frac{2R}{2r}
+2X  2x
+2x  f'(x)=2x  y'=2x  f^{\prime}(x)=2x
+x+R+r+\sqrt{2}  r+R+x+\sqrt2
+\mathbb{R}  \mathbb R
+Rr  rR
 1  2(\frac12)  2(1/2)  \frac12\cdot2  100\%
 2.5  2\frac12  2+1/2  2\frac{3}{6}  2.5\%  2½  5/2
 \frac12  \sin\theta=\frac12  P(A)=\frac{3}{6}=0.5  50\%  \frac12=50\%  \cos A=0.5

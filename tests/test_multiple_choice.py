@@ -91,6 +91,8 @@ def test_files_and_names_that_cannot_be_used_are_bad_input(tmp_path):
         load_choices("MMLU", write(tmp_path / "rows.csv", [MMLU]))
     with pytest.raises(BadInput, match="rows.jsonl: has no column 'choices', only question"):
         load_choices("ARC-Easy", write(tmp_path / "rows.jsonl", [{"question": "What?"}]))
+    with pytest.raises(BadInput, match="empty.jsonl: is empty"):
+        load_choices("MMLU", write(tmp_path / "empty.jsonl", []))
 
 
 def test_the_sets_are_those_of_upstream():

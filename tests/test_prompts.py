@@ -90,6 +90,11 @@ def test_only_closed_steps_before_the_answer_are_steps(fmt, solution, steps):
     assert [solution[start:end] for start, end in fmt.step_spans(solution)] == steps
 
 
+def test_a_very_long_text_without_marks_is_read():
+    """In one pass: a pass for each character would not end."""
+    assert COMPACT.step_spans("3" * 3_000_000) == [] and PAPER.step_spans("<step>" * 500_000) == []
+
+
 @pytest.mark.parametrize("fmt, solution, answer", [
     (COMPACT, "3+5:8;8*2:6;=6", "6"), (COMPACT, "8;= 6 \n", "6"), (COMPACT, "8;=", ""), (COMPACT, "8;", None),
     (COMPACT, "", None),

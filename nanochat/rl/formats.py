@@ -53,9 +53,14 @@ class Format:
 
     def closed_steps(self, text: str, opening: str) -> list[tuple[int, int]]:
         """Spans of the closed steps of `text` behind the mark `opening`."""
-        start = text.find(opening) + len(opening) if opening in text else 0
-        pattern = re.compile(re.escape(self.step_open) + "(.*?)" + re.escape(self.step_close), re.DOTALL)
-        return [match.span() for match in pattern.finditer(text, start)]
+        at, spans = text.find(opening) + len(opening) if opening in text else 0, []
+        while (start := text.find(self.step_open, at)) >= 0:
+            close = text.find(self.step_close, start + len(self.step_open))
+            if close < 0:
+                break
+            at = close + len(self.step_close)
+            spans.append((start, at))
+        return spans
 
     def step_body(self, step: str) -> str:
         """A step's text without its marks."""
