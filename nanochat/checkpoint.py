@@ -61,7 +61,7 @@ def check_whole(path: str) -> None:
             strange = [record.filename for record in archive.infolist()
                        if record.compress_type != zipfile.ZIP_STORED or record.external_attr]
             damaged = strange[0] if strange else archive.testzip()
-    except (zipfile.BadZipFile, OSError, ValueError, EOFError, RuntimeError) as error:  # the last: encrypted, or unknown
+    except (zipfile.BadZipFile, OSError, ValueError, EOFError, RuntimeError) as error:  # the last of encrypted ones
         raise BadInput(f"{path} is damaged or no checkpoint: {error}") from None
     if damaged:
         raise BadInput(f"{path} is damaged: {damaged} is not what was written")

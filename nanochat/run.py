@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import datetime
 import fcntl
+import glob
 import json
 import os
 import shutil
@@ -134,12 +135,13 @@ def summary_writer():
 
 
 def choose_run_name(name: str) -> str:
-    """The run's name: for "dummy" the first free dummy-<n>. Raises BadInput for one that is no folder name."""
+    """The run's name: for "dummy" the first dummy-<n> that no run and no model has. Raises BadInput for one that is no
+    folder name."""
     check_name("--run", name)
     if name != "dummy":
         return name
     n = 1
-    while os.path.exists(path_of("runs", f"dummy-{n}")):
+    while os.path.exists(path_of("runs", f"dummy-{n}")) or glob.glob(path_of("rl", f"dummy-{n}-*")):
         n += 1
     return f"dummy-{n}"
 

@@ -33,7 +33,7 @@ from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.page import write_run_page
 from nanochat.rl.plan import check_plan, check_sizes, describe_run
-from nanochat.rl.play import Play, apply_update
+from nanochat.rl.play import Play, apply_update, described, is_number
 from nanochat.rl.progress import health_check, print_step, print_table, warn_of_no_signal
 from nanochat.rl.records import rollout_records
 from nanochat.rl.resume import check_no_models, check_problems_stayed, check_recipe_text, read_config, resolve_resume
@@ -223,8 +223,8 @@ def held_out(t: Play, recipe) -> dict:
     for name, value in scores.items():
         if not isinstance(name, str):
             raise BadInput(f"--recipe {t.args.recipe}: evaluate names a score {name!r}: names are texts")
-        if not (value is None or isinstance(value, bool | int | float)):
-            raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name} as a {type(value).__name__}: scores are "
+        if not is_number(value):
+            raise BadInput(f"--recipe {t.args.recipe}: evaluate gives {name} as a {described(value)}: scores are "
                            f"numbers or None")
         if value is not None and not math.isfinite(value) and name not in t.told:
             t.told.add(name)
@@ -337,7 +337,8 @@ def find_start(args, recipe) -> tuple[int | None, dict]:
     may_change = {name_of(spec.lr) for spec in recipe.ROLES.values()}
     if hasattr(recipe, "text"):  # which is compared, wherever its file is
         may_change.add("recipe")
-    resume_step = resolve_resume(args, flag_defaults(make_parser(["--recipe", args.recipe])), may_change)
+    tags = {tag_of(args.run, role): spec.trained for role, spec in recipe.ROLES.items()}
+    resume_step = resolve_resume(args, flag_defaults(make_parser(["--recipe", args.recipe])), may_change, tags)
     if resume_step is None:
         return None, find_starts(args, recipe.ROLES)
     check_recipe_text(args.run, getattr(recipe, "text", None))
@@ -394,6 +395,8 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         started = time.time()
         after = held_out(t, recipe)
         seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds + time.time() - started
+    except SystemExit as error:  # which would pass for the run's end
+        raise BadInput(f"--recipe {args.recipe}: it left the run behind step {t.step} by exit({error.code})") from None
     except StopRequested:
         if is_started:
             save_set(run, t.state, t.roles, args)

@@ -23,7 +23,7 @@ from nanochat.rl import play
 from nanochat.rl.play import Play
 from nanochat.rl.roles import find_starts, load_roles
 from nanochat.rl.state import load_set, save_set
-from nanochat.run import Run
+from nanochat.run import Run, choose_run_name
 from scripts import base_train, chat_sft, tango_rl
 
 GRPO = ["--recipe", "grpo", "--run", "r", "--save-every", "1"]
@@ -179,7 +179,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path):
     save_atomic(saved, str(path))
     refused, size = 0, path.stat().st_size
     directory = path.read_bytes().index(b"PK\x01\x02")
-    for place, bit in [(place, bit) for place in range(size) for bit in (range(8) if place >= directory else [4])]:
+    for place, bit in [(i, bit) for i in range(size) for bit in (range(8) if i >= directory else [4])]:
         shutil.copy(path, copy)
         damaged(copy, place, bit)
         try:
@@ -381,7 +381,7 @@ def test_a_lost_state_of_a_finished_run_is_not_taken_for_a_fresh_start(trained, 
     os.remove(trained / "runs" / "r" / "state_000002.pt")
     left = sorted(os.listdir(trained / "chatrl_checkpoints" / "r-gen"))
     code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
-    assert code == 2 and "finished behind step 2" in line and "state_000002.pt is missing" in line and "\n" not in line
+    assert code == 2 and "saved behind step 2" in line and "state_000002.pt is missing" in line and "\n" not in line
     assert sorted(os.listdir(trained / "chatrl_checkpoints" / "r-gen")) == left
     train(*GRPO, "--resume-from-step", "1", "--num-steps", "2")  # a step that is named is gone on from
     assert saved_steps("r") == [1, 2]
@@ -417,3 +417,51 @@ def test_a_terminal_that_is_closed_stops_the_run_as_sigterm_does(base, monkeypat
     monkeypatch.setattr(Run, "log", hang_up)
     code, _ = outcome_of(capsys, "--recipe", "grpo", "--run", "r", "--save-every", "0", "--num-steps", "9")
     assert code == 143 and saved_steps("r") == [1]
+
+
+def test_lost_states_of_a_run_that_was_cut_off_are_not_taken_for_a_fresh_start(trained, capsys):
+    folder, models = trained / "runs" / "r", trained / "chatrl_checkpoints" / "r-gen"
+    os.remove(folder / "summary.json")
+    before, kept = sorted(os.listdir(models)), (folder / "metrics.jsonl").read_bytes()
+    for lost in (2, 1):
+        (folder / f"state_{lost:06d}.pt").rename(trained / f"{lost}.pt")
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
+    assert code == 2 and "saved behind step 2" in line and "r-gen to start afresh" in line and "\n" not in line
+    os.rename(trained / "1.pt", folder / "state_000001.pt")  # a kill in the save of step 2 leaves the same
+    assert sorted(os.listdir(models)) == before and (folder / "metrics.jsonl").read_bytes() == kept
+    train(*GRPO, "--resume-from-step", "auto", "--num-steps", "2")
+    assert saved_steps("r") == [1, 2]
+
+
+def test_a_lost_state_in_the_middle_of_a_run_is_noticed(trained, capsys):
+    folder = trained / "runs" / "r"
+    train(*GRPO, "--resume-from-step", "auto", "--num-steps", "3")
+    for lost in ("summary.json", "state_000003.pt", "state_000002.pt"):
+        os.remove(folder / lost)
+    for lost in ("model", "meta"):
+        os.remove(next((trained / "chatrl_checkpoints" / "r-gen").glob(f"{lost}_000003.*")))
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
+    assert code == 2 and "saved behind step 2" in line and "there are: 1" in line
+
+
+def test_a_run_without_its_config_is_not_written_over(trained, capsys):
+    os.remove(trained / "runs" / "r" / "config.json")
+    before = sorted(os.listdir(trained / "runs" / "r"))
+    code, line = outcome_of(capsys, *GRPO, "--num-steps", "3")
+    assert code == 2 and "its last checkpoint is of step 2" in line
+    assert sorted(os.listdir(trained / "runs" / "r")) == before
+
+
+@pytest.mark.parametrize("change", [{"starts": {"generator": 5}}, {"starts": [1]}, {"resumed": {}},
+                                    {"starts": {"other": {"step": 1, "fingerprint": 2}}}])
+def test_a_config_whose_parts_are_changed_is_one_line(trained, capsys, change):
+    path = trained / "runs" / "r" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
+    assert code == 2 and "config.json" in line and "\n" not in line
+
+
+def test_a_dummy_run_takes_no_name_that_models_have(trained):
+    assert choose_run_name("dummy") == "dummy-1"
+    (trained / "chatrl_checkpoints" / "dummy-1-gen").mkdir()
+    assert choose_run_name("dummy") == "dummy-2"

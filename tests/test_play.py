@@ -359,6 +359,15 @@ def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
             check_memory({"x": value})
     with pytest.raises(ValueError, match=r"memory\['x'\] has a key of type frozenset"):
         check_memory({"x": {frozenset(): 1}})
+    check_memory({"x": 2 ** 1000})
+    with pytest.raises(ValueError, match=r"memory\['x'\] is a number of 2041 bits"):
+        check_memory({"x": -2 ** 2040})
+    with pytest.raises(ValueError, match="is a Parameter"):
+        check_memory(torch.nn.Parameter(torch.ones(1), requires_grad=False))
+    endless = []
+    endless.append(endless)
+    with pytest.raises(ValueError, match="is nested more than"):
+        check_memory(endless)
 
 
 def test_what_is_no_number_is_not_logged():

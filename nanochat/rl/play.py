@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.common import BadInput, all_reduce, gather_lists, mean_over_ranks
+from nanochat.common import MOST, BadInput, all_reduce, gather_lists, mean_over_ranks
 from nanochat.engine import Tool
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
@@ -299,10 +299,9 @@ class Play:
 
     def log(self, role: str | None, values: dict) -> None:
         """Adds to the step's record in metrics.jsonl, under the role's prefix."""
-        wrong = [name for name, x in values.items() if not (x is None or isinstance(x, bool | int | float | str))]
-        if wrong:
-            raise BadInput(f"{wrong[0]} of the {role or 'step'} is a {type(values[wrong[0]]).__name__}: numbers "
-                             f"and texts are logged")
+        for name, value in values.items():
+            if not (is_number(value) or isinstance(value, str)):
+                raise BadInput(f"{name} of the {role or 'step'} is a {described(value)}: numbers and texts are logged")
         if role is not None and role not in self.roles:
             raise BadInput(f"metrics of a role {role!r}: there are {', '.join(self.roles)}")
         taken = {"step", "role", "sampled_tokens", *(f"{short_name(name)}_step" for name in self.roles)} & set(values)
@@ -325,9 +324,21 @@ class Play:
         return not self.has_moved and self.run.should_stop()
 
 
+def is_number(value) -> bool:
+    """Whether a value can be logged as a number: None, where it cannot be told, is one."""
+    return value is None or isinstance(value, float) or isinstance(value, int) and abs(value) <= MOST
+
+
+def described(value) -> str:
+    """What a value is that is no number."""
+    return f"number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+
+
 def check_column(name: str, values, num: int) -> None:
     """Raises BadInput where a column of rollouts cannot be logged: one value of json for each of `num`."""
     try:
+        if not isinstance(name, str):
+            raise TypeError(f"its name is a {type(name).__name__}")
         if not isinstance(values, list | tuple) or len(values) != num:
             raise TypeError(f"it is a {type(values).__name__} of {len(values)}")
         json.dumps(values)

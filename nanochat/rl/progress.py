@@ -59,7 +59,8 @@ def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seco
 def step_of_role(record: dict, role: str, shown: list[str]) -> str:
     """A role's part of a step's line."""
     get = lambda name: record.get(f"{short_name(role)}/{name}")
-    number = lambda name, digits=3: "-" if get(name) is None else f"{get(name):.{digits}f}"
+    number = lambda name, digits=3: ("-" if get(name) is None else get(name) if isinstance(get(name), str)
+                                     else f"{get(name):.{digits}f}")
     text = f"{role:9s}"
     if get("num_rollouts") is not None:
         text += f" | reward {number('reward')} ± {number('reward_std')} | no signal {number('frac_reward_zero_std', 2)}"

@@ -13,12 +13,13 @@ MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eva
               "micro_batch_tokens", "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
 
 
-def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
+def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> int | None:
     """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
-    have known; may_change: flags that may differ besides MAY_CHANGE. Raises BadInput for what cannot be continued."""
+    have known; may_change: flags that may differ besides MAY_CHANGE; tags: those of the roles' checkpoints, and whether
+    they are trained. Raises BadInput for what cannot be continued."""
     folder, steps = path_of("runs", args.run), saved_steps(args.run)
     if args.resume_from_step == "-1":
-        if os.path.exists(os.path.join(folder, "config.json")) and (steps or has_records(folder)):
+        if steps or has_records(folder):
             saved = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
             raise BadInput(f"--run {args.run}: {folder} exists, {saved}; take another name, or continue it with "
                            f"--resume-from-step auto{'' if steps else ', which starts it afresh'}")
@@ -29,7 +30,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str]) -> int | None:
     if args.resume_from_step != "auto" and not re.fullmatch("[0-9]+", args.resume_from_step):
         raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
     if args.resume_from_step == "auto":
-        check_last_set(args.run, folder, steps)
+        check_last_set(args.run, folder, steps, tags)
     if args.resume_from_step == "auto" and not steps:
         print0(f"run {args.run} has no checkpoint: it starts from step 0")
         return None
@@ -67,21 +68,36 @@ def check_problems_stayed(run_name: str, task_name: str, digest: int) -> None:
                        f"put its data file, its code or the tokenizer back as it was, or start a new run")
 
 
-def check_last_set(run_name: str, folder: str, steps: list[int]) -> None:
-    """Raises BadInput where a finished run has lost the state that its last step was saved with: to go on would do the
-    steps behind the one before it again, and remove what is left of the last."""
-    path, last = os.path.join(folder, "summary.json"), steps[-1] if steps else 0
-    if not os.path.exists(path):
-        return
-    try:
-        with open(path, encoding="utf-8") as f:
-            made = int(json.load(f)["steps"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return  # of an older version, or damaged: it is written anew
+def check_last_set(run_name: str, folder: str, steps: list[int], tags: dict[str, bool]) -> None:
+    """Raises BadInput where a run has lost the state that its last models were saved with: to go on would do the steps
+    behind an earlier one again, and remove what is left of the last. tags: as in resolve_resume."""
+    last = steps[-1] if steps else 0
+    saved = max(models_saved(tags), default=0) if has_records(folder) else 0  # else it is check_no_models' to tell
+    if steps and not has_records(folder, saved):
+        saved = 0  # a kill in the middle of a save leaves models without a state too
+    made = max(finished_step(folder), saved)
     if made > last:
         name = os.path.join(folder, f"state_{made:06d}.pt")
-        raise BadInput(f"run {run_name} was finished behind step {made}, and {name} is missing: put it back, or name "
-                       f"the step to go on from; there are: {', '.join(map(str, steps)) or 'none'}")
+        raise BadInput(f"run {run_name} was saved behind step {made}, and {name} is missing: put it back, or "
+                       + (f"name the step to go on from; there are: {', '.join(map(str, steps))}" if steps else
+                          f"remove {', '.join(path_of('rl', tag) for tag in tags)} to start afresh"))
+
+
+def finished_step(folder: str) -> int:
+    """The step behind which a run was finished; 0 where it was not, or its summary is of an older version or
+    damaged."""
+    try:
+        with open(os.path.join(folder, "summary.json"), encoding="utf-8") as f:
+            return int(json.load(f)["steps"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0
+
+
+def models_saved(tags: dict[str, bool]) -> set[int]:
+    """The steps at which all roles have a model, and those that are trained an optimizer."""
+    return set.intersection(*({step for step in list_steps("rl", tag) if not is_trained
+                               or os.path.exists(path_of("rl", tag, f"optim_{step:06d}_rank0.pt"))}
+                              for tag, is_trained in tags.items()))
 
 
 def check_records(run_name: str, folder: str, step: int) -> None:
@@ -96,10 +112,10 @@ def check_records(run_name: str, folder: str, step: int) -> None:
                        f"the file was cut; put it back, or take another name")
 
 
-def has_records(folder: str) -> bool:
-    """Whether a run has made a step."""
+def has_records(folder: str, step: int = 0) -> bool:
+    """Whether a run has a record of this step or a later one."""
     path = os.path.join(folder, "metrics.jsonl")
-    return os.path.exists(path) and os.path.getsize(path) > 0
+    return os.path.exists(path) and any(record["step"] >= step for _, record in read_records(path))
 
 
 def read_config(run_name: str) -> dict:
@@ -112,6 +128,11 @@ def read_config(run_name: str) -> dict:
         raise BadInput(f"{path} cannot be read: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
         raise BadInput(f"{path} is no run's configuration")
+    starts, resumed = config.get("starts") or {}, config.get("resumed", [])
+    if not isinstance(starts, dict) or not isinstance(resumed, list) or not all(
+            isinstance(start, dict) and isinstance(start.get("step"), int) and "fingerprint" in start
+            for start in starts.values()):
+        raise BadInput(f"{path} is no run's configuration: its starts or resumed are not as they were written")
     return config
 
 

@@ -160,6 +160,8 @@ def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) 
     for name, spec in specs.items():
         tag, step = getattr(args, name_of(spec.tag)), None if args.model_step < 0 else args.model_step
         if recorded:
+            if name not in recorded:
+                raise BadInput(f"the run's config.json does not say where its {name} started")
             step = recorded[name]["step"]
         step = find_step("sft", tag, step)
         starts[name] = Start(tag, step, fingerprint(path_of("sft", tag, f"model_{step:06d}.pt")))

@@ -14,6 +14,8 @@ from nanochat.common import BadInput, all_reduce, gather_lists, path_of, print0,
 from nanochat.rl.roles import short_name
 from nanochat.weights import check_weights, refresh, whole_state
 
+MOST_NESTED, MOST_BITS = 50, 1024  # of a recipe's memory: lists in lists, and bits of an integer
+
 
 @dataclass
 class RunState:
@@ -47,22 +49,26 @@ class RunState:
             setattr(self, f.name, getattr(other, f.name))
 
 
-def check_memory(value, where: str = "memory") -> None:
+def check_memory(value, where: str = "memory", depth: int = 0) -> None:
     """Raises BadInput for what a recipe keeps in its memory and a saved run could not give back as it is."""
+    if depth > MOST_NESTED:
+        raise BadInput(f"{where[:100]}: is nested more than {MOST_NESTED} deep")
     if type(value) is dict:
         for name, inner in value.items():
             if type(name) not in (str, int):
                 raise BadInput(f"{where} has a key of type {type(name).__name__}: keys are str or int")
-            check_memory(inner, f"{where}[{name!r}]")
+            check_memory(inner, f"{where}[{name!r}]", depth + 1)
     elif type(value) in (list, tuple):
         for i, inner in enumerate(value):
-            check_memory(inner, f"{where}[{i}]")
-    elif isinstance(value, torch.Tensor):
+            check_memory(inner, f"{where}[{i}]", depth + 1)
+    elif type(value) is torch.Tensor:
         if value.device.type != "cpu" or value.requires_grad:
             raise BadInput(f"{where} is a tensor on {value.device}{' with a gradient' * value.requires_grad}: keep "
                              f"it on the CPU, where it comes back to, and detached")
     elif type(value) not in (type(None), bool, int, float, str):
         raise BadInput(f"{where} is a {type(value).__name__}: a run's memory holds plain values and tensors")
+    elif type(value) is int and value.bit_length() > MOST_BITS:  # which are not read back from 2041 on
+        raise BadInput(f"{where} is a number of {value.bit_length()} bits: it may have {MOST_BITS}")
 
 
 def tag_of(run_name: str, role: str) -> str:
