@@ -314,7 +314,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
                        f"--resume-from-step auto")
     if wanted == "-1" or wanted == "auto" and not steps:
         return None
-    if wanted != "auto" and not re.fullmatch("[0-9]+", wanted):
+    if wanted != "auto" and not re.fullmatch("[0-9]{1,18}", wanted):
         raise BadInput(f"--resume-from-step {wanted}: must be -1 (off), auto or a step")
     step = steps[-1] if wanted == "auto" else int(wanted)
     if step not in steps:

@@ -22,7 +22,7 @@ import time
 import urllib.parse
 import urllib.request
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -126,8 +126,10 @@ def check_ranks() -> None:
     words = []
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "NANOCHAT_GRADING_WORKERS"):
         value = os.environ.get(name, "0")
-        if not value.isdecimal() and (value or not name.startswith("NANOCHAT")):
-            words.append(f"{name}={value}: must be a number")
+        if not re.fullmatch("[0-9]{1,9}", value) and (value or not name.startswith("NANOCHAT")):
+            words.append(f"{name}={value[:100]}: must be a number")
+        elif name.startswith("NANOCHAT") and value and name in os.environ and int(value) == 0:
+            words.append(f"{name}={value}: must be at least 1")
     if not words:
         rank, world = rank_and_world()
         if rank >= world:
@@ -135,7 +137,8 @@ def check_ranks() -> None:
         elif world > 1 and not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
             words = [f"WORLD_SIZE={world}: several ranks are started with torchrun"]
     if words:
-        print(f"error: the environment has {words[0]}; torchrun sets it, or unset it", file=sys.stderr)
+        setter = "" if "NANOCHAT" in words[0] else "torchrun sets it, or "
+        print(f"error: the environment has {words[0]}; {setter}unset it", file=sys.stderr)
         sys.exit(2)
 
 
@@ -462,6 +465,18 @@ def gather_lists(items: list, device) -> list:
     parts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return [item for part, s in zip(parts, sizes, strict=True) for item in json.loads(bytes(part[: int(s)].tolist()))]
+
+
+def on_all_ranks(make: Callable, device):
+    """make() of each rank. Raises BadInput on every rank where it did on one: the others would wait for that one."""
+    made, said = None, []
+    try:
+        made = make()
+    except BadInput as error:
+        said = [str(error)]
+    if said := gather_lists(said, device):
+        raise BadInput(said[0])
+    return made
 
 
 def in_threads(function, *columns: list, should_stop=lambda: False) -> list:

@@ -48,7 +48,7 @@ full)
     RL="--num-steps 200 --warmup-steps 40 --examples-per-step 64 --num-samples 8 --max-new-tokens 256
         --verifier-max-new-tokens 384 --lr 1e-5 --kl-coef 1e-3 --micro-batch-tokens 32768 --eval-every 50
         --eval-examples 640 --save-every 50"
-    EVAL="-a gsm8k|ARC-Easy|ARC-Challenge|MMLU"
+    EVAL="-m 256 -a gsm8k|ARC-Easy|ARC-Challenge|MMLU"
     QUESTION="Tom has 3 boxes with 12 pencils each and gives away 7 pencils. How many pencils does he have left?"
     ;;
 tiny)

@@ -176,7 +176,8 @@ def main(args) -> None:
     complete_task_args(args, recorded)
     if args.max_new_tokens < 0:
         args.max_new_tokens = recorded.get("max_new_tokens", min(256, model.config.sequence_len // 2))
-    print0(f"{path_of(args.source, tag)} at step {meta['step']}, seed {args.seed} of problems")
+    print0(f"{path_of(args.source, tag)} at step {meta['step']}, seed {args.seed} of problems, "
+           f"{args.max_new_tokens} tokens at most")
     for name in (args.task_name or args.task).split("|"):
         if name in TASKS:
             evaluate_task(args, name, model, tokenizer, device)

@@ -25,8 +25,8 @@ import torch
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
                                  saying_what_is_whole, warn_of_later_steps)
 from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, barrier, check_least, check_most,
-                             check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device, path_of,
-                             print0, rank_and_world, script_main)
+                             check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device,
+                             on_all_ranks, path_of, print0, rank_and_world, script_main)
 from nanochat.dataloader import check_same_files, length_batches, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
@@ -119,12 +119,19 @@ def start_model(args, tokenizer, device, dtype):
 
 
 def sample_solutions(args, task, tokenizer, generator, run) -> list[tuple]:
-    """(problem, solution text) pairs from the SFT generator on the sft split."""
+    """(problem, solution text) pairs from the SFT generator on the sft split. Solutions whose outcome cannot be told
+    are left out and counted: a demonstration would call them wrong."""
     problems = [task.problem("sft", SAMPLED_FROM + i) for i in range(args.num_sampled)]
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, 0, should_stop=run.should_stop)
     solutions = sampler.solve(generator, problems, 1, ("sft",))[1]
+    texts = [solution.text for solution in solutions]
+    outcomes = outcomes_of(task, problems, texts, run.should_stop)
     run.check_stop()
-    return list(zip(problems, (s.text for s in solutions), strict=True))
+    kept = [(problem, text) for problem, text, outcome in zip(problems, texts, outcomes, strict=True)
+            if outcome is not None]
+    if len(kept) < len(texts):
+        print0(f"{len(texts) - len(kept)} of {len(texts)} sampled solutions could not be checked and are left out")
+    return kept
 
 
 def demonstration(args, task, tokenizer, index: int, sampled: list, context: int) -> tuple[list[int], list[int]]:
@@ -217,7 +224,8 @@ def train(args, run, model, parameters, optimizers, examples: Examples, state: d
         run.check_stop()
         step, started = state["step"], time.time()
         first = step * args.examples_per_step
-        found = [examples(i) for i in range(first + run.rank, first + args.examples_per_step, run.world)]
+        share = range(first + run.rank, first + args.examples_per_step, run.world)
+        found = on_all_ranks(lambda share=share: [*map(examples, share)], run.device)
         fitting = [example for example in found if example is not None]
         loss, grad_norm, num_tokens = train_step(args, model, parameters, optimizers, fitting, step, run.device)
         after_step()
@@ -346,12 +354,13 @@ def main(args) -> None:
                 if not args.verifier_shared_layers:
                     generator = None  # its memory is the training's
             train(args, run, model, parameters, optimizers, examples, state, after_step, save)
-        except StopRequested:
+        except (StopRequested, BadInput) as stop:
             if state["step"]:
                 save()
             run.finish()
-            raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and "
-                                f"--resume-from-step auto") from None
+            why = f"{stop}; " if isinstance(stop, BadInput) else ""
+            raise type(stop)(f"{why}stopped behind step {state['step']}; go on with the same flags and "
+                             f"--resume-from-step auto") from None
         save()
         run.finish()
     left_out = (f", {state['too_long']} conversations were longer than the context and left out"

@@ -378,12 +378,12 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     print0(f"run {args.run} in {run.folder}: {recipes.short(args.recipe)} on {run.world} x {t.device}"
            + (f", continued behind step {t.step}" if is_resumed else ""))
     try:
-        if not is_started:
-            start_state(t, recipe)
-            is_started = True
         drop_sets_behind(run, t.step, t.roles)  # first: a set whose records are gone could not be continued
         run.trim("metrics.jsonl", t.step)
         run.trim("rollouts.jsonl", t.step)
+        if not is_started:
+            start_state(t, recipe)
+            is_started = True
         if t.steps[trained_roles(recipe.ROLES)[0]] >= args.num_steps:
             print0("all steps are made: it is evaluated again")
         run.remove("summary.json")  # a finished run that goes on is not finished

@@ -8,6 +8,7 @@ import functools
 import glob
 import random
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanochat.common import BadInput, check_data_file, look_for_hub, quiet_datasets
@@ -101,6 +102,20 @@ def check_answer(fmt: Format, problem: Problem, solution: str) -> bool | None:
     """Whether what a solution answers equals the gold answer as mathematics; None where that cannot be scored, False
     where nothing can be read."""
     return grade(completion=answering_part(fmt, solution), gold=problem.answer)
+
+
+def rows_of(where: str, table) -> Iterator[dict]:
+    """The rows of a table. Raises BadInput, which begins with `where`, for one that is no text in UTF-8."""
+    rows, number = iter(table), 1
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except UnicodeDecodeError:
+            raise BadInput(f"{where}: row {number}: is no text in UTF-8") from None
+        number += 1
+        yield row
 
 
 def read_table(where: str, columns: tuple[str, ...], *path, **options):

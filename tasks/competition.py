@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from nanochat.common import BadInput, in_threads, print0
 from nanochat.rl.formats import PAPER
-from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table
+from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
 from tasks.grading import boxed, readable
 from tasks.gsm8k import ANSWER, judge_equations, mistaken
 
@@ -59,8 +59,10 @@ class Row:
 def text_of(row: dict, *columns: str) -> str:
     """The text, or the number as text, in the first of these columns that has one. Raises ValueError where none has."""
     for column in columns:
-        if isinstance(row.get(column), str | int | float) and not isinstance(row[column], bool):
-            return str(row[column]).strip()
+        value = row.get(column)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if isinstance(value, str) or is_number:
+            return str(value).strip()
     raise ValueError(f"has no text for {' or '.join(columns)}")
 
 
@@ -91,8 +93,9 @@ def read_eurus(row: dict) -> Row | None:
 def read_olympiad(row: dict) -> Row:
     """{"question", "final_answer": list of answers, "solution": list}; several answers are one list, without dollar
     signs."""
-    answers, solutions = (list(row.get(column) or []) for column in ("final_answer", "solution"))
-    if not all(isinstance(text, str) for text in answers + solutions):
+    answers, solutions = (row.get(column) or [] for column in ("final_answer", "solution"))
+    if not all(isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+               for texts in (answers, solutions)):
         raise ValueError("final_answer and solution must be lists of texts")
     answer = ", ".join(re.sub(r"(?<!\\)\$", "", text).strip() for text in answers)
     return Row(text_of(row, "question"), answer, "\n".join(solutions).strip())
@@ -124,7 +127,7 @@ def read_rows(flag: str, source: str) -> list[Row | None]:
     where, table = open_source(flag, source)
     read = next((read for column, read in READERS.items() if column in table.column_names), read_plain)
     rows = []
-    for number, row in enumerate(table, 1):
+    for number, row in enumerate(rows_of(where, table), 1):
         try:
             rows.append(read(row))
             if rows[-1] is not None and not rows[-1].problem:

@@ -6,6 +6,7 @@ import json
 import os
 
 from nanochat.common import BadInput, look_for_hub, quiet_datasets
+from nanochat.tokenizer import PARTS
 
 
 def check_messages(where: str, messages) -> list[dict]:
@@ -14,12 +15,23 @@ def check_messages(where: str, messages) -> list[dict]:
     if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str | list)
                                                  for m in messages):
         raise BadInput(f"{where}: not a list of messages with role and content")
+    for number, message in enumerate(messages, 1):
+        is_own = message.get("role") == "assistant"
+        if isinstance(message["content"], list) and not (is_own and all(map(is_part, message["content"]))):
+            raise BadInput(f"{where}: the content of message {number} must be a text"
+                           + f", or parts of type {', '.join(PARTS)} with a text" * is_own)
     turns = [m.get("role") for m in messages]
     turns = turns[1:] if turns[:1] == ["system"] else turns
     if len(turns) < 2 or turns != ["user" if i % 2 == 0 else "assistant" for i in range(len(turns))]:
         raise BadInput(f"{where}: roles must alternate from a user's to an assistant's, "
                        f"not {', '.join(map(str, turns))}")
     return messages
+
+
+def is_part(part) -> bool:
+    """Whether this can be a part of what an assistant says (Tokenizer.render_parts)."""
+    return (isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] in PARTS
+            and isinstance(part.get("text"), str))
 
 
 def load_conversations(sources: list[str]) -> list[list[dict]]:

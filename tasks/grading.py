@@ -168,6 +168,7 @@ NO_UNIT = set("""and or to of than hundred thousand million billion trillion doz
 hundreds thousands millions billions trillions dozens halves third thirds fifth fifths sixth sixths seventh sevenths
 eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths
 fourth fourths eleventh elevenths twelfth twelfths thirteenth thirteenths fourteenth fourteenths fifteenth fifteenths
+ppm kilo mega thou grand
 sixteenth sixteenths seventeenth seventeenths eighteenth eighteenths nineteenth nineteenths twentieth twentieths
 thirtieth thirtieths fortieth fortieths fiftieth fiftieths sixtieth sixtieths tens
 quadrillion quadrillions quintillion quintillions lakh lakhs crore crores gross score bn mn mil
@@ -294,8 +295,11 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
     else:
         is_unit = (len(words[0]) > 2 and "/" not in match[2] and match[0][match.end(1):] == match[2]
                    and match[2][0] == " " and plain_number(match[1]))
-    others = {word for before, word in zip(["", *words], words, strict=False)  # not the "squared" of "cm squared"
-              if before not in KNOWN_UNITS or word not in ("squared", "cubed")}
+    others = {part for before, word in zip(["", *words], words, strict=False)  # not the "squared" of "cm squared"
+              if before not in KNOWN_UNITS or word not in ("squared", "cubed")
+              for part in (word, word.rpartition("-")[2])}  # "two-thirds", not "two-digit"
+    if re.fullmatch("[A-Z]", match[2].strip()):
+        return text, frozenset()  # 7M is no seven metres
     is_unit = is_unit and words[0] != "per" and not NO_UNIT & others and not words_of(match[1])
     return (match[1], known) if is_unit else (text, frozenset())
 
@@ -583,7 +587,10 @@ def apart(gold: str, answer: str) -> list[str]:
 
 
 def for_worker(reading: Reading) -> str:
-    body = reading.body.replace("%", "\\%")
+    body = reading.body
+    if reading.value is not None and not re.fullmatch(rf"-?{DECIMAL}%?", body):  # which it may not be able to read
+        body = f"\\frac{{{reading.value.numerator}}}{{{reading.value.denominator}}}" + "%" * reading.percent
+    body = body.replace("%", "\\%")
     return f"{reading.name}={body}" if reading.name and not parts(body)[1:] and "," not in reading.name else body
 
 

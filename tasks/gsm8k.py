@@ -16,7 +16,7 @@ from decimal import Decimal
 from nanochat.calculator import calculate
 from nanochat.common import BadInput
 from nanochat.rl.formats import PAPER, Format
-from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table
+from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 ANSWER = re.compile(rf"-?{INTEGER}(?:\.[0-9]*)?|-?\.[0-9]+")
@@ -50,7 +50,7 @@ def read_split(source: str, split: str) -> list[tuple[str, str]]:
         table = read_table(f"{where}: no such folder, and as a dataset", columns, source, "main", split=split)
     else:
         raise BadInput(f"{where}: no such folder")
-    rows = [(row["question"], row["answer"]) for row in table]
+    rows = [(row["question"], row["answer"]) for row in rows_of(where, table)]
     for number, row in enumerate(rows, 1):
         if not all(isinstance(text, str) and text.strip() for text in row):
             raise BadInput(f"{where}: row {number} of {split} has no text for question or answer")
@@ -156,8 +156,8 @@ def add_args(parser):
 
 
 class GSM8K:
-    """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many had no readable gold
-    answer."""
+    """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many rows had no readable
+    gold answer, or another one than a row with the same question."""
     name = "gsm8k"
     fmt = PAPER
     has_step_labels = False
@@ -165,9 +165,13 @@ class GSM8K:
     def __init__(self, args, seed: int):
         self.seed = seed
         rows = {name: read_split(args.gsm8k_data, name) for name in ("train", "test")}
-        self.worked = {question: worked for name in rows
-                       for question, worked in rows[name] if gold_answer(worked) is not None}
-        self.num_dropped = sum(gold_answer(worked) is None for name in rows for _, worked in rows[name])
+        golds: dict[str, set] = {}
+        for name in rows:
+            for question, worked in rows[name]:
+                golds.setdefault(question, set()).add(gold_answer(worked))
+        is_kept = lambda question: len(golds[question]) == 1 and None not in golds[question]
+        self.worked = {question: worked for name in rows for question, worked in rows[name] if is_kept(question)}
+        self.num_dropped = sum(not is_kept(question) for name in rows for question, _ in rows[name])
         held_out = {question for question, _ in rows["test"]}
         self.splits = {"sft": [], "rl": [], "test_in": [], "test_out": []}
         for question in self.worked:
@@ -179,7 +183,7 @@ class GSM8K:
         for split, questions in self.splits.items():
             if not questions:
                 raise BadInput(f"--gsm8k-data {args.gsm8k_data}: no problem is left for split {split} "
-                               f"({self.num_dropped} without a gold answer, {num_known} of the {len(rows['train'])} "
+                               f"({self.num_dropped} without one gold answer, {num_known} of the {len(rows['train'])} "
                                f"train questions are in test too)")
 
     def problem(self, split: str, index: int) -> Problem:

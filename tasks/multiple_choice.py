@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.common import read_table
+from tasks.common import read_table, rows_of
 
 RANDOM_BASELINE = 0.25  # accuracy of guessing; nearly every question has four choices
 READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -74,7 +74,7 @@ def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choi
     else:
         table = read_table(where, columns, hub, config, split=split)
     choices = []
-    for number, row in enumerate(table, 1):
+    for number, row in enumerate(rows_of(where, table), 1):
         try:
             choices.append(read(row))
             check_choice(choices[-1])

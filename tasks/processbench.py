@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from tasks.common import read_table
+from tasks.common import read_table, rows_of
 from tasks.multiple_choice import READERS
 
 HUB = "Qwen/ProcessBench"
@@ -99,7 +99,7 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
         table = read_table(where if is_file else f"{source}: no such file or folder, and as a dataset, split {name}",
                            COLUMNS, *arguments, **options)
         rows = []
-        for number, row in enumerate(table, 1):
+        for number, row in enumerate(rows_of(where, table), 1):
             try:
                 rows.append(read_row(row, name, number))
             except ValueError as error:

@@ -126,6 +126,12 @@ def test_what_the_assistant_says_is_trained_and_the_calculators_output_is_not(ba
     ('[{"role": "user", "content": "a"}]', "roles must alternate"),
     ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "roles must alternate"),
     ('[{"role": "user", "content": 3}, {"role": "assistant", "content": "a"}]', "not a list of messages"),
+    ('[{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant", "content": "a"}]',
+     "line 2: the content of message 1 must be a text"),
+    *[('[{"role": "user", "content": "a"}, {"role": "assistant", "content": [' + part + "]}]",
+       "line 2: the content of message 2 must be a text, or parts of type text, python, python_output with a text")
+      for part in ('"a"', '{"type": "text"}', '{"text": "a"}', '{"type": "image", "text": "a"}',
+                   '{"type": ["text"], "text": "a"}', '{"type": "text", "text": 5}')],
 ])
 def test_a_bad_line_of_conversations_is_named(tmp_path, line, complaint):
     path = tmp_path / "bad.jsonl"
@@ -224,6 +230,27 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base, role, monkeypatch):
     same = ("step", "loss", "grad_norm", "trained_tokens")
     assert ([[r[k] for k in same] for r in metrics_of(base, "two")]
             == [[r[k] for k in same] for r in metrics_of(base, "whole")])
+
+
+def test_what_was_trained_before_a_demonstration_that_does_not_fit_is_saved(base, monkeypatch, capsys):
+    problem = Chain.problem
+    train("--model-tag", "whole")
+    with monkeypatch.context() as other:
+        other.setattr(chat_sft.Examples, "check", lambda self: None)  # it looks at the first 512
+        other.setattr(Chain, "solution_demo", lambda self, problem, rng: "1" * 200 if problem.index == 20 else "1=1;")
+        with pytest.raises(BadInput, match="too short: demonstration 20 of .*; stopped behind step 2; go on with"):
+            train("--model-tag", "a")
+    assert list_steps("sft", "a") == [2] and Chain.problem is problem
+    train("--model-tag", "a", "--resume-from-step", "auto")
+    assert list_steps("sft", "a") == [2, 6]
+
+
+def test_a_sampled_solution_that_cannot_be_checked_is_left_out(base, monkeypatch, capsys):
+    check = Chain.check
+    monkeypatch.setattr(Chain, "check", lambda self, problem, text: (
+        None if problem.index == chat_sft.SAMPLED_FROM + 1 else check(self, problem, text)))
+    train("--model-tag", "tiny", "--verifier-tag", "a", "--num-sampled", "4", role="verifier")
+    assert "1 of 4 sampled solutions could not be checked and are left out" in capsys.readouterr().out
 
 
 def test_checkpoints_on_the_way_and_a_finished_run(base, capsys):

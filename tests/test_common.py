@@ -236,6 +236,8 @@ def test_a_character_that_stdout_lacks_stops_nothing():
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: several ranks are started with torchrun"),
     ({"RANK": "1"}, "RANK=1: must be below WORLD_SIZE=1"),
     ({"NANOCHAT_GRADING_WORKERS": "-1"}, "NANOCHAT_GRADING_WORKERS=-1: must be a number"),
+    ({"NANOCHAT_GRADING_WORKERS": "00"}, "NANOCHAT_GRADING_WORKERS=00: must be at least 1"),
+    ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 100}: must be a number"),
 ])
 def test_a_rank_that_cannot_be_is_refused(monkeypatch, capsys, env, words):
     for name, value in env.items():
@@ -243,7 +245,8 @@ def test_a_rank_that_cannot_be_is_refused(monkeypatch, capsys, env, words):
     with pytest.raises(SystemExit) as stop:
         script_main(print, argparse.ArgumentParser(), [])
     assert stop.value.code == 2
-    assert capsys.readouterr() == ("", f"error: the environment has {words}; torchrun sets it, or unset it\n")
+    assert capsys.readouterr() == ("", f"error: the environment has {words}; "
+                                        f"{'' if 'NANOCHAT' in words else 'torchrun sets it, or '}unset it\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")

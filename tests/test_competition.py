@@ -16,7 +16,7 @@ from nanochat.common import BadInput
 from nanochat.rl.prompts import parse_verification
 from tasks import add_task_args, complete_task_args, make_task
 from tasks.chain import Chain
-from tasks.competition import SETS, Competition, Row, read_rows, solution_steps
+from tasks.competition import SETS, Competition, Row, read_plain, read_rows, solution_steps
 
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..",
                                                        "shared", "data")
@@ -217,6 +217,7 @@ def test_a_row_of_every_layout_is_read(row, read, tmp_path):
     (EURUS, {**EURUS, "reward_model": None}, "a column is empty or not of the type"),
     (EURUS, {**EURUS, "reward_model": {"ground_truth": None, "style": "rule"}}, "has no text for ground_truth"),
     (OLYMPIAD, {**OLYMPIAD, "question": None}, "has no text for question"),
+    ({**OLYMPIAD, "final_answer": "12"}, {**OLYMPIAD, "final_answer": "12"}, "final_answer and solution must be lists"),
 ])
 def test_a_malformed_row_is_bad_input_with_file_and_number(good, bad, complaint, tmp_path):
     path = write(tmp_path / "rows.jsonl", [good, bad])
@@ -224,6 +225,20 @@ def test_a_malformed_row_is_bad_input_with_file_and_number(good, bad, complaint,
     with pytest.raises(BadInput, match=complaint) as error:
         task_of("math", path)
     assert str(error.value).startswith(f"{path}: row {number}: ") and "\n" not in str(error.value)
+
+
+def test_an_answer_that_is_not_finite_is_none():
+    with pytest.raises(ValueError, match="has no text for answer"):
+        read_plain({"problem": "1?", "answer": float("nan")})
+
+
+@pytest.mark.parametrize("content, complaint", [(b"", "is empty"), (b"\n", "is empty"), (b"null\n", "is no json of rows"),
+                                                ('{"problem": "é?", "answer": "1"}\n'.encode("latin1"),
+                                                 "row 1: is no text in UTF-8")])
+def test_a_file_without_rows_of_text_is_bad_input(tmp_path, content, complaint):
+    (tmp_path / "rows.jsonl").write_bytes(content)
+    with pytest.raises(BadInput, match=f"rows.jsonl: {complaint}"):
+        task_of("math", str(tmp_path / "rows.jsonl"))
 
 
 def test_a_file_that_is_no_json_is_bad_input(tmp_path):

@@ -391,6 +391,16 @@ def test_two_processes_compile_once_and_leave_one_file(tmp_path):
     assert start(tmp_path).communicate() == ("True 64.0\n", "") and os.stat(folder / name).st_mtime_ns == written
 
 
+@KERNELS
+@pytest.mark.parametrize("size", [0, 100, -1000])
+def test_a_damaged_library_is_compiled_again(tmp_path, size):
+    assert start(tmp_path).communicate() == ("True 64.0\n", "")
+    path = next((tmp_path / "nanochat" / "kernels").iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(whole[:size])
+    assert start(tmp_path).communicate() == ("True 64.0\n", "") and len(path.read_bytes()) == len(whole)
+
+
 @pytest.mark.parametrize("env, problem", [({"CC": "false", "PATH": "/usr/bin:/bin"}, "false"),
                                           ({"CC": "", "PATH": "/nonexistent"}, "no C compiler"),
                                           ({"NANOCHAT_CPU_KERNELS": "0"}, "")])

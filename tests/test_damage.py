@@ -444,6 +444,15 @@ def test_a_lost_state_in_the_middle_of_a_run_is_noticed(trained, capsys):
     assert code == 2 and "saved behind step 2" in line and "there are: 1" in line
 
 
+@pytest.mark.parametrize("state", [torch.ones(2), 3, [], {}, {"memory": {}}, {"memory": {}, "roles": ["generator"]},
+                                   {"memory": {}, "roles": ["generator"], "torch_rng": torch.get_rng_state(),
+                                    "of_tomorrow": 1}])
+def test_a_state_of_another_kind_is_one_line(trained, capsys, state):
+    save_atomic(state, str(trained / "runs" / "r" / "state_000002.pt"))
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
+    assert code == 2 and "run r " in line.replace("run r:", "run r ") and "\n" not in line
+
+
 def test_a_run_without_its_config_is_not_written_over(trained, capsys):
     os.remove(trained / "runs" / "r" / "config.json")
     before = sorted(os.listdir(trained / "runs" / "r"))

@@ -87,6 +87,15 @@ def test_a_problem_without_a_gold_answer_is_dropped_and_counted(task):
     assert task.num_dropped == 2 and len(task.worked) == 301
 
 
+def test_a_question_with_two_answers_is_dropped_and_counted(cache, tmp_path):
+    question, worked = worded(0, "train")
+    write_rows(tmp_path / "two", "train", [(question, worked), *(worded(k, "train") for k in range(1, 30)),
+                                           (question, worked + "1"), worded(1, "train")])
+    write_rows(tmp_path / "two", "test", [worded(k, "test") for k in range(30)])
+    two = GSM8K(args_of("--gsm8k-data", str(tmp_path / "two")), 0)
+    assert question not in two.worked and two.num_dropped == 2 and len(two.worked) == 29 + 30
+
+
 def test_train_is_dealt_to_sft_and_rl_and_test_to_the_test_splits(task):
     assert all(question.startswith("test") == split.startswith("test") for split in SPLITS
                for question in task.splits[split] if question != CLIPS[0])
@@ -136,6 +145,9 @@ def test_files_that_cannot_be_used_are_bad_input(cache, tmp_path):
     (folder / "train.jsonl").write_text('{"question": "What?", "answer": "#### 3"}\n{"question": null, "answer": '
                                         '"#### 3"}\n')
     with pytest.raises(BadInput, match="train.jsonl: row 2 of train has no text for question or answer"):
+        GSM8K(source, 0)
+    (folder / "train.jsonl").write_bytes('{"question": "é?", "answer": "#### 3"}\n'.encode("latin1"))
+    with pytest.raises(BadInput, match="train.jsonl: row 1: is no text in UTF-8"):
         GSM8K(source, 0)
     (folder / "train.jsonl").write_text("not json\n")
     with pytest.raises(BadInput, match="train.jsonl: ") as error:

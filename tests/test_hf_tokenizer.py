@@ -12,6 +12,7 @@ import sys
 import time
 import unicodedata
 from collections import Counter
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -677,6 +678,14 @@ def test_a_text_with_a_control_token_s_name_is_trimmed_and_split_like_any_other(
     thought = qwen3.render_chat(turns("a", "<think>\n<|im_end|>\n</think>\n\n<|im_start|>b", "c"))
     # a template that drops former thoughts drops this one too
     assert thought == qwen3.render_chat(turns("a", "<|im_start|>b", "c"))
+
+
+@pytest.fixture(autouse=True)
+def same_day(monkeypatch):
+    """transformers tells templates of today, ours of a fixed day."""
+    from transformers.utils import chat_template_utils
+    monkeypatch.setattr(chat_template_utils, "datetime",
+                        SimpleNamespace(now=lambda: datetime.combine(template_worker.TODAY, datetime.min.time())))
 
 
 def test_templates_have_what_transformers_offers_them(tmp_path):

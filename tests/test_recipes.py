@@ -436,7 +436,7 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
     ("    yield Update(", "    solutions.columns = {(1, 2): list(solutions.texts)}\n    yield Update(",
      "its name is a tuple"),
     ("    yield Update(", "    raise SystemExit(0)\n    yield Update(", r"left the run behind step 0 by exit\(0\)"),
-    ("    yield Update(", "    t.log('generator', {'x': 10 ** 400})\n    yield Update(", "x of the .* number of 1329 bits"),
+    ("    yield Update(", "    t.log('generator', {'x': 10 ** 400})\n    yield Update(", "x of the .* of 1329 bits"),
     ("return pass_at_1(t, \"generator\")", "return {\"x\": 10 ** 400}", "evaluate gives x as a number of 1329 bits"),
     ("    log_rewards(t,", "    t.log(None, {'step': 99})\n    log_rewards(t,", "'step' of the step, which the loop"),
     ("    log_rewards(t,", "    t.log('judge', {'x': 9})\n    log_rewards(t,", "metrics of a role 'judge'"),

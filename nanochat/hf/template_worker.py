@@ -16,7 +16,7 @@ import os
 import resource
 import signal
 import sys
-from datetime import datetime
+from datetime import date
 from functools import lru_cache
 
 if __name__ == "__main__":
@@ -28,6 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 SECONDS = 10.0       # of processor time for one request: a machine that is busy with others does not count
 MEMORY = 1 << 30     # bytes of address space
+TODAY = date(2024, 7, 26)  # which Llama's templates take where they are not told
 LONGEST = 10 ** 7    # characters of a rendered conversation
 TEMPLATE_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, SyntaxError,
                    TypeError, ValueError)
@@ -69,10 +70,11 @@ def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=Fa
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox, with what transformers offers a template."""
+    """The sandbox, with what transformers offers a template. The day is always the same, so that a run which goes on
+    tomorrow has the prompts that it began with."""
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     env.filters["tojson"] = tojson
-    now = lambda format: datetime.now().strftime(format)
+    now = lambda format: TODAY.strftime(format)
     env.globals |= {"raise_exception": refuse, "strftime_now": now, "namespace": Namespace}
     return env
 

@@ -78,7 +78,7 @@ def add_common_args(parser) -> None:
     evals.add_argument("--eval-every", type=int, default=0, help="steps between evaluations; 0 = before and after only")
     evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
     evals.add_argument("--log-rollouts", type=int, default=2,
-                       help="problems per update of which all rollouts go to rollouts.jsonl")
+                       help="problems per update (of those on rank 0) of which all rollouts go to rollouts.jsonl")
 
 
 def add_role_args(group, roles: dict[str, RoleSpec]) -> None:

@@ -121,12 +121,15 @@ def read_run(folder: str, so_far: dict | None = None) -> Run:
 
 
 def read_json(path: str) -> dict:
-    """A json file. Raises BadInput."""
+    """The object in a json file. Raises BadInput."""
     with open(path, encoding="utf-8") as f:
         try:
-            return json.load(f)
+            content = json.load(f)
         except (ValueError, RecursionError):
             raise BadInput(f"{path}: not json") from None
+    if not isinstance(content, dict):
+        raise BadInput(f"{path}: holds no json object")
+    return content
 
 
 def is_count(name: str) -> bool:

@@ -27,11 +27,12 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
     if args.run == "dummy":
         raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy "
                        f"run's is dummy-<n>)")
-    if args.resume_from_step != "auto" and not re.fullmatch("[0-9]+", args.resume_from_step):
+    if args.resume_from_step != "auto" and not re.fullmatch("[0-9]{1,18}", args.resume_from_step):
         raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
     if args.resume_from_step == "auto":
         check_last_set(args.run, folder, steps, tags)
     if args.resume_from_step == "auto" and not steps:
+        check_records(args.run, folder, 0)
         print0(f"run {args.run} has no checkpoint: it starts from step 0")
         return None
     step = steps[-1] if args.resume_from_step == "auto" else int(args.resume_from_step)

@@ -117,17 +117,20 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
     """Restores all roles and the state of a step, bit for bit. Raises BadInput for anything that is missing."""
     saved = load_state(run_name, step)
     rank, world = rank_and_world()
-    if "memory" not in saved:
-        raise BadInput(f"run {run_name} was made before recipes were files, and its state is of another kind; "
-                       f"continue it with the version that made it")
-    if saved.pop("roles") != sorted(roles):
+    if not isinstance(saved, dict) or "memory" not in saved:
+        raise BadInput(f"run {run_name} was made before recipes were files, or its state of step {step} is of another "
+                       f"kind; continue it with the version that made it")
+    if saved.pop("roles", None) != sorted(roles):
         raise BadInput(f"run {run_name} was saved with other roles than {', '.join(sorted(roles))}")
-    saved_world = saved.pop("world")
+    saved_world, checksums = saved.pop("world", None), saved.pop("checksums", None)
     if sharded and saved_world != world:
         raise BadInput(f"run {run_name} has optimizers sharded over {saved_world} ranks and can be continued by as "
                        f"many, not by {world}")
-    torch.set_rng_state(saved.pop("torch_rng"))
-    checksums = saved.pop("checksums", None)
+    try:
+        torch.set_rng_state(saved.pop("torch_rng"))
+        state = RunState(**saved)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise BadInput(f"run {run_name}: its state of step {step} is of another version: {error}") from None
     if checksums is None:
         print0(f"run {run_name} was saved without checksums: nothing tells whether its files belong together")
     for name, role in roles.items():
@@ -140,7 +143,7 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
         if role.optimizer is not None:
             path = load_optimizer("rl", tag, step, role.optimizer, rank if sharded else 0)
             check_checksum(checksums, name, path)
-    return RunState(**saved)
+    return state
 
 
 def drop_sets_behind(run, step: int, roles: dict) -> None:
