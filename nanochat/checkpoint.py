@@ -20,6 +20,7 @@ from nanochat.common import (BadInput, CannotWrite, check_unchanged, make_folder
                              whole_file, write_json)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.tokenizer import Tokenizer
 from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, not_finite, with_shards
 
 # of a configuration
@@ -119,8 +120,28 @@ def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict
     path = path_of(stage, tag, f"model_{step:06d}.pt")
     save_atomic(model.state_dict() if state is None else state, path)
     write_json(path_of(stage, tag, f"meta_{step:06d}.json"),
-               {"step": step, "model_config": model.config.asdict(), **meta})
+               {"step": step, "model_config": model.config.asdict(), "tokenizer": tokenizer_mark(), **meta})
     return path
+
+
+def tokenizer_mark() -> int | None:
+    """A number that tells the base directory's tokenizer from others; None where there is none that can be read."""
+    folder = path_of("tokenizer")
+    with contextlib.suppress(BadInput, OSError):
+        if os.path.exists(imported := os.path.join(folder, "tokenizer.json")):
+            with open(imported, "rb") as f:
+                return zlib.crc32(f.read())
+        return Tokenizer.load(folder).mark()
+    return None
+
+
+def check_tokenizer(meta: dict, path: str) -> None:
+    """Raises BadInput where a model was made with another tokenizer than the base directory has now: it would read and
+    write nonsense. Older metas, and a directory without a tokenizer, do not tell."""
+    before, now = meta.get("tokenizer"), tokenizer_mark()
+    if None not in (before, now) and before != now:
+        raise BadInput(f"{path}: its model was made with another tokenizer than the one in {path_of('tokenizer')}: "
+                       f"put that one back")
 
 
 def load_meta(path: str) -> tuple[dict, GPTConfig | DecoderConfig]:
@@ -169,7 +190,9 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
     trained of the activations' dtype, which is what sampling casts them to. sharded: over all ranks. Raises BadInput
     for what is missing, naming it."""
     step = find_step(stage, tag, step)
-    meta, config = load_meta(path_of(stage, tag, f"meta_{step:06d}.json"))
+    meta_path = path_of(stage, tag, f"meta_{step:06d}.json")
+    meta, config = load_meta(meta_path)
+    check_tokenizer(meta, meta_path)
     path = path_of(stage, tag, f"model_{step:06d}.pt")
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in load_state_dict(path).items()}
     kind = GPT if isinstance(config, GPTConfig) else Decoder
@@ -287,14 +310,6 @@ def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, 
     return mine
 
 
-def warn_of_later_steps(stage: str, tag: str, step: int) -> None:
-    """Says so when an older run left a later step under the tag, which is what loads."""
-    last = list_steps(stage, tag)[-1]
-    if last > step:
-        print0(f"WARNING: {path_of(stage, tag)} also holds step {last}, of another run, "
-               f"which is what loads unless a step is given")
-
-
 def resumable_steps(stage: str, tag: str) -> list[int]:
     """Steps behind which supervised training can go on, ascending."""
     return [step for step in list_steps(stage, tag)
@@ -308,12 +323,15 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
     The flag is -1 (off), auto (the last step there is, if any) or a step. args must be those of the checkpoint's meta
     but for may_change; defaults are of flags that it may not know.
     """
-    wanted, steps, folder = args.resume_from_step, resumable_steps(stage, tag), path_of(stage, tag)
-    if wanted == "-1" and list_steps(stage, tag) and (steps or os.path.exists(os.path.join(folder, "metrics.jsonl"))):
-        raise BadInput(f"{folder} holds a model that was trained before: take another tag, or continue it with "
-                       f"--resume-from-step auto")
-    if wanted == "-1" or wanted == "auto" and not steps:
+    wanted, folder = args.resume_from_step, path_of(stage, tag)
+    steps, saved = resumable_steps(stage, tag), list_steps(stage, tag)
+    if wanted == "-1" and saved:
+        raise BadInput(f"{folder} holds a model, of step {saved[-1]}: take another tag"
+                       + ", or continue it with --resume-from-step auto" * bool(steps))
+    if wanted == "-1" or wanted == "auto" and not saved:
         return None
+    if wanted == "auto":  # without what it goes on from, a model that is not finished is refused later
+        steps = saved
     if wanted != "auto" and not re.fullmatch("[0-9]{1,18}", wanted):
         raise BadInput(f"--resume-from-step {wanted}: must be -1 (off), auto or a step")
     step = steps[-1] if wanted == "auto" else int(wanted)

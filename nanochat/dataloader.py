@@ -10,8 +10,10 @@ import glob
 import os
 import random
 import re
+import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 
 import torch
 
@@ -21,6 +23,7 @@ FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 BUFFER = 1000     # documents that wait for a row they fit
 ENCODE = 128      # documents that are encoded at once, or fewer
 ENCODE_CHARS = 2 ** 18  # as soon as they have so many characters
+BLOCK, BLOCKS = 2 ** 20, 64  # of mark_of: bytes, and how many
 LONG = 5_000_000  # characters of a document: about a second of reading and of encoding
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a split behind a colon
 
@@ -43,17 +46,33 @@ def find_files(sources: list[str]) -> list[str]:
     return files
 
 
-def file_sizes(*sources: list[str]) -> dict[str, int]:
-    """The files that lists of sources stand for, with their sizes in bytes; a hub name has none. Raises BadInput."""
-    return {file: os.path.getsize(file) for names in sources if not is_hub_name(names) for file in find_files(names)}
+def mark_files(*sources: list[str]) -> dict[str, list[int]]:
+    """The files that lists of sources stand for, each with its mark; a hub name has none. Raises BadInput."""
+    return {file: mark_of(file) for names in sources if not is_hub_name(names) for file in find_files(names)}
 
 
-def check_same_files(before: dict[str, int], now: dict[str, int], what: str) -> None:
-    """Raises BadInput where text is not what training was begun with. before, now: file_sizes; what: was begun."""
-    for file in sorted(before.keys() | now.keys()):
-        if before.get(file) != now.get(file):
-            was, is_now = (f"{sizes[file]} bytes" if file in sizes else "not there" for sizes in (before, now))
-            raise BadInput(f"{file}: is {is_now}, and was {was} when {what} was saved: its text must stay as it was")
+def mark_of(file: str) -> list[int]:
+    """The size of a file in bytes, and a checksum of BLOCKS evenly spaced blocks: of all of it up to 64 MiB."""
+    size, found = os.path.getsize(file), 0
+    step = max(BLOCK, size // BLOCKS)
+    with open(file, "rb") as f:
+        for start in range(0, size, step):
+            f.seek(start)
+            found = zlib.crc32(f.read(BLOCK), found)
+    return [size, found]
+
+
+def check_same_files(before: dict[str, list[int]], now: dict[str, list[int]], what: str) -> None:
+    """Raises BadInput where text is not what training was begun with, wherever its files are now. before, now:
+    mark_files, of which older ones have sizes alone; what: was begun."""
+    as_list = lambda mark: mark if isinstance(mark, list) else [mark]
+    before, now = ([(os.path.basename(file), as_list(mark)) for file, mark in marks.items()] for marks in (before, now))
+    for (file, was), (name, mark) in zip_longest(before, now, fillvalue=("", [])):
+        if file != name or was != mark[: len(was)]:
+            words = lambda file, mark: f"{file} of {mark[0]} bytes" if file else "no more files"
+            same_size = " with another text" * (file == name and was[:1] == mark[:1])
+            raise BadInput(f"{words(name, mark)}{same_size}: there was {words(file, was)} when {what} was saved: the "
+                           f"text must stay as it was")
 
 
 def is_hub_name(sources: list[str]) -> bool:

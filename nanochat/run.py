@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat import __version__
-from nanochat.common import (BadInput, StopRequested, all_reduce, check_name, finite, path_of, rank_and_world,
+from nanochat.common import (BadInput, StopRequested, all_reduce, check_name, finite, path_of, print0, rank_and_world,
                              read_records, whole_file, write_json, writing)
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "shared")  # that wandb knows
@@ -59,17 +59,27 @@ class Run:
         if self.rank == 0:
             self.append("metrics.jsonl", record)
             if self.wandb:
-                self.wandb.log(record, step=record["step"])
+                self.tell_wandb("log", record, step=record["step"])
             if self.events:
                 self.add_events([record])
 
+    def tell_wandb(self, what: str, *args, **options) -> None:
+        """Calls a method of wandb's run. One that fails is told, and wandb is left alone from then on: metrics.jsonl
+        has it all."""
+        try:
+            getattr(self.wandb, what)(*args, **options)
+        except Exception as error:  # of many types: its process was killed, its disk is full
+            print0(f"WARNING: wandb is told nothing more: {type(error).__name__}: {error}")
+            self.wandb = None
+
     def add_events(self, records: Iterable[dict]) -> None:
-        """Adds the finite numbers of records to TensorBoard's event files."""
-        for record in records:
-            for name, value in finite(record).items():
-                if isinstance(value, int | float) and name != "step":
-                    self.events.add_scalar(name, value, record["step"])
-        self.events.flush()
+        """Adds the finite numbers of records to TensorBoard's event files. Raises CannotWrite."""
+        with writing(os.path.join(self.folder, "tensorboard")):
+            for record in records:
+                for name, value in finite(record).items():
+                    if isinstance(value, int | float) and name != "step":
+                        self.events.add_scalar(name, value, record["step"])
+            self.events.flush()
 
     def append(self, name: str, record: dict) -> None:
         """Appends a line of json to a file of the run; numbers that are not finite become null, as json has none."""
@@ -101,7 +111,7 @@ class Run:
         if self.lock:
             self.lock.close()
         if self.wandb:
-            self.wandb.finish()
+            self.tell_wandb("finish")
         if self.events:
             self.events.close()
 

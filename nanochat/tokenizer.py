@@ -5,6 +5,7 @@ Text is always encoded as ordinary text: a special string inside it stays text a
 """
 import os
 import pickle
+import zlib
 from collections.abc import Iterator
 
 import tiktoken
@@ -99,17 +100,27 @@ class Tokenizer:
         """Writes tokenizer.pkl and token_bytes.pt (int32 (V,): bytes per token, 0 for specials) into `folder`. Raises
         CannotWrite."""
         make_folder(folder)
-        num_bytes = [len(self.token_bytes(i)) if i < self._first_special else 0 for i in range(self.vocab_size)]
         with (whole_file(os.path.join(folder, "tokenizer.pkl"), "wb") as encoding,
               whole_file(os.path.join(folder, "token_bytes.pt"), "wb") as sizes):
             pickle.dump(self.encoding, encoding)
-            torch.save(torch.tensor(num_bytes, dtype=torch.int32), sizes)
+            torch.save(self.num_bytes(), sizes)
+
+    def num_bytes(self) -> torch.Tensor:
+        """Bytes of each token, 0 of the special ones. -> (V,) int32"""
+        sizes = [len(self.token_bytes(i)) if i < self._first_special else 0 for i in range(self.vocab_size)]
+        return torch.tensor(sizes, dtype=torch.int32)
+
+    def _parts(self) -> tuple[str, list[bytes]]:
+        """All that the ids of a text depend on."""
+        return self.encoding._pat_str, [self.encoding.decode_single_token_bytes(i) for i in range(self.vocab_size)]
 
     def equals(self, other: "Tokenizer") -> bool:
         """Whether both give every text the same ids."""
-        tokens = lambda t: [t.encoding.decode_single_token_bytes(i) for i in range(t.vocab_size)]
-        return (isinstance(other, Tokenizer) and self.encoding._pat_str == other.encoding._pat_str
-                and tokens(self) == tokens(other))
+        return isinstance(other, Tokenizer) and self._parts() == other._parts()
+
+    def mark(self) -> int:
+        """A number that is the same for tokenizers that are equal: a checksum."""
+        return zlib.crc32(repr(self._parts()).encode())
 
     def check_model(self, name: str, model) -> None:
         """Raises BadInput unless a model was made for this tokenizer's vocabulary."""

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from nanochat.bench import machine_speed
-from nanochat.checkpoint import (load_file, load_model, load_training, resumable_steps, resume_step, save_model,
-                                 save_training, saying_what_is_whole, warn_of_later_steps)
+from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model,
+                                 save_training, saying_what_is_whole)
 from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, check_least, check_most, check_name,
-                             check_writable, compute_dtype, flag_defaults, in_words, init_device, path_of, print0,
-                             rank_and_world, script_main)
-from nanochat.dataloader import Documents, PackedBatches, check_same_files, file_sizes, find_files, is_hub_name
+                             check_writable, compute_dtype, flag_defaults, in_words, init_device, on_all_ranks,
+                             path_of, print0, rank_and_world, script_main)
+from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
@@ -169,7 +169,8 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
 def train_step(args, model, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
     """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate
     factor."""
-    loss, rows, num_tokens = torch.zeros((), device=device), batches.next_batch(), float(rules["batch"])
+    loss, num_tokens = torch.zeros((), device=device), float(rules["batch"])
+    rows = on_all_ranks(batches.next_batch, device)
     for part in rows.to(device).split(args.device_batch_size):
         part_loss = supervised_loss(model, part, None, num_tokens)
         part_loss.backward()
@@ -243,13 +244,15 @@ def main(args) -> None:
     uses_wandb(args.run)
     train_sources, val_sources = split_sources(args)
     tokenizer = Tokenizer.load(path_of("tokenizer"))
-    token_bytes = load_file(path_of("tokenizer", "token_bytes.pt"))
+    token_bytes = tokenizer.num_bytes()
     config_of(args, tokenizer.vocab_size)
     seen = look_at(path_of("base", tag))
-    resumed = resume_step("base", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
+    # the same text may be in another folder now; of a hub's there is the name alone
+    moved = set() if is_hub_name(args.data) or is_hub_name(val_sources) else {"data", "val_data"}
+    resumed = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
     check_writable(path_of("base", tag))
     documents = Documents(train_sources, rank, world)
-    files = file_sizes(train_sources, val_sources)
+    files = mark_files(train_sources, val_sources)
     for sources in (train_sources, val_sources):  # bad text shows before anything is written
         PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()
     device = init_device(args.device_type)
@@ -264,15 +267,15 @@ def main(args) -> None:
     optimizers = pretraining_optimizers(model, *lrs, rules["weight_decay"])
     batches = PackedBatches(documents, tokenizer, rules["rows"], args.sequence_len + 1)
     state = {"step": 0, "seconds": 0.0, "skipped": 0}
+    if resumed is not None and resumed >= rules["num_steps"]:
+        print0(f"{path_of('base', tag)} is finished at step {resumed}")
+        return
     if resumed is not None:
         saved = load_training("base", tag, resumed, rank, optimizers, per_rank=True, parts=("state", "batches"))
         check_same_files(saved.get("files", files), files, f"step {resumed} of {tag}")  # older ones name none
         batches.load_state_dict(saved["batches"])
         state = saved["state"]
     print_rules(f"{tag} behind step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
-    if state["step"] >= rules["num_steps"]:
-        print0(f"{path_of('base', tag)} is finished at step {state['step']}")
-        return
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
                     resumed is not None, path_of("base", tag))
     run.trim("metrics.jsonl", state["step"])
@@ -291,6 +294,9 @@ def main(args) -> None:
                       {"batches": batches.state_dict(), "state": dict(state), "files": files})
         if dist.is_initialized():
             dist.barrier()  # every rank's file is there before the meta makes the step valid
+        save_model_alone(val_bpb)
+
+    def save_model_alone(val_bpb: float | None) -> None:
         if rank == 0:
             save_model("base", tag, state["step"], model,
                        {"user_config": vars(args), "val_bpb": val_bpb, "total_batch_size": rules["batch"],
@@ -300,6 +306,13 @@ def main(args) -> None:
         try:
             train(args, run, model, optimizers, batches, rules, state, evaluate, save)
             val_bpb = evaluate()
+        except BadInput as error:  # where its text is bad, the stream cannot go on: the model alone is kept
+            if state["step"]:
+                check_weights(model, "model")
+                save_model_alone(None)
+                error = BadInput(f"{error}; the model behind step {state['step']} is saved, and cannot be trained on")
+            run.finish()
+            raise error from None
         except StopRequested:
             save()
             run.finish()
@@ -312,8 +325,6 @@ def main(args) -> None:
     print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, "
            f"{batches.num_empty} had no text\n"
            f"saved {path_of('base', tag)} at step {state['step']}")
-    if rank == 0:
-        warn_of_later_steps("base", tag, state["step"])
 
 
 if __name__ == "__main__":

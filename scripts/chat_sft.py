@@ -23,11 +23,11 @@ import time
 import torch
 
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
-                                 saying_what_is_whole, warn_of_later_steps)
+                                 saying_what_is_whole)
 from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, barrier, check_least, check_most,
                              check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device,
                              on_all_ranks, path_of, print0, rank_and_world, script_main)
-from nanochat.dataloader import check_same_files, length_batches, pack_whole, shuffled
+from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
 from nanochat.hf.decoder import Decoder
@@ -309,10 +309,13 @@ def main(args) -> None:
                  if args.role == "verifier" else None)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
-    files = {path: os.path.getsize(path) for path in args.conversations if os.path.exists(path)}
+    files = {path: mark_of(path) for path in args.conversations if os.path.exists(path)}
     problems = problems_digest(task, tokenizer)
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
     if resumed is not None:
+        if resumed >= args.num_steps:
+            print0(f"{path_of('sft', tag)} is finished at step {resumed}")
+            return
         saved = load_training("sft", tag, resumed, rank, optimizers, per_rank=args.shard)
         check_same_files(saved.get("files", files), files, f"step {resumed} of {tag}")  # older ones tell of neither
         if saved.get("problems", problems) != problems:
@@ -320,9 +323,6 @@ def main(args) -> None:
                            f"tokenizer: put its data file, its code or the tokenizer back as it was, or take another "
                            f"--model-tag")
         state = saved["state"]
-    if state["step"] >= args.num_steps:
-        print0(f"{path_of('sft', tag)} is finished at step {state['step']}")
-        return
     examples = Examples(args, task, tokenizer, model.config.sequence_len)
     examples.check()  # before anything is sampled or written, and with what was sampled below
     print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, "
@@ -366,8 +366,6 @@ def main(args) -> None:
     left_out = (f", {state['too_long']} conversations were longer than the context and left out"
                 if args.conversations else "")
     print0(f"saved {path_of('sft', tag)} at step {args.num_steps}{left_out}")
-    if rank == 0:
-        warn_of_later_steps("sft", tag, args.num_steps)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,9 @@ def main(args) -> None:
     check_writable(folder)
     texts = (capped_texts(args.data, args.max_chars, args.doc_cap) if args.data
              else chain.from_iterable(task_texts(task, args.num_texts, args.seed)))
+    if args.data and args.vocab_size == MIN_VOCAB_SIZE:
+        next(texts)  # text that cannot be read is told all the same
+        print0(f"--vocab-size {args.vocab_size} has no merges: nothing is learnt from the text")
     tokenizer = Tokenizer.train(texts, args.vocab_size)
     check_models(folder, tokenizer)
     if rank_and_world()[0] == 0:

@@ -115,9 +115,12 @@ def test_a_model_of_another_vocabulary_is_refused(capsys, base):
     shutil.rmtree(base / "tokenizer")  # else tok_train itself refuses
     script_main(tok_train.main, tok_train.make_parser(), [*TASK_FLAGS, "--vocab-size", "270"])
     capsys.readouterr()
-    assert "vocabulary of 265" in refused(capsys, base, tango_rl, *RL_FLAGS)
-    assert "vocabulary of 265" in refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "verifier", "--model-tag",
-                                          "tiny", "--depth", "1")
+    sft = [*TASK_FLAGS, "--role", "verifier", "--model-tag", "tiny", "--depth", "1", "--verifier-tag", "new"]
+    for words in ("its model was made with another tokenizer than the one in", "vocabulary of 265"):
+        assert words in refused(capsys, base, tango_rl, *RL_FLAGS)
+        assert words in refused(capsys, base, chat_sft, *sft)
+        for path in base.glob("chatsft_checkpoints/*/meta_*.json"):  # older ones do not tell
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": None}))
 
 
 def test_a_demonstration_longer_than_the_context_is_refused_before_training(capsys, base):

@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from conftest import parse
 
-from nanochat.checkpoint import list_steps, load_model
+from nanochat.checkpoint import list_steps, load_model, resumable_steps
 from nanochat.common import BadInput, Diverged, path_of, script_main
+from nanochat.dataloader import PackedBatches
 from nanochat.flops import flops_per_token, matrix_parameters
 from nanochat.gpt import GPT, GPTConfig, config_of
 from nanochat.loss_eval import bits_per_byte, supervised_loss
@@ -280,19 +281,51 @@ def test_text_that_has_changed_is_refused(base):
     train(base, "--save-every", "2")
     extra = base / "text" / "shard_9.jsonl"
     shutil.copy(sorted((base / "text").iterdir())[0], extra)
-    with pytest.raises(BadInput, match=r"shard_9.jsonl: is \d+ bytes, and was not there when step 2 of base was saved"):
+    with pytest.raises(BadInput, match=r"shard_9.jsonl of \d+ bytes: there was .* when step 2 of base was saved: the"):
         train(base, "--save-every", "2", "--resume-from-step", "2")
     extra.unlink()
     train(base, "--save-every", "2", "--resume-from-step", "2")
+    first = sorted((base / "text").iterdir())[0]
+    first.write_text(first.read_text().replace("=", "#"))
+    with pytest.raises(BadInput, match=f"{first.name} of .* bytes with another text: there was {first.name} of"):
+        train(base, "--save-every", "2", "--resume-from-step", "2")
+
+
+def test_text_that_was_moved_is_gone_on_with(base, capsys):
+    train(base, "--save-every", "2")
+    whole = metrics_of(base)
+    (base / "text").rename(base / "elsewhere")
+    train(base, "--save-every", "2", "--resume-from-step", "2", "--data", str(base / "elsewhere"))
+    assert [record["loss"] for record in metrics_of(base)[:8]] == [record["loss"] for record in whole[:8]]
+
+
+def test_what_was_trained_before_a_row_without_text_is_saved(base, monkeypatch):
+    batch, seen = PackedBatches.next_batch, []
+
+    def fourth_fails(self):
+        seen.append(self.rows)
+        if seen.count(self.rows) == 4 and self.rows > 1:
+            raise BadInput("row 9 has no text")
+        return batch(self)
+
+    flags = ["--eval-every", "-1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedBatches, "next_batch", fourth_fails)
+        with pytest.raises(BadInput, match="row 9 has no text; the model behind step 3 is saved, and cannot be"):
+            train(base, *flags)
+    assert list_steps("base", "base") == [3] and resumable_steps("base", "base") == []
+    with pytest.raises(BadInput, match="holds a model, of step 3: take another tag$"):
+        train(base, *flags)
+    with pytest.raises(BadInput, match="train_000003_rank0.pt is missing"):
+        train(base, *flags, "--resume-from-step", "auto")
 
 
 def test_another_file_in_the_place_of_what_training_goes_on_from(base):
-    train(base)
+    train(base, "--save-every", "2")
     folder = base / "base_checkpoints" / "base"
-    step = list_steps("base", "base")[-1]
-    shutil.copy(folder / f"model_{step:06d}.pt", folder / f"train_{step:06d}_rank0.pt")
-    with pytest.raises(BadInput, match=f"train_{step:06d}_rank0.pt is not what training goes on from"):
-        train(base, "--resume-from-step", "auto")
+    shutil.copy(folder / "model_000002.pt", folder / "train_000002_rank0.pt")
+    with pytest.raises(BadInput, match="train_000002_rank0.pt is not what training goes on from"):
+        train(base, "--save-every", "2", "--resume-from-step", "2")
 
 
 def test_a_finished_run_says_so_and_changes_nothing(base, capsys):
@@ -306,19 +339,26 @@ def test_a_finished_run_says_so_and_changes_nothing(base, capsys):
 def test_a_model_that_was_trained_is_never_trained_over(base):
     train(base)
     before = metrics_of(base)
-    with pytest.raises(BadInput, match="base holds a model that was trained before: take another tag, or continue it"):
+    with pytest.raises(BadInput, match="base holds a model, of step 8: take another tag, or continue it"):
         train(base, "--num-iterations", "2")
     assert metrics_of(base) == before and list_steps("base", "base") == [8]
 
 
-def test_a_shorter_run_beside_upstreams_longer_one_warns_of_its_checkpoint(base, capsys):
+def test_a_model_without_what_it_goes_on_from_is_not_trained_over(base, capsys):
+    """As upstream's, or where that was removed to save room."""
     train(base)
-    assert "WARNING" not in capsys.readouterr().out
     folder = base / "base_checkpoints" / "base"
-    for path in (folder / "metrics.jsonl", *folder.glob("train_*.pt")):  # which upstream has not
+    for path in (folder / "metrics.jsonl", *folder.glob("train_*.pt")):
         path.unlink()
-    train(base, "--num-iterations", "2")
-    assert "also holds step 8, of another run, which is what loads" in capsys.readouterr().out
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(BadInput, match="base holds a model, of step 8: take another tag$"):
+        train(base, "--num-iterations", "2")
+    with pytest.raises(BadInput, match="--seed 5: .* was started with"):
+        train(base, "--resume-from-step", "auto", "--seed", "5")
+    capsys.readouterr()
+    train(base, "--resume-from-step", "auto")
+    assert "is finished at step 8" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_two_ranks_go_on_together_and_no_other_number_can(base):
@@ -397,3 +437,11 @@ def test_one_file_is_no_validation(base):
         base_train.main(parse(base_train, ["--data", str(base / "text" / "shard_00000.jsonl"), *TINY]))
     with pytest.raises(BadInput, match="--val-data"):
         base_train.main(parse(base_train, ["--data", "owner/corpus", *TINY]))
+
+
+def test_text_without_merges_to_learn_is_read_and_told(base, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    tok_train.main(parse(tok_train, ["--data", str(base / "text")]))
+    assert "--vocab-size 265 has no merges: nothing is learnt from the text" in capsys.readouterr().out
+    with pytest.raises(BadInput, match="/no/such: no such file"):
+        tok_train.main(parse(tok_train, ["--data", "/no/such"]))

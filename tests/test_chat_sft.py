@@ -290,7 +290,7 @@ def test_other_problems_and_conversations_are_refused(base, tmp_path, monkeypatc
         with pytest.raises(BadInput, match="a was trained on other problems of task chain"):
             train(*flags, "--resume-from-step", "2")
     chats.write_text(chats.read_text() * 2)
-    with pytest.raises(BadInput, match=r"chats.jsonl: is \d+ bytes, and was \d+ bytes when step 2 of a was saved"):
+    with pytest.raises(BadInput, match=r"chats.jsonl of 148 bytes: there was .* of 74 bytes when step 2 of a was"):
         train(*flags, "--resume-from-step", "2")
 
 

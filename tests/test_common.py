@@ -289,3 +289,39 @@ def test_a_file_that_was_renamed_before_it_was_locked_is_not_written_to(tmp_path
         assert not is_alone(f, str(tmp_path / "file.tmp"))
         (tmp_path / "file.tmp").write_text("the next one")
         assert not is_alone(f, str(tmp_path / "file.tmp")) and is_alone(f, str(tmp_path / "file"))
+
+
+class Failing:
+    """What a run is shown to, and whose process was killed."""
+    calls = 0
+
+    def log(self, record, step):
+        Failing.calls += 1
+        raise ConnectionResetError("Connection lost")
+
+    def add_scalar(self, *_):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_wandb_that_fails_is_told_once_and_stops_no_run(tmp_path, capsys):
+    run = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), wandb=Failing())
+    for step in range(3):
+        run.log({"step": step})
+    run.finish()
+    assert capsys.readouterr().out == "WARNING: wandb is told nothing more: ConnectionResetError: Connection lost\n"
+    assert Failing.calls == 1 and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_event_files_on_a_full_disk_are_named(tmp_path):
+    run = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), events=Failing())
+    with pytest.raises(CannotWrite, match="tensorboard cannot be written: No space left on device"):
+        run.log({"step": 0, "loss": 1.0})
+
+
+def test_names_of_files_in_another_encoding_are_refused():
+    code = ("import argparse; from nanochat.common import script_main\n"
+            "script_main(print, argparse.ArgumentParser(), [])")
+    env = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == "error: the environment makes Python take names of files for ascii: set PYTHONUTF8=1\n"

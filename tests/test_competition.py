@@ -232,9 +232,9 @@ def test_an_answer_that_is_not_finite_is_none():
         read_plain({"problem": "1?", "answer": float("nan")})
 
 
-@pytest.mark.parametrize("content, complaint", [(b"", "is empty"), (b"\n", "is empty"), (b"null\n", "is no json of rows"),
-                                                ('{"problem": "é?", "answer": "1"}\n'.encode("latin1"),
-                                                 "row 1: is no text in UTF-8")])
+@pytest.mark.parametrize("content, complaint", [
+    (b"", "is empty"), (b"\n", "is empty"), (b"null\n", "is no json of rows"),
+    ('{"problem": "é?", "answer": "1"}\n'.encode("latin1"), "row 1: is no text in UTF-8")])
 def test_a_file_without_rows_of_text_is_bad_input(tmp_path, content, complaint):
     (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(BadInput, match=f"rows.jsonl: {complaint}"):

@@ -253,3 +253,11 @@ def test_a_broken_file_is_refused_in_one_line(content, tmp_path):
     (tmp_path / "tokenizer.pkl").write_bytes(content)
     with pytest.raises(BadInput, match="tokenizer.pkl is not a tokenizer"):
         Tokenizer.load(str(tmp_path))
+
+
+def test_marks_are_the_same_for_equal_tokenizers_alone():
+    texts = lambda: iter(["banana banana"] * 20)
+    same, other = Tokenizer.train(texts(), 267), Tokenizer.train(texts(), 268)
+    assert same.mark() == Tokenizer.train(texts(), 267).mark() and same.mark() != other.mark()
+    assert same.num_bytes().tolist()[255:258] == [1, len(same.token_bytes(256)), len(same.token_bytes(257))]
+    assert same.num_bytes().tolist()[-9:] == [0] * 9
