@@ -11,9 +11,9 @@ import argparse
 import os
 import re
 
-from nanochat.common import BadInput, check_least, check_writable, make_folder, path_of, print0, script_main
+from nanochat.common import BadInput, check_least, check_writable, make_folder, print0, script_main
 from nanochat.rl.page import MOST_ROLLOUTS, draw_curves, write_page
-from nanochat.rl.report import compare, markdown_table, provenance, read_run, tidy, write_csv
+from nanochat.rl.report import compare, markdown_table, provenance, read_run, run_folder, tidy, write_csv
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -30,10 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(args) -> None:
     check_least(args, {"max_rollouts": len(args.runs)})
-    folders = [run if os.path.isdir(run) else path_of("runs", run) for run in args.runs]
-    for name, folder in zip(args.runs, folders, strict=True):
-        if not os.path.isdir(folder):
-            raise BadInput(f"{name}: neither a folder nor a run ({folder} does not exist)")
+    folders = [run_folder(run) for run in args.runs]
     if not args.out and len(folders) > 1:
         raise BadInput("--out: name a folder for the report of several runs")
     runs = [read_run(folder) for folder in folders]

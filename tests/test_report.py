@@ -6,17 +6,22 @@ What finished runs say together: every number by hand, on run folders made here.
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 
 from nanochat.common import BadInput, read_records, script_main
 from nanochat.rl import cards
-from nanochat.rl.page import axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_run_page
+from nanochat.rl.page import (axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_page,
+                               write_run_page)
 from nanochat.rl.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, axis_of, cells, compare,
                                 dial_table, evaluated, filled, first_reach, height_at, interval, markdown_table,
                                 read_run, recovered, tidy)
 from scripts import report
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ROLLOUT = {"step": 1, "role": "generator", "problem": "3+5*2", "gold": "6", "solution": "3+5:8;8*2:7;=7",
            "outcome": False, "step_labels": [True, False],
            "step_spans": [[0, 6], [6, 12]], "step_ends": [5, 11], "finish_reason": "stop",
@@ -433,8 +438,64 @@ def test_a_summary_with_wrong_values_is_refused(tmp_path, key):
     folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3, 0.5], [0.7, 0.8, 0.9])
     path = tmp_path / "runs" / "chain-tango-s0" / "summary.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), key: None}))
-    with pytest.raises(BadInput, match=f"{key} is None, no number"):
+    with pytest.raises(BadInput, match=f"summary.json: {key} is None, expected a (whole )?number"):
         read_run(folder)
+
+
+VALUES = (None, 5, "x", [], {}, [5], True)
+
+
+def spots(value, path: tuple = ()) -> list[tuple]:
+    """Where something stands in a json value: every key of its objects, and the first two places of its lists."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    return [spot for key, x in inside for spot in ((*path, key), *spots(x, (*path, key)))]
+
+
+def changed(value, path: tuple, new):
+    """A copy of a json value with something else in a spot; ...: with nothing there."""
+    if not path:
+        return new
+    copy = list(value) if isinstance(value, list) else dict(value)
+    if len(path) == 1 and new is ...:
+        del copy[path[0]]
+    else:
+        copy[path[0]] = changed(value[path[0]], path[1:], new)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"])
+def test_a_damaged_run_is_shown_or_refused_in_one_line_that_names_the_file(tmp_path, name):
+    """Beside one that is whole; of records the first evaluated one and one between."""
+    rollout = {**ROLLOUT, "completion": None, "turns": [["first attempt", "1+1:3;=3"]], "proposed": None, "reward": 0.5,
+               "shaped_reward": 0.5}
+    folder = make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.3], rollouts=[rollout], every=2, about="sums")
+    whole = read_run(make_run(tmp_path, "chain-grpo-s0", 0, [0.1, 0.2], every=2, about="sums"))
+    path, is_lines = tmp_path / "runs" / "chain-tango-s0" / name, name.endswith("l")
+    config = path.parent / "config.json"
+    starts = {"generator": {"tag": "d4", "step": 5, "fingerprint": 7}, "verifier": {"tag": "d4-ver"}}
+    config.write_text(json.dumps({**json.loads(config.read_text()), "starts": starts, "shown": ["gen/x"],
+                                  "about": "sums", "commit": "c", "world": 1}))
+    content = [json.loads(line) for line in path.read_text().splitlines()] if is_lines else json.loads(path.read_text())
+    number_shown = number_refused = 0
+    for spot in [(), *spots(content)]:
+        for new in VALUES if not spot else (*VALUES, ...):
+            damaged = changed(content, spot, new)
+            if is_lines:
+                damaged = "".join(json.dumps(line) + "\n" for line in damaged) if isinstance(damaged, list) else "5\n"
+            else:
+                damaged = json.dumps(damaged)
+            path.write_text(damaged)
+            try:
+                runs = [read_run(folder), whole]
+                write_page(runs, compare(runs), str(tmp_path / "report.html"))
+                write_page(runs[:1], compare(runs[:1]), str(tmp_path / "report.html"))
+                number_shown += 1
+            except BadInput as error:
+                number_refused += 1
+                assert "\n" not in str(error) and "Type" not in str(error), (spot, new, error)
+                assert name in str(error) or "cannot be compared" in str(error) or (
+                    "but the run made" in str(error)), (spot, new, error)
+    assert number_shown > 10 and number_refused > 50
 
 
 def test_scores_of_a_run_are_its_first_and_last_evaluation(tmp_path):
@@ -494,6 +555,32 @@ def test_a_single_run_is_reported_in_its_own_folder(experiment, capsys):
     assert "report.html (" in capsys.readouterr().out
 
 
+def test_the_folder_that_one_is_in_is_a_run_with_its_name(experiment, capsys, monkeypatch):
+    monkeypatch.chdir(experiment / "runs" / "chain-tango-s0")
+    script_main(report.main, report.make_parser(), ["."])
+    with open("curves.csv") as f:
+        assert {row["arm"] for row in csv.DictReader(f)} == {"tango"}
+    linked = experiment / "runs" / "chain-linked-s0"  # a run that lies elsewhere keeps the name it has here
+    linked.symlink_to(experiment / "runs" / "chain-grpo-s0")
+    assert read_run(f"{linked}/").arm == "linked"
+
+
+def test_a_file_is_no_run(experiment, capsys):
+    path = experiment / "notes.txt"
+    path.touch()
+    with pytest.raises(SystemExit) as stop:
+        script_main(report.main, report.make_parser(), [str(path)])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {path}: neither a folder nor a run ({path} is no folder)\n"
+
+
+def test_curves_are_drawn_whatever_backend_the_environment_names(experiment):
+    done = subprocess.run([sys.executable, "-m", "scripts.report", "chain-tango-s0"], capture_output=True, text=True,
+                          cwd=ROOT, env={**os.environ, "MPLBACKEND": "module://matplotlib_inline.backend_inline"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (experiment / "runs" / "chain-tango-s0" / "curves.png").exists()
+
+
 def cut_summary(runs) -> None:
     summary = json.loads((runs / "chain-grpo-s0" / "summary.json").read_text())
     del summary["sampled_tokens"]
@@ -510,7 +597,7 @@ def cut_metrics(runs) -> None:
 @pytest.mark.parametrize("damage, words", [
     (lambda runs: None, ["nobody", "neither a folder nor a run"]),
     (lambda runs: (runs / "nobody").mkdir(), ["nobody", "no config.json"]),
-    (lambda runs: cut_summary(runs), ["chain-grpo-s0", "no 'sampled_tokens'", "another version"]),
+    (lambda runs: cut_summary(runs), ["chain-grpo-s0", "summary.json: has no sampled_tokens", "another version"]),
     (lambda runs: cut_metrics(runs), ["metrics.jsonl: 12 records, but the run made 30 steps"]),
     (lambda runs: (runs / "chain-tango-s0").rename(runs / "nobody") / "metrics.jsonl",
      ["metrics.jsonl, line 2", "not a json record"]),

@@ -3,10 +3,16 @@ Rollouts as the report shows them: cut at their steps, their text cut where the 
 """
 from statistics import mean
 
-# What a card shows of a logged rollout in places of its own; other columns are facts.
-SHOWN = {"step", "role", "problem", "gold", "solution", "outcome", "step_labels", "step_spans", "step_ends",
-         "token_ends", "finish_reason", "advantages", "completion", "verification", "step_verdicts", "verdict", "unmet",
-         "reward", "turns", "proposed"}
+# What a card shows of a logged rollout in places of its own, of which of report.KINDS; other columns are facts. Older
+# runs do not say where tokens end.
+SHOWN = {"step": "a whole number", "role": "a text", "problem": "a text", "gold": "a text", "solution": "a text",
+         "outcome": "true or false or null", "step_labels": "a list of true, false and null",
+         "step_spans": "a list of pairs of whole numbers", "step_ends": "a list of whole numbers",
+         "token_ends": "a list of whole numbers or null", "finish_reason": "a text",
+         "advantages": "a list of numbers and nulls", "completion": "a text or null", "verification": "a text or null",
+         "step_verdicts": "a list of true, false and null or null", "verdict": "true or false or null",
+         "unmet": "a list of texts or null", "reward": "a number or null", "turns": "a list of pairs of texts or null",
+         "proposed": "a text or null"}
 
 
 def segments(text: str, start: int, end: int, token_ends: list[int], advantages: list[float]) -> list[list]:
@@ -37,7 +43,7 @@ def card(rollout: dict, solver: str = "generator") -> dict:
     spans, text, verdicts = rollout["step_spans"], rollout["solution"], rollout.get("step_verdicts") or []
     completion, verification = rollout.get("completion"), rollout.get("verification")
     is_own = completion is None and (rollout["role"] == solver or verification is None)
-    advantages, ends = rollout["advantages"], rollout.get("token_ends", [])  # older runs do not say where tokens end
+    advantages, ends = rollout["advantages"], rollout.get("token_ends") or []
     of_solution = (ends, advantages) if is_own else ([], [])
     steps, at = [], 0
     for k, (_, end) in enumerate(spans):
@@ -55,7 +61,7 @@ def card(rollout: dict, solver: str = "generator") -> dict:
     return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"],
             "turns": rollout.get("turns") or [], "steps": steps,
             "answer": segments(text, at, len(text), *of_solution), **texts, "learned": learned,
-            "advantage": mean_of(tail), "outcome": rollout["outcome"],
+            "advantage": mean_of(tail), "outcome": rollout.get("outcome"),
             "reward": rollout.get("reward"), "judged": verification is not None, "verdict": rollout.get("verdict"),
             "unmet": rollout.get("unmet") or [], "finish_reason": rollout["finish_reason"],
             "proposed": rollout.get("proposed"),

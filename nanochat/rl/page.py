@@ -10,7 +10,7 @@ from statistics import mean, stdev
 from nanochat.common import whole_file
 from nanochat.rl.cards import cards
 from nanochat.rl.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
-                                compare, filled, is_count, provenance, read_run, steps_of)
+                                compare, filled, is_count, is_number, provenance, read_run, steps_of)
 from nanochat.rl.roles import short_name
 from tasks import flags_of_others
 
@@ -88,6 +88,7 @@ def in_percent(metric: str, points: list[tuple]) -> list[tuple]:
 def draw_curves(runs: list[Run], path: str) -> None:
     """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task. Raises
     CannotWrite."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook names its own, which need not be there
     import matplotlib  # here, since importing it makes its cache folder
     from matplotlib.figure import Figure
     panels, labels, width = panels_of(runs), axes_of(runs), 4
@@ -133,11 +134,11 @@ def health(run: Run) -> list[dict]:
         tenth, prefix = max(1, len(records) // 10), short_name(role) + "/"
         names = [prefix + name for name in (*HEALTH, *(n.removeprefix("gen/") for n in INDICATORS))]
         for name in dict.fromkeys([*names, *(n for n in indicators if n.startswith(prefix))]):
-            early, late = ([r[name] for r in part if r.get(name) is not None]
+            early, late = ([r[name] for r in part if is_number(r.get(name))]
                            for part in (records[:tenth], records[-tenth:]))
             if early and late:
                 rows.append({"name": name, "early": round(mean(early), 4), "late": round(mean(late), 4)})
-    without = [r.get("without_update", 0) for r in run.records]
+    without = [r.get("without_update") or 0 for r in run.records]
     if any(without):
         tenth = max(1, len(without) // 10)
         early, late = (round(mean(part), 4) for part in (without[:tenth], without[-tenth:]))
@@ -147,7 +148,7 @@ def health(run: Run) -> list[dict]:
 
 def scores_of(run: Run) -> list[list[str]]:
     """What the held-out evaluations of a run say: name, first, last and change, as texts."""
-    rows, indicators = [], {*INDICATORS, *run.config.get("shown", ())}
+    rows, indicators = [], {*INDICATORS, *(run.config.get("shown") or ())}
     for name in run.points[-1]:
         values = [point[name] for point in run.points if point.get(name) is not None]
         if not is_count(name) and name not in indicators and values:

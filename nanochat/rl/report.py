@@ -6,13 +6,15 @@ compared within their task. Roles and scores are those that a run declares and l
 steps of a recipe's first role, where none is called generator, stand under gen/pass1_in, gen/pass1_out and gen_step.
 """
 import csv
-import json
+import math
 import os
 import re
 from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
-from nanochat.common import BadInput, read_records, whole_file
+from nanochat.common import MOST, BadInput, path_of, read_records, whole_file
+from nanochat.hf.files import read_json
+from nanochat.rl.cards import SHOWN
 from nanochat.rl.roles import short_name
 from nanochat.rl.scores import verdict_scores
 from tasks import TASKS
@@ -56,6 +58,27 @@ NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixe
 HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
           "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
           "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
+# What a run's files must hold for a report, as they are told; behind every one may stand " or null".
+KINDS = {
+    "a text": lambda value: isinstance(value, str),
+    "a word": lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None,  # names files
+    "a whole number": lambda value: type(value) is int and abs(value) <= MOST,
+    "a number": lambda value: is_number(value),
+    "a number or a text": lambda value: is_number(value) or isinstance(value, str),
+    "true or false": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, dict),
+    "a list of texts": lambda value: is_list(value, "a text"),
+    "a list of whole numbers": lambda value: is_list(value, "a whole number"),
+    "a list of numbers and nulls": lambda value: is_list(value, "a number or null"),
+    "a list of true, false and null": lambda value: is_list(value, "true or false or null"),
+    "a list of pairs of whole numbers": lambda value: is_list(value, "a list of whole numbers") and are_pairs(value),
+    "a list of pairs of texts": lambda value: is_list(value, "a list of texts") and are_pairs(value),
+}
+CONFIG = {"args": "an object", "starts": "an object or null", "shown": "a list of texts or null",
+          "about": "a text or null"}
+ARGS = {"task": "a word", "seed": "a whole number", "recipe": "a text or null", "run": "a text or null"}
+START = {"tag": "a text or null", "step": "a whole number or null", "fingerprint": "a whole number or null"}
+RECORD = {"role": "a text", "without_update": "a number or null"}
 # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -82,54 +105,96 @@ class Run:
         return "generator" if "generator" in self.roles else self.roles[0]
 
 
+def run_folder(run: str) -> str:
+    """The folder of a run, given by its name or as the folder. Raises BadInput where there is none."""
+    folder = run if os.path.isdir(run) else path_of("runs", run)
+    if not os.path.isdir(folder):
+        what = "is no folder" if os.path.exists(folder) else "does not exist"
+        raise BadInput(f"{run}: neither a folder nor a run ({folder} {what})")
+    return folder
+
+
 def read_run(folder: str, so_far: dict | None = None) -> Run:
     """Reads a run's folder. so_far: of a run that is under way, what stands in its summary.json at the end: minutes and
-    the evaluation `before`. Raises BadInput where it is no finished run."""
-    name = os.path.basename(os.path.normpath(folder))
-    paths = {file: os.path.join(folder, file)
-             for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl")}
-    for file in ("config.json", "summary.json") if so_far is None else ():
-        if not os.path.exists(paths[file]):
-            raise BadInput(f"{folder}: no {file}; is it the folder of a finished run?")
-    config, summary = read_json(paths["config.json"]), so_far or read_json(paths["summary.json"])
-    records, rollouts = ([record for _, record in read_records(paths[file])] if os.path.exists(paths[file]) else []
-                         for file in ("metrics.jsonl", "rollouts.jsonl"))
-    try:
-        args = config["args"]
-        _ = [(record["step"], record["role"]) for record in records], [rollout["step_spans"] for rollout in rollouts]
-        match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
-        task, arm = ((match["task"], match["arm"]) if match and int(match["seed"]) == args["seed"]
-                     else (args["task"], name))
-        numbers = {"seed": args["seed"]} | {key: value for key, value in summary.items()
-                                            if key in ("minutes", "sampled_tokens") or key.endswith("steps")}
-        if wrong := [key for key, value in numbers.items() if not isinstance(value, int | float)]:
-            raise BadInput(f"{folder}: {wrong[0]} is {numbers[wrong[0]]!r}, no number")
-        roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
-        shorts = [f"{short_name(role)}_step" for role in roles]
-        first = {**dict.fromkeys(shorts, 0), "sampled_tokens": 0, **summary["before"]}
-        last = None
-        if so_far is None:
-            last = {**{name: summary[f"{name}s"] for name in shorts}, "sampled_tokens": summary["sampled_tokens"],
-                    **summary["after"]}
-            steps = summary["steps"] if "steps" in summary else summary["gen_steps"] + summary["ver_steps"]
-            if len(records) != steps:
-                raise BadInput(f"{paths['metrics.jsonl']}: {len(records)} records, but the run made {steps} steps")
-        points = evaluated(records, first, last, config.get("shown", ()))
-        return Run(name, task, arm, args["seed"], config, summary, points, records, rollouts, roles)
-    except (KeyError, TypeError) as error:
-        raise BadInput(f"{folder}: has no {error}; was it made by another version?") from None
+    the evaluation `before`. Raises BadInput where it is no finished run, or its files hold what no report can show."""
+    name = os.path.basename(os.path.abspath(folder))
+    of_config, of_summary, of_records, of_rollouts = (
+        os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"))
+    for path in (of_config, of_summary) if so_far is None else ():
+        if not os.path.exists(path):
+            raise BadInput(f"{folder}: no {os.path.basename(path)}; is it the folder of a finished run?")
+    config, summary = read_json(of_config), so_far or read_json(of_summary)
+    records, rollouts = ([record for _, record in read_records(path)] if os.path.exists(path) else []
+                         for path in (of_records, of_rollouts))
+    check_config(of_config, config)
+    roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
+    counts = {f"{short_name(role)}_step": f"{short_name(role)}_steps" for role in roles}
+    counts["sampled_tokens"] = "sampled_tokens"
+    evaluations = ["before"] if so_far else ["before", "after"]
+    check_fields(of_summary, summary, {"minutes": "a number", **dict.fromkeys(evaluations, "an object")})
+    for when in evaluations:
+        check_scores(f"{of_summary}, {when}", summary[when], filter(is_count, summary[when]))
+    first, last = {**dict.fromkeys(counts, 0), **summary["before"]}, None
+    for number, record in enumerate(records, 1):
+        check_fields(f"{of_records}, line {number}", record, RECORD)
+        check_scores(f"{of_records}, line {number}", record, filter(is_count, first))
+    for number, rollout in enumerate(rollouts, 1):
+        check_fields(f"{of_rollouts}, line {number}", rollout, SHOWN)
+        num_spans, num_ends = len(rollout["step_spans"]), len(rollout["step_ends"])
+        if num_ends < num_spans:
+            raise BadInput(f"{of_rollouts}, line {number}: {num_spans} step_spans, but {num_ends} step_ends")
+    if so_far is None:
+        steps = ["steps"] if "steps" in summary else ["gen_steps", "ver_steps"]  # older runs do not name their number
+        check_fields(of_summary, summary, dict.fromkeys([*steps, *counts.values()], "a whole number"))
+        last = {**{name: summary[total] for name, total in counts.items()}, **summary["after"]}
+        num_steps = sum(summary[total] for total in steps)
+        if len(records) != num_steps:
+            raise BadInput(f"{of_records}: {len(records)} records, but the run made {num_steps} steps")
+    match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
+    task, seed = config["args"]["task"], config["args"]["seed"]
+    task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == seed else (task, name)
+    points = evaluated(records, first, last, config.get("shown") or ())
+    return Run(name, task, arm, seed, config, summary, points, records, rollouts, roles)
 
 
-def read_json(path: str) -> dict:
-    """The object in a json file. Raises BadInput."""
-    with open(path, encoding="utf-8") as f:
-        try:
-            content = json.load(f)
-        except (ValueError, RecursionError):
-            raise BadInput(f"{path}: not json") from None
-    if not isinstance(content, dict):
-        raise BadInput(f"{path}: holds no json object")
-    return content
+def fits(value, kind: str) -> bool:
+    """Whether a value is of one of KINDS."""
+    plain = kind.removesuffix(" or null")
+    return value is None and plain != kind or KINDS[plain](value)
+
+
+def is_list(value, kind: str) -> bool:
+    """Whether a value is a list of one of KINDS."""
+    return isinstance(value, list) and all(fits(x, kind) for x in value)
+
+
+def are_pairs(lists: list[list]) -> bool:
+    return all(len(pair) == 2 for pair in lists)
+
+
+def check_fields(where: str, record: dict, kinds: dict[str, str]) -> None:
+    """Raises BadInput, which begins with `where`, for the first field that is missing or not of its kind."""
+    for name, kind in kinds.items():
+        if not fits(record.get(name), kind):
+            raise BadInput(f"{where}: {name} is {record[name]!r:.80}, expected {kind}" if name in record else
+                           f"{where}: has no {name}; was it made by another version?")
+
+
+def check_config(path: str, config: dict) -> None:
+    """Raises BadInput where a run's config.json does not hold what is used of it."""
+    check_fields(path, config, CONFIG)
+    check_fields(f"{path}, args", config["args"], ARGS)
+    starts = config.get("starts") or {}
+    check_fields(f"{path}, starts", starts, dict.fromkeys(starts, "an object"))
+    for role, start in starts.items():
+        check_fields(f"{path}, starts, {role}", start, START)
+
+
+def check_scores(where: str, record: dict, counts) -> None:
+    """Raises BadInput, which begins with `where`, for what can neither be logged nor stand in an evaluation. counts:
+    the names that are never without a number."""
+    check_fields(where, record, dict.fromkeys(record, "a number or a text or null")
+                 | dict.fromkeys(record.keys() & set(counts), "a number"))
 
 
 def is_count(name: str) -> bool:
@@ -138,7 +203,7 @@ def is_count(name: str) -> bool:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, (int, float))
+    return isinstance(value, int) and abs(value) <= MOST or isinstance(value, float) and math.isfinite(value)
 
 
 def evaluated(records: list[dict], first: dict, last: dict | None,
@@ -276,7 +341,7 @@ PER_RUN = {"run", "seed", "resume_from_step", "save_every", "log_rollouts", "dev
 def counts_solver(run: Run) -> bool:
     """Whether --num-steps counts updates of the role that solves: not where that one stays as it was."""
     moved = [name for name, count in run.points[-1].items() if name.endswith("_step") and is_count(name) and count]
-    return run.config["args"]["recipe"] != "fixed_generator" and (not moved or "gen_step" in moved)
+    return run.config["args"].get("recipe") != "fixed_generator" and (not moved or "gen_step" in moved)
 
 
 def check_comparable(runs: list[Run]) -> None:
