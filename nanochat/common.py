@@ -128,6 +128,8 @@ def check_ranks() -> None:
         value = os.environ.get(name, "0")
         if not re.fullmatch("[0-9]{1,9}", value) and (value or not name.startswith("NANOCHAT")):
             words.append(f"{name}={value[:100]}: must be a number")
+        elif name == "MASTER_PORT" and int(value or 0) > 65535:
+            words.append(f"{name}={value}: must be at most 65535")
         elif name.startswith("NANOCHAT") and value and name in os.environ and int(value) == 0:
             words.append(f"{name}={value}: must be at least 1")
     if not words:

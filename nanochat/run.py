@@ -90,15 +90,19 @@ class Run:
     def trim(self, name: str, step: int) -> None:
         """Drops the records of steps from `step` on: what was logged after the checkpoint that a run resumes from.
         Event files are written afresh from metrics.jsonl, so no step is in them twice; trim it before the first log."""
-        path, kept = os.path.join(self.folder, name), []
-        if self.rank == 0 and os.path.exists(path):
-            kept = [line for line, record in read_records(path) if record["step"] < step]
-            with whole_file(path) as f:
-                f.writelines(kept)
-        if self.rank == 0 and self.wants_events and name == "metrics.jsonl":
+        if self.rank != 0:
+            return
+        path, wants_events = os.path.join(self.folder, name), self.wants_events and name == "metrics.jsonl"
+        is_there = os.path.exists(path)
+        kept = [line for line, record in read_records(path) if record["step"] < step] if is_there else []
+        if wants_events:
             folder = os.path.join(self.folder, "tensorboard")
             shutil.rmtree(folder, ignore_errors=True)
             self.events = summary_writer()(folder)
+        if is_there:
+            with whole_file(path) as f:
+                f.writelines(kept)
+        if wants_events:
             self.add_events(map(json.loads, kept))
 
     def remove(self, name: str) -> None:

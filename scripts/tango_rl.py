@@ -146,7 +146,9 @@ def one_step(t: Play, recipe, counted: str):
     """Around a step: the evaluation that is due before it, and behind it what is counted, logged and shown. A request
     to stop that comes before the first update throws the step away; behind it the step is carried through."""
     t.check_stop()
-    before, started, updated = t.state.snapshot(), time.time(), []
+    before, random_state, started, updated = t.state.snapshot(), torch.get_rng_state(), time.time(), []
+    # the step has the copy: what its memory shared with weights, a continued run would not share either
+    t.state.memory, before.memory = before.memory, t.state.memory
     t.num_drawn, t.sampled, t.labels, t.metrics, t.seconds, t.has_moved = 0, 0, set(), {}, {}, False
     try:
         record = evaluate_if_due(t, recipe, counted)
@@ -154,6 +156,7 @@ def one_step(t: Play, recipe, counted: str):
         yield updated
     except StopRequested:
         t.state.restore(before)
+        torch.set_rng_state(random_state)
         raise
     state, ended, was_evaluated = t.state, time.time(), bool(record)
     check_memory(state.memory)
@@ -220,6 +223,7 @@ def held_out(t: Play, recipe) -> dict:
         scores = recipe.evaluate(t)
     if not isinstance(scores, dict):
         raise BadInput(f"--recipe {t.args.recipe}: evaluate gives a {type(scores).__name__}, not a dict of scores")
+    t.check_names(scores)
     for name, value in scores.items():
         if not isinstance(name, str):
             raise BadInput(f"--recipe {t.args.recipe}: evaluate names a score {name!r}: names are texts")
@@ -276,8 +280,7 @@ def main(args) -> None:
     check_args(args, world)
     recipes.ask(args.recipe, recipe, "check", args, task)
     complete_args(args, recipe.ROLES)
-    choose_run_name(args.run)
-    seen = look_at(path_of("runs", args.run))
+    seen = look_at(path_of("runs", choose_run_name(args.run)))
     resume_step, starts = find_start(args, recipe)
     if resume_step is None:
         check_task(args, task, starts)
@@ -360,6 +363,7 @@ def open_run(args, recipe, task, problems: int, starts: dict, device, dtype, wor
         if before.get("dtype", config["dtype"]) != config["dtype"]:
             print0(f"WARNING: run {args.run} was in {before['dtype']} and goes on in {config['dtype']}, which rounds "
                    f"differently")
+        before["dtype"] = config["dtype"]
         changed = {name: [before["args"].get(name), value] for name, value in vars(args).items()
                    if before["args"].get(name) != value and name != "resume_from_step"}
         resumed = [*before.get("resumed", []), {"step": step, "changed": changed}]
@@ -386,7 +390,8 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
             is_started = True
         if t.steps[trained_roles(recipe.ROLES)[0]] >= args.num_steps:
             print0("all steps are made: it is evaluated again")
-        run.remove("summary.json")  # a finished run that goes on is not finished
+        else:
+            run.remove("summary.json")  # a finished run that goes on is not finished
         show_page(t, f"under way, behind step {t.step}")
         print0(f"its report, which grows with it, to be opened in a browser: "
                f"{os.path.join(run.folder, 'report.html')}")

@@ -103,7 +103,7 @@ def check_args(args, world: int) -> None:
     check_choices(args, TABLES)
     check_least(args, LEAST | {name: 0 for name in ("verifier_lr", "verifier_shared_layers") if hasattr(args, name)})
     check_most(args, {name: MOST_LR for name in vars(args) if name == "lr" or name.endswith("_lr")})
-    check_most(args, {"updates_per_batch": MOST_UPDATES})
+    check_most(args, {"updates_per_batch": MOST_UPDATES, **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), 1e6)})
     if not args.temperature > 0:
         raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
     if args.shard and world == 1:

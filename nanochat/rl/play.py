@@ -304,11 +304,16 @@ class Play:
                 raise BadInput(f"{name} of the {role or 'step'} is a {described(value)}: numbers and texts are logged")
         if role is not None and role not in self.roles:
             raise BadInput(f"metrics of a role {role!r}: there are {', '.join(self.roles)}")
-        taken = {"step", "role", "sampled_tokens", *(f"{short_name(name)}_step" for name in self.roles)} & set(values)
-        if taken and role is None:
-            raise BadInput(f"a recipe logs {min(taken)!r} of the step, which the loop does itself")
+        if role is None:
+            self.check_names(values)
         prefix = f"{short_name(role)}/" if role else ""
         self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
+
+    def check_names(self, values: dict) -> None:
+        """Raises BadInput where a recipe gives what the loop itself says of a step."""
+        own = {"step", "role", "sampled_tokens", *(f"{short_name(name)}_step" for name in self.roles)}
+        if taken := own & set(values):
+            raise BadInput(f"a recipe logs {min(taken)!r} of the step, which the loop does itself")
 
     def add_seconds(self, name: str, started: float) -> None:
         """Adds the time since `started` to what the step logs as timing_s/<name>."""

@@ -45,9 +45,15 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
     if is_other and not ("recipe" in may_change and before["recipe"].endswith(".py")):
         raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
                        f"cannot change it")
+    if before.get("run", args.run) != args.run:
+        raise BadInput(f"{folder} is of a run that was called {before['run']}: give the folder and its models that "
+                       f"name back")
     changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
     changed = [words for words in changed if not words.startswith("--resume-from-step ")]
     print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
+    if before.get("num_steps", args.num_steps) != args.num_steps:
+        print0(f"what is scheduled over all steps, as --lr-schedule and a recipe's weights are, goes on as in a run of "
+               f"{args.num_steps} steps")
     return step
 
 

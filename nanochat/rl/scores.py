@@ -30,7 +30,8 @@ def problems_of(task, split: str, num: int) -> list:
 
 def problems_digest(task, tokenizer) -> int:
     """A number that tells a task's problems, as models read them, from others': a checksum of the tokens of the first
-    16 of each split that it has. They change with nearly any change of its data file, its code or the tokenizer."""
+    16 of each split that it has. They change with nearly any change of its data file, of the code that makes problems,
+    or of the tokenizer, and not with its check()."""
     found = 0
     for split in SPLIT_BUCKETS:
         with contextlib.suppress(BadInput):  # nothing of this split among what was given

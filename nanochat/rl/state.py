@@ -4,7 +4,7 @@ The state of a co-training run, and its complete set of checkpoints.
 import copy
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -98,7 +98,8 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
     if run.rank == 0:
         extras = {"torch_rng": torch.get_rng_state(), "roles": sorted(roles), "world": run.world,
                   "checksums": checksums}
-        save_state(run.name, state.step, asdict(state) | extras)
+        # not asdict: it would make two of what stands in the memory twice
+        save_state(run.name, state.step, {f.name: getattr(state, f.name) for f in fields(state)} | extras)
 
 
 def name_in_set(role: str, path: str) -> str:
@@ -135,7 +136,11 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
         print0(f"run {run_name} was saved without checksums: nothing tells whether its files belong together")
     for name, role in roles.items():
         tag = tag_of(run_name, name)
-        load_meta(path_of("rl", tag, f"meta_{step:06d}.json"))  # what reads the model later needs it
+        path = path_of("rl", tag, f"meta_{step:06d}.json")
+        meta, config = load_meta(path)
+        if (config, meta["step"], meta.get("role", name)) != (role.model.config, step, name):
+            raise BadInput(f"{path}: is of step {meta['step']} of a {meta.get('role', name)} of {config}, and this "
+                           f"is step {step} of the {name} of {role.model.config}")
         path = path_of("rl", tag, f"model_{step:06d}.pt")
         restore_model(role.model, load_file(path, mmap=True), path)
         check_checksum(checksums, name, path)
