@@ -237,6 +237,7 @@ def test_a_character_that_stdout_lacks_stops_nothing():
     ({"RANK": "1"}, "RANK=1: must be below WORLD_SIZE=1"),
     ({"NANOCHAT_GRADING_WORKERS": "-1"}, "NANOCHAT_GRADING_WORKERS=-1: must be a number"),
     ({"NANOCHAT_GRADING_WORKERS": "00"}, "NANOCHAT_GRADING_WORKERS=00: must be at least 1"),
+    ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be at most 65535"),
     ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 100}: must be a number"),
 ])
 def test_a_rank_that_cannot_be_is_refused(monkeypatch, capsys, env, words):

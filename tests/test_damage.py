@@ -474,3 +474,7 @@ def test_a_dummy_run_takes_no_name_that_models_have(trained):
     assert choose_run_name("dummy") == "dummy-1"
     (trained / "chatrl_checkpoints" / "dummy-1-gen").mkdir()
     assert choose_run_name("dummy") == "dummy-2"
+    (trained / "runs" / "dummy").mkdir()
+    (trained / "runs" / "dummy" / "note.json").write_text("{}")
+    train("--recipe", "grpo", "--num-steps", "1")
+    assert saved_steps("dummy-2") == [1]

@@ -19,7 +19,8 @@ import torch
 from conftest import parse, rl_flags
 
 from nanochat import recipes
-from nanochat.common import BadInput, Diverged, script_main
+from nanochat.common import BadInput, Diverged, StopRequested, script_main
+from nanochat.rl.play import Play
 from nanochat.run import MEASURED
 from scripts import report, tango_rl
 
@@ -442,6 +443,7 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
     ("    log_rewards(t,", "    t.log('judge', {'x': 9})\n    log_rewards(t,", "metrics of a role 'judge'"),
     ("return pass_at_1(t, \"generator\")", "pass_at_1(t, \"generator\")", "evaluate gives a NoneType"),
     ("return pass_at_1(t, \"generator\")", "return {\"x\": \"good\"}", "evaluate gives x as a str"),
+    ("return pass_at_1(t, \"generator\")", "return {\"gen_step\": 1}", "logs 'gen_step' of the step, which the loop"),
     ("return pass_at_1(t, \"generator\")", "return {1: 2}", "evaluate names a score 1: names are texts"),
     ("return pass_at_1(t, \"generator\")", "return pass_at_1(t, \"judge\")", "samples of a role 'judge': there are"),
     ("    log_rewards(t,", "    t.solve('judge', [], 1, 'x')\n    log_rewards(t,", "samples of a role 'judge'"),
@@ -453,6 +455,35 @@ def test_what_a_recipe_gets_wrong_is_said_in_its_terms(base, own, old, new, word
     own.write_text(text.replace(old, new))
     with pytest.raises(BadInput, match=words):
         train(str(own), "--run", "mine")
+
+
+REMEMBERING = """
+    w = next(t.roles["generator"].model.parameters()).detach()
+    t.memory.setdefault("first", w)                            # the weight itself, not a copy
+    t.memory.setdefault("same", t.memory.setdefault("steps", [])).append(t.step)
+    draw = w.new_zeros(()).uniform_().item()                   # from the global generator
+    t.log("generator", {"num": len(t.memory["steps"]), "drift": (t.memory["first"] - w).abs().sum().item(),
+                        "draw": draw, "mode": "a text"})
+    yield Update("""
+
+
+def test_what_a_recipe_remembers_and_draws_is_the_same_in_a_continued_run(base, own, capsys, monkeypatch):
+    """Also behind a step that a signal stopped, and so was thrown away."""
+    own.write_text(own.read_text().replace("    yield Update(", REMEMBERING)
+                   + "\nSHOWN = {'generator': ['mode', 'num']}\n")
+    train(str(own), "--run", "straight", "--num-steps", "4", "--save-every", "1")
+    assert "| mode a text | num 4.000 |" in capsys.readouterr().out
+
+    def stop(self, role, values, log=Play.log):
+        log(self, role, values)
+        if self.step == 2 and "draw" in values:
+            self.run.on_signal()
+    with monkeypatch.context() as patch:
+        patch.setattr(Play, "log", stop)
+        with pytest.raises(StopRequested, match="stopped behind step 2"):
+            train(str(own), "--run", "continued", "--num-steps", "4", "--save-every", "1")
+    train(str(own), "--run", "continued", "--num-steps", "4", "--save-every", "1", "--resume-from-step", "auto")
+    assert records(base, "straight") == records(base, "continued")
 
 
 def test_a_score_that_is_no_number_is_warned_of_once(base, own, capsys):

@@ -334,6 +334,34 @@ def test_another_dtype_is_told(straight_copy, monkeypatch, capsys):
     monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
     train("--run", "r", "--save-every", "1", "--resume-from-step", "6")
     assert "WARNING: run r was in float32 and goes on in bfloat16" in capsys.readouterr().out
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float32")
+    train("--run", "r", "--save-every", "1", "--resume-from-step", "6")
+    assert "WARNING: run r was in bfloat16 and goes on in float32" in capsys.readouterr().out
+
+
+def test_a_finished_run_that_is_stopped_in_its_evaluation_stays_finished(straight_copy, monkeypatch):
+    summary = (straight_copy / "runs" / "r" / "summary.json").read_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(tango_rl, "train", lambda t, recipe: t.run.on_signal())
+        with pytest.raises(StopRequested):
+            train("--run", "r", "--save-every", "0", "--eval-every", "2", "--resume-from-step", "auto")
+    assert (straight_copy / "runs" / "r" / "summary.json").read_text() == summary
+
+
+def test_a_run_that_was_renamed_is_told_its_name(straight_copy):
+    (straight_copy / "runs" / "r").rename(straight_copy / "runs" / "s")
+    with pytest.raises(BadInput, match="runs/s is of a run that was called r: give the folder and its models"):
+        train("--run", "s", "--save-every", "0", "--eval-every", "2", "--resume-from-step", "7")
+
+
+def test_models_of_another_shape_or_step_are_refused(straight_copy):
+    path = straight_copy / "chatrl_checkpoints" / "r-gen" / "meta_000007.json"
+    meta = json.loads(path.read_text())
+    for change in ({"step": 3}, {"role": "verifier"},
+                   {"model_config": meta["model_config"] | {"sequence_len": 2 * meta["model_config"]["sequence_len"]}}):
+        path.write_text(json.dumps(meta | change))
+        with pytest.raises(BadInput, match=f"{path}: is of step . of a "):
+            train("--run", "r", "--save-every", "0", "--eval-every", "2", "--resume-from-step", "auto")
 
 
 def test_sigterm_to_torchrun_saves_on_two_ranks(base):
