@@ -18,7 +18,8 @@ from nanochat.rl.formats import COMPACT, PAPER, Format
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from nanochat.rl.terminal import add_colour_flag, one_line, paint, printable, wants_colour
-from tasks import TASKS
+from tasks import TASKS, recorded_task, recorded_value, task_flags
+from tasks.mixture import PARTS
 
 FORMATS = {"compact": COMPACT, "paper": PAPER}
 COLOURS = {True: "32", False: "31", None: "33"}  # right green, wrong red, no verdict yellow
@@ -115,14 +116,25 @@ def show_verdicts(fmt: Format, solution: str, verification: Verification, colour
         print(f"  (malformed: {', '.join(verification.unmet)})")
 
 
-def choose_format(args, recorded: dict) -> Format | None:
+def format_of(recorded: dict, where: str) -> str:
+    """The name of the format of the task that a checkpoint was trained on, chat where there was none. Raises BadInput,
+    which begins with `where`."""
+    if recorded.get("conversations") and recorded.get("conversations_share") == 1:
+        return "chat"  # it has never seen the task
+    task = recorded_task(recorded, where)
+    if task == "mixture":
+        names = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where)
+        task = names.split(",")[0]
+        if task not in PARTS:
+            raise BadInput(f"{where}: mixture_tasks is {names!r:.80}, and there are {', '.join(PARTS)}")
+    kind = TASKS.get(task)
+    return getattr(kind, "func", kind).fmt.name if task else "chat"  # a set of problems has its class under func
+
+
+def choose_format(args, recorded: dict, where: str) -> Format | None:
     """How a message becomes a prompt: a task's format, or None for chat. Raises BadInput for --verifier without a
     task."""
-    task = recorded.get("task", "")
-    task = recorded["mixture_tasks"].split(",")[0] if task == "mixture" else task
-    if recorded.get("conversations") and recorded.get("conversations_share") == 1:
-        task = ""  # it has never seen the task
-    name = args.format or (TASKS[task].fmt.name if task in TASKS else "chat")
+    name = args.format or format_of(recorded, where)
     if args.verifier and name == "chat":
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "
                        f"compact or paper")
@@ -160,7 +172,7 @@ def main(args) -> None:
     model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step,
                              trained=False)
     tokenizer.check_model("model", model)
-    fmt = choose_format(args, meta.get("user_config", {}))
+    fmt = choose_format(args, meta.get("user_config", {}), path_of(args.source, tag, f"meta_{meta['step']:06d}.json"))
     verifier = load_verifier(args, tokenizer, device) if args.verifier else None
     colour = wants_colour(args.colour)
     print(f"{tag} of {path_of(args.source)}, step {meta['step']}; "

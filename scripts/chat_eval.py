@@ -22,7 +22,7 @@ from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import answers_of, labels_of, majority, outcomes_of, pass_at_k, problems_of
 from nanochat.rl.prompts import check_prompts_fit
 from nanochat.rl.sampling import Sampler
-from tasks import TASKS, add_task_args, complete_task_args, make_task, task_flags
+from tasks import TASKS, add_task_args, complete_task_args, make_task, recorded_count, task_flags
 from tasks.multiple_choice import RANDOM_BASELINE, CHOICE_SETS, choice_prompt, load_choices
 
 SPLITS = {"test_in": "", "test_out": ", test_out"}
@@ -170,15 +170,17 @@ def main(args) -> None:
     model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step,
                              trained=False)
     tokenizer.check_model("model", model)
-    recorded = meta.get("user_config", {})
-    if not (args.task_name or args.task or recorded.get("task")):
+    recorded, where = meta.get("user_config", {}), path_of(args.source, tag, f"meta_{meta['step']:06d}.json")
+    args.task = args.task_name or args.task or None
+    if not (args.task or recorded.get("task")):
         raise BadInput(f"-g {tag}: the checkpoint names no task, so give -a")
-    complete_task_args(args, recorded)
+    complete_task_args(args, recorded, where)
     if args.max_new_tokens < 0:
-        args.max_new_tokens = recorded.get("max_new_tokens", min(256, model.config.sequence_len // 2))
+        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, model.config.sequence_len // 2),
+                                             where)
     print0(f"{path_of(args.source, tag)} at step {meta['step']}, seed {args.seed} of problems, "
            f"{args.max_new_tokens} tokens at most")
-    for name in (args.task_name or args.task).split("|"):
+    for name in args.task.split("|"):
         if name in TASKS:
             evaluate_task(args, name, model, tokenizer, device)
             continue

@@ -19,13 +19,13 @@ from nanochat.checkpoint import find_step, fingerprint, load_model
 from nanochat.common import BadInput, check_least, compute_dtype, init_device, path_of, script_main
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.evals import SPLITS
-from nanochat.rl.report import Run, read_run
+from nanochat.rl.report import Run, read_run, run_folder
 from nanochat.rl.roles import Start
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import answers_of, labels_of, outcomes_of, problems_of
 from nanochat.rl.state import tag_of
 from nanochat.rl.terminal import add_colour_flag, one_line, paint, wants_colour
-from tasks import make_task, task_flags
+from tasks import complete_task_args, make_task, recorded_count, recorded_value, task_flags
 
 COLOURS = {True: "32", False: "31", None: "90"}  # right green, wrong red, none grey
 WORDS = {True: "right", False: "wrong", None: "-"}
@@ -55,9 +55,7 @@ def find_run(name: str) -> Run:
             raise BadInput(f"no finished run in {root}; NANOCHAT_BASE_DIR says where runs are")
         name = os.path.dirname(max(ends, key=os.path.getmtime))
         print(f"the newest finished run: {os.path.basename(name)}")
-    folder = name if os.path.isdir(name) else os.path.join(root, name)
-    if not os.path.isdir(folder):
-        raise BadInput(f"{name}: neither a folder nor a run ({folder} does not exist)")
+    folder = run_folder(name)
     run = read_run(folder)
     if os.path.realpath(folder) != os.path.realpath(os.path.join(root, run.name)):  # nor are its checkpoints
         raise BadInput(f"{folder} is not in {root}; set NANOCHAT_BASE_DIR to the base directory that it is of")
@@ -133,21 +131,24 @@ def main(args) -> None:
     run = find_run(args.run)
     roles = list(dict.fromkeys([run.solver, *({"verifier"} & set(run.roles))]))
     checkpoints = find_checkpoints(run, roles)
-    flags = argparse.Namespace(**(task_flags() | {"calculator": False} | run.config["args"]))
-    flags.verifier_max_new_tokens = getattr(flags, "verifier_max_new_tokens", getattr(flags, "max_new_tokens", None))
-    for name in ("eval_examples", "max_new_tokens", "verifier_max_new_tokens"):
-        value = getattr(flags, name, None)
-        if type(value) is not int or value < 1:
-            raise BadInput(f"the config.json of run {run.name} has {name} {value!r}: must be a number from 1")
+    recorded, where = run.config["args"], path_of("runs", run.name, "config.json")
+    flags = argparse.Namespace(**recorded | dict.fromkeys([*task_flags(), "seed"]))
+    complete_task_args(flags, recorded, where)
+    max_new_tokens = recorded_count(recorded, "max_new_tokens", 0, where)
+    limits = max_new_tokens, recorded_count(recorded, "verifier_max_new_tokens", max_new_tokens, where)
+    calculator = recorded_value(recorded, "calculator", False, where)
     task = make_task(flags)
-    held_out = problems_of(task, args.split, flags.eval_examples)
+    held_out = problems_of(task, args.split, recorded_count(recorded, "eval_examples", 0, where))
     if args.num_problems > len(held_out):
-        raise BadInput(f"--num-problems {args.num_problems}: the run has {len(held_out)} problems of {args.split}")
+        few = f"the run has {len(held_out)} problems of {args.split}"
+        if "num_problems" in args.given or not held_out:
+            raise BadInput(f"--num-problems {args.num_problems}: {few}")
+        print(f"{few}, which are all shown")
+        args.num_problems = len(held_out)
     num_scored = max(args.num_problems, min(args.num_scored, len(held_out)))
     problems = random.Random(args.seed).sample(held_out, num_scored)
     tokenizer, device = load_tokenizer(path_of("tokenizer")), init_device(args.device_type)
-    sampler = Sampler(task, tokenizer, flags.seed, flags.max_new_tokens, flags.verifier_max_new_tokens,
-                      calculator=flags.calculator)
+    sampler = Sampler(task, tokenizer, flags.seed, *limits, calculator=calculator)
     solved = {when: solve(task, problems, found, sampler, device) for when, found in checkpoints.items()}
 
     for when, found in checkpoints.items():

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from nanochat.checkpoint import find_step, load_meta, load_model
+from nanochat.checkpoint import find_step, load_meta, load_model, load_state_dict
 from nanochat.common import BadInput, check_name, check_writable, path_of, print0, script_main
 from nanochat.hf.decoder import DecoderConfig
 from nanochat.hf.files import DTYPES, write_model
@@ -40,7 +40,9 @@ def main(args) -> None:
     tokenizer = load_tokenizer(path_of("tokenizer"))
     model, _ = load_model(args.stage, args.model_tag, torch.device("cpu"), torch.float32, step)
     write_model(folder, model.config, model.state_dict(), DTYPES[args.dtype], tokenizer)
-    print0(f"{path_of(args.stage, args.model_tag)} at step {step} -> {folder}")
+    held = load_state_dict(path_of(args.stage, args.model_tag, f"model_{step:06d}.pt")).values()
+    kinds = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held}))
+    print0(f"{path_of(args.stage, args.model_tag)} at step {step}, {kinds} -> {folder}, {args.dtype}")
 
 
 if __name__ == "__main__":

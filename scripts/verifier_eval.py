@@ -21,15 +21,16 @@ from types import SimpleNamespace
 from nanochat.checkpoint import load_model
 from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, gather_lists, init_device,
                              path_of, print0, rank_and_world, script_main, write_json)
-from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.rl.scores import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
 from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
 from nanochat.rl.prompts import count_copies
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.voting import (SCORES, aligned, calibration, choose, final_share, first_error_scores, mean_scores,
                                 step_share)
-from tasks import add_task_args, complete_task_args, make_task, task_flags
+from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
 from tasks.common import Problem
 from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
 
@@ -84,14 +85,27 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def is_result(path: str) -> bool:
+    """Whether a file is what an earlier evaluation wrote."""
+    try:
+        found = read_json(path)
+    except BadInput:
+        return False
+    return (found.keys() <= {"args", "processbench", "best_of_n"} and isinstance(found.get("args"), dict)
+            and "verifier_tag" in found["args"])
+
+
 def check_out(path: str) -> None:
-    """Raises BadInput unless the file can be written. A device or pipe is never replaced by one."""
+    """Raises BadInput unless the file can be written, and is new or an earlier result: never one of the inputs, a
+    device or a pipe."""
     try:
         if os.path.exists(path) and not os.path.isfile(path):
             raise OSError(0, "is there, and no file")
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
     except OSError as error:
         raise BadInput(f"--out {path}: cannot be written ({error.strerror})") from None
+    if os.path.exists(path) and not is_result(path):
+        raise BadInput(f"--out {path}: is there, and no earlier result of this script; take another name")
 
 
 def check_args(args) -> None:
@@ -297,11 +311,11 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
 
 
 def load(stage: str, tag: str, step: int, tokenizer, device):
-    """A model, the flags that it was trained with and its step."""
+    """A model, the flags that it was trained with, the file that says so, and its step."""
     model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
     tokenizer.check_model(tag, model)
     print0(f"{path_of(stage, tag)} at step {meta['step']}")
-    return model, meta.get("user_config", {}), meta["step"]
+    return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
 
 
 def main(args) -> None:
@@ -309,21 +323,23 @@ def main(args) -> None:
     samples = load_processbench(args.processbench, args.subset, args.max_examples) if args.processbench else []
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    verifier, recorded, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device)
+    verifier, recorded, where, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device)
     context = verifier.config.sequence_len
     if args.verifier_max_new_tokens < 0:
-        args.verifier_max_new_tokens = recorded.get("verifier_max_new_tokens", min(256, context // 2))
+        args.verifier_max_new_tokens = recorded_count(recorded, "verifier_max_new_tokens", min(256, context // 2),
+                                                      where)
     if args.verifier_max_new_tokens >= context:
         raise BadInput(f"--verifier-max-new-tokens {args.verifier_max_new_tokens}: the verifier's context is {context}")
     generator = None
     if args.generator_tag:
-        generator, recorded, args.generator_step = load(args.generator_source, args.generator_tag, args.generator_step,
-                                                        tokenizer, device)
+        generator, recorded, where, args.generator_step = load(args.generator_source, args.generator_tag,
+                                                               args.generator_step, tokenizer, device)
         if not (args.task or recorded.get("task")):
             raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
         if args.max_new_tokens < 0:
-            args.max_new_tokens = recorded.get("max_new_tokens", min(256, generator.config.sequence_len // 2))
-    complete_task_args(args, recorded)
+            args.max_new_tokens = recorded_count(recorded, "max_new_tokens",
+                                                 min(256, generator.config.sequence_len // 2), where)
+    complete_task_args(args, recorded, where)
     task = make_task(args) if args.generator_tag else None
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
                       args.temperature or 1.0, args.top_k, max_rows=args.max_rows)

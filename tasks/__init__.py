@@ -3,7 +3,7 @@ import argparse
 import random
 from functools import partial
 
-from nanochat.common import BadInput, takes
+from nanochat.common import MOST, BadInput, takes
 from nanochat.rl.formats import Format
 from tasks import chain, competition, gsm8k, last_letter, mixture
 from tasks.common import SPLIT_BUCKETS, Problem, demo_of
@@ -11,6 +11,8 @@ from tasks.common import SPLIT_BUCKETS, Problem, demo_of
 TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
 MODULES = (chain, last_letter, mixture, gsm8k, competition)
+# of a recorded flag, by its default
+EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
 # of a task, and what they are given
 METHODS = {"problem": "split, index", "check": "problem, solution", "step_labels": "problem, solution",
            "solution_demo": "problem, rng", "corrupted_solution": "problem, rng",
@@ -24,11 +26,16 @@ def add_task_args(parser) -> None:
         module.add_args(parser)
 
 
+def task_actions() -> list[argparse.Action]:
+    """What add_task_args adds to a parser."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_task_args(parser)
+    return parser._actions
+
+
 def task_flags() -> dict:
     """The flags of add_task_args and their defaults."""
-    parser = argparse.ArgumentParser()
-    add_task_args(parser)
-    return vars(parser.parse_args([]))
+    return {action.dest: action.default for action in task_actions()}
 
 
 def flags_of_others(task: str) -> tuple[str, ...]:
@@ -36,12 +43,48 @@ def flags_of_others(task: str) -> tuple[str, ...]:
     return () if task == "mixture" else tuple(f"{name}_" for name in TASKS if name != task)
 
 
-def complete_task_args(args, recorded: dict) -> None:
-    """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint, or their
-    defaults."""
+def recorded_value(recorded: dict, name: str, default, where: str):
+    """What a checkpoint or run was made with under a flag's name; the default where it does not know the flag. Raises
+    BadInput, which begins with `where`, unless it is of the default's type: a bool is no int, an int may stand for a
+    float."""
+    value, kind = recorded.get(name, default), type(default)
+    fits = type(value) is kind or kind is float and type(value) is int
+    if kind in (int, float):
+        fits = fits and abs(value) <= MOST
+    elif kind is list:
+        fits = fits and value and all(isinstance(x, str) for x in value)
+    if not fits:
+        raise BadInput(f"{where}: {name} is {value!r:.80}, expected {EXPECTED[kind]}")
+    return value
+
+
+def recorded_count(recorded: dict, name: str, default: int, where: str) -> int:
+    """A recorded number of what there must be. Raises BadInput."""
+    value = recorded_value(recorded, name, default, where)
+    if value < 1:
+        raise BadInput(f"{where}: {name} is {recorded.get(name)}, expected a whole number from 1")
+    return value
+
+
+def recorded_task(recorded: dict, where: str) -> str:
+    """The task that a checkpoint or run names, "" where it names none. Raises BadInput for one that there is not."""
+    task = recorded_value(recorded, "task", "", where)
+    if task and task not in TASKS:
+        raise BadInput(f"{where}: task is {task!r:.80}, and there are {', '.join(TASKS)}")
+    return task
+
+
+def complete_task_args(args, recorded: dict, where: str = "the checkpoint") -> None:
+    """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint or run, or their
+    defaults. Raises BadInput, which begins with `where`, for a recorded value that the flag cannot have."""
+    args.task = recorded_task(recorded, where) or "chain" if args.task is None else args.task
+    choices = {action.dest: action.choices for action in task_actions()}
     for name, default in (task_flags() | {"seed": 0}).items():
         if getattr(args, name) is None:
-            setattr(args, name, recorded.get(name, default))
+            value = recorded_value(recorded, name, default, where)
+            if choices.get(name) and value not in choices[name]:
+                raise BadInput(f"{where}: {name} is {value!r:.80}, and there are {', '.join(choices[name])}")
+            setattr(args, name, value)
 
 
 def make_task(args):

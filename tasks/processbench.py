@@ -62,10 +62,10 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         files = sorted(os.path.join(path, name) for name in os.listdir(path)
-                       if os.path.splitext(name)[1] in (".jsonl", ".json"))
-        twice = [file for file, other in zip(files[1:], files, strict=False) if _stem(file) == _stem(other)]
-        if twice:
-            raise BadInput(f"{source}: subset {_stem(twice[0])} has two files")
+                       if os.path.splitext(name)[1] in READERS)
+        stems = [_stem(file) for file in files]
+        if twice := [stem for stem in stems if stems.count(stem) > 1]:
+            raise BadInput(f"{source}: subset {twice[0]} has two files")
         files.sort(key=lambda file: (SUBSETS.index(_stem(file)) if _stem(file) in SUBSETS else len(SUBSETS), file))
     elif os.path.isfile(path):
         if os.path.splitext(path)[1] not in READERS:
@@ -78,7 +78,7 @@ def find_tables(source: str, subset: str) -> dict[str, tuple]:
     found = {_stem(file): ((READERS[os.path.splitext(file)[1]],), {"data_files": file, "split": "train"})
              for file in files}
     if not found:
-        raise BadInput(f"{source}: has no <subset>.jsonl or <subset>.json")
+        raise BadInput(f"{source}: has no <subset>{' or <subset>'.join(READERS)}")
     if subset and subset not in found:
         raise BadInput(f"{source}: has no subset {subset}, only {', '.join(found)}")
     return {subset: found[subset]} if subset else found
@@ -89,7 +89,7 @@ def load_processbench(source: str = HUB, subset: str = "", max_examples: int = -
     random choice, a larger one holding the smaller, since rows may be sorted by label.
 
     source: a dataset on the hub whose splits are the subsets; a .jsonl, .json or .parquet file, whose name is its
-    subset's; or a folder with one <subset>.jsonl or .json each. Raises BadInput, for a malformed row with its file and
+    subset's; or a folder of such files, one per subset. Raises BadInput, for a malformed row with its file and
     its number from 1.
     """
     samples = []

@@ -67,12 +67,12 @@ def chain(*flags: str, seed: int = 0):
 
 
 def change_meta(base, **changes) -> None:
-    """Changes what the checkpoint tiny says it was trained with; None takes a flag out."""
+    """Changes what the checkpoint tiny says it was trained with; None takes a flag out, ... makes it null."""
     path = base / "chatsft_checkpoints" / "tiny" / "meta_000200.json"
     meta = json.loads(path.read_text())
-    recorded = {**meta["user_config"], **changes}
-    path.write_text(json.dumps({**meta,
-                                "user_config": {name: value for name, value in recorded.items() if value is not None}}))
+    recorded = {name: value for name, value in {**meta["user_config"], **changes}.items() if value is not None}
+    path.write_text(json.dumps({**meta, "user_config": {name: None if value is ... else value
+                                                        for name, value in recorded.items()}}))
 
 
 def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
@@ -279,6 +279,39 @@ def test_a_checkpoint_that_names_no_task_is_not_evaluated_on_one_by_default(caps
             == scores(capsys, "-x", "2", "--task", "chain").keys() == {"chain", "chain, test_out"})
 
 
+RECORDED = [
+    ({"task": ["chain"]}, "task is ['chain'], expected a text"), ({"task": 5}, "task is 5, expected a text"),
+    ({"task": "nope"}, "task is 'nope', and there are chain, "),
+    ({"task": "mixture", "mixture_tasks": 5}, "mixture_tasks is 5, expected a text")]
+
+
+@pytest.mark.parametrize("changes, words", [
+    *RECORDED, ({"max_new_tokens": "96"}, "max_new_tokens is '96', expected a whole number"),
+    ({"max_new_tokens": 0}, "max_new_tokens is 0, expected a whole number from 1"),
+    ({"chain_modulus": "x"}, "chain_modulus is 'x', expected a whole number"),
+    ({"chain_modulus": 3.0}, "chain_modulus is 3.0, expected a whole number"),
+    ({"chain_share": "x"}, "chain_share is 'x', expected a number"),
+    ({"chain_answer": "some"}, "chain_answer is 'some', and there are final, all"),
+    ({"math_data": "file"}, "math_data is 'file', expected a list of texts"),
+    ({"math_data": []}, "math_data is [], expected a list of texts"),
+    ({"seed": "x"}, "seed is 'x', expected a whole number"),
+    ({"seed": 10 ** 30}, f"seed is {10 ** 30}, expected a whole number"),
+    ({"seed": False}, "seed is False, expected a whole number"),
+    ({"seed": ...}, "seed is None, expected a whole number"),
+    ({"max_new_tokens": ...}, "max_new_tokens is None, expected a whole number")])
+def test_what_a_checkpoint_records_is_checked(capsys, base, changes, words):
+    change_meta(base, **changes)
+    path = base / "chatsft_checkpoints" / "tiny" / "meta_000200.json"
+    assert f"{path}: {words}" in refused(capsys, chat_eval, "-i", "sft", "-x", "2")
+
+
+def test_what_is_given_stands_for_what_is_recorded(capsys, base):
+    """An int may be recorded of a share."""
+    change_meta(base, task=5, chain_modulus="x", seed="x", max_new_tokens="x", chain_share=1)
+    given = ["-a", "chain", "--chain-modulus", "3", "--seed", "0", "-m", "20"]
+    assert scores(capsys, "-x", "2", *given).keys() == {"chain", "chain, test_out"}
+
+
 # chat_cli
 
 def talk(capsys, monkeypatch, *flags: str, stdin: str = "") -> list[str]:
@@ -412,6 +445,23 @@ def test_every_message_to_a_model_of_a_task_is_a_problem_of_its_own(capsys, base
     talk(capsys, monkeypatch, "--format", "paper", "-m", "1", "-p", "1")
     assert heard == [tokenizer.render_prompt(text)
                      for text in ("1+1", "2*2", "0-1", PAPER.generator_prompt.format(problem="1"))]
+
+
+@pytest.mark.parametrize("changes, words", [*RECORDED, (
+    {"task": "mixture", "mixture_tasks": "nope,chain"}, "mixture_tasks is 'nope,chain', and there are chain, ")])
+def test_the_format_is_that_of_a_task_there_is(capsys, base, monkeypatch, changes, words):
+    change_meta(base, **changes)
+    path = base / "chatsft_checkpoints" / "tiny" / "meta_000200.json"
+    assert f"{path}: {words}" in refused(capsys, chat_cli, "-p", "1+1")
+    assert "problems in the format compact" in talk(capsys, monkeypatch, "-p", "1", "--format", "compact")[0]
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"task": "mixture"}, "problems in the format compact"), ({"task": "math"}, "problems in the format paper"),
+    ({"task": None}, "chat"), ({"task": 5, "conversations": ["a"], "conversations_share": 1}, "chat")])
+def test_a_checkpoints_task_says_how_problems_are_put(capsys, base, monkeypatch, changes, words):
+    change_meta(base, **{"mixture_tasks": None, **changes})
+    assert talk(capsys, monkeypatch, "-m", "1", "-p", "1")[0].endswith(f"step 200; {words}")
 
 
 def test_a_conversation_that_no_longer_fits_is_one_line_and_goes_on(capsys, base, monkeypatch):

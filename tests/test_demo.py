@@ -252,7 +252,8 @@ def damage(base, what: str) -> None:
 
 
 @pytest.mark.parametrize("what, flags, words", [
-    ("", ["nobody"], "nobody: neither a folder nor a run"), ("unfinished", ["r"], "no summary.json"),
+    ("", ["nobody"], "nobody: neither a folder nor a run"), ("", ["{base}/runs/r/config.json"], "is no folder"),
+    ("unfinished", ["r"], "no summary.json"),
     ("no RL checkpoint", ["r"], "no checkpoint r-ver"), ("an earlier RL checkpoint", ["r"], "r-gen .* no step 2"),
     ("no SFT checkpoint", ["r"], "no checkpoint tiny"), ("another SFT", ["r"], "tiny-ver.* is not what run r"),
     ("older", ["r"], "does not say where it started from"), ("elsewhere", ["{base}/copies/r"], "NANOCHAT_BASE_DIR"),
@@ -264,12 +265,46 @@ def test_what_cannot_be_shown_is_refused(capsys, base, what, flags, words):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"eval_examples": "x"}, "has eval_examples 'x'"), ({"max_new_tokens": -4}, "has max_new_tokens -4"),
-    ({"seed": "a"}, "seed is 'a', no number"),
+    ({"eval_examples": "x"}, "eval_examples is 'x', expected a whole number"),
+    ({"eval_examples": None}, "eval_examples is None, expected a whole number"),
+    ({"max_new_tokens": -4}, "max_new_tokens is -4, expected a whole number from 1"),
+    ({"verifier_max_new_tokens": 0}, "verifier_max_new_tokens is 0, expected a whole number from 1"),
+    ({"seed": "a"}, "args: seed is 'a', expected a whole number"),
+    ({"calculator": 1}, "calculator is 1, expected true or false"),
+    ({"chain_modulus": "x"}, "chain_modulus is 'x', expected a whole number"),
+    ({"chain_modulus": True}, "chain_modulus is True, expected a whole number"),
+    ({"task": "nope"}, "task is 'nope', and there are chain, "),
 ])
 def test_a_configuration_with_wrong_values_is_refused(capsys, base, changes, words):
     change_args(base, "r", **changes)
+    line = refused(capsys, "r")
+    assert f"{base}/runs/r/config.json" in line and words in line
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"tag": 5}, "config.json, starts, generator: tag is 5, expected a word"),
+    ({"tag": None}, "tag is None, expected a word"), ({"step": "x"}, "step is 'x', expected a whole number"),
+    ({"fingerprint": [1]}, "fingerprint is [1], expected a whole number"), ({"more": 1}, "does not say where"),
+])
+def test_a_start_with_wrong_values_is_refused(capsys, base, changes, words):
+    path = base / "runs" / "r" / "config.json"
+    config = json.loads(path.read_text())
+    config["starts"]["generator"] |= changes
+    path.write_text(json.dumps(config))
     assert words in refused(capsys, "r")
+
+
+def test_fewer_problems_than_the_default_are_all_shown(capsys, base):
+    change_args(base, "r", eval_examples=4)
+    lines = show(capsys, "r")
+    assert "the run has 4 problems of test_in, which are all shown" in lines and len(blocks_of(lines)) == 4
+    assert "--num-problems 5: the run has 4 problems" in refused(capsys, "r", "--num-problems", "5")
+
+
+def test_a_run_is_found_from_within_its_folder(capsys, base, monkeypatch):
+    expected = show(capsys, "r")
+    monkeypatch.chdir(base / "runs" / "r")
+    assert show(capsys, ".") == expected
 
 
 def test_without_any_finished_run_there_is_nothing_to_show(capsys, tmp_path, monkeypatch):

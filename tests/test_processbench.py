@@ -75,6 +75,20 @@ def test_a_folder_holds_subsets_in_the_papers_order_and_others_behind(tmp_path):
             and load_processbench(str(folder / "ants.jsonl"), "ants") == samples[6:9])
 
 
+def test_a_folder_may_hold_files_of_every_kind(tmp_path):
+    folder = tmp_path / "bench"
+    write(folder / "omnimath.jsonl", numbered(1))
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_list(numbered(2)).to_parquet(str(folder / "gsm8k.parquet"))
+    assert [(s.subset, s.row) for s in load_processbench(str(folder))] == [("gsm8k", 1), ("gsm8k", 2), ("omnimath", 1)]
+    (folder / "omnimath.jsonl").unlink()
+    assert len(load_processbench(str(folder))) == 2
+    for name in ("gsm8k.k.json", "gsm8k.jsonl"):  # the former lies between two of one subset, in the order of names
+        write(folder / name, numbered(1))
+    with pytest.raises(BadInput, match="subset gsm8k has two files"):
+        load_processbench(str(folder))
+
+
 def test_the_hubs_splits_are_the_subsets():
     splits = ("gsm8k", "math", "olympiadbench", "omnimath")
     assert find_tables(HUB, "") == {name: (("Qwen/ProcessBench",), {"split": name}) for name in splits}

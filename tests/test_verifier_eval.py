@@ -492,9 +492,40 @@ def test_a_file_that_cannot_be_written_is_refused_and_nothing_is_left(capsys, be
 
 
 def test_a_run_that_fails_leaves_the_file_that_was_there(capsys, bench, tmp_path, monkeypatch):
-    out = tmp_path / "o.json"
-    out.write_text("before")
+    out, before = tmp_path / "o.json", json.dumps({"args": {"verifier_tag": "tiny-ver"}, "best_of_n": {}})
+    out.write_text(before)
     monkeypatch.setattr(verifier_eval, "print_calibration", lambda scores: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run(capsys, "--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--out", str(out))
-    assert out.read_text() == "before"
+    assert out.read_text() == before
+
+
+def test_only_an_earlier_result_is_replaced(capsys, bench, tmp_path):
+    """Neither its own input, nor another file of the user's."""
+    bench_file = tmp_path / "bench" / "gsm8k.jsonl"
+    for name, text in (("bench/gsm8k.jsonl", bench_file.read_text()), ("notes.txt", "mine"), ("list.json", "[1]"),
+                       ("config.json", '{"args": {"task": "chain"}}'), ("empty.json", ""),
+                       ("more.json", '{"args": {"verifier_tag": "x"}, "mine": 1}')):
+        (tmp_path / name).write_text(text)
+        line = refused(capsys, "--processbench", str(bench_file), "--verifier-tag", "nobody", "--out",
+                       str(tmp_path / name))
+        assert "is there, and no earlier result of this script" in line and (tmp_path / name).read_text() == text
+    numbers = [on_bench(capsys, tmp_path, "--max-examples", n) [0] for n in "231"]
+    assert [len(found["samples"]) for found in numbers] == [4, 6, 2]
+
+
+@pytest.mark.parametrize("tag, changes, flags, words", [
+    ("tiny", {"chain_modulus": "x"}, ["--generator-tag", "tiny"], "chain_modulus is 'x', expected a whole number"),
+    ("tiny", {"seed": True}, ["--generator-tag", "tiny"], "seed is True, expected a whole number"),
+    ("tiny", {"task": "nope"}, ["--generator-tag", "tiny"], "task is 'nope', and there are chain, "),
+    ("tiny", {"max_new_tokens": "96"}, ["--generator-tag", "tiny", "--max-new-tokens", "-1"],
+     "max_new_tokens is '96', expected a whole number"),
+    ("tiny-ver", {"verifier_max_new_tokens": "x"}, ["--processbench", "BENCH", "--verifier-max-new-tokens", "-1"],
+     "verifier_max_new_tokens is 'x', expected a whole number"),
+])
+def test_what_a_checkpoint_records_is_checked(capsys, bench, base, tag, changes, flags, words):
+    path = base / "chatsft_checkpoints" / tag / "meta_000200.json"
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps({**meta, "user_config": meta["user_config"] | changes}))
+    line = refused(capsys, *(os.environ["BENCH"] if flag == "BENCH" else flag for flag in flags))
+    assert f"{path}: {words}" in line

@@ -77,7 +77,7 @@ KINDS = {
 CONFIG = {"args": "an object", "starts": "an object or null", "shown": "a list of texts or null",
           "about": "a text or null"}
 ARGS = {"task": "a word", "seed": "a whole number", "recipe": "a text or null", "run": "a text or null"}
-START = {"tag": "a text or null", "step": "a whole number or null", "fingerprint": "a whole number or null"}
+START = {"tag": "a word", "step": "a whole number", "fingerprint": "a whole number"}
 RECORD = {"role": "a text", "without_update": "a number or null"}
 # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -187,7 +187,7 @@ def check_config(path: str, config: dict) -> None:
     starts = config.get("starts") or {}
     check_fields(f"{path}, starts", starts, dict.fromkeys(starts, "an object"))
     for role, start in starts.items():
-        check_fields(f"{path}, starts, {role}", start, START)
+        check_fields(f"{path}, starts, {role}", start, {name: START[name] for name in START if name in start})
 
 
 def check_scores(where: str, record: dict, counts) -> None:
