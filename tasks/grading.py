@@ -323,11 +323,21 @@ def read(text: str) -> Reading:
         return Reading(whole, "", frozenset(), None, False, None, words, either)
     name, body = named(whole)
     body, units = without_unit(body)
+    body = proportion(body)
     units |= {unit for sign, unit in CURRENCIES if sign.match(text)}
     based = BASED.fullmatch(body)
     base = (based[1].upper(), int(based[2])) if based and is_based(based[1], int(based[2])) else None
     value, percent = plain_number(body) or (None, False)
     return Reading(body, name.casefold(), units, value, percent, base, None, either)
+
+
+def proportion(body: str) -> str:
+    """A ratio of three or more as the point of what each is to the first: 2:4:6 and 1:2:3 are the same, and no quotient
+    of quotients. Any other body as it is."""
+    first, *others = parts(body, re.compile(":"))
+    if len(others) < 2 or (plain_number(first) or (0,))[0] == 0 and not re.search("[A-Za-z]", first):
+        return body
+    return "(" + ",".join(f"\\frac{{{other}}}{{{first}}}" for other in others) + ")"
 
 
 def parts(text: str, sign: re.Pattern = re.compile(",")) -> list[str]:
@@ -442,11 +452,16 @@ ONLY_LIKE_GOLD = re.compile(
 
 PRIMED = re.compile(r"(?<=[A-Za-z}])'+")
 # what a gold has that is more than some values: of an interval, a region, a condition
-MORE_THAN_VALUES = re.compile(r"[(\[<>]|\\(?:le|ge|ne|cup|cap|setminus|infty|in|mid|mathbb)(?![a-z])")
+MORE_THAN_VALUES = re.compile(r"[(\[<>]|\\(?:le|ge|ne|cup|cap|setminus|infty|mid|mathbb)(?![a-z])")
+
+
+CAPITALS = re.compile(r"\\(?:Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega)(?![a-z])")
 
 
 def surely_different(gold: Reading, answer: Reading) -> bool:
     """Whether two answers differ in a way that math-verify does not see."""
+    if set(CAPITALS.findall(gold.body)) != set(CAPITALS.findall(answer.body)):
+        return True
     if re.search("[0-9] [0-9]", answer.body):
         return True  # "1 2" is nothing, least of all 3
     if (set(PRIMED.findall(gold.body)) != set(PRIMED.findall(answer.body))
@@ -484,9 +499,10 @@ def differ_as_lists(gold: Reading, answer: Reading) -> bool:
         return True  # \{1 or 2\} has one of them
     if is_list[1] and "\\{" in answer.body and not (is_list[0] and "\\{" in gold.body):
         return True  # \{1\},\{2\} is two sets
+    bodies = [re.sub(rf"^{SYMBOL}\\in(?![a-z]) ?", "", body) for body in (gold.body, answer.body)]
     kinds = {"set" if body.startswith("\\{") and body.endswith("\\}") else "point"
              if re.fullmatch(r"[(\[].*[)\]]", body) else ""
-             for body in (gold.body, answer.body)}
+             for body in bodies}
     return kinds == {"set", "point"}  # \{1,2\} is not (1,2)
 
 

@@ -123,6 +123,16 @@ def test_a_model_of_another_vocabulary_is_refused(capsys, base):
             path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer": None}))
 
 
+@pytest.mark.parametrize("changes, words", [({"chain_modulus": "x"}, "chain_modulus is 'x', expected a whole number"),
+                                            ({"task": ["chain"]}, "was trained on task ['chain']")])
+def test_a_checkpoint_that_records_what_no_flag_can_be_is_refused(capsys, base, changes, words):
+    path = next(base.glob("chatsft_checkpoints/tiny/meta_*.json"))
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(meta | {"user_config": meta["user_config"] | changes}))
+    flags = [flag for flag in RL_FLAGS if not flag.startswith("--chain-modulus") and flag not in ("--task", "chain")]
+    assert words in refused(capsys, base, tango_rl, *flags)
+
+
 def test_a_demonstration_longer_than_the_context_is_refused_before_training(capsys, base):
     line = refused(capsys, base, chat_sft, *TASK_FLAGS, "--role", "generator", "--model-tag", "short", "--depth", "1",
                    "--sequence-len", "24")

@@ -54,6 +54,8 @@ x>3  (3,4)  x>3\text{ or }x<2  x>3=4  x^2>9  |x|>3  x=3,x>3  4>3  1>0""",
 \{1,2\}  x\in(1,2)  x\in[1,2]  \{1_3,2\}\cup\{3\}  \{1,2\}\times\{1\}  \text{1 or 3}
 \{(1,2),(3,4)\}  \{(1,2),(4,3)\}  \{(2,1),(4,3)\}  \{1,2,3,4\}  \{(1,3),(2,4)\}  (1,2)  \{(1,2)\}
 \{1,2\}  1<x<2  1\le x\le2  1<x\le2  x>1,x<2
+x\in\{2,3\}  (2,3)  2<x<3  [2,3]
+x=2\text{ or }x=3  2<x<3  x^2-5x+6<0
 \pm1  |x|<1  -1<x<1  (-1,1)  [-1,1]  |x|\le1
 \{5\}  \{5,6\}  5\text{ or }6  \{5=6\}  \{6=5\}  \{5,...\}  \{5\}'  \{\{5\}\}  x\notin\{5\}  \{-5\}""",
     "units": r"""
@@ -136,8 +138,16 @@ Rr  r^2  R^2  rr  RR  2R  2r
 N-n+1  1  n-N+1  n-n+1  N-N+1  N+n+1
 a+A  2a  2A  a  A^2
 2x  2x'  2x''  2x^\prime  2x^{\prime}
+1  \frac{N}{n}  A/a  \binom{N}{n}
+\gamma  \Gamma
+\Delta x  \delta x
 y=2x  y'=2x  y''=2x  y=2x'  y^\prime=2x
 f(x)=x+x  f'(x)=2x  f''(x)=2x  f^{\prime}(x)=2x""",
+    "ratios": r"""
+1:2:3  1:6  \frac{1}{6}  1/6  3:2:1  1:2  1:2:4  1:3:2  6  (1,2,3)  1,2,3  1:2:3:4  2:2:3  0:0:0  1:2:x
+2:3:4  1:6  \frac16  4:3:2  2:3  2:3:5  3:4:5  4:6:9  2:3:4:5  \frac{2}{3}:4  2:3/4  24
+1:1:\sqrt2  1/\sqrt2  \frac{\sqrt2}{2}  1:\sqrt2:1  1:1  \sqrt2:1:1  1:1:2  2:2:\sqrt2  1:\sqrt2
+3:2:1  1.5  3/2  1:2:3  3:2  6:4:1  3  \frac{3}{2}  3:1:2""",
     "or": r"""
 5  5\text{ or }6  6\text{ or }5  5 or 6  5 or 5.5  either 5 or 6
 5  5\lor6  5\vee6  5\text{ or possibly }6  5\text{, or }6  5or6
@@ -201,6 +211,10 @@ R-r  -r+R  R-1r
 x+R+r+\sqrt{2}  r+R+x+\sqrt2
 \mathbb{R}  \mathbb R
 Rr  rR
+1:2:3  2:4:6  1 : 2 : 3  \frac12:1:\frac32
+1:1:\sqrt2  2:2:2\sqrt2  1:1:\sqrt{2}
+2:3  4:6  2/3
+\Phi+1  1+\Phi
 1  2(\frac12)  2(1/2)  \frac12\cdot2  100\%
 2.5  2\frac12  2+1/2  2\frac{3}{6}  2.5\%  2½  5/2
 \frac12  \sin\theta=\frac12  P(A)=\frac{3}{6}=0.5  50\%  \frac12=50\%  \cos A=0.5

@@ -16,7 +16,7 @@ from nanochat.rl.resume import MAY_CHANGE
 from nanochat.rl.roles import RoleSpec, Start, name_of
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import problems_of
-from tasks import make_task, task_flags
+from tasks import make_task, recorded_value, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem
 
 TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS,
@@ -160,7 +160,8 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
     flags, and nobody has said that it is to be so. Warns of one that was trained in another role."""
     given = getattr(args, "given", set())
     for name, start in starts.items():
-        recorded = load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[0].get("user_config", {})
+        where = path_of("sft", start.tag, f"meta_{start.step:06d}.json")
+        recorded = load_meta(where)[0]["user_config"]
         if {name, recorded.get("role")} == {"generator", "verifier"}:
             print0(f"WARNING: the {name} starts from {start.tag}, which was trained as a {recorded['role']}")
         if recorded.get("task", args.task) != args.task and "task" not in given:
@@ -168,9 +169,11 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
         if recorded.get("task") != args.task or hasattr(task, "num_problems"):
             continue  # a finite task's flags say where its files are
-        for flag in task_flags().keys() & recorded.keys() - given:
-            other = argparse.Namespace(**vars(args) | {flag: recorded[flag]})
-            if recorded[flag] != getattr(args, flag) and first_problems(make_task(other)) != first_problems(task):
+        defaults = task_flags()
+        for flag in defaults.keys() & recorded.keys() - given:
+            value = recorded_value(recorded, flag, defaults[flag], where)
+            other = argparse.Namespace(**vars(args) | {flag: value})
+            if value != getattr(args, flag) and first_problems(make_task(other)) != first_problems(task):
                 words = f"--{flag.replace('_', '-')}"
                 raise BadInput(f"the {name}'s checkpoint {start.tag} was trained with {words} {recorded[flag]}, and "
                                f"this run has {getattr(args, flag)} by default: say {words} {recorded[flag]}, or "
