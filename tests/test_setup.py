@@ -1,7 +1,9 @@
 """
 The set-up of the scripts in runs/, on a project without packages, and a project that was copied.
 """
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +18,15 @@ version = "0"
 [project.optional-dependencies]
 dev = []
 """
-# Stands in for `python -m venv`: installing takes a while and writes down that it was done.
+# Stands in for `python -m venv`: installing takes a while and writes down that it was done; where there is a file fails
+# it is not.
 PYTHON = """#!/bin/bash
 mkdir -p .venv/bin; touch .venv/bin/activate
 cat > .venv/bin/python <<'END'
 #!/bin/bash
 case "$*" in
     *--version*) ;;
-    *install*) sleep .5; echo installed >> installs ;;
+    *install*) sleep .5; [ ! -e fails ] || exit 1; echo installed >> installs ;;
 esac
 END
 chmod +x .venv/bin/python
@@ -41,10 +44,12 @@ def project(tmp_path) -> Path:
     return folder
 
 
-def start(folder) -> subprocess.Popen:
-    command = "set -euo pipefail; PYTHON=$PWD/python; source runs/setup.sh; pwd"
-    return subprocess.Popen(["bash", "-c", command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
+def start(folder, command: str = "set -euo pipefail; source runs/setup.sh; pwd", cwd: Path | None = None,
+          **env: str | None) -> subprocess.Popen:
+    """A shell that sources it. env: None takes a variable away."""
+    env = os.environ | {"PYTHON": f"{folder}/python"} | env
+    return subprocess.Popen(["bash", "-c", command], cwd=cwd or folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env={name: value for name, value in env.items() if value is not None})
 
 
 def installs(folder) -> int:
@@ -74,6 +79,79 @@ def test_what_is_broken_is_set_up_again(project, broken):
     assert start(project).wait() == 0 and installs(project) == 2
 
 
+@pytest.mark.parametrize("command, code", [
+    ("bash runs/setup.sh", 1), ("source runs/setup.sh; echo $?", 0), ("set -e; source runs/setup.sh; echo on", 1)])
+@pytest.mark.parametrize("was_there", [False, True])
+def test_an_installation_that_failed_is_not_taken_for_one(project, command, code, was_there):
+    if was_there:  # and is older than pyproject.toml
+        start(project).communicate()
+        os.utime(project / ".venv" / "installed", (0, 0))
+    (project / "fails").touch()
+    script = start(project, command)
+    out, err = script.communicate()
+    assert script.returncode == code and out.splitlines()[1:] == (["1"] if code == 0 else [])
+    assert err == f"error: {project}/.venv could not be set up, for the reason above: run this again\n"
+    assert not (project / ".venv" / "installed").exists()
+    (project / "fails").unlink()
+    assert start(project).wait() == 0 and installs(project) == 1 + was_there
+
+
+def test_a_python_that_is_not_there_is_told(project):
+    script = start(project, PYTHON="no-such-python")
+    err = script.communicate()[1].splitlines()
+    assert script.returncode == 1 and "no-such-python" in err[0] and err[1].startswith("error: ")
+    assert not (project / ".venv" / "installed").exists()
+
+
+# What is set in the environment
+
+SHOW = 'set -euo pipefail; source "$0"; printf "%s|%s" "${NANOCHAT_BASE_DIR-none}" "${NANOCHAT_EXPERIMENTS_DIR-none}"'
+
+
+@pytest.mark.parametrize("given, meant", [
+    ("my base", "{here}/my base"), ("./b", "{here}/./b"), ("~/my base", "/home/me&/my base"), ("~", "/home/me&"),
+    ("/a b/~/c", "/a b/~/c"), ("a~/b", "{here}/a~/b"), ("", ""), (None, "none")])
+def test_a_folder_is_meant_from_where_the_user_is(project, tmp_path, given, meant):
+    start(project).communicate()
+    here = tmp_path / "else where"
+    here.mkdir()
+    shown = start(project, SHOW.replace("$0", f"{project}/runs/setup.sh"), here, HOME="/home/me&",
+                  NANOCHAT_BASE_DIR=given, NANOCHAT_EXPERIMENTS_DIR=given).communicate()
+    assert shown == ("|".join([meant.format(here=here)] * 2), "")
+
+
+@pytest.mark.parametrize("env", [
+    {"HOME": None, "NANOCHAT_BASE_DIR": None}, {"HOME": "", "NANOCHAT_BASE_DIR": ""},
+    {"HOME": None, "NANOCHAT_BASE_DIR": "~/b"},
+    {"HOME": None, "NANOCHAT_BASE_DIR": "/b", "NANOCHAT_EXPERIMENTS_DIR": "~/b"}])
+def test_no_home_is_one_line(project, env):
+    script = start(project, **env)
+    assert script.communicate() == ("", "error: HOME is not set: set it, or NANOCHAT_BASE_DIR to the whole path of a "
+                                        "folder\n")
+    assert script.returncode == 2 and not (project / ".venv").exists()
+    assert start(project, HOME=None, NANOCHAT_BASE_DIR="b").wait() == 0  # nothing needs it
+
+
+@pytest.mark.parametrize("number", ["abc", "0", "-1", "2.5", "1 2", "99999"])
+def test_a_number_of_processes_that_is_none_is_one_line(project, number):
+    script = start(project, NPROC=number)
+    assert script.communicate() == ("", f"error: NPROC={number}: must be a number from 1 to 9999\n")
+    assert script.returncode == 2 and not (project / ".venv").exists()
+
+
+def runcpu(folder: Path, code: int) -> subprocess.CompletedProcess:
+    """The script, where the tokenizer's training ends with this code."""
+    shutil.copy(ROOT / "runs" / "runcpu.sh", folder / "runs")
+    (folder / "runs" / "setup.sh").write_text(f"python() {{ return {code}; }}; torchrun() {{ :; }}")
+    return subprocess.run(["bash", folder / "runs" / "runcpu.sh"], capture_output=True, text=True)
+
+
+def test_only_what_goes_on_is_told_to_be_run_again(project):
+    assert [(done.returncode, done.stderr) for done in (runcpu(project, code) for code in (0, 2))] == [(0, ""), (2, "")]
+    done = runcpu(project, 143)
+    assert done.returncode == 143 and done.stderr.startswith("Not finished. Run the same command again")
+
+
 def test_a_folder_that_was_copied_or_moved_is_refused(project):
     start(project).communicate()
     shutil.copytree(project, project.parent / "copy")
@@ -97,3 +175,31 @@ def test_a_script_runs_with_the_package_beside_it(tmp_path):
     assert done.stderr == (f"error: {script}: Python takes the package nanochat from {ROOT / 'nanochat'}, not from "
                            f"{tmp_path}: install it with `pip install -e {tmp_path}`, or set PYTHONPATH={tmp_path}\n")
     assert run(tmp_path).returncode == 0
+
+
+# Ctrl-C while a program imports
+
+SLOW = """import sys, time
+sys.stderr.write("importing\\n"); sys.stderr.flush()
+{work}
+"""
+
+
+@pytest.mark.parametrize("command, last", [
+    (["-m", "scripts.slow"], "stopped by Ctrl-C"), (["-c", "import scripts.slow"], "KeyboardInterrupt"),
+    (["other.py"], "KeyboardInterrupt")])
+def test_ctrl_c_while_a_program_imports_is_one_line(tmp_path, command, last):
+    """And nothing else changes: neither for other programs that import it nor for other errors."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "__init__.py", tmp_path / "scripts")
+    (tmp_path / "other.py").write_text("import scripts.slow\n")
+    for work, expected in (("time.sleep(60)", last), ("raise ValueError('bad')", "ValueError: bad")):
+        (tmp_path / "scripts" / "slow.py").write_text(SLOW.format(work=work))
+        program = subprocess.Popen([sys.executable, *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                                   env=os.environ | {"PYTHONPATH": str(tmp_path)})
+        assert program.stderr.readline() == "importing\n"
+        if "sleep" in work:
+            program.send_signal(signal.SIGINT)
+        lines = program.communicate()[1].splitlines()
+        assert lines[-1] == expected and program.returncode == (-signal.SIGINT if "sleep" in work else 1)
+        assert (len(lines) == 1) == (expected == "stopped by Ctrl-C")
