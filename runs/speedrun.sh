@@ -86,7 +86,7 @@ stage "What this will take"
 
 stage "Text"
 if [ "$SCALE" = tiny ]; then  # 20,000 documents: problem, solution and verification on a line
-    [ -f "$DATA/shard_00003.jsonl" ] ||  # the last one to be written
+    [ -f "$DATA/shard_00003.jsonl" ] ||  # they come all at once
         python -m scripts.task_text $TASK --out "$DATA"
 else  # 105 shards of 250M characters, the last for validation: 104 can be dealt to 8 ranks
     hf download karpathy/climbmix-400b-shuffle --repo-type dataset \

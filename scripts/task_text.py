@@ -7,9 +7,12 @@ verifications, in jsonl shards.
 import argparse
 import json
 import os
+import re
+import shutil
 
-from nanochat.common import (BadInput, check_least, check_most, check_writable, make_folder, print0, script_main,
-                             whole_file)
+from nanochat.common import (BadInput, CannotWrite, check_least, check_most, check_writable, make_folder, print0,
+                             script_main, whole_file, writing)
+from nanochat.hf.files import PARTIAL
 from tasks import add_task_args, make_task, task_texts
 
 
@@ -25,6 +28,29 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def check_folders(out: str, partial: str) -> None:
+    """Raises BadInput where the folder of the text holds anything, or the one that it is written in anything but what a
+    call that was killed left there."""
+    for folder, leftover in ((out, ""), (partial, r"shard_\d{5}\.jsonl(\.tmp)?")):
+        check_writable(folder)
+        there = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        if others := [name for name in there if not re.fullmatch(leftover, name)]:
+            raise BadInput(f"{folder} holds {others[0]}: give --out a folder that is empty or not there yet")
+
+
+def write_shards(folder: str, texts, num_documents: int, num_shards: int) -> int:
+    """Deals the documents out to the shards; the number of their characters. Raises CannotWrite."""
+    num_chars = 0
+    for shard in range(num_shards):
+        with whole_file(os.path.join(folder, f"shard_{shard:05d}.jsonl")) as f:
+            for _ in range(shard, num_documents, num_shards):
+                read, _, verification = next(texts)
+                text = read + verification
+                num_chars += len(text)
+                f.write(json.dumps({"text": text}) + "\n")
+    return num_chars
+
+
 def main(args) -> None:
     check_least(args, {"num_documents": 1, "num_shards": 2})
     check_most(args, {"num_documents": 10 ** 9, "num_shards": 10 ** 5})  # five digits number the shards
@@ -32,16 +58,20 @@ def main(args) -> None:
         raise BadInput(f"--num-documents {args.num_documents}: is below --num-shards {args.num_shards}")
     task = make_task(args)
     check_writable(args.out)
-    make_folder(args.out)
-    texts, num_chars = task_texts(task, args.num_documents, args.seed), 0
-    for shard in range(args.num_shards):
-        path = os.path.join(args.out, f"shard_{shard:05d}.jsonl")
-        with whole_file(path) as f:
-            for _ in range(shard, args.num_documents, args.num_shards):
-                read, _, verification = next(texts)
-                text = read + verification
-                num_chars += len(text)
-                f.write(json.dumps({"text": text}) + "\n")
+    out = os.path.realpath(args.out)  # what a link names can be renamed over
+    partial = out + PARTIAL
+    check_folders(out, partial)
+    shutil.rmtree(partial, ignore_errors=True)
+    make_folder(partial)
+    try:
+        num_chars = write_shards(partial, task_texts(task, args.num_documents, args.seed), args.num_documents,
+                                 args.num_shards)
+        with writing(out):
+            os.rename(partial, out)  # all shards at once: some of them would be taken for the whole text
+    except CannotWrite as error:  # the other folder is gone when this is read
+        raise CannotWrite(str(error).replace(partial, out)) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     print0(f"{args.num_documents} documents, {num_chars:,} characters in {args.num_shards} files in {args.out}")
 
 

@@ -1,0 +1,90 @@
+"""
+Text for rehearsing pretraining is there as a whole or not at all, and nothing that was there is overwritten.
+
+    python -m pytest tests/test_task_text.py -q
+"""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import TASK_FLAGS
+from test_bad_input import refused
+
+from nanochat.common import CannotWrite
+from scripts import task_text
+
+SHARDS = [f"shard_{i:05d}.jsonl" for i in range(4)]
+
+
+def write(out, *flags: str) -> None:
+    task_text.main(task_text.make_parser().parse_args([*TASK_FLAGS, "--out", str(out), "--num-documents", "9", *flags]))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def there(tmp_path) -> Path:
+    """A folder with text, beside which nothing is."""
+    write(tmp_path / "tx")
+    assert names(tmp_path) == ["tx"] and names(tmp_path / "tx") == SHARDS
+    return tmp_path / "tx"
+
+
+@pytest.mark.parametrize("name", ["shard_00000.jsonl", "shard_00007.parquet", "notes.txt"])
+def test_a_folder_that_holds_something_is_refused(capsys, tmp_path, name):
+    (tmp_path / "tx").mkdir()
+    (tmp_path / "tx" / name).write_text("mine")
+    line = refused(capsys, tmp_path, task_text, *TASK_FLAGS, "--out", f"{tmp_path}/tx")
+    assert line == f"error: {tmp_path}/tx holds {name}: give --out a folder that is empty or not there yet"
+
+
+def test_fewer_shards_do_not_come_beside_those_of_another_task(capsys, there):
+    assert "holds shard_00000.jsonl" in refused(capsys, there.parent, task_text, "--task", "last_letter", "--out",
+                                                str(there), "--num-shards", "2")
+
+
+@pytest.mark.parametrize("out", ["tx", "tx/", "link", "a/b/tx"])
+def test_an_empty_folder_and_one_that_is_not_there_are_filled(tmp_path, out):
+    if not out.startswith("a"):
+        (tmp_path / "tx").mkdir()
+    (tmp_path / "link").symlink_to("tx")
+    write(tmp_path / out if out != "tx/" else f"{tmp_path}/tx/")
+    assert names(tmp_path / out) == SHARDS and not [name for name in names(tmp_path) if "partial" in name]
+
+
+def test_what_a_killed_call_wrote_is_not_taken_for_the_text_and_is_made_anew(tmp_path, there):
+    program = subprocess.Popen([sys.executable, "-m", "scripts.task_text", "--out", str(tmp_path / "killed"),
+                                "--num-documents", "1000000000", "--num-shards", "100000"],
+                               cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    partial, started = tmp_path / "killed.partial", time.time()
+    while not (partial / "shard_00001.jsonl.tmp").exists() and time.time() < started + 60:
+        time.sleep(0.01)
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    assert "shard_00000.jsonl" in names(partial) and not (tmp_path / "killed").exists()
+    (partial / "shard_00009.jsonl").touch()  # of a call with more shards
+    write(tmp_path / "killed")
+    assert not partial.exists() and names(tmp_path / "killed") == SHARDS
+    assert all((tmp_path / "killed" / name).read_bytes() == (there / name).read_bytes() for name in SHARDS)
+
+
+def test_a_user_s_own_folder_of_that_name_is_left_alone(capsys, tmp_path):
+    (tmp_path / "tx.partial").mkdir()
+    (tmp_path / "tx.partial" / "mine.txt").touch()
+    assert "tx.partial holds mine.txt" in refused(capsys, tmp_path, task_text, "--out", f"{tmp_path}/tx")
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(CannotWrite, match=r"/tx cannot be written: No space left"):
+        write(tmp_path / "tx")
+    assert names(tmp_path) == []
