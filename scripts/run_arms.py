@@ -11,6 +11,7 @@ a dial share what they can, and are reported together.
 import argparse
 import glob
 import itertools
+import json
 import os
 import platform
 import re
@@ -25,12 +26,14 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from nanochat import recipes
 from nanochat.arms import (ABLATIONS, DIALS, PARTNERS, TASKS, Experiment, all_arms, arms_of, experiments_of,
                            has_verifier, rl_flags, sft, words_of)
-from nanochat.common import (BadInput, StopRequested, base_dir, check_writable, make_folder, path_of, print0,
-                             script_main, whole_file, writing)
+from nanochat.common import (BadInput, StopRequested, base_dir, check_unchanged, check_writable, flag_defaults,
+                             make_folder, parse_flags, path_of, print0, script_main, whole_file, writing)
+from nanochat.rl.flags import complete_args
 from nanochat.rl.report import compare, dial_table, read_run
-from scripts import chat_sft
+from scripts import chat_sft, tango_rl
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -101,14 +104,49 @@ def stages_of(experiments: list[Experiment], seeds: list[str], arms: list[list[s
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 
+def keep_flags(job: Job) -> None:
+    """Writes down what a job's folder is made with."""
+    with whole_file(log_of(f"{job.name}.flags")) as f:
+        f.write(job.flags + "\n")
+
+
+def flags_of(job: Job) -> tuple[argparse.Namespace, dict]:
+    """The flags that a job's script works with, also those that it fills in, and the defaults of all."""
+    argv = job.flags.split()
+    if job.module == "scripts.chat_sft":
+        parser = chat_sft.make_parser()
+        args = parse_flags(parser, argv)
+        chat_sft.resolve_tags(args)
+    else:
+        parser = tango_rl.make_parser(argv)
+        args = parse_flags(parser, argv)
+        complete_args(args, recipes.load(args.recipe).ROLES)
+    return args, flag_defaults(parser)
+
+
 def check_made_alike(job: Job) -> None:
-    """Raises BadInput where a job's folder was made with other flags."""
-    path, flags = log_of(f"{job.name}.flags"), None
+    """Raises BadInput where a job's folder was made with other flags: than were written down, or where that is gone,
+    than its config.json has."""
+    path, config = log_of(f"{job.name}.flags"), os.path.join(job.folder, "config.json")
+    if not os.path.isdir(job.folder):
+        return
     if os.path.isfile(path):
         with open(path) as f:
-            flags = f.read().strip()
-    if os.path.isdir(job.folder) and flags != job.flags:
+            if f.read().strip() == job.flags:
+                return
         raise BadInput(f"{job.folder} was made with other flags (see {path}): set NANOCHAT_BASE_DIR to a new folder")
+    try:
+        with open(config, encoding="utf-8") as f:
+            made = dict(json.load(f)["args"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        raise BadInput(f"{path} is gone, and {config} does not tell which flags {job.folder} was made with: move that "
+                       f"folder away, or set NANOCHAT_BASE_DIR to a new one") from None
+    args, defaults = flags_of(job)
+    try:
+        check_unchanged("it", made, args, {"run", "resume_from_step"}, defaults)
+    except BadInput as error:
+        raise BadInput(f"{job.folder} was made with other flags ({path} is gone, {config} has them): {error}; set "
+                       f"NANOCHAT_BASE_DIR to a new folder") from None
 
 
 @dataclass
@@ -138,8 +176,7 @@ class Children:
         with self.lock:
             if self.is_stopped:
                 return None
-            with whole_file(log_of(f"{job.name}.flags")) as f:
-                f.write(job.flags + "\n")
+            keep_flags(job)
             path = log_of(f"{job.name}.log")
             with writing(path), open(path, "a") as log:  # another process may be at work on it
                 child = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT,
@@ -185,7 +222,7 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
                 shutil.rmtree(old, ignore_errors=True)
             with writing(job.folder):
                 shutil.copytree(model.folder, part)
-                shutil.copy(log_of(f"{model.name}.flags"), log_of(f"{job.name}.flags"))
+                keep_flags(job)
                 os.rename(part, job.folder)
             num_copies += 1
     if num_copies:

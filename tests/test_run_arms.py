@@ -4,6 +4,8 @@ a shell script stands in for python.
 
     python -m pytest tests/test_run_arms.py
 """
+import dataclasses
+import json
 import os
 import re
 import shutil
@@ -12,10 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import TASK_FLAGS, parse
+from conftest import rl_flags as rl_flags_of_test
 
 from nanochat.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
-from nanochat.common import script_main
-from scripts import run_arms, tango_rl
+from nanochat.common import BadInput, path_of, script_main
+from scripts import chat_sft, run_arms, tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
 # Writes down how it was called, and makes what the script would make, an SFT its last step's checkpoint. FAILS: the
@@ -47,8 +51,9 @@ case $module in
         mkdir -p "runs/$run"; : > "runs/$run/metrics.jsonl"
         echo '{"args": {"task": "chain", "recipe": "tango", "seed": '"${run##*-s}"'}}' > "runs/$run/config.json"
         case $run in *tango*) final=0.75 ;; *) final=0.25 ;; esac
-        echo '{"gen_steps": 9, "ver_steps": 3, "steps": 0, "sampled_tokens": 9, "before": {"gen/pass1_in": 0.1,
-            "gen/pass1_out": 0.1}, "after": {"gen/pass1_in": '$final', "gen/pass1_out": 0.1}}' \
+        echo '{"gen_steps": 9, "ver_steps": 3, "steps": 0, "sampled_tokens": 9, "minutes": 1,
+            "before": {"gen/pass1_in": 0.1, "gen/pass1_out": 0.1},
+            "after": {"gen/pass1_in": '$final', "gen/pass1_out": 0.1}}' \
             > "runs/$run/summary.json" ;;
     scripts.report) echo "a table" ;;
 esac
@@ -354,6 +359,53 @@ def test_what_other_flags_made_is_refused_in_any_setting(world):
     made = world.base / "chatsft_checkpoints" / "small_chain-s1-ver-strong"
     assert code == 2 and err.startswith(f"error: {made} was made with")
     assert world.run("--dial", "start", "--arms", "tango", "--seeds", "1", "--settings", "weak")[0] == 0
+
+
+def without_logs(world, job: run_arms.Job | None = None, made_with=lambda args: args) -> tuple[int, str]:
+    """Exit code and stderr of a call whose jobs are all done, when the folder of logs is lost. made_with: what this
+    job's folder then says of its flags."""
+    arms = ["--dial", "start", "--settings", "weak usual", "--arms", "tango grpo", "--seeds", "1"]
+    assert world.run(*arms)[0] == 0
+    for made in {job for stage in run_arms.stages_of(experiments(*arms[:-4]), ["1"], [["tango", "grpo"]] * 2)
+                 for job in stage}:
+        args = {**vars(run_arms.flags_of(made)[0]), "run": "another", "resume_from_step": "auto"}
+        path = Path(made.folder) / "config.json"
+        path.write_text(json.dumps({"args": made_with(args) if made == job else args}))
+    shutil.rmtree(world.base / "logs")
+    shutil.rmtree(world.base / "runs" / "small_chain_usual-grpo-s1")  # a copy
+    code, _, err = world.run(*arms)
+    return code, err
+
+
+def test_what_was_made_alike_goes_on_without_its_log(world):
+    assert without_logs(world) == (0, "") and not world.calls("chat_sft") and not world.runs()
+    assert (world.base / "runs" / "small_chain_usual-grpo-s1" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("made_with, words", [
+    (lambda args: {**args, "seed": 7}, ["made with other flags", "--seed 1", "started with 7", "NANOCHAT_BASE_DIR"]),
+    (lambda args: "none", ["is gone", "does not tell", "move that folder away"])])
+@pytest.mark.parametrize("job_of", [run_arms.sft_job, run_arms.rl_job])
+def test_without_a_log_what_was_made_with_other_flags_is_refused(world, made_with, words, job_of):
+    job = job_of(one("--dial", "start", "--settings", "weak"), "1", "tango")
+    code, err = without_logs(world, job, made_with)
+    assert code == 2 and err.count("\n") == 1 and all(word in err for word in [job.folder, *words]), err
+
+
+def test_the_scripts_write_down_the_flags_that_they_were_started_with(base):
+    """What without_logs makes up above."""
+    flags = rl_flags_of_test("--num-steps", "1", "--warmup-steps", "1")
+    tango_rl.main(parse(tango_rl, [*flags, "--run", "r", "--resume-from-step", "auto"]))
+    sft_flags = [*TASK_FLAGS, "--device-type", "cpu", "--role", "verifier", "--model-tag", "tiny", "--verifier-tag",
+                 "v", "--depth", "1", "--n-embd", "32", "--n-head", "1", "--sequence-len", "128", "--num-steps", "1",
+                 "--max-new-tokens", "28", "--num-sampled", "4"]
+    chat_sft.main(parse(chat_sft, [*sft_flags, "--resume-from-step", "auto"]))
+    for module, name, folder, argv in (("tango_rl", "r", path_of("runs", "r"), flags),
+                                       ("chat_sft", "sft-v", path_of("sft", "v"), sft_flags)):
+        job = run_arms.Job(name, f"scripts.{module}", folder, "done", " ".join(argv))
+        run_arms.check_made_alike(job)
+        with pytest.raises(BadInput, match="--seed 3: it was started with 0"):
+            run_arms.check_made_alike(dataclasses.replace(job, flags=f"{job.flags} --seed 3"))
 
 
 def test_a_run_that_fails_is_left_out_and_the_others_go_on(world):
