@@ -8,14 +8,14 @@ is left out, and said so.
 import argparse
 import os
 
-from nanochat.checkpoint import default_tag, load_file, load_model
+from nanochat.checkpoint import default_tag, load_model
 from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, init_device, path_of,
                              print0, rank_and_world, script_main)
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
 from nanochat.engine import generate, row_key
+from nanochat.hf.tokenizer import load_own_tokenizer
 from nanochat.loss_eval import bits_per_byte
-from nanochat.tokenizer import Tokenizer
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -62,8 +62,7 @@ def evaluate_text(args, model, tokenizer) -> None:
     batches = PackedBatches(Documents(args.val_data, rank, world), tokenizer, args.device_batch_size,
                             model.config.sequence_len + 1)
     num_batches = max(1, args.split_tokens // (args.device_batch_size * model.config.sequence_len * world))
-    bpb = bits_per_byte(model, (batches.next_batch() for _ in range(num_batches)),
-                        load_file(path_of("tokenizer", "token_bytes.pt")))
+    bpb = bits_per_byte(model, (batches.next_batch() for _ in range(num_batches)), tokenizer.num_bytes())
     passes = f", {batches.documents.epoch} whole passes over it" if batches.documents.epoch else ""
     print0(f"bits per byte {bpb:.4f} on {num_batches * args.device_batch_size * model.config.sequence_len * world:,} "
            f"tokens{passes}")
@@ -91,7 +90,7 @@ def main(args) -> None:
     check_name("--model-tag", tag)
     folder = args.core or path_of("eval_bundle")
     tasks = load_core(folder) if args.core or os.path.isdir(folder) else []
-    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    tokenizer = load_own_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
     model, meta = load_model("base", tag, device, compute_dtype(device), None if args.step < 0 else args.step)
     tokenizer.check_model("base model", model)

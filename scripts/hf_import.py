@@ -31,13 +31,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> None:
-    """Makes it the base directory's tokenizer. Raises BadInput where that has another."""
+    """Makes it the base directory's tokenizer, unless that has one that gives texts the same ids; what that one does
+    otherwise is told. Raises BadInput where it has another."""
     folder = path_of("tokenizer")
     if not any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.pkl", "tokenizer.json")):
         tokenizer.save(folder)
-    elif not tokenizer.equals(load_tokenizer(folder)):
+        return
+    kept = load_tokenizer(folder)
+    if not tokenizer.equals(kept):
         raise BadInput(f"--source {source}: its tokenizer is not the one in {folder}; "
                        f"give NANOCHAT_BASE_DIR another folder")
+    if differences := tokenizer.tells_apart(kept):
+        print0(f"WARNING: --source {source}: the tokenizer in {folder} is kept, which gives texts the same ids; the "
+               f"source's own has {' and '.join(differences)}")
 
 
 def main(args) -> None:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Library
 from nanochat.common import BadInput
 from nanochat.hf import chat_template, template_worker
 from nanochat.rl.formats import PAPER
-from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
+from nanochat.hf.tokenizer import HFTokenizer, load_own_tokenizer, load_tokenizer
 from nanochat.rl.prompts import read_solution
 from nanochat.tokenizer import Tokenizer
 
@@ -409,6 +409,16 @@ def test_special_names_and_sizes(loaded):
 def test_equals_compares_ids_not_templates(loaded):
     assert loaded["qwen25"].equals(loaded["qwen3"]) and loaded["llama3"].equals(loaded["base"])
     assert not loaded["qwen3"].equals(loaded["llama3"]) and not loaded["qwen3"].equals(Tokenizer.train(iter([]), 265))
+
+
+def test_what_equal_ids_leave_open_is_told(loaded, folders):
+    qwen25, qwen3 = loaded["qwen25"], loaded["qwen3"]
+    templates, stops = qwen25.tells_apart(qwen3)
+    assert templates == (f"the chat template of {folders['qwen25']}/tokenizer_config.json in place of that of "
+                         f"{folders['qwen3']}/tokenizer_config.json")
+    assert stops == "the stop tokens <|im_end|> <|endoftext|> in place of <|im_end|>"
+    assert len(loaded["llama3"].tells_apart(loaded["base"])) == 2
+    assert qwen3.tells_apart(HFTokenizer(qwen3.files, "elsewhere")) == []
 
 
 @pytest.mark.parametrize("change", ["normalizer", "merges", "added_tokens", "pre_tokenizer"])
@@ -860,7 +870,39 @@ def test_load_tokenizer_takes_the_one_that_is_there(folders, tmp_path):
         HFTokenizer.load(str(tmp_path / "none"))
 
 
-def test_saving_over_another_template_is_refused(loaded, tmp_path):
-    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
-    with pytest.raises(BadInput, match="chat_template.jinja is of another tokenizer"):
+def test_a_base_model_s_tokenizer_is_nanochat_s_own(folders, tmp_path):
+    Tokenizer.train(iter([]), 265).save(str(tmp_path))
+    assert isinstance(load_own_tokenizer(str(tmp_path)), Tokenizer)
+    with pytest.raises(BadInput, match=f"{folders['qwen3']} holds an imported tokenizer.*NANOCHAT_BASE_DIR"):
+        load_own_tokenizer(folders["qwen3"])
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "generation_config.json"])
+def test_saving_over_another_template_is_refused(loaded, tmp_path, name):
+    """And over other stop tokens."""
+    (tmp_path / name).write_text("{{ messages }}")
+    with pytest.raises(BadInput, match=f"{name} is of another tokenizer"):
         loaded["qwen3"].save(str(tmp_path))
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_save_that_was_cut_off_leaves_no_tokenizer_and_is_made_up_for(loaded, tmp_path, monkeypatch):
+    tokenizer, replace, left = loaded["qwen25"], os.replace, []
+
+    def cut_off(*paths):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", cut_off)
+    for number in range(len(tokenizer.files)):
+        left[:] = range(number)
+        with pytest.raises(KeyboardInterrupt):
+            tokenizer.save(str(tmp_path))
+        assert len(os.listdir(tmp_path)) == number
+        with pytest.raises(BadInput, match="no tokenizer at"):
+            load_tokenizer(str(tmp_path))
+    monkeypatch.undo()
+    tokenizer.save(str(tmp_path))
+    assert HFTokenizer.load(str(tmp_path)).files == tokenizer.files

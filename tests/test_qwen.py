@@ -20,8 +20,8 @@ from nanochat.common import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
-from scripts import (base_train, chat_cli, chat_eval, chat_sft, hf_export, hf_import, hf_random, tango_rl, tok_train,
-                     verifier_eval)
+from scripts import (base_eval, base_train, chat_cli, chat_eval, chat_sft, hf_export, hf_import, hf_random, tango_rl,
+                     tok_train, verifier_eval)
 
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..",
                                                        "shared", "data")
@@ -39,6 +39,7 @@ TEXTS = ["Weng earns $12 an hour.\n\nHow much for 50 minutes?", " 12/60 = 0.2; 0
          "a <|im_end|> in a text"]
 CHAIN = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "c", "--max-new-tokens", "28", "--num-steps", "1",
          "--examples-per-step", "4"]
+FROM_C = [*CHAIN, "--model-tag", "new", "--from-stage", "sft", "--from-tag", "c"]
 TANGO = [*CHAIN, "--eval-examples", "4", "--num-samples", "4"]
 
 
@@ -150,8 +151,10 @@ def test_transformers_opens_an_export(trained, trained_copy, tmp_path, role):
     assert_same_weights(torch.load(path_of("sft", "again", "model_000000.pt"), weights_only=True), model.state_dict())
 
 
-def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, trained_copy, tmp_path):
+def test_an_export_of_an_earlier_step_is_in_bf16_unless_told_otherwise(trained, trained_copy, tmp_path, capsys):
     run(hf_export, "--model-tag", "r-gen", "--step", 2, "--to", tmp_path / "export")
+    assert capsys.readouterr().out == (f"{path_of('rl', 'r-gen')} at step 2, float32 -> {tmp_path / 'export'}, "
+                                       f"bfloat16\n")
     exported, expected = load_file(tmp_path / "export" / "model.safetensors"), state_of("rl", "r-gen", 2)
     assert all(x.dtype == torch.bfloat16 and torch.equal(x, expected[name].bfloat16()) for name, x in exported.items())
     assert len(exported) == len(expected) - 1  # the head is the embedding
@@ -167,13 +170,13 @@ def test_an_imported_model_learns_and_the_other_scripts_take_it(tmp_path, monkey
     base = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
     run(hf_random, *SHAPE, "--vocab-size", 512, "--sequence-len", 256, "--to", tmp_path / "random")
-    run(hf_import, "--source", tmp_path / "random", "--model-tag", "c")
-    before = state_of("sft", "c")
-    sft = [*CHAIN, "--from-stage", "sft", "--num-sampled", 8, "--examples-per-step", 8]
+    run(hf_import, "--source", tmp_path / "random", "--model-tag", "start")
+    before = state_of("sft", "start")
+    sft = [*CHAIN, "--from-stage", "sft", "--from-tag", "start", "--num-sampled", 8, "--examples-per-step", 8]
     run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40)
     losses, straight = losses_of(base, "c"), state_of("sft", "c", 60)
     assert len(losses) == 60 and sum(losses[-5:]) / 5 < 0.5 * losses[0]
-    assert list_steps("sft", "c") == [0, 40, 60] and not any(torch.equal(before[name], straight[name])
+    assert list_steps("sft", "c") == [40, 60] and not any(torch.equal(before[name], straight[name])
                                                              for name in before)
     os.remove(path_of("sft", "c", "model_000060.pt"))
     run(chat_sft, *sft, "--role", "generator", "--num-steps", 60, "--save-every", 40, "--resume-from-step", "auto",
@@ -250,14 +253,15 @@ def test_weights_that_are_not_finite_are_not_imported(capsys, made_copy):
     (hf_export, ["--model-tag", "c", "--to", "new"], ["no checkpoint c"]),
     (hf_random, [*SHAPE, "--to", "other"], ["--to ", "exists already"]),
     (hf_random, [*SHAPE, "--to", "new", "--texts", "nothing.txt"], ["nothing.txt", "no such file"]),
-    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--n-embd", "128"],
+    (chat_sft, [*FROM_C, "--role", "generator", "--n-embd", "128"],
      ["--n-embd 128", "the sft model has 64"]),
-    (chat_sft, [*CHAIN, "--role", "generator", "--from-stage", "sft", "--depth", "3"],
+    (chat_sft, [*FROM_C, "--role", "generator", "--depth", "3"],
      ["--depth 3", "the sft model has 2"]),
-    (chat_sft, [*CHAIN, "--role", "verifier", "--from-stage", "sft", "--verifier-shared-layers", "1"],
-     ["--verifier-shared-layers 1", "imported"]),
-    (chat_sft, [*CHAIN, "--role", "generator", "--recompute"], ["--recompute", "nanochat's own"]),
+    (chat_sft, [*FROM_C, "--role", "verifier", "--model-tag", "c", "--verifier-tag", "new", "--verifier-shared-layers",
+                "1"], ["--verifier-shared-layers 1", "imported"]),
+    (chat_sft, [*CHAIN, "--role", "generator", "--model-tag", "new", "--recompute"], ["--recompute", "nanochat's own"]),
     (tok_train, TASK_FLAGS, ["imported", "tokenizer"]),
+    (base_eval, ["--device-type", "cpu", "--model-tag", "c"], ["base/tokenizer holds an imported tokenizer"]),
     (chat_eval, ["-i", "sft", "-g", "c", "--device-type", "cpu"], ["-g c", "names no task"]),
     (base_train, ["--data", "a.txt", "b.txt", "--depth", "1", "--device-type", "cpu"], ["tokenizer.pkl"]),
 ])
@@ -267,6 +271,35 @@ def test_what_does_not_go_with_imported_models_is_one_line(capsys, made_copy, mo
     assert line.startswith("error: ") and "\n" not in line
     for word in words:
         assert word in line, line
+
+
+def test_a_second_import_says_which_template_and_stop_tokens_are_not_taken(capsys, made_copy):
+    kept, other = made_copy / "base" / "tokenizer", made_copy / "random"
+    import_it = lambda tag: run(hf_import, "--source", other, "--model-tag", tag)
+    capsys.readouterr()
+    import_it("same")
+    assert "WARNING" not in capsys.readouterr().out
+    path = other / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages[0].content }}"}))
+    for template in other.glob("chat_template.jinja"):
+        template.unlink()
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    import_it("changed")
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING"))
+    for words in (f"--source {other}", f"the tokenizer in {kept} is kept", f"the chat template of {path} in place of",
+                  str(kept / "tokenizer_config.json"), "the stop tokens"):
+        assert words in line, line
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before and list_steps("sft", "changed") == [0]
+
+
+def test_an_import_that_was_killed_is_made_again(made_copy):
+    folder = made_copy / "base" / "tokenizer"
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "tokenizer.json").rename(folder / "tokenizer.json.tmp")
+    (folder / "tokenizer_config.json").write_text("half")
+    run(hf_import, "--source", made_copy / "random", "--model-tag", "d")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
 
 def test_an_import_into_a_directory_with_a_tokenizer_of_ours_is_refused(capsys, made_copy, monkeypatch):

@@ -4,14 +4,16 @@ The compression table, encodings that are not on this machine, and tokenizers th
     python -m pytest tests/test_tok_eval.py -q
 """
 import hashlib
+import os
 
 import pytest
 import tiktoken
 
 from nanochat import dataloader
 from nanochat.common import BadInput, path_of, script_main
+from nanochat.hf.tokenizer import HFTokenizer
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
-from scripts import tok_eval
+from scripts import hf_random, tok_eval
 
 RANKS = {bytes([i]): i for i in range(256)}
 SPECIALS = {name: 256 + i for i, name in enumerate(SPECIAL_TOKENS)}
@@ -87,6 +89,37 @@ def test_a_tokenizer_that_loses_text_ends_with_code_2(bytewise, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: the tokenizer does not give back the text english: from byte 3 it has "
                             "b'ferryleftlat'") and error.count("\n") == 1
+
+
+def test_an_imported_tokenizer_is_taken(bytewise, capsys):
+    os.remove(path_of("tokenizer", "tokenizer.pkl"))
+    hf_random.make_tokenizer([], 300).save(path_of("tokenizer"))
+    run("--compare", "")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["text", *tok_eval.SAMPLES, "all", "ours:"]
+    assert lines[1].split()[1] == lines[1].split()[3]  # without merges a byte is a token
+
+
+class Prefixing(HFTokenizer):
+    """Puts a space first, as Llama 2's does, and then what `lost` is put in place of."""
+    lost = b"-", b"-"
+
+    def __init__(self):
+        pass
+
+    def encode(self, text: str) -> list[int]:
+        return list(b" " + text.encode().replace(*self.lost))
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token])
+
+
+def test_the_space_that_an_imported_tokenizer_puts_first_is_no_loss(bytewise):
+    tokenizer = Prefixing()
+    tok_eval.check_round_trip(tokenizer, "x", "a text")
+    tokenizer.lost = b"t", b"u"
+    with pytest.raises(BadInput, match="does not give back the text x: from byte 0 it has b' a uexu', not b'a text'"):
+        tok_eval.check_round_trip(tokenizer, "x", "a text")
 
 
 def test_what_cannot_be_read_is_bad_input(bytewise, tmp_path):

@@ -197,15 +197,15 @@ class HFTokenizer:
         return cls(read_files(folder), folder)
 
     def save(self, folder: str) -> None:
-        """Writes the files that it was read from into `folder`, byte for byte. Raises BadInput where another
-        tokenizer's would change their meaning, CannotWrite."""
+        """Writes the files that it was read from into `folder`, byte for byte, tokenizer.json last: without it a folder
+        holds no tokenizer, and is written again. Raises BadInput where another tokenizer's would change their meaning,
+        CannotWrite."""
         make_folder(folder)
-        others = {"tokenizer_config.json", "chat_template.jinja"} - self.files.keys()
-        if there := [name for name in others if os.path.exists(os.path.join(folder, name))]:
+        if there := [name for name in FILES if name not in self.files and os.path.exists(os.path.join(folder, name))]:
             raise BadInput(f"{os.path.join(folder, there[0])} is of another tokenizer: move it away")
-        for name, content in self.files.items():
+        for name in sorted(self.files, key="tokenizer.json".__eq__):
             with whole_file(os.path.join(folder, name), "wb") as f:
-                f.write(content)
+                f.write(self.files[name])
 
     def _load_template(self, path, config: dict, named: dict, original: tokenizers.Tokenizer) -> ChatTemplate:
         in_config = "chat_template.jinja" not in self.files
@@ -259,6 +259,16 @@ class HFTokenizer:
         """Whether both give every text the same ids. Chat templates may differ."""
         parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
         return isinstance(other, HFTokenizer) and all(self.settings[part] == other.settings[part] for part in parts)
+
+    def tells_apart(self, other: "HFTokenizer") -> list[str]:
+        """In words, what differs between it and one that gives texts the same ids: where a prompt comes from, and where
+        an answer ends."""
+        found, names = [], lambda tokenizer: " ".join(tokenizer.tokens[i] for i in tokenizer.stop_tokens)
+        if (self.template.source, self.template.variables) != (other.template.source, other.template.variables):
+            found.append(f"the chat template of {self.template.path} in place of that of {other.template.path}")
+        if set(self.stop_tokens) != set(other.stop_tokens):
+            found.append(f"the stop tokens {names(self)} in place of {names(other)}")
+        return found
 
     def check_model(self, name: str, model) -> None:
         """Raises BadInput unless a model has an embedding for every token.
@@ -376,3 +386,12 @@ def load_tokenizer(folder: str) -> Tokenizer | HFTokenizer:
     if all(has.values()):
         raise BadInput(f"{folder} holds two tokenizers, tokenizer.pkl and tokenizer.json: move one away")
     return HFTokenizer.load(folder) if has["tokenizer.json"] else Tokenizer.load(folder)
+
+
+def load_own_tokenizer(folder: str) -> Tokenizer:
+    """nanochat's own tokenizer in `folder`, which base models have. Raises BadInput where there is another, or none."""
+    tokenizer = load_tokenizer(folder)
+    if not isinstance(tokenizer, Tokenizer):
+        raise BadInput(f"{folder} holds an imported tokenizer, which is for imported models only: set "
+                       f"NANOCHAT_BASE_DIR to the folder of a base model, or to a new one")
+    return tokenizer
