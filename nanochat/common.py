@@ -52,9 +52,10 @@ class CannotWrite(Exception):
     """A file cannot be written, as on a full disk; scripts print its text, one line, and exit with code 1."""
 
 
-def script_main(main, parser, argv: list[str] | None = None) -> None:
+def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = False) -> None:
     """Runs main(args), turning BadInput into one line on stderr and exit code 2, Diverged and CannotWrite into code 1.
-    A leading `--` is dropped. parser: an ArgumentParser, or a function that makes it from the arguments.
+    A leading `--` is dropped. parser: an ArgumentParser, or a function that makes it from the arguments. is_shown: the
+    script is run for what it prints, so that it fails where that could not be shown.
 
     Where another rank has said why it ends, this one's own failure is its consequence, and is not shown.
     """
@@ -69,6 +70,7 @@ def script_main(main, parser, argv: list[str] | None = None) -> None:
         parser = parser(argv) if callable(parser) else parser
         parser.error = functools.partial(refuse, getattr(parser, "explain", str))  # one line instead of the usage
         main(parse_flags(parser, argv))
+        code = int(is_shown and getattr(sys.stdout, "name", "") == os.devnull)  # print0 put it there
     except BadInput as error:
         complain(f"error: {one_line(error)}")
         code = 2

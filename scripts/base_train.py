@@ -27,10 +27,10 @@ from nanochat.dataloader import Documents, PackedBatches, check_same_files, find
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
+from nanochat.hf.tokenizer import load_own_tokenizer
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
-from nanochat.tokenizer import Tokenizer
 from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
@@ -243,7 +243,7 @@ def main(args) -> None:
     check_name("--run", args.run)
     uses_wandb(args.run)
     train_sources, val_sources = split_sources(args)
-    tokenizer = Tokenizer.load(path_of("tokenizer"))
+    tokenizer = load_own_tokenizer(path_of("tokenizer"))
     token_bytes = tokenizer.num_bytes()
     config_of(args, tokenizer.vocab_size)
     seen = look_at(path_of("base", tag))

@@ -260,6 +260,17 @@ def test_output_to_a_full_disk_is_one_line():
     assert done.stderr == "stopped: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="is Linux's")
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_a_script_that_is_run_for_what_it_prints_fails_where_that_is_lost(is_shown):
+    code = ("import argparse; from nanochat.common import print0, script_main\n"
+            f"script_main(lambda args: print0('x'), argparse.ArgumentParser(), [], is_shown={is_shown})")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == int(is_shown)
+    assert done.stderr == "WARNING: nothing more is shown: stdout: No space left on device\n"
+
+
 def test_a_mode_that_wandb_does_not_know_is_refused(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "off")
     with pytest.raises(BadInput, match="WANDB_MODE=off: must be one of online, offline"):
