@@ -358,6 +358,8 @@ def main(args) -> None:
             if state["step"]:
                 save()
             run.finish()
+            if isinstance(stop, BadInput) and not state["step"]:
+                raise
             why = f"{stop}; " if isinstance(stop, BadInput) else ""
             raise type(stop)(f"{why}stopped behind step {state['step']}; go on with the same flags and "
                              f"--resume-from-step auto") from None
