@@ -120,12 +120,12 @@ def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict
     path = path_of(stage, tag, f"model_{step:06d}.pt")
     save_atomic(model.state_dict() if state is None else state, path)
     write_json(path_of(stage, tag, f"meta_{step:06d}.json"),
-               {"step": step, "model_config": model.config.asdict(), "tokenizer": tokenizer_mark(), **meta})
+               {"step": step, "model_config": model.config.asdict(), **meta})
     return path
 
 
 def tokenizer_mark() -> int | None:
-    """A number that tells the base directory's tokenizer from others; None where there is none that can be read."""
+    """The mark of the base directory's tokenizer, as it is now; None where there is none that can be read."""
     folder = path_of("tokenizer")
     with contextlib.suppress(BadInput, OSError):
         if os.path.exists(imported := os.path.join(folder, "tokenizer.json")):
@@ -136,8 +136,8 @@ def tokenizer_mark() -> int | None:
 
 
 def check_tokenizer(meta: dict, path: str) -> None:
-    """Raises BadInput where a model was made with another tokenizer than the base directory has now: it would read and
-    write nonsense. Older metas, and a directory without a tokenizer, do not tell."""
+    """Raises BadInput where a model was made with another tokenizer, whose mark stands in its meta, than the base
+    directory has now: it would read and write nonsense. Older metas, and a directory without one, do not tell."""
     before, now = meta.get("tokenizer"), tokenizer_mark()
     if None not in (before, now) and before != now:
         raise BadInput(f"{path}: its model was made with another tokenizer than the one in {path_of('tokenizer')}: "
@@ -295,6 +295,9 @@ def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, 
     """Restores optimizers, and gives this rank's state, which has these parts. per_rank: states, or parts of sharded
     optimizers, differ, so the number of ranks may not. Raises BadInput."""
     path = path_of(stage, tag, f"train_{step:06d}_rank0.pt")
+    if not os.path.exists(path):
+        raise BadInput(f"{path} is missing, without which step {step} cannot be trained on; there are: "
+                       f"{', '.join(map(str, resumable_steps(stage, tag))) or 'none'}")
     saved = load_file(path)
     if not isinstance(saved, dict) or not {"optimizers", "world", *parts} <= saved.keys():
         raise BadInput(f"{path} is not what training goes on from: it lacks {', '.join(parts)} or optimizers")

@@ -90,7 +90,7 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
         complain("stopped by Ctrl-C")
         code = 130  # 128 + SIGINT
     except OSError as error:
-        if error.filename or error.errno != errno.ENOSPC:
+        if error.filename or error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # as above
         complain(f"stopped: the output cannot be written: {error.strerror}")
@@ -365,10 +365,13 @@ def init_device(device_type: str) -> torch.device:
 
 def stop_with_parent() -> None:
     """Makes Linux send this process SIGTERM when its parent ends: torchrun or run_arms, killed, cannot stop its
-    processes, and they would go on and keep the run's lock."""
+    processes, and they would go on and keep the run's lock. A parent that names itself may have ended by now."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        parent = os.environ.get("NANOCHAT_STOP_WITH_PARENT")
+        if parent and parent != str(os.getppid()):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def keep_freed_memory() -> None:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat import __version__
-from nanochat.common import (BadInput, StopRequested, all_reduce, check_name, finite, path_of, print0, rank_and_world,
-                             read_records, whole_file, write_json, writing)
+from nanochat.common import (BadInput, CannotWrite, StopRequested, all_reduce, check_name, finite, path_of, print0,
+                             rank_and_world, read_records, whole_file, write_json, writing)
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "shared")  # that wandb knows
 # The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.
@@ -34,6 +34,7 @@ class Run:
     rank: int
     world: int
     folder: str
+    tokenizer: int | None = None  # mark of the one that it began with, for the metas of its models
     lock: object = None  # rank 0's open lock file
     wandb: object = None
     wants_events: bool = False  # --tensorboard
@@ -200,6 +201,17 @@ def lock_run(folder: str):
         lock.close()
         raise BadInput(f"{folder}: another process is at work on this run") from None
     return lock
+
+
+def is_at_work(folder: str) -> bool:
+    """Whether a process holds the lock of a run's folder. Leaves nothing behind."""
+    if not os.path.exists(os.path.join(folder, "lock")):
+        return False
+    try:
+        lock_run(folder).close()
+    except (BadInput, CannotWrite):
+        return True
+    return False
 
 
 def look_at(folder: str) -> dict[str, int]:

@@ -11,6 +11,7 @@ with its reference of depth 12 and 524,288 tokens.
 """
 import argparse
 import math
+import os
 import time
 from itertools import islice
 
@@ -140,6 +141,10 @@ def split_sources(args) -> tuple[list[str], list[str]]:
         if not args.val_data:
             raise BadInput(f"--data {args.data[0]}: give --val-data too, for example "
                            f"{args.data[0].split(':')[0]}:validation")
+        both = [] if is_hub_name(args.data) or is_hub_name(args.val_data) else sorted(
+            {*map(os.path.realpath, find_files(args.data))} & {*map(os.path.realpath, find_files(args.val_data))})
+        if both:
+            raise BadInput(f"--val-data {' '.join(args.val_data)}: {both[0]} is in --data too, and would be trained on")
         return args.data, args.val_data
     files = find_files(args.data)
     if len(files) < 2:
@@ -299,8 +304,9 @@ def main(args) -> None:
     def save_model_alone(val_bpb: float | None) -> None:
         if rank == 0:
             save_model("base", tag, state["step"], model,
-                       {"user_config": vars(args), "val_bpb": val_bpb, "total_batch_size": rules["batch"],
-                        "device_batch_size": args.device_batch_size, "max_seq_len": args.sequence_len})
+                       {"user_config": vars(args), "tokenizer": tokenizer.mark(), "val_bpb": val_bpb,
+                        "total_batch_size": rules["batch"], "device_batch_size": args.device_batch_size,
+                        "max_seq_len": args.sequence_len})
 
     with saying_what_is_whole(lambda: resumable_steps("base", tag), "the same flags and --resume-from-step auto"):
         try:
@@ -310,7 +316,10 @@ def main(args) -> None:
             if state["step"]:
                 check_weights(model, "model")
                 save_model_alone(None)
-                error = BadInput(f"{error}; the model behind step {state['step']} is saved, and cannot be trained on")
+                left = "".join(f"; with the text as it was, --resume-from-step {step} goes on"
+                               for step in resumable_steps("base", tag)[-1:])
+                error = BadInput(f"{error}; the model behind step {state['step']} is saved, and cannot be trained on"
+                                 f"{left}")
             run.finish()
             raise error from None
         except StopRequested:

@@ -22,8 +22,8 @@ import time
 
 import torch
 
-from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
-                                 saying_what_is_whole)
+from nanochat.checkpoint import (find_step, fingerprint, load_model, load_training, resumable_steps, resume_step,
+                                 save_model, save_training, saying_what_is_whole)
 from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, barrier, check_least, check_most,
                              check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device,
                              on_all_ranks, path_of, print0, rank_and_world, script_main)
@@ -276,6 +276,11 @@ def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
     return generator
 
 
+def generator_mark(tag: str) -> int:
+    """A number that tells the generator whose solutions a verifier learns to judge from others."""
+    return fingerprint(path_of("sft", tag, f"model_{find_step('sft', tag):06d}.pt"))
+
+
 def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1,
                        "max_new_tokens": 1, "sequence_len": 2, "matrix_lr": 0, "embedding_lr": 0,
@@ -311,6 +316,7 @@ def main(args) -> None:
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
     files = {path: mark_of(path) for path in args.conversations if os.path.exists(path)}
     problems = problems_digest(task, tokenizer)
+    judged = generator_mark(args.model_tag) if args.role == "verifier" else None
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
     if resumed is not None:
         if resumed >= args.num_steps:
@@ -322,6 +328,9 @@ def main(args) -> None:
             raise BadInput(f"{path_of('sft', tag)} was trained on other problems of task {task.name} or with another "
                            f"tokenizer: put its data file, its code or the tokenizer back as it was, or take another "
                            f"--model-tag")
+        if saved.get("generator", judged) != judged:
+            raise BadInput(f"{path_of('sft', args.model_tag)} is not the generator whose solutions "
+                           f"{path_of('sft', tag)} was trained on: its SFT was done again; take another --verifier-tag")
         state = saved["state"]
     examples = Examples(args, task, tokenizer, model.config.sequence_len)
     examples.check()  # before anything is sampled or written, and with what was sampled below
@@ -340,11 +349,12 @@ def main(args) -> None:
         weights = whole_state(model, keep=rank == 0)
         if rank == 0 or args.shard:
             save_training("sft", tag, state["step"], rank, optimizers,
-                          {"state": dict(state), "files": files, "problems": problems})
+                          {"state": dict(state), "files": files, "problems": problems, "generator": judged})
         barrier()  # every rank has written its part
         if rank == 0:
             save_model("sft", tag, state["step"], model,
-                       {"user_config": vars(args), "loss": state["loss"], "val_bpb": None}, weights)
+                       {"user_config": vars(args), "loss": state["loss"], "val_bpb": None,
+                        "tokenizer": tokenizer.mark()}, weights)
 
     with saying_what_is_whole(lambda: resumable_steps("sft", tag), "the same flags and --resume-from-step auto"):
         try:

@@ -30,13 +30,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> None:
+def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> HFTokenizer:
     """Makes it the base directory's tokenizer, unless that has one that gives texts the same ids; what that one does
-    otherwise is told. Raises BadInput where it has another."""
+    otherwise is told. -> the one that is there now. Raises BadInput where it has another."""
     folder = path_of("tokenizer")
     if not any(os.path.exists(os.path.join(folder, name)) for name in ("tokenizer.pkl", "tokenizer.json")):
         tokenizer.save(folder)
-        return
+        return tokenizer
     kept = load_tokenizer(folder)
     if not tokenizer.equals(kept):
         raise BadInput(f"--source {source}: its tokenizer is not the one in {folder}; "
@@ -44,6 +44,7 @@ def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> None:
     if differences := tokenizer.tells_apart(kept):
         print0(f"WARNING: --source {source}: the tokenizer in {folder} is kept, which gives texts the same ids; the "
                f"source's own has {' and '.join(differences)}")
+    return kept
 
 
 def main(args) -> None:
@@ -56,8 +57,8 @@ def main(args) -> None:
     model = read_model(folder, torch.device("cpu"), torch.float32)
     tokenizer.check_model("model", model)
     check_loaded(model, folder)
-    keep_tokenizer(tokenizer, args.source)
-    save_model("sft", args.model_tag, 0, model, {"imported_from": args.source})
+    kept = keep_tokenizer(tokenizer, args.source)
+    save_model("sft", args.model_tag, 0, model, {"imported_from": args.source, "tokenizer": kept.mark()})
     number = sum(p.numel() for p in model.parameters())
     print0(f"{args.source}: {model.config.architecture}, {number / 1e9:.3f}B parameters in "
            f"{next(model.parameters()).dtype}, context {model.config.sequence_len}"

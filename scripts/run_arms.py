@@ -180,7 +180,7 @@ class Children:
             path = log_of(f"{job.name}.log")
             with writing(path), open(path, "a") as log:  # another process may be at work on it
                 child = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT,
-                                         env={**os.environ, "NANOCHAT_STOP_WITH_PARENT": "1"})
+                                         env={**os.environ, "NANOCHAT_STOP_WITH_PARENT": str(os.getpid())})
             self.running.add(child)
         code = child.wait()
         with self.lock:

@@ -322,6 +322,7 @@ def main(args) -> None:
         raise BadInput(f"--num-steps {args.num_steps}: run {args.run} has made {made} updates of the {trained[0]}; "
                        f"continue it with as many or more")
     run = open_run(args, recipe, task, problems, starts, device, dtype, world, resume_step, seen)
+    run.tokenizer = tokenizer.mark()
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,

@@ -6,6 +6,7 @@ Trains the tokenizer: on the text of a task (demonstrations of both roles), or w
     python -m scripts.tok_train --data shards/*.parquet --vocab-size 32768
 """
 import argparse
+import glob
 import os
 import random
 import time
@@ -16,7 +17,7 @@ from nanochat.common import (BadInput, check_least, check_most, check_writable, 
                              script_main)
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.run import add_run_args
+from nanochat.run import add_run_args, is_at_work
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks import add_task_args, make_task, task_texts
 from tasks.common import demo_of
@@ -51,9 +52,11 @@ def capped_texts(sources: list[str], max_chars: int, doc_cap: int):
 
 
 def check_models(folder: str, tokenizer: Tokenizer) -> None:
-    """Raises BadInput when another tokenizer is there that models were made for: with this one they would read and
-    write nonsense."""
+    """Raises BadInput when another tokenizer is there that models were made for, or are being: with this one they would
+    read and write nonsense."""
     tags = [f"{stage} {tag}" for stage in ("base", "sft", "rl") for tag in list_tags(stage)]
+    tags += [f"{path}, which is being made" for stage in ("base", "sft") for path in glob.glob(path_of(stage, "*"))
+             if is_at_work(path)]
     if tags and os.path.exists(os.path.join(folder, "tokenizer.pkl")) and not Tokenizer.load(folder).equals(tokenizer):
         raise BadInput(f"{folder} holds the tokenizer of {', '.join(tags)}, and this would be another: use it "
                        f"(--if-missing) or set NANOCHAT_BASE_DIR to a new folder")

@@ -357,4 +357,4 @@ def main(args) -> None:
 
 
 if __name__ == "__main__":
-    script_main(main, make_parser())
+    script_main(main, make_parser(), is_shown=True)

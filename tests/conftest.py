@@ -144,7 +144,8 @@ def sft_base(tmp_path_factory):
             args = parse(chat_sft, ["--role", role, *model])
             tag = chat_sft.resolve_tags(args)
             crafted = crafted_model(tokenizer, role, 2 * SEED + seed)
-            save_model("sft", tag, 200, crafted, {"user_config": vars(args), "loss": None, "val_bpb": None})
+            save_model("sft", tag, 200, crafted, {"user_config": vars(args), "loss": None, "val_bpb": None,
+                                                    "tokenizer": tokenizer.mark()})
     return base
 
 

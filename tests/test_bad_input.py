@@ -245,7 +245,9 @@ def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(capsys, 
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     code, _, err = fig4(capsys, "--arms", "tango grpo small_verifier score_2e-4", "--start", "refine", "--seeds", "1",
                         "--out", str(tmp_path / "out"))
-    assert code == 2 and err.startswith(f"error: {tmp_path}/{folder} was made with other flags")
+    words = (f"{tmp_path}/{folder} was made with other flags" if flags
+             else f"{tmp_path}/logs/{log}.flags is gone, and {tmp_path}/{folder}/config.json does not tell")
+    assert code == 2 and err.startswith(f"error: {words}")
     assert err.count("\n") == 1
     assert not (tmp_path / "out").exists()
 

@@ -316,8 +316,14 @@ def test_what_was_trained_before_a_row_without_text_is_saved(base, monkeypatch):
     assert list_steps("base", "base") == [3] and resumable_steps("base", "base") == []
     with pytest.raises(BadInput, match="holds a model, of step 3: take another tag$"):
         train(base, *flags)
-    with pytest.raises(BadInput, match="train_000003_rank0.pt is missing"):
+    with pytest.raises(BadInput, match="train_000003_rank0.pt is missing, without .* be trained on; there are: none"):
         train(base, *flags, "--resume-from-step", "auto")
+
+
+def test_text_to_validate_on_that_is_trained_on_too_is_refused(base):
+    last = sorted((base / "text").iterdir())[-1]
+    with pytest.raises(BadInput, match=f"--val-data {last}: {last} is in --data too, and would be trained on"):
+        train(base, "--val-data", str(last))
 
 
 def test_another_file_in_the_place_of_what_training_goes_on_from(base):

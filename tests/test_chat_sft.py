@@ -5,6 +5,7 @@ SFT: what is trained, conversations beside demonstrations, packing, starting fro
 """
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from nanochat.checkpoint import list_steps, load_model, save_model
 from nanochat.common import BadInput, path_of, script_main
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
-from scripts import chat_sft
+from scripts import chat_sft, tok_train
 from tasks import make_task
 from tasks.chain import Chain
 from tasks.conversations import load_conversations
@@ -251,6 +252,38 @@ def test_a_sampled_solution_that_cannot_be_checked_is_left_out(base, monkeypatch
         None if problem.index == chat_sft.SAMPLED_FROM + 1 else check(self, problem, text)))
     train("--model-tag", "tiny", "--verifier-tag", "a", "--num-sampled", "4", role="verifier")
     assert "1 of 4 sampled solutions could not be checked and are left out" in capsys.readouterr().out
+
+
+def test_a_verifier_goes_on_with_the_generator_that_it_began_with_alone(base):
+    more = ["--model-tag", "g", "--verifier-tag", "v", "--save-every", "2"]
+    train("--model-tag", "g")
+    train(*more, role="verifier")
+    shutil.rmtree(base / "chatsft_checkpoints" / "g")
+    train("--model-tag", "g", "--embedding-lr", "0.1")
+    with pytest.raises(BadInput, match="g is not the generator whose solutions .*v was trained on: its SFT was done"):
+        train(*more, "--resume-from-step", "2", role="verifier")
+
+
+def test_a_tokenizer_that_is_in_use_is_not_replaced(base, monkeypatch):
+    """Neither under training, which has no checkpoint yet; nor behind its back, which its checkpoint tells."""
+    step, seen = chat_sft.train_step, []
+    other = ["--vocab-size", "266", *TASK_FLAGS]
+
+    def replacing(*args):
+        if not seen:
+            for folder in (base / "chatsft_checkpoints").iterdir():
+                if folder.name != "a":
+                    shutil.rmtree(folder)  # models that were made before
+            with pytest.raises(BadInput, match="chatsft_checkpoints/a, which is being made, and this would"):
+                tok_train.main(parse(tok_train, other))
+            shutil.rmtree(base / "tokenizer")
+            seen.append(tok_train.main(parse(tok_train, other)))
+        return step(*args)
+
+    monkeypatch.setattr(chat_sft, "train_step", replacing)
+    train("--model-tag", "a")
+    with pytest.raises(BadInput, match="meta_000006.json: its model was made with another tokenizer than the one in"):
+        train("--model-tag", "a", "--verifier-tag", "b", role="verifier")
 
 
 def test_checkpoints_on_the_way_and_a_finished_run(base, capsys):

@@ -87,7 +87,7 @@ def run_of_step_2(base):
     args.lr, specs = 1e-3, tango_rl.recipes.load("grpo").ROLES
     roles = load_roles(args, specs, find_starts(args, specs), torch.device("cpu"), torch.float32)
     state = load_set("r", 2, roles, torch.device("cpu"), False)
-    run = SimpleNamespace(name="r", rank=0, world=1, device=torch.device("cpu"))
+    run = SimpleNamespace(name="r", rank=0, world=1, device=torch.device("cpu"), tokenizer=None)
     with torch.no_grad():
         for p in roles["generator"].model.parameters():
             p.add_(1.0)

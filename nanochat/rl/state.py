@@ -88,7 +88,7 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
     for name, role in roles.items():
         tag, weights = tag_of(run.name, name), whole_state(role.model, keep=run.rank == 0)
         if run.rank == 0:
-            meta = {"run": run.name, "role": name, "user_config": vars(args)}
+            meta = {"run": run.name, "role": name, "user_config": vars(args), "tokenizer": run.tokenizer}
             written.append((name, save_model("rl", tag, state.step, role.model, meta, weights)))
         if role.optimizer is not None and (run.rank == 0 or args.shard):
             written.append((name, save_optimizer("rl", tag, state.step, role.optimizer, run.rank)))
