@@ -33,6 +33,7 @@ from nanochat.common import (BadInput, StopRequested, base_dir, check_unchanged,
                              make_folder, parse_flags, path_of, print0, script_main, whole_file, writing)
 from nanochat.rl.flags import complete_args
 from nanochat.rl.report import compare, dial_table, read_run
+from nanochat.run import is_at_work
 from scripts import chat_sft, tango_rl
 
 
@@ -217,6 +218,8 @@ def carry_out_all(jobs: list[Job], num_at_once: int) -> bool:
     for job in jobs:
         model = first[job.module, job.flags]
         if model.is_done() and not job.is_done():
+            if is_at_work(job.folder):
+                raise BadInput(f"{job.folder}: another process is at work on this run")
             part = f"{job.folder}.part"
             for old in (part, job.folder):
                 shutil.rmtree(old, ignore_errors=True)

@@ -17,6 +17,7 @@ import pytest
 from conftest import TASK_FLAGS, parse
 from conftest import rl_flags as rl_flags_of_test
 
+from nanochat.run import lock_run
 from nanochat.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
 from nanochat.common import BadInput, path_of, script_main
 from scripts import chat_sft, run_arms, tango_rl
@@ -279,6 +280,18 @@ def test_a_dial_that_cannot_be_turned_so(world, flags, words):
 
 
 # Jobs
+
+def test_a_run_that_another_process_is_at_work_on_is_not_replaced_by_a_copy(world):
+    folder = world.base / "runs" / "small_chain_usual-grpo-s1"
+    flags = ["--dial", "start", "--settings", "weak usual", "--seeds", "1", "--arms", "grpo"]
+    assert world.run(*flags)[0] == 0
+    (folder / "summary.json").unlink()
+    held, before = lock_run(str(folder)), sorted(os.listdir(folder))
+    code, _, err = world.run(*flags)
+    assert (code, err) == (2, f"error: {folder}: another process is at work on this run\n")
+    held.close()
+    assert sorted(os.listdir(folder)) == before
+
 
 def test_all_sfts_come_before_all_runs_and_a_dial_gets_one_report(world):
     """GRPO has no verifier: at the second setting its runs are copies of those at the first."""

@@ -84,6 +84,8 @@ def test_what_is_killed_comes_to_its_end(monkeypatch, capsys):
     monkeypatch.setattr(soak.random.Random, "uniform", lambda self, low, high: 30.0)
     soak.kill([sys.executable, "-c", "pass"], 1, 0)
     assert capsys.readouterr().out == "1 x ended by itself with 0\n"
+    soak.kill([sys.executable, "-c", "import sys; sys.exit(2)"], 1, 0)
+    assert capsys.readouterr().out == "1 x ended by itself with 2\n"
 
 
 def test_a_run_seeds_torchs_generator_for_what_a_recipe_draws(base):
