@@ -20,6 +20,7 @@ from nanochat.common import (BadInput, CannotWrite, check_unchanged, make_folder
                              whole_file, write_json)
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.hf.tokenizer import mark_of, read_files
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, not_finite, with_shards
 
@@ -128,10 +129,8 @@ def tokenizer_mark() -> int | None:
     """The mark of the base directory's tokenizer, as it is now; None where there is none that can be read."""
     folder = path_of("tokenizer")
     with contextlib.suppress(BadInput, OSError):
-        if os.path.exists(imported := os.path.join(folder, "tokenizer.json")):
-            with open(imported, "rb") as f:
-                return zlib.crc32(f.read())
-        return Tokenizer.load(folder).mark()
+        is_imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
+        return mark_of(read_files(folder)) if is_imported else Tokenizer.load(folder).mark()
     return None
 
 
@@ -333,7 +332,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
                        + ", or continue it with --resume-from-step auto" * bool(steps))
     if wanted == "-1" or wanted == "auto" and not saved:
         return None
-    if wanted == "auto":  # without what it goes on from, a model that is not finished is refused later
+    if wanted == "auto" and not steps:  # a model that is not finished is refused later
         steps = saved
     if wanted != "auto" and not re.fullmatch("[0-9]{1,18}", wanted):
         raise BadInput(f"--resume-from-step {wanted}: must be -1 (off), auto or a step")

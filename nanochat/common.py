@@ -628,6 +628,8 @@ def check_data_file(path: str) -> None:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
     if not begin.strip():
         raise BadInput(f"{path}: is empty")
+    if "::" in path:
+        raise BadInput(f"{path}: the library that reads it takes '::' for a file within a file: give it another name")
     text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
     if path.endswith((".json", ".jsonl")) and text[:1] not in (b"{", b"["):
         raise BadInput(f"{path}: is no json of rows: it begins with {text[:20]!r}")

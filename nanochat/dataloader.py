@@ -46,9 +46,9 @@ def find_files(sources: list[str]) -> list[str]:
     return files
 
 
-def mark_files(*sources: list[str]) -> dict[str, list[int]]:
-    """The files that lists of sources stand for, each with its mark; a hub name has none. Raises BadInput."""
-    return {file: mark_of(file) for names in sources if not is_hub_name(names) for file in find_files(names)}
+def mark_files(sources: list[str]) -> dict[str, list[int]]:
+    """The files that sources stand for, each with its mark; a hub name has none. Raises BadInput."""
+    return {} if is_hub_name(sources) else {file: mark_of(file) for file in find_files(sources)}
 
 
 def mark_of(file: str) -> list[int]:

@@ -10,6 +10,7 @@ with its reference of depth 12 and 524,288 tokens.
     torchrun --standalone --nproc_per_node=8 scripts/base_train.py -- --data shards/*.parquet --depth 24 --run base
 """
 import argparse
+import contextlib
 import math
 import os
 import time
@@ -21,9 +22,9 @@ import torch.distributed as dist
 from nanochat.bench import machine_speed
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model,
                                  save_training, saying_what_is_whole)
-from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, check_least, check_most, check_name,
-                             check_writable, compute_dtype, flag_defaults, in_words, init_device, on_all_ranks,
-                             path_of, print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, check_least, check_most,
+                             check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device,
+                             on_all_ranks, path_of, print0, rank_and_world, script_main)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
 from nanochat.engine import generate, row_key
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
@@ -141,15 +142,17 @@ def split_sources(args) -> tuple[list[str], list[str]]:
         if not args.val_data:
             raise BadInput(f"--data {args.data[0]}: give --val-data too, for example "
                            f"{args.data[0].split(':')[0]}:validation")
-        both = [] if is_hub_name(args.data) or is_hub_name(args.val_data) else sorted(
-            {*map(os.path.realpath, find_files(args.data))} & {*map(os.path.realpath, find_files(args.val_data))})
-        if both:
-            raise BadInput(f"--val-data {' '.join(args.val_data)}: {both[0]} is in --data too, and would be trained on")
-        return args.data, args.val_data
-    files = find_files(args.data)
-    if len(files) < 2:
-        raise BadInput(f"--data {' '.join(args.data)}: is one file; give a second one or --val-data, for validation")
-    return files[:-1], files[-1:]
+        sources = args.data, args.val_data
+    else:
+        files = find_files(args.data)
+        if len(files) < 2:
+            raise BadInput(f"--data {' '.join(args.data)}: is one file; give a second one or --val-data, for "
+                           f"validation")
+        sources = files[:-1], files[-1:]
+    train, val = (set() if is_hub_name(names) else {*map(os.path.realpath, find_files(names))} for names in sources)
+    if both := sorted(train & val):
+        raise BadInput(f"{both[0]}: is in the text to validate on, and would be trained on too")
+    return sources
 
 
 def validation_batches(args, sources, tokenizer, run):
@@ -257,7 +260,7 @@ def main(args) -> None:
     resumed = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
     check_writable(path_of("base", tag))
     documents = Documents(train_sources, rank, world)
-    files = mark_files(train_sources, val_sources)
+    texts = [mark_files(train_sources), mark_files(val_sources)]
     for sources in (train_sources, val_sources):  # bad text shows before anything is written
         PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()
     device = init_device(args.device_type)
@@ -277,7 +280,10 @@ def main(args) -> None:
         return
     if resumed is not None:
         saved = load_training("base", tag, resumed, rank, optimizers, per_rank=True, parts=("state", "batches"))
-        check_same_files(saved.get("files", files), files, f"step {resumed} of {tag}")  # older ones name none
+        for before, now in zip(saved.get("texts", texts), texts, strict=True):
+            check_same_files(before, now, f"step {resumed} of {tag}")
+        if "files" in saved:  # of an older version, which kept both in one
+            check_same_files(saved["files"], texts[0] | texts[1], f"step {resumed} of {tag}")
         batches.load_state_dict(saved["batches"])
         state = saved["state"]
     print_rules(f"{tag} behind step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
@@ -296,7 +302,7 @@ def main(args) -> None:
     def save(val_bpb: float | None = None) -> None:
         check_weights(model, "model")
         save_training("base", tag, state["step"], rank, optimizers,
-                      {"batches": batches.state_dict(), "state": dict(state), "files": files})
+                      {"batches": batches.state_dict(), "state": dict(state), "texts": texts})
         if dist.is_initialized():
             dist.barrier()  # every rank's file is there before the meta makes the step valid
         save_model_alone(val_bpb)
@@ -312,6 +318,11 @@ def main(args) -> None:
         try:
             train(args, run, model, optimizers, batches, rules, state, evaluate, save)
             val_bpb = evaluate()
+        except CannotWrite:  # the log, where its folder was moved: the model may be written all the same
+            if world == 1 and state["step"]:
+                with contextlib.suppress(CannotWrite):
+                    save()
+            raise
         except BadInput as error:  # where its text is bad, the stream cannot go on: the model alone is kept
             if state["step"]:
                 check_weights(model, "model")

@@ -15,6 +15,7 @@ that a stopped run goes on exactly, on any number of ranks.
         --embedding-lr 5e-6 --shard --recompute     # an imported model: AdamW for all of it
 """
 import argparse
+import contextlib
 import math
 import os
 import random
@@ -24,9 +25,9 @@ import torch
 
 from nanochat.checkpoint import (find_step, fingerprint, load_model, load_training, resumable_steps, resume_step,
                                  save_model, save_training, saying_what_is_whole)
-from nanochat.common import (BadInput, Diverged, StopRequested, all_reduce, barrier, check_least, check_most,
-                             check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device,
-                             on_all_ranks, path_of, print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, barrier, check_least,
+                             check_most, check_name, check_writable, compute_dtype, flag_defaults, in_words,
+                             init_device, on_all_ranks, path_of, print0, rank_and_world, script_main)
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.gpt import add_model_args, config_of, new_model
@@ -38,7 +39,7 @@ from nanochat.recipes.critique_grpo import CRITIQUES
 from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
 from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
 from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import outcomes_of, problems_digest
+from nanochat.rl.scores import outcomes_of, problems_digest, texts_digest
 from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights, whole_state
 from tasks import add_task_args, make_task
@@ -179,10 +180,16 @@ class Examples:
         self.share = args.conversations_share if self.conversations else 0.0
         self.row = shuffled(len(self.conversations), args.seed)
         self.names = " ".join(args.conversations)
+        # all of a finite task; a verifier's would all be graded
+        num_all = task.num_problems("sft") if args.role == "generator" and hasattr(task, "num_problems") else 0
+        self.num_checked = min(num_all, args.num_steps * args.examples_per_step)
 
     def check(self) -> None:
-        """Raises BadInput when one of the first 512 demonstrations, or none of as many conversations, fits the context:
-        now, not in the middle of training."""
+        """Raises BadInput when one of the demonstrations that are looked at (the first 512, and all of a finite task
+        that the generator will see), or none of 512 conversations, fits the context: now, not in the middle of
+        training."""
+        for index in range(512, self.num_checked):
+            self.demonstration(index)
         num_long = [self(i) for i in range(512)].count(None)
         if num_long and num_long == math.floor(512 * self.share):
             raise BadInput(f"--conversations {self.names}: none of the first {num_long} fits the context of "
@@ -306,6 +313,8 @@ def main(args) -> None:
     dtype = compute_dtype(device)
     model = (start_model(args, tokenizer, device, dtype) if resumed is None
              else load_model("sft", tag, device, dtype, resumed, args.shard)[0])
+    if resumed is None and args.resume_from_step == "auto":
+        print0(f"{path_of('sft', tag)} has no checkpoint: it starts from step 0")
     if args.shard and not isinstance(model, Decoder):
         raise BadInput("--shard: Muon needs whole matrices; only imported models, which AdamW trains, "
                        "can be sharded here")
@@ -315,7 +324,7 @@ def main(args) -> None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
     files = {path: mark_of(path) for path in args.conversations if os.path.exists(path)}
-    problems = problems_digest(task, tokenizer)
+    problems, texts = problems_digest(task, tokenizer), texts_digest(task)
     judged = generator_mark(args.model_tag) if args.role == "verifier" else None
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
     if resumed is not None:
@@ -324,7 +333,7 @@ def main(args) -> None:
             return
         saved = load_training("sft", tag, resumed, rank, optimizers, per_rank=args.shard)
         check_same_files(saved.get("files", files), files, f"step {resumed} of {tag}")  # older ones tell of neither
-        if saved.get("problems", problems) != problems:
+        if (saved.get("problems", problems), saved.get("texts", texts)) != (problems, texts):
             raise BadInput(f"{path_of('sft', tag)} was trained on other problems of task {task.name} or with another "
                            f"tokenizer: put its data file, its code or the tokenizer back as it was, or take another "
                            f"--model-tag")
@@ -349,7 +358,8 @@ def main(args) -> None:
         weights = whole_state(model, keep=rank == 0)
         if rank == 0 or args.shard:
             save_training("sft", tag, state["step"], rank, optimizers,
-                          {"state": dict(state), "files": files, "problems": problems, "generator": judged})
+                          {"state": dict(state), "files": files, "problems": problems, "texts": texts,
+                           "generator": judged})
         barrier()  # every rank has written its part
         if rank == 0:
             save_model("sft", tag, state["step"], model,
@@ -364,15 +374,20 @@ def main(args) -> None:
                 if not args.verifier_shared_layers:
                     generator = None  # its memory is the training's
             train(args, run, model, parameters, optimizers, examples, state, after_step, save)
+        except CannotWrite:  # the log, where its folder was moved: the model may be written all the same
+            if world == 1 and state["step"]:
+                with contextlib.suppress(CannotWrite):
+                    save()
+            raise
         except (StopRequested, BadInput) as stop:
             if state["step"]:
                 save()
             run.finish()
-            if isinstance(stop, BadInput) and not state["step"]:
-                raise
-            why = f"{stop}; " if isinstance(stop, BadInput) else ""
-            raise type(stop)(f"{why}stopped behind step {state['step']}; go on with the same flags and "
-                             f"--resume-from-step auto") from None
+            if isinstance(stop, BadInput):
+                raise BadInput(f"{stop}; the model behind step {state['step']} is saved" if state["step"]
+                               else str(stop)) from None
+            raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and "
+                                f"--resume-from-step auto") from None
         save()
         run.finish()
     left_out = (f", {state['too_long']} conversations were longer than the context and left out"

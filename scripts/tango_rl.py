@@ -11,11 +11,14 @@ One process per GPU holds all roles, samples and trains. The ratio is exactly 1 
         --recompute --dry-run
 """
 import argparse
+import inspect
+import json
 import math
 import os
 import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from functools import partial
@@ -24,9 +27,9 @@ import torch
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps, saying_what_is_whole
-from nanochat.common import (BadInput, Diverged, StopRequested, check_writable, compute_dtype, finite, flag_defaults,
-                             gather_lists, init_device, path_of, print0, process_size, rank_and_world, script_main,
-                             whole_file, write_json)
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, check_writable, compute_dtype, finite,
+                             flag_defaults, gather_lists, init_device, path_of, print0, process_size, rank_and_world,
+                             script_main, whole_file, write_json)
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
                                complete_args)
@@ -40,7 +43,7 @@ from nanochat.rl.resume import check_no_models, check_problems_stayed, check_rec
 from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
                                short_name, trained_roles)
 from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import problems_digest
+from nanochat.rl.scores import problems_digest, texts_digest
 from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
 from nanochat.run import (add_run_args, choose_run_name, claim_run_name, describe_versions, look_at, start_run,
                           uses_wandb)
@@ -154,9 +157,10 @@ def one_step(t: Play, recipe, counted: str):
         record = evaluate_if_due(t, recipe, counted)
         evaluated = time.time()
         yield updated
-    except StopRequested:
-        t.state.restore(before)
-        torch.set_rng_state(random_state)
+    except Exception:
+        if not t.has_moved:  # the step is thrown away
+            t.state.restore(before)
+            torch.set_rng_state(random_state)
         raise
     state, ended, was_evaluated = t.state, time.time(), bool(record)
     check_memory(state.memory)
@@ -278,6 +282,7 @@ def main(args) -> None:
         return
     recipe, task, world = recipes.load(args.recipe), make_task(args), rank_and_world()[1]
     check_args(args, world)
+    check_json(args)
     recipes.ask(args.recipe, recipe, "check", args, task)
     complete_args(args, recipe.ROLES)
     seen = look_at(path_of("runs", choose_run_name(args.run)))
@@ -288,7 +293,7 @@ def main(args) -> None:
     for path in (path_of("runs", args.run), *(path_of("rl", tag_of(args.run, role)) for role in recipe.ROLES)):
         check_writable(path)
     tokenizer = load_tokenizer(path_of("tokenizer"))
-    problems = problems_digest(task, tokenizer)
+    problems = [problems_digest(task, tokenizer), texts_digest(task)]
     if resume_step is None:
         check_no_models(args.run, [tag_of(args.run, role) for role in recipe.ROLES])
     else:
@@ -321,6 +326,9 @@ def main(args) -> None:
     if made > args.num_steps:
         raise BadInput(f"--num-steps {args.num_steps}: run {args.run} has made {made} updates of the {trained[0]}; "
                        f"continue it with as many or more")
+    if state and made == args.num_steps and saved_steps(args.run)[-1] > state.step:
+        raise BadInput(f"--resume-from-step {args.resume_from_step}: no step is left to make, and to begin from there "
+                       f"would remove the checkpoints behind it, up to step {saved_steps(args.run)[-1]}")
     run = open_run(args, recipe, task, problems, starts, device, dtype, world, resume_step, seen)
     run.tokenizer = tokenizer.mark()
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
@@ -333,6 +341,16 @@ def main(args) -> None:
     with saying_what_is_whole(lambda: saved_steps(args.run),
                               f"the same flags, --run {args.run} and --resume-from-step auto"):
         carry_out(t, recipe, is_resumed=state is not None)
+
+
+def check_json(args) -> None:
+    """Raises BadInput for a flag of a recipe that config.json could not hold."""
+    for name, value in vars(args).items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            raise BadInput(f"--recipe {args.recipe}: its flag --{name.replace('_', '-')} is a {type(value).__name__}: "
+                           f"flags are numbers, texts, true or false, and lists of them") from None
 
 
 def find_start(args, recipe) -> tuple[int | None, dict]:
@@ -349,14 +367,16 @@ def find_start(args, recipe) -> tuple[int | None, dict]:
     return resume_step, find_starts(args, recipe.ROLES, read_config(args.run).get("starts"))
 
 
-def open_run(args, recipe, task, problems: int, starts: dict, device, dtype, world: int, step: int | None, seen: dict):
+def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtype, world: int, step: int | None,
+             seen: dict):
     """The run's folder and log, with all that a continued run is compared with. step: where it is continued, None for a
     fresh one; seen: what its folder held when that was decided."""
     is_resumed = step is not None
     args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
-              "problems": problems, "dtype": str(dtype).removeprefix("torch."),
+              "recipe_mark": zlib.crc32(inspect.getsource(recipe).encode()) if not hasattr(recipe, "text") else None,
+              "problems": problems[0], "texts": problems[1], "dtype": str(dtype).removeprefix("torch."),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
     run = start_run(args, device, config, seen, resumed=is_resumed)
     if is_resumed and run.rank == 0:  # what changed is true from here on
@@ -365,6 +385,8 @@ def open_run(args, recipe, task, problems: int, starts: dict, device, dtype, wor
             print0(f"WARNING: run {args.run} was in {before['dtype']} and goes on in {config['dtype']}, which rounds "
                    f"differently")
         before["dtype"] = config["dtype"]
+        if before.get("recipe_mark", config["recipe_mark"]) != config["recipe_mark"]:
+            print0(f"WARNING: the text of recipe {args.recipe} is no longer what run {args.run} was started with")
         changed = {name: [before["args"].get(name), value] for name, value in vars(args).items()
                    if before["args"].get(name) != value and name != "resume_from_step"}
         resumed = [*before.get("resumed", []), {"step": step, "changed": changed}]
@@ -401,6 +423,8 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         started = time.time()
         after = held_out(t, recipe)
         seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds + time.time() - started
+    except (Diverged, CannotWrite):
+        raise
     except SystemExit as error:  # which would pass for the run's end
         raise BadInput(f"--recipe {args.recipe}: it left the run behind step {t.step} by exit({error.code})") from None
     except StopRequested:
@@ -410,6 +434,12 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         run.finish()
         raise StopRequested(f"stopped behind step {t.step}; go on with the same flags, --run {args.run} and "
                             f"--resume-from-step auto") from None
+    except Exception:
+        if is_started and t.step and not t.has_moved and run.world == 1:  # other ranks would not take part
+            with suppress(CannotWrite, Diverged):
+                save_set(run, t.state, t.roles, args)
+                print0(f"run {args.run} is saved behind step {t.step}; what stopped it:")
+        raise
     print_table(t.state.before, after, getattr(recipe, "TABLE", None))
     if run.rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {

@@ -6,7 +6,7 @@ from functools import partial
 from nanochat.common import MOST, BadInput, takes
 from nanochat.rl.formats import Format
 from tasks import chain, competition, gsm8k, last_letter, mixture
-from tasks.common import SPLIT_BUCKETS, Problem, demo_of
+from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
 TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
@@ -112,10 +112,7 @@ def check_parts(name: str, task) -> None:
             problem = task.problem(split, 0)
         except BadInput:  # nothing of this split among what was given: who draws from it is told
             continue
-        texts = (problem.prompt, problem.answer) if isinstance(problem, Problem) else (None,)
-        if not all(isinstance(text, str) and text == text.encode(errors="replace").decode() for text in texts):
-            raise BadInput(f"--task {name}: problem({split!r}, 0) gives {str(problem)[:80]!a}: it must be a Problem "
-                           f"whose prompt and answer are text")
+        check_problem(f"--task {name}", problem, split, 0)
 
 
 def task_texts(task, num_problems: int, seed: int):

@@ -39,6 +39,15 @@ def demo_of(task, part: str, problem: Problem, *args) -> str:
     return text
 
 
+def check_problem(where: str, problem, split: str, index: int) -> Problem:
+    """What a task gives as a problem, if it is one. Raises BadInput, which begins with `where`."""
+    texts = (problem.prompt, problem.answer) if isinstance(problem, Problem) else (None,)
+    if not all(isinstance(text, str) and text == text.encode(errors="replace").decode() for text in texts):
+        raise BadInput(f"{where}: problem({split!r}, {index}) gives {str(problem)[:80]!a}: it must be a Problem whose "
+                       f"prompt and answer are text")
+    return problem
+
+
 def split_stream(seed: int, split: str, index: int) -> random.Random:
     """The random stream that belongs to problem `index` of a split: the same on every rank and in every run."""
     return random.Random(f"{seed}-{split}-{index}")

@@ -212,9 +212,8 @@ class Competition:
         for part in rows:
             kept, dropped = usable(rows[part], held_out, MAX_PROBLEM) if part == "train" else usable(rows[part], set())
             self.dropped.update({(part, reason): count for reason, count in dropped.items()})
-            has_solutions = any(row.solution for row in kept)  # without them there is no SFT, and all is for RL
-            for row in kept:
-                split = part if part != "train" else "sft" if has_solutions and in_split(row.problem, "sft") else "rl"
+            for row in kept:  # without a solution there is no SFT, and all is for RL
+                split = part if part != "train" else "sft" if row.solution and in_split(row.problem, "sft") else "rl"
                 self.splits[split].append((row.problem, row.answer))
                 self.solutions |= {row.problem: row.solution} if row.solution else {}
         self.num_dropped = self.dropped.total()

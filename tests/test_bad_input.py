@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import RL_FLAGS, TASK_FLAGS, rl_flags
+from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import recipes
 from nanochat.common import script_main
@@ -132,6 +132,14 @@ def test_a_checkpoint_that_records_what_no_flag_can_be_is_refused(capsys, base, 
     given = RL_FLAGS.index("--chain-modulus")
     flags = [*RL_FLAGS[:given], *RL_FLAGS[given + 2:]]
     assert words in refused(capsys, base, tango_rl, *[flag for flag in flags if flag not in ("--task", "chain")])
+
+
+def test_a_start_from_an_unfinished_sft_is_told(capsys, base):
+    path = next(base.glob("chatsft_checkpoints/tiny/meta_*.json"))
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(meta | {"user_config": meta["user_config"] | {"num_steps": 300}}))
+    tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--dry-run"]))
+    assert "starts from step 200 of tiny, whose SFT was to make 300" in capsys.readouterr().out
 
 
 def test_a_demonstration_longer_than_the_context_is_refused_before_training(capsys, base):

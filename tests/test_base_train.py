@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from conftest import parse
 
 from nanochat.checkpoint import list_steps, load_model, resumable_steps
-from nanochat.common import BadInput, Diverged, path_of, script_main
+from nanochat.common import BadInput, CannotWrite, Diverged, path_of, script_main
 from nanochat.dataloader import PackedBatches
 from nanochat.flops import flops_per_token, matrix_parameters
 from nanochat.gpt import GPT, GPTConfig, config_of
 from nanochat.loss_eval import bits_per_byte, supervised_loss
+from nanochat.run import Run
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, base_train, plan_cost, task_text, tok_train
@@ -281,7 +282,7 @@ def test_text_that_has_changed_is_refused(base):
     train(base, "--save-every", "2")
     extra = base / "text" / "shard_9.jsonl"
     shutil.copy(sorted((base / "text").iterdir())[0], extra)
-    with pytest.raises(BadInput, match=r"shard_9.jsonl of \d+ bytes: there was .* when step 2 of base was saved: the"):
+    with pytest.raises(BadInput, match=r"jsonl of \d+ bytes: there was no more files when step 2 of base was"):
         train(base, "--save-every", "2", "--resume-from-step", "2")
     extra.unlink()
     train(base, "--save-every", "2", "--resume-from-step", "2")
@@ -322,8 +323,30 @@ def test_what_was_trained_before_a_row_without_text_is_saved(base, monkeypatch):
 
 def test_text_to_validate_on_that_is_trained_on_too_is_refused(base):
     last = sorted((base / "text").iterdir())[-1]
-    with pytest.raises(BadInput, match=f"--val-data {last}: {last} is in --data too, and would be trained on"):
+    with pytest.raises(BadInput, match=f"{last}: is in the text to validate on, and would be trained on too"):
         train(base, "--val-data", str(last))
+    with pytest.raises(BadInput, match=f"{last}: is in the text to validate on, and would be trained on too"):
+        train(base, "--data", str(base / "text"), str(last))
+
+
+def test_the_border_between_the_texts_stays_where_it_was(base):
+    first, *others = sorted(map(str, (base / "text").iterdir()))
+    train(base, "--save-every", "2")
+    with pytest.raises(BadInput, match="there was .* when step 2 of base was saved"):
+        train(base, "--save-every", "2", "--resume-from-step", "2", "--data", first, "--val-data", *others)
+
+
+def test_a_model_whose_folder_was_moved_is_saved(base, monkeypatch):
+    log, folder = Run.log, base / "base_checkpoints" / "base"
+
+    def moving(self, record):
+        if record["step"] == 2:
+            folder.rename(base / "elsewhere")
+        log(self, record)
+    monkeypatch.setattr(Run, "log", moving)
+    with pytest.raises(CannotWrite, match="metrics.jsonl cannot be written: .*; the checkpoint of step 3 is whole"):
+        train(base)
+    assert resumable_steps("base", "base") == [3]
 
 
 def test_another_file_in_the_place_of_what_training_goes_on_from(base):

@@ -401,3 +401,13 @@ def test_every_real_gold_answer_is_right_when_it_is_given_back(real):
 def test_the_real_files_have_no_worked_solutions(real):
     with pytest.raises(BadInput, match="task math: nothing to demonstrate"):
         real.solution_demo(real.problem("rl", 0), random.Random(0))
+
+
+def test_rows_without_a_solution_are_for_rl_alone(tmp_path):
+    """A part that has solutions of some problems demonstrates those."""
+    rows = [{"problem": f"{i}+1?", "answer": str(i + 1), "solution": f"\\boxed{{{i + 1}}}" if i % 2 else ""}
+            for i in range(60)]
+    task = task_of("math", write(tmp_path / "train.jsonl", rows), write(tmp_path / "test.jsonl", [plain(999)]))
+    assert task.num_problems("sft") > 5 and task.num_problems("sft") + task.num_problems("rl") == 60
+    for i in range(task.num_problems("sft")):
+        assert task.solution_demo(task.problem("sft", i), random.Random(0))

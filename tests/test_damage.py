@@ -444,6 +444,13 @@ def test_a_lost_state_in_the_middle_of_a_run_is_noticed(trained, capsys):
     assert code == 2 and "saved behind step 2" in line and "there are: 1" in line
 
 
+def test_to_evaluate_an_earlier_step_again_removes_no_later_one(trained, capsys):
+    before = sorted(os.listdir(trained / "chatrl_checkpoints" / "r-gen"))
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "1", "--num-steps", "1")
+    assert code == 2 and "no step is left to make, and to begin from there would remove the checkpoints" in line
+    assert sorted(os.listdir(trained / "chatrl_checkpoints" / "r-gen")) == before
+
+
 @pytest.mark.parametrize("state", [torch.ones(2), 3, [], {}, {"memory": {}}, {"memory": {}, "roles": ["generator"]},
                                    {"memory": {}, "roles": ["generator"], "torch_rng": torch.get_rng_state(),
                                     "of_tomorrow": 1}])

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer as Library
 from nanochat.common import BadInput
 from nanochat.hf import chat_template, template_worker
 from nanochat.rl.formats import PAPER
-from nanochat.hf.tokenizer import HFTokenizer, load_own_tokenizer, load_tokenizer
+from nanochat.hf.tokenizer import HFTokenizer, load_own_tokenizer, load_tokenizer, mark_of
 from nanochat.rl.prompts import read_solution
 from nanochat.tokenizer import Tokenizer
 
@@ -906,3 +906,10 @@ def test_a_save_that_was_cut_off_leaves_no_tokenizer_and_is_made_up_for(loaded, 
     monkeypatch.undo()
     tokenizer.save(str(tmp_path))
     assert HFTokenizer.load(str(tmp_path)).files == tokenizer.files
+
+
+def test_a_mark_is_of_the_template_and_the_stop_tokens_too():
+    files = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"eos_token": "<e>"}'}
+    marks = {mark_of(files), mark_of({**files, "chat_template.jinja": b"{{ messages }}"}),
+             mark_of({**files, "tokenizer_config.json": b'{"eos_token": "<f>"}'})}
+    assert len(marks) == 3 and mark_of(dict(reversed(files.items()))) in marks

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
 from nanochat import recipes
 from nanochat.common import BadInput, read_records, script_main
 from nanochat.rl.flags import warn_of_shared
-from nanochat.rl.scores import labels_of, outcomes_of
+from nanochat.rl.scores import labels_of, outcomes_of, problems_of, texts_digest
 from scripts import chat_eval, chat_sft, tango_rl, tok_train
 from tasks import TASKS
 from tasks.chain import Chain
@@ -85,6 +86,35 @@ def test_a_tasks_mistake_ends_a_script_with_one_line(base, monkeypatch, capsys, 
             script_main(script.main, parser, flags)
         line = capsys.readouterr().err.strip()
         assert stop.value.code == 2 and "\n" not in line and words in line
+
+
+@pytest.mark.parametrize("value", [None, Problem("rl", 3, "1+1", 2), Problem("rl", 3, "\ud800", "2"), ("1+1", "2")])
+def test_a_problem_that_is_none_is_named_whatever_its_number(value):
+    problem = Chain.problem
+    task = chain(problem=lambda self, split, index: value if index == 3 else problem(self, split, index))
+    with pytest.raises(BadInput, match=r"task chain: problem\('rl', 3\) gives .*: it must be a Problem whose prompt"):
+        problems_of(task, "rl", 5)
+
+
+@pytest.mark.parametrize("value", [None, "9", -1, 2.0])
+def test_a_number_of_problems_that_is_none_is_named(value):
+    task = chain(num_problems=lambda self, split: value)
+    with pytest.raises(BadInput, match=r"task chain: num_problems\('rl'\) gives .*, not a number from 0"):
+        problems_of(task, "rl", 5)
+
+
+def test_the_texts_of_a_finite_task_are_told_from_others():
+    """To the last problem and to worked solutions; those of an endless one are not looked at."""
+    finite = dict(num_problems=lambda self, split: 40)
+    problem, demo = Chain.problem, Chain.solution_demo
+    same, whole = texts_digest(chain(**finite)), texts_digest(chain(**finite))
+    changes = {("rl", 39): {"answer": "9"}}
+    last = chain(**finite, problem=lambda self, split, index: (
+        replace(problem(self, split, index), **changes.get((split, index), {}))))
+    worked = chain(**finite, solution_demo=lambda self, problem, rng: (
+        demo(self, problem, rng) + " " * (problem.index == 39)))
+    assert same == whole != texts_digest(last) and whole != texts_digest(worked)
+    assert texts_digest(chain()) == 0
 
 
 @pytest.mark.parametrize("value", [None, 5, ["a"]])

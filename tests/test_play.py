@@ -377,13 +377,13 @@ def test_what_is_no_number_is_not_logged():
 
 def test_evaluations_take_no_problem_from_training():
     t = play_of(generator=tiny_model())
-    t.sampler.task = SimpleNamespace(problem=lambda split, index: (split, index))
+    t.sampler.task = SimpleNamespace(name="numbers", problem=lambda split, index: Problem(split, index, "1+1", "2"))
+    drawn = lambda *args: [problem.index for problem in t.problems(*args)]
     t.args.examples_per_step = 2
     t.evaluating = True
-    assert t.problems() == t.problems() == [("rl", 0), ("rl", 1)] and t.num_drawn == 0
+    assert drawn() == drawn() == [0, 1] and t.num_drawn == 0
     t.evaluating = False
-    assert (t.problems() == [("rl", 0), ("rl", 1)]
-            and t.problems(3) == [("rl", 2), ("rl", 3), ("rl", 4)] and t.num_drawn == 5)
+    assert drawn() == [0, 1] and drawn(3) == [2, 3, 4] and t.num_drawn == 5
 
 
 def test_a_snapshot_carries_its_step_through():

@@ -19,6 +19,7 @@ import torch
 from conftest import parse, rl_flags
 
 from nanochat import recipes
+from nanochat.checkpoint import saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested, script_main
 from nanochat.rl.play import Play
 from nanochat.run import MEASURED
@@ -484,6 +485,30 @@ def test_what_a_recipe_remembers_and_draws_is_the_same_in_a_continued_run(base, 
             train(str(own), "--run", "continued", "--num-steps", "4", "--save-every", "1")
     train(str(own), "--run", "continued", "--num-steps", "4", "--save-every", "1", "--resume-from-step", "auto")
     assert records(base, "straight") == records(base, "continued")
+
+
+def test_an_error_of_a_recipe_loses_no_step_before_it(base, own):
+    own.write_text(own.read_text().replace("    yield Update(", "    assert t.step < 2\n    yield Update("))
+    with pytest.raises(AssertionError):
+        train(str(own), "--run", "mine", "--num-steps", "4", "--save-every", "0")
+    assert saved_steps("mine") == [2]
+    own.write_text(own.read_text().replace("t.step < 2", "t.step < 9"))
+    with pytest.raises(BadInput, match="started with another text of this recipe"):
+        train(str(own), "--run", "mine", "--num-steps", "4", "--save-every", "0", "--resume-from-step", "auto")
+
+
+def test_a_recipe_of_the_repository_that_has_changed_is_told(base, capsys, monkeypatch):
+    train("grpo", "--run", "mine", "--num-steps", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(tango_rl.inspect, "getsource", lambda module: "another text")
+        train("grpo", "--run", "mine", "--num-steps", "2", "--resume-from-step", "auto")
+    assert "WARNING: the text of recipe grpo is no longer what run mine was started with" in capsys.readouterr().out
+
+
+def test_a_flag_of_a_recipe_that_config_json_cannot_hold_is_refused(base, own):
+    own.write_text(own.read_text().replace("default=4", "default={4}"))
+    with pytest.raises(BadInput, match="its flag --gold-every is a set: flags are numbers, texts"):
+        train(str(own), "--run", "mine")
 
 
 def test_a_score_that_is_no_number_is_warned_of_once(base, own, capsys):

@@ -157,6 +157,12 @@ def renamed(path: str, settings: dict, inner: dict[str, str]) -> tokenizers.Toke
     return tokenizer
 
 
+def mark_of(files: dict[str, bytes]) -> int:
+    """A number that tells the files of a tokenizer, its chat template and stop tokens with them, from others: a
+    checksum."""
+    return zlib.crc32(b"\0".join(part for name in sorted(files) for part in (name.encode(), files[name])))
+
+
 class HFTokenizer:
     """A byte pair tokenizer from a folder in the format of Hugging Face, with the interface of
     nanochat.tokenizer.Tokenizer.
@@ -262,8 +268,8 @@ class HFTokenizer:
         return isinstance(other, HFTokenizer) and all(self.settings[part] == other.settings[part] for part in parts)
 
     def mark(self) -> int:
-        """A number that tells it from others: a checksum of tokenizer.json."""
-        return zlib.crc32(self.files["tokenizer.json"])
+        """A number that tells it from others."""
+        return mark_of(self.files)
 
     def tells_apart(self, other: "HFTokenizer") -> list[str]:
         """In words, what differs between it and one that gives texts the same ids: where a prompt comes from, and where

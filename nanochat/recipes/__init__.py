@@ -141,6 +141,6 @@ def describe() -> list[str]:
     lines, width = [], max(map(len, names()))
     for name in names():
         recipe = load(name)
-        lines.append(f"{name:{width}s}  {recipe.__doc__.strip().splitlines()[0]}")
+        lines.append(f"{name:{width}s}  {(recipe.__doc__ or name).strip().splitlines()[0]}")
         lines.append(f"{'':{width}s}  {', '.join(f'{key}: {value}' for key, value in recipe.TAGS.items())}")
     return lines

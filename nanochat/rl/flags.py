@@ -133,6 +133,8 @@ def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, devi
     task.problem("test_in", 0)  # what is evaluated must be there
     splits = dict.fromkeys(["rl", "test_in", "test_out", *(call.split for call in calls)])
     by_split = {split: problems_of(task, split, -1) for split in splits}
+    if empty := [split for split in ("rl", "test_in") if not by_split[split]]:
+        raise BadInput(f"--task {args.task}: it has no problems for split {empty[0]}")
     warn_of_shared(by_split)
     problems = [task.problem("rl", 0), *(problem for of_split in by_split.values() for problem in of_split)]
     checksum = zlib.crc32("\n".join(problem.prompt + problem.answer for problem in problems).encode())
@@ -161,7 +163,11 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
     given = getattr(args, "given", set())
     for name, start in starts.items():
         where = path_of("sft", start.tag, f"meta_{start.step:06d}.json")
-        recorded = load_meta(where)[0]["user_config"]
+        meta, _ = load_meta(where)
+        recorded, num_steps = meta["user_config"], meta["user_config"].get("num_steps")
+        if isinstance(num_steps, int) and start.step < num_steps:
+            print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, whose SFT was to make "
+                   f"{num_steps}")
         if {name, recorded.get("role")} == {"generator", "verifier"}:
             print0(f"WARNING: the {name} starts from {start.tag}, which was trained as a {recorded['role']}")
         if recorded.get("task", args.task) != args.task and "task" not in given:

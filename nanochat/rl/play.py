@@ -27,7 +27,7 @@ from nanochat.rl.state import RunState
 from nanochat.rl.trainer import score, update
 from nanochat.run import Run
 from nanochat.weights import copy_weights, refresh
-from tasks.common import Problem
+from tasks.common import Problem, check_problem
 
 
 class Call(NamedTuple):
@@ -134,7 +134,8 @@ class Play:
             first = self.state.cursor + self.num_drawn
             self.num_drawn += 0 if self.evaluating else num
             places = range(first + rank, first + num, world)
-        return self.each(lambda i: self.task.problem(split, i), places)
+        where = f"task {self.task.name}"
+        return self.each(lambda i: check_problem(where, self.task.problem(split, i), split, i), places)
 
     def each(self, function: Callable, items) -> list:
         """function(item) of each item. A request to stop ends it early."""
@@ -195,8 +196,9 @@ class Play:
         rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
         for prompt, row in zip(prompts, rows, strict=True):
             if len(prompt.ids) + len(row) > context:
-                raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}: the "
-                               f"{role}'s context is {context}")
+                raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}, of "
+                               f"problem {prompt.problem.index} of {prompt.problem.split} "
+                               f"({prompt.problem.prompt[:40]!r}): the {role}'s context is {context}")
         lengths = [len(row) for row in rows]
         width = max(lengths, default=1)
         tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=self.device)

@@ -21,8 +21,9 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
     if args.resume_from_step == "-1":
         if steps or has_records(folder):
             saved = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
+            afresh = "" if steps or models_saved(tags) else ", which starts it afresh"
             raise BadInput(f"--run {args.run}: {folder} exists, {saved}; take another name, or continue it with "
-                           f"--resume-from-step auto{'' if steps else ', which starts it afresh'}")
+                           f"--resume-from-step auto{afresh}")
         return None
     if args.run == "dummy":
         raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy "
@@ -67,10 +68,11 @@ def check_no_models(run_name: str, tags: list[str]) -> None:
                            f"name; take another name, or remove it")
 
 
-def check_problems_stayed(run_name: str, task_name: str, digest: int) -> None:
+def check_problems_stayed(run_name: str, task_name: str, digests: list[int]) -> None:
     """Raises BadInput where a task gives other problems than the run was started with, or the tokenizer other tokens.
-    digest: problems_digest."""
-    if read_config(run_name).get("problems", digest) != digest:  # an older run does not tell
+    digests: problems_digest and texts_digest."""
+    config = read_config(run_name)
+    if [config.get("problems", digests[0]), config.get("texts", digests[1])] != digests:  # older runs do not tell
         raise BadInput(f"run {run_name} was started with other problems of task {task_name} or another tokenizer: "
                        f"put its data file, its code or the tokenizer back as it was, or start a new run")
 

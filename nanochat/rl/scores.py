@@ -2,6 +2,7 @@
 Scores: pass@1, pass@k, maj@k of a generator; F1 and balanced accuracy of a verifier; how log-odds of outcomes rank.
 """
 import contextlib
+import random
 import zlib
 from collections import Counter
 from math import comb
@@ -11,7 +12,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
 from nanochat.common import BadInput, in_threads
-from tasks.common import SPLIT_BUCKETS
+from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
 ENDLESS = 400  # problems that stand for all of a task that makes its own
 
@@ -20,12 +21,15 @@ def num_problems_of(task, split: str, num: int) -> int:
     """How many problems `num` of a split are: -1 stands for all, ENDLESS where they are made; a finite split has no
     more than it has."""
     size = task.num_problems(split) if hasattr(task, "num_problems") else ENDLESS if num < 0 else num
+    if not isinstance(size, int) or size < 0:
+        raise BadInput(f"task {task.name}: num_problems({split!r}) gives {str(size)[:80]}, not a number from 0")
     return size if num < 0 else min(num, size)
 
 
 def problems_of(task, split: str, num: int) -> list:
-    """The first `num_problems_of` problems of a split: none is counted twice."""
-    return [task.problem(split, i) for i in range(num_problems_of(task, split, num))]
+    """The first `num_problems_of` problems of a split: none is counted twice. Raises BadInput for one that is none."""
+    return [check_problem(f"task {task.name}", task.problem(split, i), split, i)
+            for i in range(num_problems_of(task, split, num))]
 
 
 def problems_digest(task, tokenizer) -> int:
@@ -36,9 +40,21 @@ def problems_digest(task, tokenizer) -> int:
     for split in SPLIT_BUCKETS:
         with contextlib.suppress(BadInput):  # nothing of this split among what was given
             for i in range(num_problems_of(task, split, 16)):
-                problem = task.problem(split, i)
+                problem = check_problem(f"task {task.name}", task.problem(split, i), split, i)
                 tokens = tokenizer.encode(problem.prompt), tokenizer.encode(problem.answer)
                 found = zlib.crc32(repr((split, tokens)).encode(), found)
+    return found
+
+
+def texts_digest(task) -> int:
+    """A number that tells the texts of a finite task from others': a checksum of all problems, answers and worked
+    solutions. 0 of a task that makes its own."""
+    found = 0
+    for split in SPLIT_BUCKETS if hasattr(task, "num_problems") else ():
+        with contextlib.suppress(BadInput):  # nothing of this split, or nothing to demonstrate
+            for problem in problems_of(task, split, -1):
+                worked = demo_of(task, "solution_demo", problem, random.Random(0)) if split == "sft" else ""
+                found = zlib.crc32(repr((split, problem.prompt, problem.answer, worked)).encode(), found)
     return found
 
 
