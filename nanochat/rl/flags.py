@@ -31,8 +31,9 @@ COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "sc
 
 def add_common_args(parser) -> None:
     parser.add_argument("--resume-from-step", default="-1",
-                        help=f"continue --run from this step, which removes the checkpoints behind it, or from its last "
-                             f"with 'auto'; -1 = a fresh run; {in_words(MAY_CHANGE)}, and the learning rates of roles")
+                        help=f"continue --run from this step, which removes the checkpoints behind it, or from its "
+                             f"last with 'auto'; -1 = a fresh run; {in_words(MAY_CHANGE)}, and the learning rates of "
+                             f"roles")
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
