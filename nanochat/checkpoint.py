@@ -206,6 +206,13 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
     return model, meta
 
 
+def warn_of_role(tag: str, meta: dict, role: str) -> None:
+    """Says so where a checkpoint is used in one of the two roles and was trained in the other."""
+    trained = meta.get("role") or meta["user_config"].get("role")
+    if {role, trained} == {"generator", "verifier"}:
+        print0(f"WARNING: {tag} was trained as a {trained}, and is the {role} here")
+
+
 def check_loaded(model, path: str) -> None:
     """Raises BadInput where weights of a file are not finite."""
     if name := not_finite(model):

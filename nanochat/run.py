@@ -58,11 +58,20 @@ class Run:
     def log(self, record: dict) -> None:
         """Appends one record to metrics.jsonl and shows it to wandb and TensorBoard; rank 0."""
         if self.rank == 0:
+            self.keep_lock()
             self.append("metrics.jsonl", record)
             if self.wandb:
                 self.tell_wandb("log", record, step=record["step"])
             if self.events:
                 self.add_events([record])
+
+    def keep_lock(self) -> None:
+        """Takes the run's lock again where its file was removed, which lets another process in. Raises BadInput where
+        one has it by now."""
+        path = os.path.join(self.folder, "lock")
+        is_there = os.path.exists(path) and self.lock and os.path.samestat(os.stat(path), os.fstat(self.lock.fileno()))
+        if self.lock and not is_there and os.path.isdir(self.folder):
+            self.lock = lock_run(self.folder)
 
     def tell_wandb(self, what: str, *args, **options) -> None:
         """Calls a method of wandb's run. One that fails is told, and wandb is left alone from then on: metrics.jsonl

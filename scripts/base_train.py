@@ -168,6 +168,9 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
     """Greedy continuations of the first 8 tokens of the first documents."""
     prompts = [[tokenizer.bos, *tokenizer.encode(text)[:8]] for text in islice(Documents(sources), num)]
     new = min(32, args.sequence_len - max(map(len, prompts)))
+    if new < 1:
+        print0(f"  no samples: --sequence-len {args.sequence_len} has no room behind their beginnings")
+        return
     out = generate(model, prompts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens,
                    keys=[row_key(i) for i in range(len(prompts))], temperature=0)
     for prompt, row, length in zip(prompts, out.tokens.tolist(), out.lengths.tolist(), strict=True):

@@ -11,7 +11,7 @@ import argparse
 import codecs
 
 from nanochat.calculator import Calculator
-from nanochat.checkpoint import default_tag, list_tags, load_model
+from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
 from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, path_of, script_main
 from nanochat.engine import generate, row_key
 from nanochat.rl.formats import COMPACT, PAPER, Format
@@ -143,8 +143,9 @@ def choose_format(args, recorded: dict, where: str) -> Format | None:
 
 def load_verifier(args, tokenizer, device):
     stage = args.source if args.verifier in list_tags(args.source) else "sft"
-    verifier, _ = load_model(stage, args.verifier, device, compute_dtype(device), trained=False)
+    verifier, meta = load_model(stage, args.verifier, device, compute_dtype(device), trained=False)
     tokenizer.check_model("verifier", verifier)
+    warn_of_role(args.verifier, meta, "verifier")
     return verifier
 
 

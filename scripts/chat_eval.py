@@ -13,7 +13,7 @@ import os
 
 import torch
 
-from nanochat.checkpoint import default_tag, load_model
+from nanochat.checkpoint import default_tag, load_model, warn_of_role
 from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, compute_dtype, gather_lists,
                              init_device, path_of, print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches
@@ -170,6 +170,7 @@ def main(args) -> None:
     model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step,
                              trained=False)
     tokenizer.check_model("model", model)
+    warn_of_role(tag, meta, "generator")
     recorded, where = meta.get("user_config", {}), path_of(args.source, tag, f"meta_{meta['step']:06d}.json")
     args.task = args.task_name or args.task or None
     if not (args.task or recorded.get("task")):

@@ -18,7 +18,7 @@ import tempfile
 from dataclasses import replace
 from types import SimpleNamespace
 
-from nanochat.checkpoint import load_model
+from nanochat.checkpoint import load_model, warn_of_role
 from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, gather_lists, init_device,
                              path_of, print0, rank_and_world, script_main, write_json)
 from nanochat.hf.files import read_json
@@ -310,10 +310,11 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
     return {**scores, "samples": rows}
 
 
-def load(stage: str, tag: str, step: int, tokenizer, device):
-    """A model, the flags that it was trained with, the file that says so, and its step."""
+def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
+    """A role's model, the flags that it was trained with, the file that says so, and its step."""
     model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
     tokenizer.check_model(tag, model)
+    warn_of_role(tag, meta, role)
     print0(f"{path_of(stage, tag)} at step {meta['step']}")
     return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
 
@@ -323,7 +324,8 @@ def main(args) -> None:
     samples = load_processbench(args.processbench, args.subset, args.max_examples) if args.processbench else []
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    verifier, recorded, where, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device)
+    verifier, recorded, where, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device,
+                                                     "verifier")
     context = verifier.config.sequence_len
     if args.verifier_max_new_tokens < 0:
         args.verifier_max_new_tokens = recorded_count(recorded, "verifier_max_new_tokens", min(256, context // 2),
@@ -333,7 +335,7 @@ def main(args) -> None:
     generator = None
     if args.generator_tag:
         generator, recorded, where, args.generator_step = load(args.generator_source, args.generator_tag,
-                                                               args.generator_step, tokenizer, device)
+                                                               args.generator_step, tokenizer, device, "generator")
         if not (args.task or recorded.get("task")):
             raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
         if args.max_new_tokens < 0:

@@ -321,6 +321,12 @@ def test_what_was_trained_before_a_row_without_text_is_saved(base, monkeypatch):
         train(base, *flags, "--resume-from-step", "auto")
 
 
+def test_a_context_without_room_for_samples_trains_all_the_same(base, capsys):
+    train(base, "--sequence-len", "8", "--total-batch-size", "64", "--sample-every", "2", "--num-iterations", "3")
+    assert capsys.readouterr().out.count("no samples: --sequence-len 8 has no room behind their beginnings") == 2
+    assert resumable_steps("base", "base") == [3]
+
+
 def test_text_to_validate_on_that_is_trained_on_too_is_refused(base):
     last = sorted((base / "text").iterdir())[-1]
     with pytest.raises(BadInput, match=f"{last}: is in the text to validate on, and would be trained on too"):

@@ -17,7 +17,7 @@ from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import __version__
 from nanochat.common import BadInput, CannotWrite, is_alone, process_size, script_main, whole_file
-from nanochat.run import Run, describe_versions, uses_wandb
+from nanochat.run import Run, describe_versions, lock_run, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -301,6 +301,21 @@ def test_a_file_that_was_renamed_before_it_was_locked_is_not_written_to(tmp_path
         assert not is_alone(f, str(tmp_path / "file.tmp"))
         (tmp_path / "file.tmp").write_text("the next one")
         assert not is_alone(f, str(tmp_path / "file.tmp")) and is_alone(f, str(tmp_path / "file"))
+
+
+def test_a_run_takes_its_lock_again_or_stops(tmp_path):
+    run = Run("r", torch.device("cpu"), 0, 1, str(tmp_path), lock=lock_run(str(tmp_path)))
+    run.log({"step": 0})
+    os.remove(tmp_path / "lock")
+    run.log({"step": 1})
+    with pytest.raises(BadInput, match="another process is at work on this run"):
+        lock_run(str(tmp_path))
+    os.remove(tmp_path / "lock")
+    other = lock_run(str(tmp_path))
+    with pytest.raises(BadInput, match="another process is at work on this run"):
+        run.log({"step": 2})
+    other.close()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 class Failing:

@@ -444,6 +444,13 @@ def test_a_lost_state_in_the_middle_of_a_run_is_noticed(trained, capsys):
     assert code == 2 and "saved behind step 2" in line and "there are: 1" in line
 
 
+def test_a_step_that_two_processes_logged_is_named(trained, capsys):
+    path = trained / "runs" / "r" / "metrics.jsonl"
+    path.write_text(path.read_text() * 2)
+    code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
+    assert code == 2 and "metrics.jsonl has step 0 twice: two processes were at work" in line
+
+
 def test_to_evaluate_an_earlier_step_again_removes_no_later_one(trained, capsys):
     before = sorted(os.listdir(trained / "chatrl_checkpoints" / "r-gen"))
     code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "1", "--num-steps", "1")

@@ -219,9 +219,13 @@ def test_a_checkpoint_of_another_role_is_warned_of(base, capsys, tag, is_warned)
         path = base / "chatsft_checkpoints" / name / "meta_000200.json"
         meta = json.loads(path.read_text())
         path.write_text(json.dumps(meta | {"user_config": meta["user_config"] | {"role": role}}))
+    capsys.readouterr()
     train("--recipe", "grpo", "--num-steps", "1", "--model-tag", tag)
-    warning = "WARNING: the generator starts from tiny-ver, which was trained as a verifier"
-    assert (warning in capsys.readouterr().out) == is_warned
+    told = [capsys.readouterr().out]
+    chat_eval.main(parse(chat_eval, ["-i", "sft", "-g", tag, "-x", "2"]))
+    told.append(capsys.readouterr().out)
+    warning = "WARNING: tiny-ver was trained as a verifier, and is the generator here"
+    assert [warning in text for text in told] == [is_warned] * 2
 
 
 # Sizes

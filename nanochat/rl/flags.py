@@ -5,7 +5,7 @@ import argparse
 import zlib
 from itertools import combinations
 
-from nanochat.checkpoint import default_tag, load_meta
+from nanochat.checkpoint import default_tag, load_meta, warn_of_role
 from nanochat.common import (BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words,
                              path_of, print0)
 from nanochat.rl.advantages import PRESETS
@@ -169,8 +169,7 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
         if isinstance(num_steps, int) and start.step < num_steps:
             print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, whose SFT was to make "
                    f"{num_steps}")
-        if {name, recorded.get("role")} == {"generator", "verifier"}:
-            print0(f"WARNING: the {name} starts from {start.tag}, which was trained as a {recorded['role']}")
+        warn_of_role(start.tag, meta, name)
         if recorded.get("task", args.task) != args.task and "task" not in given:
             raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")

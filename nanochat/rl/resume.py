@@ -113,7 +113,11 @@ def check_records(run_name: str, folder: str, step: int) -> None:
     """Raises BadInput unless metrics.jsonl has a record of each step before this one, and rollouts.jsonl can be
     read."""
     path, rollouts = (os.path.join(folder, name) for name in ("metrics.jsonl", "rollouts.jsonl"))
-    there = {record["step"] for _, record in read_records(path)} if os.path.exists(path) else set()
+    steps = [record["step"] for _, record in read_records(path)] if os.path.exists(path) else []
+    there = set(steps)
+    if len(steps) > len(there):
+        twice = next(number for number in steps if steps.count(number) > 1)
+        raise BadInput(f"{path} has step {twice} twice: two processes were at work on the run; take one record out")
     if os.path.exists(rollouts):
         read_records(rollouts)
     if missing := set(range(step)) - there:
