@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def kill(command: list[str], minutes: float, seed: int) -> None:
     """Starts a command again and again, and ends it about a minute later by one of two signals, until it comes to its
-    end or the time is over. Says what became of each start."""
+    end, its flags cannot work, or the time is over. Says what became of each start."""
     rng, until, ends = random.Random(seed), time.time() + 60 * minutes, Counter()
     while time.time() < until:
         child, seconds = subprocess.Popen(command, stdout=subprocess.DEVNULL), rng.uniform(20, 100)
