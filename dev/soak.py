@@ -18,7 +18,8 @@ from collections import Counter
 import torch
 
 from nanochat.checkpoint import load_file, saved_steps
-from nanochat.common import BadInput, path_of, read_records, script_main
+from nanochat.common import BadInput, script_main
+from nanochat.files import path_of, read_records
 from nanochat.rl.resume import read_config
 from nanochat.rl.roles import short_name
 from nanochat.rl.state import tag_of

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.common import (BadInput, CannotWrite, check_unchanged, make_folder, path_of, print0, rank_and_world,
-                             whole_file, write_json)
+from nanochat.common import BadInput, CannotWrite, check_unchanged, print0, rank_and_world
+from nanochat.files import make_folder, path_of, whole_file, write_json
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files

@@ -17,7 +17,8 @@ from itertools import zip_longest
 
 import torch
 
-from nanochat.common import BadInput, check_data_file, look_for_hub, print0, quiet_datasets
+from nanochat.common import BadInput, print0
+from nanochat.files import check_data_file, look_for_hub, quiet_datasets
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 BUFFER = 1000     # documents that wait for a row they fit

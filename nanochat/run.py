@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 
 from nanochat import __version__
-from nanochat.common import (BadInput, CannotWrite, StopRequested, all_reduce, check_name, finite, path_of, print0,
-                             rank_and_world, read_records, whole_file, write_json, writing)
+from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, check_name, finite, print0, rank_and_world
+from nanochat.files import path_of, read_records, whole_file, write_json, writing
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "shared")  # that wandb knows
 # The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.

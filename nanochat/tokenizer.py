@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import tiktoken
 import torch
 
-from nanochat.common import BadInput, make_folder, whole_file
+from nanochat.common import BadInput
+from nanochat.files import make_folder, whole_file
 
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]

@@ -9,11 +9,12 @@ import argparse
 import os
 
 from nanochat.checkpoint import default_tag, load_model
-from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, init_device, path_of,
-                             print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, init_device, print0,
+                             rank_and_world, script_main)
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
 from nanochat.engine import generate, row_key
+from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_own_tokenizer
 from nanochat.loss_eval import bits_per_byte
 

@@ -23,10 +23,11 @@ from nanochat.bench import machine_speed
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model,
                                  save_training, saying_what_is_whole)
 from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, check_least, check_most,
-                             check_name, check_writable, compute_dtype, flag_defaults, in_words, init_device,
-                             on_all_ranks, path_of, print0, rank_and_world, script_main)
+                             check_name, compute_dtype, flag_defaults, in_words, init_device, on_all_ranks, print0,
+                             rank_and_world, script_main)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
 from nanochat.engine import generate, row_key
+from nanochat.files import check_writable, path_of
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.hf.tokenizer import load_own_tokenizer

@@ -12,8 +12,9 @@ import codecs
 
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
-from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, path_of, script_main
+from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, script_main
 from nanochat.engine import generate, row_key
+from nanochat.files import path_of
 from nanochat.rl.formats import COMPACT, PAPER, Format
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt

@@ -15,9 +15,10 @@ import torch
 
 from nanochat.checkpoint import default_tag, load_model, warn_of_role
 from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, compute_dtype, gather_lists,
-                             init_device, path_of, print0, rank_and_world, script_main)
+                             init_device, print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches
 from nanochat.engine import pad_prompts
+from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import answers_of, labels_of, majority, outcomes_of, pass_at_k, problems_of
 from nanochat.rl.prompts import check_prompts_fit

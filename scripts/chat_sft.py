@@ -26,10 +26,11 @@ import torch
 from nanochat.checkpoint import (find_step, fingerprint, load_model, load_training, resumable_steps, resume_step,
                                  save_model, save_training, saying_what_is_whole)
 from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, barrier, check_least,
-                             check_most, check_name, check_writable, compute_dtype, flag_defaults, in_words,
-                             init_device, on_all_ranks, path_of, print0, rank_and_world, script_main)
+                             check_most, check_name, compute_dtype, flag_defaults, in_words, init_device, on_all_ranks,
+                             print0, rank_and_world, script_main)
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole, shuffled
 from nanochat.engine import pad_prompts
+from nanochat.files import check_writable, path_of
 from nanochat.gpt import add_model_args, config_of, new_model
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import load_tokenizer

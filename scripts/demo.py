@@ -16,7 +16,8 @@ from collections import Counter
 from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
-from nanochat.common import BadInput, check_least, compute_dtype, init_device, path_of, script_main
+from nanochat.common import BadInput, check_least, compute_dtype, init_device, script_main
+from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.evals import SPLITS
 from nanochat.rl.report import Run, read_run, run_folder

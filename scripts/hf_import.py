@@ -14,7 +14,8 @@ import os
 import torch
 
 from nanochat.checkpoint import check_loaded, list_steps, save_model
-from nanochat.common import BadInput, check_name, check_writable, path_of, print0, script_main
+from nanochat.common import BadInput, check_name, print0, script_main
+from nanochat.files import check_writable, path_of
 from nanochat.hf.files import find_folder, read_model
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 import tokenizers
 import torch
 
-from nanochat.common import BadInput, check_least, check_most, check_writable, print0, script_main
+from nanochat.common import BadInput, check_least, check_most, print0, script_main
+from nanochat.files import check_writable
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, write_model
 from nanochat.hf.shapes import SHAPES, shape_of

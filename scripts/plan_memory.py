@@ -12,7 +12,8 @@ libraries, fragmentation, and buffers of the collectives.
 import argparse
 
 from nanochat.checkpoint import find_step, list_steps, load_meta
-from nanochat.common import BadInput, check_least, path_of, print0, script_main
+from nanochat.common import BadInput, check_least, print0, script_main
+from nanochat.files import path_of
 from nanochat.hf.files import DTYPES, find_folder, read_config
 from nanochat.rl.plan import Config, Held, Setting, draws_of, memory_plan, show_plan, variants
 from nanochat.recipes import grpo, tango

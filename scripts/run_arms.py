@@ -29,8 +29,8 @@ from dataclasses import dataclass, field
 from nanochat import recipes
 from nanochat.arms import (ABLATIONS, DIALS, PARTNERS, TASKS, Experiment, all_arms, arms_of, experiments_of,
                            has_verifier, rl_flags, sft, words_of)
-from nanochat.common import (BadInput, StopRequested, base_dir, check_unchanged, check_writable, flag_defaults,
-                             make_folder, parse_flags, path_of, print0, script_main, whole_file, writing)
+from nanochat.common import BadInput, StopRequested, check_unchanged, flag_defaults, parse_flags, print0, script_main
+from nanochat.files import base_dir, check_writable, make_folder, path_of, whole_file, writing
 from nanochat.rl.flags import complete_args
 from nanochat.rl.report import compare, dial_table, read_run
 from nanochat.run import is_at_work

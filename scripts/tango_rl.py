@@ -27,9 +27,9 @@ import torch
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps, saying_what_is_whole
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, check_writable, compute_dtype, finite,
-                             flag_defaults, gather_lists, init_device, path_of, print0, process_size, rank_and_world,
-                             script_main, whole_file, write_json)
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, compute_dtype, finite, flag_defaults,
+                             gather_lists, init_device, print0, process_size, rank_and_world, script_main)
+from nanochat.files import check_writable, path_of, whole_file, write_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
                                complete_args)

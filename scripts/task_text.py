@@ -10,8 +10,8 @@ import os
 import re
 import shutil
 
-from nanochat.common import (BadInput, CannotWrite, check_least, check_most, check_writable, make_folder, print0,
-                             script_main, whole_file, writing)
+from nanochat.common import BadInput, CannotWrite, check_least, check_most, print0, script_main
+from nanochat.files import check_writable, make_folder, whole_file, writing
 from nanochat.hf.files import PARTIAL
 from tasks import add_task_args, make_task, task_texts
 

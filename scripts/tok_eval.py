@@ -12,8 +12,9 @@ from collections.abc import Callable
 
 import tiktoken
 
-from nanochat.common import BadInput, path_of, print0, script_main
+from nanochat.common import BadInput, print0, script_main
 from nanochat.dataloader import tell_long
+from nanochat.files import path_of
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.tokenizer import Tokenizer
 

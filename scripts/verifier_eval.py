@@ -20,7 +20,8 @@ from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model, warn_of_role
 from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, gather_lists, init_device,
-                             path_of, print0, rank_and_world, script_main, write_json)
+                             print0, rank_and_world, script_main)
+from nanochat.files import path_of, write_json
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.formats import COMPACT, PAPER

@@ -11,7 +11,8 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nanochat.common import BadInput, check_data_file, look_for_hub, quiet_datasets
+from nanochat.common import BadInput
+from nanochat.files import check_data_file, look_for_hub, quiet_datasets
 from nanochat.rl.formats import Format
 from tasks.grading import extracted, grade
 

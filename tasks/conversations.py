@@ -5,7 +5,8 @@ or a `datasets` name.
 import json
 import os
 
-from nanochat.common import BadInput, look_for_hub, quiet_datasets
+from nanochat.common import BadInput
+from nanochat.files import look_for_hub, quiet_datasets
 from nanochat.tokenizer import PARTS
 
 

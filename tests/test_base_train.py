@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from conftest import parse
 
 from nanochat.checkpoint import list_steps, load_model, resumable_steps
-from nanochat.common import BadInput, CannotWrite, Diverged, path_of, script_main
+from nanochat.common import BadInput, CannotWrite, Diverged, script_main
 from nanochat.dataloader import PackedBatches
+from nanochat.files import path_of
 from nanochat.flops import flops_per_token, matrix_parameters
 from nanochat.gpt import GPT, GPTConfig, config_of
 from nanochat.loss_eval import bits_per_byte, supervised_loss

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from conftest import TASK_FLAGS, parse
 
 from nanochat.checkpoint import list_steps, load_model, save_model
-from nanochat.common import BadInput, path_of, script_main
+from nanochat.common import BadInput, script_main
+from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, tok_train

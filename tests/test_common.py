@@ -16,7 +16,8 @@ import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import __version__
-from nanochat.common import BadInput, CannotWrite, is_alone, process_size, script_main, whole_file
+from nanochat.common import BadInput, CannotWrite, process_size, script_main
+from nanochat.files import is_alone, whole_file
 from nanochat.run import Run, describe_versions, lock_run, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
 

@@ -18,7 +18,8 @@ import torch
 from conftest import TASK_FLAGS, parse, rl_flags
 
 from nanochat.checkpoint import load_file, load_model, save_atomic, saved_steps
-from nanochat.common import BadInput, CannotWrite, Diverged, read_records, script_main
+from nanochat.common import BadInput, CannotWrite, Diverged, script_main
+from nanochat.files import read_records
 from nanochat.rl import play
 from nanochat.rl.play import Play
 from nanochat.rl.roles import find_starts, load_roles

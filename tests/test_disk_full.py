@@ -14,7 +14,8 @@ from conftest import TASK_FLAGS, parse, rl_flags
 from test_report import make_run
 
 from nanochat.checkpoint import save_atomic
-from nanochat.common import CannotWrite, make_folder, path_of, script_main, write_json
+from nanochat.common import CannotWrite, script_main
+from nanochat.files import make_folder, path_of, write_json
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import write_model
 from nanochat.rl.page import draw_curves, write_run_page

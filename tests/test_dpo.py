@@ -13,7 +13,8 @@ from conftest import TASK_FLAGS, on_two_ranks
 from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
-from nanochat.common import BadInput, path_of, rank_and_world
+from nanochat.common import BadInput, rank_and_world
+from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.recipes.dpo import learn_from_pairs, margins, pair_coefficients, right_and_wrong

@@ -23,7 +23,7 @@ import pytest
 import torch
 from conftest import ONE, RL_FLAGS, on_two_ranks, parse, rl_flags
 
-from nanochat import common, core_eval
+from nanochat import core_eval, files
 from nanochat.checkpoint import load_meta
 from nanochat.common import BadInput, Diverged
 from nanochat.dataloader import open_rows
@@ -433,11 +433,11 @@ def test_a_hub_that_cannot_be_reached_is_tried_once(monkeypatch, capsys, asked):
         tried.append(host)
         raise OSError(101, "Network is unreachable")
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    common.look_for_hub.cache_clear()
+    files.look_for_hub.cache_clear()
     for _ in range(2):
         with pytest.raises(BadInput, match="owner/name"):
             ASKED[asked]()
-    common.look_for_hub.cache_clear()
+    files.look_for_hub.cache_clear()
     assert tried == ["huggingface.co"]
     assert capsys.readouterr().out.count("WARNING: huggingface.co cannot be reached (Network is unreachable)") == 1
 
@@ -468,7 +468,7 @@ def config_of_run(path) -> dict:
 
 JSON_READERS = {
     "a model's meta": lambda path: load_meta(str(path)), "a run's configuration": config_of_run,
-    "a run's records": lambda path: common.read_records(str(path)),
+    "a run's records": lambda path: files.read_records(str(path)),
     "a report's file": lambda path: report.read_json(str(path)),
     "an imported model's configuration": lambda path: read_json(str(path)),
     "an imported tokenizer's configuration": lambda path: parse_json(str(path), path.read_bytes()),

@@ -15,7 +15,8 @@ import torch
 from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import recipes
-from nanochat.common import BadInput, read_records, script_main
+from nanochat.common import BadInput, script_main
+from nanochat.files import read_records
 from nanochat.rl.flags import warn_of_shared
 from nanochat.rl.scores import labels_of, outcomes_of, problems_of, texts_digest
 from scripts import chat_eval, chat_sft, tango_rl, tok_train

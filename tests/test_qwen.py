@@ -16,7 +16,7 @@ from test_bad_input import refused
 from test_tango_rl import assert_same_weights, records, weights
 
 from nanochat.checkpoint import list_steps, load_model, save_model
-from nanochat.common import path_of
+from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer

@@ -12,7 +12,8 @@ import sys
 
 import pytest
 
-from nanochat.common import BadInput, read_records, script_main
+from nanochat.common import BadInput, script_main
+from nanochat.files import read_records
 from nanochat.rl import cards
 from nanochat.rl.page import (axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_page,
                                write_run_page)

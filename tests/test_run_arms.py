@@ -17,9 +17,10 @@ import pytest
 from conftest import TASK_FLAGS, parse
 from conftest import rl_flags as rl_flags_of_test
 
+from nanochat.files import path_of
 from nanochat.run import lock_run
 from nanochat.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
-from nanochat.common import BadInput, path_of, script_main
+from nanochat.common import BadInput, script_main
 from scripts import chat_sft, run_arms, tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -15,7 +15,8 @@ import tempfile
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, look_for_hub, make_folder, print0, write_json, writing
+from nanochat.common import BadInput, CannotWrite, print0
+from nanochat.files import look_for_hub, make_folder, write_json, writing
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.weights import allocate
 

@@ -16,7 +16,8 @@ from secrets import token_hex
 
 import tokenizers
 
-from nanochat.common import BadInput, make_folder, whole_file
+from nanochat.common import BadInput
+from nanochat.files import make_folder, whole_file
 from nanochat.hf.chat_template import ChatTemplate, Fence, any_of, one_line, plain_messages
 from nanochat.tokenizer import Tokenizer
 

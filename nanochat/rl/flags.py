@@ -6,8 +6,8 @@ import zlib
 from itertools import combinations
 
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
-from nanochat.common import (BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words,
-                             path_of, print0)
+from nanochat.common import BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words, print0
+from nanochat.files import path_of
 from nanochat.rl.advantages import PRESETS
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.play import Call

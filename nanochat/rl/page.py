@@ -7,7 +7,7 @@ import time
 from importlib.resources import files
 from statistics import mean, stdev
 
-from nanochat.common import whole_file
+from nanochat.files import whole_file
 from nanochat.rl.cards import cards
 from nanochat.rl.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
                                 compare, filled, is_count, is_number, provenance, read_run, steps_of)

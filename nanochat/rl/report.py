@@ -12,7 +12,8 @@ import re
 from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
-from nanochat.common import MOST, BadInput, path_of, read_records, whole_file
+from nanochat.common import MOST, BadInput
+from nanochat.files import path_of, read_records, whole_file
 from nanochat.hf.files import read_json
 from nanochat.rl.cards import SHOWN
 from nanochat.rl.roles import short_name

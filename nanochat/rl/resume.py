@@ -6,7 +6,8 @@ import os
 import re
 
 from nanochat.checkpoint import list_steps, saved_steps
-from nanochat.common import BadInput, check_unchanged, path_of, print0, read_records
+from nanochat.common import BadInput, check_unchanged, print0
+from nanochat.files import path_of, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts",

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from nanochat.checkpoint import find_step, fingerprint, load_meta, load_model
-from nanochat.common import BadInput, Diverged, all_reduce, path_of
+from nanochat.common import BadInput, Diverged, all_reduce
+from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw

@@ -10,7 +10,8 @@ import torch
 
 from nanochat.checkpoint import (checksum, load_file, load_meta, load_optimizer, load_state, restore_model, save_model,
                                  save_optimizer, save_state, saved_steps)
-from nanochat.common import BadInput, all_reduce, gather_lists, path_of, print0, rank_and_world
+from nanochat.common import BadInput, all_reduce, gather_lists, print0, rank_and_world
+from nanochat.files import path_of
 from nanochat.rl.roles import short_name
 from nanochat.weights import check_weights, refresh, whole_state
 

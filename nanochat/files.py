@@ -1,0 +1,186 @@
+"""
+Files: the layout on disk, files that are written whole or not at all, records, data files, and the hub they come from.
+"""
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import socket
+import tempfile
+import urllib.parse
+import urllib.request
+
+from nanochat.common import BadInput, CannotWrite, check_name, print0
+
+
+HUB_SECONDS = 5.0  # until a hub that does not answer is taken for not there
+STAGE_FOLDERS = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
+
+
+def base_dir() -> str:
+    """Where tokenizer, checkpoints and runs live: $NANOCHAT_BASE_DIR or ~/.cache/nanochat."""
+    return os.path.expanduser(os.environ.get("NANOCHAT_BASE_DIR") or "~/.cache/nanochat")
+
+
+def path_of(kind: str, *names: str) -> str:
+    """The one place that knows the layout on disk. kind: tokenizer, runs, or a stage (base, sft, rl), whose first name
+    is a tag.
+
+    Today's: <base>/<stage's folder>/<tag>/... With NANOCHAT_EXPERIMENT=<name> upstream's announced one (its PR 800):
+    <$NANOCHAT_EXPERIMENTS_DIR or base/experiments>/<name>/<tag>/<stage>/..., tokenizer and runs beside the tags.
+    """
+    name = os.environ.get("NANOCHAT_EXPERIMENT", "")
+    if not name:
+        return os.path.join(base_dir(), STAGE_FOLDERS.get(kind, kind), *names)
+    check_name("NANOCHAT_EXPERIMENT", name)
+    root = os.path.expanduser(os.environ.get("NANOCHAT_EXPERIMENTS_DIR") or os.path.join(base_dir(), "experiments"))
+    if kind not in STAGE_FOLDERS:
+        return os.path.join(root, name, kind, *names)
+    return os.path.join(root, name, *(names and (names[0], kind, *names[1:])))
+
+
+@contextlib.contextmanager
+def whole_file(path: str, mode: str = "w"):
+    """Opens a file to be written whole or not at all: it has another name until the block ends and it is on the disk.
+    Text is UTF-8. Raises CannotWrite."""
+    with writing(path), open_alone(path + ".tmp", mode) as f:
+        try:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+            os.replace(path + ".tmp", path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(path + ".tmp")
+            raise
+
+
+def open_alone(path: str, mode: str):
+    """An empty file, which no other process writes to while it is open. What a killed process left there is
+    overwritten. Raises CannotWrite."""
+    f = open(path, mode, encoding=None if "b" in mode else "utf-8",
+             opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
+    if not is_alone(f, path):
+        f.close()
+        raise CannotWrite(f"{path.removesuffix('.tmp')} cannot be written: another process is writing it")
+    f.truncate(0)
+    return f
+
+
+def is_alone(f, path: str) -> bool:
+    """Whether this process has now locked an open file, and the file still has this name. True where the file system
+    has no locks."""
+    try:
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.stat(path), os.fstat(f.fileno()))
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def writing(path: str):
+    """Around all that writes a file. Raises CannotWrite, which names it and the reason, where the system refuses: a
+    library's own error (torch.save's) is put down to what it was raised in the wake of."""
+    try:
+        yield
+    except (CannotWrite, BadInput):  # said already, of a file within
+        raise
+    except Exception as error:
+        cause = error
+        while not isinstance(cause, OSError) and cause.__context__ is not None:
+            cause = cause.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise CannotWrite(f"{path} cannot be written: {cause.strerror or cause}") from error
+
+
+def make_folder(path: str) -> None:
+    """Makes a folder and those that it is in, unless they are there. Raises CannotWrite."""
+    with writing(path):
+        os.makedirs(path, exist_ok=True)
+
+
+def write_json(path: str, record: dict) -> None:
+    """Writes a json file whole or not at all. Raises CannotWrite."""
+    with whole_file(path) as f:
+        json.dump(record, f, indent=2)
+        f.write("\n")
+
+
+def read_records(path: str) -> list[tuple[str, dict]]:
+    """The lines of a run's file of records, each with its record. A last line that was not written to its end is none.
+    Raises BadInput for a line that is no record."""
+    found = []
+    with open(path, "rb") as f:
+        for number, line in enumerate((line for line in f if line.endswith(b"\n")), 1):
+            try:
+                found.append((line.decode(), json.loads(line)))
+                is_record = isinstance(found[-1][1]["step"], int)
+            except (ValueError, TypeError, KeyError, RecursionError):
+                is_record = False
+            if not is_record:
+                raise BadInput(f"{path}, line {number}: not a json record of a step; mend the line or take it out")
+    return found
+
+
+def check_writable(path: str) -> None:
+    """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Leaves nothing behind."""
+    if not path:
+        raise BadInput("cannot write to a folder without a name")
+    parent = os.path.abspath(path)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(parent)  # which refuses a name that is too long
+        while not os.path.exists(parent):
+            parent = os.path.dirname(parent)
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise BadInput(f"cannot write to {path} ({parent}: {error.strerror})") from None
+
+
+def quiet_datasets():
+    """The `datasets` library, without progress bars and without its calls home, which make opening local files wait for
+    a network."""
+    import datasets
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    # what fails is raised too, and told in one line
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    datasets.disable_progress_bars()
+    return datasets
+
+
+def check_data_file(path: str) -> None:
+    """Raises BadInput for a file that cannot be read, is empty, or holds no json though its name says so: pyarrow ends
+    the process at a file that begins with null."""
+    try:
+        with open(path, "rb") as f:
+            begin = f.read(2 ** 12)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    if not begin.strip():
+        raise BadInput(f"{path}: is empty")
+    if "::" in path:
+        raise BadInput(f"{path}: the library that reads it takes '::' for a file within a file: give it another name")
+    text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if path.endswith((".json", ".jsonl")) and text[:1] not in (b"{", b"["):
+        raise BadInput(f"{path}: is no json of rows: it begins with {text[:20]!r}")
+
+
+@functools.cache
+def look_for_hub() -> None:
+    """To be called before the hub is asked. Where no connection to it can be made, its libraries work offline from here
+    on, with what they downloaded before: they would try again for half a minute at every call."""
+    import datasets
+    import huggingface_hub
+    hub = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
+    if huggingface_hub.constants.HF_HUB_OFFLINE or urllib.request.getproxies():  # a proxy finds it
+        return
+    try:
+        socket.create_connection((hub.hostname, hub.port or hub.scheme), timeout=HUB_SECONDS).close()
+    except OSError as error:
+        print0(f"WARNING: {hub.hostname} cannot be reached ({error.strerror or error}): what was downloaded before is "
+               f"used")
+        datasets.config.HF_HUB_OFFLINE = huggingface_hub.constants.HF_HUB_OFFLINE = True
