@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nanochat.common import BadInput
 from nanochat.files import check_data_file, look_for_hub, quiet_datasets
 from nanochat.rl.formats import Format
-from tasks.grading import extracted, grade
+from tasks.grading import OPENED_BOX, boxed, extracted, grade
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
@@ -100,7 +100,10 @@ def answering_part(fmt: Format, solution: str) -> str:
     answer = tail.removesuffix(closing).strip()
     if not answer or not tail.endswith(closing) or any(mark in answer for mark in (opening, closing) if mark):
         return ""
-    return answer if BOX in answer else f"{BOX}{answer}}}"
+    if OPENED_BOX.search(answer):
+        return answer
+    whole = f"{BOX}{answer}}}"
+    return whole if boxed(whole) == answer else ""  # "18} or 19" would close the box
 
 
 def read_answer(fmt: Format, solution: str) -> str | None:

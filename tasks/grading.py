@@ -28,13 +28,14 @@ from typing import NamedTuple
 from tasks.grading_worker import WORKERS, Unscorable
 
 MAX_ANSWER = 1000  # characters; what is longer is no answer, and no gold
+OPENED_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 
 
 # Finding the answer in a completion
 
 def boxed(completion: str) -> str | None:
     """What the last \\boxed{...} or \\fbox{...} holds; None where its braces do not close."""
-    start = max((match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", completion)), default=None)
+    start = max((match.end() for match in OPENED_BOX.finditer(completion)), default=None)
     if start is None:
         return None
     depth = 1

@@ -24,6 +24,7 @@ from functools import lru_cache
 
 TIMEOUT = 5.0          # seconds that a worker may take for one request
 START_TIMEOUT = 120.0  # seconds for a worker to load sympy; it takes one, but disks can be slow and cores shared
+SAME = 1e-60           # relative difference of two numbers that are the same: sympy evaluates to 100 digits
 MEMORY = 1 << 30       # bytes of address space of one worker
 NUM_WORKERS = 2        # NANOCHAT_GRADING_WORKERS overrides it
 
@@ -39,7 +40,7 @@ def load():
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, grader, parse, verify
-    from sympy import Eq, I, simplify, solve
+    from sympy import Eq, I, Integer, MatrixBase, nsimplify, simplify, solve
 
     # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched
     # for in text or boxes.
@@ -67,6 +68,23 @@ def load():
         return by_solutions(gold, answer, *precision)
 
     grader.sympy_solve_and_compare = same_equation
+
+    by_rounding = grader.sympy_numeric_eq
+
+    def same_number(a, b, *precision) -> bool:
+        """What is alike when it is rounded (any two tiny numbers are) must be alike exactly, decimals as written.
+        Formulas with variables are left to what comes next, which simplifies."""
+        if not by_rounding(a, b, *precision):
+            return False
+        if isinstance(a, MatrixBase) or all(grader.is_atomic_or_pct_atomic(x, Integer) for x in (a, b)):
+            return True  # a matrix's numbers come here one by one; 9 is 9%
+        a, b = (nsimplify(x.doit(), rational=True) for x in (a, b))
+        difference = a - b
+        if difference.is_Rational or difference.free_symbols:
+            return difference == 0
+        return bool(abs(difference.evalf()) <= SAME * max(abs(a.evalf()), abs(b.evalf())))
+
+    grader.sympy_numeric_eq = same_number
 
     def imaginary(expression):
         return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})

@@ -15,6 +15,21 @@ import pytest
 from tasks.grading import grade
 
 HOSTILE = {
+    "tiny differences": r"""
+(\frac56)^{200}  (\frac56)^{199}  (\frac56)^{201}  (\frac65)^{200}  (\frac16)^{200}  -(\frac56)^{200}  10^{-16}  0
+\frac{1}{2004!}  \frac{1}{2000!}  \frac{9}{2004!}  -\frac{1}{2004!}  (\frac{1}{2004!})^2  0  \frac{1}{2004!}+10^{-99}
+\frac{1}{2^{98}}  \frac{1}{2^{99}}  -\frac{1}{2^{98}}  \frac{1}{4^{98}}  \frac{3}{2^{98}}  0  10^{-98}  \frac{1}{98^2}
+1-2^{-60}  1-2^{-61}  1  1+2^{-60}  1-3^{-60}  0.999999999999999999
+1-2^{-250}  1-2^{-251}  1  1+2^{-250}  1-3^{-250}
+e^{-40}  e^{-41}  -e^{-40}  0  2e^{-40}  \pi^{-40}
+\pi  3.141592653590  3.14159265358979  3.14159265358979323846264338327950288  \pi+10^{-30}  \pi(1-10^{-40})
+\sqrt2  1.4142135623731  1.41421356237309504880168872421  \sqrt2+e^{-50}  \sqrt{2+10^{-30}}
+\frac{x}{2^{98}}  \frac{x}{2^{99}}  \frac{3x}{2^{98}}  -\frac{x}{2^{98}}  0
+2^{-60}i  2^{-61}i  -2^{-60}i  2^{-60}
+[0,2^{-60}]  [0,2^{-61}]  [0,2^{-60})
+\{2^{-60},\pi\}  \{2^{-61},\pi\}
+\begin{pmatrix}10^{-30}\\1\end{pmatrix}  \begin{pmatrix}10^{-31}\\1\end{pmatrix}
+y=10^{-20}x  y=10^{-21}x""",
     "equations and chains": r"""
 4  1=2=3=4  banana=4  x^2+y^2=4  x+y=4  xy=4  ab=4  0=4  5=4  4=5  x=5=4  x=4=5  x=y=4  x=x=4  x=x+4  x=4x  2x=4  x^2=4
 4  -x=4  1/x=4  f(x)=x=4  f(x,y)=4  (x,y)=4  |x|=4  \sqrt{x}=4  \text{banana}=4  a+b+c=4  2+2=5=4  5==4  \pi=4  x(2)=4
@@ -200,6 +215,16 @@ BOXES = r"""
 4  \Boxed{4}  \box{4}  boxed{4}  \boxed(4)  \boxed[4]  \boxed\{4\}  \framebox{4}  Answer: 4"""
 # gold, then answers that are the same in another spelling: what the rules above must not lose
 RIGHT = r"""
+(\frac56)^{200}  \frac{5^{200}}{6^{200}}  (\frac65)^{-200}  (\frac{25}{36})^{100}
+\frac{1}{2004!}  \frac{2005}{2005!}
+\frac{1}{2^{98}}  2^{-98}  4^{-49}  \frac{2}{2^{99}}
+e^{-40}  \frac{1}{e^{40}}
+\frac{\sqrt2}{10}  0.1\sqrt2  \frac{1}{5\sqrt2}
+\sqrt2+\sqrt3  \sqrt{5+2\sqrt6}
+e^{i\pi/3}  \frac12+\frac{\sqrt3}{2}i
+\sqrt[3]{7+5\sqrt2}  1+\sqrt2
+\frac{x}{2^{98}}  2^{-98}x  0.5^{98}x
+1.5\pi  \frac{3\pi}{2}
 4  x=4  f(x)=4  f(2)=4  f'(2)=4  a_n=4  x_1=4
 4  AB=4  \overline{AB}=4  \angle ABC=4  m\angle A=4  \theta=4  P(A)=4  S_{10}=4
 4  2+2=4  x=2+2=4  4=4  \log_2 16=4  x=2+2  4\text{ pairs}  4 eggs  4\text{ two-digit numbers}  [ABC]=4  |AB|=4  \{4\}

@@ -353,9 +353,12 @@ def answered(answer: str) -> str:
     # not as the format wants it, and plain all the same
     ("72", "<answer>72</answer>", True), ("72", "<answer>\n\\boxed{72}\n</answer>", True),
     ("72", "<answer>It is \\boxed{72}.</answer>", True), ("72", "It is 5. <answer> $72$ </answer>", True),
+    ("72", "<answer>\\boxed {72}</answer>", True), ("72", "<answer>\\fbox{72}</answer>", True),
+    ("1/2", "<answer>\\frac{1}{2}</answer>", True), ("\\{1, 2\\}", "<answer>\\{2, 1\\}</answer>", True),
     # one guess
     ("72", answered("72 or 73"), False), ("72", answered("72, 73"), False), ("72", answered("\\{72, 73\\}"), False),
-    ("72", answered("72} or \\boxed{73"), False),
+    ("72", answered("72} or \\boxed{73"), False), ("72", "<answer>72} or 73</answer>", False),
+    ("72", "<answer>72}</answer>", False), ("72", "<answer>72\\} or 73</answer>", False),
     ("72", answered("72") + answered("73"), False), ("72", answered("73") + answered("72"), False),
     ("72", answered("72") + " or 73", False), ("73", answered("72") + " or \\boxed{73}</answer>", False),
     # nothing that can be read, and boxes before the answer are none
