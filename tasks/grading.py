@@ -236,6 +236,7 @@ class Reading(NamedTuple):
     base: tuple[str, int] | None  # ("1010", 2) of "1010_2"
     words: str | None        # the spelling of an answer in words, None where it is none
     either: bool             # whether it has an "or"
+    both: bool               # whether it has an "and"
 
 
 def plain_number(text: str) -> tuple[Fraction, bool] | None:
@@ -319,9 +320,10 @@ def read(text: str) -> Reading:
     whole = tidy(text)
     if (wrapped := re.fullmatch(r"\\text\{([^{}]*)\}", whole)) and plain_number(wrapped[1]):
         whole = wrapped[1]
-    words, either = words_of(whole), re.search(r"(?<![A-Za-z\\])or(?![A-Za-z])", text) is not None
+    words = words_of(whole)
+    joints = [re.search(rf"(?<![A-Za-z\\]){word}(?![A-Za-z])", text) is not None for word in ("or", "and")]
     if words is not None:
-        return Reading(whole, "", frozenset(), None, False, None, words, either)
+        return Reading(whole, "", frozenset(), None, False, None, words, *joints)
     name, body = named(whole)
     body, units = without_unit(body)
     body = proportion(body)
@@ -329,7 +331,7 @@ def read(text: str) -> Reading:
     based = BASED.fullmatch(body)
     base = (based[1].upper(), int(based[2])) if based and is_based(based[1], int(based[2])) else None
     value, percent = plain_number(body) or (None, False)
-    return Reading(body, name.casefold(), units, value, percent, base, None, either)
+    return Reading(body, name.casefold(), units, value, percent, base, None, *joints)
 
 
 def proportion(body: str) -> str:
@@ -434,6 +436,8 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
         return same_name and answer.base[1] == 10 and plain_number(answer.base[0]) == (gold.value, False)
     if answer.either and not gold.either and is_bracketed(gold.body):
         return False  # "1 or 2" is no point
+    if RELATION.search(gold.body) and gold.either != answer.either and (gold.both or answer.both):
+        return False  # x<1 or x>2 is not x<1 and x>2
     if gold.body == answer.body and same_name:
         return True
     if gold.value is not None and answer.value is not None:

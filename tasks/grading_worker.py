@@ -13,6 +13,7 @@ import atexit
 import json
 import os
 import queue
+import re
 import resource
 import select
 import signal
@@ -32,15 +33,21 @@ NUM_WORKERS = 2        # NANOCHAT_GRADING_WORKERS overrides it
 # In the worker
 
 
+def is_proper(latex: str) -> bool:
+    """Whether this is the fraction of a mixed number."""
+    match = re.fullmatch(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", latex)
+    return match is not None and 0 < int(match[1]) < int(match[2])
+
+
 def load():
     """math-verify as two functions: parse(text) -> its sympy objects, none where it has no meaning; equal(gold, answer)
     -> bool."""
     import logging
 
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
+    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, _Latex2Sympy
     from math_verify import LatexExtractionConfig, grader, parse, verify
-    from sympy import Eq, I, Integer, MatrixBase, nsimplify, simplify, solve
+    from sympy import Eq, Expr, Float, I, Integer, MatrixBase, MatrixExpr, Rational, simplify, solve
 
     # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched
     # for in text or boxes.
@@ -72,19 +79,39 @@ def load():
     by_rounding = grader.sympy_numeric_eq
 
     def same_number(a, b, *precision) -> bool:
-        """What is alike when it is rounded (any two tiny numbers are) must be alike exactly, decimals as written.
-        Formulas with variables are left to what comes next, which simplifies."""
-        if not by_rounding(a, b, *precision):
-            return False
-        if isinstance(a, MatrixBase) or all(grader.is_atomic_or_pct_atomic(x, Integer) for x in (a, b)):
-            return True  # a matrix's numbers come here one by one; 9 is 9%
-        a, b = (nsimplify(x.doit(), rational=True) for x in (a, b))
+        """Two numbers are the same when they are exactly so, decimals as written: rounded, as the library does it, any
+        two tiny ones are alike. Formulas with variables are left to what comes next, which simplifies."""
+        if (not all(isinstance(x, Expr) and not x.is_Matrix for x in (a, b))
+                or all(grader.is_atomic_or_pct_atomic(x, Integer) for x in (a, b))):
+            return by_rounding(a, b, *precision)  # a matrix's numbers come here one by one; 9 is 9%
+        a, b = (x.xreplace({number: Rational(str(number)) for number in x.atoms(Float)}).doit() for x in (a, b))
         difference = a - b
         if difference.is_Rational or difference.free_symbols:
             return difference == 0
-        return bool(abs(difference.evalf()) <= SAME * max(abs(a.evalf()), abs(b.evalf())))
+        size = abs(difference.evalf())
+        return bool(size.is_finite and size <= SAME * max(abs(a.evalf()), abs(b.evalf())))
 
     grader.sympy_numeric_eq = same_number
+
+    in_order = _Latex2Sympy.convert_postfix_list
+
+    def product(self, factors: list, i: int = 0):
+        """What stands side by side is multiplied, but for a mixed number as it is printed, 3\\frac{1}{2}. The library
+        adds any two numbers, so that it reads 3(2) and (3)(2) as 5, and drops what stands behind a set."""
+        first, texts, used = self.convert_postfix(factors[i]), [factor.getText() for factor in factors[i:]], 1
+        if isinstance(first, list):  # the d/dx of a derivative
+            return in_order(self, factors, i)
+        if len(texts) > 1 and texts[0].isdigit() and is_proper(texts[1]):
+            first, used = first + self.convert_postfix(factors[i + 1]), 2
+        if used == len(texts):
+            return first
+        if not isinstance(first, Expr | MatrixBase):
+            raise ValueError(f"{texts[0]} is multiplied")
+        others = self.convert_postfix_list(factors, i + used)
+        are_matrices = any(isinstance(x, MatrixBase | MatrixExpr) for x in (first, others))
+        return (self.mat_mul_flat if are_matrices else self.mul_flat)(first, others)
+
+    _Latex2Sympy.convert_postfix_list = product
 
     def imaginary(expression):
         return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})

@@ -15,6 +15,16 @@ import pytest
 from tasks.grading import grade
 
 HOSTILE = {
+    "products": r"""
+5  3(2)  (3)(2)  (3)2  3[2]  [3][2]  3{2}  {3}(2)  \left(3\right)\left(2\right)  3\{2\}  (3)\,2  3\left(2\right)
+5  2(3)  [2](3)  6(-1)  (6)(-1)  (2)(2)(1)  1(2)(2)
+-5  (-3)(2)  -3(2)  (-3)2  -(3)(2)  (-2)[3]
+12  3(4)(5)  (3)(4)(5)  3(4)5
+\frac72  3(\frac12)  (3)\frac12  3{\frac12}  (3)(1/2)  3\cdot\frac12  [3]\frac12  \left(3\right)\frac12
+\frac{13}{2}  3\frac72  3(\frac72)  (3)(7/2)  (3)\frac72
+5x  3(2)x  (3)(2)x  x(3)(2)  x3(2)
+5\pi  3(2)\pi  (3)(2)\pi  \pi(3)(2)
+(5,1)  (3(2),1)  ((3)(2),1)""",
     "tiny differences": r"""
 (\frac56)^{200}  (\frac56)^{199}  (\frac56)^{201}  (\frac65)^{200}  (\frac16)^{200}  -(\frac56)^{200}  10^{-16}  0
 \frac{1}{2004!}  \frac{1}{2000!}  \frac{9}{2004!}  -\frac{1}{2004!}  (\frac{1}{2004!})^2  0  \frac{1}{2004!}+10^{-99}
@@ -42,6 +52,8 @@ x^2+y^2=4  4  x^2+y^2=5=4  x^2+y^2=4=5  4=4  0=0  x^2-y^2=4  x^2+y^2\le4  x=2
 x^2-2x+10=0  x^2+1=0  x^2+2=0  y^2+1=0  x^2-2x+11=0  1=0
 x=1,y=2  2,1  (2,1)  \{1,2\}  x=2,y=1  y=1,x=2  x=1,x=2  a=1,b=2  x=1\text{ or }y=2  x=1  x=1,y=2,x=5  x=1,y=2,z=3""",
     "intervals": r"""
+x<1\text{ or }x>2  x<1\text{ and }x>2  x<1 and x>2  x>2\text{ and }x<1
+x>1\text{ and }x<3  x>1\text{ or }x<3  x<3 or x>1  x<1\text{ and }x>3
 (1,2)  2,1  (2,1)  1<x  x<2  1\le x\le2
 (1,2)  (1,2)\cup(3,4)  (1,2)\cup\{1\}  (1,2),(3,4)  (y,x)=(1,2)  (1,2)=(2,1)  (2,1)=(1,2)
 (1,2)  (3,4)=(1,2)  x\notin(1,2)  (1,2)^c  (1,2)'  \{(1,2)\}  \{1,2\}  (1,2]
@@ -215,6 +227,13 @@ BOXES = r"""
 4  \Boxed{4}  \box{4}  boxed{4}  \boxed(4)  \boxed[4]  \boxed\{4\}  \framebox{4}  Answer: 4"""
 # gold, then answers that are the same in another spelling: what the rules above must not lose
 RIGHT = r"""
+6  3(2)  (3)(2)  (3)2  3[2]  {3}(2)  \left(3\right)\left(2\right)  (-3)(-2)  1(2)(3)
+-6  (-3)(2)  -3(2)  3(-2)
+\frac32  3(\frac12)  (3)\frac12  1\frac12  (1)(1\frac12)
+6x  3(2)x  (3)(2)x  3\cdot2x
+\frac72\pi  3\frac12\pi  3.5\pi
+x<1\text{ or }x>2  x<1 or x>2  x<1,x>2  x>2\text{ or }x<1
+x>1\text{ and }x<3  x>1,x<3  x<3\text{ and }x>1
 (\frac56)^{200}  \frac{5^{200}}{6^{200}}  (\frac65)^{-200}  (\frac{25}{36})^{100}
 \frac{1}{2004!}  \frac{2005}{2005!}
 \frac{1}{2^{98}}  2^{-98}  4^{-49}  \frac{2}{2^{99}}
