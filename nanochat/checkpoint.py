@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, check_unchanged, print0, rank_and_world
+from nanochat.common import BadInput, CannotWrite, check_unchanged, dtype_name, print0, rank_and_world
 from nanochat.files import make_folder, path_of, whole_file, write_json
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
@@ -211,6 +211,12 @@ def warn_of_role(tag: str, meta: dict, role: str) -> None:
     trained = meta.get("role") or meta["user_config"].get("role")
     if {role, trained} == {"generator", "verifier"}:
         print0(f"WARNING: {tag} was trained as a {trained}, and is the {role} here")
+
+
+def warn_of_dtype(what: str, before: str | None, dtype: torch.dtype) -> None:
+    """Says so where training goes on with activations of another dtype. before: as it was, None of older versions."""
+    if before not in (None, dtype_name(dtype)):
+        print0(f"WARNING: {what} was in {before} and goes on in {dtype_name(dtype)}, which rounds differently")
 
 
 def check_loaded(model, path: str) -> None:

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import zlib
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 NUM_WAITING = 8  # threads of in_threads
 MOST = 10 ** 18  # of an integer flag: twice as many are still 64 bits
+WIDEST = 1e30    # of a float flag: what is made of it is still a float32
 NUM_PRODUCTS = 64  # kept by keep_few_products: a model's few shapes, many times over
 
 
@@ -73,9 +75,6 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
     except BrokenPipeError:  # who read the output, as `head` does, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141  # 128 + SIGPIPE
-    except (FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError) as error:
-        complain(f"error: {error.filename}: {error.strerror}")
-        code = 2
     except StopRequested as stop:
         print0(stop)
         code = 143  # 128 + SIGTERM
@@ -83,11 +82,15 @@ def script_main(main, parser, argv: list[str] | None = None, is_shown: bool = Fa
         complain("stopped by Ctrl-C")
         code = 130  # 128 + SIGINT
     except OSError as error:
-        if error.filename or error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+        if error.filename:
+            complain(f"error: {error.filename}: {error.strerror}")
+            code = 2
+        elif error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # as above
+            complain(f"stopped: the output cannot be written: {error.strerror}")
+            code = 1
+        else:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # as above
-        complain(f"stopped: the output cannot be written: {error.strerror}")
-        code = 1
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             complain(f"stopped: there is not enough memory: {one_line(error)}")
@@ -179,11 +182,14 @@ def check_text(argv: list[str]) -> None:
 
 
 def check_finite(args) -> None:
-    """Raises BadInput for the first flag that is infinite, not a number, or an integer beyond MOST."""
+    """Raises BadInput for the first flag that is infinite, not a number, an integer beyond MOST, or a float beyond
+    WIDEST."""
     for name, given in vars(args).items():
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, float) and not math.isfinite(value):
                 raise BadInput(f"--{name.replace('_', '-')} {value}: must be a finite number")
+            if isinstance(value, float) and abs(value) > WIDEST:
+                raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{WIDEST} to {WIDEST}")
             if isinstance(value, int) and abs(value) > MOST:
                 raise BadInput(f"--{name.replace('_', '-')} {value}: must be from -{MOST} to {MOST}")
 
@@ -329,6 +335,7 @@ def init_device(device_type: str) -> torch.device:
         # it plans for half a second at every new shape, and micro-batches have many
         torch.backends.cuda.enable_cudnn_sdp(False)
     if rank_and_world()[1] > 1 and not dist.is_initialized():
+        check_agent()
         # One rank may write checkpoints of many GB, or wait for graders, while the others are in a collective.
         dist.init_process_group("nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(hours=1))
     return device
@@ -343,6 +350,17 @@ def stop_with_parent() -> None:
         parent = os.environ.get("NANOCHAT_STOP_WITH_PARENT")
         if parent and parent != str(os.getppid()):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def check_agent() -> None:
+    """Raises StopRequested where torchrun has ended before this rank, so that stop_with_parent came too late: the ranks
+    meet at torchrun's store, and would wait for it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        try:
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=60).close()
+        except OSError as error:
+            raise StopRequested(f"stopped: torchrun, which started this rank, does not answer: "
+                                f"{error.strerror or error}") from None
 
 
 def keep_freed_memory() -> None:
@@ -386,6 +404,11 @@ def compute_dtype(device: torch.device) -> torch.dtype:
         raise BadInput(f"NANOCHAT_DTYPE={name}: use bfloat16 or float32")
     default = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     return names[name] or default
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As files have it: float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:

@@ -61,19 +61,19 @@ def open_alone(path: str, mode: str):
     overwritten. Raises CannotWrite."""
     f = open(path, mode, encoding=None if "b" in mode else "utf-8",
              opener=lambda name, flags: os.open(name, flags & ~os.O_TRUNC, 0o666))
-    if not is_alone(f, path):
+    if not is_alone(f.fileno(), path):
         f.close()
         raise CannotWrite(f"{path.removesuffix('.tmp')} cannot be written: another process is writing it")
     f.truncate(0)
     return f
 
 
-def is_alone(f, path: str) -> bool:
-    """Whether this process has now locked an open file, and the file still has this name. True where the file system
-    has no locks."""
+def is_alone(descriptor: int, path: str) -> bool:
+    """Whether this process has now locked an open file or folder, and it still has this name. True where the file
+    system has no locks."""
     try:
-        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.stat(path), os.fstat(f.fileno()))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except (BlockingIOError, FileNotFoundError):
         return False
     except OSError:

@@ -21,10 +21,10 @@ import torch.distributed as dist
 
 from nanochat.bench import machine_speed
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model,
-                                 save_training, saying_what_is_whole)
+                                 save_training, saying_what_is_whole, warn_of_dtype)
 from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, check_least, check_most,
-                             check_name, compute_dtype, flag_defaults, in_words, init_device, on_all_ranks, print0,
-                             rank_and_world, script_main)
+                             check_name, compute_dtype, dtype_name, flag_defaults, in_words, init_device, on_all_ranks,
+                             print0, rank_and_world, script_main)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
 from nanochat.engine import generate, row_key
 from nanochat.files import check_writable, path_of
@@ -288,6 +288,7 @@ def main(args) -> None:
             check_same_files(before, now, f"step {resumed} of {tag}")
         if "files" in saved:  # of an older version, which kept both in one
             check_same_files(saved["files"], texts[0] | texts[1], f"step {resumed} of {tag}")
+        warn_of_dtype(f"step {resumed} of {tag}", saved.get("dtype"), dtype)
         batches.load_state_dict(saved["batches"])
         state = saved["state"]
     print_rules(f"{tag} behind step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
@@ -306,7 +307,8 @@ def main(args) -> None:
     def save(val_bpb: float | None = None) -> None:
         check_weights(model, "model")
         save_training("base", tag, state["step"], rank, optimizers,
-                      {"batches": batches.state_dict(), "state": dict(state), "texts": texts})
+                      {"batches": batches.state_dict(), "state": dict(state), "texts": texts,
+                       "dtype": dtype_name(dtype)})
         if dist.is_initialized():
             dist.barrier()  # every rank's file is there before the meta makes the step valid
         save_model_alone(val_bpb)

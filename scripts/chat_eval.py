@@ -62,8 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def solve(args, task, split: str, model, sampler, device) -> list[list]:
     """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right
-    in every step (None where the task has no labels of steps), whether the most frequent answer is right, and how many
-    ended."""
+    in every step (None where the task has no labels of steps), whether the most frequent answer is right, how many
+    ended, and how many cannot be scored."""
     rank, world = rank_and_world()
     n = args.num_samples
     problems = problems_of(task, split, args.max_problems)
@@ -78,7 +78,8 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
     outcomes = outcomes_of(task, [problem for problem in problems for _ in range(n)], rollouts.texts)
     for i, problem in enumerate(problems):
         mine = solutions[i * n: (i + 1) * n]
-        right = [outcome is True for outcome in outcomes[i * n: (i + 1) * n]]
+        found = outcomes[i * n: (i + 1) * n]
+        right = [outcome is True for outcome in found]
         labels = [labels_of(task, problem, s.text) for s in mine]
         all_right = (sum(r and bool(steps) and all(steps) for r, steps in zip(right, labels, strict=True))
                      if has_labels else None)
@@ -86,7 +87,7 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
         rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)],
-                     sum(stopped[i * n: (i + 1) * n])])
+                     sum(stopped[i * n: (i + 1) * n]), found.count(None)])
     return gather_lists(rows, device)
 
 
@@ -99,7 +100,10 @@ def print_rows(args, name: str, rows: list[list]) -> None:
                   f" | maj@{n} {100 * sum(row[3] for row in rows) / total:5.1f}%")
     if rows and rows[0][2] is not None:
         shown += f" | right in every step {100 * sum(row[2] for row in rows) / (n * total):5.1f}%"
-    print0(shown + f" | ended {100 * sum(row[4] for row in rows) / (n * total):5.1f}%")
+    shown += f" | ended {100 * sum(row[4] for row in rows) / (n * total):5.1f}%"
+    if num_unscorable := sum(row[5] for row in rows):
+        shown += f" | {num_unscorable} cannot be scored and count as wrong"
+    print0(shown)
 
 
 def evaluate_task(args, name: str, model, tokenizer, device) -> None:

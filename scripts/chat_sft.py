@@ -24,10 +24,10 @@ import time
 import torch
 
 from nanochat.checkpoint import (find_step, fingerprint, load_model, load_training, resumable_steps, resume_step,
-                                 save_model, save_training, saying_what_is_whole)
+                                 save_model, save_training, saying_what_is_whole, warn_of_dtype)
 from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, barrier, check_least,
-                             check_most, check_name, compute_dtype, flag_defaults, in_words, init_device, on_all_ranks,
-                             print0, rank_and_world, script_main)
+                             check_most, check_name, compute_dtype, dtype_name, flag_defaults, in_words, init_device,
+                             on_all_ranks, print0, rank_and_world, script_main)
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.files import check_writable, path_of
@@ -341,6 +341,7 @@ def main(args) -> None:
         if saved.get("generator", judged) != judged:
             raise BadInput(f"{path_of('sft', args.model_tag)} is not the generator whose solutions "
                            f"{path_of('sft', tag)} was trained on: its SFT was done again; take another --verifier-tag")
+        warn_of_dtype(f"step {resumed} of {tag}", saved.get("dtype"), dtype)
         state = saved["state"]
     examples = Examples(args, task, tokenizer, model.config.sequence_len)
     examples.check()  # before anything is sampled or written, and with what was sampled below
@@ -360,7 +361,7 @@ def main(args) -> None:
         if rank == 0 or args.shard:
             save_training("sft", tag, state["step"], rank, optimizers,
                           {"state": dict(state), "files": files, "problems": problems, "texts": texts,
-                           "generator": judged})
+                           "generator": judged, "dtype": dtype_name(dtype)})
         barrier()  # every rank has written its part
         if rank == 0:
             save_model("sft", tag, state["step"], model,

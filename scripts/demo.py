@@ -105,7 +105,7 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
         return paint(words, COLOURS[value], colour)
 
     spans, answer, lines = task.fmt.step_spans(text), answers_of(task, [text])[0], []
-    counts = Counter(right=int(outcome is True))
+    counts = Counter(right=int(outcome is True), unscorable=int(outcome is None))
     bodies = [one_line(task.fmt.step_body(text[start:end])) for start, end in spans]
     labels = labels_of(task, problem, text)  # some tasks have none
     verdicts = labels if verification is None else verification.step_verdicts[: len(spans)]
@@ -171,6 +171,8 @@ def main(args) -> None:
             counts[when] += found
     before, after = counts.values()
     scores = [f"problems right {before['right']} -> {after['right']}"]
+    if before["unscorable"] + after["unscorable"]:
+        scores.append(f"those that cannot be scored {before['unscorable']} -> {after['unscorable']}")
     if len(roles) > 1:
         scores.append(f"verdicts right {before['hit']} -> {after['hit']}")
     if len(roles) > 1 and before["steps"] + after["steps"]:

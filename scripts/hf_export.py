@@ -9,7 +9,7 @@ import os
 import torch
 
 from nanochat.checkpoint import find_step, load_meta, load_model, load_state_dict
-from nanochat.common import BadInput, check_name, print0, script_main
+from nanochat.common import BadInput, check_name, dtype_name, print0, script_main
 from nanochat.files import check_writable, path_of
 from nanochat.hf.decoder import DecoderConfig
 from nanochat.hf.files import DTYPES, write_model
@@ -42,7 +42,7 @@ def main(args) -> None:
     model, _ = load_model(args.stage, args.model_tag, torch.device("cpu"), torch.float32, step)
     write_model(folder, model.config, model.state_dict(), DTYPES[args.dtype], tokenizer)
     held = load_state_dict(path_of(args.stage, args.model_tag, f"model_{step:06d}.pt")).values()
-    kinds = " and ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in held}))
+    kinds = " and ".join(sorted({dtype_name(tensor.dtype) for tensor in held}))
     print0(f"{path_of(args.stage, args.model_tag)} at step {step}, {kinds} -> {folder}, {args.dtype}")
 
 

@@ -26,9 +26,10 @@ from functools import partial
 import torch
 
 from nanochat import recipes
-from nanochat.checkpoint import saved_steps, saying_what_is_whole
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, compute_dtype, finite, flag_defaults,
-                             gather_lists, init_device, print0, process_size, rank_and_world, script_main)
+from nanochat.checkpoint import saved_steps, saying_what_is_whole, warn_of_dtype
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, compute_dtype, dtype_name, finite,
+                             flag_defaults, gather_lists, init_device, print0, process_size, rank_and_world,
+                             script_main)
 from nanochat.files import check_writable, path_of, whole_file, write_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
@@ -376,14 +377,12 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
               "recipe_mark": zlib.crc32(inspect.getsource(recipe).encode()) if not hasattr(recipe, "text") else None,
-              "problems": problems[0], "texts": problems[1], "dtype": str(dtype).removeprefix("torch."),
+              "problems": problems[0], "texts": problems[1], "dtype": dtype_name(dtype),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
     run = start_run(args, device, config, seen, resumed=is_resumed)
     if is_resumed and run.rank == 0:  # what changed is true from here on
         before = read_config(args.run)
-        if before.get("dtype", config["dtype"]) != config["dtype"]:
-            print0(f"WARNING: run {args.run} was in {before['dtype']} and goes on in {config['dtype']}, which rounds "
-                   f"differently")
+        warn_of_dtype(f"run {args.run}", before.get("dtype"), dtype)
         before["dtype"] = config["dtype"]
         if before.get("recipe_mark", config["recipe_mark"]) != config["recipe_mark"]:
             print0(f"WARNING: the text of recipe {args.recipe} is no longer what run {args.run} was started with")

@@ -11,7 +11,7 @@ import re
 import shutil
 
 from nanochat.common import BadInput, CannotWrite, check_least, check_most, print0, script_main
-from nanochat.files import check_writable, make_folder, whole_file, writing
+from nanochat.files import check_writable, is_alone, make_folder, whole_file, writing
 from nanochat.hf.files import PARTIAL
 from tasks import add_task_args, make_task, task_texts
 
@@ -38,6 +38,16 @@ def check_folders(out: str, partial: str) -> None:
             raise BadInput(f"{folder} holds {others[0]}: give --out a folder that is empty or not there yet")
 
 
+def take(partial: str, out: str) -> None:
+    """Makes the folder that the text is written in, or empties what a killed call left there, and locks it until this
+    process ends. Raises CannotWrite where another call is at work."""
+    make_folder(partial)
+    if not is_alone(os.open(partial, os.O_RDONLY), partial):
+        raise CannotWrite(f"{out} cannot be written: another process is writing it")
+    for name in os.listdir(partial):
+        os.remove(os.path.join(partial, name))
+
+
 def write_shards(folder: str, texts, num_documents: int, num_shards: int) -> int:
     """Deals the documents out to the shards; the number of their characters. Raises CannotWrite."""
     num_chars = 0
@@ -61,8 +71,7 @@ def main(args) -> None:
     out = os.path.realpath(args.out)  # what a link names can be renamed over
     partial = out + PARTIAL
     check_folders(out, partial)
-    shutil.rmtree(partial, ignore_errors=True)
-    make_folder(partial)
+    take(partial, out)
     try:
         num_chars = write_shards(partial, task_texts(task, args.num_documents, args.seed), args.num_documents,
                                  args.num_shards)

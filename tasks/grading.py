@@ -169,7 +169,7 @@ NO_UNIT = set("""and or to of than hundred thousand million billion trillion doz
 hundreds thousands millions billions trillions dozens halves third thirds fifth fifths sixth sixths seventh sevenths
 eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth thousandths millionth millionths
 fourth fourths eleventh elevenths twelfth twelfths thirteenth thirteenths fourteenth fourteenths fifteenth fifteenths
-ppm kilo mega thou grand
+ppm kilo mega thou grand bil googol googols fold twofold threefold fourfold fivefold tenfold hundredfold thousandfold
 sixteenth sixteenths seventeenth seventeenths eighteenth eighteenths nineteenth nineteenths twentieth twentieths
 thirtieth thirtieths fortieth fortieths fiftieth fiftieths sixtieth sixtieths tens
 quadrillion quadrillions quintillion quintillions lakh lakhs crore crores gross score bn mn mil

@@ -14,7 +14,7 @@ import zlib
 from decimal import Decimal
 
 from nanochat.calculator import calculate
-from nanochat.common import BadInput
+from nanochat.common import BadInput, print0
 from nanochat.rl.formats import PAPER, Format
 from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
 
@@ -172,6 +172,8 @@ class GSM8K:
         is_kept = lambda question: len(golds[question]) == 1 and None not in golds[question]
         self.worked = {question: worked for name in rows for question, worked in rows[name] if is_kept(question)}
         self.num_dropped = sum(not is_kept(question) for name in rows for question, _ in rows[name])
+        if self.num_dropped:
+            print0(f"gsm8k: left out: {self.num_dropped} rows without one gold answer that can be read")
         held_out = {question for question, _ in rows["test"]}
         self.splits = {"sft": [], "rl": [], "test_in": [], "test_out": []}
         for question in self.worked:

@@ -293,6 +293,13 @@ def test_text_that_has_changed_is_refused(base):
         train(base, "--save-every", "2", "--resume-from-step", "2")
 
 
+def test_another_dtype_is_told(base, monkeypatch, capsys):
+    train(base, "--save-every", "2")
+    monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
+    train(base, "--save-every", "2", "--resume-from-step", "2")
+    assert "WARNING: step 2 of base was in float32 and goes on in bfloat16" in capsys.readouterr().out
+
+
 def test_text_that_was_moved_is_gone_on_with(base, capsys):
     train(base, "--save-every", "2")
     whole = metrics_of(base)

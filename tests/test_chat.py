@@ -28,6 +28,7 @@ from nanochat.run import MEASURED
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_eval, chat_rl, chat_sft, tango_rl
 from tasks import make_task
+from tasks.chain import Chain
 from tasks.multiple_choice import choice_prompt, load_choices
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -112,6 +113,14 @@ def samples(base, task, split: str, num_problems: int, n: int, max_new_tokens: i
 def in_every_step(task, problem, text: str) -> bool:
     labels = task.step_labels(problem, text)
     return bool(labels) and all(labels) and task.check(problem, text)
+
+
+def test_what_cannot_be_scored_is_counted(capsys, base, monkeypatch):
+    check = Chain.check
+    monkeypatch.setattr(Chain, "check", lambda self, problem, text: None if problem.index < 2 else
+                        check(self, problem, text))
+    lines = run(capsys, chat_eval, "-i", "sft", "-x", "5").splitlines()
+    assert lines[1].endswith("| 2 cannot be scored and count as wrong")
 
 
 @pytest.mark.parametrize("flags, task_flags, seed, limit", [

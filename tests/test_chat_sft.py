@@ -358,3 +358,10 @@ def test_bad_input_is_one_line_before_anything_is_written(base, capsys, monkeypa
     err = capsys.readouterr().err.strip().splitlines()
     assert exit_code.value.code == 2 and complaint in err[-1] and err[-1].startswith("error: ")
     assert not (base / "chatsft_checkpoints" / "a").exists()
+
+
+def test_another_dtype_is_told(base, monkeypatch, capsys):
+    train("--model-tag", "a", "--save-every", "2")
+    monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
+    train("--model-tag", "a", "--save-every", "2", "--resume-from-step", "2")
+    assert "WARNING: step 2 of a was in float32 and goes on in bfloat16" in capsys.readouterr().out

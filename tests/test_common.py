@@ -4,10 +4,12 @@ What every script shares: TensorBoard's event files, the version and commit that
     python -m pytest tests/test_common.py
 """
 import argparse
+import contextlib
 import json
 import mmap
 import os
 import re
+import socket
 import subprocess
 import sys
 
@@ -15,8 +17,8 @@ import pytest
 import torch
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
-from nanochat import __version__
-from nanochat.common import BadInput, CannotWrite, process_size, script_main
+from nanochat import __version__, common
+from nanochat.common import BadInput, CannotWrite, StopRequested, process_size, script_main
 from nanochat.files import is_alone, whole_file
 from nanochat.run import Run, describe_versions, lock_run, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
@@ -299,9 +301,9 @@ def test_a_file_that_was_renamed_before_it_was_locked_is_not_written_to(tmp_path
     (tmp_path / "file.tmp").write_text("whole")
     with open(tmp_path / "file.tmp", "r+") as f:
         os.replace(tmp_path / "file.tmp", tmp_path / "file")
-        assert not is_alone(f, str(tmp_path / "file.tmp"))
+        assert not is_alone(f.fileno(), str(tmp_path / "file.tmp"))
         (tmp_path / "file.tmp").write_text("the next one")
-        assert not is_alone(f, str(tmp_path / "file.tmp")) and is_alone(f, str(tmp_path / "file"))
+        assert not is_alone(f.fileno(), str(tmp_path / "file.tmp")) and is_alone(f.fileno(), str(tmp_path / "file"))
 
 
 def test_a_run_takes_its_lock_again_or_stops(tmp_path):
@@ -317,6 +319,33 @@ def test_a_run_takes_its_lock_again_or_stops(tmp_path):
         run.log({"step": 2})
     other.close()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_link_to_itself_is_one_line(tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SystemExit, match="2"):
+        script_main(lambda args: open(tmp_path / "loop"), argparse.ArgumentParser(), [])
+    assert capsys.readouterr().err == f"error: {tmp_path}/loop: Too many levels of symbolic links\n"
+
+
+@pytest.mark.parametrize("value, words", [("1e31", "must be from -1e+30 to 1e+30"), ("-1e308", "must be from -1e+30"),
+                                          ("inf", "must be a finite number"), ("1e30", "")])
+def test_a_number_beyond_all_weights_is_one_line(capsys, value, words):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    with pytest.raises(SystemExit, match="2") if words else contextlib.nullcontext():
+        script_main(lambda args: None, parser, [f"--lr={value}"])
+    assert words in capsys.readouterr().err
+
+
+def test_a_rank_whose_torchrun_has_ended_before_it_does_not_wait_for_it(monkeypatch):
+    for name, value in {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        monkeypatch.setenv("MASTER_PORT", str(store.getsockname()[1]))
+        common.check_agent()
+    with pytest.raises(StopRequested, match="torchrun, which started this rank, does not answer: Connection refused"):
+        common.check_agent()
 
 
 class Failing:

@@ -327,3 +327,9 @@ def test_steps_that_pass_are_counted_by_kind_of_error():
         "errors/result": 1 / 4, "errors/slip": 2 / 4, "passed/result": 1.0, "passed/slip": 0.0}
     play.task = SimpleNamespace()
     assert evals.passed_by_error(play, solutions, said) == {}
+
+
+def test_what_cannot_be_scored_counts_as_wrong_and_is_told(capsys):
+    assert evals.are_right([True, None, False, None], "test_out") == [True, False, False, False]
+    assert "WARNING: 2 of 4 solutions of test_out cannot be scored and count as wrong" in capsys.readouterr().out
+    assert evals.are_right([True, False], "test_in") == [True, False] and capsys.readouterr().out == ""

@@ -126,6 +126,7 @@ ROWS = {
     ],
     "torchrun itself dies": [
         "tests/test_faults.py::test_ranks_whose_torchrun_was_killed_save_and_end",
+        "tests/test_common.py::test_a_rank_whose_torchrun_has_ended_before_it_does_not_wait_for_it",
     ],
     "weights drift between ranks": [
         "tests/test_faults.py::test_weights_that_drift_between_ranks_are_noticed_before_they_are_saved",
@@ -212,6 +213,7 @@ ROWS = {
         "tests/test_faults.py::test_two_processes_in_one_base_directory_have_a_run_each_and_do_the_same",
         "tests/test_faults.py::test_a_dummy_name_that_two_processes_chose_is_the_first_ones",
         "tests/test_cpu_kernels.py::test_two_processes_compile_once_and_leave_one_file",
+        "tests/test_task_text.py::test_two_calls_on_one_folder_do_not_disturb_each_other",
     ],
 }
 

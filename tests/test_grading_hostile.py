@@ -109,6 +109,7 @@ x=2\text{ or }x=3  2<x<3  x^2-5x+6<0
 4  4 quadrillion  4\text{ lakh}  4 crore  4 gross  4 score  4 eighths  4\text{ sevenths}  4 ninths  4\text{ bn}
 4  4 halved  4 doubled  4\text{ trebled}  4 reciprocal  4\text{ inverse}
 4  4 fourths  4\text{ twelfths}  4 twentieths  4 sixteenths  4 tens
+4  4 tenfold  4 bil  4 googol  4\text{ fivefold}
 4  4 thousandths  4\text{ root}  4\text{ negative}  4 squared  4k""",
     "percent": r"""
 50\%  5\%  500\%  0.5\%  0.05  5000\%  50\%\%  50\%x

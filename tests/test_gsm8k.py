@@ -83,6 +83,13 @@ def test_it_has_the_methods_of_chain():
         assert inspect.signature(getattr(GSM8K, method)) == inspect.signature(getattr(Chain, method)), method
 
 
+def test_what_is_dropped_is_told(cache, tmp_path, capsys):
+    for name in ("train", "test"):
+        write_rows(tmp_path / "odd", name, [(f"{name}?", "#### three apples"), *(worded(k, name) for k in range(30))])
+    GSM8K(args_of("--gsm8k-data", str(tmp_path / "odd")), 0)
+    assert "gsm8k: left out: 2 rows without one gold answer" in capsys.readouterr().out
+
+
 def test_a_problem_without_a_gold_answer_is_dropped_and_counted(task):
     assert task.num_dropped == 2 and len(task.worked) == 301
 

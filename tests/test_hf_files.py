@@ -169,6 +169,15 @@ def test_what_a_killed_export_left_is_told(tmp_path, capsys):
     assert {"out", f".out-x{files.PARTIAL}"} < set(os.listdir(tmp_path))
 
 
+def test_weights_that_a_dtype_does_not_have_are_not_written(tmp_path):
+    ours = imported(reference_model("llama"), tmp_path / "in")
+    state = ours.state_dict() | {"model.norm.weight": torch.full_like(ours.state_dict()["model.norm.weight"], -1e5)}
+    with pytest.raises(BadInput, match="--dtype float16: has no 100000, which is in model.norm.weight"):
+        write_model(str(tmp_path / "out"), ours.config, state, torch.float16, Letters())
+    assert os.listdir(tmp_path) == ["in"]
+    write_model(str(tmp_path / "out"), ours.config, state, torch.bfloat16, Letters())
+
+
 def test_a_folder_that_is_there_is_not_written_over(tmp_path):
     ours = imported(reference_model("llama"), tmp_path)
     before = tensors_of(tmp_path)

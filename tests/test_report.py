@@ -339,6 +339,21 @@ def test_pairs_that_differ_in_what_must_be_the_same_are_bad_input(tmp_path):
     assert [row["arm"] for row in compare([grpo, fixed])] == ["grpo", "fixed_generator"]  # its steps are another role's
 
 
+@pytest.mark.parametrize("what, change", [
+    ("problems", {"problems": 1}), ("texts of problems", {"texts": 1}),
+    ("starting models", {"starts": {"generator": {"tag": "d4", "step": 1, "fingerprint": 1}}})])
+def test_pairs_that_differ_in_what_no_flag_says_are_bad_input(tmp_path, what, change):
+    runs = [read_run(make_run(tmp_path, f"chain-{arm}-s0", 0, [0.1, 0.2])) for arm in ("grpo", "tango")]
+    compare(runs)  # of an older version, which did not say
+    runs[0].config |= json.loads(json.dumps(change))
+    compare(runs)
+    runs[1].config |= json.loads(json.dumps(change).replace("1", "2"))
+    with pytest.raises(BadInput, match=f"chain-tango-s0 and chain-grpo-s0 cannot be compared: their {what} differ"):
+        compare(runs)
+    runs[1].seed = 1
+    compare(runs)
+
+
 def test_seeds_of_one_arm_have_the_same_flags_and_all_runs_the_same_evaluation(tmp_path):
     first = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], lr=1e-4, model_tag="a"))
     for flag, value, others in (("lr", 1e-5, {"model_tag": "b"}), ("eval_every", 5, {"lr": 1e-4})):

@@ -88,3 +88,20 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(CannotWrite, match=r"/tx cannot be written: No space left"):
         write(tmp_path / "tx")
     assert names(tmp_path) == []
+
+
+def test_two_calls_on_one_folder_do_not_disturb_each_other(tmp_path, monkeypatch):
+    """The second comes while the first writes its last shard."""
+    real, seconds = task_text.whole_file, []
+
+    def in_between(path):
+        if path.endswith("shard_00003.jsonl") and not seconds:
+            seconds.append("comes")
+            with pytest.raises(CannotWrite, match=r"/tx cannot be written: another process is writing it"):
+                write(tmp_path / "tx")
+        return real(path)
+
+    monkeypatch.setattr(task_text, "whole_file", in_between)
+    write(tmp_path / "tx")
+    assert seconds and names(tmp_path) == ["tx"] and names(tmp_path / "tx") == SHARDS
+    assert sum(len(path.read_text().splitlines()) for path in (tmp_path / "tx").iterdir()) == 9

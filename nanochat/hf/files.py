@@ -15,7 +15,7 @@ import tempfile
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, print0
+from nanochat.common import BadInput, CannotWrite, dtype_name, print0
 from nanochat.files import look_for_hub, make_folder, write_json, writing
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.weights import allocate
@@ -186,7 +186,7 @@ def written_config(config: DecoderConfig, dtype: torch.dtype, token_ids: dict) -
         "max_position_embeddings": config.sequence_len, "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config.rope_scaling, "tie_word_embeddings": config.tied, "attention_dropout": 0.0,
-        "torch_dtype": str(dtype).removeprefix("torch."), **own, **token_ids}
+        "torch_dtype": dtype_name(dtype), **own, **token_ids}
 
 
 def weight_files(folder: str) -> dict[str, str]:
@@ -298,10 +298,14 @@ def read_tensor(f, path: str, name: str, p: torch.Tensor) -> None:
 def write_model(folder: str, config: DecoderConfig, state: dict[str, torch.Tensor], dtype: torch.dtype,
                 tokenizer) -> None:
     """Writes a model folder, whole or not at all: config, weights in shards, tokenizer files. Raises BadInput where the
-    folder is there already, CannotWrite."""
+    folder is there already or the dtype has no such large weights, CannotWrite."""
     from safetensors import SafetensorError
     if os.path.exists(folder):
         raise BadInput(f"--to {folder}: exists already")
+    for weight, x in state.items():
+        if x.isfinite().all() and not x.to(dtype).isfinite().all():
+            raise BadInput(f"--dtype {dtype_name(dtype)}: has no {x.abs().max():g}, which is in "
+                           f"{weight}; bfloat16 and float32 have")
     parent, name = os.path.split(os.path.abspath(folder))
     make_folder(parent)
     for other in glob.glob(f".{glob.escape(name)}-*{PARTIAL}", root_dir=parent):

@@ -8,7 +8,7 @@ from statistics import pstdev
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, print0
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import Verification
 from nanochat.rl.roles import short_name
@@ -87,12 +87,20 @@ def verification_columns(verifications: list[Verification]) -> dict[str, list]:
 
 # Held out
 
+def are_right(outcomes: list[bool | None], split: str) -> list[bool]:
+    """Whether each outcome is True. Those that are not known count as wrong, and it is said how many they are."""
+    if num_unscorable := outcomes.count(None):
+        print0(f"WARNING: {num_unscorable} of {len(outcomes)} solutions of {split} cannot be scored and count as wrong")
+    return [outcome is True for outcome in outcomes]
+
+
 def pass_at_1(t: Play, role: str) -> dict:
     """A role's greedy pass@1 on both test splits, None for one without problems."""
     scores = {}
     for split, name in SPLITS.items():
-        right = t.gather(t.check(t.solve(role, t.problems(t.args.eval_examples, split), 1, "eval", greedy=True)))
-        scores[f"{short_name(role)}/pass1_{name}"] = sum(r is True for r in right) / len(right) if right else None
+        outcomes = t.check(t.solve(role, t.problems(t.args.eval_examples, split), 1, "eval", greedy=True))
+        right = are_right(t.gather(outcomes), split)
+        scores[f"{short_name(role)}/pass1_{name}"] = sum(right) / len(right) if right else None
     return scores
 
 
@@ -141,7 +149,7 @@ def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
     """pass@1, pass@k, maj@k over k sampled solutions, and how many groups carry no signal: the health of RL's start."""
     k = t.args.num_samples
     rollouts = t.solve(role, t.problems(min(num_problems, t.args.eval_examples), "test_in"), k, "health")
-    right, stopped, rows = [r is True for r in t.check(rollouts)], rollouts.stopped.tolist(), []
+    right, stopped, rows = are_right(t.check(rollouts), "test_in"), rollouts.stopped.tolist(), []
     for i in range(0, len(right), k):
         answers = answers_of(t.task, rollouts.texts[i: i + k])
         vote = majority(answers)

@@ -366,6 +366,18 @@ def check_comparable(runs: list[Run]) -> None:
                 if flags.get(name) != others.get(name):
                     raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} "
                                    f"{flags.get(name)} and {others.get(name)}")
+            for what, value in unseen(run).items() if run.seed == other.seed else ():
+                if None not in (value, unseen(other)[what]) and value != unseen(other)[what]:
+                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: their {what} differ, under "
+                                   f"the same flags")
+
+
+def unseen(run: Run) -> dict:
+    """What flags do not tell of a run: marks of its problems, their texts and its starting model; None where it is of
+    an older version."""
+    start = (run.config.get("starts") or {}).get(run.solver) or {}
+    return {"problems": run.config.get("problems"), "texts of problems": run.config.get("texts"),
+            "starting models": start.get("fingerprint")}
 
 
 def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dict]:
