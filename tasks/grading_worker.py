@@ -63,7 +63,11 @@ def load():
             raise
         except Exception:  # whatever a parser says of such a text: it is none that can be read
             return []
-        return [expression for expression in found if not isinstance(expression, str)]
+        return [exact(expression) for expression in found if not isinstance(expression, str)]
+
+    def exact(expression):
+        """With its decimals as the fractions that they are: differences of floats vanish."""
+        return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
 
     by_solutions = grader.sympy_solve_and_compare
 
@@ -79,12 +83,12 @@ def load():
     by_rounding = grader.sympy_numeric_eq
 
     def same_number(a, b, *precision) -> bool:
-        """Two numbers are the same when they are exactly so, decimals as written: rounded, as the library does it, any
-        two tiny ones are alike. Formulas with variables are left to what comes next, which simplifies."""
+        """Two numbers are the same when they are exactly so: rounded, as the library does it, any two tiny ones are
+        alike. Formulas with variables are left to what comes next, which simplifies."""
         if (not all(isinstance(x, Expr) and not x.is_Matrix for x in (a, b))
                 or all(grader.is_atomic_or_pct_atomic(x, Integer) for x in (a, b))):
             return by_rounding(a, b, *precision)  # a matrix's numbers come here one by one; 9 is 9%
-        a, b = (x.xreplace({number: Rational(str(number)) for number in x.atoms(Float)}).doit() for x in (a, b))
+        a, b = a.doit(), b.doit()
         difference = a - b
         if difference.is_Rational or difference.free_symbols:
             return difference == 0

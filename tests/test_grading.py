@@ -9,6 +9,7 @@ All next-row pairs of MATH, minutes of math-verify: python dev/check_grading.py 
 import inspect
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
+from fractions import Fraction
+from math import factorial
 
 import pytest
 
@@ -482,3 +485,47 @@ def test_ordinary_golds_can_be_parsed(math):
     ordinary = [body for body in bodies if is_ordinary(body)]
     assert len(ordinary) > 0.9 * len(bodies)
     assert [body for body in ordinary[::40] if not grading.parsable(gold=body.replace("%", "\\%"))] == []
+
+
+def arithmetic(rng: random.Random, depth: int) -> tuple[str, Fraction, str]:
+    """An expression as it is written, its value, and what it is: a sign, a sum, a product, or closed ("")."""
+    kind = rng.choice(["number", "fraction", "decimal"] if depth == 0 else
+                      ["sum", "difference", "product", "over", "power", "negative", "factorial", "root"])
+    n = rng.randint(0, 9)
+    if kind == "number":
+        return str(n), Fraction(n), ""
+    if kind == "decimal":
+        return f"{n}.{n}5", Fraction(f"{n}.{n}5"), ""
+    if kind == "factorial":
+        return f"{n}!", Fraction(factorial(n)), "power"
+    if kind == "root":
+        return f"\\sqrt{{{n * n}}}", Fraction(n), ""
+    if kind == "fraction":
+        return f"\\frac{{{n}}}{{{n + 2}}}", Fraction(n, n + 2), ""
+    (left, a, of_left), (right, b, of_right) = (arithmetic(rng, rng.randint(0, depth - 1)) for _ in range(2))
+    wrap = lambda text: rng.choice(["({})", "[{}]", "\\left({}\\right)"]).format(text)
+    whole = wrap(left) if of_left else left
+    if kind == "power":
+        return f"{wrap(left)}^{n % 4}", a ** (n % 4), "power"
+    if kind == "negative":
+        return f"-{whole}", -a, "sign"
+    if kind == "over" and b:
+        return f"\\frac{{{left}}}{{{right}}}", a / b, ""
+    if kind in ("sum", "difference"):
+        sign = {"sum": "+", "difference": "-"}[kind]
+        return f"{whole}{sign}{wrap(right) if of_right else right}", a + b if kind == "sum" else a - b, "sum"
+    joint = rng.choice(["\\cdot ", "\\times ", "*", ""])
+    return f"{whole}{joint}{wrap(right)}", a * b, "product"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arithmetic_has_its_value_and_no_other(seed):
+    rng = random.Random(seed)
+    cases = [(text, value) for text, value, _ in (arithmetic(rng, rng.randint(1, 3)) for _ in range(100))
+             if max(abs(value.numerator), value.denominator) < 10 ** 12]
+    assert len(cases) > 80
+    for change in (Fraction(0), Fraction(1), Fraction(1, 10 ** 13)):
+        golds = [f"\\frac{{{(value + change).numerator}}}{{{(value + change).denominator}}}" for _, value in cases]
+        with ThreadPoolExecutor(2) as pool:
+            verdicts = pool.map(lambda gold, case: grade(completion=f"\\boxed{{{case[0]}}}", gold=gold), golds, cases)
+        assert [case for case, verdict in zip(cases, verdicts, strict=True) if verdict is not (change == 0)] == []
