@@ -17,6 +17,8 @@ time and a memory limit. What is decided for all of them:
 - Words are compared as words, case aside: \\text{(B)}, B and (b) are the same; a time of day is words. So are two
   answers of letters only: AB is not BA.
 - i is the imaginary unit where that makes two answers equal.
+- What has the gold's value is right, in whatever form: the expression that was to be simplified, copied, too. But an
+  inequality that is not solved is no interval.
 """
 import re
 from collections import Counter
@@ -100,6 +102,7 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"\s+", " "), (r"\.{3,}", r"\\ldots "),
     (r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\\text{\1}"),
     (r",?\s*\\text\{,?\s*(?:and|or)\}|,?\s+(?:and|or)\s+", ","),
+    (r"\\text\{((?:\(?[A-Z]\)?, ?)+\(?[A-Z]\)?)\}", r"\1"),
     (r"\\text\{(?:per ?cent|pct)\}|(?<=[0-9])\s*(?:per ?cent|pct)\b", "%"),
     (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ) ?", r"^\\circ "),
     (r"\\text\{([^{}^]*)\^([0-9])\}", r"\\text{\1}^\2"),
@@ -111,10 +114,11 @@ REWRITES = [(re.compile(pattern), new) for pattern, new in [
     (r"(\\frac\{[^{}]*\})([0-9])(?![0-9])", r"\1{\2}"),
     (r"\\sqrt ?([0-9])(?![0-9])", r"\\sqrt{\1}"),
     (r"\\mathbb ?([A-Z])(?![A-Za-z])", r"\\mathbb{\1}"),
-    (r"\^\{(\w)\}(?!\w)", r"^\1"),
+    (r"\^\{(\w)\}(?!\w)", r"^\1"), (r"\^e(?![A-Za-z])", "^{(e)}"),
     (r"\^(?:\\prime|\{\\prime\})(?![A-Za-z])", "'"),
     # a product, which math-verify would read as a mixed number
     (r"(?<![\^_0-9.])([0-9]+)(?=\((?:\\frac|[0-9]+/))", r"\1\\cdot "),
+    (r"\\pi ?(?=\()", r"\\pi\\cdot "),
     (r"^\\approx|^=", ""),
 ]]
 
@@ -151,6 +155,7 @@ NUMBER = re.compile(rf"(?P<sign>[-+]?)(?:(?P<whole>[0-9]+) ?(?=\\frac|(?<= )[0-9
                     rf"|(?P<left>{DECIMAL})(?:/(?P<right>{DECIMAL})|[eE](?P<e>[-+]?[0-9]{{1,3}})"
                     rf"|(?:\\times|\\cdot|\*) ?10\^(?:(?P<ten>[0-9])|\{{(?P<tens>[-+]?[0-9]{{1,3}})\}}))?)"
                     r"(?P<percent>%?)")
+EULER = re.compile(r"-?(?:[2-9]|[0-9]{2,})e[-+][0-9]")  # 2e+2 is no 200, as 1e-5, 2.5e-6 and 2e+02 are numbers
 REPEATING = re.compile(r"(-?)([0-9]*)\.([0-9]*)\\(?:overline|bar)(?:\{([0-9]+)\}|([0-9]))(%?)")
 BASED = re.compile(r"(?:\\text\{)?(-?[0-9A-Za-z.]+)\}?_\{?([0-9]{1,2})\}?")
 SYMBOL = (r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|kappa|lambda|mu|nu|xi|rho"
@@ -331,6 +336,8 @@ def read(text: str) -> Reading:
     based = BASED.fullmatch(body)
     base = (based[1].upper(), int(based[2])) if based and is_based(based[1], int(based[2])) else None
     value, percent = plain_number(body) or (None, False)
+    if EULER.fullmatch(body):
+        value = None
     return Reading(body, name.casefold(), units, value, percent, base, None, *joints)
 
 
@@ -449,10 +456,10 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
 
 
 # what an answer can only have where its gold does: it goes on, implies, denies, is something of the right one, has a
-# base, which math-verify would drop
+# base or is transposed, which math-verify would drop; a derivative, which it would take
 ONLY_LIKE_GOLD = re.compile(
     r"\\[lcv]?dots(?![a-z])|\\(?:Rightarrow|rightarrow|Leftrightarrow|implies|iff|to|ne|not|neg|notin|equiv)(?![a-z])"
-    r"|(?<=[0-9%)\]])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9]_")
+    r"|\\frac\{d[A-Za-z]?\}\{d|\^\{?T|(?<=[0-9%)\]])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9})]_")
 
 
 PRIMED = re.compile(r"(?<=[A-Za-z}])'+")
@@ -474,6 +481,8 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
         return True
     if RELATION.search(answer.body) and not MORE_THAN_VALUES.search(gold.body):
         return True
+    if not RELATION.search(gold.body) and any(is_unsolved(part) for part in parts(answer.body)):
+        return True  # math-verify solves x^2<4, which is then (-2,2)
     if "\\pm" in gold.body and is_bracketed(answer.body) and not is_bracketed(gold.body):
         return True  # (-1,1) is no pair of values
     if set(ONLY_LIKE_GOLD.findall(answer.body)) - set(ONLY_LIKE_GOLD.findall(gold.body)):
@@ -484,6 +493,16 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
             and not (gold.name and parts(answer.body, EQUALS)[1:])):
         return True  # an equation within a list or a set
     return differ_as_lists(gold, answer)
+
+
+def is_unsolved(text: str) -> bool:
+    """Whether an inequality says more than between which values one thing is."""
+    sides = [side.strip() for side in parts(re.sub("(?<=[<>])=", "", text), RELATION)]
+    names = [side for side in sides if NAME.fullmatch(side)]
+    if len(sides) == 1 or len(names) != 1:
+        return len(sides) > 1
+    sides.remove(names[0])
+    return re.search(rf"(?<![A-Za-z\\]){re.escape(names[0])}(?![A-Za-z])", ",".join(sides)) is not None
 
 
 def differ_as_lists(gold: Reading, answer: Reading) -> bool:
@@ -599,10 +618,12 @@ FREE_LETTERS = "quvwkbjzpyxthmncars"  # that are the names of no functions and c
 
 def apart(gold: str, answer: str) -> list[str]:
     """Both texts with other letters for capitals that stand beside their small ones in one of them: math-verify takes
-    R and r for the same."""
+    R and r for the same. And for d where nothing is derived or integrated: it takes dt for a differential."""
     letters = [{match[1] for match in TOKEN.finditer(text) if match[1]} for text in (gold, answer)]
     capitals = sorted({letter for found in letters for letter in found if letter.isupper() and letter.lower() in found})
     small = {letter.lower() for found in letters for letter in found}
+    if "d" in small and not re.search(r"\\int|\\frac\{d", gold + answer):
+        capitals.append("d")
     new = dict(zip(capitals, [letter for letter in FREE_LETTERS if letter not in small], strict=False))
     return [TOKEN.sub(lambda match: new.get(match[1], match[0]), text) for text in (gold, answer)]
 
@@ -611,8 +632,17 @@ def for_worker(reading: Reading) -> str:
     body = reading.body
     if reading.value is not None and not re.fullmatch(rf"-?{DECIMAL}%?", body):  # which it may not be able to read
         body = f"\\frac{{{reading.value.numerator}}}{{{reading.value.denominator}}}" + "%" * reading.percent
-    body = body.replace("%", "\\%")
+    body = ",".join(both_signs(part) for part in parts(body)).replace("%", "\\%")
     return f"{reading.name}={body}" if reading.name and not parts(body)[1:] and "," not in reading.name else body
+
+
+def both_signs(text: str) -> str:
+    """One of a list, with its plus-minus signs as the two values that they stand for: math-verify sees those alone that
+    are in no fraction."""
+    if "\\pm" not in text or text.startswith("\\{"):
+        return text
+    return ",".join(re.sub(r"\\mp(?![a-z]) ?", below, re.sub(r"\\pm(?![a-z]) ?", above, text))
+                    for above, below in ("+-", "-+"))
 
 
 @lru_cache(maxsize=10_000)  # an Unscorable is not kept

@@ -25,7 +25,6 @@ from functools import lru_cache
 
 TIMEOUT = 5.0          # seconds that a worker may take for one request
 START_TIMEOUT = 120.0  # seconds for a worker to load sympy; it takes one, but disks can be slow and cores shared
-SAME = 1e-60           # relative difference of two numbers that are the same: sympy evaluates to 100 digits
 MEMORY = 1 << 30       # bytes of address space of one worker
 NUM_WORKERS = 2        # NANOCHAT_GRADING_WORKERS overrides it
 
@@ -47,7 +46,7 @@ def load():
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, _Latex2Sympy
     from math_verify import LatexExtractionConfig, grader, parse, verify
-    from sympy import Eq, Expr, Float, I, Integer, MatrixBase, MatrixExpr, Rational, simplify, solve
+    from sympy import Eq, Expr, Float, I, Integer, MatrixBase, MatrixExpr, Rational, log, simplify, solve
 
     # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched
     # for in text or boxes.
@@ -92,8 +91,9 @@ def load():
         difference = a - b
         if difference.is_Rational or difference.free_symbols:
             return difference == 0
-        size = abs(difference.evalf())
-        return bool(size.is_finite and size <= SAME * max(abs(a.evalf()), abs(b.evalf())))
+        value = difference.evalf()
+        digits = [number._prec for number in value.atoms(Float)]  # 1 bit: none of 100 digits tells it from zero
+        return value == 0 or digits != [] and set(digits) == {1}
 
     grader.sympy_numeric_eq = same_number
 
@@ -116,6 +116,32 @@ def load():
         return (self.mat_mul_flat if are_matrices else self.mul_flat)(first, others)
 
     _Latex2Sympy.convert_postfix_list = product
+
+    by_name = _Latex2Sympy.convert_func
+
+    def function(self, func):
+        """A function without brackets is of what stands beside it, and not of what that is multiplied with by a sign:
+        \\log_2 16\\cdot 4 is 16. A logarithm to a base is a quotient: sympy.exp would drop the base."""
+        value = by_name(self, func)
+        if isinstance(value, Expr):
+            value = value.replace(lambda x: isinstance(x, log) and len(x.args) == 2,
+                                  lambda x: log(x.args[0]) / log(x.args[1]))
+        alone = func.func_single_arg_noparens() if func.func_normal_single_arg() else None
+        for factor in reversed(argument_and_factors(alone)[1]) if alone else ():
+            value = self.mul_flat(value, self.convert_mp(factor))
+        return value
+
+    def argument(self, arg):
+        return self.convert_expr(arg.expr()) if hasattr(arg, "expr") else self.convert_mp(argument_and_factors(arg)[0])
+
+    def argument_and_factors(arg) -> tuple:
+        node, factors = arg.mp_nofunc(), []
+        while node.MUL() or node.CMD_TIMES() or node.CMD_CDOT():
+            factors.append(node.mp_nofunc(1))
+            node = node.mp_nofunc(0)
+        return node, factors
+
+    _Latex2Sympy.convert_func, _Latex2Sympy.convert_func_arg = function, argument
 
     def imaginary(expression):
         return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})

@@ -15,6 +15,18 @@ import pytest
 from tasks.grading import grade
 
 HOSTILE = {
+    "functions, letters and signs": r"""
+3  e^{\log_2 3}  e^{\log 3}  e^{\log_{10}3}  (e)^{\log_2 3}  2^{\ln 3}  3^T  \left(3\right)^T  3^{T}
+6  \log_2 16\cdot 4  \log_2 16\times 4  \log_2 16*4  \log_2 16 \cdot 2 \cdot 2  \log_2 8\cdot8  \log_3 81\cdot 9
+\log_2 48  \log_2 6\cdot 8  \log_2 3\cdot16  \log_2 12\times 4
+200  2e+2  2e + 2  20e+1
+0  \frac{dy}{dx}  \frac{dx}{dt}  \frac{d}{dx}5  \frac{d}{dx}  \frac{dy}{dx}+0
+3x^2  \frac{d}{dx}x^3  \frac{d}{dx}(x^3)  x^{2T}
+2^{2008}-2  2^{2008}-2\pi  2^{2008}-2e  2^{2008}-2i  2^{2008}-3  2^{2008}-2_7
+3^{2007}  3^{2007}_7  3^{2007}_{11}  \left(3^{2007}\right)_7
+3\pm\sqrt2  \frac{6\pm\sqrt2}{2}  3+\sqrt2  \frac{3\pm\sqrt8}{2}
+(1,1),(-1,-1)  (\pm1,\mp1)  (\pm1,1)  (1,\pm1)
+\text{A, C}  A,B,C  \text{A, B}  A""",
     "products": r"""
 5  3(2)  (3)(2)  (3)2  3[2]  [3][2]  3{2}  {3}(2)  \left(3\right)\left(2\right)  3\{2\}  (3)\,2  3\left(2\right)
 5  2(3)  [2](3)  6(-1)  (6)(-1)  (2)(2)(1)  1(2)(2)
@@ -52,6 +64,9 @@ x^2+y^2=4  4  x^2+y^2=5=4  x^2+y^2=4=5  4=4  0=0  x^2-y^2=4  x^2+y^2\le4  x=2
 x^2-2x+10=0  x^2+1=0  x^2+2=0  y^2+1=0  x^2-2x+11=0  1=0
 x=1,y=2  2,1  (2,1)  \{1,2\}  x=2,y=1  y=1,x=2  x=1,x=2  a=1,b=2  x=1\text{ or }y=2  x=1  x=1,y=2,x=5  x=1,y=2,z=3""",
     "intervals": r"""
+(-\infty,-3)\cup[0,\infty)  \frac{x}{x+3}\ge0  x(x+3)\ge0
+(-2,2)  x^2<4  2x<4  x<2-x+x  |x|^2<4  4>x^2  x^2-4<0  -4<2x<4
+(1,\infty)  x-1>0  2x>x+1  x>x-1  0<x-1
 x<1\text{ or }x>2  x<1\text{ and }x>2  x<1 and x>2  x>2\text{ and }x<1
 x>1\text{ and }x<3  x>1\text{ or }x<3  x<3 or x>1  x<1\text{ and }x>3
 (1,2)  2,1  (2,1)  1<x  x<2  1\le x\le2
@@ -228,6 +243,20 @@ BOXES = r"""
 4  \Boxed{4}  \box{4}  boxed{4}  \boxed(4)  \boxed[4]  \boxed\{4\}  \framebox{4}  Answer: 4"""
 # gold, then answers that are the same in another spelling: what the rules above must not lose
 RIGHT = r"""
+16  \log_2 16\cdot 4  \log_2 16\times 4  e^{\ln16}  2^{\log_2 16}
+\sin 2x  2\sin x\cdot\cos x  2\sin x\cos x  \sin(2x)
+\frac{\sqrt3}{4}  \sin 60^\circ\cdot\cos 60^\circ
+\pi  4\arctan 1  \arctan 1\cdot4  \pi(1)
+2e+2  2(e+1)  2e + 2
+e^{e-1}  \frac{e^e}{e}  e^{e}e^{-1}
+0.00001  1e-5  1e-05  10^{-5}
+0.0000025  2.5e-6  2.5E-6
+ad-bc  da-bc  -cb+da
+2d  d\cdot 2  d2
+3\pm\sqrt2  \frac{6\pm\sqrt8}{2}  3+\sqrt2,3-\sqrt2
+\frac{3+\sqrt5}{2},\frac{3-\sqrt5}{2}  \frac{3\pm\sqrt5}{2}
+(1,-1),(-1,1)  (\pm1,\mp1)  (\mp1,\pm1)
+\text{(A), (C)}  A,C  \text{A, C}  \text{C, A}
 6  3(2)  (3)(2)  (3)2  3[2]  {3}(2)  \left(3\right)\left(2\right)  (-3)(-2)  1(2)(3)
 -6  (-3)(2)  -3(2)  3(-2)
 \frac32  3(\frac12)  (3)\frac12  1\frac12  (1)(1\frac12)
