@@ -307,7 +307,8 @@ def without_unit(text: str) -> tuple[str, frozenset[str]]:
               for part in (word, word.rpartition("-")[2])}  # "two-thirds", not "two-digit"
     if re.fullmatch("[A-Z]", match[2].strip()):
         return text, frozenset()  # 7M is no seven metres
-    is_unit = is_unit and words[0] != "per" and not NO_UNIT & others and not words_of(match[1])
+    is_unit = (is_unit and words[0] != "per" and not words_of(match[1])
+               and not any(part in NO_UNIT or re.search("illion(?:th)?s?$", part) for part in others))
     return (match[1], known) if is_unit else (text, frozenset())
 
 
@@ -474,8 +475,8 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
     """Whether two answers differ in a way that math-verify does not see."""
     if set(CAPITALS.findall(gold.body)) != set(CAPITALS.findall(answer.body)):
         return True
-    if re.search("[0-9] [0-9]", answer.body):
-        return True  # "1 2" is nothing, least of all 3
+    if re.search(r"""[0-9](?: |\\text\{\}|['"])+[0-9]""", answer.body):
+        return True  # "1 2" and "1'2" are nothing, least of all 3 and 12
     if (set(PRIMED.findall(gold.body)) != set(PRIMED.findall(answer.body))
             or gold.name and answer.name and gold.name.count("'") != answer.name.count("'")):
         return True

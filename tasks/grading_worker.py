@@ -44,25 +44,29 @@ def load():
     import logging
 
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
+    from latex2sympy2_extended import latex2sympy2
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, _Latex2Sympy
-    from math_verify import LatexExtractionConfig, grader, parse, verify
+    from math_verify import grader, verify
     from sympy import Eq, Expr, Float, I, Integer, MatrixBase, MatrixExpr, Rational, log, simplify, solve
 
-    # Its own units would make 5t, 5m and 5d the number 5. What is given here is the whole answer: nothing is searched
-    # for in text or boxes.
+    # Its own units would make 5t, 5m and 5d the number 5.
     reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none",
                                   equations=False)
-    config = [LatexExtractionConfig(boxed_match_priority=-1, normalization_config=reading)]
 
     @lru_cache(maxsize=1000)
     def parsed(text: str) -> list:
+        """The text as a whole: math-verify's own parse() searches it for something that can be read."""
         try:
-            found = parse(f"${text}$", config, parsing_timeout=None, raise_on_error=True)
+            latex = latex2sympy2.normalize_latex(re.sub(r"(?<![0-9])\\%$", "", text), reading)
+            found = latex2sympy2.latex2sympy(latex, is_real=not grader.should_treat_as_complex(latex),
+                                             normalization_config=None)
+            if re.search(r"[^0-9]\\%$", text):  # which the library reads behind numbers alone
+                found = latex2sympy2.convert_to_pct(found)
         except MemoryError:
             raise
         except Exception:  # whatever a parser says of such a text: it is none that can be read
             return []
-        return [exact(expression) for expression in found if not isinstance(expression, str)]
+        return [] if found is None or isinstance(found, str) else [exact(found)]
 
     def exact(expression):
         """With its decimals as the fractions that they are: differences of floats vanish."""

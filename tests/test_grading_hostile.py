@@ -15,6 +15,15 @@ import pytest
 from tasks.grading import grade
 
 HOSTILE = {
+    "what would be searched for": r"""
+\frac{1}{2}  7\frac{1}{2}\\  3+\frac12\\  x=7\frac12\\  7\\\frac12  7\$\frac12\$  \frac12\\7  \frac12\;7
+\frac{1}{2}  \%\frac12  \frac12\frac12\\
+5  7\~(5\~)\~  7\~[5\~]\~  \text{not }\~(5\~)\\  7\(5\)  7\[5\]  6;5  5;6  5?6  7\to5  5|6  5\&6  5#6  5@  7\\5  5\\7
+x+1  7\~(x+1\~)\~  x+1\text{ or }x  x+1\foo  7\\x+1  x+1\\7  \text{not }\~(x+1\~)\\  3\approx4\approx x+1  x+1|3
+12  1'2  1"2  1''2  1\text{ }2  1\text{}2  x=1'2
+90  (10)_{2}  (10)_2
+20  (5)_2  (5)_{2}
+5  5\text{ billionths}  5 trillionths  5\text{ sextillion}  5\text{ octillions}""",
     "functions, letters and signs": r"""
 3  e^{\log_2 3}  e^{\log 3}  e^{\log_{10}3}  (e)^{\log_2 3}  2^{\ln 3}  3^T  \left(3\right)^T  3^{T}
 6  \log_2 16\cdot 4  \log_2 16\times 4  \log_2 16*4  \log_2 16 \cdot 2 \cdot 2  \log_2 8\cdot8  \log_3 81\cdot 9
@@ -243,6 +252,7 @@ BOXES = r"""
 4  \Boxed{4}  \box{4}  boxed{4}  \boxed(4)  \boxed[4]  \boxed\{4\}  \framebox{4}  Answer: 4"""
 # gold, then answers that are the same in another spelling: what the rules above must not lose
 RIGHT = r"""
+\frac{2\sqrt3}{3}\%  \frac{2}{\sqrt3}\%
 16  \log_2 16\cdot 4  \log_2 16\times 4  e^{\ln16}  2^{\log_2 16}
 \sin 2x  2\sin x\cdot\cos x  2\sin x\cos x  \sin(2x)
 \frac{\sqrt3}{4}  \sin 60^\circ\cdot\cos 60^\circ
