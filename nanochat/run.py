@@ -261,14 +261,15 @@ def start_run(args, device: torch.device, config: dict, seen: dict[str, int], re
 
 
 def describe_versions() -> dict:
-    """Versions and commit, for config.json. The commit is None where git does not keep this file: an installed package
-    may lie inside another repository."""
+    """Versions and commit, for config.json. The commit ends in -dirty where the files are not quite its; it is None
+    where git does not keep this file: an installed package may lie inside another repository."""
     import subprocess
     here, name = os.path.split(os.path.abspath(__file__))
     ask = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)
     try:
         is_tracked = ask("ls-files", "--error-unmatch", name).returncode == 0
         commit = ask("rev-parse", "HEAD").stdout.strip() if is_tracked else ""
+        commit += "-dirty" * bool(commit and ask("status", "--porcelain", "--untracked-files=no").stdout)
     except FileNotFoundError:  # no git on this machine
         commit = ""
     return {"version": __version__, "python": sys.version.split()[0], "torch": torch.__version__,

@@ -64,9 +64,8 @@ def evaluate_text(args, model, tokenizer) -> None:
                             model.config.sequence_len + 1)
     num_batches = max(1, args.split_tokens // (args.device_batch_size * model.config.sequence_len * world))
     bpb = bits_per_byte(model, (batches.next_batch() for _ in range(num_batches)), tokenizer.num_bytes())
-    passes = f", {batches.documents.epoch} whole passes over it" if batches.documents.epoch else ""
     print0(f"bits per byte {bpb:.4f} on {num_batches * args.device_batch_size * model.config.sequence_len * world:,} "
-           f"tokens{passes}")
+           f"tokens")
 
 
 def print_continuations(args, model, tokenizer) -> None:

@@ -233,9 +233,9 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
 def check_args(args) -> None:
     check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0,
                        "warmdown_ratio": 0, "final_lr_frac": 0, "matrix_lr": 0, "embedding_lr": 0,
-                       "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0})
-    check_most(args, {"device_batch_size": 10 ** 6, "total_batch_size": 2 ** 30, "target_param_data_ratio": 10 ** 9,
-                      "target_flops": 1e40})
+                       "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0, "num_iterations": -1,
+                       "target_flops": -1})
+    check_most(args, {"device_batch_size": 10 ** 6, "total_batch_size": 2 ** 30, "target_param_data_ratio": 10 ** 9})
     if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
         raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
     if args.num_iterations == 0:

@@ -376,7 +376,7 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
     args.run = gather_lists([claim_run_name(args.run)] if rank_and_world()[0] == 0 else [], device)[0]
     shown = [f"{short_name(role)}/{name}" for role, metrics in getattr(recipe, "SHOWN", {}).items() for name in metrics]
     config = {"args": vars(args), "world": world, "shown": shown, "about": getattr(task, "about", None),
-              "recipe_mark": zlib.crc32(inspect.getsource(recipe).encode()) if not hasattr(recipe, "text") else None,
+              "recipe_mark": zlib.crc32((getattr(recipe, "text", None) or inspect.getsource(recipe)).encode()),
               "problems": problems[0], "texts": problems[1], "dtype": dtype_name(dtype),
               "starts": {name: asdict(start) for name, start in starts.items()}, **describe_versions()}
     run = start_run(args, device, config, seen, resumed=is_resumed)
@@ -384,7 +384,7 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
         before = read_config(args.run)
         warn_of_dtype(f"run {args.run}", before.get("dtype"), dtype)
         before["dtype"] = config["dtype"]
-        if before.get("recipe_mark", config["recipe_mark"]) != config["recipe_mark"]:
+        if before.get("recipe_mark") not in (None, config["recipe_mark"]):  # None: of an older version
             print0(f"WARNING: the text of recipe {args.recipe} is no longer what run {args.run} was started with")
         changed = {name: [before["args"].get(name), value] for name, value in vars(args).items()
                    if before["args"].get(name) != value and name != "resume_from_step"}

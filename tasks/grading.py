@@ -460,7 +460,8 @@ def compare(gold: Reading, answer: Reading) -> bool | None:
 # base or is transposed, which math-verify would drop; a derivative, which it would take
 ONLY_LIKE_GOLD = re.compile(
     r"\\[lcv]?dots(?![a-z])|\\(?:Rightarrow|rightarrow|Leftrightarrow|implies|iff|to|ne|not|neg|notin|equiv)(?![a-z])"
-    r"|\\frac\{d[A-Za-z]?\}\{d|\^\{?T|(?<=[0-9%)\]])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9})]_")
+    r"|\\frac\{d[A-Za-z]?\}\{d|\^\{?T|\^\\circ ?(?=[0-9A-Za-z(])"
+    r"|(?<=[0-9%)\]])['\"]+$|\[-\\infty|\\infty ?\]|\\\{[^{}]*\\\{|[0-9})]_")
 
 
 PRIMED = re.compile(r"(?<=[A-Za-z}])'+")
@@ -480,8 +481,10 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
     if (set(PRIMED.findall(gold.body)) != set(PRIMED.findall(answer.body))
             or gold.name and answer.name and gold.name.count("'") != answer.name.count("'")):
         return True
-    if RELATION.search(answer.body) and not MORE_THAN_VALUES.search(gold.body):
+    if re.search(r"[<>]|\\(?:le|ge|ne|infty)(?![a-z])", answer.body) and not MORE_THAN_VALUES.search(gold.body):
         return True
+    if EQUALS.search(gold.body) and re.search(r"\\emptyset|\\\{\\\}", answer.body):
+        return True  # an equation without a real solution
     if not RELATION.search(gold.body) and any(is_unsolved(part) for part in parts(answer.body)):
         return True  # math-verify solves x^2<4, which is then (-2,2)
     if "\\pm" in gold.body and is_bracketed(answer.body) and not is_bracketed(gold.body):

@@ -129,7 +129,10 @@ def test_the_commit_is_that_of_a_checkout_and_of_no_repository_around_it(monkeyp
     assert describe_versions()["commit"] is None
     git("add", ".")
     git("commit", "-m", "a checkout")
-    assert describe_versions()["commit"] == git("rev-parse", "HEAD")
+    commit = git("rev-parse", "HEAD")
+    assert describe_versions()["commit"] == commit
+    (tmp_path / "nanochat" / "run.py").write_text("edited")
+    assert describe_versions()["commit"] == f"{commit}-dirty"
 
 
 def test_a_run_records_the_version(base):

@@ -25,6 +25,12 @@ x+1  7\~(x+1\~)\~  x+1\text{ or }x  x+1\foo  7\\x+1  x+1\\7  \text{not }\~(x+1\~
 20  (5)_2  (5)_{2}
 5  5\text{ billionths}  5 trillionths  5\text{ sextillion}  5\text{ octillions}""",
     "functions, letters and signs": r"""
+\sqrt2  \infty^{7}(\sqrt2)  \sqrt2\infty  \sqrt2+0\infty  \infty^0\sqrt2
+\frac12  \frac{1}{2}\infty 7  \infty^{7}(\frac12)  \frac12\infty^0
+1  \infty^0  2^\infty  1^\infty
+x^2+2x+5=0  \emptyset  \{\}  \varnothing
+45^\circ  9^\circ5  5^\circ 9  45^\circ1  1^\circ(45)
+1800  60^\circ30  60^\circ(30)
 3  e^{\log_2 3}  e^{\log 3}  e^{\log_{10}3}  (e)^{\log_2 3}  2^{\ln 3}  3^T  \left(3\right)^T  3^{T}
 6  \log_2 16\cdot 4  \log_2 16\times 4  \log_2 16*4  \log_2 16 \cdot 2 \cdot 2  \log_2 8\cdot8  \log_3 81\cdot 9
 \log_2 48  \log_2 6\cdot 8  \log_2 3\cdot16  \log_2 12\times 4
@@ -329,10 +335,17 @@ def pairs(table: str) -> list[tuple[str, str]]:
     return [(gold, answer) for gold, *answers in lines for answer in answers]
 
 
+def patient(pair: tuple[str, str]) -> bool | None:
+    """The verdict, asked for up to three times: on a busy machine a worker may run out of time."""
+    for _ in range(3):
+        if (verdict := grade(completion=pair[1], gold=pair[0])) is not None:
+            return verdict
+    return None
+
+
 def graded(completions: list[tuple[str, str]]) -> dict[tuple[str, str], bool | None]:
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(completions, pool.map(lambda pair: grade(completion=pair[1], gold=pair[0]), completions),
-                        strict=True))
+        return dict(zip(completions, pool.map(patient, completions), strict=True))
 
 
 def boxes(table: str) -> list[tuple[str, str]]:

@@ -354,6 +354,15 @@ def test_pairs_that_differ_in_what_no_flag_says_are_bad_input(tmp_path, what, ch
     compare(runs)
 
 
+def test_two_texts_of_a_recipe_in_one_arm_are_told(tmp_path, capsys):
+    runs = [read_run(make_run(tmp_path, f"chain-tango-s{seed}", seed, [0.1, 0.2])) for seed in range(2)]
+    for marks, words in (((None, 2), ""), ((2, 2), ""), ((1, 2), "WARNING: runs chain-tango-s1 and chain-tango-s0 of")):
+        for run, mark in zip(runs, marks, strict=True):
+            run.config["recipe_mark"] = mark
+        compare(runs)
+        assert capsys.readouterr().out.startswith(words) and (words or not capsys.readouterr().out)
+
+
 def test_seeds_of_one_arm_have_the_same_flags_and_all_runs_the_same_evaluation(tmp_path):
     first = read_run(make_run(tmp_path, "chain-tango-s0", 0, [0.1, 0.2], lr=1e-4, model_tag="a"))
     for flag, value, others in (("lr", 1e-5, {"model_tag": "b"}), ("eval_every", 5, {"lr": 1e-4})):

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
-from nanochat.common import MOST, BadInput
+from nanochat.common import MOST, BadInput, print0
 from nanochat.files import path_of, read_records, whole_file
 from nanochat.hf.files import read_json
 from nanochat.rl.cards import SHOWN
@@ -366,6 +366,9 @@ def check_comparable(runs: list[Run]) -> None:
                 if flags.get(name) != others.get(name):
                     raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} "
                                    f"{flags.get(name)} and {others.get(name)}")
+            marks = run.config.get("recipe_mark"), other.config.get("recipe_mark")
+            if run.arm == other.arm and None not in marks and marks[0] != marks[1]:
+                print0(f"WARNING: runs {run.name} and {other.name} of one arm are of two texts of recipe {run.arm}")
             for what, value in unseen(run).items() if run.seed == other.seed else ():
                 if None not in (value, unseen(other)[what]) and value != unseen(other)[what]:
                     raise BadInput(f"runs {run.name} and {other.name} cannot be compared: their {what} differ, under "
@@ -539,7 +542,7 @@ def provenance(runs: list[Run]) -> str:
     """One line: how many runs, how long they took together, of which commits and versions. A copy of a run, which says
     the other's name in its config, is not counted."""
     made = list({run.config["args"].get("run") or run.name: run for run in runs}.values())
-    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:40] for run in made}))}"
+    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:46] for run in made}))}"
              for name in ("commit", "torch", "world")]
     minutes = sum(run.summary["minutes"] for run in made)
     count = (f"1 run, {minutes:.1f} minutes" if len(made) == 1 else
