@@ -84,7 +84,7 @@ def sft_flops(args, sft, model) -> tuple[float, str]:
 
 def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
     """RL Tango, and GRPO alone."""
-    setting = Setting(ranks=args.gpus)
+    setting = Setting(ranks=args.gpus, updates_per_batch=rl.updates_per_batch)
     quoted = {empty_verifier_prompt: args.completion_tokens}
     rows = []
     for name, recipe in (("RL Tango", tango), ("chat_rl in its place", grpo)):
@@ -131,8 +131,9 @@ def main(args) -> None:
     total = sum(seconds for _, seconds, _ in rows) + chat[1]  # behind SFT and behind RL
     print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training "
            f"and {100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, "
-           f"${args.dollars:.2f} per GPU and hour; not measured")
-    for name, seconds, what in [*rows, ("in all, CORE apart", total, ""), grpo]:
+           f"${args.dollars:.2f} per GPU and hour; not measured, and without CORE, evaluations in training, and the "
+           f"solutions that the verifier's SFT samples")
+    for name, seconds, what in [*rows, ("in all, of these", total, ""), grpo]:
         print0(f"{name:28s} {seconds / 3600:6.3f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
 
 

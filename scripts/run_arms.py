@@ -127,27 +127,32 @@ def flags_of(job: Job) -> tuple[argparse.Namespace, dict]:
 
 def check_made_alike(job: Job) -> None:
     """Raises BadInput where a job's folder was made with other flags: than were written down, or where that is gone,
-    than its config.json has."""
+    than its config.json has. And where it was continued by hand to another number of steps."""
     path, config = log_of(f"{job.name}.flags"), os.path.join(job.folder, "config.json")
     if not os.path.isdir(job.folder):
         return
-    if os.path.isfile(path):
+    is_noted = os.path.isfile(path)
+    if is_noted:
         with open(path) as f:
-            if f.read().strip() == job.flags:
-                return
-        raise BadInput(f"{job.folder} was made with other flags (see {path}): set NANOCHAT_BASE_DIR to a new folder")
+            if f.read().strip() != job.flags:
+                raise BadInput(f"{job.folder} was made with other flags (see {path}): set NANOCHAT_BASE_DIR to a new "
+                               f"folder")
     try:
         with open(config, encoding="utf-8") as f:
             made = dict(json.load(f)["args"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        if is_noted:
+            return
         raise BadInput(f"{path} is gone, and {config} does not tell which flags {job.folder} was made with: move that "
                        f"folder away, or set NANOCHAT_BASE_DIR to a new one") from None
     args, defaults = flags_of(job)
+    if is_noted:
+        made = vars(args) | {"num_steps": made.get("num_steps", args.num_steps)}
     try:
         check_unchanged("it", made, args, {"run", "resume_from_step"}, defaults)
     except BadInput as error:
-        raise BadInput(f"{job.folder} was made with other flags ({path} is gone, {config} has them): {error}; set "
-                       f"NANOCHAT_BASE_DIR to a new folder") from None
+        raise BadInput(f"{job.folder} was made with other flags ({config} has them): {error}; set NANOCHAT_BASE_DIR to "
+                       f"a new folder") from None
 
 
 @dataclass

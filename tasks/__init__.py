@@ -40,7 +40,7 @@ def task_flags() -> dict:
 
 def flags_of_others(task: str) -> tuple[str, ...]:
     """What the names of the flags begin with that belong to other tasks than this one."""
-    return () if task == "mixture" else tuple(f"{name}_" for name in TASKS if name != task)
+    return () if task == "mixture" else tuple(f"{name}_" for name in TASKS if not f"{task}_".startswith(f"{name}_"))
 
 
 def recorded_value(recorded: dict, name: str, default, where: str):

@@ -406,6 +406,16 @@ def test_without_a_log_what_was_made_with_other_flags_is_refused(world, made_wit
     assert code == 2 and err.count("\n") == 1 and all(word in err for word in [job.folder, *words]), err
 
 
+def test_a_run_that_was_continued_by_hand_is_not_taken_for_what_was_asked(world):
+    arms = ["--arms", "grpo", "--seeds", "1"]
+    assert world.run(*arms)[0] == 0
+    path = world.base / "runs" / "chain-grpo-s1" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({"args": config["args"] | {"num_steps": 7}}))
+    code, _, err = world.run(*arms)
+    assert code == 2 and "chain-grpo-s1 was made with other flags" in err and "was started with 7" in err
+
+
 def test_the_scripts_write_down_the_flags_that_they_were_started_with(base):
     """What without_logs makes up above."""
     flags = rl_flags_of_test("--num-steps", "1", "--warmup-steps", "1")

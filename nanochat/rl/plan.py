@@ -32,7 +32,7 @@ Config = GPTConfig | DecoderConfig
 
 @dataclass(frozen=True)
 class Setting:
-    """What memory depends on besides the models and what is sampled; as tango_rl's flags."""
+    """What memory and time depend on besides the models and what is sampled; as tango_rl's flags."""
     ranks: int = 1
     shard: bool = False
     recompute: bool = False
@@ -40,6 +40,7 @@ class Setting:
     device_type: str = "cuda"
     micro_batch_tokens: int = 4096
     max_rows: int = 1024
+    updates_per_batch: int = 1
 
     @property
     def shards(self) -> int:
@@ -318,8 +319,10 @@ def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed
     context."""
     model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
     sampling = 0.0 if draw.given else sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed)
-    # a forward pass is a third of an update; a reference runs forward, as a block that is run again
-    passes = draw.scored + (3 + held.reference + setting.recompute) * draw.trained
+    # a forward pass is a third of an update; a reference runs forward, as a block that is run again, and the old
+    # logprobs of several updates
+    updates = setting.updates_per_batch
+    passes = draw.scored + (updates * (3 + held.reference + setting.recompute) + (updates > 1)) * draw.trained
     tokens = P * draw.prompt_tokens + P * draw.samples * new
     update = tokens * flops_per_token(model, context) * passes / 3 / (speed.limits[0] * speed.mfu)
     return {"sampling": sampling, "update": update}
@@ -343,7 +346,8 @@ def held_by(specs: dict, kl_coef: float) -> dict[str, Held]:
 
 def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Setting:
     """The setting that tango_rl's flags mean."""
-    return Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows)
+    return Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows,
+                   args.updates_per_batch)
 
 
 def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:
