@@ -34,11 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--to", required=True, help="the folder to make")
     parser.add_argument("--texts", nargs="*", default=[],
                         help="files that the tokenizer learns its merges from; without any a token is a byte")
-    parser.add_argument("--n-layer", type=int, default=0, help="default: the shape's")
-    parser.add_argument("--n-embd", type=int, default=0,
+    parser.add_argument("--n-layer", type=int, default=None, help="default: the shape's")
+    parser.add_argument("--n-embd", type=int, default=None,
                         help="default: the shape's; another keeps the heads' size 16 and the MLP four times as wide")
-    parser.add_argument("--vocab-size", type=int, default=0, help="rows of the embedding; default: the shape's")
-    parser.add_argument("--sequence-len", type=int, default=0, help="context; default: the shape's")
+    parser.add_argument("--vocab-size", type=int, default=None, help="rows of the embedding; default: the shape's")
+    parser.add_argument("--sequence-len", type=int, default=None, help="context; default: the shape's")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
     parser.add_argument("--std", type=float, default=0.02, help="standard deviation of the weights")
     parser.add_argument("--seed", type=int, default=0)
@@ -69,7 +69,7 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
 
 def main(args) -> None:
     folder, config = os.path.expanduser(args.to), shape_of(args.shape)
-    check_least(args, {"n_layer": 0, "n_embd": 0, "vocab_size": 0, "sequence_len": 0, "std": 0})
+    check_least(args, {"n_layer": 1, "n_embd": 1, "vocab_size": 1, "sequence_len": 1, "std": 0})
     check_most(args, {"n_layer": 1000, "n_embd": 2 ** 17, "vocab_size": 2 ** 24, "sequence_len": 2 ** 24, "std": 1000})
     changes = {"n_layer": args.n_layer, "vocab_size": args.vocab_size, "sequence_len": args.sequence_len}
     if args.n_embd:
