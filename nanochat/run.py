@@ -269,7 +269,8 @@ def describe_versions() -> dict:
     try:
         is_tracked = ask("ls-files", "--error-unmatch", name).returncode == 0
         commit = ask("rev-parse", "HEAD").stdout.strip() if is_tracked else ""
-        commit += "-dirty" * bool(commit and ask("status", "--porcelain", "--untracked-files=no").stdout)
+        status = ["--no-optional-locks", "status", "--porcelain", "--untracked-files=no"]
+        commit += "-dirty" * bool(commit and ask(*status).stdout)
     except FileNotFoundError:  # no git on this machine
         commit = ""
     return {"version": __version__, "python": sys.version.split()[0], "torch": torch.__version__,

@@ -62,11 +62,11 @@ def load():
                                              normalization_config=None)
             if re.search(r"[^0-9]\\%$", text):  # which the library reads behind numbers alone
                 found = latex2sympy2.convert_to_pct(found)
+            return [exact(found)]
         except MemoryError:
             raise
         except Exception:  # whatever a parser says of such a text: it is none that can be read
             return []
-        return [] if found is None or isinstance(found, str) else [exact(found)]
 
     def exact(expression):
         """With its decimals as the fractions that they are: differences of floats vanish."""

@@ -197,6 +197,9 @@ def test_seconds_of_a_draw_go_with_its_size():
             == pytest.approx(alone["update"] * 5 / 3))
     assert (draw_seconds(config, replace(scored, trained=False), Held(), setting, Speed(), 1100)["update"]
             == pytest.approx(alone["update"] * 2 / 3))
+    # Three updates on one batch are three times that, and a forward for the old logprobs.
+    assert (draw_seconds(config, draw, Held(reference=False), Setting(updates_per_batch=3), Speed(), 1100)["update"]
+            == pytest.approx(alone["update"] * 10 / 3))
 
 
 def test_plan_memory_prints_what_fits(capsys):

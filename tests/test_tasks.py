@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from nanochat.common import BadInput
 from nanochat.rl.formats import COMPACT, PAPER, Format
 from nanochat.rl.prompts import parse_verification
-from tasks import MODULES, TASKS, add_task_args, make_task
+from tasks import MODULES, TASKS, add_task_args, flags_of_others, make_task
 from tasks.chain import STEP
 from nanochat.rl.scores import outcomes_of
 from tasks.common import Problem, check_answer, epoch_order, nth_of_epochs
@@ -383,6 +383,12 @@ def test_other_formats_have_their_answers_checked_too():
     assert check_answer(COMPACT, problem, "3+5:8;8*2:6;=86") is check_answer(COMPACT, problem, "=086.0") is True
     assert (check_answer(COMPACT, problem, "3+5:8;=8")
             is check_answer(COMPACT, problem, "=85=86") is check_answer(COMPACT, problem, "=") is False)
+
+
+def test_a_task_s_flags_are_its_own_though_its_name_begins_with_another_s(monkeypatch):
+    monkeypatch.setitem(TASKS, "chain_two", None)
+    assert "chain_" not in flags_of_others("chain_two") and "gsm8k_" in flags_of_others("chain_two")
+    assert "chain_two_" in flags_of_others("chain") and "chain_" not in flags_of_others("chain")
 
 
 def test_many_solutions_are_checked_in_order_and_at_the_same_time():

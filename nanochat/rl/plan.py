@@ -322,7 +322,7 @@ def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed
     # a forward pass is a third of an update; a reference runs forward, as a block that is run again, and the old
     # logprobs of several updates
     updates = setting.updates_per_batch
-    passes = draw.scored + (updates * (3 + held.reference + setting.recompute) + (updates > 1)) * draw.trained
+    passes = draw.scored + (updates * (3 + setting.recompute) + held.reference + (updates > 1)) * draw.trained
     tokens = P * draw.prompt_tokens + P * draw.samples * new
     update = tokens * flops_per_token(model, context) * passes / 3 / (speed.limits[0] * speed.mfu)
     return {"sampling": sampling, "update": update}
