@@ -6,8 +6,7 @@ time and a memory limit. What is decided for all of them:
 
 - A number stands for itself: 0.333333 is not 1/3 (and 3.14 is not pi); 1,000, 1000.0 and 10^3 are the same.
 - A percent sign is a unit or a hundredth: 50\\% is 50 and is 1/2. Other units, degrees and currencies are left out, but
-  two known ones that
-  differ, or differ in their power, are different answers (5 cm, 5 inches, 5 cm^2).
+  two known ones that differ, or differ in their power, are different answers (5 cm, 5 inches, 5 cm^2).
 - A base is part of a gold: 10_2 is not 10_3 and not 2; an answer may leave it out. An answer of another base than a
   plain gold's ten is wrong.
 - "x = 5" and "5" are the same, "x = 5" and "y = 5" are not. A left side is left out where it is the name of one thing
@@ -500,7 +499,7 @@ def surely_different(gold: Reading, answer: Reading) -> bool:
 
 
 def is_unsolved(text: str) -> bool:
-    """Whether an inequality says more than between which values one thing is."""
+    """Whether an inequality is anything but one name with its bounds: x^2<4 and x<2x are, 1<x<2 and x>1 are not."""
     sides = [side.strip() for side in parts(re.sub("(?<=[<>])=", "", text), RELATION)]
     names = [side for side in sides if NAME.fullmatch(side)]
     if len(sides) == 1 or len(names) != 1:

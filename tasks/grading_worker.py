@@ -38,68 +38,10 @@ def is_proper(latex: str) -> bool:
     return match is not None and 0 < int(match[1]) < int(match[2])
 
 
-def load():
-    """math-verify as two functions: parse(text) -> its sympy objects, none where it has no meaning; equal(gold, answer)
-    -> bool."""
-    import logging
-
-    logging.disable()  # both functions warn that they have no time limit; here the parent has one
-    from latex2sympy2_extended import latex2sympy2
-    from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, _Latex2Sympy
-    from math_verify import grader, verify
-    from sympy import Eq, Expr, Float, I, Integer, MatrixBase, MatrixExpr, Rational, log, simplify, solve
-
-    # Its own units would make 5t, 5m and 5d the number 5.
-    reading = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none",
-                                  equations=False)
-
-    @lru_cache(maxsize=1000)
-    def parsed(text: str) -> list:
-        """The text as a whole: math-verify's own parse() searches it for something that can be read."""
-        try:
-            latex = latex2sympy2.normalize_latex(re.sub(r"(?<![0-9])\\%$", "", text), reading)
-            found = latex2sympy2.latex2sympy(latex, is_real=not grader.should_treat_as_complex(latex),
-                                             normalization_config=None)
-            if re.search(r"[^0-9]\\%$", text):  # which the library reads behind numbers alone
-                found = latex2sympy2.convert_to_pct(found)
-            return [exact(found)]
-        except MemoryError:
-            raise
-        except Exception:  # whatever a parser says of such a text: it is none that can be read
-            return []
-
-    def exact(expression):
-        """With its decimals as the fractions that they are: differences of floats vanish."""
-        return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
-
-    by_solutions = grader.sympy_solve_and_compare
-
-    def same_equation(gold, answer, *precision) -> bool:
-        """Two equations without a solution are not the same for that, but when one is a multiple of the other."""
-        if isinstance(gold, Eq) and isinstance(answer, Eq) and not solve(gold, gold.free_symbols):
-            ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
-            return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
-        return by_solutions(gold, answer, *precision)
-
-    grader.sympy_solve_and_compare = same_equation
-
-    by_rounding = grader.sympy_numeric_eq
-
-    def same_number(a, b, *precision) -> bool:
-        """Two numbers are the same when they are exactly so: rounded, as the library does it, any two tiny ones are
-        alike. Formulas with variables are left to what comes next, which simplifies."""
-        if (not all(isinstance(x, Expr) and not x.is_Matrix for x in (a, b))
-                or all(grader.is_atomic_or_pct_atomic(x, Integer) for x in (a, b))):
-            return by_rounding(a, b, *precision)  # a matrix's numbers come here one by one; 9 is 9%
-        a, b = a.doit(), b.doit()
-        difference = a - b
-        if difference.is_Rational or difference.free_symbols:
-            return difference == 0
-        value = difference.evalf()
-        digits = [number._prec for number in value.atoms(Float)]  # 1 bit: none of 100 digits tells it from zero
-        return value == 0 or digits != [] and set(digits) == {1}
-
-    grader.sympy_numeric_eq = same_number
+def read_as_written() -> None:
+    """Changes how latex2sympy reads products and functions."""
+    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy
+    from sympy import Expr, MatrixBase, MatrixExpr, log
 
     in_order = _Latex2Sympy.convert_postfix_list
 
@@ -147,6 +89,77 @@ def load():
 
     _Latex2Sympy.convert_func, _Latex2Sympy.convert_func_arg = function, argument
 
+
+def compare_exactly() -> None:
+    """Changes how math-verify compares numbers and equations."""
+    from math_verify import grader
+    from sympy import Eq, Expr, Float, Integer, simplify, solve
+
+    by_solutions = grader.sympy_solve_and_compare
+
+    def same_equation(gold, answer, *precision) -> bool:
+        """Two equations without a solution are not the same for that, but when one is a multiple of the other."""
+        if isinstance(gold, Eq) and isinstance(answer, Eq) and not solve(gold, gold.free_symbols):
+            ratio = simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs))
+            return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
+        return by_solutions(gold, answer, *precision)
+
+    grader.sympy_solve_and_compare = same_equation
+
+    by_rounding = grader.sympy_numeric_eq
+
+    def same_number(a, b, *precision) -> bool:
+        """Two numbers are the same when they are exactly so: rounded, as the library does it, any two tiny ones are
+        alike. Formulas with variables are left to what comes next, which simplifies."""
+        if (not all(isinstance(x, Expr) and not x.is_Matrix for x in (a, b))
+                or all(grader.is_atomic_or_pct_atomic(x, Integer) for x in (a, b))):
+            return by_rounding(a, b, *precision)  # a matrix's numbers come here one by one; 9 is 9%
+        a, b = a.doit(), b.doit()
+        difference = a - b
+        if difference.is_Rational or difference.free_symbols:
+            return difference == 0
+        value = difference.evalf()
+        digits = [number._prec for number in value.atoms(Float)]  # 1 bit: none of 100 digits tells it from zero
+        return value == 0 or digits != [] and set(digits) == {1}
+
+    grader.sympy_numeric_eq = same_number
+
+
+def load():
+    """math-verify as two functions: parse(text) -> its sympy objects, none where it has no meaning; equal(gold, answer)
+    -> bool."""
+    import logging
+
+    logging.disable()  # both functions warn that they have no time limit; here the parent has one
+    from latex2sympy2_extended import latex2sympy2
+    from math_verify import grader, verify
+    from sympy import Float, I, Rational
+
+    read_as_written()
+    compare_exactly()
+    # Its own units would make 5t, 5m and 5d the number 5.
+    reading = latex2sympy2.NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True,
+                                               boxed="none", equations=False)
+
+    @lru_cache(maxsize=1000)
+    def parsed(text: str) -> list:
+        """The text as a whole: math-verify's own parse() searches it for something that can be read."""
+        try:
+            latex = latex2sympy2.normalize_latex(re.sub(r"(?<![0-9])\\%$", "", text), reading)
+            found = latex2sympy2.latex2sympy(latex, is_real=not grader.should_treat_as_complex(latex),
+                                             normalization_config=None)
+            if re.search(r"[^0-9]\\%$", text):  # which the library reads behind numbers alone
+                found = latex2sympy2.convert_to_pct(found)
+            return [exact(found)]
+        except MemoryError:
+            raise
+        except Exception:  # whatever a parser says of such a text: it is none that can be read
+            return []
+
+    def exact(expression):
+        """With its decimals as the fractions that they are: differences of floats vanish."""
+        return expression.xreplace({number: Rational(str(number)) for number in expression.atoms(Float)})
+
     def imaginary(expression):
         return expression.subs({symbol: I for symbol in expression.free_symbols if symbol.name == "i"})
 
@@ -158,8 +171,8 @@ def load():
 
     def same(gold: list, answer: list, change=lambda expression: expression) -> bool:
         try:
-            return verify([*map(change, gold)], [*map(change, answer)], float_rounding=12,
-                          allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
+            return verify([*map(change, gold)], [*map(change, answer)], allow_set_relation_comp=True,
+                          timeout_seconds=None, raise_on_error=True)
         except MemoryError:
             raise
         except Exception:  # sympy cannot compare them, so it has not found them equal

@@ -348,7 +348,7 @@ def counts_solver(run: Run) -> bool:
 def check_comparable(runs: list[Run]) -> None:
     """Raises BadInput unless runs of one task have the same problems, evaluation and number of generator steps, those
     of one seed also the same starting generator, and those of one arm all flags but PER_RUN and roles' checkpoints.
-    Flags that only one of two recipes or versions knows are passed over."""
+    Flags that only one of two recipes or versions knows are passed over. Two texts of one arm's recipe are told."""
     for n, run in enumerate(runs):
         for other in runs[:n]:
             flags, others = run.config["args"], other.config["args"]
