@@ -62,7 +62,8 @@ MAIN = ["tango", "grpo", "grpo_2e-4", "fixed_verifier", "fixed_generator", "gold
 ABLATIONS = ["tango", "grpo", "gold_steps", "alpha_0.3", "alpha_1", "ng_1", "alpha_0.1", "ng_5", "no_class_weights",
              "no_balance", "no_replay", "merged_rewards", "rloo", "reinforce_pp", "no_balance_no_weights", "ng_10",
              "alpha_0.05", "small_verifier", "large_verifier", "shared_half", "shared_all"]
-HEADS = ["tango_merged", "grpo", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt", "prompt_own"]
+HEADS = ["tango_merged", "grpo", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt", "prompt_own",
+         "prompt_summed"]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl"]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
@@ -101,6 +102,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "trunk_own": f"{MERGED} --verifier-head trunk --verifier-optimizer own",
     "prompt": f"{MERGED} --verifier-head prompt",
     "prompt_own": f"{MERGED} --verifier-head prompt --verifier-optimizer own",
+    "prompt_summed": f"{MERGED} --verifier-head prompt --verifier-updates summed",
     "small_verifier": "",
     "large_verifier": "",
     "rloo": "--advantage rloo",

@@ -437,6 +437,18 @@ def test_a_trunk_that_both_roles_train_is_one_and_resumes(base, head, optimizer,
     assert torch.equal(final["gen/lm_head.weight"], final["ver/lm_head.weight"]) == (head == "prompt")
 
 
+def test_summed_updates_make_one_step_of_both_roles_rollouts(base, monkeypatch):
+    """After two generator steps comes one whose update also has the verifier's rollouts, which the planned 4 steps have
+    once; the warm-up stays the verifier's alone."""
+    seen = []
+    monkeypatch.setattr(tango_rl, "apply_update", lambda t, u, real=tango_rl.apply_update: (
+        seen.append((u.role, [len(rollouts) for rollouts, _ in u.parts])), real(t, u))[1])
+    train("--run", "s", "--verifier-head", "prompt", "--verifier-updates", "summed")
+    assert seen == [("verifier", [16])] * 2 + [("generator", [16])] * 2 + [("generator", [16, 16]),
+                                                                           ("generator", [16])]
+    assert [r["phase"] for r in records(base, "s")] == ["warmup"] * 2 + ["generator"] * 2 + ["verifier", "generator"]
+
+
 def test_wandb_offline_needs_no_network(base, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     train("--run", "w", "--recipe", "grpo", "--num-steps", "1")
