@@ -62,8 +62,8 @@ MAIN = ["tango", "grpo", "grpo_2e-4", "fixed_verifier", "fixed_generator", "gold
 ABLATIONS = ["tango", "grpo", "gold_steps", "alpha_0.3", "alpha_1", "ng_1", "alpha_0.1", "ng_5", "no_class_weights",
              "no_balance", "no_replay", "merged_rewards", "rloo", "reinforce_pp", "no_balance_no_weights", "ng_10",
              "alpha_0.05", "small_verifier", "large_verifier", "shared_half", "shared_all"]
-HEADS = ["tango_merged", "grpo", "grpo_both", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt", "prompt_own",
-         "prompt_summed"]
+HEADS = ["tango_merged", "grpo", "grpo_both", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt",
+         "prompt_own", "prompt_summed"]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl"]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
