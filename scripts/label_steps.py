@@ -92,20 +92,24 @@ def check_args(args) -> None:
     check_most(args, {"num_problems": 10 ** 6, "num_samples": 10 ** 5, "num_completions": 10 ** 5, "best_of": 10 ** 5})
     if args.max_new_tokens == 0:
         raise BadInput("--max-new-tokens 0: must be at least 1, or -1")
+    check_name("--generator-tag", args.generator_tag)
     value = METHODS[args.method].value
     for wanted, role in ROLES.items():
         if getattr(args, f"{role}_tag") and value != wanted:
             raise BadInput(f"--{role}-tag {getattr(args, f'{role}_tag')}: method {args.method} asks no {role}")
+        for part, default in (("source", "sft"), ("step", -1)):
+            if not getattr(args, f"{role}_tag") and getattr(args, f"{role}_{part}") != default:
+                raise BadInput(f"--{role}-{part} {getattr(args, f'{role}_{part}')}: is for --{role}-tag")
         check_name(f"--{role}-tag", getattr(args, f"{role}_tag") or args.generator_tag)
-    check_name("--generator-tag", args.generator_tag)
     if value == "best_of" and args.best_of > args.num_completions:
         raise BadInput(f"--best-of {args.best_of}: needs as many completions, and --num-completions is "
                        f"{args.num_completions}")
+    if not args.out.endswith(".jsonl"):
+        raise BadInput(f"--out {args.out}: its name must end in .jsonl")
     for path in (args.out, summary_path(args.out)):
+        if os.path.lexists(path):
+            raise BadInput(f"--out {args.out}: {path} is there; take another name")
         check_writable(path)
-        if not args.out.endswith(".jsonl") or os.path.lexists(path):
-            raise BadInput(f"--out {args.out}: " + (f"{path} is there; take another name" if os.path.lexists(path)
-                                                    else "its name must end in .jsonl"))
 
 
 def load(stage: str, tag: str, step: int, tokenizer, device):
@@ -240,7 +244,8 @@ def print_summary(args, found: dict) -> None:
     print0(f"{found['solutions']} solutions with {found['steps']} steps, {shown(found['right'])}% right, "
            f"{found['unlabelled']} left out whose labels cannot be told")
     print0(f"{args.method}: {cost['rollouts']} rollouts ({cost['rollouts_without_reuse']} without reuse), "
-           f"{cost['tokens']} tokens, {cost['prompt_tokens']} prompt tokens, {cost['seconds']:.1f} s")
+           f"{cost['tokens']} tokens, {cost['prompt_tokens']} prompt tokens "
+           f"({cost['prompt_tokens_without_sharing']} without sharing), {cost['seconds']:.1f} s")
     if found["agreement"] is None:
         print0("the task has no gold step labels to compare with")
         return
@@ -287,10 +292,11 @@ def main(args) -> None:
             "values": cut.values, "rollouts": cut.rollouts, "tokens": cut.tokens}
            for (place, cut), found in zip(placed, labels, strict=True)]
     out = sorted(gather_lists(out, device), key=lambda row: row.pop("place"))
-    counts = all_reduce(torch.tensor([meter.asked, meter.prompt_tokens], device=device)).tolist()
+    asked, prompt_tokens, read_tokens = all_reduce(torch.tensor(meter.costs(), device=device)).tolist()
     kept = [row for row in out if row["labels"] is not None]
-    cost = {"rollouts": sum(row["rollouts"] for row in out), "rollouts_without_reuse": counts[0],
-            "tokens": sum(row["tokens"] for row in out), "prompt_tokens": counts[1], "seconds": seconds}
+    cost = {"rollouts": sum(row["rollouts"] for row in out), "rollouts_without_reuse": asked,
+            "tokens": sum(row["tokens"] for row in out), "prompt_tokens": read_tokens,
+            "prompt_tokens_without_sharing": prompt_tokens, "seconds": seconds}
     summary = {"args": vars(args), **summarize(args, kept, method.least), "unlabelled": len(out) - len(kept),
                "solution_tokens": sum(len(row["ids"]) for row in out), "cost": cost}
     if rank_and_world()[0] == 0:

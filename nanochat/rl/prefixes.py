@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.engine import row_key
+from nanochat.engine import hosts, row_key
 from nanochat.rl.packing import pack
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
@@ -44,10 +44,13 @@ class Cut:
 
 
 class Found(NamedTuple):
-    """The value behind a prefix, None where it cannot be told; what it cost."""
+    """The value behind a prefix, None where it cannot be told; what it cost. prompt_tokens: of the prefix, with its
+    prompt; of them read_tokens went through the model, none where a longer prefix holds this one."""
     value: float | None
     rollouts: int = 0
     tokens: int = 0
+    prompt_tokens: int = 0
+    read_tokens: int = 0
 
 
 Asked = list[tuple[Cut, int]]  # prefix k of a solution
@@ -77,10 +80,12 @@ def counted(chance: Callable[[int, int], float], asked: Asked, model, sampler: S
     """chance(scorable, right) of the completions from each prefix; None where fewer than `least` can be scored."""
     rollouts, found = complete(asked, model, sampler, num), []
     outcomes, lengths = outcomes_of(sampler.task, rollouts.problems(), rollouts.texts), rollouts.lengths.tolist()
-    for i in range(0, len(outcomes), num):
-        known = [outcome for outcome in outcomes[i: i + num] if outcome is not None]
+    prompts = [prompt.ids for prompt in rollouts.prompts]
+    for p, (prompt, host) in enumerate(zip(prompts, hosts(prompts), strict=True)):
+        mine = slice(p * num, (p + 1) * num)
+        known = [outcome for outcome in outcomes[mine] if outcome is not None]
         value = chance(len(known), sum(known)) if len(known) >= least else None
-        found.append(Found(value, num, sum(lengths[i: i + num])))
+        found.append(Found(value, num, sum(lengths[mine]), len(prompt), len(prompt) if host == p else 0))
     return found
 
 
@@ -133,8 +138,8 @@ def answer_logprob(asked: Asked, model, sampler: Sampler, num: int, best_of: int
     forced = [forced_answer(sampler.tokenizer, sampler.task.fmt, cut.problem.answer) for cut, _ in asked]
     prompts = [cut.prompt + cut.begin(k) + opening for (cut, k), (opening, _) in zip(asked, forced, strict=True)]
     answers = [answer for _, answer in forced]
-    return [Found(value, 1, len(answer))
-            for value, answer in zip(completion_logprobs(model, prompts, answers), answers, strict=True)]
+    rows = zip(completion_logprobs(model, prompts, answers), prompts, answers, strict=True)
+    return [Found(value, 1, len(answer), len(prompt), len(prompt)) for value, prompt, answer in rows]
 
 
 VALUES = {"gold": gold_label, "share": right_share, "best_of": best_of_chance, "logprob": answer_logprob}
@@ -145,12 +150,15 @@ VALUES = {"gold": gold_label, "share": right_share, "best_of": best_of_chance, "
 @dataclass
 class Meter:
     """Values of prefixes, each measured once: equal prefixes of a problem, of whichever solution, share theirs, and the
-    first to ask has its costs (OmegaPRM's tree). asked: rollouts that it would have taken without that. prompt_tokens:
-    of the prefixes that were run."""
+    first to ask has its costs (OmegaPRM's tree). asked: rollouts that it would have taken without that."""
     measure: Callable[[Asked], list[Found]]
     known: dict[tuple, Found] = field(default_factory=dict)
     asked: int = 0
-    prompt_tokens: int = 0
+
+    def costs(self) -> list[int]:
+        """What all took: rollouts without reuse, prompt tokens, and those of them that went through the model."""
+        found = self.known.values()
+        return [self.asked, sum(f.prompt_tokens for f in found), sum(f.read_tokens for f in found)]
 
     def __call__(self, asked: Asked) -> list[float | None]:
         keys = [(cut.problem.split, cut.problem.index, tuple(cut.begin(k))) for cut, k in asked]
@@ -158,11 +166,10 @@ class Meter:
         for key, pair in zip(keys, asked, strict=True):
             if key not in self.known:
                 new.setdefault(key, pair)
-        for (key, (cut, k)), found in zip(new.items(), self.measure(list(new.values())) if new else [], strict=True):
+        for (key, (cut, _)), found in zip(new.items(), self.measure(list(new.values())) if new else [], strict=True):
             self.known[key] = found
             cut.rollouts += found.rollouts
             cut.tokens += found.tokens
-            self.prompt_tokens += (len(cut.prompt) + len(cut.begin(k))) * (found.rollouts > 0)
         for key, (cut, k) in zip(keys, asked, strict=True):
             cut.values[k] = self.known[key].value
             self.asked += self.known[key].rollouts
