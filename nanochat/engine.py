@@ -1,15 +1,14 @@
 """
 Sampling: many ragged prompts x G rows in one batch.
 
-Each prompt is run once (twice where max_rows splits its rows), and its rows read its keys where they are; a prompt that
-a longer one begins with is run as a part of that one; rows that end leave the batch; the logprobs of exactly the
-distribution that was sampled are recorded. Noise is a function of (row key, position) alone, so that the rows of a
-batch may be split over ranks, reordered or resumed without changing what they draw.
+Each prompt is run once (twice where max_rows splits its rows), and its rows read its keys where they are; rows that end
+leave the batch; the logprobs of exactly the distribution that was sampled are recorded. Noise is a function of (row
+key, position) alone, so that the rows of a batch may be split over ranks, reordered or resumed without changing what
+they draw.
 """
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -155,9 +154,8 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         out.forced = torch.zeros(N + 1, max_new_tokens, dtype=torch.bool, device=device)
     keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-    # Prompts of like length go together, so that little is padding, and with each those that it begins with.
-    host = hosts(prompts)
-    order = sorted(range(N), key=lambda n: (len(prompts[host[n // num_samples]]), host[n // num_samples], n))
+    # Prompts of like length go together, so that little is padding.
+    order = sorted(range(N), key=lambda n: (len(prompts[n // num_samples]), n))
     for start in range(0, N, max_rows):
         if should_stop():
             break
@@ -268,39 +266,9 @@ class Replay:
         return state
 
 
-def hosts(prompts: list[list[int]]) -> list[int]:
-    """The prompt that each one reads its keys from: a longer one that begins with it, if there is one, else itself. No
-    host has another host."""
-    host = list(range(len(prompts)))
-    order = sorted(host, key=prompts.__getitem__)  # what begins with a prompt stands right behind it
-    for p, following in reversed(list(pairwise(order))):
-        longer, length = prompts[host[following]], len(prompts[p])
-        if length < len(longer) and longer[:length] == prompts[p]:
-            host[p] = host[following]
-    return host
-
-
 def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
-    """Runs prompts, those that a longer one begins with as a part of it. -> their cache, the hidden state (P, C) of
-    each prompt's last token."""
-    host = hosts(prompts)
-    whole = sorted(set(host), key=lambda p: (len(prompts[p]), p))
-    if len(whole) == len(prompts):
-        return run_prompts(model, prompts)
-    cache, hidden = run_prompts(model, [prompts[p] for p in whole], last_only=False)  # (H, Tp, C)
-    place = {p: i for i, p in enumerate(whole)}
-    row, device = torch.tensor([[place[h]] for h in host]), hidden.device  # (P, 1)
-    ends = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
-    cache = cache.select(row)
-    behind = torch.arange(cache.length, device=device) > ends[:, None]  # (P, Tp): not the prompt's own
-    cache.positions = cache.positions.masked_fill(behind, PADDING_POSITION)
-    cache.last_embedding = model.last_embedding(torch.tensor([prompt[-1:] for prompt in prompts], device=device))
-    return cache, hidden[row[:, 0].to(device), ends]
-
-
-def run_prompts(model, prompts: list[list[int]], last_only: bool = True) -> tuple[KVCache, torch.Tensor]:
     """Runs prompts, sorted by length, in pieces of PREFILL_TOKENS. -> their cache, the hidden state (P, C) of each
-    prompt's last token, or those (P, Tp, C) of all."""
+    prompt's last token."""
     device, whole, hidden = model.lm_head.weight.device, KVCache(model.config.n_layer), []
     whole.length = width = max(map(len, prompts))
     start = 0
@@ -310,8 +278,8 @@ def run_prompts(model, prompts: list[list[int]], last_only: bool = True) -> tupl
             end += 1
         ids, positions = pad_prompts(prompts[start:end], device)
         piece = KVCache(model.config.n_layer)
-        states = model.trunk(ids, positions=positions, cache=piece, last_only=last_only)  # (p, 1 or T, C)
-        hidden.append(states[:, 0] if last_only else F.pad(states, (0, 0, 0, width - states.shape[1])))
+        states = model.trunk(ids, positions=positions, cache=piece, last_only=True)  # (p, 1, C)
+        hidden.append(states[:, 0])
         if end - start == len(prompts):
             return piece, hidden[0]
         for name in ("k", "v"):

@@ -203,13 +203,9 @@ class GPT(nn.Module):
             for attention in layers:
                 vars(attention).pop("c_qkv", None)
 
-    def last_embedding(self, ids):
-        """What the smear of the next token looks back at: normed token embeddings. ids (B, T) -> (B, T, C)."""
-        return norm(self.transformer.wte(ids).to(self.compute_dtype))
-
     def embed(self, ids, last_embedding):
         """Normed token embeddings after the smear, and the last unsmeared one. ids (B, T) -> (B, T, C), (B, 1, C)."""
-        x = self.last_embedding(ids)  # (B, T, C)
+        x = norm(self.transformer.wte(ids).to(self.compute_dtype))  # (B, T, C)
         # The first token of a sequence has no predecessor: a zero vector adds nothing.
         first = torch.zeros_like(x[:, :1]) if last_embedding is None else last_embedding
         previous = torch.cat([first, x[:, :-1]], dim=1)

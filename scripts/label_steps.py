@@ -245,7 +245,7 @@ def print_summary(args, found: dict) -> None:
            f"{found['unlabelled']} left out whose labels cannot be told")
     print0(f"{args.method}: {cost['rollouts']} rollouts ({cost['rollouts_without_reuse']} without reuse), "
            f"{cost['tokens']} tokens, {cost['prompt_tokens']} prompt tokens "
-           f"({cost['prompt_tokens_without_sharing']} without sharing), {cost['seconds']:.1f} s")
+           f"({cost['prompt_tokens_if_shared']} if they shared keys), {cost['seconds']:.1f} s")
     if found["agreement"] is None:
         print0("the task has no gold step labels to compare with")
         return
@@ -292,11 +292,11 @@ def main(args) -> None:
             "values": cut.values, "rollouts": cut.rollouts, "tokens": cut.tokens}
            for (place, cut), found in zip(placed, labels, strict=True)]
     out = sorted(gather_lists(out, device), key=lambda row: row.pop("place"))
-    asked, prompt_tokens, read_tokens = all_reduce(torch.tensor(meter.costs(), device=device)).tolist()
+    asked, prompt_tokens, own_tokens = all_reduce(torch.tensor(meter.costs(), device=device)).tolist()
     kept = [row for row in out if row["labels"] is not None]
     cost = {"rollouts": sum(row["rollouts"] for row in out), "rollouts_without_reuse": asked,
-            "tokens": sum(row["tokens"] for row in out), "prompt_tokens": read_tokens,
-            "prompt_tokens_without_sharing": prompt_tokens, "seconds": seconds}
+            "tokens": sum(row["tokens"] for row in out), "prompt_tokens": prompt_tokens,
+            "prompt_tokens_if_shared": own_tokens, "seconds": seconds}
     summary = {"args": vars(args), **summarize(args, kept, method.least), "unlabelled": len(out) - len(kept),
                "solution_tokens": sum(len(row["ids"]) for row in out), "cost": cost}
     if rank_and_world()[0] == 0:

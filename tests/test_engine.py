@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nanochat import engine
 from nanochat.attention import PADDING_POSITION
-from nanochat.engine import arrange, generate, hosts, pick, prefill, row_key, uniform_noise
+from nanochat.engine import arrange, generate, pick, prefill, row_key, uniform_noise
 from nanochat.gpt import GPT, GPTConfig
 
 MASK = 2 ** 64 - 1
@@ -109,24 +109,6 @@ def test_rows_do_not_depend_on_their_batch():
     assert completions(turned) == completions(whole)[6:] + completions(whole)[3:6] + completions(whole)[:3]
     single = sampled(model, [p for p in prompts for _ in range(3)], 1, keys)
     assert_same(single, whole)
-
-
-def test_a_prompt_that_a_longer_one_begins_with_is_not_run_and_its_rows_are_as_alone():
-    """0 begins with 1, 2 and (twice) 3, as does 5; 4 and 6 are equal. The short window of 128 ends within 0."""
-    model, (longest, other) = tiny_model(), random_prompts(140, 9)
-    prompts = [longest, longest[:1], longest[:60], longest[:139], other, longest[:139], other]
-    assert hosts(prompts) == [0, 0, 0, 0, 4, 0, 6] and hosts([]) == []
-    keys = keys_for(14)
-    alone = [sampled(model, [prompt], 2, keys[2 * p: 2 * p + 2]) for p, prompt in enumerate(prompts)]
-    for max_rows in (1024, 5, 1):
-        model.shapes.clear()
-        together = sampled(model, prompts, 2, keys, max_rows=max_rows)
-        assert completions(together) == [row for part in alone for row in completions(part)]
-        logprobs = torch.cat([torch.nn.functional.pad(part.logprobs, (0, 8 - part.logprobs.shape[1]))
-                              for part in alone])
-        torch.testing.assert_close(together.logprobs, logprobs[:, : together.logprobs.shape[1]], rtol=0, atol=1e-5)
-        prompt_tokens = sum(rows * columns for rows, columns in model.shapes if columns > 1)
-        assert max_rows < 1024 or prompt_tokens == 3 * 140  # three are run, padded to the longest
 
 
 def test_rows_depend_on_their_keys():

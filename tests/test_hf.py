@@ -356,15 +356,6 @@ def test_right_padded_rows_equal_rows_alone_and_last_only_gives_their_last_token
         assert (last[row, 0] - alone[-1]).abs().max() < 1e-12
 
 
-def test_a_prompt_that_a_longer_one_begins_with_reads_its_keys():
-    model, long, keys = double_model(), random.Random(0).choices(range(265), k=40), list(range(6))
-    options = dict(max_new_tokens=6, stop_tokens=[])
-    together = generate(model, [long[:7], long, long[:1]], 2, keys=keys, **options)
-    alone = [generate(model, [long[:n]], 2, keys=keys[2 * i: 2 * i + 2], **options) for i, n in enumerate((7, 40, 1))]
-    assert together.tokens.tolist() == [row for part in alone for row in part.tokens.tolist()]
-    torch.testing.assert_close(together.logprobs, torch.cat([part.logprobs for part in alone]), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("piece", [1, 3])
 @torch.no_grad()
 def test_rows_continue_their_shared_prompts(piece):

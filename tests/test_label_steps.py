@@ -20,7 +20,8 @@ from nanochat.common import script_main
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl import prefixes
 from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.prefixes import Cut, Meter, best_of_chance, complete, completion_logprobs, forced_answer, right_share
+from nanochat.rl.prefixes import (Cut, Meter, are_held, best_of_chance, complete, completion_logprobs, forced_answer,
+                                  right_share, share_right)
 from nanochat.rl.prompts import read_solution
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.step_labels import METHODS, agreement, any_right, gains, relative_progress, run_plans, until_error
@@ -235,22 +236,31 @@ def test_prefixes_end_with_their_step_and_completions_go_on_from_there(base):
     assert rollouts.texts == [text for n, text in enumerate(more.texts) if n % 3 < 2]
 
 
-def test_equal_prefixes_of_a_problem_are_paid_for_once_and_labels_are_those_of_each_alone(base):
+@pytest.mark.parametrize("method", ["rpe", "omega_prm"])
+def test_equal_prefixes_of_a_problem_are_paid_for_once_and_labels_are_those_of_each_alone(base, method):
     model, sampler, cuts = crafted(base)
-    plans = lambda chosen: [METHODS["rpe"].plan(len(cut.step_ends)) for cut in chosen]
 
     def label(chosen):
         meter = Meter(lambda asked: right_share(asked, model, sampler, 4, 1))
-        return run_plans(plans(chosen), lambda asked: meter([(chosen[n], k) for n, k in asked])), meter
+        plans = [METHODS[method].plan(len(cut.step_ends)) for cut in chosen]
+        return run_plans(plans, lambda asked: meter([(chosen[n], k) for n, k in asked])), meter
     labels, meter = label(cuts)
     values = [cut.values for cut in cuts]
-    paid, without, prompt_tokens, read_tokens = sum(cut.rollouts for cut in cuts), *meter.costs()
-    assert 0 < paid < without and 0 < read_tokens < prompt_tokens
-    distinct = {(cut.problem, tuple(cut.begin(k))) for cut in cuts if cut.step_ends for k in range(len(cut.values))}
-    assert paid == 4 * len(distinct) and without == 4 * sum(len(cut.values) for cut in cuts if cut.step_ends)
+    asked = [(cut.problem, tuple(cut.begin(k))) for cut in cuts for k, value in enumerate(cut.values)
+             if value is not None]
+    assert sum(cut.rollouts for cut in cuts) == 4 * len(set(asked)) and meter.costs()[0] == 4 * len(asked)
+    assert len(set(asked)) < len(asked) or method == "omega_prm"  # all three begin with nothing
+    prompt = {cut.problem: cut.prompt for cut in cuts}
+    assert meter.costs()[1] == sum(len(prompt[problem]) + len(ids) for problem, ids in set(asked))
     alone = [label([cut])[0][0] for cut in cuts]
     assert labels == alone and values == [cut.values for cut in cuts]
     assert len({value for row in values for value in row}) > 2  # None, and more than one share
+
+
+def test_prompts_that_a_longer_one_begins_with_are_told():
+    a, b = [1, 2], [1, 2, 3]
+    assert are_held([b, a, [1, 2, 3, 4], [2], a, [1, 3]]) == [True, True, False, False, True, False]
+    assert are_held([]) == [] and share_right(8, 3) == 3 / 8
 
 
 # The script
@@ -344,7 +354,6 @@ def test_two_ranks_write_what_one_writes(base, tmp_path):
         for summary in (one, both):
             summary["cost"].pop("seconds")
             summary.pop("args")
-        # ranks read prefixes in batches of their own
         assert both == one
 
 

@@ -216,10 +216,6 @@ class Decoder(nn.Module):
         cos, sin = angles.cos() * self.rope_factor, -angles.sin() * self.rope_factor
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
-    def last_embedding(self, ids):
-        """Nothing: only a GPT's smear looks back. ids (B, T) -> (B, T, 0)"""
-        return torch.zeros(*ids.shape, 0, dtype=self.compute_dtype, device=ids.device)
-
     def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
               last_only: bool = False):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
@@ -229,7 +225,7 @@ class Decoder(nn.Module):
             positions = torch.arange(T, device=ids.device).expand(B, T)
         x = self.model.embed_tokens(ids).to(self.compute_dtype)  # (B, T, C)
         if cache is not None:
-            cache.last_embedding = self.last_embedding(ids[:, :1])
+            cache.last_embedding = x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
             if cache.length == 0 and prefix is None:
                 cache.positions = positions
         context = self.config.sequence_len

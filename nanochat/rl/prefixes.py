@@ -6,11 +6,12 @@ including the last one of a step.
 """
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
-from nanochat.engine import hosts, row_key
+from nanochat.engine import row_key
 from nanochat.rl.packing import pack
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
@@ -44,13 +45,14 @@ class Cut:
 
 
 class Found(NamedTuple):
-    """The value behind a prefix, None where it cannot be told; what it cost. prompt_tokens: of the prefix, with its
-    prompt; of them read_tokens went through the model, none where a longer prefix holds this one."""
+    """The value behind a prefix, None where it cannot be told; what it cost. prompt_tokens: what was run before the
+    first of the `tokens`, the problem's prompt included; own_tokens: the same where a longer prefix does not hold it,
+    else 0."""
     value: float | None
     rollouts: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
-    read_tokens: int = 0
+    own_tokens: int = 0
 
 
 Asked = list[tuple[Cut, int]]  # prefix k of a solution
@@ -80,13 +82,22 @@ def counted(chance: Callable[[int, int], float], asked: Asked, model, sampler: S
     """chance(scorable, right) of the completions from each prefix; None where fewer than `least` can be scored."""
     rollouts, found = complete(asked, model, sampler, num), []
     outcomes, lengths = outcomes_of(sampler.task, rollouts.problems(), rollouts.texts), rollouts.lengths.tolist()
-    prompts = [prompt.ids for prompt in rollouts.prompts]
-    for p, (prompt, host) in enumerate(zip(prompts, hosts(prompts), strict=True)):
+    sizes = [len(prompt.ids) for prompt in rollouts.prompts]
+    for p, (size, held) in enumerate(zip(sizes, are_held([prompt.ids for prompt in rollouts.prompts]), strict=True)):
         mine = slice(p * num, (p + 1) * num)
         known = [outcome for outcome in outcomes[mine] if outcome is not None]
         value = chance(len(known), sum(known)) if len(known) >= least else None
-        found.append(Found(value, num, sum(lengths[mine]), len(prompt), len(prompt) if host == p else 0))
+        found.append(Found(value, num, sum(lengths[mine]), size, 0 if held else size))
     return found
+
+
+def are_held(prompts: list[list[int]]) -> list[bool]:
+    """Whether another one of these prompts begins with each, so that its keys are among that one's; of equal ones the
+    last is not counted."""
+    held, order = [False] * len(prompts), sorted(range(len(prompts)), key=prompts.__getitem__)
+    for p, following in pairwise(order):  # what begins with a prompt stands right behind it
+        held[p] = prompts[following][: len(prompts[p])] == prompts[p]
+    return held
 
 
 # The gold answer
@@ -156,9 +167,10 @@ class Meter:
     asked: int = 0
 
     def costs(self) -> list[int]:
-        """What all took: rollouts without reuse, prompt tokens, and those of them that went through the model."""
+        """What all took: rollouts without reuse, prompt tokens, and how many of these would do if prefixes of one round
+        shared their keys."""
         found = self.known.values()
-        return [self.asked, sum(f.prompt_tokens for f in found), sum(f.read_tokens for f in found)]
+        return [self.asked, sum(f.prompt_tokens for f in found), sum(f.own_tokens for f in found)]
 
     def __call__(self, asked: Asked) -> list[float | None]:
         keys = [(cut.problem.split, cut.problem.index, tuple(cut.begin(k))) for cut, k in asked]
