@@ -13,9 +13,11 @@ for one optimizer step. N rollouts, T tokens, Q pairs. Position t is asked behin
 from dataclasses import replace
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
 from nanochat.common import BadInput
-from nanochat.rl.play import Play
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.play import Play, Update
 from nanochat.rl.prompts import Prompt, Solution
 from nanochat.rl.rollouts import Rollouts
 
@@ -74,7 +76,7 @@ def ended(t: Play, role: str, prompts: list[Prompt], solutions: Rollouts) -> Rol
     cut: so there is a place behind every step and at the end."""
     end = t.tokenizer.stop_tokens[0]
     rows = zip(solutions.completions(), solutions.stopped.tolist(), strict=True)
-    return t.written(role, prompts, [row if stopped else [*row, end] for row, stopped in rows])
+    return t.written(role, prompts, [row if stopped else [*row, end] for row, stopped in rows]).behind(prompts)
 
 
 def steps_filled(rollouts: Rollouts, solutions: list[Solution], values: list[list[float]]) -> torch.Tensor:
@@ -113,6 +115,17 @@ def log_odds(t: Play, role: str, rollouts: Rollouts, *, reference: bool = False)
     return right - wrong
 
 
+def log_judgments(t: Play, role: str, s: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> None:
+    """Logs how well s tells the labels: the mean cross-entropy over places (bce), the share of those whose label is not
+    .5 that are on the right side of .5 (accuracy), the mean label and its prediction. All (N, T)."""
+    s, labels = s[places], labels[places]
+    told = labels != 0.5
+    t.log(role, {"num_labels": t.reduce(places.sum().float()).item()} | t.mean({
+        "bce": bce_with_logits(s, labels, reduction="none").tolist(),
+        "accuracy": ((s > 0) == (labels > 0.5))[told].tolist(),
+        "label_mean": labels.tolist(), "chance_mean": torch.sigmoid(s).tolist()}))
+
+
 # Losses of s, as coefficients -dloss/ds
 
 def bce_coefficients(s: torch.Tensor, labels: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -124,6 +137,9 @@ def squared_coefficients(s: torch.Tensor, labels: torch.Tensor, places: torch.Te
     """Of the squared error (V - y)^2 / 2 at each place: (y - V) V (1 - V). All (N, T)."""
     V = torch.sigmoid(s)
     return (labels - V) * V * (1 - V) * places
+
+
+LOSSES = {"bce": bce_coefficients, "squared": squared_coefficients}
 
 
 def pair_coefficients(scores: torch.Tensor, chosen: list[int], rejected: list[int]) -> torch.Tensor:
@@ -145,9 +161,33 @@ def verdict_parts(t: Play, rollouts: Rollouts, coefficients: torch.Tensor) -> Pa
     return [(asked_for(rollouts, right), coefficients), (asked_for(rollouts, wrong), -coefficients)]
 
 
+def likelihood_parts(rollouts: Rollouts, weights: torch.Tensor) -> Parts:
+    """The parts of an Update on -weight * log pi of each token: SFT on given rollouts. weights (N, T), also bool."""
+    nobodys = torch.full_like(rollouts.sampler_logprobs, float("nan"))
+    return [(replace(rollouts, sampler_logprobs=nobodys), weights.float() * rollouts.mask)]
+
+
 def mean_over(t: Play, parts: Parts, num: float) -> Parts:
-    """The parts for an Update per "rollout" that is the sum of all coefficients' losses over `num` of this rank, summed
-    over ranks: by itself it would average over the rollouts of all parts. num: places, solutions or pairs."""
-    sizes = torch.tensor([float(sum(len(rollouts) for rollouts, _ in parts)), num], device=t.device)
-    num_rollouts, total = t.reduce(sizes).tolist()
-    return [(rollouts, coefficients * (num_rollouts / max(1.0, total))) for rollouts, coefficients in parts]
+    """`sum_of` a single loss."""
+    return sum_of(t, (parts, num))
+
+
+def sum_of(t: Play, *losses: tuple[Parts, float]) -> Parts:
+    """The parts of one Update per "rollout" whose loss is the sum of these losses, each averaged over its own number.
+
+    losses: parts and a number of this rank (of places, solutions or pairs), which is summed over ranks. The update by
+    itself averages over the rollouts of all parts; that is undone here.
+    """
+    num_rollouts = float(sum(len(rollouts) for parts, _ in losses for rollouts, _ in parts))
+    sizes = t.reduce(torch.tensor([num_rollouts, *(float(num) for _, num in losses)], device=t.device)).tolist()
+    return [(rollouts, coefficients * (sizes[0] / max(1.0, num)))
+            for (parts, _), num in zip(losses, sizes[1:], strict=True) for rollouts, coefficients in parts]
+
+
+def learn_verdicts(t: Play, role: str, *losses: tuple[Parts, float]):
+    """The update of a role on the sum of these losses (see `sum_of`), or none where no rank has anything to learn."""
+    nums = t.reduce(torch.tensor([float(num) for _, num in losses], device=t.device))
+    if t.args.updates_per_batch > 1:
+        raise BadInput(f"--updates-per-batch {t.args.updates_per_batch}: the coefficients hold for one optimizer step")
+    if nums.any():
+        yield Update(role, sum_of(t, *losses), PolicyLoss("reinforce"), per="rollout")
