@@ -13,12 +13,13 @@ Departures:
 3. --prm-aggregate is min by default, as in Math-Shepherd. The paper's is product.
 """
 import argparse
+from dataclasses import replace
 
 from nanochat.common import check_choices
 from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
                                      scores_as_judge)
 from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_of_step
-from nanochat.rl.log_odds import (bce_coefficients, learn_verdicts, log_judgments, log_odds, steps_filled,
+from nanochat.rl.log_odds import (PLACES, bce_coefficients, learn_verdicts, log_judgments, log_odds, steps_filled,
                                   verdict_parts)
 from nanochat.rl.play import Call, Play
 from nanochat.rl.roles import RoleSpec
@@ -56,9 +57,10 @@ def learned_labels(labels: list[float], kind: str, until_first_error: bool) -> l
 def play(t: Play):
     rows = labelled_of_step(t)
     rollouts = as_rollouts(t, "verifier", rows)
-    steps = t.read_solutions(rollouts)
     learned = [learned_labels(row.labels, t.args.prm_labels, t.args.until_first_error) for row in rows]
-    labels, places = steps_filled(rollouts, steps, learned)                                # (N, T)
+    asked = [replace(solution, step_ends=solution.step_ends[: len(labels)])
+             for solution, labels in zip(t.read_solutions(rollouts), learned, strict=True)]
+    places, labels = PLACES["steps"](rollouts, asked), steps_filled(rollouts, asked, learned)  # (N, T)
     s = log_odds(t, "verifier", rollouts)
     log_judgments(t, "verifier", s, labels, places)
     coefficients = bce_coefficients(s, labels, places)                                     # y - V
