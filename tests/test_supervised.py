@@ -205,7 +205,7 @@ def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     before, after = summary["before"], summary["after"]
     for name in ("ver/pass@1_fixed", "ver/maj_fixed", "ver/tokens_fixed"):
         assert before[name] == after[name] is not None
-    assert before["ver/step_auc_fixed"] != after["ver/step_auc_fixed"]
+    assert before["ver/brier_fixed"] != after["ver/brier_fixed"]
 
 
 @pytest.mark.parametrize("recipe, flags, complaint", [

@@ -4,7 +4,7 @@ share.
 """
 from nanochat.common import check_least
 from nanochat.rl.evals import cut, padded
-from nanochat.rl.judges import JUDGE_CALLS, JUDGES, add_judge_args, check_judge_args
+from nanochat.rl.judges import JUDGE_CALLS, JUDGES, Judgment, add_judge_args, check_judge_args
 from nanochat.rl.play import Call, Play
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, first_error_f1, labels_of, macro_f1, share_of
@@ -24,9 +24,9 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
     return t.written(generator, t.solve_prompts([problem for problem in problems for _ in range(num)]), mine)
 
 
-def judge_scores(t: Play, judge: str, role: str, solutions: Rollouts, num: int) -> dict:
-    """`judged_scores` of a role as a judge of solutions, `num` of each problem one behind the other, over all ranks."""
-    judgments, problems = JUDGES[judge](t, role, solutions), solutions.problems()
+def judge_scores(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:
+    """`judged_scores` of judgments of solutions, `num` of each problem one behind the other, over all ranks."""
+    problems = solutions.problems()
     labels = [labels_of(t.task, problem, text) for problem, text in zip(problems, solutions.texts, strict=True)]
     rows = [[*row, j.steps, j.final, j.tokens] for *row, j in zip(
         answers_of(t.task, solutions.texts), t.check(solutions), labels, judgments, strict=True)]
@@ -95,5 +95,5 @@ def labelled_call(args) -> Call:
 def scores_as_judge(t: Play, judge: str) -> dict:
     """`judge_scores` of the verifier on fixed solutions of the generator."""
     solutions = fixed_solutions(t, "generator", t.args.judged_samples)
-    return {f"ver/{name}_fixed": value
-            for name, value in judge_scores(t, judge, "verifier", solutions, t.args.judged_samples).items()}
+    scores = judge_scores(t, JUDGES[judge](t, "verifier", solutions), solutions, t.args.judged_samples)
+    return {f"ver/{name}_fixed": value for name, value in scores.items()}
