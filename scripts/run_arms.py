@@ -57,6 +57,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 # Jobs
 
+RESUMABLE = ("scripts.chat_sft", "scripts.tango_rl")
+
+
 @dataclass(frozen=True)
 class Job:
     """One process. done: the pattern of the file in its folder that tells that it came to its end."""
@@ -69,7 +72,7 @@ class Job:
     @property
     def command(self) -> list[str]:
         run = ["--run", self.name] if self.module == "scripts.tango_rl" else []
-        resume = ["--resume-from-step", "auto"] if self.module != "scripts.tok_train" else []
+        resume = ["--resume-from-step", "auto"] if self.module in RESUMABLE else []
         return [sys.executable, "-m", self.module, *run, *resume, *self.flags.split()]
 
     def is_done(self) -> bool:
@@ -274,6 +277,29 @@ def report(name: str, runs: list[Job], out: str, first_line: str, partners: dict
 
 # The experiment
 
+def jobs_at_once() -> int:
+    """JOBS, or the number of cores. Raises BadInput."""
+    given = os.environ.get("JOBS") or str(num_cores())
+    if not re.fullmatch("[1-9][0-9]*", given):
+        raise BadInput(f"JOBS {given}: must be a number from 1")
+    return int(given)
+
+
+def seeds_of(text: str) -> list[str]:
+    """The seeds that --seeds names. Raises BadInput."""
+    seeds = words_of("seeds", text)
+    for seed in seeds:
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", seed):
+            raise BadInput(f"--seeds {seed}: must be numbers from 0")
+    return seeds
+
+
+def make_tokenizer(at_once: int) -> bool:
+    """Whether there is a tokenizer now."""
+    return carry_out_all([Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl",
+                              "--task chain")], at_once)
+
+
 def listed(args, experiments: list[Experiment]) -> list[str]:
     """The lines of --list."""
     if args.list in LISTS:
@@ -283,14 +309,9 @@ def listed(args, experiments: list[Experiment]) -> list[str]:
 
 
 def main(args) -> None:
-    dials, at_once = experiments_of(args), os.environ.get("JOBS") or str(num_cores())
+    dials, at_once = experiments_of(args), jobs_at_once()
     experiments = list({e.name: e for group in dials.values() for e in group}.values())  # dials share a setting
-    if not re.fullmatch("[1-9][0-9]*", at_once):
-        raise BadInput(f"JOBS {at_once}: must be a number from 1")
-    arms, seeds = [arms_of(e, args.arms) for e in experiments], words_of("seeds", args.seeds)
-    for seed in seeds:
-        if not re.fullmatch("0|[1-9][0-9]{0,8}", seed):
-            raise BadInput(f"--seeds {seed}: must be numbers from 0")
+    arms, seeds = [arms_of(e, args.arms) for e in experiments], seeds_of(args.seeds)
     if args.list:
         print0("\n".join(listed(args, experiments)))
         return
@@ -302,12 +323,10 @@ def main(args) -> None:
         check_writable(folder)
     for folder in folders:
         make_folder(folder)
-    tokenizer = Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
-    for stage in ([tokenizer], *stages[:2]):
-        if not carry_out_all(stage, int(at_once)):
-            sys.exit(1)  # what comes next starts from it
+    if not (make_tokenizer(at_once) and all(carry_out_all(stage, at_once) for stage in stages[:2])):
+        sys.exit(1)  # what comes next starts from it
     started = time.time()
-    is_whole = carry_out_all(stages[2], int(at_once))
+    is_whole = carry_out_all(stages[2], at_once)
     command = shlex.join(["bash", f"runs/{'pays' if args.dial else 'fig4'}.sh", *sys.argv[1:]])
     first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time; this "
                   f"call's RL took {(time.time() - started) // 60:.0f} minutes (finished runs are not run again).")

@@ -6,7 +6,9 @@ the last mark, what follows the mark before it, and what was heard: a leaning of
 prompt. So solutions and verifications are mostly in form, and differ from prompt to prompt and from sample to sample.
 """
 import argparse
+import json
 import os
+import random
 import shutil
 
 import pytest
@@ -69,7 +71,8 @@ def rl_flags(*flags: str) -> list[str]:
     """The flags of a short run, with those of tango's that the recipe named in `flags` knows too."""
     from scripts import tango_rl
     known = tango_rl.make_parser(list(flags))._option_string_actions
-    return [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS if words[0] in known for word in words), *flags]
+    labels = ["--labels", os.path.join(os.environ["NANOCHAT_BASE_DIR"], "labels.jsonl")] if "--labels" in known else []
+    return [*COMMON_RL_FLAGS, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words), *flags]
 
 
 def crafted_model(tokenizer, role: str, seed: int):
@@ -132,6 +135,7 @@ def sft_base(tmp_path_factory):
     from nanochat.checkpoint import save_model
     from nanochat.tokenizer import Tokenizer
     from scripts import chat_sft, tok_train
+    from tasks import make_task
     base = tmp_path_factory.mktemp("base")
     torch.set_num_threads(THREADS)  # at this size threads only wait for each other
     model = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--depth", "2", "--n-embd", "64",
@@ -146,7 +150,19 @@ def sft_base(tmp_path_factory):
             crafted = crafted_model(tokenizer, role, 2 * SEED + seed)
             save_model("sft", tag, 200, crafted, {"user_config": vars(args), "loss": None, "val_bpb": None,
                                                     "tokenizer": tokenizer.mark()})
+        write_labelled(base / "labels.jsonl", make_task(args))
     return base
+
+
+def write_labelled(path, task, num: int = 24) -> None:
+    """Labelled solutions of the first problems of RL: right ones and corrupted ones, with gold labels."""
+    with open(path, "w") as f:
+        for i in range(num):
+            problem = task.problem("rl", i // 2)
+            text = task.corrupted_solution(problem, random.Random(i))
+            labels = [float(label) for label in task.step_labels(problem, text)]
+            f.write(json.dumps({"split": "rl", "index": i // 2, "prompt": problem.prompt, "solution": text,
+                                "outcome": None if i == 7 else task.check(problem, text), "labels": labels}) + "\n")
 
 
 @pytest.fixture

@@ -145,8 +145,10 @@ def two_ranks(trained, own_file, tmp_path_factory):
     seconds."""
     script = tmp_path_factory.mktemp("two") / "two_ranks.py"
     script.write_text(TWO_RANKS)
-    flags = [" ".join(flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1"))
-             for name in (*recipes.names(), own_file)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(trained))  # where labelled solutions are
+        flags = [" ".join(flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1"))
+                 for name in (*recipes.names(), own_file)]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), *flags]
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(trained), "OMP_NUM_THREADS": "1",
            "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}

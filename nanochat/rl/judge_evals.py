@@ -1,0 +1,99 @@
+"""
+One evaluation for all judges, on solutions that stay the same in the whole run; and what recipes that train a judge
+share.
+"""
+from nanochat.common import check_least
+from nanochat.rl.evals import cut, padded
+from nanochat.rl.judges import JUDGE_CALLS, JUDGES, Judgment, add_judge_args, check_judge_args
+from nanochat.rl.play import Call, Play
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.scores import answers_of, first_error_f1, labels_of, macro_f1, share_of
+from nanochat.rl.voting import auroc, calibration, choose
+
+
+def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
+    """`num` solutions of each of this rank's first problems of test_in, which the generator sampled when it was first
+    asked: the same in the whole run."""
+    problems = t.problems(t.args.eval_examples, "test_in")
+    if "judged_solutions" not in t.memory:
+        rows = t.solve(generator, problems, num, "judged").completions()
+        of_problems = t.gather([rows[i: i + num] for i in range(0, len(rows), num)])
+        t.memory["judged_solutions"] = padded([row for rows in of_problems for row in rows])
+    rows = cut(t.memory["judged_solutions"])
+    mine = [row for i in range(t.run.rank, len(rows) // num, t.run.world) for row in rows[i * num: (i + 1) * num]]
+    return t.written(generator, t.solve_prompts([problem for problem in problems for _ in range(num)]), mine)
+
+
+def judge_scores(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:
+    """`judged_scores` of judgments of solutions, `num` of each problem one behind the other, over all ranks."""
+    problems = solutions.problems()
+    labels = [labels_of(t.task, problem, text) for problem, text in zip(problems, solutions.texts, strict=True)]
+    rows = [[*row, j.steps, j.final, j.tokens] for *row, j in zip(
+        answers_of(t.task, solutions.texts), t.check(solutions), labels, judgments, strict=True)]
+    return judged_scores(t.gather([rows[i: i + num] for i in range(0, len(rows), num)]))
+
+
+def judged_scores(problems: list[list[list]]) -> dict:
+    """A judge's scores. problems: of each its solutions: [answer, outcome, gold step labels, the steps' chances, the
+    final chance, tokens].
+
+    A step or solution is called right where its chance is above .5. F1s are macro, of which a chance that is missing
+    counts as wrong; the AUCs, ECE and Brier score leave it out, and abstained is its share: of finals, of steps where
+    there are no finals. Solutions without an outcome count for steps alone, those without gold labels for outcomes
+    alone. bon, weighted: a missing final chance is 0 there.
+    """
+    rows = [row for solutions in problems for row in solutions]
+    called = lambda chance: None if chance is None else chance > 0.5
+    labelled = [(labels, steps or [None] * len(labels)) for _, _, labels, steps, _, _ in rows if labels]
+    pairs = [pair for labels, steps in labelled for pair in zip(labels, steps, strict=True)]
+    known = [(outcome, final) for _, outcome, _, _, final, _ in rows if outcome is not None]
+    finals = calibration([f for _, f in known if f is not None], [o for o, f in known if f is not None]) or {}
+    choices = [choose([row[0] for row in solutions], [row[1] for row in solutions],
+                      [row[4] or 0.0 for row in solutions], [sum(row[3] or [0]) / len(row[3] or [0])
+                                                             for row in solutions]) for solutions in problems]
+    scored = [choice for choice in choices if choice]
+    says_steps, says_finals = any(s is not None for _, s in pairs), any(f is not None for _, f in known)
+    return {
+        "step_auc": auroc([s for _, s in pairs if s is not None], [l for l, s in pairs if s is not None]),
+        "step_f1": macro_f1([l for l, _ in pairs], [called(s) for _, s in pairs]) if says_steps else None,
+        "first_error_f1": first_error_f1([labels for labels, _ in labelled],
+                                         [[called(s) for s in steps] for _, steps in labelled]) if says_steps else None,
+        "outcome_auc": finals.get("auroc"), "ece": finals.get("ece"), "brier": finals.get("brier"),
+        "outcome_f1": macro_f1([o for o, _ in known], [called(f) for _, f in known]) if says_finals else None,
+        "abstained": share_of([f is None for _, f in known] if says_finals else [s is None for _, s in pairs]),
+        **{name: sum(choice[name] for choice in scored) / len(scored) if scored else None
+           for name in ("pass@1", "maj", "bon", "weighted")},
+        "tokens": sum(row[5] for row in rows) / len(rows) if rows else None}
+
+
+# Recipes that train a verifier on labels and evaluate it as a judge of the generator's solutions
+
+def add_judged_args(group) -> None:
+    add_judge_args(group)
+    group.add_argument("--judged-samples", type=int, default=4,
+                       help="n: the starting generator's solutions of each test problem on which the judge is "
+                       "evaluated, best of n among them")
+
+
+def check_judged_args(args) -> None:
+    check_judge_args(args)
+    check_least(args, {"judged_samples": 1})
+
+
+def judged_calls(args, judge: str) -> list[Call]:
+    """What the evaluation samples and gives to the judge; nothing of it in a step."""
+    P, n = args.examples_per_step, args.judged_samples
+    return [Call("generator", "judged", P, n, args.max_new_tokens, 0), JUDGE_CALLS[judge](args, P, n, 0)]
+
+
+def labelled_call(args) -> Call:
+    """The labelled solutions of a step, given to the verifier as its own completions, and learned from."""
+    return Call("verifier", "labelled", args.examples_per_step, 1, args.max_new_tokens + 1, args.num_steps,
+                trained=True, given=True, scored=2)
+
+
+def scores_as_judge(t: Play, judge: str) -> dict:
+    """`judge_scores` of the verifier on fixed solutions of the generator."""
+    solutions = fixed_solutions(t, "generator", t.args.judged_samples)
+    scores = judge_scores(t, JUDGES[judge](t, "verifier", solutions), solutions, t.args.judged_samples)
+    return {f"ver/{name}_fixed": value for name, value in scores.items()}

@@ -1,0 +1,144 @@
+"""
+Judges: a verifier's ways to say how likely each reasoning step, and a whole solution, is right.
+
+Those that read log-odds (rl.log_odds) are given the solution as the verifier's own completion behind the generator's
+prompt. The others are asked by the verifier's prompt, which quotes it. N solutions, T tokens, K steps.
+"""
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nanochat.common import check_choices, check_least
+from nanochat.rl.log_odds import end_read, ended, log_odds, steps_read
+from nanochat.rl.play import Call, Play
+from nanochat.rl.prompts import Verification, empty_verifier_prompt, solve_prompt
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.spots import chances_at, forced_verdicts, verdict_spots
+
+
+@dataclass
+class Judgment:
+    """steps: the chance that each reasoning step is right, None where nothing is said of steps; final: that the
+    solution is, None where that is not said; tokens: that were sampled for it, and one for each verdict that was asked
+    for by its log-odds. Reading the solution costs all judges alike and is not counted."""
+    steps: list[float] | None
+    final: float | None
+    tokens: int
+
+
+# What a solution's steps make of it
+
+AGGREGATES = {"product": math.prod, "min": min, "last": lambda chances: chances[-1]}
+
+
+# Judges: (t, role, solutions) -> a Judgment of each
+
+def generative(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """Shares of k sampled verifications (--verifications) that call a step, and the whole, right. Those that cannot be
+    read say nothing."""
+    k = t.args.verifications
+    rollouts = t.verify(role, solutions, k, "verdicts")
+    said, lengths = t.read_verifications(rollouts), rollouts.lengths.tolist()
+    return [shares(said[i: i + k], sum(lengths[i: i + k])) for i in range(0, len(said), k)]
+
+
+def shares(verifications: list[Verification], tokens: int) -> Judgment:
+    """The judgment of several verifications of a solution."""
+    steps = [v.usable_steps for v in verifications if v.usable_steps is not None]
+    finals = [v.verdict for v in verifications if v.verdict is not None]
+    return Judgment([sum(column) / len(steps) for column in zip(*steps, strict=True)] if steps else None,
+                    sum(finals) / len(finals) if finals else None, tokens)
+
+
+def read_by_log_odds(t: Play, role: str, solutions: Rollouts) -> tuple[Rollouts, list[list[float]], list[float]]:
+    """The solutions as the role's own completions, and V = sigma(s) behind each of their steps and at the end."""
+    prompts = [solve_prompt(t.tokenizer, t.task.fmt, problem) for problem in solutions.problems()]
+    own = ended(t, role, prompts, solutions)
+    chances = torch.sigmoid(log_odds(t, role, own))  # (N, T)
+    return own, steps_read(own, t.read_solutions(own), chances), end_read(own, chances).tolist()
+
+
+def at_end(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """An outcome model: the log-odds at the end."""
+    _, _, finals = read_by_log_odds(t, role, solutions)
+    return [Judgment(None, final, 1) for final in finals]
+
+
+def at_steps(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """A step model: the log-odds behind each step, of which --prm-aggregate makes the solution's; None without
+    steps."""
+    _, steps, _ = read_by_log_odds(t, role, solutions)
+    return [Judgment(row, AGGREGATES[t.args.prm_aggregate](row) if row else None, len(row)) for row in steps]
+
+
+def at_tokens(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """An outcome model at every token (Cobbe et al. 2021), read behind steps and at the end."""
+    own, steps, finals = read_by_log_odds(t, role, solutions)
+    rows = zip(steps, finals, own.lengths.tolist(), strict=True)
+    return [Judgment(row, final, length) for row, final, length in rows]
+
+
+def at_verdict(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """GenRM (Zhang et al. 2024): p(T) / (p(T) + p(F)) of the final verdict, asked for at once, without an analysis."""
+    rollouts, spots = forced_verdicts(t, role, solutions, [True] * len(solutions))
+    return [Judgment(None, chance, 1) for chance in chances_at(t, role, rollouts, spots)]
+
+
+def analysed(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """GenPRM, GenRM-CoT: p(T) / (p(T) + p(F)) at the place of each verdict in k sampled verifications, the mean over
+    them. A verdict that is not there counts .5 (as in GenPRM's code)."""
+    k, fmt = t.args.verifications, t.task.fmt
+    rollouts = t.verify(role, solutions, k, "verdicts")
+    lengths, verifications = rollouts.lengths.tolist(), t.read_verifications(rollouts)
+    spots = [verdict_spots(t.tokenizer, fmt, tokens, v, len(prompt.solution.step_ends)) for tokens, v, prompt
+             in zip(rollouts.completions(), verifications, rollouts.prompt_of(), strict=True)]
+    found = iter(chances_at(t, role, rollouts, [(n, spot) for n, row in enumerate(spots) for spot in row if spot]))
+    said = [[next(found) if spot else 0.5 for spot in row] for row in spots]  # (N k, K + 1)
+    means = [[sum(column) / k for column in zip(*said[i: i + k], strict=True)] for i in range(0, len(said), k)]
+    return [Judgment(row[:-1], row[-1], sum(lengths[n * k: n * k + k])) for n, row in enumerate(means)]
+
+
+Judge = Callable[[Play, str, Rollouts], list[Judgment]]
+JUDGES: dict[str, Judge] = {"generative": generative, "steps": at_steps, "end": at_end, "tokens": at_tokens,
+                            "verdict": at_verdict, "analysed": analysed}
+
+OF_THE_WHOLE = ("end", "verdict")  # judges that say nothing of steps
+VERDICT_TOKENS = 32  # of a verdict alone, at most
+
+
+# What a step gives each judge: (args, problems, solutions of each, times in a run) -> Call
+
+def written_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", num_problems * num_samples, args.verifications, args.verifier_max_new_tokens,
+                times, wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
+
+
+def log_odds_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", num_problems, num_samples, args.max_new_tokens + 1, times, given=True, scored=2)
+
+
+def verdict_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", num_problems * num_samples, 1, VERDICT_TOKENS, times, given=True, scored=2,
+                wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
+
+
+def analysed_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return written_call(args, num_problems, num_samples, times)._replace(scored=2)
+
+
+JUDGE_CALLS = {"generative": written_call, "steps": log_odds_call, "end": log_odds_call, "tokens": log_odds_call,
+               "verdict": verdict_call, "analysed": analysed_call}
+
+
+def add_judge_args(group) -> None:
+    group.add_argument("--verifications", type=int, default=1, help="of a solution, for judges that write them")
+    group.add_argument("--prm-aggregate", default="min",
+                       help=f"what the steps' chances make of a solution's, one of: {', '.join(AGGREGATES)}")
+
+
+def check_judge_args(args) -> None:
+    """Raises BadInput for settings of judges that cannot work."""
+    check_least(args, {"verifications": 1})
+    check_choices(args, {"prm_aggregate": AGGREGATES})

@@ -1,0 +1,93 @@
+"""
+The comparison of verifiers as data: what each is trained on, how it is read, and the flags of every process.
+
+A verifier is trained once per seed, judges the same solutions as the others, and then rewards a generator from the same
+start. scripts/run_verifiers.py runs it.
+"""
+from dataclasses import dataclass
+
+from nanochat.arms import TASKS, Experiment, Setting, sft
+
+TASK = "small_chain"
+STEPS = 60  # of the generator that a verifier rewards
+E = Experiment("verifiers", TASK, "sft", STEPS, Setting())
+NUM_LABELLED = "--first 1000000 --num-problems 600 --num-samples 4"  # problems that no run of RL gets to
+LABELS = {  # methods of label_steps; all label the same solutions
+    "gold": "--method gold",
+    "shepherd": "--method math_shepherd_soft --num-completions 8",
+    "omega": "--method omega_prm --num-completions 8",
+}
+SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
+RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
+REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """judge: how it is read (rl.judges), "" for the rewards that need none; start: whose SFT checkpoint it begins from;
+    recipe: flags of its training, "" = none; labels: of what it is trained on."""
+    words: str
+    judge: str = ""
+    start: str = "verifier"
+    recipe: str = ""
+    labels: str = ""
+
+
+VERIFIERS = {
+    "grpo": Verifier("none: GRPO"),
+    "oracle": Verifier("gold step labels"),
+    "sft": Verifier("generative, SFT", "analysed"),
+    "tango": Verifier("generative, RL on outcomes (Tango)", "analysed",
+                      recipe=f"--recipe fixed_generator {RL_JUDGE} --verifier-balance --verifier-replay 0.5"),
+    "genprm": Verifier("generative, own analyses that agree with gold (GenPRM)", "analysed",
+                       recipe=f"--recipe genprm {SUPERVISED} --num-steps 80", labels="gold"),
+    "genrm": Verifier("verdict as next token, outcomes (GenRM)", "verdict", recipe=f"--recipe genrm {SUPERVISED}",
+                      labels="gold"),
+    "orm": Verifier("at the end, outcomes (ORM)", "end", "generator", f"--recipe orm {SUPERVISED}", "gold"),
+    "orm_tokens": Verifier("at every token, outcomes (Cobbe)", "tokens", "generator",
+                           f"--recipe orm --orm-places tokens {SUPERVISED}", "gold"),
+    "prm_gold": Verifier("behind steps, gold labels (PRM)", "steps", "generator", f"--recipe prm {SUPERVISED}", "gold"),
+    "prm_shepherd": Verifier("behind steps, completions (Math-Shepherd)", "steps", "generator",
+                             f"--recipe prm {SUPERVISED}", "shepherd"),
+    "prm_omega": Verifier("behind steps, first error by search (OmegaPRM)", "steps", "generator",
+                          f"--recipe prm {SUPERVISED}", "omega"),
+}
+MAIN = [name for name in VERIFIERS if name != "prm_omega"]
+
+
+def tags_of(seed: str) -> dict[str, str]:
+    """Tags of the SFT checkpoints."""
+    return {"generator": sft(E, seed, "sft")[0], "verifier": sft(E, seed, "fixed_verifier")[0]}
+
+
+def common_flags(seed: str) -> str:
+    task = TASKS[TASK]
+    return f"--model-tag {tags_of(seed)['generator']} --seed {seed} --device-type cpu {task.problems}"
+
+
+def label_flags(seed: str, labels: str, solutions: str, out: str) -> str:
+    """Flags of label_steps. solutions: the file whose solutions are labelled, "" samples them."""
+    which = f"--solutions {solutions}" if solutions else NUM_LABELLED
+    return (f"--generator-tag {tags_of(seed)['generator']} --seed {seed} --device-type cpu {TASKS[TASK].problems} "
+            f"{LABELS[labels]} {which} --out {out}")
+
+
+def training_flags(seed: str, name: str, labels: str) -> str:
+    """Flags of the run that trains a verifier. labels: the file."""
+    v = VERIFIERS[name]
+    given = f"--labels {labels} --judged-samples 8" if v.labels else ""
+    return (f"{common_flags(seed)} --verifier-tag {tags_of(seed)[v.start]} --eval-examples 100 --examples-per-step 16 "
+            f"{v.recipe} {given}")
+
+
+def reward_flags(seed: str, name: str, trained: str) -> str:
+    """Flags of the run in which a verifier rewards a generator. trained: the tag of its RL checkpoint."""
+    v, task = VERIFIERS[name], TASKS[TASK]
+    common = f"{common_flags(seed)} {task.rl} --num-steps {STEPS} --eval-every 20"
+    if name == "grpo":
+        return f"{common} --recipe grpo --kl-coef 0"
+    if name == "oracle":
+        return f"{common} --recipe gold_steps {REWARD}"
+    verifier = f"{trained} --verifier-source rl" if v.recipe else tags_of(seed)[v.start]
+    return (f"{common} --recipe fixed_verifier --judge {v.judge} --step-rewards verdicts {REWARD} "
+            f"--verifier-tag {verifier} --judged-samples 8")

@@ -1,0 +1,153 @@
+"""
+Compares verifiers of every kind, seed by seed: each is trained from the same SFT checkpoints, judges the same
+solutions, and rewards a generator from the same start. nanochat/verifier_arms.py says which there are, and
+runs/verifiers.sh starts it.
+
+    bash runs/verifiers.sh --seeds "1" --verifiers "grpo sft orm prm_gold"
+
+A run is one process, JOBS of them at a time. What is finished is reused, what was interrupted goes on. Writes
+verifiers.md, with one table of the verifiers as judges and as rewards, and the curves and page of the rewarded runs.
+"""
+import argparse
+import json
+import os
+import shlex
+import sys
+
+from nanochat.common import BadInput, print0, script_main
+from nanochat.files import check_writable, make_folder, path_of, whole_file
+from nanochat.arms import words_of
+from nanochat.rl.report import mean, paired, spread
+from nanochat.verifier_arms import E, MAIN, STEPS, TASK, VERIFIERS, label_flags, reward_flags, training_flags
+from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jobs_at_once, log_of, make_tokenizer,
+                              num_cores, report, seeds_of, sft_job)
+
+# name in a summary, title, factor
+JUDGED = [("step_f1", "step F1", 100), ("step_auc", "step AUC", 100), ("first_error_f1", "first-error F1", 100),
+          ("outcome_auc", "outcome AUC", 100), ("ece", "ECE", 100), ("bon", "best of 8", 100),
+          ("weighted", "weighted vote", 100), ("tokens", "tokens per judgment", 1)]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--seeds", default="1 2 3")
+    parser.add_argument("--verifiers", default=" ".join(MAIN), help=f"of: {' '.join(VERIFIERS)}")
+    parser.add_argument("--out", default="dev/curves/verifiers", help="folder of the report (default: %(default)s)")
+    return parser
+
+
+# Jobs
+
+def labels_file(seed: str, labels: str) -> str:
+    return path_of("labels", f"{TASK}-{labels}-s{seed}", "labels.jsonl")
+
+
+def label_job(seed: str, labels: str) -> Job:
+    """Gold labels come with the solutions, which the others label."""
+    given = "" if labels == "gold" else labels_file(seed, "gold")
+    path = labels_file(seed, labels)
+    return Job(f"labels-{labels}-s{seed}", "scripts.label_steps", os.path.dirname(path), "labels.summary.json",
+               label_flags(seed, labels, given, path))
+
+
+def training_job(seed: str, name: str) -> Job:
+    run, labels = f"{E.name}-train_{name}-s{seed}", VERIFIERS[name].labels
+    return Job(run, "scripts.tango_rl", path_of("runs", run), "summary.json",
+               training_flags(seed, name, labels and labels_file(seed, labels)))
+
+
+def reward_job(seed: str, name: str) -> Job:
+    run = f"{E.name}-{name}-s{seed}"
+    return Job(run, "scripts.tango_rl", path_of("runs", run), "summary.json",
+               reward_flags(seed, name, f"{training_job(seed, name).name}-ver"))
+
+
+def stages_of(seeds: list[str], names: list[str]) -> list[list[Job]]:
+    """What must be done before what: generators' SFT, verifiers' SFT, solutions with gold labels, other labels,
+    training, rewarded runs."""
+    used = dict.fromkeys(VERIFIERS[name].labels for name in names if VERIFIERS[name].labels)
+    judged = [name for name in names if VERIFIERS[name].judge]
+    return [[sft_job(E, seed, "sft") for seed in seeds],
+            [sft_job(E, seed, "fixed_verifier") for seed in seeds if judged],
+            [label_job(seed, "gold") for seed in seeds if used],
+            [label_job(seed, labels) for seed in seeds for labels in used if labels != "gold"],
+            [training_job(seed, name) for seed in seeds for name in judged if VERIFIERS[name].recipe],
+            [reward_job(seed, name) for seed in seeds for name in names]]
+
+
+# The table
+
+def read_summary(job: Job) -> dict:
+    with open(os.path.join(job.folder, job.done), encoding="utf-8") as f:
+        return json.load(f)
+
+
+def training_cost(seed: str, name: str) -> float | None:
+    """Tokens sampled for a verifier's training, in thousands: its labels' solutions and completions, and its own."""
+    v, tokens = VERIFIERS[name], 0
+    if not v.recipe:
+        return None
+    for labels in dict.fromkeys(["gold", v.labels]) if v.labels else ():
+        found = read_summary(label_job(seed, labels))
+        tokens += found["cost"]["tokens"] + (found["solution_tokens"] if labels == "gold" else 0)
+    return (tokens + read_summary(training_job(seed, name))["sampled_tokens"]) / 1000
+
+
+def row_of(name: str, seeds: list[str], baseline: dict[str, float]) -> list[str]:
+    """A verifier's line: as a judge, what it cost, and as a reward. baseline: GRPO's final accuracy by seed."""
+    summaries = {seed: read_summary(reward_job(seed, name)) for seed in seeds}
+    final = {seed: found["after"]["gen/pass1_in"] for seed, found in summaries.items()}
+    cells = [name, VERIFIERS[name].words]
+    for key, _, factor in JUDGED:
+        values = [found["before"].get(f"ver/{key}_fixed") for found in summaries.values()]
+        cells.append("-" if None in values else spread([v * factor / 100 for v in values]))
+    costs = [training_cost(seed, name) for seed in seeds]
+    cells.append("-" if None in costs else f"{mean(costs):.0f}k")
+    gains = [final[seed] - baseline[seed] for seed in seeds if seed in baseline]
+    longer = [found["after"]["gen/pass1_out"] for found in summaries.values()]
+    tokens = mean([found["sampled_tokens"] for found in summaries.values()])
+    return [*cells, " ".join(f"{100 * x:.1f}" for x in final.values()), spread(list(final.values())),
+            paired(gains, {"arm": name, "seeds": len(seeds)}), spread(longer), f"{tokens / 1e6:.2f}M"]
+
+
+def table_of(seeds: list[str], names: list[str]) -> str:
+    """All finished verifiers in one table."""
+    done = {name: [seed for seed in seeds if reward_job(seed, name).is_done()] for name in names}
+    baseline = {seed: read_summary(reward_job(seed, "grpo"))["after"]["gen/pass1_in"] for seed in done.get("grpo", [])}
+    titles = ["verifier", "what it is", *(title for _, title, _ in JUDGED), "tokens of its training",
+              f"final, seeds {', '.join(seeds)}", "final", "minus GRPO", "longer", "tokens"]
+    rows = [row_of(name, done[name], baseline) for name in names if done[name]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows])
+
+
+# All of it
+
+def main(args) -> None:
+    names, seeds, at_once = words_of("verifiers", args.verifiers), seeds_of(args.seeds), jobs_at_once()
+    for name in names:
+        if name not in VERIFIERS:
+            raise BadInput(f"--verifiers {name}: there are {' '.join(VERIFIERS)}")
+    stages = stages_of(seeds, names)
+    for job in (job for stage in stages for job in stage):
+        check_made_alike(job)
+    for folder in (args.out, log_of("")):
+        check_writable(folder)
+        make_folder(folder)
+    if not (make_tokenizer(at_once) and all(carry_out_all(stage, at_once) for stage in stages[:-1])):
+        sys.exit(1)  # what comes next starts from it
+    is_whole = carry_out_all(stages[-1], at_once)
+    command = shlex.join(["bash", "runs/verifiers.sh", *sys.argv[1:]])
+    first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time, task "
+                  f"{TASK}, {STEPS} generator steps.")
+    is_whole &= report("rewards", stages[-1], args.out, first_line)
+    text = f"{first_line}\n\n{table_of(seeds, names)}\n"
+    with whole_file(os.path.join(args.out, "verifiers.md")) as f:
+        f.write(text)
+    print0(text)
+    if not is_whole:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())

@@ -1,0 +1,226 @@
+"""
+Verdict tokens as a scalar verifier: where they are asked, the coefficients of losses of their log-odds by hand and
+against autograd, and updates against the gradient of the real loss.
+
+    python -m pytest tests/test_log_odds.py -q
+"""
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from nanochat.common import BadInput
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.rl.log_odds import (PLACES, bce_coefficients, behind_steps, end_read, ended, log_odds, mean_over,
+                                  pair_coefficients, squared_coefficients, steps_filled, steps_read, verdict_opening,
+                                  verdict_parts, verdict_tokens)
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.play import Call, Play, Update, apply_update
+from nanochat.rl.prompts import Prompt, Solution
+from nanochat.rl.roles import Role
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.sampling import Sampler
+from nanochat.rl.state import RunState
+from nanochat.run import Run
+from tasks.common import Problem
+
+CPU = torch.device("cpu")
+END = 7
+TOKENIZER = SimpleNamespace(stop_tokens=[END], encode=lambda text: [ord(c) for c in text],
+                            decode=lambda ids: "".join(map(chr, ids)))
+# Three solutions: their lengths, and where their steps end. Each is ended behind its steps.
+LENGTHS, STEPS = [5, 3, 6], [Solution("", [1, 3]), Solution("", []), Solution("", [0, 2, 4])]
+
+
+def random_model(seed: int = 0) -> GPT:
+    """In float64, every parameter random."""
+    model = GPT(GPTConfig(64, 265, 2, 2, 1, 32, "L"), torch.float64).double()
+    draw = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        scale = p.shape[1] ** -0.5 if p.dim() == 2 else 0.5
+        p.data = scale * torch.randn(p.shape, generator=draw, dtype=torch.float64)
+    return model
+
+
+def rollouts_of(lengths=LENGTHS, seed: int = 0) -> Rollouts:
+    """Random rollouts, behind two prompts in turn."""
+    draw = torch.Generator().manual_seed(seed)
+    N, T = len(lengths), max(lengths)
+    prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist(), Problem("rl", n, "p", "")) for n in (3, 4)]
+    tokens = torch.randint(265, (N, T), generator=draw)
+    return Rollouts(prompts, torch.arange(N) % 2, tokens, torch.zeros(N, T), torch.tensor(lengths),
+                    torch.ones(N, dtype=torch.bool), limit=T, texts=["x"] * N)
+
+
+def play_of(model: GPT, temperature: float = 1.0) -> Play:
+    """A run of one role on one rank, whose updates are plain gradient steps of rate 1."""
+    args = SimpleNamespace(micro_batch_tokens=20, prefix_sharing=True, shard=False, temperature=temperature,
+                           aggregation="token", updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
+    parameters = list(model.parameters())
+    role = Role("verifier", model, parameters, torch.optim.SGD(parameters, lr=1.0), lr=1.0)
+    call = Call("verifier", "scored", 9, 9, 9, 1, given=True)
+    return Play(args, Run("r", CPU, 0, 1, ""), Sampler(SimpleNamespace(fmt=COMPACT), TOKENIZER, 0), {"verifier": role},
+                {"scored": call}, {"verifier": 10}, RunState(role_steps={"verifier": 0}), PolicyLoss("reinforce"))
+
+
+def true_log_odds(model: GPT, rollouts: Rollouts, n: int, temperature: float = 1.0) -> torch.Tensor:
+    """Of one rollout at each of its positions, by a plain forward and two log-softmaxes, with a gradient."""
+    prompt, completion = rollouts.prompt_of()[n].ids, rollouts.completions()[n]
+    logits = model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1]) / temperature
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    return logprobs[:, ord("T")] - logprobs[:, ord("F")]
+
+
+def assert_update_is(model: GPT, parts, loss: torch.Tensor) -> None:
+    """That one step of rate 1 on the parts moves the parameters by minus the gradient of the loss."""
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss, parameters)
+    before = [p.detach().clone() for p in parameters]
+    apply_update(play_of(model), Update("verifier", parts, PolicyLoss("reinforce"), per="rollout"))
+    scale = max(float(g.abs().max()) for g in expected)
+    assert scale > 1e-3
+    for old, new, gradient in zip(before, parameters, expected, strict=True):
+        assert (old - new.detach() - gradient).abs().max() < 1e-5 * scale
+
+
+# Tokens and places
+
+def test_verdict_tokens_are_the_first_in_which_the_verdicts_differ():
+    assert verdict_tokens(TOKENIZER, COMPACT) == (ord("T"), ord("F")) and verdict_opening(TOKENIZER, COMPACT) == []
+    right, wrong = verdict_tokens(TOKENIZER, PAPER)
+    assert (chr(right), chr(wrong)) == ("C", "I")
+    assert TOKENIZER.decode(verdict_opening(TOKENIZER, PAPER)) == "\\boxed{"
+
+
+def test_verdicts_of_which_one_begins_like_the_other_are_refused():
+    with pytest.raises(BadInput, match="format compact: of 'T' and 'Th'"):
+        verdict_tokens(TOKENIZER, replace(COMPACT, incorrect="Th"))
+
+
+def test_a_verdict_is_asked_behind_the_last_token_of_what_it_is_about():
+    places = {name: [row.nonzero()[:, 0].tolist() for row in find(rollouts_of(), STEPS)]
+              for name, find in PLACES.items()}
+    assert places["end"] == [[4], [2], [5]]          # the end token's place: behind all of the solution
+    assert places["steps"] == [[2, 4], [], [1, 3, 5]]
+    assert places["tokens"] == [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2, 3, 4, 5]]
+
+
+def test_a_solution_that_is_not_ended_has_no_place_behind_its_last_step():
+    with pytest.raises(ValueError, match="rollout 0 has 5 tokens, and its last step ends with the last of them"):
+        behind_steps(rollouts_of(), [Solution("", [4]), *STEPS[1:]])
+
+
+def test_a_solution_that_was_cut_gets_an_end_token():
+    t, solutions = play_of(random_model()), rollouts_of()
+    solutions.stopped = torch.tensor([True, False, True])
+    whole = ended(t, "verifier", solutions.prompt_of(), solutions)
+    assert whole.completions()[0] == solutions.completions()[0]
+    assert whole.completions()[1] == [*solutions.completions()[1], END]
+
+
+def test_labels_stand_behind_their_steps_and_are_read_from_there():
+    filled = steps_filled(rollouts_of(), STEPS, [[0.25, 1.0], [], [1.0, 0.5, 0.0]])
+    assert filled.tolist() == [[0, 0, 0.25, 0, 1, 0], [0] * 6, [0, 1, 0, 0.5, 0, 0]]
+    assert steps_read(rollouts_of(), STEPS, filled) == [[0.25, 1.0], [], [1.0, 0.5, 0.0]]
+
+
+def test_of_steps_that_end_in_one_token_the_least_label_counts():
+    shared = [Solution("", [1, 1]), STEPS[1], Solution("", [2, 2])]
+    filled = steps_filled(rollouts_of(), shared, [[0.0, 1.0], [], [1.0, 0.5]])
+    assert filled[0, 2] == 0 and filled[2, 3] == 0.5 and filled.sum() == 0.5
+
+
+def test_what_stands_at_the_end_is_read_at_the_end_tokens_place():
+    values = torch.arange(18.0).view(3, 6)
+    assert end_read(rollouts_of(), values).tolist() == [4.0, 6 + 2, 12 + 5]
+
+
+# Log-odds
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_log_odds_are_the_difference_of_two_logits_at_the_sampling_temperature(temperature):
+    model, rollouts = random_model(), rollouts_of()
+    s = log_odds(play_of(model, temperature), "verifier", rollouts)
+    for n, length in enumerate(LENGTHS):
+        torch.testing.assert_close(s[n, :length].double(), true_log_odds(model, rollouts, n, temperature).detach(),
+                                   rtol=1e-4, atol=1e-4)
+        assert (s[n, length:] == 0).all()
+
+
+# Coefficients
+
+def test_coefficients_by_hand():
+    s, places = torch.tensor([[0.0, 0.0, math.log(3), 40.0, -40.0]]), torch.tensor([[1, 1, 1, 1, 0]]).bool()
+    labels = torch.tensor([[1.0, 0.0, 0.5, 0.0, 1.0]])
+    # V = .5, .5, .75, 1: y - V, and times V (1 - V) = .25, .25, .1875, 0
+    torch.testing.assert_close(bce_coefficients(s, labels, places), torch.tensor([[0.5, -0.5, -0.25, -1.0, 0.0]]))
+    torch.testing.assert_close(squared_coefficients(s, labels, places),
+                               torch.tensor([[0.125, -0.125, -0.25 * 0.1875, 0.0, 0.0]]))
+
+
+def test_a_pair_pulls_by_how_wrongly_it_is_ranked():
+    scores = torch.tensor([0.0, 0.0, math.log(3), 50.0])
+    # equal: 1/2; log 3 apart the right way: 1 / (1 + 3); far apart the wrong way: 1
+    torch.testing.assert_close(pair_coefficients(scores, [0], [1]), torch.tensor([0.5, -0.5, 0.0, 0.0]))
+    torch.testing.assert_close(pair_coefficients(scores, [2], [1]), torch.tensor([0.0, -0.25, 0.25, 0.0]))
+    torch.testing.assert_close(pair_coefficients(scores, [0, 0], [3, 1]), torch.tensor([1.5, -0.5, 0.0, -1.0]))
+    assert pair_coefficients(scores, [], []).tolist() == [0, 0, 0, 0]
+
+
+def test_coefficients_are_minus_the_derivative_of_their_loss():
+    s = torch.tensor([[-2.0, 0.3, 1.0, 5.0]], dtype=torch.float64, requires_grad=True)
+    labels, places = torch.tensor([[1.0, 0.2, 0.0, 1.0]], dtype=torch.float64), torch.ones(1, 4, dtype=torch.bool)
+    losses = {bce_coefficients: binary_cross_entropy_with_logits(s, labels, reduction="sum"),
+              squared_coefficients: ((torch.sigmoid(s) - labels) ** 2 / 2).sum()}
+    for coefficients, loss in losses.items():
+        gradient, = torch.autograd.grad(loss, s)
+        torch.testing.assert_close(coefficients(s.detach(), labels, places), -gradient)
+    pairs = -logsigmoid(s[0, 0] - s[0, 1]) - logsigmoid(s[0, 2] - s[0, 1]) - logsigmoid(s[0, 0] - s[0, 3])
+    gradient, = torch.autograd.grad(pairs, s)
+    torch.testing.assert_close(pair_coefficients(s[0].detach(), [0, 2, 0], [1, 1, 3]), -gradient[0])
+
+
+# Updates
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_update_is_the_gradient_of_the_mean_cross_entropy_over_places(name):
+    model, rollouts = random_model(), rollouts_of()
+    t, places = play_of(model), PLACES[name](rollouts, STEPS)
+    labels = torch.rand(places.shape, generator=torch.Generator().manual_seed(1)) * places
+    coefficients = bce_coefficients(log_odds(t, "verifier", rollouts), labels, places)
+    parts = mean_over(t, verdict_parts(t, rollouts, coefficients), places.sum().item())
+    losses = [binary_cross_entropy_with_logits(true_log_odds(model, rollouts, n)[places[n, :length]],
+                                               labels[n, :length][places[n, :length]].double(), reduction="sum")
+              for n, length in enumerate(LENGTHS)]
+    assert_update_is(model, parts, sum(losses) / places.sum())
+
+
+def test_an_update_is_the_gradient_of_the_mean_bradley_terry_loss():
+    model, rollouts = random_model(), rollouts_of()
+    t, chosen, rejected = play_of(model), [0, 2], [1, 1]
+    pull = pair_coefficients(end_read(rollouts, log_odds(t, "verifier", rollouts)), chosen, rejected)
+    coefficients = pull[:, None] * PLACES["end"](rollouts, STEPS)
+    parts = mean_over(t, verdict_parts(t, rollouts, coefficients), len(chosen))
+    scores = [true_log_odds(model, rollouts, n)[-1] for n in range(3)]
+    loss = -sum(logsigmoid(scores[w] - scores[l]) for w, l in zip(chosen, rejected, strict=True)) / 2
+    assert_update_is(model, parts, loss)
+
+
+def test_parts_of_two_losses_share_one_step():
+    model, rollouts = random_model(), rollouts_of()
+    t, places = play_of(model), PLACES["end"](rollouts, STEPS)
+    labels = places.float()
+    verdicts = verdict_parts(t, rollouts, bce_coefficients(log_odds(t, "verifier", rollouts), labels, places))
+    whole = mean_over(t, [*verdicts, (replace(rollouts, targets=None), 0.5 * torch.ones(labels.shape))], 3)
+    log_likelihood, scores = 0.0, []
+    for n, completion in enumerate(rollouts.completions()):
+        prompt = rollouts.prompt_of()[n].ids
+        logits = model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1])
+        logprobs = torch.log_softmax(logits.double(), dim=-1)
+        log_likelihood = log_likelihood + logprobs.gather(1, torch.tensor(completion)[:, None]).sum()
+        scores.append(logprobs[-1, ord("T")] - logprobs[-1, ord("F")])
+    assert_update_is(model, whole, (-sum(map(logsigmoid, scores)) - 0.5 * log_likelihood) / 3)
