@@ -20,8 +20,8 @@ from nanochat.common import script_main
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl import prefixes
 from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.prefixes import (Cut, Meter, are_held, best_of_chance, complete, completion_logprobs, forced_answer,
-                                  right_share, share_right)
+from nanochat.rl.prefixes import (Cut, Found, Meter, are_held, best_of_chance, complete, completion_logprobs,
+                                  forced_answer, right_share, share_right)
 from nanochat.rl.prompts import read_solution
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.step_labels import METHODS, agreement, any_right, gains, relative_progress, run_plans, until_error
@@ -255,6 +255,24 @@ def test_equal_prefixes_of_a_problem_are_paid_for_once_and_labels_are_those_of_e
     alone = [label([cut])[0][0] for cut in cuts]
     assert labels == alone and values == [cut.values for cut in cuts]
     assert len({value for row in values for value in row}) > 2  # None, and more than one share
+
+
+def test_a_later_round_measures_only_what_no_round_did():
+    """Two solutions of a problem with the same first step, and one of another problem that is the same text."""
+    a, b, c = (Cut(Problem("rl", index, "1+1", "2"), [9], ids, "", [1, 3], values=[None] * 3)
+               for index, ids in ((0, [1, 2, 3, 4]), (0, [1, 2, 5, 6]), (1, [1, 2, 3, 4])))
+    measured = []
+
+    def measure(asked):
+        measured.append([("abc"[[a, b, c].index(cut)], k) for cut, k in asked])
+        return [Found(float(len(measured)), 4, 10, 5, 5) for _ in asked]
+    meter = Meter(measure)
+    assert meter([(a, 1), (b, 1), (c, 1)]) == [1.0] * 3 and meter([(b, 1)]) == [1.0]
+    assert meter([(b, 2), (a, 1), (a, 2), (b, 0)]) == [2.0, 1.0, 2.0, 2.0]
+    assert measured == [[("a", 1), ("c", 1)], [("b", 2), ("a", 2), ("b", 0)]]
+    assert [(cut.rollouts, cut.tokens, cut.values) for cut in (a, b, c)] == [
+        (8, 20, [None, 1.0, 2.0]), (8, 20, [2.0, 1.0, 2.0]), (4, 10, [None, 1.0, None])]
+    assert meter.costs() == [4 * 8, 25, 25]
 
 
 def test_prompts_that_a_longer_one_begins_with_are_told():
