@@ -16,7 +16,7 @@ from conftest import TASK_FLAGS, on_two_ranks, parse
 from test_bad_input import files_under
 
 from nanochat.checkpoint import load_model
-from nanochat.common import script_main
+from nanochat.common import barrier, script_main
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl import prefixes
 from nanochat.rl.formats import COMPACT, PAPER
@@ -102,19 +102,20 @@ def test_plans_run_side_by_side_and_one_that_cannot_be_told_has_no_labels():
 
 
 def test_agreement_by_hand():
-    """Right steps 1, 1, 1, 1 of which one fails; wrong steps 0, 0 of which one is rescued."""
-    gold = [[True, True, False], [True], [False, True]]
-    labels = [[1.0, 0.0, 0.0], [0.5], [0.75, 1.0]]
+    """Right steps 1, 0, .5, 1, of which one of four fails; wrong steps 0, .25, .75, of which one of three is
+    rescued."""
+    gold = [[True, True, False], [True], [False, False, True]]
+    labels = [[1.0, 0.0, 0.0], [0.5], [0.25, 0.75, 1.0]]
     scores = agreement(gold, labels, 0.5)
-    assert (scores["steps"], scores["accuracy"], scores["rescued"], scores["failed"]) == (6, 4 / 6, 1 / 2, 1 / 4)
-    # class True: 3 hits of 4 and 4: 6/8; class False: 1 hit of 2 and 2: 2/4
-    assert scores["macro_f1"] == (6 / 8 + 2 / 4) / 2
-    # first errors 2, none, 0 and said 1, none, none: 0 of 2 erroneous found
-    assert scores["first_error_f1"] == 0.0
-    # wrong at 0, .75; right at 1, 0, .5, 1: above 0 (tie .5): 3.5 of 4; above .75: 2 of 4
-    assert scores["auc"] == (3.5 + 2) / 8
+    assert (scores["steps"], scores["accuracy"], scores["rescued"], scores["failed"]) == (7, 5 / 7, 1 / 3, 1 / 4)
+    # class True: 3 hits of 4 and 4; class False: 2 hits of 3 and 3
+    assert scores["macro_f1"] == pytest.approx((6 / 8 + 4 / 6) / 2)
+    # first errors 2, none, 0, and 1, none, 0 were said: one of two erroneous found, the correct one left alone
+    assert scores["first_error_f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)
+    # wrong ones below 1, 0, .5 and 1, a tie half: 3 + .5 + 2 + 3 of 12
+    assert scores["auc"] == 8.5 / 12
     assert until_error(gold, gold) == [[True, True, False], [True], [False]]
-    assert until_error(labels, gold) == [[1.0, 0.0, 0.0], [0.5], [0.75]]
+    assert until_error(labels, gold) == [[1.0, 0.0, 0.0], [0.5], [0.25]]
     assert agreement([], [], 0.5)["accuracy"] is None
 
 
@@ -359,6 +360,7 @@ def test_another_checkpoint_may_be_the_prover_or_the_supervisor(base, tmp_path):
 
 def share_of_two(folder: str) -> None:
     label_steps.main(parse(label_steps, [*FLAGS, "--method", "omega_prm", "--out", f"{folder}/two.jsonl"]))
+    barrier()  # the first rank has written it
     label_steps.main(parse(label_steps, [*FLAGS, "--method", "rpe", "--solutions", f"{folder}/two.jsonl", "--out",
                                          f"{folder}/again.jsonl"]))
 
