@@ -405,7 +405,7 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
     (["--solutions", "there.jsonl"], [GOOD, GOOD | {"prompt": "1+1+1"}], ["line 2", "problem 0 of rl", "'1+1+1'"]),
     (["--solutions", "there.jsonl"], [GOOD | {"ids": [49, 50]}], ["line 1", "ids are not the tokens"]),
     (["--solutions", "there.jsonl"], [GOOD | {"ids": [10 ** 9]}], ["line 1", "ids are not the tokens"]),
-    (["--solutions", "there.jsonl"], [GOOD | {"solution": "1" * 100}], ["context 128"]),
+    (["--solutions", "there.jsonl"], [GOOD, GOOD | {"solution": "1" * 100}], ["context 128"]),
 ])
 def test_bad_input_is_refused_in_one_line_before_any_work(base, tmp_path, monkeypatch, capsys, flags, lines, words):
     monkeypatch.chdir(tmp_path)
