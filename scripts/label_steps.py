@@ -29,7 +29,7 @@ import torch
 
 from nanochat.checkpoint import load_model, warn_of_role
 from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name, compute_dtype,
-                             gather_lists, init_device, print0, rank_and_world, script_main)
+                             gather_lists, init_device, on_all_ranks, print0, rank_and_world, script_main)
 from nanochat.files import check_writable, path_of, whole_file, write_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.prefixes import VALUES, Cut, Meter, forced_answer
@@ -119,6 +119,27 @@ def load(stage: str, tag: str, step: int, tokenizer, device):
     warn_of_role(tag, meta, "generator")
     print0(f"{path_of(stage, tag)} at step {meta['step']}")
     return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
+
+
+def load_players(args, tokenizer, device) -> tuple:
+    """The task, the generator's model, and the one that is asked about prefixes. Flags that were left out are as the
+    generator's checkpoint says."""
+    generator, recorded, where, args.step = load(args.generator_source, args.generator_tag, args.step, tokenizer,
+                                                 device)
+    if not (args.task or recorded.get("task")):
+        raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
+    if args.max_new_tokens < 0:
+        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
+                                             where)
+    complete_task_args(args, recorded, where)
+    task, role, judge = make_task(args), ROLES.get(METHODS[args.method].value), generator
+    if METHODS[args.method].value == "gold" and not getattr(task, "has_step_labels", True):
+        raise BadInput(f"--method {args.method}: task {task.name} has no gold step labels")
+    if role and getattr(args, f"{role}_tag"):
+        names = [getattr(args, f"{role}_{part}") for part in ("source", "tag", "step")]
+        judge, _, _, step = load(*names, tokenizer, device)
+        setattr(args, f"{role}_step", step)
+    return task, generator, judge
 
 
 # Solutions
@@ -223,7 +244,18 @@ def label(args, cuts: list[Cut], judge, sampler: Sampler) -> tuple[list[list[flo
     return run_plans(plans, lambda asked: meter([(cuts[n], k) for n, k in asked])), meter
 
 
-def summarize(args, rows: list[dict], least: float) -> dict:
+def written_rows(args, placed: list[tuple[int, Cut]], labels: list, given: list[dict], device) -> list[dict]:
+    """What is written of each solution, over all ranks, in the order of the whole. given: the rows of --solutions."""
+    author = f"{args.generator_tag}@{args.step}"
+    rows = [{"place": place, "split": cut.problem.split, "index": cut.problem.index, "prompt": cut.problem.prompt,
+             "solution": cut.text, "ids": cut.ids, "outcome": cut.outcome, "labels": found, "gold": cut.gold,
+             "generator": given[place].get("generator", "") if given else author, "method": args.method,
+             "values": cut.values, "rollouts": cut.rollouts, "tokens": cut.tokens}
+            for (place, cut), found in zip(placed, labels, strict=True)]
+    return sorted(gather_lists(rows, device), key=lambda row: row.pop("place"))
+
+
+def summarize(rows: list[dict], least: float) -> dict:
     """What is known of all labelled solutions: how many, how good, and how the labels agree with gold."""
     known = [row for row in rows if row["gold"]]
     gold, labels = [row["gold"] for row in known], [row["labels"] for row in known]
@@ -259,46 +291,25 @@ def main(args) -> None:
     check_args(args)
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    generator, recorded, where, args.step = load(args.generator_source, args.generator_tag, args.step, tokenizer,
-                                                 device)
-    if not (args.task or recorded.get("task")):
-        raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
-    if args.max_new_tokens < 0:
-        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
-                                             where)
-    complete_task_args(args, recorded, where)
-    task, method, judge = make_task(args), METHODS[args.method], generator
-    if method.value == "gold" and not getattr(task, "has_step_labels", True):
-        raise BadInput(f"--method gold: task {task.name} has no gold step labels")
-    role = ROLES.get(method.value, "generator")
-    if role != "generator" and getattr(args, f"{role}_tag"):
-        names = [getattr(args, f"{role}_{part}") for part in ("source", "tag", "step")]
-        judge, *_, step = load(*names, tokenizer, device)
-        setattr(args, f"{role}_step", step)
+    task, generator, judge = load_players(args, tokenizer, device)
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, max_rows=args.max_rows,
                       calculator=args.calculator)
-    rows = read_rows(args.solutions, task, tokenizer) if args.solutions else []
-    problems = list(dict.fromkeys(row["problem"] for row in rows)) if rows else problems_asked(args, task)
-    longest = max(len(row["ids"]) for row in rows) if rows else args.max_new_tokens
+    given = read_rows(args.solutions, task, tokenizer) if args.solutions else []
+    problems = list(dict.fromkeys(row["problem"] for row in given)) if given else problems_asked(args, task)
+    longest = max(len(row["ids"]) for row in given) if given else args.max_new_tokens
     check_lengths(args, problems, longest, generator, judge, task, tokenizer)
-    placed = from_rows(rows, sampler) if rows else sampled(args, problems, generator, sampler)
-    started, cuts = time.time(), [cut for _, cut in placed]
-    labels, meter = label(args, cuts, judge, sampler)
+    placed = from_rows(given, sampler) if given else sampled(args, problems, generator, sampler)
+    started = time.time()
+    labels, meter = on_all_ranks(lambda: label(args, [cut for _, cut in placed], judge, sampler), device)
     seconds = all_reduce(torch.tensor(time.time() - started, device=device), "max").item()
-    author = f"{args.generator_tag}@{args.step}"
-    out = [{"place": place, "split": cut.problem.split, "index": cut.problem.index, "prompt": cut.problem.prompt,
-            "solution": cut.text, "ids": cut.ids, "outcome": cut.outcome, "labels": found, "gold": cut.gold,
-            "generator": rows[place].get("generator", "") if rows else author, "method": args.method,
-            "values": cut.values, "rollouts": cut.rollouts, "tokens": cut.tokens}
-           for (place, cut), found in zip(placed, labels, strict=True)]
-    out = sorted(gather_lists(out, device), key=lambda row: row.pop("place"))
+    rows = written_rows(args, placed, labels, given, device)
+    kept = [row for row in rows if row["labels"] is not None]
     asked, prompt_tokens, own_tokens = all_reduce(torch.tensor(meter.costs(), device=device)).tolist()
-    kept = [row for row in out if row["labels"] is not None]
-    cost = {"rollouts": sum(row["rollouts"] for row in out), "rollouts_without_reuse": asked,
-            "tokens": sum(row["tokens"] for row in out), "prompt_tokens": prompt_tokens,
+    cost = {"rollouts": sum(row["rollouts"] for row in rows), "rollouts_without_reuse": asked,
+            "tokens": sum(row["tokens"] for row in rows), "prompt_tokens": prompt_tokens,
             "prompt_tokens_if_shared": own_tokens, "seconds": seconds}
-    summary = {"args": vars(args), **summarize(args, kept, method.least), "unlabelled": len(out) - len(kept),
-               "solution_tokens": sum(len(row["ids"]) for row in out), "cost": cost}
+    summary = {"args": vars(args), **summarize(kept, METHODS[args.method].least), "unlabelled": len(rows) - len(kept),
+               "solution_tokens": sum(len(row["ids"]) for row in rows), "cost": cost}
     if rank_and_world()[0] == 0:
         with whole_file(args.out) as f:
             f.writelines(json.dumps(row) + "\n" for row in kept)

@@ -16,12 +16,12 @@ from conftest import TASK_FLAGS, on_two_ranks, parse
 from test_bad_input import files_under
 
 from nanochat.checkpoint import load_model
-from nanochat.common import script_main
+from nanochat.common import barrier, script_main
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl import prefixes
 from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.prefixes import (Cut, Meter, are_held, best_of_chance, complete, completion_logprobs, forced_answer,
-                                  right_share, share_right)
+from nanochat.rl.prefixes import (Cut, Found, Meter, are_held, best_of_chance, complete, completion_logprobs,
+                                  forced_answer, right_share, share_right)
 from nanochat.rl.prompts import read_solution
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.step_labels import METHODS, agreement, any_right, gains, relative_progress, run_plans, until_error
@@ -102,19 +102,20 @@ def test_plans_run_side_by_side_and_one_that_cannot_be_told_has_no_labels():
 
 
 def test_agreement_by_hand():
-    """Right steps 1, 1, 1, 1 of which one fails; wrong steps 0, 0 of which one is rescued."""
-    gold = [[True, True, False], [True], [False, True]]
-    labels = [[1.0, 0.0, 0.0], [0.5], [0.75, 1.0]]
+    """Right steps 1, 0, .5, 1, of which one of four fails; wrong steps 0, .25, .75, of which one of three is
+    rescued."""
+    gold = [[True, True, False], [True], [False, False, True]]
+    labels = [[1.0, 0.0, 0.0], [0.5], [0.25, 0.75, 1.0]]
     scores = agreement(gold, labels, 0.5)
-    assert (scores["steps"], scores["accuracy"], scores["rescued"], scores["failed"]) == (6, 4 / 6, 1 / 2, 1 / 4)
-    # class True: 3 hits of 4 and 4: 6/8; class False: 1 hit of 2 and 2: 2/4
-    assert scores["macro_f1"] == (6 / 8 + 2 / 4) / 2
-    # first errors 2, none, 0 and said 1, none, none: 0 of 2 erroneous found
-    assert scores["first_error_f1"] == 0.0
-    # wrong at 0, .75; right at 1, 0, .5, 1: above 0 (tie .5): 3.5 of 4; above .75: 2 of 4
-    assert scores["auc"] == (3.5 + 2) / 8
+    assert (scores["steps"], scores["accuracy"], scores["rescued"], scores["failed"]) == (7, 5 / 7, 1 / 3, 1 / 4)
+    # class True: 3 hits of 4 and 4; class False: 2 hits of 3 and 3
+    assert scores["macro_f1"] == pytest.approx((6 / 8 + 4 / 6) / 2)
+    # first errors 2, none, 0, and 1, none, 0 were said: one of two erroneous found, the correct one left alone
+    assert scores["first_error_f1"] == pytest.approx(2 * 0.5 * 1 / 1.5)
+    # wrong ones below 1, 0, .5 and 1, a tie half: 3 + .5 + 2 + 3 of 12
+    assert scores["auc"] == 8.5 / 12
     assert until_error(gold, gold) == [[True, True, False], [True], [False]]
-    assert until_error(labels, gold) == [[1.0, 0.0, 0.0], [0.5], [0.75]]
+    assert until_error(labels, gold) == [[1.0, 0.0, 0.0], [0.5], [0.25]]
     assert agreement([], [], 0.5)["accuracy"] is None
 
 
@@ -257,6 +258,24 @@ def test_equal_prefixes_of_a_problem_are_paid_for_once_and_labels_are_those_of_e
     assert len({value for row in values for value in row}) > 2  # None, and more than one share
 
 
+def test_a_later_round_measures_only_what_no_round_did():
+    """Two solutions of a problem with the same first step, and one of another problem that is the same text."""
+    a, b, c = (Cut(Problem("rl", index, "1+1", "2"), [9], ids, "", [1, 3], values=[None] * 3)
+               for index, ids in ((0, [1, 2, 3, 4]), (0, [1, 2, 5, 6]), (1, [1, 2, 3, 4])))
+    measured = []
+
+    def measure(asked):
+        measured.append([("abc"[[a, b, c].index(cut)], k) for cut, k in asked])
+        return [Found(float(len(measured)), 4, 10, 5, 5) for _ in asked]
+    meter = Meter(measure)
+    assert meter([(a, 1), (b, 1), (c, 1)]) == [1.0] * 3 and meter([(b, 1)]) == [1.0]
+    assert meter([(b, 2), (a, 1), (a, 2), (b, 0)]) == [2.0, 1.0, 2.0, 2.0]
+    assert measured == [[("a", 1), ("c", 1)], [("b", 2), ("a", 2), ("b", 0)]]
+    assert [(cut.rollouts, cut.tokens, cut.values) for cut in (a, b, c)] == [
+        (8, 20, [None, 1.0, 2.0]), (8, 20, [2.0, 1.0, 2.0]), (4, 10, [None, 1.0, None])]
+    assert meter.costs() == [4 * 8, 25, 25]
+
+
 def test_prompts_that_a_longer_one_begins_with_are_told():
     a, b = [1, 2], [1, 2, 3]
     assert are_held([b, a, [1, 2, 3, 4], [2], a, [1, 3]]) == [True, True, False, False, True, False]
@@ -341,6 +360,7 @@ def test_another_checkpoint_may_be_the_prover_or_the_supervisor(base, tmp_path):
 
 def share_of_two(folder: str) -> None:
     label_steps.main(parse(label_steps, [*FLAGS, "--method", "omega_prm", "--out", f"{folder}/two.jsonl"]))
+    barrier()  # the first rank has written it
     label_steps.main(parse(label_steps, [*FLAGS, "--method", "rpe", "--solutions", f"{folder}/two.jsonl", "--out",
                                          f"{folder}/again.jsonl"]))
 
@@ -385,7 +405,7 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
     (["--solutions", "there.jsonl"], [GOOD, GOOD | {"prompt": "1+1+1"}], ["line 2", "problem 0 of rl", "'1+1+1'"]),
     (["--solutions", "there.jsonl"], [GOOD | {"ids": [49, 50]}], ["line 1", "ids are not the tokens"]),
     (["--solutions", "there.jsonl"], [GOOD | {"ids": [10 ** 9]}], ["line 1", "ids are not the tokens"]),
-    (["--solutions", "there.jsonl"], [GOOD | {"solution": "1" * 100}], ["context 128"]),
+    (["--solutions", "there.jsonl"], [GOOD, GOOD | {"solution": "1" * 100}], ["context 128"]),
 ])
 def test_bad_input_is_refused_in_one_line_before_any_work(base, tmp_path, monkeypatch, capsys, flags, lines, words):
     monkeypatch.chdir(tmp_path)
