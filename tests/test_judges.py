@@ -3,21 +3,26 @@ Judges: verdicts found among tokens, shares and chances by hand, and the one eva
 
     python -m pytest tests/test_judges.py -q
 """
+import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import parse, rl_flags
 from test_log_odds import play_of, random_model, true_log_odds
 
+from nanochat.common import BadInput
+from nanochat.recipes import fixed_verifier
 from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.rl.judge_evals import judged_scores
-from nanochat.rl.judges import AGGREGATES, JUDGE_CALLS, JUDGES, Judgment, shares
+from nanochat.rl.judges import AGGREGATES, JUDGE_CALLS, JUDGES, OF_THE_WHOLE, Judgment, shares
 from nanochat.rl.prompts import Verification, generator_prompt, parse_verification
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
 from nanochat.tokenizer import Tokenizer
+from scripts import tango_rl
 from tasks.common import Problem
 
 BYTES = Tokenizer.train(iter([]), 265)
@@ -164,6 +169,50 @@ def test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts
 
 def test_every_judge_says_what_it_is_given():
     assert JUDGES.keys() == JUDGE_CALLS.keys()
+
+
+# As the reward of a generator
+
+@pytest.mark.parametrize("judge", [name for name in JUDGES if name != "generative"])
+def test_the_chances_of_any_judge_reward_a_generator(base, judge):
+    flags = rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts", "--run", "r",
+                     "--num-steps", "1", "--log-rollouts", "4")
+    tango_rl.main(parse(tango_rl, flags))
+    record, = (json.loads(line) for line in (base / "runs/r/metrics.jsonl").read_text().splitlines())
+    rows = [json.loads(line) for line in (base / "runs/r/rollouts.jsonl").read_text().splitlines()]
+    steps, finals = [row["step_chances"] for row in rows], [row["chance"] for row in rows]
+    assert len(rows) == 16 and record["gen/grad_norm"] > 0
+    if judge in OF_THE_WHOLE:
+        assert steps == [None] * 16 and all(0 < chance < 1 for chance in finals)
+        assert record["gen/verdicts/step_f1"] is None and record["gen/verdicts/brier"] is not None
+    else:
+        said = [chance for row in steps for chance in row]
+        assert all(0 <= chance <= 1 for chance in said) and len(set(said)) > 1
+        assert record["gen/rewards/step/mean"] == pytest.approx(sum(said) / len(said), rel=1e-5)
+    assert "ver/brier_fixed" in json.loads((base / "runs/r/summary.json").read_text())["after"]
+
+
+def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps(judged, monkeypatch):
+    t, solutions, _ = judged
+    t.args = parse(tango_rl, ["--recipe", "fixed_verifier", "--judge", "end", "--num-samples", "2", "--advantage",
+                              "reinforce", "--step-rewards", "verdicts"])
+    t.roles["generator"], t.totals["generator"], t.steps["generator"] = t.roles["verifier"], 10, 0
+    t.sampler.task = SimpleNamespace(fmt=COMPACT, step_labels=lambda *args: [], check=lambda *args: True)
+    monkeypatch.setattr(type(t), "problems", lambda *args: [])
+    monkeypatch.setattr(type(t), "solve", lambda *args: solutions)
+    update, = fixed_verifier.play(t)
+    finals = [j.final for j in JUDGES["end"](t, "verifier", solutions)]
+    advantages, ends = update.parts[0][1], solutions.lengths - 1
+    assert advantages[[0, 1], ends].tolist() == pytest.approx([0.7 + 0.3 * chance for chance in finals], rel=1e-5)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--judge", "oracle"], "--judge oracle: there are generative, steps"),
+    (["--judge", "steps"], "--judge steps: gives chances, and --step-rewards posterior"),
+    (["--verifications", "2"], "--verifications 2: the judge generative reads one here")])
+def test_judges_that_cannot_reward_are_refused(base, flags, words):
+    with pytest.raises(BadInput, match=words):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", *flags)))
 
 
 # Scores
