@@ -16,7 +16,7 @@ from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.forms import empty_form_prompt, form_prompt
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.prompts import Prompt, Solution, numbered, parse_choice, parse_scores
+from nanochat.rl.prompts import Prompt, numbered, parse_choice, parse_scores, read_solution
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
 from tasks.common import Problem
@@ -70,8 +70,12 @@ def lineups(t: Play, solutions: Rollouts, num: int, rng: random.Random | None) -
 
 def lineup_prompts(t: Play, form: str, shown: list[Lineup]) -> list[Prompt]:
     """The verifier's prompts, one for each lineup. Logs show the first solution as the one that is quoted."""
-    return numbered([Prompt(form_prompt(t.tokenizer, t.task.fmt, form, line.problem.prompt, line.texts), line.problem,
-                            solution=Solution(line.texts[0], [])) for line in shown])
+    prompts = []
+    for line in shown:
+        ids = form_prompt(t.tokenizer, t.task.fmt, form, line.problem.prompt, line.texts)
+        first = read_solution(t.tokenizer, t.task.fmt, t.tokenizer.encode(line.texts[0]))
+        prompts.append(Prompt(ids, line.problem, solution=first))
+    return numbered(prompts)
 
 
 # A step of a judge

@@ -25,7 +25,7 @@ from nanochat.rl.scores import outcomes_of
 from tasks.common import Problem, demo_of
 
 
-DRAWS = 8  # of a corrupted solution, until one has the outcome that is wanted
+DRAWS = 32  # of a corrupted solution, until one has the outcome that is wanted
 MOST_SOLUTIONS = len(ascii_uppercase)
 
 
