@@ -63,7 +63,10 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "critique_grpo": [Arm("systems/chain_refine", "critique_grpo_2e-4", "2e-4", "two attempts", "grpo_2e-4")],
     "critique_grpo_verifier": [],
     "score": [],
-    "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")]}
+    "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")],
+    "rm_r1": [],
+    "think_rm": [],
+    "spct": []}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
@@ -79,7 +82,10 @@ NOTES = {  # whole sentences
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
-            "beside it know 64 or 256 answers."}
+            "beside it know 64 or 256 answers.",
+    "rm_r1": "Not compared.",
+    "think_rm": "Not run.",
+    "spct": "Not run."}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -105,7 +111,13 @@ CHECKS = {  # tests that hold a recipe against its paper
     "score": ["test_score_recipe.py::test_rewards_of_both_turns_by_hand",
               "test_score_recipe.py::test_one_update_on_two_turns_is_the_gradient_of_the_loss"],
     "ttrl": ["test_ttrl.py::test_a_vote_earns_1_for_the_majority_answer",
-             "test_ttrl.py::test_no_gold_answer_enters_an_update"]}
+             "test_ttrl.py::test_no_gold_answer_enters_an_update"],
+    "rm_r1": ["test_comparing.py::test_rm_r1_pays_1_for_the_right_choice_and_minus_1_for_all_else",
+              "test_comparing.py::test_every_place_comes_equally_often_up_to_one"],
+    "think_rm": ["test_comparing.py::test_think_rm_pays_1_for_the_exact_grade_and_a_half_for_the_sign",
+                 "test_comparing.py::test_on_differences_of_rewards_they_are_grpos_z_scores"],
+    "spct": ["test_comparing.py::test_spct_pays_for_the_strictly_highest_score",
+             "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"]}
 
 
 # Text

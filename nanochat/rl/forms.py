@@ -80,7 +80,7 @@ def solve_pair_demo(task, problem: Problem, solutions: list[str], rng: random.Ra
     fmt, own = task.fmt, demo_of(task, "verifier_solution_demo", problem, rng)
     texts = [fmt.step_body(own[start:end]) for start, end in fmt.step_spans(own)]
     answers = [fmt.answer(solution) for solution in solutions]
-    agree = [answer is not None and answer == fmt.answer(own) for answer in answers]
+    agree = [answer == fmt.answer(own) for answer in answers]
     texts += [fmt.quote(answer or "") + (fmt.correct if same else fmt.incorrect)
               for answer, same in zip(answers, agree, strict=True)]
     return fmt.render_judgment(texts, choice_text(fmt, agree[0] - agree[1] or rng.choice([1, -1])))
