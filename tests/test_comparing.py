@@ -163,15 +163,15 @@ def test_differences_that_are_none_and_a_group_of_one_get_nothing():
 
 # Runs
 
-JUDGE = ["--verifier-tag", "tiny-judge", "--num-steps", "2", "--num-solutions", "4", "--save-every", "0"]
+JUDGE = ["--verifier-tag", "tiny-judge", "--num-steps", "2", "--num-solutions", "8", "--save-every", "0"]
 
 
 def train(*flags: str) -> None:
     tango_rl.main(parse(tango_rl, rl_flags("--run", "r", *JUDGE, *flags)))
 
 
-def records(base, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (base / "runs" / "r" / name).read_text().splitlines()]
+def records(base) -> list[dict]:
+    return [json.loads(line) for line in (base / "runs" / "r" / "metrics.jsonl").read_text().splitlines()]
 
 
 def half_right(self, problem, solution: str) -> bool:
@@ -203,9 +203,11 @@ def test_the_verifier_judges_lineups_of_one_right_solution_and_alone_learns(base
         if num == 2:
             assert sorted(half_right(None, None, text) for text in solutions) == [False, True]
     assert len(drawn) >= 2 and {wanted.role for wanted in updates} == {"verifier"}
-    for row in records(base, "rollouts.jsonl"):
-        texts = [text for _, text in row["turns"]]
-        assert row["right"] == next((i for i, text in enumerate(texts) if half_right(None, None, text)), -1)
+    columns = [wanted.parts[0][0].columns for wanted in updates]
+    places = [(place, [half_right(None, None, text) for _, text in turns])
+              for column in columns for place, turns in zip(column["right"], column["turns"], strict=True)]
+    assert all(place == (outcomes.index(True) if any(outcomes) else -1) for place, outcomes in places)
+    assert {place for place, _ in places} == ({0, 1} if num == 2 else {0, -1})
     assert (base / "runs" / "r" / "report.html").stat().st_size > 10000
 
 
@@ -215,6 +217,13 @@ def test_a_step_without_a_pair_is_no_update_and_the_scores_are_none(base, monkey
     assert [record["without_update"] for record in records(base)] == [1, 1]
     after = json.loads((base / "runs" / "r" / "summary.json").read_text())["after"]
     assert after["ver/pair_acc_in"] is None and after["ver/num_pairs_in"] == 0
+
+
+@pytest.mark.parametrize("recipe, form", [("rm_r1", "solve_pair"), ("spct", "scores")])
+def test_a_verifier_of_another_form_is_noticed(base, capsys, monkeypatch, recipe, form):
+    monkeypatch.setattr(Chain, "check", half_right)
+    train("--recipe", recipe, "--verifier-tag", "tiny-ver")
+    assert capsys.readouterr().out.count(f"taught this form (chat_sft --verifier-form {form})?") == 1
 
 
 @pytest.mark.parametrize("recipe, flags, words", [

@@ -15,7 +15,7 @@ Departures:
 """
 from nanochat.common import BadInput, check_least
 from nanochat.rl.comparing import (JUDGE_LEAST, add_judge_args, held_out_lineups, judge, judge_calls, learn_to_judge,
-                                   lineup_prompts, mean_scores, read_scores)
+                                   lineup_prompts, mean_scores, read_scores, warn_of_form)
 from nanochat.rl.evals import SPLITS
 from nanochat.rl.forms import check_num_judged
 from nanochat.rl.roles import RoleSpec
@@ -104,7 +104,8 @@ def evaluate(t) -> dict:
             meta = ranked_right(mean_scores(likelier_half(votes[own], likelihood[own]), n), line.right)
             rows.append(by_k | {"acc_meta": meta, "parse_fail": votes[own].count(None) / VOTES[-1]})
         rows = t.gather(rows)
-        found |= {f"ver/{key}_{name}": sum(row[key] for row in rows) / len(rows) if rows else None
+        scores = {key: sum(row[key] for row in rows) / len(rows) if rows else None
                   for key in (*(f"acc_k{k}" for k in VOTES), "acc_meta", "parse_fail")}
-        found[f"ver/num_lineups_{name}"] = len(rows)
+        warn_of_form(t, "scores", scores["parse_fail"])
+        found |= {f"ver/{key}_{name}": value for key, value in scores.items()} | {f"ver/num_lineups_{name}": len(rows)}
     return found

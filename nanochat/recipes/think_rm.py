@@ -11,7 +11,7 @@ Departures:
 2. Preferences are the task's check, and their strengths how many more gold step labels are wrong in the wrong
    solution, at least 1 and at most 3. The paper's are people's, from -3 to 3.
 3. At most one pair of a problem, both orders equally often. Only pairs are judged, no single solutions.
-4. The policy is not trained here. --kl-coef is 0 by default (theirs: 1e-4).
+4. The policy is not trained here. --kl-coef is 1e-3, as in all recipes (theirs: 1e-4).
 """
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.comparing import (JUDGE_LEAST, PAIR_TABLE, Lineup, add_judge_args, chose_right, judge, judge_calls,

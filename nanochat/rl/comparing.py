@@ -16,6 +16,7 @@ from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.forms import empty_form_prompt, form_prompt
 from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.progress import warn_once
 from nanochat.rl.prompts import Prompt, numbered, parse_choice, parse_scores, read_solution
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
@@ -149,6 +150,13 @@ def held_out_lineups(t: Play, num: int, split: str) -> list[Lineup]:
     return [Lineup(t.task.problem(split, index), texts, right) for index, texts, right in kept[split]]
 
 
+def warn_of_form(t: Play, form: str, parse_fail: float | None) -> None:
+    """Says, once, that most held-out verifications cannot be read, and the likely cause."""
+    if parse_fail is not None and parse_fail > 0.5:
+        warn_once(t, f"most verifications of held-out solutions cannot be read: was the verifier taught this form "
+                     f"(chat_sft --verifier-form {form})?")
+
+
 PAIR_TABLE = {
     "ver/pair_acc_in": "pairs judged rightly, both orders",
     "ver/pair_acc_out": "the same, out of distribution (longer)",
@@ -167,7 +175,9 @@ def scores_of_pairs(t: Play, form: str, graded: bool = False) -> dict:
         rollouts = t.sample("verifier", lineup_prompts(t, form, both), 1, "eval", greedy=True)
         choices = read_choices(t, rollouts, graded)
         rows = t.gather([[line.right, choices[i], choices[len(mine) + i]] for i, line in enumerate(mine)])
-        found |= {f"ver/{key}_{name}": value for key, value in pair_scores(rows).items()}
+        scores = pair_scores(rows)
+        warn_of_form(t, form, scores["parse_fail"])
+        found |= {f"ver/{key}_{name}": value for key, value in scores.items()}
     return found
 
 
