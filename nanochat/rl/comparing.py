@@ -20,6 +20,7 @@ from nanochat.rl.progress import warn_once
 from nanochat.rl.prompts import Prompt, numbered, parse_choice, parse_scores, read_solution
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.scores import share_of
 from tasks.common import Problem
 
 
@@ -185,12 +186,11 @@ def pair_scores(rows: list[list]) -> dict:
     """Scores of a judge of pairs. rows: the place of the right solution, the choice, the choice in the other order. An
     unreadable choice is wrong, and consistent with none. None without pairs."""
     choices = [choice for _, *both in rows for choice in both]
-    share = lambda hits: sum(hits) / len(hits) if hits else None
-    return {"pair_acc": share([chose_right(choice, place) for right, one, two in rows
-                               for choice, place in ((one, right), (two, 1 - right))]),
-            "swap_consistent": share([None not in (one, two) and (one > 0) != (two > 0) for _, one, two in rows]),
-            "first_chosen": share([choice > 0 for choice in choices if choice is not None]),
-            "parse_fail": share([choice is None for choice in choices]),
+    return {"pair_acc": share_of([chose_right(choice, place) for right, one, two in rows
+                                  for choice, place in ((one, right), (two, 1 - right))]),
+            "swap_consistent": share_of([None not in (one, two) and (one > 0) != (two > 0) for _, one, two in rows]),
+            "first_chosen": share_of([choice > 0 for choice in choices if choice is not None]),
+            "parse_fail": share_of([choice is None for choice in choices]),
             "num_pairs": len(rows)}
 
 

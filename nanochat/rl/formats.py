@@ -79,6 +79,11 @@ class Format:
             spans.append((start, at))
         return spans
 
+    def judgment_steps(self, text: str) -> list[str]:
+        """The step bodies of a verification, verdicts included. COMPACT: "3+5:8T;8*2:5F;=F" -> ["3+5:8T", "8*2:5F"]."""
+        body = text[: text.rfind(self.final_open)] if self.final_open in text else text
+        return [self.step_body(body[start:end]) for start, end in self.closed_steps(body, self.verification_open)]
+
     def step_body(self, step: str) -> str:
         """A step's text without its marks."""
         return step[len(self.step_open): len(step) - len(self.step_close)]

@@ -39,9 +39,7 @@ def steps_demo(task, problem: Problem, solutions: list[str], rng: random.Random)
 def worked_again(task, problem: Problem, solution: str, rng: random.Random) -> tuple[list[str], Verification]:
     """What the task's demonstration writes about each step of a solution, verdict included, and that verification."""
     fmt, text = task.fmt, demo_of(task, "verification_demo", problem, solution, rng)
-    body = text[: text.rfind(fmt.final_open)]
-    steps = [fmt.step_body(body[start:end]) for start, end in fmt.closed_steps(body, fmt.verification_open)]
-    return steps, parse_verification(fmt, text, len(fmt.step_spans(solution)))
+    return fmt.judgment_steps(text), parse_verification(fmt, text, len(fmt.step_spans(solution)))
 
 
 def all_worked_again(task, problem: Problem, solutions: list[str], rng: random.Random):
