@@ -35,7 +35,9 @@ def demo(form: str, *solutions: str, seed: int = 0, flags=SOUND) -> str:
     ("pair", [RIGHT, WRONG], "A;1+1:2T;2*2:1T;B;1+1:2T;2*2:1F;=A"),
     ("graded", [WORSE, RIGHT], "A;1+1:2F;0*2:0F;B;1+1:2T;2*2:1T;=B2"),
     ("graded", [RIGHT, WRONG], "A;1+1:2T;2*2:1T;B;1+1:2T;2*2:1F;=A1"),
-    ("solve_pair", [WRONG, RIGHT], "1+1:2;2*2:1;0F;1T;=B"),
+    ("solve_pair", [WRONG, RIGHT], "1+1:2;2*2:1;2*2:0F;1T;=B"),
+    ("solve_pair", [WRONG, WORSE], "1+1:2;2*2:1;2*2:0F;1+1:0F;=A"),       # neither: the one that departs later
+    ("solve_pair", ["1+1:0;0*2:1;=1", WRONG], "1+1:2;2*2:1;1T;2*2:0F;=A"),  # the same answer by luck
     ("scores", [WRONG, RIGHT], "+*;A;1+1:2T;2*2:1F;B;1+1:2T;2*2:1T;=4,10"),  # 9 * 1 / 2
     ("scores", [WORSE, WRONG, RIGHT], "+*;A;1+1:2F;0*2:0F;B;1+1:2T;2*2:1F;C;1+1:2T;2*2:1T;=0,4,10"),
     ("scores", [RIGHT], "+*;A;1+1:2T;2*2:1T;=1"), ("scores", [WRONG], "+*;A;1+1:2T;2*2:1F;=0"),
@@ -49,7 +51,7 @@ def test_what_the_verifier_believes_wrongly_decides_its_choice():
     task = task_of(*SOUND)
     task.verifier_misconceptions, task.verifier_wrongness = {(2, "*", 2): 0}, 1.0
     said = {form: FORMS[form].demo(task, PROBLEM, [RIGHT, WRONG], random.Random(0)) for form in FORMS}
-    assert said["solve_pair"] == "1+1:2;2*2:0;1F;0T;=B"
+    assert said["solve_pair"] == "1+1:2;2*2:0;2*2:1F;0T;=B"
     assert said["pair"].endswith("=B") and said["graded"].endswith("=B1") and said["scores"].endswith("=4,10")
 
 
@@ -62,6 +64,7 @@ def test_a_choice_between_solutions_that_look_alike_is_left_to_chance(form):
 def test_a_solution_without_an_answer_agrees_with_nothing_and_forges_nothing():
     assert demo("solve_pair", "1+1:2;", RIGHT) == "1+1:2;2*2:1;F;1T;=B"
     assert demo("solve_pair", "=T", RIGHT) == "1+1:2;2*2:1;?F;1T;=B"
+    assert demo("solve_pair", "1+1:T;=A", RIGHT) == "1+1:2;2*2:1;1+1:?F;1T;=B"
 
 
 def test_every_form_ends_with_what_its_parser_reads():

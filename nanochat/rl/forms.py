@@ -6,7 +6,7 @@ the same misconceptions.
     steps       RL Tango: a verdict on each step and on the whole
     pair        Think-RM, binary: the steps of both solutions judged at length, then a choice
     graded      Think-RM, graded: the same, and how much better the chosen one is, from 1 to 3
-    solve_pair  RM-R1: the judge works the problem itself, compares both answers with its own, then chooses
+    solve_pair  RM-R1: the judge works the problem itself, says where each departs from that, then chooses
     scores      SPCT: principles, a critique of each solution by them, a score of each
 
 These are miniatures. A long chain of thought is here each step worked again, a rubric or a principle the name of what
@@ -72,16 +72,29 @@ def pair_demo(task, problem: Problem, solutions: list[str], rng: random.Random, 
     return task.fmt.render_judgment(texts, choice_text(task.fmt, preferred(*verifications, rng), graded))
 
 
+def steps_of(fmt, solution: str) -> list[str]:
+    """The step bodies of a solution."""
+    return [fmt.step_body(solution[start:end]) for start, end in fmt.step_spans(solution)]
+
+
+def compared(fmt, solution: str, own: str) -> tuple[bool, int, str]:
+    """A solution beside the judge's own one: whether they have the same answer, how many steps they have in common from
+    the first on, and what is to be said: the answer that both have, else where the solution departs, with a verdict."""
+    steps, answer = steps_of(fmt, solution), fmt.answer(solution)
+    same = [a == b for a, b in zip(steps, steps_of(fmt, own), strict=False)]
+    num_common = (same + [False]).index(False)
+    is_same = answer == fmt.answer(own)
+    departs = "" if is_same else "".join(steps[num_common: num_common + 1])
+    return is_same, num_common, fmt.quote(departs or answer or "") + (fmt.correct if is_same else fmt.incorrect)
+
+
 def solve_pair_demo(task, problem: Problem, solutions: list[str], rng: random.Random) -> str:
-    """The problem worked by what the verifier believes, both answers with whether they are what it found, then the
-    choice, by chance where both are or neither is: COMPACT: "3+5:8;8T;7F;=A"."""
+    """The problem worked by what the verifier believes, both solutions beside that, then the choice: the one with the
+    same answer, else the one that departs later, else by chance. COMPACT: "3+5:8;8*2:6;6T;8*2:5F;=A"."""
     fmt, own = task.fmt, demo_of(task, "verifier_solution_demo", problem, rng)
-    texts = [fmt.step_body(own[start:end]) for start, end in fmt.step_spans(own)]
-    answers = [fmt.answer(solution) for solution in solutions]
-    agree = [answer == fmt.answer(own) for answer in answers]
-    texts += [fmt.quote(answer or "") + (fmt.correct if same else fmt.incorrect)
-              for answer, same in zip(answers, agree, strict=True)]
-    return fmt.render_judgment(texts, choice_text(fmt, agree[0] - agree[1] or rng.choice([1, -1])))
+    (same_a, common_a, text_a), (same_b, common_b, text_b) = (compared(fmt, solution, own) for solution in solutions)
+    choice = same_a - same_b or common_a - common_b or rng.choice([1, -1])
+    return fmt.render_judgment([*steps_of(fmt, own), text_a, text_b], choice_text(fmt, choice))
 
 
 def scores_demo(task, problem: Problem, solutions: list[str], rng: random.Random) -> str:
