@@ -62,8 +62,8 @@ MAIN = ["tango", "grpo", "grpo_2e-4", "fixed_verifier", "fixed_generator", "gold
 ABLATIONS = ["tango", "grpo", "gold_steps", "alpha_0.3", "alpha_1", "ng_1", "alpha_0.1", "ng_5", "no_class_weights",
              "no_balance", "no_replay", "merged_rewards", "rloo", "reinforce_pp", "no_balance_no_weights", "ng_10",
              "alpha_0.05", "small_verifier", "large_verifier", "shared_half", "shared_all"]
-HEADS = ["tango_merged", "grpo", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt", "prompt_own",
-         "prompt_summed"]
+HEADS = ["tango_merged", "grpo", "grpo_both", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt",
+         "prompt_own", "prompt_summed"]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl"]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
@@ -95,7 +95,8 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "merged_rewards": "--combine rewards",
     "shared_half": "--verifier-head frozen --verifier-shared-layers 2",
     "shared_all": "--verifier-head frozen",
-    "own_both": MERGED,  # two models that start from the one checkpoint
+    "grpo_both": "--recipe grpo {grpo}",  # from the one checkpoint
+    "own_both": MERGED,                   # two models that start from it
     "frozen_half": f"{MERGED} --verifier-head frozen --verifier-shared-layers 2",
     "trunk": f"{MERGED} --verifier-head trunk",
     "trunk_half": f"{MERGED} --verifier-head trunk --verifier-shared-layers 2",
@@ -212,7 +213,7 @@ def without_kl(arm: str) -> str:
 def has_verifier(arm: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
     arm = without_kl(arm)
-    return arm not in GOLD and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", arm)
+    return arm not in [*GOLD, "grpo_both"] and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", arm)
 
 
 def arm_flags(e: Experiment, arm: str) -> str | None:
