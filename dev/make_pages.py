@@ -64,7 +64,10 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "critique_grpo_verifier": [],
     "score": [],
     "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")],
-    **dict.fromkeys(("orm", "prm", "genrm", "genprm"), [])}
+    **dict.fromkeys(("orm", "prm", "genrm", "genprm"), []),
+    "rm_r1": [],
+    "think_rm": [],
+    "spct": []}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
@@ -81,7 +84,10 @@ NOTES = {  # whole sentences
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
             "beside it know 64 or 256 answers.",
-    **dict.fromkeys(("orm", "prm", "genrm", "genprm"), "A verifier alone is trained: no pass@1 to compare.")}
+    **dict.fromkeys(("orm", "prm", "genrm", "genprm"), "A verifier alone is trained: no pass@1 to compare."),
+    "rm_r1": "Not compared.",
+    "think_rm": "Not run.",
+    "spct": "Not run."}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -115,7 +121,13 @@ CHECKS = {  # tests that hold a recipe against its paper
             "test_supervised.py::test_labels_can_be_made_hard_and_end_with_the_first_error", *PLACES],
     "genrm": ["test_supervised.py::test_a_genrm_learns_the_verdicts_token_and_may_learn_to_solve"],
     "genprm": ["test_supervised.py::test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels",
-               "test_judges.py::test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts_a_half"]}
+               "test_judges.py::test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts_a_half"],
+    "rm_r1": ["test_comparing.py::test_rm_r1_pays_1_for_the_right_choice_and_minus_1_for_all_else",
+              "test_comparing.py::test_every_place_comes_equally_often_up_to_one"],
+    "think_rm": ["test_comparing.py::test_think_rm_pays_1_for_the_exact_grade_and_a_half_for_the_sign",
+                 "test_comparing.py::test_on_differences_of_rewards_they_are_grpos_z_scores"],
+    "spct": ["test_comparing.py::test_spct_pays_for_the_strictly_highest_score",
+             "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"]}
 
 
 # Text

@@ -40,8 +40,9 @@ from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.recipes.critique_grpo import CRITIQUES
-from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
+from nanochat.rl.forms import FORMS, check_form, form_prompt, judged_together
 from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
+from nanochat.rl.prompts import generator_prompt, refine_prompt
 from nanochat.rl.roles import set_recompute
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import outcomes_of, problems_digest, texts_digest
@@ -83,6 +84,11 @@ def make_parser() -> argparse.ArgumentParser:
                       help="share of the examples that are conversations, if there are any")
     data.add_argument("--refine-share", type=float, default=0.0,
                       help="generator: share of the demonstrations that are second attempts; for recipes of two turns")
+    data.add_argument("--verifier-form", default="steps",
+                      help=f"verifier: how it judges, one of: {', '.join(FORMS)}; steps: one solution, as recipe tango "
+                           f"has it, pair and solve_pair: two for rm_r1 or think_rm, graded: for think_rm, scores: for "
+                           f"spct")
+    data.add_argument("--num-judged", type=int, default=2, help="solutions in a prompt of --verifier-form scores")
     data.add_argument("--num-sampled", type=int, default=2048,
                       help="verifier: solutions sampled from the generator; half of its demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
@@ -157,8 +163,10 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
         solution = demo_of(task, "corrupted_solution", problem, rng)
         if sampled and rng.random() < 0.5:
             problem, solution = rng.choice(sampled)
-        prompt = verifier_prompt(tokenizer, task.fmt, problem.prompt, solution)
-        completion = demo_of(task, "verification_demo", problem, solution, rng)
+        form = FORMS[args.verifier_form]
+        solutions = judged_together(task, problem, solution, form.num or args.num_judged, rng)
+        prompt = form_prompt(tokenizer, task.fmt, args.verifier_form, problem.prompt, solutions)
+        completion = form.demo(task, problem, solutions, rng)
     completion = [*tokenizer.encode(completion), tokenizer.assistant_end]
     if len(prompt) + len(completion) > context:
         raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} "
@@ -319,6 +327,9 @@ def main(args) -> None:
     if args.refine_share > (args.role != "verifier"):
         raise BadInput(f"--refine-share {args.refine_share}: is a share of the generator's demonstrations, at most 1")
     task = make_task(args)
+    check_form(task, args.verifier_form, args.num_judged)
+    if args.role == "generator" and args.verifier_form != "steps":
+        raise BadInput(f"--verifier-form {args.verifier_form}: is of a verifier's demonstrations, not the generator's")
     tag = resolve_tags(args)
     rank, world = rank_and_world()
     if args.shard and world == 1:

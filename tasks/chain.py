@@ -134,6 +134,15 @@ class Chain:
         verdict = complete and all(verdicts) and self.fmt.answer(solution) == self._answer(results)
         return self.fmt.render_verification(analyses, verdicts, verdict)
 
+    def verifier_solution_demo(self, problem: Problem, rng: random.Random) -> str:
+        """A solution by what the verifier believes, for a judge that works the problem itself."""
+        return self._render(problem.prompt, self._solve(problem.prompt, self.verifier_misconceptions,
+                                                        self.verifier_wrongness, rng))
+
+    def principles_demo(self, problem: Problem) -> str:
+        """What to check in a solution, in place of principles: the operations that the problem has, each once."""
+        return "".join(dict.fromkeys(op for op, _ in self._operations(problem.prompt)))
+
     def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
         """Whether what a verification says of each step is right: the step worked again without an error ("3+5:8"), or
         "?" of one that does not copy its operands."""

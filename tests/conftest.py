@@ -1,6 +1,6 @@
-"""Fixtures: a base directory with a tokenizer and a tiny pair of models, made once per test session.
+"""Fixtures: a base directory with a tokenizer and a tiny pair of models, made once per test session, and a judge.
 
-The pair's weights are written by hand: what it says is known beforehand, on every CPU, and holds texts of all kinds:
+The weights are written by hand: what it says is known beforehand, on every CPU, and holds texts of all kinds:
 right and wrong, read and unreadable, ended and cut. The next token's log-odds are the sum of three tables: what follows
 the last mark, what follows the mark before it, and what was heard: a leaning of each by the digits and operators of the
 prompt. So solutions and verifications are mostly in form, and differ from prompt to prompt and from sample to sample.
@@ -32,7 +32,7 @@ RL_FLAGS = [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS for word in words)
 # The crafted pair
 START, END = "<|assistant_start|>", "<|assistant_end|>"
 DIGIT, OP = "012", "+-*"
-MARKS = [DIGIT, OP, ":", ";", "=", "TF", START]
+MARKS = [DIGIT, OP, ":", ";", "=", "TF", START, "AB,"]
 # Role: log-odds of what follows the last mark (what is not there never does); what the mark before it adds; how much
 # each leans by what was heard; and how much it likes to say what it heard.
 TABLES = {
@@ -43,6 +43,9 @@ TABLES = {
     # "T;F;=F", sometimes with no final verdict
     "verifier": ({START: {"TF": 0}, "TF": {";": 0, END: -2}, ";": {"TF": 0, "=": 2}, "=": {"TF": 0}},
                  {"=": {END: 8}}, 0.5, 0.0),
+    # "T;F;=A" of two solutions, "=B2" or scores, "=1,0", sometimes none of these
+    "judge": ({START: {"TF": 0}, "TF": {";": 0}, ";": {"TF": 0, "=": 2}, "=": {"AB": 0, DIGIT: 0},
+               "AB,": {END: 1, DIGIT: 0}, DIGIT: {END: 1, ",": 0}}, {}, 0.5, 0.0),
 }
 LEANINGS = (-1.1, 1.0, 0.1)  # by one digit (and operator), against another, and never in balance
 # The first channels of the residual stream: the last mark, and at half size the one before it (the smear); the last
@@ -131,7 +134,8 @@ def crafted_model(tokenizer, role: str, seed: int):
 @pytest.fixture(scope="session")
 def sft_base(tmp_path_factory):
     """A base directory that holds a tokenizer and the pair tiny and tiny-ver as SFT leaves it, but of crafted weights:
-    what a test finds then rests on nothing that a training run happens to learn."""
+    what a test finds then rests on nothing that a training run happens to learn. tiny-judge judges several solutions
+    together, in all forms."""
     from nanochat.checkpoint import save_model
     from nanochat.tokenizer import Tokenizer
     from scripts import chat_sft, tok_train
@@ -144,10 +148,10 @@ def sft_base(tmp_path_factory):
         patch.setenv("NANOCHAT_BASE_DIR", str(base))
         tok_train.main(parse(tok_train, TASK_FLAGS))
         tokenizer = Tokenizer.load(str(base / "tokenizer"))
-        for seed, role in enumerate(("generator", "verifier")):
+        for seed, (role, tables) in enumerate(zip(("generator", "verifier", "verifier"), TABLES, strict=True)):
             args = parse(chat_sft, ["--role", role, *model])
-            tag = chat_sft.resolve_tags(args)
-            crafted = crafted_model(tokenizer, role, 2 * SEED + seed)
+            tag = "tiny-judge" if tables == "judge" else chat_sft.resolve_tags(args)
+            crafted = crafted_model(tokenizer, tables, 2 * SEED + seed)
             save_model("sft", tag, 200, crafted, {"user_config": vars(args), "loss": None, "val_bpb": None,
                                                     "tokenizer": tokenizer.mark()})
         write_labelled(base / "labels.jsonl", make_task(args))

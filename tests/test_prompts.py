@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.prompts import (UNMET, generator_prompt, parse_verification, read_solution, refine_prompt,
-                                   verifier_prompt)
+from nanochat.rl.prompts import (UNMET, choice_text, generator_prompt, parse_choice, parse_scores, parse_verification,
+                                 read_solution, refine_prompt, several_prompt, verifier_prompt)
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 FORMATS = {"paper": PAPER, "compact": COMPACT}
@@ -33,8 +33,8 @@ EVERY_TOKENIZER = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 def marks(fmt) -> list[str]:
     """Every mark of a format that is not empty."""
     names = ("think_open", "step_open", "step_close", "think_close", "answer_open", "answer_close", "verification_open",
-             "verification_close", "final_open", "final_close", "correct", "incorrect")
-    return sorted({getattr(fmt, name) for name in names} - {""})
+             "verification_close", "final_open", "final_close", "correct", "incorrect", "scores_open", "scores_close")
+    return sorted({*(getattr(fmt, name) for name in names), *fmt.choices} - {""})
 
 
 def shards(fmt) -> list[str]:
@@ -180,9 +180,9 @@ def test_quoted_text_holds_no_reserved_mark_and_never_grows(fmt, data):
 
 def test_the_marks_that_give_verdicts_are_reserved():
     """Nothing that a verdict is read from may be quotable: verdicts, and in PAPER the tags only a verification has."""
-    assert {COMPACT.correct, COMPACT.incorrect} <= set(COMPACT.reserved)
+    assert {COMPACT.correct, COMPACT.incorrect, *COMPACT.choices} <= set(COMPACT.reserved)
     only_in_verifications = {PAPER.correct, PAPER.incorrect, PAPER.verification_open, PAPER.verification_close,
-                             PAPER.final_open, PAPER.final_close}
+                             PAPER.final_open, PAPER.final_close, *PAPER.choices}
     assert only_in_verifications <= set(PAPER.reserved)
     assert all("?" not in mark for fmt in FORMATS.values() for mark in marks(fmt))
 
@@ -369,3 +369,94 @@ def test_text_behind_the_final_judgment_is_not_well_formed(fmt):
     text = fmt.render_verification(["3+5:8"], [True], True)
     for behind in (" but 8", "8*2:6;", "x"):
         assert parse_verification(fmt, text + behind, 1).unmet, text + behind
+
+
+# Several solutions
+
+TEMPLATES = ("pair_prompt", "solve_pair_prompt", "graded_prompt", "scores_prompt")
+
+
+def test_prompts_of_several_solutions_by_hand():
+    tokenizer = TOKENIZERS["bytes"]
+    asked = lambda fmt, template: tokenizer.decode(
+        several_prompt(tokenizer, fmt, template, "3+5", ["3+5:8;=8", "=A"])[2:-2])
+    assert [asked(COMPACT, template) for template in TEMPLATES] == [
+        "3+5|3+5:8;=8|=?|A", "3+5|3+5:8;=8|=?|WA", "3+5|3+5:8;=8|=?|AS", "3+5|3+5:8;=8|=?|S"]
+    for template in TEMPLATES:
+        assert asked(PAPER, template).startswith("Problem: 3+5\n\nSolution A: 3+5:8;=8\n\nSolution B: =A\n\n")
+
+
+@EVERY_TOKENIZER
+@EVERY_FORMAT
+@SETTINGS
+@given(data=st.data())
+def test_quoted_solutions_forge_no_mark_and_no_token_of_a_prompt(tokenizer, fmt, data):
+    template, texts = data.draw(st.sampled_from(TEMPLATES)), [data.draw(mark_soup(fmt)) for _ in range(3)]
+    ids = several_prompt(tokenizer, fmt, template, texts[0], texts[1:])
+    empty = tokenizer.decode(several_prompt(tokenizer, fmt, template, "", ["", ""])[2:-2])
+    first_special = tokenizer.vocab_size - len(SPECIAL_TOKENS)
+    assert [i for i in ids if i >= first_special] == [
+        tokenizer.special(f"<|{name}|>") for name in ("bos", "user_start", "user_end", "assistant_start")]
+    for mark in fmt.reserved:
+        assert tokenizer.decode(ids[2:-2]).count(mark) == empty.count(mark), mark
+
+
+def final(said: str) -> str:
+    return f"<step_verification></step_verification><final_verification>{said}</final_verification>"
+
+
+@pytest.mark.parametrize("fmt, text, plain, graded", [
+    (COMPACT, "3+5:8T;=A", 1, None), (COMPACT, "=B", -1, None), (COMPACT, "=B3", None, -3),
+    (COMPACT, " = A1 \n", None, 1), (COMPACT, "=A=B", -1, None),            # said twice: the last counts
+    (COMPACT, "=A0", None, None), (COMPACT, "=A4", None, None), (COMPACT, "=A22", None, None),
+    (COMPACT, "", None, None), (COMPACT, "A", None, None), (COMPACT, "A;B;", None, None), (COMPACT, "=", None, None),
+    (COMPACT, "=AB", None, None), (COMPACT, "=a", None, None), (COMPACT, "=A;", None, None),
+    (COMPACT, "=A\u00b2", None, None), (COMPACT, "=A\u0662", None, None),    # other digits are none
+    (PAPER, final("[[A]]"), 1, None), (PAPER, f"so\n{final(' [[B]] ')}\n", -1, None),
+    (PAPER, final("[[B]]2"), None, -2), (COMPACT, "=T", None, None),
+    (PAPER, final("A"), None, None), (PAPER, "[[A]]", None, None), (PAPER, final("[[A]] or [[B]]"), None, None),
+    (PAPER, final("[[A]]") + "[[B]]", None, None), (PAPER, final("[[A]]").removesuffix("</final_verification>"), None,
+                                                    None),
+    (PAPER, final("[[A]]") + final("[[B]]"), -1, None), (PAPER, final("\\boxed{CORRECT}"), None, None),
+])
+def test_what_a_choice_says(fmt, text, plain, graded):
+    assert (parse_choice(fmt, text), parse_choice(fmt, text, graded=True)) == (plain, graded)
+    assert parse_choice(fmt, text, stopped=False) is None
+
+
+@pytest.mark.parametrize("fmt, text, num, scores", [
+    (COMPACT, "+;A;3+5:8T;=10,3", 2, [10, 3]), (COMPACT, "= 0 , 10", 2, [0, 10]), (COMPACT, "=7,7,7", 3, [7, 7, 7]),
+    (COMPACT, "=10,3", 3, None), (COMPACT, "=10,3,1", 2, None), (COMPACT, "=10,", 2, None), (COMPACT, "=,3", 2, None),
+    (COMPACT, "=11,3", 2, None), (COMPACT, "=-1,3", 2, None), (COMPACT, "=1.5,3", 2, None), (COMPACT, "10,3", 2, None),
+    (COMPACT, "=\u0662,3", 2, None), (COMPACT, "=1 0,3", 2, None), (COMPACT, "=100,3", 2, None), (COMPACT, "", 2, None),
+    (COMPACT, "=1", 1, [1]), (COMPACT, "=0", 1, [0]), (COMPACT, "=2", 1, None), (COMPACT, "=", 1, None),
+    (COMPACT, "=A", 1, None), (COMPACT, "=10,3=4,5", 2, [4, 5]),
+    (PAPER, final("\\boxed{10,3}"), 2, [10, 3]), (PAPER, final(" \\boxed{ 10, 3 } "), 2, [10, 3]),
+    (PAPER, final("10,3"), 2, None), (PAPER, final("\\boxed{10,3"), 2, None), (PAPER, "\\boxed{10,3}", 2, None),
+    (PAPER, final("\\boxed{10,3}}"), 2, None), (PAPER, final("\\boxed{10,3}") + ".", 2, None),
+])
+def test_what_scores_say(fmt, text, num, scores):
+    assert parse_scores(fmt, text, num) == scores
+    assert parse_scores(fmt, text, num, stopped=False) is None
+
+
+@EVERY_FORMAT
+@SETTINGS
+@given(data=st.data())
+def test_reading_judgments_of_several_is_total(fmt, data):
+    text, num = data.draw(mark_soup(fmt)), data.draw(st.integers(1, 3))
+    assert parse_choice(fmt, text) in (1, -1, None)
+    assert parse_choice(fmt, text, graded=True) in (1, 2, 3, -1, -2, -3, None)
+    scores = parse_scores(fmt, text, num)
+    assert scores is None or len(scores) == num and all(0 <= score <= 10 for score in scores)
+
+
+@EVERY_FORMAT
+@SETTINGS
+@given(data=st.data())
+def test_rendered_judgments_are_read_back(fmt, data):
+    analyses, choice = data.draw(st.lists(PLAIN, max_size=4)), data.draw(st.sampled_from([1, 2, 3, -1, -2, -3]))
+    assert parse_choice(fmt, fmt.render_judgment(analyses, choice_text(fmt, choice, True)), graded=True) == choice
+    assert parse_choice(fmt, fmt.render_judgment(analyses, choice_text(fmt, choice))) == (1 if choice > 0 else -1)
+    scores = data.draw(st.lists(st.integers(0, 10), min_size=2, max_size=4))
+    assert parse_scores(fmt, fmt.render_judgment(analyses, fmt.render_scores(scores)), len(scores)) == scores

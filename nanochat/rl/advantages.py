@@ -188,3 +188,15 @@ def whiten(advantages: torch.Tensor, mask: torch.Tensor, reduce: Callable = alon
     wide = advantages.to(torch.float32 if advantages.device.type == "mps" else torch.float64)  # MPS has no float64
     one_group = torch.zeros(len(advantages), dtype=torch.int64, device=advantages.device)
     return normalised(wide, mask.bool(), one_group, 1, PRESETS["reinforce++"], reduce).to(advantages.dtype)
+
+
+def difference_advantages(differences: torch.Tensor, eps: float = EPSILON) -> torch.Tensor:
+    """Advantages (G,) of a group from how much better each is judged than each other: Think-RM (arXiv 2505.16265).
+
+    A_i = (sum_j d_ij / G) / sqrt(sum_jk d_jk^2 / (2 G (G - 1)) + eps). With d_ij = r_i - r_j that is GRPO's
+    (r_i - mean) / std, the standard deviation unbiased. A group of one, or without differences, gets 0. differences
+    (G, G), the i-th row those of i, fp32 or wider.
+    """
+    G = len(differences)
+    variance = (differences ** 2).sum() / max(1, 2 * G * (G - 1))
+    return differences.mean(dim=1) / (variance + eps).sqrt()

@@ -1,9 +1,10 @@
 """
 The text formats of a solution and of a verification, as data.
 
-A solution is a list of reasoning steps and an answer; a verification is one judgment per step and a final one. `PAPER`
-uses the tags of RL Tango (section 3); `COMPACT` spends one character per mark, for tiny models with short contexts.
-Marks are ordinary text, never special tokens.
+A solution is a list of reasoning steps and an answer; a verification is one judgment per step and a final one. Where
+several solutions are judged together, the final judgment is a choice or a list of scores. `PAPER` uses the tags of RL
+Tango (section 3); `COMPACT` spends one character per mark, for tiny models with short contexts. Marks are ordinary
+text, never special tokens.
 """
 import re
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class Format:
     generator_prompt: str      # template with {problem}
     verifier_prompt: str       # template with {problem}, {solution} and {num_steps}
     refine_prompt: str         # template with {problem}, {solution} and {critique}: a second attempt
+    # several solutions judged together
+    choices: tuple[str, str]   # a final judgment that solution A, or B, is the better one
+    scores_open: str           # around the scores in a final judgment
+    scores_close: str
+    listed: str                # template with {name} and {solution}: one of several in a prompt, named A, B, ...
+    pair_prompt: str           # templates with {problem} and {solutions}: which of two is better
+    solve_pair_prompt: str     # the same, behind a solution of one's own
+    graded_prompt: str         # which of two is better, and by how much
+    scores_prompt: str         # a score of each
 
     def render_solution(self, steps: list[str], answer: str) -> str:
         """The text of a solution with these step bodies and this answer."""
@@ -38,9 +48,16 @@ class Format:
     def render_verification(self, analyses: list[str], verdicts: list[bool], verdict: bool) -> str:
         """The text of a verification: per step its analysis and verdict, then the final verdict."""
         mark = {True: self.correct, False: self.incorrect}
-        body = "".join(self.step_open + a + mark[v] + self.step_close for a, v in zip(analyses, verdicts, strict=True))
-        return (self.verification_open + body + self.verification_close
-                + self.final_open + mark[verdict] + self.final_close)
+        return self.render_judgment([a + mark[v] for a, v in zip(analyses, verdicts, strict=True)], mark[verdict])
+
+    def render_judgment(self, analyses: list[str], final: str) -> str:
+        """The text of a verification with these step bodies and this final judgment."""
+        body = "".join(self.step_open + a + self.step_close for a in analyses)
+        return (self.verification_open + body + self.verification_close + self.final_open + final + self.final_close)
+
+    def render_scores(self, scores: list[int]) -> str:
+        """Scores as a final judgment: "10,3"."""
+        return self.scores_open + ",".join(map(str, scores)) + self.scores_close
 
     def step_spans(self, solution: str) -> list[tuple[int, int]]:
         """Character spans [start, end) of the reasoning steps, marks included, in order. Total: any text gives a list.
@@ -61,6 +78,11 @@ class Format:
             at = close + len(self.step_close)
             spans.append((start, at))
         return spans
+
+    def judgment_steps(self, text: str) -> list[str]:
+        """The step bodies of a verification, verdicts included. COMPACT: "3+5:8T;8*2:5F;=F" -> ["3+5:8T", "8*2:5F"]."""
+        body = text[: text.rfind(self.final_open)] if self.final_open in text else text
+        return [self.step_body(body[start:end]) for start, end in self.closed_steps(body, self.verification_open)]
 
     def step_body(self, step: str) -> str:
         """A step's text without its marks."""
@@ -93,7 +115,7 @@ PAPER = Format(
     final_open="<final_verification>", final_close="</final_verification>",
     correct="\\boxed{CORRECT}", incorrect="\\boxed{INCORRECT}",
     reserved=("<step_verification>", "</step_verification>", "<final_verification>", "</final_verification>",
-              "\\boxed{CORRECT}", "\\boxed{INCORRECT}"),
+              "\\boxed{CORRECT}", "\\boxed{INCORRECT}", "[[A]]", "[[B]]"),
     generator_prompt="{problem}\n\nSolve this step by step, in this form: "
                      "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
     verifier_prompt="Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse each, "
@@ -103,13 +125,33 @@ PAPER = Format(
     refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem "
                   "again, step by step, in this form: "
                   "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
+    choices=("[[A]]", "[[B]]"), scores_open="\\boxed{", scores_close="}",
+    listed="Solution {name}: {solution}\n\n",
+    pair_prompt="Problem: {problem}\n\n{solutions}Which solution is better? Analyse the steps of both, then choose, in "
+                "this form: <step_verification><step>...</step>...</step_verification>"
+                "<final_verification>[[A]] or [[B]]</final_verification>",
+    solve_pair_prompt="Problem: {problem}\n\n{solutions}Which solution is better? First solve the problem yourself, "
+                      "compare both with what you found, then choose, in this form: "
+                      "<step_verification><step>...</step>...</step_verification>"
+                      "<final_verification>[[A]] or [[B]]</final_verification>",
+    graded_prompt="Problem: {problem}\n\n{solutions}Which solution is better, and is it slightly (1), clearly (2) or "
+                  "much (3) better? Analyse the steps of both, then choose, in this form: "
+                  "<step_verification><step>...</step>...</step_verification>"
+                  "<final_verification>[[A]]2</final_verification>",
+    scores_prompt="Problem: {problem}\n\n{solutions}Name the principles to judge by, criticise each solution by them, "
+                  "then score each from 0 to 10, or a single one 1 if it is right and 0 if not, in this form: "
+                  "<step_verification><step>...</step>...</step_verification>"
+                  "<final_verification>\\boxed{{...,...}}</final_verification>",
 )
 
 COMPACT = Format(
     name="compact",
     think_open="", step_open="", step_close=";", think_close="", answer_open="=", answer_close="",
     verification_open="", verification_close="", final_open="=", final_close="",
-    correct="T", incorrect="F", reserved=("T", "F", "|"),
+    correct="T", incorrect="F", reserved=("T", "F", "A", "B", "|"),
     generator_prompt="{problem}", verifier_prompt="{problem}|{solution}|{num_steps}",
     refine_prompt="{solution}|{critique}|{problem}",  # the problem last, as a first attempt has it
+    choices=("A", "B"), scores_open="", scores_close="", listed="|{solution}",
+    pair_prompt="{problem}{solutions}|A", solve_pair_prompt="{problem}{solutions}|WA",
+    graded_prompt="{problem}{solutions}|AS", scores_prompt="{problem}{solutions}|S",
 )

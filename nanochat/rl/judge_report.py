@@ -22,8 +22,7 @@ def rationales_of(task, problem, solution: str, verification) -> list[bool | Non
 
 def analyses_of(fmt, text: str) -> list[str]:
     """What a verification says of each step before its verdict. COMPACT: "3+5:8T;8*2:5F;=F" -> ["3+5:8", "8*2:5"]."""
-    body = text[: text.rfind(fmt.final_open)] if fmt.final_open in text else text
-    bodies = [fmt.step_body(body[start:end]) for start, end in fmt.closed_steps(body, fmt.verification_open)]
+    bodies = fmt.judgment_steps(text)
     cut_at = [max(body.rfind(fmt.correct), body.rfind(fmt.incorrect)) for body in bodies]
     return [body[:at] if at >= 0 else body for body, at in zip(bodies, cut_at, strict=True)]
 

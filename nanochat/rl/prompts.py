@@ -1,11 +1,13 @@
 """
 What each role reads and writes: prompts, reasoning steps with their token positions, verdicts.
 """
+import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from string import ascii_uppercase
 
 from nanochat.common import BadInput
 from tasks.common import Problem
@@ -90,6 +92,15 @@ def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
     text = fmt.verifier_prompt.format(problem=fmt.quote(problem), solution=quoted,
                                       num_steps=len(fmt.step_spans(solution)))
     return tokenizer.render_prompt(text)
+
+
+def several_prompt(tokenizer, fmt, template: str, problem: str, solutions: list[str]) -> list[int]:
+    """Token ids of the verifier's prompt for several solutions together. template: a field of the format, such as
+    "pair_prompt". The marks of a judgment cannot stand in what is quoted."""
+    names = ascii_uppercase[: len(solutions)]
+    listed = "".join(fmt.listed.format(name=name, solution=fmt.quote(solution))
+                     for name, solution in zip(names, solutions, strict=True))
+    return tokenizer.render_prompt(getattr(fmt, template).format(problem=fmt.quote(problem), solutions=listed))
 
 
 def longest_problem(tokenizer, problems: list[str]) -> str:
@@ -188,6 +199,50 @@ def parse_verification(fmt, text: str, num_steps: int, stopped: bool = True) -> 
     unmet = (not tags_there, None in step_verdicts, len(step_verdicts) != num_steps, verdict is None)
     return Verification(step_verdicts, verdict,
                         tuple(name for name, failed in zip(UNMET, unmet, strict=True) if failed), text)
+
+
+# Judgments of several solutions
+
+STRENGTHS = (1, 2, 3)  # of a graded choice
+TOP_SCORE = 10
+
+
+def final_judgment(fmt, text: str, stopped: bool) -> str | None:
+    """What stands between the last mark of a final judgment and the end of the text; None where the text or the
+    judgment has no end."""
+    at = text.rfind(fmt.final_open)
+    tail = text[at + len(fmt.final_open):].strip() if at >= 0 else None
+    if tail is None or not stopped or not tail.endswith(fmt.final_close):
+        return None
+    return tail[: len(tail) - len(fmt.final_close)].strip()
+
+
+def choice_text(fmt, choice: int, graded: bool = False) -> str:
+    """A choice as text: COMPACT: 1 -> "A", -1 -> "B"; graded, -3 -> "B3"."""
+    return fmt.choices[choice < 0] + (str(abs(choice)) if graded else "")
+
+
+def parse_choice(fmt, text: str, stopped: bool = True, graded: bool = False) -> int | None:
+    """Which of two solutions a verification finally prefers: above 0 for A, below 0 for B, its size the strength where
+    it is graded and else 1. Total: any text gives a choice or None.
+
+    The final judgment must be the choice and nothing else. COMPACT: "3+5:8;=A" -> 1; graded, "=B3" -> -3, "=B" -> None.
+    """
+    sizes = STRENGTHS if graded else (1,)
+    readable = {choice_text(fmt, sign * size, graded): sign * size for sign in (1, -1) for size in sizes}
+    return readable.get(final_judgment(fmt, text, stopped))
+
+
+def parse_scores(fmt, text: str, num: int, stopped: bool = True) -> list[int] | None:
+    """The scores of `num` solutions that a verification ends with. Total: any text gives scores or None, which it does
+    unless they are exactly `num` whole numbers from 0 to TOP_SCORE, of a single solution to 1. COMPACT: "...;=10,3" ->
+    [10, 3]."""
+    said = final_judgment(fmt, text, stopped) or ""
+    found = re.fullmatch(f"{re.escape(fmt.scores_open)}([0-9 ,]*){re.escape(fmt.scores_close)}", said)
+    parts = [part.strip() for part in found[1].split(",")] if found else []
+    scores = [int(part) for part in parts if re.fullmatch("[0-9]{1,2}", part)]
+    readable = len(scores) == len(parts) == num and all(score <= (TOP_SCORE if num > 1 else 1) for score in scores)
+    return scores if readable else None
 
 
 def _last_verdict(fmt, text: str) -> bool | None:

@@ -1,0 +1,216 @@
+"""
+Solutions that are judged together: which ones, in what order, what a judge of them earns and how good it is; and what
+its judgments are worth to the solutions.
+
+A lineup is n solutions of one problem, of which one is right and the others are wrong. The right one stands in every
+place equally often. Pairs are lineups of two. A choice is above 0 for the first solution of a pair, A, below 0 for B,
+None where it cannot be read.
+"""
+import random
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from nanochat.rl.advantages import PRESETS, source_advantages
+from nanochat.rl.evals import SPLITS, log_rewards
+from nanochat.rl.forms import empty_form_prompt, form_prompt
+from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.progress import warn_once
+from nanochat.rl.prompts import Prompt, numbered, parse_choice, parse_scores, read_solution
+from nanochat.rl.rewards import terminal_rewards
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.scores import share_of
+from tasks.common import Problem
+
+
+class Lineup(NamedTuple):
+    """Solutions of a problem in the order in which they are shown; right: the place of the right one. A lineup of one
+    may hold a wrong one: right is then -1."""
+    problem: Problem
+    texts: list[str]
+    right: int
+
+
+# Who stands together
+
+def one_right(outcomes: list[bool | None], num: int) -> list[int] | None:
+    """The places of the first right entry and of the first num - 1 wrong ones, None where there are not as many. With
+    num 1 the first entry that has an outcome."""
+    places = {kind: [i for i, outcome in enumerate(outcomes) if outcome is kind] for kind in (True, False)}
+    if num == 1:
+        return sorted(places[True] + places[False])[:1] or None
+    chosen = places[True][:1] + places[False][: num - 1]
+    return chosen if places[True] and len(chosen) == num else None
+
+
+def lined_up(solutions: list[str], place: int) -> list[str]:
+    """The solutions with the first of them moved to a place: (a b c, 1) -> b a c."""
+    first, *others = solutions
+    return [*others[:place], first, *others[place:]]
+
+
+def balanced_places(num: int, num_places: int, rng: random.Random | None) -> list[int]:
+    """Places for `num` lineups, each equally often up to one, in random order; in turn without a generator."""
+    places = [i % num_places for i in range(num)]
+    return places if rng is None else rng.sample(places, num)
+
+
+def lineups(t: Play, solutions: Rollouts, num: int, rng: random.Random | None) -> list[Lineup]:
+    """At most one lineup of each group of solutions, over all ranks, in the order of their problems: the same however
+    many ranks there are. solutions: of problems that were dealt out over ranks."""
+    outcomes, problems, rows, size = t.check(solutions), solutions.problems(), [], t.args.num_solutions
+    for start in range(0, len(solutions), size):
+        chosen = one_right(outcomes[start: start + size], num)
+        rows.append(chosen and [problems[start].split, problems[start].index, outcomes[start + chosen[0]],
+                                [solutions.texts[start + i] for i in chosen]])
+    rows = [row for row in t.gather(rows) if row]
+    places = balanced_places(len(rows), num, rng)
+    return [Lineup(t.task.problem(split, index), lined_up(texts, place), place if is_right else -1)
+            for (split, index, is_right, texts), place in zip(rows, places, strict=True)]
+
+
+def lineup_prompts(t: Play, form: str, shown: list[Lineup]) -> list[Prompt]:
+    """The verifier's prompts, one for each lineup. Logs show the first solution as the one that is quoted."""
+    prompts = []
+    for line in shown:
+        ids = form_prompt(t.tokenizer, t.task.fmt, form, line.problem.prompt, line.texts)
+        first = read_solution(t.tokenizer, t.task.fmt, t.tokenizer.encode(line.texts[0]))
+        prompts.append(Prompt(ids, line.problem, solution=first))
+    return numbered(prompts)
+
+
+# A step of a judge
+
+def add_judge_args(group, max_new_tokens: int) -> None:
+    group.add_argument("--num-solutions", type=int, default=4,
+                       help="that the generator samples of each problem; those judged together are chosen from them")
+    group.add_argument("--verifier-max-new-tokens", type=int, default=max_new_tokens)
+
+
+JUDGE_LEAST = {"num_solutions": 1, "verifier_max_new_tokens": 1}
+
+
+def judge_calls(args, form: str, num: int) -> list[Call]:
+    """What a step samples: solutions, and a group of verifications of one lineup of each problem."""
+    P = args.examples_per_step
+    return [Call("generator", "judged", P, args.num_solutions, args.max_new_tokens, args.num_steps),
+            Call("verifier", "verifier", P, args.num_samples, args.verifier_max_new_tokens, args.num_steps,
+                 trained=True, wrap=partial(empty_form_prompt, form=form, num=num), quoted=num * args.max_new_tokens)]
+
+
+def judge(t: Play, form: str, num: int) -> tuple[Rollouts, list[Lineup]]:
+    """This step's lineups of `num`, and a group of verifications of each: this rank's share. -> the verifications and
+    the lineup of each"""
+    solutions = t.solve("generator", t.problems(), t.args.num_solutions, "judged")
+    shown = lineups(t, solutions, num, random.Random(f"{t.args.seed}-{t.step}-places"))
+    t.log("verifier", {"num_lineups": len(shown)})
+    mine = shown[t.run.rank:: t.run.world]
+    rollouts = t.sample("verifier", lineup_prompts(t, form, mine), t.args.num_samples, "verifier")
+    of_each = [mine[g] for g in rollouts.group_id.tolist()]
+    rollouts.columns = {"turns": [[[f"solution {n}", text] for n, text in enumerate(line.texts, 1)]
+                                  for line in of_each], "right": [line.right for line in of_each]}
+    return rollouts, of_each
+
+
+def read_choices(t: Play, rollouts: Rollouts, graded: bool = False) -> list[int | None]:
+    """The choice that each verification ends with."""
+    return [parse_choice(t.task.fmt, text, stopped, graded)
+            for text, stopped in zip(rollouts.texts, rollouts.stopped.tolist(), strict=True)]
+
+
+def read_scores(t: Play, rollouts: Rollouts, num: int) -> list[list[int] | None]:
+    """The scores that each verification ends with."""
+    return [parse_scores(t.task.fmt, text, num, stopped)
+            for text, stopped in zip(rollouts.texts, rollouts.stopped.tolist(), strict=True)]
+
+
+def chose_right(choice: int | None, right: int) -> bool:
+    """Whether a choice is readable and for the solution in place `right` of a pair."""
+    return choice is not None and (choice > 0) == (right == 0)
+
+
+def learn_to_judge(t: Play, rollouts: Rollouts, rewards: list[float]):
+    """The update of the verifier by --advantage on these rewards; none where no rank has a lineup."""
+    log_rewards(t, "verifier", rollouts, rewards)
+    if not int(t.reduce(torch.tensor(len(rollouts), device=t.device))):
+        return
+    advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id,
+                                   rollouts.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)  # (N, T)
+    yield Update("verifier", [(rollouts, advantages)])
+
+
+# Held out
+
+def held_out_lineups(t: Play, num: int, split: str) -> list[Lineup]:
+    """The lineups of a test split, over all ranks. They are drawn once, as the generator does not learn, and kept."""
+    kept = t.memory.setdefault("held_out", {})
+    if split not in kept:
+        solutions = t.solve("generator", t.problems(t.args.eval_examples, split), t.args.num_solutions, "fixed")
+        kept[split] = [[line.problem.index, line.texts, line.right] for line in lineups(t, solutions, num, None)]
+    return [Lineup(t.task.problem(split, index), texts, right) for index, texts, right in kept[split]]
+
+
+def warn_of_form(t: Play, form: str, parse_fail: float | None) -> None:
+    """Says, once, that most held-out verifications cannot be read, and the likely cause."""
+    if parse_fail is not None and parse_fail > 0.5:
+        warn_once(t, f"most verifications of held-out solutions cannot be read: was the verifier taught this form "
+                     f"(chat_sft --verifier-form {form})?")
+
+
+PAIR_TABLE = {
+    "ver/pair_acc_in": "pairs judged rightly, both orders",
+    "ver/pair_acc_out": "the same, out of distribution (longer)",
+    "ver/swap_consistent_in": "pairs of which both orders give the same solution",
+    "ver/first_chosen_in": "choices of the solution that is shown first",
+    "ver/parse_fail_in": "verifications without a choice",
+}
+
+
+def scores_of_pairs(t: Play, form: str, graded: bool = False) -> dict:
+    """`pair_scores` of greedy choices on held-out pairs, <score>_in and <score>_out: each pair in both orders."""
+    found = {}
+    for split, name in SPLITS.items():
+        mine = held_out_lineups(t, 2, split)[t.run.rank:: t.run.world]
+        both = mine + [Lineup(line.problem, line.texts[::-1], 1 - line.right) for line in mine]
+        rollouts = t.sample("verifier", lineup_prompts(t, form, both), 1, "eval", greedy=True)
+        choices = read_choices(t, rollouts, graded)
+        rows = t.gather([[line.right, choices[i], choices[len(mine) + i]] for i, line in enumerate(mine)])
+        scores = pair_scores(rows)
+        warn_of_form(t, form, scores["parse_fail"])
+        found |= {f"ver/{key}_{name}": value for key, value in scores.items()}
+    return found
+
+
+def pair_scores(rows: list[list]) -> dict:
+    """Scores of a judge of pairs. rows: the place of the right solution, the choice, the choice in the other order. An
+    unreadable choice is wrong, and consistent with none. None without pairs."""
+    choices = [choice for _, *both in rows for choice in both]
+    return {"pair_acc": share_of([chose_right(choice, place) for right, one, two in rows
+                                  for choice, place in ((one, right), (two, 1 - right))]),
+            "swap_consistent": share_of([None not in (one, two) and (one > 0) != (two > 0) for _, one, two in rows]),
+            "first_chosen": share_of([choice > 0 for choice in choices if choice is not None]),
+            "parse_fail": share_of([choice is None for choice in choices]),
+            "num_pairs": len(rows)}
+
+
+# What the judgments of a group are worth to its solutions
+
+def win_rates(duels: list[tuple[int, int, int | None]], num: int) -> list[float | None]:
+    """Of each of `num` solutions the share of its readable duels that it won; None without one. duels: the places of
+    the two solutions and the choice between them."""
+    won: list[list[bool]] = [[] for _ in range(num)]
+    for first, second, choice in duels:
+        if choice is not None:
+            won[first].append(choice > 0)
+            won[second].append(choice < 0)
+    return [sum(hits) / len(hits) if hits else None for hits in won]
+
+
+def mean_scores(votes: list[list[int] | None], num: int) -> list[float | None]:
+    """Each of `num` solutions' mean score over the readable votes; None where there is none."""
+    read = [scores for scores in votes if scores is not None]
+    return [sum(column) / len(read) for column in zip(*read, strict=True)] if read else [None] * num
+
+
+GENERATOR_REWARDS = {"pairs": win_rates, "scores": mean_scores}  # a group's judgments -> a reward for each solution

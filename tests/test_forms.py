@@ -1,0 +1,173 @@
+"""
+The forms of a verification: what demonstrations of them say, and which solutions stand in them.
+
+    python -m pytest tests/test_forms.py -q
+"""
+import random
+from types import SimpleNamespace
+
+import pytest
+from conftest import TASK_FLAGS, parse
+
+from nanochat.common import BadInput
+from nanochat.rl.forms import FORMS, believed_score, check_form, form_prompt, judged_together, preferred, strength
+from nanochat.rl.prompts import Verification, parse_choice, parse_scores
+from scripts import chat_sft
+from tasks import make_task
+from tasks.chain import Chain
+from tasks.common import Problem
+
+PROBLEM = Problem("sft", 0, "1+1*2", "1")  # from left to right modulo 3: 1+1 = 2, 2*2 = 1
+RIGHT, WRONG, WORSE = "1+1:2;2*2:1;=1", "1+1:2;2*2:0;=0", "1+1:0;0*2:2;=2"
+SOUND = ["--chain-answer", "final", "--chain-verifier-share", "0"]
+
+
+def task_of(*flags: str):
+    return make_task(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
+
+
+def demo(form: str, *solutions: str, seed: int = 0, flags=SOUND) -> str:
+    return FORMS[form].demo(task_of(*flags), PROBLEM, list(solutions), random.Random(seed))
+
+
+@pytest.mark.parametrize("form, solutions, text", [
+    ("steps", [WRONG], "1+1:2T;2*2:1F;=F"),
+    ("pair", [RIGHT, WRONG], "A;1+1:2T;2*2:1T;B;1+1:2T;2*2:1F;=A"),
+    ("graded", [WORSE, RIGHT], "A;1+1:2F;0*2:0F;B;1+1:2T;2*2:1T;=B2"),
+    ("graded", [RIGHT, WRONG], "A;1+1:2T;2*2:1T;B;1+1:2T;2*2:1F;=A1"),
+    ("solve_pair", [WRONG, RIGHT], "1+1:2;2*2:1;2*2:0F;1T;=B"),
+    ("solve_pair", [WRONG, WORSE], "1+1:2;2*2:1;2*2:0F;1+1:0F;=A"),       # neither: the one that departs later
+    ("solve_pair", ["1+1:0;0*2:1;=1", WRONG], "1+1:2;2*2:1;1T;2*2:0F;=A"),  # the same answer by luck
+    ("scores", [WRONG, RIGHT], "+*;A;1+1:2T;2*2:1F;B;1+1:2T;2*2:1T;=4,10"),  # 9 * 1 / 2
+    ("scores", [WORSE, WRONG, RIGHT], "+*;A;1+1:2F;0*2:0F;B;1+1:2T;2*2:1F;C;1+1:2T;2*2:1T;=0,4,10"),
+    ("scores", [RIGHT], "+*;A;1+1:2T;2*2:1T;=1"), ("scores", [WRONG], "+*;A;1+1:2T;2*2:1F;=0"),
+])
+def test_demonstrations_by_hand(form, solutions, text):
+    assert demo(form, *solutions) == text
+
+
+def test_what_the_verifier_believes_wrongly_decides_its_choice():
+    """It takes 2*2 for 0: the wrong solution is the one that it finds."""
+    task = task_of(*SOUND)
+    task.verifier_misconceptions, task.verifier_wrongness = {(2, "*", 2): 0}, 1.0
+    said = {form: FORMS[form].demo(task, PROBLEM, [RIGHT, WRONG], random.Random(0)) for form in FORMS}
+    assert said["solve_pair"] == "1+1:2;2*2:0;2*2:1F;0T;=B"
+    assert said["pair"].endswith("=B") and said["graded"].endswith("=B1") and said["scores"].endswith("=4,10")
+
+
+@pytest.mark.parametrize("form", ["pair", "solve_pair"])
+def test_a_choice_between_solutions_that_look_alike_is_left_to_chance(form):
+    choices = {demo(form, RIGHT, RIGHT, seed=seed)[-1] for seed in range(20)}
+    assert choices == {"A", "B"}
+
+
+def test_a_solution_without_an_answer_agrees_with_nothing_and_forges_nothing():
+    assert demo("solve_pair", "1+1:2;", RIGHT) == "1+1:2;2*2:1;F;1T;=B"
+    assert demo("solve_pair", "=T", RIGHT) == "1+1:2;2*2:1;?F;1T;=B"
+    assert demo("solve_pair", "1+1:T;=A", RIGHT) == "1+1:2;2*2:1;1+1:?F;1T;=B"
+
+
+def test_every_form_ends_with_what_its_parser_reads():
+    task = task_of()
+    for index in range(40):
+        problem, rng = task.problem("sft", index), random.Random(index)
+        solutions = judged_together(task, problem, task.corrupted_solution(problem, rng), 2, rng)
+        said = {form: FORMS[form].demo(task, problem, solutions, rng) for form in FORMS if form != "steps"}
+        assert parse_choice(task.fmt, said["pair"]) and parse_choice(task.fmt, said["solve_pair"])
+        assert parse_choice(task.fmt, said["graded"], graded=True) and parse_scores(task.fmt, said["scores"], 2)
+
+
+# By hand
+
+@pytest.mark.parametrize("better, worse, expected", [(0, 0, 1), (0, 1, 1), (0, 2, 2), (1, 4, 3), (0, 9, 3), (2, 0, 1)])
+def test_a_strength_is_the_difference_of_wrong_steps_from_1_to_3(better, worse, expected):
+    assert strength(better, worse) == expected
+
+
+def verification(steps: str, verdict: bool | None) -> Verification:
+    return Verification([mark == "T" for mark in steps], verdict, ())
+
+
+@pytest.mark.parametrize("first, second, expected", [
+    (("TTT", True), ("TFF", False), 2), (("TFF", False), ("TTT", True), -2),
+    (("TTF", False), ("FFF", False), 2),   # neither is right: fewer wrong steps
+    (("TFF", True), ("TTT", False), 1),    # the final verdict goes first, and the least strength is 1
+    (("FFFF", False), ("TTTT", None), -3)])
+def test_the_preferred_one_by_verdicts_then_by_steps(first, second, expected):
+    assert preferred(verification(*first), verification(*second), random.Random(0)) == expected
+
+
+@pytest.mark.parametrize("steps, verdict, num, score", [
+    ("TTTT", True, 2, 10), ("TTTT", False, 2, 9), ("TTTF", False, 2, 6), ("FF", False, 2, 0), ("", None, 2, 0),
+    ("TT", True, 1, 1), ("TT", False, 1, 0), ("TT", None, 1, 0)])
+def test_a_believed_score(steps, verdict, num, score):
+    assert believed_score(verification(steps, verdict), num) == score
+
+
+# Which solutions
+
+def test_of_solutions_judged_together_one_is_right_if_it_can_be_had():
+    task = task_of(*SOUND)
+    for given in (RIGHT, WRONG):
+        places = set()
+        for seed in range(60):
+            solutions = judged_together(task, PROBLEM, given, 3, random.Random(seed))
+            outcomes = [task.check(PROBLEM, solution) for solution in solutions]
+            assert given in solutions and outcomes.count(True) == 1
+            places.add(outcomes.index(True))
+        assert places == {0, 1, 2}
+
+
+def test_where_no_other_outcome_is_drawn_the_given_one_stands_twice():
+    stubborn = SimpleNamespace(name="mine", check=lambda problem, text: True, corrupted_solution=lambda p, rng: "x")
+    assert judged_together(stubborn, PROBLEM, "y", 2, random.Random(0)) == ["y", "y"]
+
+
+def test_a_single_solution_draws_nothing_so_that_demonstrations_of_steps_stay_what_they_were():
+    rng = random.Random(0)
+    assert judged_together(task_of(), PROBLEM, WRONG, 1, rng) == [WRONG]
+    assert rng.random() == random.Random(0).random()
+
+
+# SFT
+
+def demonstration(*flags: str) -> str:
+    args = parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags])
+    tokenizer = chat_sft.load_tokenizer(chat_sft.path_of("tokenizer"))
+    ids, mask = chat_sft.demonstration(args, make_task(args), tokenizer, 3, [], 256)
+    return "".join(tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m == part][2 * (1 - part): -1])
+                   for part in (0, 1))
+
+
+def test_sft_shows_the_form_that_is_asked_for(base):
+    asked = {form: demonstration("--verifier-form", form) for form in FORMS}
+    for form, mark in (("pair", "|A"), ("graded", "|AS"), ("solve_pair", "|WA"), ("scores", "|S")):
+        assert mark in asked[form] and asked[form].count("|") == 3
+    assert asked["steps"] == demonstration() and asked["steps"].count("|") == 2
+    assert demonstration("--verifier-form", "scores", "--num-judged", "3").count("|") == 4
+
+
+@pytest.mark.parametrize("form, num, words", [("pears", 2, "--verifier-form pears: there are steps, pair"),
+                                              ("scores", 0, "--num-judged 0: must be from 1 to 26"),
+                                              ("scores", 27, "--num-judged 27: must be from 1 to 26")])
+def test_forms_that_there_are_not_are_refused(form, num, words):
+    with pytest.raises(BadInput, match=words):
+        check_form(task_of(), form, num)
+
+
+def test_a_task_that_cannot_demonstrate_a_form_is_named():
+    with pytest.raises(BadInput, match="--verifier-form solve_pair: task last_letter has no verifier_solution_demo"):
+        check_form(task_of("--task", "last_letter"), "solve_pair", 2)
+    check_form(task_of("--task", "last_letter"), "pair", 2)
+
+
+def test_other_tasks_show_pairs_too():
+    task = task_of("--task", "last_letter", "--last-letter-verifier-error", "0")
+    problem = Problem("sft", 0, "grape lemon", "en")
+    text = FORMS["pair"].demo(task, problem, ["grape:e;lemon:en;=en", "grape:e;lemon:em;=em"], random.Random(0))
+    assert text == "A;grape:eT;lemon:enT;B;grape:eT;lemon:enF;=A"
+
+
+def test_a_single_solution_is_asked_about_as_before(base):
+    tokenizer = chat_sft.load_tokenizer(chat_sft.path_of("tokenizer"))
+    assert tokenizer.decode(form_prompt(tokenizer, Chain.fmt, "steps", "1+1", ["1+1:2;=2"])[2:-2]) == "1+1|1+1:2;=2|1"
