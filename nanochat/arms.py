@@ -62,10 +62,15 @@ MAIN = ["tango", "grpo", "grpo_2e-4", "fixed_verifier", "fixed_generator", "gold
 ABLATIONS = ["tango", "grpo", "gold_steps", "alpha_0.3", "alpha_1", "ng_1", "alpha_0.1", "ng_5", "no_class_weights",
              "no_balance", "no_replay", "merged_rewards", "rloo", "reinforce_pp", "no_balance_no_weights", "ng_10",
              "alpha_0.05", "small_verifier", "large_verifier", "shared_half", "shared_all"]
+HEADS = ["tango_merged", "grpo", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt", "prompt_own",
+         "prompt_summed"]
+LISTS = {"ablations": ABLATIONS, "heads": HEADS}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl"]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
 GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
 TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
+MERGED = "--recipe tango --step-rewards posterior --verify-distinct --combine rewards"
+ONE_CHECKPOINT = HEADS[2:]  # both roles start from one, of chat_sft --role both
 PRIME = "--recipe prime --lr 2e-4 --prm-lr 3e-5 --process-norm none --accuracy-filter 0.05 0.95"
 ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier has; {third}: of the steps
     **{name: f"--recipe {name}" for name in ("tango", "fixed_verifier", "gold_steps", "outcome_verifier")},
@@ -79,7 +84,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
                         "--verify-distinct",
     "fixed_merged": "--recipe fixed_verifier --step-rewards posterior --verify-distinct --combine rewards",
     "gold_merged": "--recipe gold_steps --combine rewards",
-    "tango_merged": "--recipe tango --step-rewards posterior --verify-distinct --combine rewards",
+    "tango_merged": MERGED,
     "gentle_merged": "--recipe tango --verifier-lr 2e-5 --warmup-steps 10 --step-rewards posterior --verify-distinct "
                      "--combine rewards",
     "alpha_1": "--alpha-start 1 --alpha-end 1",                       # constant
@@ -88,8 +93,16 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "no_balance_no_weights": "--no-verifier-balance --no-class-weights",
     "no_replay": "--verifier-replay 0",
     "merged_rewards": "--combine rewards",
-    "shared_half": "--verifier-shared-layers 2",
-    "shared_all": "--verifier-shared-layers 4",
+    "shared_half": "--verifier-head frozen --verifier-shared-layers 2",
+    "shared_all": "--verifier-head frozen",
+    "own_both": MERGED,  # two models that start from the one checkpoint
+    "frozen_half": f"{MERGED} --verifier-head frozen --verifier-shared-layers 2",
+    "trunk": f"{MERGED} --verifier-head trunk",
+    "trunk_half": f"{MERGED} --verifier-head trunk --verifier-shared-layers 2",
+    "trunk_own": f"{MERGED} --verifier-head trunk --verifier-optimizer own",
+    "prompt": f"{MERGED} --verifier-head prompt",
+    "prompt_own": f"{MERGED} --verifier-head prompt --verifier-optimizer own",
+    "prompt_summed": f"{MERGED} --verifier-head prompt --verifier-updates summed",
     "small_verifier": "",
     "large_verifier": "",
     "rloo": "--advantage rloo",
@@ -225,11 +238,13 @@ def has_arm(e: Experiment, arm: str) -> bool:
 
 def all_arms(e: Experiment) -> list[str]:
     """The arms that are listed; others come with a number or a rate."""
-    return [arm for arm in dict.fromkeys(e.setting.arms or [*MAIN, *ABLATIONS, *OTHERS, *PAYS]) if has_arm(e, arm)]
+    listed = e.setting.arms or [*MAIN, *ABLATIONS, *OTHERS, *PAYS, *HEADS]
+    return [arm for arm in dict.fromkeys(listed) if has_arm(e, arm)]
 
 
 def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
-    """Tag and flags of an SFT. kind: sft (the generator), refine (second attempts), or the arm whose verifier it is."""
+    """Tag and flags of an SFT. kind: sft (the generator), refine (second attempts), both (a generator that learns to
+    verify too), or the arm whose verifier it is."""
     task, generator = TASKS[e.task], f"{e.task}-s{seed}"
     common = f"--seed {seed} --device-type cpu {MODEL} {task.sft}"
     if kind == "sft":
@@ -237,6 +252,10 @@ def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
     if kind == "refine":
         return f"{generator}-refine", (f"--role generator --model-tag {generator}-refine --from-stage sft --from-tag "
                                        f"{generator} {common} {task.problems} {REFINE_SFT}")
+    if kind == "both":  # a step has as many demonstrations of either role as the SFT of that role alone
+        return f"{generator}-both", (f"--role both --model-tag {generator}-both --from-stage sft --from-tag "
+                                     f"{generator} {common} {task.verifier_sft} {task.problems} "
+                                     f"--examples-per-step 48")
     ending, own = VERIFIERS.get(without_kl(kind), ("", ""))
     tag = f"{generator}-ver{ending}{e.setting.ending}"
     return tag, (f"--role verifier --model-tag {generator} --verifier-tag {tag} {common} {task.verifier_sft} "
@@ -246,7 +265,7 @@ def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
 def role_flags(e: Experiment, seed: str, arm: str) -> str:
     """The flags of an arm's roles, which the other arms of its recipe have too."""
     arm = without_kl(arm)
-    task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, arm)[0]}"
+    task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, 'both' if arm in ONE_CHECKPOINT else arm)[0]}"
     if not has_verifier(arm):
         return f"{task.alpha} {EQ7}" if arm in GOLD else ""
     both = f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}"
@@ -260,7 +279,8 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
 def rl_flags(e: Experiment, seed: str, arm: str) -> str:
     """All flags of a run but its name."""
     task, own = TASKS[e.task], e.setting.arms.get(without_kl(arm), "")
-    flags = (f"--model-tag {sft(e, seed, e.start)[0]} {role_flags(e, seed, arm)} --seed {seed} --device-type cpu "
+    start = "both" if without_kl(arm) in ONE_CHECKPOINT else e.start
+    flags = (f"--model-tag {sft(e, seed, start)[0]} {role_flags(e, seed, arm)} --seed {seed} --device-type cpu "
              f"--num-steps {e.steps} {RL} {task.rl} {task.problems} {own} "
              f"{arm_flags(e, arm)}")
     return " ".join(flags.split())
@@ -281,7 +301,7 @@ def experiments_of(args) -> dict[str, list[Experiment]]:
     BadInput for what there is not."""
     dials = [] if args.dial is None else words_of("dial", args.dial)
     args.task = args.task or (DIAL_TASK if dials else "chain")
-    tables = {"task": TASKS, "start": ("sft", "refine"), "list": ("ablations", "flags")}
+    tables = {"task": TASKS, "start": ("sft", "refine"), "list": (*LISTS, "flags")}
     check_choices(args, {name: table for name, table in tables.items() if getattr(args, name) is not None})
     if args.steps is not None and not re.fullmatch("[1-9][0-9]{0,8}", args.steps):
         raise BadInput(f"--steps {args.steps}: must be a number from 1 to 999999999")

@@ -1,13 +1,16 @@
 """
-Supervised fine-tuning of one role on a task's demonstrations, and on conversations: the starting point of RL.
+Supervised fine-tuning of a role on a task's demonstrations, and on conversations: the starting point of RL.
 
 The generator learns to write solutions. The verifier learns to judge corrupted solutions and ones sampled from the SFT
-generator, whose problems come from the sft split. Either starts from random weights or, with --from-stage, from a
-checkpoint. Trained with Muon (matrices) and AdamW (the rest). Example i is a function of the seed, the role and i, so
-that a stopped run goes on exactly, on any number of ranks.
+generator, whose problems come from the sft split. --role both teaches one model both, in equal parts, for
+tango_rl --verifier-head trunk or prompt; the solutions are sampled from the SFT checkpoint that it starts from. Any of
+them starts from random weights or, with --from-stage, from a checkpoint. Trained with Muon (matrices) and AdamW (the
+rest). Example i is a function of the seed, the role and i, so that a stopped run goes on exactly, on any number of
+ranks.
 
     python -m scripts.chat_sft --role generator --model-tag d4
     torchrun --standalone --nproc_per_node=2 scripts/chat_sft.py --role verifier --model-tag d4     # writes d4-ver
+    python -m scripts.chat_sft --role both --model-tag d4-both --from-stage sft --from-tag d4 --examples-per-step 48
     python -m scripts.chat_sft --role generator --model-tag d24 --from-stage base --task gsm8k \\
         --conversations chats.jsonl --conversations-share 0.5 --pack
     torchrun --standalone --nproc_per_node=8 scripts/chat_sft.py --role generator --model-tag qwen-sft \\
@@ -38,7 +41,8 @@ from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.recipes.critique_grpo import CRITIQUES
 from nanochat.rl.prompts import generator_prompt, refine_prompt, verifier_prompt
-from nanochat.rl.roles import check_shared, copy_shared_lambdas, set_recompute, share_layers
+from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
+from nanochat.rl.roles import set_recompute
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import outcomes_of, problems_digest, texts_digest
 from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
@@ -61,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
                              f"{in_words(MAY_CHANGE)}")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
     add_task_args(parser)
-    parser.add_argument("--role", choices=["generator", "verifier"], required=True)
+    parser.add_argument("--role", choices=["generator", "verifier", "both"], required=True)
     parser.add_argument("--model-tag", default="", help="tag of the generator, default d<depth>")
     parser.add_argument("--verifier-tag", default="",
                         help="tag under which the verifier is saved; default: <model-tag>-ver")
@@ -80,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--refine-share", type=float, default=0.0,
                       help="generator: share of the demonstrations that are second attempts; for recipes of two turns")
     data.add_argument("--num-sampled", type=int, default=2048,
-                      help="verifier: solutions sampled from the generator; half of the demonstrations judge one")
+                      help="verifier: solutions sampled from the generator; half of its demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
     training = parser.add_argument_group("training")
     training.add_argument("--num-steps", type=int, default=700)
@@ -137,11 +141,14 @@ def sample_solutions(args, task, tokenizer, generator, run) -> list[tuple]:
 
 
 def demonstration(args, task, tokenizer, index: int, sampled: list, context: int) -> tuple[list[int], list[int]]:
-    """Ids and loss mask of demonstration `index`: a function of the seed, the role and the index. Raises BadInput when
-    it exceeds the context."""
-    rng = random.Random(f"{args.seed}-{args.role}-{index}")
+    """Ids and loss mask of demonstration `index`: a function of the seed, the role and the index. Of both roles by
+    turns, each its own as if it were alone. Raises BadInput when it exceeds the context."""
+    role = args.role
+    if role == "both":
+        role, index = ("generator", "verifier")[index % 2], index // 2
+    rng = random.Random(f"{args.seed}-{role}-{index}")
     problem = task.problem("sft", index)
-    if args.role == "generator":
+    if role == "generator":
         prompt = generator_prompt(tokenizer, task.fmt, problem.prompt)
         completion = demo_of(task, "solution_demo", problem, rng)
         if args.refine_share and rng.random() < args.refine_share:
@@ -182,7 +189,8 @@ class Examples:
         self.row = shuffled(len(self.conversations), args.seed)
         self.names = " ".join(args.conversations)
         # all of a finite task; a verifier's would all be graded
-        num_all = task.num_problems("sft") if args.role == "generator" and hasattr(task, "num_problems") else 0
+        num_all = task.num_problems("sft") if args.role != "verifier" and hasattr(task, "num_problems") else 0
+        num_all *= 1 + (args.role == "both")
         self.num_checked = min(num_all, args.num_steps * args.examples_per_step)
 
     def check(self) -> None:
@@ -266,10 +274,20 @@ def resolve_tags(args) -> str:
     return args.verifier_tag if args.role == "verifier" else args.model_tag
 
 
-def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
+def judged_tag(args) -> tuple[str, int | None] | None:
+    """Tag and step of the SFT generator whose solutions the verifier learns to judge; step None = the last. None where
+    there is none: corrupted solutions alone are judged then."""
+    if args.role == "verifier":
+        return args.model_tag, None
+    if args.role == "both" and args.from_stage == "sft":
+        return args.from_tag or args.model_tag, None if args.from_step < 0 else args.from_step
+    return None
+
+
+def load_generator(args, judged: tuple, tokenizer, model, device, dtype, resumed: bool):
     """The SFT generator whose solutions the verifier learns to judge; makes the verifier share its lowest layers.
     Raises BadInput, also where a resumed verifier's shared layers are not the generator's."""
-    generator, _ = load_model("sft", args.model_tag, device, dtype,
+    generator, _ = load_model("sft", judged[0], device, dtype, judged[1],
                               trained=args.verifier_shared_layers > 0)  # shared layers are the model's too
     tokenizer.check_model("generator", generator)
     if args.max_new_tokens >= generator.config.sequence_len:
@@ -284,9 +302,9 @@ def load_generator(args, tokenizer, model, device, dtype, resumed: bool):
     return generator
 
 
-def generator_mark(tag: str) -> int:
+def generator_mark(tag: str, step: int | None) -> int:
     """A number that tells the generator whose solutions a verifier learns to judge from others."""
-    return fingerprint(path_of("sft", tag, f"model_{find_step('sft', tag):06d}.pt"))
+    return fingerprint(path_of("sft", tag, f"model_{find_step('sft', tag, step):06d}.pt"))
 
 
 def main(args) -> None:
@@ -296,7 +314,9 @@ def main(args) -> None:
     check_most(args, {"examples_per_step": 10 ** 6, "num_sampled": 10 ** 7})
     if args.conversations_share > 1:
         raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
-    if args.refine_share > (args.role == "generator"):
+    if args.verifier_shared_layers and args.role != "verifier":
+        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: is of --role verifier")
+    if args.refine_share > (args.role != "verifier"):
         raise BadInput(f"--refine-share {args.refine_share}: is a share of the generator's demonstrations, at most 1")
     task = make_task(args)
     tag = resolve_tags(args)
@@ -320,13 +340,16 @@ def main(args) -> None:
         raise BadInput("--shard: Muon needs whole matrices; only imported models, which AdamW trains, "
                        "can be sharded here")
     set_recompute(model, args.recompute, args.role)
-    generator = (load_generator(args, tokenizer, model, device, dtype, resumed is not None)
-                 if args.role == "verifier" else None)
+    judged = judged_tag(args)
+    generator = load_generator(args, judged, tokenizer, model, device, dtype, resumed is not None) if judged else None
+    if args.role == "both" and not judged:
+        print0("its verifier's demonstrations judge corrupted solutions alone: nothing is sampled without "
+               "--from-stage sft")
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers = muon_adamw(model, args.matrix_lr, args.embedding_lr)
     files = {path: mark_of(path) for path in args.conversations if os.path.exists(path)}
     problems, texts = problems_digest(task, tokenizer), texts_digest(task)
-    judged = generator_mark(args.model_tag) if args.role == "verifier" else None
+    mark = generator_mark(*judged) if judged else None
     state = {"step": 0, "seconds": 0.0, "too_long": 0, "loss": None, "skipped": 0}
     if resumed is not None:
         if resumed >= args.num_steps:
@@ -338,9 +361,9 @@ def main(args) -> None:
             raise BadInput(f"{path_of('sft', tag)} was trained on other problems of task {task.name} or with another "
                            f"tokenizer: put its data file, its code or the tokenizer back as it was, or take another "
                            f"--model-tag")
-        if saved.get("generator", judged) != judged:
-            raise BadInput(f"{path_of('sft', args.model_tag)} is not the generator whose solutions "
-                           f"{path_of('sft', tag)} was trained on: its SFT was done again; take another --verifier-tag")
+        if saved.get("generator", mark) != mark:
+            raise BadInput(f"{path_of('sft', judged[0])} is not the generator whose solutions "
+                           f"{path_of('sft', tag)} was trained on: its SFT was done again; take another tag")
         warn_of_dtype(f"step {resumed} of {tag}", saved.get("dtype"), dtype)
         state = saved["state"]
     examples = Examples(args, task, tokenizer, model.config.sequence_len)
@@ -361,7 +384,7 @@ def main(args) -> None:
         if rank == 0 or args.shard:
             save_training("sft", tag, state["step"], rank, optimizers,
                           {"state": dict(state), "files": files, "problems": problems, "texts": texts,
-                           "generator": judged, "dtype": dtype_name(dtype)})
+                           "generator": mark, "dtype": dtype_name(dtype)})
         barrier()  # every rank has written its part
         if rank == 0:
             save_model("sft", tag, state["step"], model,

@@ -12,10 +12,11 @@ libraries, fragmentation, and buffers of the collectives.
 import argparse
 
 from nanochat.checkpoint import find_step, list_steps, load_meta
-from nanochat.common import BadInput, check_least, print0, script_main
+from nanochat.common import BadInput, check_choices, check_least, print0, script_main
 from nanochat.files import path_of
 from nanochat.hf.files import DTYPES, find_folder, read_config
-from nanochat.rl.plan import Config, Held, Setting, draws_of, memory_plan, show_plan, variants
+from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, check_shapes, num_shared
+from nanochat.rl.plan import Config, Setting, draws_of, held_by, memory_plan, show_plan, variants
 from nanochat.recipes import grpo, tango
 from nanochat.hf.shapes import SHAPES, shape_of
 
@@ -26,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--generator", required=True,
                         help=f"one of: {', '.join(SHAPES)}; or a folder, a hub name, the tag of an SFT checkpoint")
     parser.add_argument("--verifier", default="", help="the same; default: as the generator; none = no verifier")
+    add_head_args(parser, "verifier", "generator")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="GPUs")
     parser.add_argument("--memory", type=float, default=80.0, help="of one, in GB (10^9 bytes)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of activations")
@@ -56,15 +58,18 @@ def config_named(name: str) -> Config:
 def main(args) -> None:
     check_least(args, {"memory": 0, "prompt_tokens": 1, "max_new_tokens": 1, "verifier_max_new_tokens": 1,
                        "examples_per_step": 1, "num_samples": 1, "micro_batch_tokens": 1, "max_rows": 1, "kl_coef": 0})
+    check_choices(args, {"verifier_head": HEADS, "verifier_optimizer": OPTIMIZERS})
+    check_head(args)
     if min(args.ranks) < 1:
         raise BadInput(f"--ranks {min(args.ranks)}: must be at least 1")
     configs = {"generator": config_named(args.generator)}
     if args.verifier != "none":
         configs["verifier"] = config_named(args.verifier or args.generator)
+        check_shapes(configs["generator"], configs["verifier"], num_shared(args, configs["verifier"]))
     recipe = tango if "verifier" in configs else grpo
     plan_args = argparse.Namespace(**vars(args), num_steps=1, warmup_steps=0, verifier_steps=1, generator_steps=1)
     draws = draws_of(recipe.calls(plan_args), lambda wrap: args.prompt_tokens)
-    held = {name: Held(True, args.kl_coef > 0) for name in configs}
+    held = held_by(args, recipe.ROLES, configs)
     setting = Setting(dtype=DTYPES[args.dtype], micro_batch_tokens=args.micro_batch_tokens, max_rows=args.max_rows)
     print0(f"{'ranks':>5s} {'--shard':>8s} {'--recompute':>12s} {'stays':>9s} {'sampling':>9s} {'update':>9s} "
            f"{'peak':>9s}  GB per rank")

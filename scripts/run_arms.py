@@ -27,8 +27,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from nanochat import recipes
-from nanochat.arms import (ABLATIONS, DIALS, PARTNERS, TASKS, Experiment, all_arms, arms_of, experiments_of,
-                           has_verifier, rl_flags, sft, words_of)
+from nanochat.arms import (DIALS, LISTS, ONE_CHECKPOINT, PARTNERS, TASKS, Experiment, all_arms, arms_of, experiments_of,
+                           has_verifier, rl_flags, sft, without_kl, words_of)
 from nanochat.common import BadInput, StopRequested, check_unchanged, flag_defaults, parse_flags, print0, script_main
 from nanochat.files import base_dir, check_writable, make_folder, path_of, whole_file, writing
 from nanochat.rl.flags import complete_args
@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", help="of one dial; default: all")
     parser.add_argument("--out", default="dev/curves",
                         help="folder of the report; a dial's is in a folder of its name there (default: %(default)s)")
-    parser.add_argument("--list", help="print the ablations, or the flags of every arm (of seed 0), and stop")
+    parser.add_argument("--list", help="print the ablations, or heads, or the flags of every arm (of seed 0), and stop")
     flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
     parser.explain = lambda message: f"{message} (there are {', '.join(flags)})"
     return parser
@@ -99,7 +99,8 @@ def stages_of(experiments: list[Experiment], seeds: list[str], arms: list[list[s
         for arm in names:
             for seed in seeds:
                 stages[0].append(sft_job(e, seed, "sft"))
-                kinds = (["refine"] if e.start == "refine" else []) + ([arm] if has_verifier(arm) else [])
+                verifier = ["both"] if without_kl(arm) in ONE_CHECKPOINT else [arm] if has_verifier(arm) else []
+                kinds = (["refine"] if e.start == "refine" else []) + verifier
                 stages[1].extend(sft_job(e, seed, kind) for kind in kinds)
                 stages[2].append(rl_job(e, seed, arm))
     return [list(dict.fromkeys(stage)) for stage in stages]
@@ -275,8 +276,8 @@ def report(name: str, runs: list[Job], out: str, first_line: str, partners: dict
 
 def listed(args, experiments: list[Experiment]) -> list[str]:
     """The lines of --list."""
-    if args.list == "ablations":
-        return [" ".join(ABLATIONS)]
+    if args.list in LISTS:
+        return [" ".join(LISTS[args.list])]
     return [f"{f'{e.name}-{arm}' if args.dial else arm} {rl_flags(e, '0', arm)}"
             for e in experiments for arm in all_arms(e)]
 

@@ -12,7 +12,7 @@ from nanochat import optim
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import (Fp32Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal,
                             pretraining_optimizers, warmup_cosine)
-from nanochat.rl.roles import share_layers
+from nanochat.rl.heads import share_layers
 
 
 def tiny_model(seed=0, n_layer=3):

@@ -16,11 +16,12 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.kernels.cpu import library
 from nanochat.optim import adamw
-from nanochat.rl.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, memory_plan, resident_bytes,
+from nanochat.rl.flags import complete_args
+from nanochat.rl.plan import (Draw, Held, Setting, Speed, draw_seconds, draws_of, held_by, memory_plan, resident_bytes,
                               sampling_bytes, sizes_of, update_bytes, variants)
 from nanochat.recipes import tango
 from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role, set_recompute
+from nanochat.rl.roles import Role, check_configs, find_starts, load_configs, load_roles, set_recompute
 from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
@@ -168,6 +169,36 @@ def test_the_plan_adds_what_stays_to_the_largest_phase():
     assert set(alone["resident"]) == {"generator"} and alone["peak"] < plan["peak"] - held // 2 + 1
     verdicts = "sampling verdicts: 256 x 1 of the verifier"
     assert tango_plan(Setting(max_rows=16))["phases"][verdicts] < plan["phases"][verdicts] / 4
+
+
+@pytest.mark.parametrize("kl_coef, dtype", [("0", torch.float32), ("0.1", torch.float32), ("0.1", torch.bfloat16)])
+@pytest.mark.parametrize("head, optimizer", [("own", "shared"), ("frozen", "shared"), ("trunk", "shared"),
+                                             ("trunk", "own"), ("prompt", "shared"), ("prompt", "own")])
+def test_planned_memory_of_a_pair_counts_what_is_shared_once(sft_base, monkeypatch, head, optimizer, kl_coef,
+                                                             dtype):
+    """Weights, references, moments and copies to sample from of the roles that a run loads, each tensor once."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(sft_base))
+    flags = ["--verifier-head", head, "--kl-coef", kl_coef, "--verifier-tag", "tiny"]
+    flags += ["--verifier-optimizer", optimizer] if head in ("trunk", "prompt") else []
+    flags += ["--verifier-shared-layers", "1"] if head == "frozen" else []
+    args = parse(tango_rl, [*RL_FLAGS, *flags])
+    complete_args(args, tango.ROLES)
+    starts = find_starts(args, tango.ROLES)
+    configs = load_configs(starts)
+    check_configs(args, tango.ROLES, configs)
+    roles = load_roles(args, tango.ROLES, starts, torch.device("cpu"), dtype)
+    for role in roles.values():
+        for p in role.parameters:
+            p.grad = torch.zeros_like(p)
+        role.optimizer.step()  # AdamW makes its moments
+    models = [m for role in roles.values() for m in (role.model, role.reference, inference_model(role.model)) if m]
+    tensors = [p for model in models for p in model.parameters()]
+    tensors += [x for role in roles.values() for entry in role.optimizer.state.values() for x in entry.values()
+                if x.dim()]
+    held = sum(x.numel() * x.element_size() for x in {id(x): x for x in tensors}.values())
+    planned = held_by(args, tango.ROLES, configs)
+    setting = Setting(dtype=dtype, device_type="cpu")
+    assert held == sum(sum(resident_bytes(configs[name], setting, planned[name]).values()) for name in roles)
 
 
 def test_variants_shard_over_several_ranks_only():

@@ -338,10 +338,16 @@ def test_a_borrowed_pair_update_keeps_its_guard(base, own):
         train(str(own), "--run", "mine", "--updates-per-batch", "2")
 
 
-@pytest.mark.parametrize("flags", [["--recompute"], ["--verifier-shared-layers", "9"]])
+@pytest.mark.parametrize("flags", [["--recompute"], ["--verifier-shared-layers", "9", "--verifier-head", "frozen"]])
 def test_a_plan_refuses_what_the_run_would(base, flags):
     with pytest.raises(BadInput, match=flags[0]):
         train("tango", "--dry-run", *flags)
+
+
+@pytest.mark.parametrize("head", ["trunk", "prompt"])
+def test_a_fixed_generator_lends_no_trunk_that_is_trained(base, head):
+    with pytest.raises(BadInput, match=f"--verifier-head {head}: this recipe keeps the generator fixed"):
+        train("fixed_generator", "--verifier-head", head)
 
 
 def test_a_recipe_that_never_updates_its_first_role_is_stopped(base, own):

@@ -10,7 +10,8 @@ from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role, check_shared, copy_shared_lambdas, share_layers, trainable_only
+from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
+from nanochat.rl.roles import Role, trainable_only
 from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts

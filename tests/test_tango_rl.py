@@ -50,6 +50,16 @@ def weights(base, run: str, step: int) -> dict:
     return tensors
 
 
+def copy_run(base, name: str, copy: str) -> None:
+    """A run under another name, with all of its sets."""
+    shutil.copytree(base / "runs" / name, base / "runs" / copy)
+    for role in ("gen", "ver"):
+        shutil.copytree(base / "chatrl_checkpoints" / f"{name}-{role}", base / "chatrl_checkpoints" / f"{copy}-{role}")
+    path = base / "runs" / copy / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "args": {**config["args"], "run": copy}}))
+
+
 def assert_same_weights(a: dict, b: dict) -> None:
     assert a.keys() == b.keys()
     different = [name for name in a if not torch.equal(a[name], b[name])]
@@ -390,12 +400,9 @@ def test_a_verifier_on_the_generators_trunk_trains_and_resumes(base, num_shared)
              "--role", "verifier", "--num-steps", "3", *shared]
     shutil.rmtree(base / "chatsft_checkpoints" / "tiny-ver")
     chat_sft.main(parse(chat_sft, flags))
+    shared = ["--verifier-head", "frozen", *shared]
     train("--run", "a", "--save-every", "1", *shared)
-    shutil.copytree(base / "runs" / "a", base / "runs" / "b")
-    for role in ("gen", "ver"):
-        shutil.copytree(base / "chatrl_checkpoints" / f"a-{role}", base / "chatrl_checkpoints" / f"b-{role}")
-    config = json.loads((base / "runs" / "b" / "config.json").read_text())
-    (base / "runs" / "b" / "config.json").write_text(json.dumps({**config, "args": {**config["args"], "run": "b"}}))
+    copy_run(base, "a", "b")
     train("--run", "b", "--save-every", "1", "--resume-from-step", "4", *shared)
     final = weights(base, "a", 7)
     assert_same_weights(final, weights(base, "b", 7))
@@ -406,6 +413,40 @@ def test_a_verifier_on_the_generators_trunk_trains_and_resumes(base, num_shared)
         assert (final["gen/resid_lambdas"][i] == final["ver/resid_lambdas"][i]) == (i < num_shared)
     assert torch.equal(final["gen/transformer.wte.weight"], final["ver/transformer.wte.weight"])
     assert not torch.equal(final["gen/lm_head.weight"], final["ver/lm_head.weight"])
+
+
+@pytest.mark.parametrize("head, optimizer, num_shared", [("trunk", "shared", 2), ("trunk", "own", 1),
+                                                         ("prompt", "shared", 2), ("prompt", "own", 2)])
+def test_a_trunk_that_both_roles_train_is_one_and_resumes(base, head, optimizer, num_shared):
+    """The shared blocks are the same in both roles' files and differ from those of a run whose verifier does not train
+    them; a continued run equals a straight one."""
+    flags = ["--verifier-head", head, "--verifier-optimizer", optimizer, "--save-every", "1", "--kl-coef", "0.1",
+             *(["--verifier-shared-layers", str(num_shared)] if head == "trunk" else [])]
+    train("--run", "a", *flags)
+    copy_run(base, "a", "b")
+    train("--run", "b", "--resume-from-step", "4", *flags)
+    final = weights(base, "a", 7)
+    assert_same_weights(final, weights(base, "b", 7))
+    block = "transformer.h.{}.mlp.c_fc.weight".format
+    start = torch.load(base / "chatsft_checkpoints" / "tiny" / "model_000200.pt", weights_only=True)
+    warm = weights(base, "a", 2)  # behind the warm-up, in which the verifier alone is trained
+    for i in range(2):
+        is_one = torch.equal(final[f"gen/{block(i)}"], final[f"ver/{block(i)}"])
+        assert is_one == (i < num_shared)
+        assert torch.equal(warm[f"gen/{block(i)}"], start[block(i)]) != is_one
+    assert torch.equal(final["gen/lm_head.weight"], final["ver/lm_head.weight"]) == (head == "prompt")
+
+
+def test_summed_updates_make_one_step_of_both_roles_rollouts(base, monkeypatch):
+    """After two generator steps comes one whose update also has the verifier's rollouts, which the planned 4 steps have
+    once; the warm-up stays the verifier's alone."""
+    seen = []
+    monkeypatch.setattr(tango_rl, "apply_update", lambda t, u, real=tango_rl.apply_update: (
+        seen.append((u.role, [len(rollouts) for rollouts, _ in u.parts])), real(t, u))[1])
+    train("--run", "s", "--verifier-head", "prompt", "--verifier-updates", "summed")
+    assert seen == [("verifier", [16])] * 2 + [("generator", [16])] * 2 + [("generator", [16, 16]),
+                                                                           ("generator", [16])]
+    assert [r["phase"] for r in records(base, "s")] == ["warmup"] * 2 + ["generator"] * 2 + ["verifier", "generator"]
 
 
 def test_wandb_offline_needs_no_network(base, monkeypatch):

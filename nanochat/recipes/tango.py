@@ -95,6 +95,9 @@ def add_args(group) -> None:
 
 def add_pair_args(group) -> None:
     add_schedule_args(group)
+    group.add_argument("--verifier-updates", default="interleaved",
+                       help=f"one of: {', '.join(VERIFIER_UPDATES)}; summed, for --verifier-head prompt: a verifier "
+                       "step is no update of its own, its loss is added to that of the next generator step")
     add_label_args(group)
     add_alpha_args(group)
     add_verifier_args(group)
@@ -156,13 +159,17 @@ def add_verifier_args(group) -> None:
     group.add_argument("--replay-size", type=int, default=2048, help="past solutions kept")
 
 
+VERIFIER_UPDATES = ("interleaved", "summed")
+
+
 LEAST = {"generator_steps": 1, "verifier_steps": 0, "warmup_steps": 0, "verifier_max_new_tokens": 1, "alpha_start": 0,
          "alpha_end": 0, "gamma": 0, "verifier_replay": 0, "replay_size": 0, "num_labelled": 0}
 
 
 def check(args, task) -> None:
     """Raises BadInput for settings of this family that cannot work."""
-    given, tables = vars(args), {"schedule": SCHEDULES, "combine": COMBINE, "step_rewards": STEP_REWARDS}
+    given, tables = vars(args), {"schedule": SCHEDULES, "combine": COMBINE, "step_rewards": STEP_REWARDS,
+                                 "verifier_updates": VERIFIER_UPDATES}
     check_choices(args, {name: table for name, table in tables.items() if name in given})
     check_least(args, {name: low for name, low in LEAST.items() if name in given})
     if max(given.get(name, 0) for name in ("alpha_start", "alpha_end", "verifier_replay")) > 1:
@@ -170,6 +177,9 @@ def check(args, task) -> None:
     if given.get("alpha_start", 0) > 0 and given["alpha_end"] == 0:
         raise BadInput("--alpha-end 0: an exponential decay never gets there; give a small number, or --alpha-start "
                        "0 for no step rewards")
+    if given.get("verifier_updates") == "summed" and (args.verifier_head, args.verifier_steps) != ("prompt", 1):
+        raise BadInput("--verifier-updates summed: needs --verifier-head prompt, for there is one model, and "
+                       "--verifier-steps 1")
     N = given.get("num_labelled", 0)
     num_others = task.num_problems("rl") - N if hasattr(task, "num_problems") else args.examples_per_step
     if N and min(N, num_others) < args.examples_per_step:
@@ -238,7 +248,18 @@ def play(t: Play, reward: str = "steps"):
     phase, phase_steps = phase_of(t)
     t.memory["phase"], t.memory["phase_steps"] = phase, phase_steps + 1
     t.log(None, {"phase": phase})
-    yield from generator_step(t, judge="verifier", reward=reward) if phase == "generator" else verifier_step(t)
+    if phase == "generator":
+        yield from generator_step(t, judge="verifier", reward=reward)
+    elif phase == "verifier" and t.args.verifier_updates == "summed":
+        yield summed(verifier_step(t), generator_step(t, judge="verifier", reward=reward))
+    else:
+        yield from verifier_step(t)
+
+
+def summed(*steps) -> Update:
+    """The update of the last of these steps with the rollouts of all: each rollout counts the same."""
+    updates = [update for step in steps for update in step]
+    return updates[-1]._replace(parts=[part for update in updates for part in update.parts])
 
 
 def generator_step(t: Play, judge: str | None, reward: str = "steps"):

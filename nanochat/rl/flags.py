@@ -9,11 +9,12 @@ from nanochat.checkpoint import default_tag, load_meta, warn_of_role
 from nanochat.common import BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words, print0
 from nanochat.files import path_of
 from nanochat.rl.advantages import PRESETS
+from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, is_joint
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.play import Call
 from nanochat.rl.prompts import check_fit, longest_problem
 from nanochat.rl.resume import MAY_CHANGE
-from nanochat.rl.roles import RoleSpec, Start, name_of
+from nanochat.rl.roles import RoleSpec, Start, head_of, name_of
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import problems_of
 from tasks import make_task, recorded_value, task_flags
@@ -94,15 +95,17 @@ def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
                                help=f"SFT checkpoint of the {role}; default: <model-tag>{spec.ending}")
         if spec.trained and spec.lr not in known:
             group.add_argument(spec.lr, type=float, default=None, help=f"learning rate of the {role}; default: --lr")
-        if spec.shares and "--verifier-shared-layers" not in known:
-            group.add_argument("--verifier-shared-layers", type=int, default=0,
-                               help=f"lowest layers the {role} shares with the {spec.shares}")
+        if spec.shares and "--verifier-head" not in known:
+            add_head_args(group, role, spec.shares)
 
 
 def check_args(args, world: int) -> None:
     """Refuses what cannot work, before anything is loaded or written."""
     check_choices(args, TABLES)
-    check_least(args, LEAST | {name: 0 for name in ("verifier_lr", "verifier_shared_layers") if hasattr(args, name)})
+    check_least(args, LEAST | {name: 0 for name in ("verifier_lr",) if hasattr(args, name)})
+    if hasattr(args, "verifier_head"):
+        check_choices(args, {"verifier_head": HEADS, "verifier_optimizer": OPTIMIZERS})
+        check_head(args)
     check_most(args, {name: MOST_LR for name in vars(args) if name == "lr" or name.endswith("_lr")})
     check_most(args, {"updates_per_batch": MOST_UPDATES, **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), 1e6)})
     if not args.temperature > 0:
@@ -122,7 +125,8 @@ def complete_args(args, roles: dict[str, RoleSpec]) -> None:
     args.model_tag = args.model_tag or default_tag("sft")
     for spec in roles.values():
         name, rate = name_of(spec.tag), name_of(spec.lr)
-        setattr(args, name, getattr(args, name) or args.model_tag + spec.ending)
+        ending = "" if is_joint(head_of(args, spec)) else spec.ending  # both roles are in one checkpoint
+        setattr(args, name, getattr(args, name) or args.model_tag + ending)
         check_name(spec.tag, getattr(args, name))
         if spec.trained and getattr(args, rate) is None:
             setattr(args, rate, args.lr)

@@ -21,7 +21,9 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.flops import PEAK_FLOPS, flops_per_token
+from nanochat.rl.heads import is_joint, num_shared, shared_names
 from nanochat.rl.prompts import longest_problem
+from nanochat.rl.roles import head_of
 from nanochat.rl.scores import num_problems_of
 from tasks import flags_of_others
 
@@ -49,9 +51,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Held:
-    """What a role holds: an optimizer (it is trained), a reference."""
+    """What a role holds: an optimizer (it is trained), a reference. own: how many of its parameters are not another
+    role's too; moments: for how many it has AdamW's moments of its own; None = for all."""
     trained: bool = True
     reference: bool = True
+    own: int | None = None
+    moments: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,13 @@ def _sizes(kind, shape: str) -> Sizes:
 def resident_bytes(config: Config, setting: Setting, held: Held) -> dict[str, int]:
     """What a role holds all the time. A trained one: fp32 weights, AdamW's two moments and the copy that is sampled
     from; one that only samples: weights of the activations' dtype, whole on each rank."""
-    total, narrow = sizes_of(config).total, setting.dtype.itemsize
+    everything, narrow = sizes_of(config).total, setting.dtype.itemsize
+    total = everything if held.own is None else held.own
+    moments = everything if held.moments is None else held.moments
     has_copy = held.trained and (setting.shard or setting.dtype != torch.float32)
     shards = setting.shards if held.trained else 1
     return {"weights": (4 if held.trained else narrow) * total // shards,
-            "AdamW": 8 * total // shards if held.trained else 0,
+            "AdamW": 8 * moments // shards if held.trained else 0,
             "reference": narrow * total // shards if held.reference else 0,
             "copy to sample from": narrow * total if has_copy else 0}
 
@@ -339,9 +346,25 @@ def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[D
             for call in calls]
 
 
-def held_by(specs: dict, kl_coef: float) -> dict[str, Held]:
+def held_by(args, specs: dict, configs: dict[str, Config]) -> dict[str, Held]:
     """What each role of a recipe holds. specs: its RoleSpecs."""
-    return {name: Held(spec.trained, spec.reference or (spec.trained and kl_coef > 0)) for name, spec in specs.items()}
+    held = {}
+    for name, spec in specs.items():
+        has_reference, head = spec.reference or (spec.trained and args.kl_coef > 0), head_of(args, spec)
+        own = private_size(configs[name], num_shared(args, configs[name]), head.is_one) if head.shares else None
+        all_moments = is_joint(head) and args.verifier_optimizer == "own"
+        held[name] = Held(spec.trained, has_reference, own, None if all_moments else own)
+    return held
+
+
+def private_size(config: Config, num_layers: int, is_one: bool = False) -> int:
+    """Parameters of a role that shares so many layers, or all that there is, which it has for itself."""
+    if is_one:
+        return 0
+    model = model_of(config)
+    tied = config.tied if isinstance(config, DecoderConfig) else False
+    shared = sum(model.get_parameter(name).numel() for name in shared_names(model, num_layers))
+    return sizes_of(config).total - shared + (sizes_of(config).head if tied and num_layers else 0)
 
 
 def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Setting:
@@ -363,14 +386,14 @@ def plan_of(args, specs: dict, configs: dict[str, Config], calls: list, tokenize
     most = max(-(-d.prompts // ranks) * (d.prompt_tokens + d.samples * d.new_tokens) for d in draws)
     setting = setting_of(args, ranks, dtype, device)
     setting = replace(setting, micro_batch_tokens=min(setting.micro_batch_tokens, most))
-    return memory_plan(configs, held_by(specs, args.kl_coef), draws, setting)
+    return memory_plan(configs, held_by(args, specs, configs), draws, setting)
 
 
 def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, totals: dict[str, int], tokenizer, fmt,
                  problems: list[str], ranks: int, dtype: torch.dtype, device: torch.device) -> list[str]:
     """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. specs, configs: of
     the roles; calls: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
-    speed, held = Speed(gpu_name(device)), held_by(specs, args.kl_coef)
+    speed, held = Speed(gpu_name(device)), held_by(args, specs, configs)
     setting = setting_of(args, ranks, dtype, device)
     first, most = problems[:1000], longest_prompt(tokenizer, fmt, problems)
     mean = functools.cache(lambda wrap: sum(len(wrap(tokenizer, fmt, problem)) for problem in first) // len(first))

@@ -18,7 +18,8 @@ from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, Polic
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
 from nanochat.rl.prompts import (Prompt, Solution, Verification, generator_prompt, numbered, refine_prompts,
                                  solve_prompt, verify_prompts)
-from nanochat.rl.roles import Role, copy_shared_lambdas, short_name
+from nanochat.rl.heads import copy_shared_lambdas
+from nanochat.rl.roles import Role, short_name
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.sampling import Sampler, read_solutions, read_verifications
 from nanochat.rl.schedules import LR_SCHEDULES

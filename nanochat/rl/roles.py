@@ -12,7 +12,9 @@ from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.optim import adamw
-from nanochat.weights import copy_of, is_sharded, refresh
+from nanochat.rl.heads import (HEADS, Head, alias_layers, check_shapes, check_shared, is_joint, num_shared,
+                               share_layers)
+from nanochat.weights import copy_of, inference_model, is_sharded, refresh
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,7 @@ class RoleSpec:
 
     tag: the flag that names its SFT checkpoint, whose default is --model-tag with `ending` behind it; lr: the flag of
     its learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also
-    without a KL term; shares: the role whose lowest layers can be its own too, as many as --verifier-shared-layers
-    says.
+    without a KL term; shares: the role whose weights can be its own too, as --verifier-head says.
     """
     tag: str = "--model-tag"
     ending: str = ""
@@ -53,7 +54,7 @@ class Role:
     trunk.
 
     reference: a frozen copy of the starting weights, or None. A role that is not trained has no optimizer, and weights
-    of the activations' dtype. trunk_of: the role that owns its lowest `num_shared` layers.
+    of the activations' dtype. trunk_of: the role that owns its lowest `num_shared` layers, or all of it.
     """
     name: str
     model: GPT | Decoder
@@ -84,64 +85,6 @@ def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
     check_recompute(model.config, recompute, name)
     for block in model.blocks:
         block.recompute = recompute
-
-
-def shared_names(model: GPT, num_layers: int) -> list[str]:
-    """Names of the parameters that `num_layers` shared layers share whole: embedding, smear, and blocks and value
-    embeddings below."""
-    names = ["transformer.wte.weight", "smear_gate.weight", "smear_lambda"] if num_layers else []
-    for name, _ in model.named_parameters():
-        part, _, rest = name.removeprefix("transformer.").partition(".")
-        if part in ("h", "value_embeds") and int(rest.split(".")[0]) < num_layers:
-            names.append(name)
-    return names
-
-
-def check_shapes(generator: GPTConfig, verifier: GPTConfig, num_layers: int) -> None:
-    """Raises BadInput unless a verifier of this shape can share `num_layers` layers with the generator."""
-    if num_layers and not (isinstance(generator, GPTConfig) and isinstance(verifier, GPTConfig)):
-        raise BadInput(f"--verifier-shared-layers {num_layers}: only nanochat's own models share layers, not "
-                       f"imported ones")
-    if not 0 <= num_layers <= verifier.n_layer:
-        raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.n_layer} layers")
-    if num_layers and generator != verifier:
-        raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: "
-                       f"{generator} and {verifier}")
-
-
-def share_layers(generator: GPT, verifier: GPT, num_layers: int) -> list[torch.nn.Parameter]:
-    """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private
-    parameters.
-
-    num_layers from 0 (nothing is shared) to n_layer (private: backout and LM head alone). The entries of resid_lambdas
-    and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`) and take no gradient. Raises BadInput
-    when the shapes differ or num_layers is out of range.
-    """
-    check_shapes(generator.config, verifier.config, num_layers)
-    names = shared_names(verifier, num_layers)
-    for name in names:
-        owner, _, leaf = name.rpartition(".")
-        setattr(verifier.get_submodule(owner), leaf, generator.get_parameter(name))
-    copy_shared_lambdas(generator, verifier, num_layers)
-    verifier.frozen_layers = num_layers
-    shared = {id(generator.get_parameter(name)) for name in names}
-    return [p for p in verifier.parameters() if id(p) not in shared]
-
-
-@torch.no_grad()
-def copy_shared_lambdas(generator: GPT, verifier: GPT, num_layers: int) -> None:
-    """Brings the verifier's per-layer scalars of the shared layers to the generator's values."""
-    for name in ("resid_lambdas", "x0_lambdas") if num_layers else ():
-        verifier.get_parameter(name)[:num_layers] = generator.get_parameter(name)[:num_layers]
-
-
-def check_shared(generator: GPT, verifier: GPT, num_layers: int, tag: str) -> None:
-    """Raises BadInput unless the verifier's shared weights equal the generator's: it was trained on that trunk."""
-    check_shapes(generator.config, verifier.config, num_layers)
-    for name in shared_names(verifier, num_layers):
-        if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
-            raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "
-                           f"train it with chat_sft --role verifier --verifier-shared-layers {num_layers}")
 
 
 @dataclass(frozen=True)
@@ -178,18 +121,29 @@ def load_configs(starts: dict[str, Start]) -> dict:
             for name, start in starts.items()}
 
 
+def head_of(args, spec: RoleSpec) -> Head:
+    """What a role shares with another: nothing, unless its recipe lets it."""
+    return HEADS[args.verifier_head if spec.shares else "own"]
+
+
 def check_configs(args, specs: dict[str, RoleSpec], configs: dict) -> None:
     """Raises BadInput for models that cannot do what the flags ask of them, before any is loaded."""
     for name, spec in specs.items():
-        num_shared = args.verifier_shared_layers if spec.shares else 0
+        head = head_of(args, spec)
         check_recompute(configs[name], args.recompute and spec.trained, name)
-        if num_shared and args.shard:
-            raise BadInput(f"--verifier-shared-layers {num_shared}: cannot go with --shard")
-        if num_shared and specs[spec.shares].trained and not spec.trained:
-            raise BadInput(f"--verifier-shared-layers {num_shared}: this recipe keeps the {name} fixed, and shared "
-                           f"layers move with the {spec.shares}")
-        if spec.shares:
-            check_shapes(configs[spec.shares], configs[name], num_shared)
+        if not head.shares:
+            continue
+        asked, owner = f"--verifier-head {args.verifier_head}", spec.shares
+        if args.shard and not head.is_one:
+            raise BadInput(f"{asked}: cannot go with --shard; --verifier-head prompt can")
+        if specs[owner].trained and not spec.trained or is_joint(head) and spec.trained and not specs[owner].trained:
+            fixed, moving = (owner, name) if spec.trained else (name, owner)
+            raise BadInput(f"{asked}: this recipe keeps the {fixed} fixed, and what they share moves with the {moving}")
+        tags = [getattr(args, name_of(specs[role].tag)) for role in (owner, name)]
+        if head.is_one and tags[0] != tags[1]:
+            raise BadInput(f"{asked}: one model has one checkpoint, and {specs[owner].tag} {tags[0]} and {spec.tag} "
+                           f"{tags[1]} are two")
+        check_shapes(configs[owner], configs[name], num_shared(args, configs[name]))
 
 
 def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device,
@@ -197,28 +151,49 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
     """The roles of a run from their SFT checkpoints; those that are trained get an optimizer, and a reference where
     there is a KL term or the recipe asks for one.
 
-    args: shard, recompute, kl_coef, the learning rates, and verifier_shared_layers where a role can share. Raises
-    BadInput.
+    args: shard, recompute, kl_coef, the learning rates, and where a role can share the flags of heads.add_head_args.
+    Raises BadInput.
     """
     roles: dict[str, Role] = {}
     for name, spec in specs.items():
-        start, num_shared = starts[name], args.verifier_shared_layers if spec.shares else 0
-        sharded = args.shard and spec.trained
-        # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
-        is_wide = spec.trained or any(other.shares == name and args.verifier_shared_layers for other in specs.values())
-        model, _ = load_model("sft", start.tag, device, dtype, start.step, sharded, trained=is_wide)
-        parameters = list(model.parameters())
-        if spec.shares:
-            check_shared(roles[spec.shares].model, model, num_shared, start.tag)
-            parameters = share_layers(roles[spec.shares].model, model, num_shared)
-        set_recompute(model, args.recompute and spec.trained, name)
+        start, head, owner = starts[name], head_of(args, spec), roles.get(spec.shares)
+        sharded, num_layers = args.shard and spec.trained, 0
+        if head.is_one:
+            model = owner.model
+        else:
+            # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
+            is_wide = spec.trained or any(other.shares == name and head_of(args, other).shares
+                                          for other in specs.values())
+            model, _ = load_model("sft", start.tag, device, dtype, start.step, sharded, trained=is_wide)
+        parameters = private = list(model.parameters())
+        if head.shares and not head.is_one:
+            num_layers = num_shared(args, model.config)
+            check_shared(owner.model, model, num_layers, start.tag)
+            private = share_layers(owner.model, model, num_layers)
+            parameters = list(model.parameters()) if head.trains else private
+        set_recompute(model, args.recompute and (spec.trained or head.is_one), name)
         lr = getattr(args, name_of(spec.lr)) if spec.trained else 0.0
         optimizer = adamw(parameters, lr) if spec.trained else None
+        if spec.trained and is_joint(head) and args.verifier_optimizer == "shared":
+            optimizer = owner.optimizer
+            if not head.is_one:
+                optimizer.add_param_group({"params": private})
         has_reference = spec.reference or (spec.trained and args.kl_coef > 0)
-        reference = copy_of(model, sharded=sharded) if has_reference else None
+        reference = owner.reference if head.is_one else copy_of(model, sharded=sharded) if has_reference else None
         refresh(model)
-        roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_shared)
+        roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_layers)
+        if num_layers:
+            share_copies(owner, roles[name])
     return roles
+
+
+def share_copies(owner: Role, role: Role) -> None:
+    """Makes references, and the copies that are sampled from, share what their models do."""
+    if owner.reference and role.reference:
+        alias_layers(owner.reference, role.reference, role.num_shared)
+    copies = inference_model(owner.model), inference_model(role.model)
+    if copies[1] is not role.model:
+        alias_layers(*copies, role.num_shared)
 
 
 @torch.no_grad()

@@ -1,0 +1,146 @@
+"""
+What a generative verifier shares with the generator: nothing, a trunk, or all but its prompt.
+
+--verifier-head names it. Memory is of weights and AdamW, both in fp32, as a share of that of two models.
+
+    own     a model of its own (the paper)                                                                      100%
+    frozen  the generator's lowest blocks, which only the generator trains                                  50 to 100%
+    trunk   the same blocks, trained by both roles; an LM head of its own, and the blocks above them if any    50% *
+    prompt  the generator's model; nothing but the prompt says which role speaks                               50% *
+
+    * and a third more where each role keeps moments of its own for what both train (--verifier-optimizer own)
+"""
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
+
+
+@dataclass(frozen=True)
+class Head:
+    """How much of a verifier is the generator's. shares: its lowest layers; trains: its updates move these too; is_one:
+    everything is the generator's."""
+    shares: bool = True
+    trains: bool = True
+    is_one: bool = False
+
+
+HEADS = {"own": Head(shares=False), "frozen": Head(trains=False), "trunk": Head(), "prompt": Head(is_one=True)}
+OPTIMIZERS = ("own", "shared")
+ALL = -1  # layers
+
+
+def add_head_args(group, role: str, owner: str) -> None:
+    """The flags of a role that may share weights with another."""
+    group.add_argument("--verifier-head", default="own",
+                       help=f"what the {role} shares with the {owner}, one of: {', '.join(HEADS)}. own: nothing; "
+                       f"frozen: its lowest layers, which the {owner} alone trains; trunk: these, trained by both, "
+                       f"with an LM head of its own; prompt: the whole model. trunk and prompt start from one "
+                       f"checkpoint, that of chat_sft --role both")
+    group.add_argument("--verifier-shared-layers", type=int, default=ALL,
+                       help=f"frozen and trunk: how many of the lowest layers are the {owner}'s; -1 = all")
+    group.add_argument("--verifier-optimizer", default="shared",
+                       help="trunk and prompt: AdamW's moments of what both roles train, one of: "
+                       f"{', '.join(OPTIMIZERS)}; own: a set for each role, which is a third more memory")
+
+
+def check_head(args) -> None:
+    """Raises BadInput for flags of add_head_args that do not go together."""
+    given = getattr(args, "given", set())
+    if args.verifier_shared_layers < ALL or args.verifier_shared_layers == 0:
+        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: must be at least 1, or -1 for all; "
+                       f"--verifier-head own shares none")
+    if args.verifier_shared_layers != ALL and args.verifier_head not in ("frozen", "trunk"):
+        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: --verifier-head {args.verifier_head} "
+                       f"has no number of layers; frozen and trunk have")
+    if "verifier_optimizer" in given and not is_joint(HEADS[args.verifier_head]):
+        raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: with --verifier-head {args.verifier_head} no "
+                       f"weights are trained by both roles")
+
+
+def is_joint(head: Head) -> bool:
+    """Whether both roles train the same weights."""
+    return head.shares and head.trains
+
+
+def num_shared(args, config) -> int:
+    """How many layers of a model of this shape are shared; args: those of add_head_args."""
+    head = HEADS[args.verifier_head]
+    if not head.shares:
+        return 0
+    return config.n_layer if head.is_one or args.verifier_shared_layers == ALL else args.verifier_shared_layers
+
+
+def shared_names(model: GPT | Decoder, num_layers: int) -> list[str]:
+    """Names of the parameters that `num_layers` shared layers share whole: the embedding, a GPT's smear, and blocks and
+    value embeddings below."""
+    starts = ("transformer.wte.", "smear_") if isinstance(model, GPT) else ("model.embed_tokens.",)
+    names = [name for name, _ in model.named_parameters() if num_layers and name.startswith(starts)]
+    for name, _ in model.named_parameters():
+        part, _, rest = name.removeprefix("transformer.").removeprefix("model.").partition(".")
+        if part in ("h", "value_embeds", "layers") and int(rest.split(".")[0]) < num_layers:
+            names.append(name)
+    return names
+
+
+def check_shapes(generator: GPTConfig | DecoderConfig, verifier: GPTConfig | DecoderConfig, num_layers: int) -> None:
+    """Raises BadInput unless a verifier of this shape can share `num_layers` layers with the generator."""
+    if not 0 <= num_layers <= verifier.n_layer:
+        raise BadInput(f"--verifier-shared-layers {num_layers}: the verifier has {verifier.n_layer} layers")
+    if num_layers and untied(generator) != untied(verifier):
+        raise BadInput(f"--verifier-shared-layers {num_layers}: generator and verifier differ in shape: "
+                       f"{generator} and {verifier}")
+
+
+def untied(config: GPTConfig | DecoderConfig) -> GPTConfig | DecoderConfig:
+    """The shape with an LM head of its own, which a verifier on a trunk has."""
+    return replace(config, tied=False) if isinstance(config, DecoderConfig) else config
+
+
+def share_layers(generator: GPT | Decoder, verifier: GPT | Decoder, num_layers: int) -> list[torch.nn.Parameter]:
+    """Makes the verifier's lowest blocks, embedding and smear be the generator's; returns the verifier's private
+    parameters.
+
+    num_layers from 0 (nothing is shared) to n_layer (private: the LM head, a GPT's backout, a decoder's last norm).
+    The entries of a GPT's resid_lambdas and x0_lambdas below num_layers follow the generator's (`copy_shared_lambdas`)
+    and take no gradient. An LM head that was tied to the embedding is untied. Raises BadInput when the shapes differ or
+    num_layers is out of range.
+    """
+    check_shapes(generator.config, verifier.config, num_layers)
+    names = alias_layers(generator, verifier, num_layers)
+    if names:  # an LM head that was tied still is the embedding that it had
+        verifier.config = untied(verifier.config)
+    copy_shared_lambdas(generator, verifier, num_layers)
+    verifier.frozen_layers = num_layers
+    shared = {id(generator.get_parameter(name)) for name in names}
+    return [p for p in verifier.parameters() if id(p) not in shared]
+
+
+def alias_layers(theirs: GPT | Decoder, ours: GPT | Decoder, num_layers: int) -> list[str]:
+    """Puts one model's shared parameters in the place of another's: also of references and of copies to sample from,
+    where they are equal. -> their names"""
+    names = shared_names(ours, num_layers)
+    for name in names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(ours.get_submodule(owner), leaf, theirs.get_parameter(name))
+    return names
+
+
+@torch.no_grad()
+def copy_shared_lambdas(generator: GPT | Decoder, verifier: GPT | Decoder, num_layers: int) -> None:
+    """Brings a GPT verifier's per-layer scalars of the shared layers to the generator's values."""
+    for name in ("resid_lambdas", "x0_lambdas") if num_layers and isinstance(verifier, GPT) else ():
+        verifier.get_parameter(name)[:num_layers] = generator.get_parameter(name)[:num_layers]
+
+
+def check_shared(generator: GPT | Decoder, verifier: GPT | Decoder, num_layers: int, tag: str) -> None:
+    """Raises BadInput unless the verifier's shared weights equal the generator's: it was trained on that trunk."""
+    check_shapes(generator.config, verifier.config, num_layers)
+    for name in shared_names(verifier, num_layers):
+        if not torch.equal(generator.get_parameter(name), verifier.get_parameter(name)):
+            raise BadInput(f"--verifier-shared-layers {num_layers}: {name} of verifier {tag} is not the generator's; "
+                           f"train both roles into one checkpoint with chat_sft --role both, or the verifier on the "
+                           f"generator's layers with chat_sft --role verifier --verifier-shared-layers {num_layers}")
