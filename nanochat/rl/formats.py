@@ -29,6 +29,7 @@ class Format:
     generator_prompt: str      # template with {problem}
     verifier_prompt: str       # template with {problem}, {solution} and {num_steps}
     refine_prompt: str         # template with {problem}, {solution} and {critique}: a second attempt
+    reference_prompt: str      # template with {problem} and {answer}: a solution behind it is scored against the answer
 
     def render_solution(self, steps: list[str], answer: str) -> str:
         """The text of a solution with these step bodies and this answer."""
@@ -103,6 +104,7 @@ PAPER = Format(
     refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem "
                   "again, step by step, in this form: "
                   "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
+    reference_prompt="{problem}\n\nReference answer: {answer}\n\nA solution to compare with it:",
 )
 
 COMPACT = Format(
@@ -112,4 +114,5 @@ COMPACT = Format(
     correct="T", incorrect="F", reserved=("T", "F", "|"),
     generator_prompt="{problem}", verifier_prompt="{problem}|{solution}|{num_steps}",
     refine_prompt="{solution}|{critique}|{problem}",  # the problem last, as a first attempt has it
+    reference_prompt="{answer}|{problem}",
 )
