@@ -76,7 +76,7 @@ def calls(args) -> list[Call]:
     given = dict(given=True, wrap=reference_prompt, quoted=args.max_new_tokens, scored=2)  # the answer is quoted
     return [Call("generator", "generator", P, G, args.max_new_tokens, times, trained=True),
             Call("rm", "scored", P, G, args.max_new_tokens + 1, times, **given),
-            Call("rm", "taught", P, 1, args.max_new_tokens + 1, args.rm_pretrain, trained=True, **given),
+            Call("rm", "taught", P, G, args.max_new_tokens + 1, args.rm_pretrain, trained=True, **given),
             Call("rm", "pairs", P, 2, args.max_new_tokens + 1, updates(args)["rm"] - args.rm_pretrain, trained=True,
                  **given)]
 
@@ -127,10 +127,12 @@ def play(t: Play):
 
 
 def pretrain(t: Play):
-    """Cross-entropy of sigma(s) against the outcomes of solutions that the task has corrupted, or not."""
-    problems = t.problems()
-    texts = [demo_of(t.task, "corrupted_solution", p, drawing(t, p)) for p in problems]
-    rollouts = t.written("rm", with_answers(t, problems), texts)
+    """Cross-entropy of sigma(s) against the outcomes of G solutions of each problem that the task has corrupted, or
+    not."""
+    drawn = [(p, rng) for p in t.problems() for rng in [drawing(t, p)] for _ in range(t.args.num_samples)]
+    texts = [demo_of(t.task, "corrupted_solution", *pair) for pair in drawn]
+    prompts = with_answers(t, [p for p, _ in drawn])
+    rollouts = t.written("rm", prompts, texts).behind(prompts)
     outcomes = t.check(rollouts)
     known = [n for n, outcome in enumerate(outcomes) if outcome is not None]
     rollouts = rollouts.select(known)

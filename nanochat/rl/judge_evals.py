@@ -4,7 +4,7 @@ share.
 """
 from nanochat.common import check_least
 from nanochat.rl.evals import cut, padded
-from nanochat.rl.judges import JUDGE_CALLS, JUDGES, add_judge_args, check_judge_args
+from nanochat.rl.judges import JUDGE_CALLS, JUDGES, Judgment, add_judge_args, check_judge_args
 from nanochat.rl.play import Call, Play
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, first_error_f1, labels_of, macro_f1, share_of
@@ -26,7 +26,12 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
 
 def judge_scores(t: Play, judge: str, role: str, solutions: Rollouts, num: int) -> dict:
     """`judged_scores` of a role as a judge of solutions, `num` of each problem one behind the other, over all ranks."""
-    judgments, problems = JUDGES[judge](t, role, solutions), solutions.problems()
+    return scores_of_judgments(t, JUDGES[judge](t, role, solutions), solutions, num)
+
+
+def scores_of_judgments(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:
+    """The same of judgments that are there."""
+    problems = solutions.problems()
     labels = [labels_of(t.task, problem, text) for problem, text in zip(problems, solutions.texts, strict=True)]
     rows = [[*row, j.steps, j.final, j.tokens] for *row, j in zip(
         answers_of(t.task, solutions.texts), t.check(solutions), labels, judgments, strict=True)]
