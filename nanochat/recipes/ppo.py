@@ -74,8 +74,9 @@ def play(t: Play):
 
 def explained_variance(t: Play, returns: torch.Tensor, values: torch.Tensor) -> float | None:
     """1 - Var(return - V) / Var(return) over all ranks' tokens; None where the returns are all equal."""
+    returns, values = (x.to(wide_dtype(t.device)) for x in (returns, values))
     rows = torch.stack([torch.ones_like(returns), returns, returns ** 2, returns - values, (returns - values) ** 2])
-    num, *sums = t.reduce(rows.to(wide_dtype(t.device)).sum(dim=1)).tolist()
+    num, *sums = t.reduce(rows.sum(dim=1)).tolist()
     of_returns, of_errors = (squares / max(1, num) - (total / max(1, num)) ** 2
                              for total, squares in zip(sums[::2], sums[1::2], strict=True))
     return 1 - of_errors / of_returns if of_returns > 1e-12 else None
