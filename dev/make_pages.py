@@ -63,7 +63,8 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "critique_grpo": [Arm("systems/chain_refine", "critique_grpo_2e-4", "2e-4", "two attempts", "grpo_2e-4")],
     "critique_grpo_verifier": [],
     "score": [],
-    "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")]}
+    "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")],
+    **dict.fromkeys(("orm", "prm", "genrm", "genprm"), [])}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
@@ -79,11 +80,13 @@ NOTES = {  # whole sentences
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
-            "beside it know 64 or 256 answers."}
+            "beside it know 64 or 256 answers.",
+    **dict.fromkeys(("orm", "prm", "genrm", "genprm"), "A verifier alone is trained: no pass@1 to compare.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
             "test_rewards.py::test_class_weights_by_hand"]
+PLACES = ["test_log_odds.py::test_an_update_is_the_gradient_of_the_mean_cross_entropy_over_places"]
 CHECKS = {  # tests that hold a recipe against its paper
     "grpo": ["test_advantages.py::test_grpo_golden", "test_losses.py::test_ppo_golden",
              "test_losses.py::test_kl_estimators_by_hand", "test_losses.py::test_aggregations_by_hand"],
@@ -105,7 +108,14 @@ CHECKS = {  # tests that hold a recipe against its paper
     "score": ["test_score_recipe.py::test_rewards_of_both_turns_by_hand",
               "test_score_recipe.py::test_one_update_on_two_turns_is_the_gradient_of_the_loss"],
     "ttrl": ["test_ttrl.py::test_a_vote_earns_1_for_the_majority_answer",
-             "test_ttrl.py::test_no_gold_answer_enters_an_update"]}
+             "test_ttrl.py::test_no_gold_answer_enters_an_update"],
+    "orm": ["test_supervised.py::test_an_orm_learns_the_outcome_where_it_is_asked",
+            "test_supervised.py::test_an_orm_goes_on_to_model_right_solutions", *PLACES],
+    "prm": ["test_supervised.py::test_a_prm_learns_each_steps_label_behind_the_step",
+            "test_supervised.py::test_labels_can_be_made_hard_and_end_with_the_first_error", *PLACES],
+    "genrm": ["test_supervised.py::test_a_genrm_learns_the_verdicts_token_and_may_learn_to_solve"],
+    "genprm": ["test_supervised.py::test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels",
+               "test_judges.py::test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts_a_half"]}
 
 
 # Text

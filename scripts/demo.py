@@ -70,12 +70,12 @@ def find_checkpoints(run: Run, roles: list[str]) -> dict[str, dict[str, tuple[st
         starts, last = {role: Start(**run.config["starts"][role]) for role in roles}, run.summary["steps"]
     except (KeyError, TypeError):
         raise BadInput(f"run {run.name} does not say where it started from; was it made by another version?") from None
-    found = {"before": {role: ("sft", start.tag, find_step("sft", start.tag, start.step))
+    found = {"before": {role: (start.source, start.tag, find_step(start.source, start.tag, start.step))
                         for role, start in starts.items()}}
     for start in starts.values():
-        path = path_of("sft", start.tag, f"model_{start.step:06d}.pt")
+        path = start.path("model.pt")
         if fingerprint(path) != start.fingerprint:
-            raise BadInput(f"{path} is not what run {run.name} started from; its SFT was done again")
+            raise BadInput(f"{path} is not what run {run.name} started from; it was made again")
     ends = {role: tag_of(run.name, role) for role in roles}
     return found | {"after": {role: ("rl", tag, find_step("rl", tag, last)) for role, tag in ends.items()}}
 

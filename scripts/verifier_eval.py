@@ -5,7 +5,9 @@ Either part, or both.
 ProcessBench: each solution is put into the format of --format (its answer is what its last step has in \\boxed{}, else
 empty; format marks inside steps become "?") and verified k times. The first steps judged wrong vote. Best of n: n
 sampled solutions of each test_in problem, each verified k times; the task and its flags are those of the generator's
-checkpoint, unless given. What does not fit the verifier's context is never cut: it is counted, and has no verdicts.
+checkpoint, unless given. --judge-report adds what ails the judge on these solutions: malformed texts, judgments that
+follow length or author, right verdicts behind a wrong analysis. What does not fit the verifier's context is never cut:
+it is counted, and has no verdicts.
 
     python -m scripts.verifier_eval --verifier-tag d4-ver --processbench Qwen/ProcessBench
     python -m scripts.verifier_eval --verifier-tag first-ver --verifier-source rl --generator-tag first-gen \\
@@ -25,7 +27,8 @@ from nanochat.files import path_of, write_json
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.scores import ENDLESS, answers_of, first_error, majority, outcomes_of, problems_of
+from nanochat.rl.judge_report import judge_report, rationales_of, report_lines
+from nanochat.rl.scores import ENDLESS, answers_of, first_error, labels_of, majority, outcomes_of, problems_of
 from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
 from nanochat.rl.prompts import count_copies
 from nanochat.rl.sampling import Sampler
@@ -79,6 +82,13 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--score", choices=list(SCORES), default="final",
                        help="of a solution: share of verifications that call it CORRECT, share of its steps judged "
                             "right, or the share for its weakest step")
+    group.add_argument("--judge-report", action="store_true",
+                       help="report what ails the judge, on the same solutions (nanochat.rl.judge_report)")
+    group.add_argument("--own-tag", default="",
+                       help="judge report: a model that solves as the judge would, for example the checkpoint of both "
+                            "roles; its solutions are judged beside the generator's, for self-preference")
+    group.add_argument("--own-source", choices=["sft", "rl"], default="sft")
+    group.add_argument("--own-step", type=int, default=-1)
     group.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True,
                        help="solutions may call the calculator")
     add_task_args(parser)
@@ -92,8 +102,8 @@ def is_result(path: str) -> bool:
         found = read_json(path)
     except BadInput:
         return False
-    return (found.keys() <= {"args", "processbench", "best_of_n"} and isinstance(found.get("args"), dict)
-            and "verifier_tag" in found["args"])
+    known = {"args", "processbench", "best_of_n", "judge_report"}
+    return found.keys() <= known and isinstance(found.get("args"), dict) and "verifier_tag" in found["args"]
 
 
 def check_out(path: str) -> None:
@@ -110,9 +120,9 @@ def check_out(path: str) -> None:
 
 
 def check_args(args) -> None:
-    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1,
-                       "temperature": 0, "generator_temperature": 0, "top_k": 0, "verifier_max_new_tokens": -1,
-                       "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
+    check_least(args, {"step": -1, "generator_step": -1, "own_step": -1, "num_verifications": 1, "num_samples": 1,
+                       "max_rows": 1, "temperature": 0, "generator_temperature": 0, "top_k": 0,
+                       "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
     check_most(args, {"num_verifications": 10 ** 5, "num_samples": 10 ** 5, "max_problems": 10 ** 6})
     for name in ("verifier_max_new_tokens", "max_new_tokens", "max_examples", "max_problems"):
         if getattr(args, name) == 0:
@@ -121,6 +131,9 @@ def check_args(args) -> None:
         raise BadInput("nothing to evaluate on: give --processbench, --generator-tag or both")
     if args.subset and not args.processbench:
         raise BadInput(f"--subset {args.subset}: is for --processbench")
+    if args.judge_report and not args.generator_tag or args.own_tag and not args.judge_report:
+        raise BadInput("--judge-report: is of a generator's solutions, so it needs --generator-tag" if args.judge_report
+                       else f"--own-tag {args.own_tag}: is for --judge-report")
     given = [name for name in task_flags() if getattr(args, name) is not None]
     if given and not args.generator_tag:
         raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")
@@ -132,6 +145,7 @@ def check_args(args) -> None:
                            f"{flag} above 0")
     check_name("--verifier-tag", args.verifier_tag)
     check_name("--generator-tag", args.generator_tag or args.verifier_tag)
+    check_name("--own-tag", args.own_tag or args.verifier_tag)
     if args.out:
         args.out = os.path.realpath(args.out)  # a link stays, and what it leads to is written
         check_out(args.out)
@@ -251,9 +265,9 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
 # Best of n
 
 def verified_solutions(args, task, generator, verifier, sampler, device) -> list[dict]:
-    """Per test_in problem, over all ranks, lists over its n solutions: answers, outcomes, verdicts (n, k),
-    step_verdicts (n, k, K), scores, tie_breaks (the share of steps judged right), too_long (for the verifier),
-    malformed (verifications that miss a criterion of the format)."""
+    """Per test_in problem, over all ranks, lists over its n solutions: answers, outcomes, lengths (in tokens), labels
+    (gold, of steps), verdicts (n, k), step_verdicts, rationales (n, k, K), scores, tie_breaks (the share of steps
+    judged right), too_long (for the verifier), malformed (verifications that miss a criterion of the format)."""
     rank, world = rank_and_world()
     n, k = args.num_samples, args.num_verifications
     task.problem("test_in", 0)  # there must be some
@@ -264,18 +278,22 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
     problems = [p for p in problems[rank::world] for _ in range(n)]
     solver = replace(sampler, temperature=args.generator_temperature or 1.0,
                      calculator=args.calculator and sampler.tokenizer.has_calculator)
-    _, solutions = solver.solve(generator, problems[::n], n, ("best_of_n",), greedy=args.generator_temperature == 0)
+    is_greedy = args.generator_temperature == 0
+    solved, solutions = solver.solve(generator, problems[::n], n, ("best_of_n",), greedy=is_greedy)
     rows: dict[int, dict] = {}
     verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
     texts = [solution.text for solution in solutions]
     outcomes, answers = outcomes_of(task, problems, texts), answers_of(task, texts)
-    for problem, solution, outcome, answer, said in zip(problems, solutions, outcomes, answers, verifications,
-                                                        strict=True):
+    for problem, solution, length, outcome, answer, said in zip(problems, solutions, solved.lengths.tolist(), outcomes,
+                                                                answers, verifications, strict=True):
         num_steps = len(solution.step_ends)
         verdicts = [v.verdict for v in said] or [None] * k
         step_verdicts = [aligned(v.step_verdicts, num_steps) for v in said] or [[None] * num_steps] * k
         row = rows.setdefault(problem.index, {"index": problem.index})
-        for name, value in (("answers", answer), ("outcomes", outcome), ("verdicts", verdicts),
+        rationales = [rationales_of(task, problem, solution.text, v) for v in said] if args.judge_report else []
+        for name, value in (("answers", answer), ("outcomes", outcome), ("lengths", length),
+                            ("labels", labels_of(task, problem, solution.text)), ("rationales", rationales),
+                            ("verdicts", verdicts),
                             ("step_verdicts", step_verdicts), ("scores", SCORES[args.score](verdicts, step_verdicts)),
                             ("tie_breaks", step_share(verdicts, step_verdicts)), ("too_long", not said),
                             ("malformed", sum(bool(v.unmet) for v in said))):
@@ -311,6 +329,28 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
     return {**scores, "samples": rows}
 
 
+def judged_of(rows: list[dict], k: int) -> list[dict]:
+    """The rows of `verified_solutions` as the judge report takes them: a solution each."""
+    names = ("outcomes", "lengths", "malformed", "labels", "verdicts", "step_verdicts", "rationales", "too_long")
+    judged = []
+    for outcome, length, malformed, labels, verdicts, step_verdicts, rationales, too_long in (
+            solution for row in rows for solution in zip(*(row[name] for name in names), strict=True)):
+        is_read = bool(labels) and not too_long
+        judged.append({"outcome": outcome, "length": length, "share": None if too_long else final_share(verdicts, []),
+                       "verifications": 0 if too_long else k, "malformed": malformed, "labels": labels,
+                       "step_verdicts": step_verdicts if is_read else [], "rationales": rationales if is_read else []})
+    return judged
+
+
+def report_judge(args, rows: list[dict], own: list[dict] | None) -> dict:
+    """Prints what ails the judge, on the solutions of `rows` and on its own ones."""
+    k = args.num_verifications
+    found = judge_report(judged_of(rows, k), own and judged_of(own, k))
+    num = sum(len(row["outcomes"]) for row in rows)
+    print0("\n".join([f"\njudge report, {num} solutions", *report_lines(found)]))
+    return found
+
+
 def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     """A role's model, the flags that it was trained with, the file that says so, and its step."""
     model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
@@ -342,6 +382,8 @@ def main(args) -> None:
         if args.max_new_tokens < 0:
             args.max_new_tokens = recorded_count(recorded, "max_new_tokens",
                                                  min(256, generator.config.sequence_len // 2), where)
+    own_model = (load(args.own_source, args.own_tag, args.own_step, tokenizer, device, "generator")[0] if args.own_tag
+                 else None)
     complete_task_args(args, recorded, where)
     task = make_task(args) if args.generator_tag else None
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
@@ -355,6 +397,9 @@ def main(args) -> None:
         numbers["processbench"] = evaluate_processbench(args, samples, verifier, reader, device)
     if args.generator_tag:
         numbers["best_of_n"] = evaluate_best_of_n(args, task, generator, verifier, sampler, device)
+    if args.judge_report:
+        own = own_model and verified_solutions(args, task, own_model, verifier, sampler, device)
+        numbers["judge_report"] = report_judge(args, numbers["best_of_n"]["samples"], own)
     if args.out and rank_and_world()[0] == 0:
         write_json(args.out, numbers)
 

@@ -149,6 +149,13 @@ class Chain:
         verdict = complete and all(verdicts) and self.fmt.answer(solution) == self._answer(results)
         return self.fmt.render_verification(analyses, verdicts, verdict)
 
+    def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
+        """Whether what a verification says of each step is right: the step worked again without an error ("3+5:8"), or
+        "?" of one that does not copy its operands."""
+        truths = ["?" if fact is None else f"{fact[0]}{fact[1]}{fact[2]}:{self._result(*fact[:3])}"
+                  for fact in self._facts(problem.prompt, solution)]
+        return [said == truth for said, truth in zip(analyses, truths, strict=False)]
+
     # How the arithmetic is done
 
     def _operations(self, prompt: str) -> list[tuple[str, int]]:

@@ -121,6 +121,12 @@ class LastLetter:
         verdict = len(verdicts) == len(steps) and all(verdicts) and self.fmt.answer(solution) == believed[-1]
         return self.fmt.render_verification(analyses, verdicts, verdict)
 
+    def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
+        """Whether what a verification says of each step is right: the step as it should be, or "?" of one too many."""
+        num_steps = len(self.fmt.step_spans(solution))
+        truths = self._steps(problem.prompt, self._joined(problem.prompt)) + ["?"] * num_steps
+        return [said == truth for said, truth in zip(analyses, truths[:num_steps], strict=False)]
+
     # How words become steps
 
     def _words_by_size(self, path: str) -> dict[int, list[str]]:

@@ -68,3 +68,7 @@ class Mixture:
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier."""
         return self.part(problem).verification_demo(problem, solution, rng)
+
+    def analysis_labels(self, problem: Problem, solution: str, analyses: list[str]) -> list[bool]:
+        """Whether what a verification says of each step is right."""
+        return self.part(problem).analysis_labels(problem, solution, analyses)

@@ -60,6 +60,8 @@ def refused(capsys, base, script, *flags: str) -> str:
     (["--verifier-head", "prompt", "--verifier-tag", "tiny-ver"], ["--model-tag tiny", "--verifier-tag tiny-ver"]),
     (["--verifier-head", "prompt", "--verifier-shared-layers", "1"], ["--verifier-head prompt", "no number of layers"]),
     (["--verifier-updates", "summed"], ["--verifier-updates summed", "--verifier-head prompt"]),
+    (["--verifier-source", "base"], ["--verifier-source base", "sft, rl"]),
+    (["--model-source", "rl"], ["no checkpoint tiny", "chatrl_checkpoints"]),
     (["--verifier-head", "half"], ["--verifier-head half", "prompt"]),
     (["--verifier-head", "frozen", "--verifier-optimizer", "own"], ["--verifier-optimizer own", "both roles"]),
     (["--chain-modulus", "77"], ["--chain-modulus 77"]),

@@ -68,6 +68,16 @@ def examples_of(*more: str, context: int = 128) -> chat_sft.Examples:
 
 # Examples
 
+def test_one_model_learns_the_demonstrations_of_either_role_by_turns(base):
+    """Each those that the role's own SFT has, in its order; the verifier's judge sampled solutions too."""
+    both, generator, verifier = examples_of("--role", "both"), examples_of(), examples_of("--role", "verifier")
+    task = make_task(parse(chat_sft, ["--role", "both", *MODEL]))
+    sampled = [(task.problem("sft", i), "1+1:0;=0") for i in range(4)]
+    both.sampled.extend(sampled)
+    verifier.sampled.extend(sampled)
+    assert [both(i) for i in range(40)] == [role(i // 2) for i in range(0, 40, 2) for role in (generator, verifier)]
+
+
 def test_conversations_come_at_even_distances_and_demonstrations_in_between(base, chats):
     plain, mixed = examples_of(), examples_of("--conversations", chats, "--conversations-share", "0.25")
     tokenizer, kinds, num_demonstrations = mixed.tokenizer, [], 0
@@ -210,9 +220,12 @@ def test_it_starts_from_a_base_model(base):
     assert list_steps("sft", "a-ver") == [1] and not equal(weights("a-ver"), weights("a"))
 
 
-@pytest.mark.parametrize("role", ["generator", "verifier"])
+@pytest.mark.parametrize("role", ["generator", "verifier", "both"])
 def test_a_stopped_run_goes_on_to_the_same_weights(base, role, monkeypatch):
-    more = ["--model-tag", "tiny", "--verifier-tag", "whole"] if role == "verifier" else ["--model-tag", "whole"]
+    more = {"generator": ["--model-tag", "whole"], "verifier": ["--model-tag", "tiny", "--verifier-tag", "whole"],
+            "both": ["--model-tag", "whole", "--from-stage", "sft", "--from-tag", "first"]}[role]
+    if role == "both":
+        train("--model-tag", "first")
     train(*more, role=role)
     step = chat_sft.train_step
 
@@ -263,6 +276,11 @@ def test_a_verifier_goes_on_with_the_generator_that_it_began_with_alone(base):
     train("--model-tag", "g", "--embedding-lr", "0.1")
     with pytest.raises(BadInput, match="g is not the generator whose solutions .*v was trained on: its SFT was done"):
         train(*more, "--resume-from-step", "2", role="verifier")
+
+
+def test_without_a_generator_both_roles_learn_from_corrupted_solutions_alone(base, capsys):
+    train("--model-tag", "a", "--num-steps", "1", role="both")
+    assert "nothing is sampled without --from-stage sft" in capsys.readouterr().out and list_steps("sft", "a") == [1]
 
 
 def test_a_tokenizer_that_is_in_use_is_not_replaced(base, monkeypatch):
@@ -349,6 +367,7 @@ def test_two_ranks_go_on_from_one(base):
     (["--refine-share", "1.5"], "--refine-share 1.5"), (["--refine-share", "nan"], "--refine-share nan"),
     (["--role", "verifier", "--refine-share", "0.5"], "--refine-share 0.5"),
     (["--from-tag", "../x"], "--from-tag ../x"),
+    (["--role", "both", "--verifier-shared-layers", "1"], "--verifier-shared-layers 1: is of --role verifier"),
     (["--resume-from-step", "5"], "no step 5"),
 ])
 def test_bad_input_is_one_line_before_anything_is_written(base, capsys, monkeypatch, more, complaint):

@@ -449,6 +449,21 @@ def test_summed_updates_make_one_step_of_both_roles_rollouts(base, monkeypatch):
     assert [r["phase"] for r in records(base, "s")] == ["warmup"] * 2 + ["generator"] * 2 + ["verifier", "generator"]
 
 
+def test_roles_may_start_from_rl(base):
+    """A run goes on from the pair that another one has trained, whose references it then keeps; its config.json says
+    so."""
+    train("--run", "first", "--num-steps", "1")
+    trained = weights(base, "first", 3)
+    train("--run", "second", "--num-steps", "0", "--model-tag", "first-gen", "--model-source", "rl", "--verifier-tag",
+          "first-ver", "--verifier-source", "rl")
+    same = weights(base, "second", 0)
+    models = [name for name in same if "transformer" in name or "lm_head" in name]
+    assert models and all(torch.equal(same[name], trained[name]) for name in models)
+    starts = json.loads((base / "runs" / "second" / "config.json").read_text())["starts"]
+    assert [(s["tag"], s["source"], s["step"]) for s in starts.values()] == [("first-gen", "rl", 3),
+                                                                             ("first-ver", "rl", 3)]
+
+
 def test_wandb_offline_needs_no_network(base, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     train("--run", "w", "--recipe", "grpo", "--num-steps", "1")

@@ -325,6 +325,24 @@ def test_best_of_n_is_a_naive_count_of_texts_sampled_by_hand(capsys, base, tmp_p
     assert 0 < got["unread_answers"] == sum(a is None for row in got["samples"] for a in row["answers"]) / 160
 
 
+def test_the_judge_report_is_of_the_same_solutions(capsys, base, tmp_path):
+    """The crafted verifier writes no analyses, so none is right; judged as its own, the generator's solutions are
+    preferred by nothing."""
+    lines = run(capsys, "--generator-tag", "tiny", "--num-samples", "4", "--max-problems", "10", *SAMPLED,
+                "--judge-report", "--own-tag", "tiny", "--out", str(tmp_path / "o.json"))
+    got = json.loads((tmp_path / "o.json").read_text())
+    report, task, hits = got["judge_report"], chain(), []
+    for row in got["best_of_n"]["samples"]:
+        for labels, verdicts in zip(row["labels"], row["step_verdicts"], strict=True):
+            hits += [said is label for of_one in verdicts for label, said in zip(labels, of_one, strict=True)]
+    assert task.name == "chain" and report["verdict_acc"] == pytest.approx(sum(hits) / len(hits))
+    assert report["parse_fail"] == got["best_of_n"]["parse_fail"] > 0
+    assert report["rationale_acc"] == 0 and report["wrong_reason"] == 1
+    assert report["own_right"] == report["own_wrong"] == report["self_preference"] == 0
+    assert any(line.startswith("judge report, 40 solutions") for line in lines)
+    assert lines[-1].startswith("self-preference") and lines[-1].endswith(" 0.0")
+
+
 def test_the_task_comes_from_the_generators_checkpoint_unless_given(capsys, base, tmp_path, monkeypatch):
     monkeypatch.setattr(scores, "ENDLESS", 3)
     flags = ["--generator-tag", "tiny", "--num-samples", "1", "--generator-temperature", "0", "--out",
@@ -426,6 +444,8 @@ ON_TASK = ["--generator-tag", "tiny"]
     ([], ["--processbench", "--generator-tag"]), (["--processbench", "none.jsonl"], ["none.jsonl: no such file"]),
     (["--processbench", "BENCH", "--subset", "algebra"], ["no subset algebra", "gsm8k, math"]),
     ([*ON_TASK, "--subset", "math"], ["--subset math"]),
+    (["--processbench", "BENCH", "--judge-report"], ["--judge-report", "--generator-tag"]),
+    ([*ON_TASK, "--own-tag", "tiny"], ["--own-tag tiny", "--judge-report"]),
     (["--processbench", "BENCH", "--num-verifications", "2"], ["--num-verifications 2", "--temperature above 0"]),
     ([*ON_TASK, "--generator-temperature", "0"], ["--num-samples 8", "--generator-temperature above 0"]),
     (["--processbench", "BENCH", "--task", "chain"], ["--task chain: is for --generator-tag"]),

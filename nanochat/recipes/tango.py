@@ -27,6 +27,8 @@ from nanochat.common import BadInput, check_choices, check_least, wide_dtype
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
 from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, log_variances, mean_advantages, passed_by_error,
                                scores_of_pair, verification_columns)
+from nanochat.rl.judge_evals import judge_scores
+from nanochat.rl.judges import JUDGES
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.pool import choose_solutions, completions_of, extended, scored_solutions
 from nanochat.rl.prompts import Verification, count_copies, empty_verifier_prompt
@@ -56,6 +58,7 @@ TABLE = {
     "ver/parse_fail_fixed": "verifier parse failures",
 }
 MOVING_DECAY = 0.8  # of the verifier's scores that decide over phases and warnings
+WRITTEN = "generative"  # the judge whose verdicts are read from one verification, as in the paper
 LENIENT = 0.3  # a run warns while more than this share of the generator's wrong steps passes
 
 
@@ -266,7 +269,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     """M solutions of each problem, one verification of each, and an update of the generator (section 2).
 
     judge: who says which steps are right: "verifier", "gold" (an oracle) or None; reward: what it adds to the outcome,
-    its verdicts on the "steps" or its final "verdict".
+    its verdicts on the "steps" or its final "verdict". --judge: how the verifier says it.
     """
     problems = labelled_problems(t, and_others=judge == "verifier")
     solutions = t.solve("generator", problems, t.args.num_samples, "generator")
@@ -274,11 +277,9 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     labels = [labels_of(t.task, problem, text)
               for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
     solutions.columns = {"outcome": outcomes}
-    verifications, verdicts = None, labels
+    verifications, verdicts, finals = None, labels, None
     if judge == "verifier":
-        verifications = verifications_of(t, solutions)
-        solutions.columns |= verification_columns(verifications)
-        verdicts = [v.usable_steps for v in verifications]
+        verifications, verdicts, finals = judged(t, solutions)
     chances = verdicts
     if judge == "verifier" and reward == "steps":
         chances = STEP_REWARDS[t.args.step_rewards](t, solutions, verdicts)
@@ -287,7 +288,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     if judge and reward == "steps":
         sources.append((alpha, step_rewards([s.step_ends for s in steps], chances, t.device)))                  # eq. 3
     elif judge:
-        sources.append((alpha, outcome_rewards([v.verdict for v in verifications], solutions.lengths)))
+        sources.append((alpha, outcome_rewards(finals, solutions.lengths)))
     combine, preset = COMBINE[t.args.combine if judge else "advantages"], PRESETS[t.args.advantage]
     advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], preset, t.reduce)            # eq. 4-7
     log_rewards(t, "generator", solutions, outcomes)
@@ -308,6 +309,22 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), scored_solutions(t, solutions, outcomes), t.args.replay_size)
     yield Update("generator", [(solutions, advantages)])                                                        # eq. 1
+
+
+def judged(t: Play, solutions: Rollouts) -> tuple[list[Verification] | None, list[list | None], list[float | None]]:
+    """What the verifier says as --judge: its verifications (None where it is asked for chances), for each solution of
+    its steps, and of the whole."""
+    judge = vars(t.args).get("judge", WRITTEN)
+    if judge == WRITTEN:
+        verifications = verifications_of(t, solutions)
+        solutions.columns |= verification_columns(verifications)
+        return verifications, [v.usable_steps for v in verifications], [v.verdict for v in verifications]
+    judgments = JUDGES[judge](t, "verifier", solutions)
+    steps, finals = [j.steps for j in judgments], [j.final for j in judgments]
+    solutions.columns |= {"step_chances": steps, "chance": finals}
+    scores = judge_scores(t, judgments, solutions, t.args.num_samples)
+    t.log("generator", {f"verdicts/{name}": value for name, value in scores.items()})
+    return None, steps, finals
 
 
 def verifications_of(t: Play, solutions: Rollouts) -> list[Verification]:

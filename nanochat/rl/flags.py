@@ -7,7 +7,6 @@ from itertools import combinations
 
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
 from nanochat.common import BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words, print0
-from nanochat.files import path_of
 from nanochat.rl.advantages import PRESETS
 from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, is_joint
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
@@ -30,6 +29,10 @@ MOST_LR, MOST_UPDATES = 1000, 1000  # an update that is begun is carried through
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
 
 
+SOURCES = ("sft", "rl")
+SOURCE_HELP = f"stage of that checkpoint, one of: {', '.join(SOURCES)}; of rl the tag is a run's name and the role's"
+
+
 def add_common_args(parser) -> None:
     parser.add_argument("--resume-from-step", default="-1",
                         help=f"continue --run from this step, which removes the checkpoints behind it, or from its "
@@ -41,7 +44,8 @@ def add_common_args(parser) -> None:
     parser.add_argument("--num-steps", type=int, default=200, help="updates of the recipe's first role that is trained")
     models = parser.add_argument_group("models")
     models.add_argument("--model-tag", default="", help="SFT checkpoint of the generator; default: the largest d<N>")
-    models.add_argument("--model-step", type=int, default=-1, help="step of the SFT checkpoints; -1 = the last")
+    models.add_argument("--model-source", default="sft", help=SOURCE_HELP)
+    models.add_argument("--model-step", type=int, default=-1, help="step of the starting checkpoints; -1 = the last")
     models.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
                         help="shard weights, gradients and optimizers over the ranks (FSDP2); changes no result")
     models.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
@@ -86,13 +90,14 @@ def add_common_args(parser) -> None:
 def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
     """The flags of roles that are not there yet. Raises BadInput for one that means something else."""
     known = group._option_string_actions
-    taken = set(known) - {"--model-tag", "--lr"}
+    taken = set(known) - {"--model-tag", "--model-source", "--lr"}
     for role, spec in roles.items():
-        for flag in {spec.tag, spec.lr} & taken or {spec.tag} & {spec.lr, "--lr"}:
+        for flag in {spec.tag, spec.source, spec.lr} & taken or {spec.tag} & {spec.lr, "--lr"}:
             raise BadInput(f"{flag} of role {role}: this flag means something else")
         if spec.tag not in known:
             group.add_argument(spec.tag, default="",
                                help=f"SFT checkpoint of the {role}; default: <model-tag>{spec.ending}")
+            group.add_argument(spec.source, default="sft", help=SOURCE_HELP)
         if spec.trained and spec.lr not in known:
             group.add_argument(spec.lr, type=float, default=None, help=f"learning rate of the {role}; default: --lr")
         if spec.shares and "--verifier-head" not in known:
@@ -122,7 +127,8 @@ def check_args(args, world: int) -> None:
 
 def complete_args(args, roles: dict[str, RoleSpec]) -> None:
     """Gives the flags of roles their defaults. Raises BadInput."""
-    args.model_tag = args.model_tag or default_tag("sft")
+    check_choices(args, {name_of(spec.source): SOURCES for spec in roles.values()})
+    args.model_tag = args.model_tag or default_tag(args.model_source)
     for spec in roles.values():
         name, rate = name_of(spec.tag), name_of(spec.lr)
         ending = "" if is_joint(head_of(args, spec)) else spec.ending  # both roles are in one checkpoint
@@ -167,10 +173,10 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
     flags, and nobody has said that it is to be so. Warns of one that was trained in another role."""
     given = getattr(args, "given", set())
     for name, start in starts.items():
-        where = path_of("sft", start.tag, f"meta_{start.step:06d}.json")
+        where = start.path("meta.json")
         meta, _ = load_meta(where)
         recorded, num_steps = meta["user_config"], meta["user_config"].get("num_steps")
-        if isinstance(num_steps, int) and start.step < num_steps:
+        if start.source == "sft" and isinstance(num_steps, int) and start.step < num_steps:
             print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, whose SFT was to make "
                    f"{num_steps}")
         warn_of_role(start.tag, meta, name)

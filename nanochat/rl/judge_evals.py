@@ -24,13 +24,8 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
     return t.written(generator, t.solve_prompts([problem for problem in problems for _ in range(num)]), mine)
 
 
-def judge_scores(t: Play, judge: str, role: str, solutions: Rollouts, num: int) -> dict:
-    """`judged_scores` of a role as a judge of solutions, `num` of each problem one behind the other, over all ranks."""
-    return scores_of_judgments(t, JUDGES[judge](t, role, solutions), solutions, num)
-
-
-def scores_of_judgments(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:
-    """The same of judgments that are there."""
+def judge_scores(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:
+    """`judged_scores` of judgments of solutions, `num` of each problem one behind the other, over all ranks."""
     problems = solutions.problems()
     labels = [labels_of(t.task, problem, text) for problem, text in zip(problems, solutions.texts, strict=True)]
     rows = [[*row, j.steps, j.final, j.tokens] for *row, j in zip(
@@ -100,5 +95,5 @@ def labelled_call(args) -> Call:
 def scores_as_judge(t: Play, judge: str) -> dict:
     """`judge_scores` of the verifier on fixed solutions of the generator."""
     solutions = fixed_solutions(t, "generator", t.args.judged_samples)
-    return {f"ver/{name}_fixed": value
-            for name, value in judge_scores(t, judge, "verifier", solutions, t.args.judged_samples).items()}
+    scores = judge_scores(t, JUDGES[judge](t, "verifier", solutions), solutions, t.args.judged_samples)
+    return {f"ver/{name}_fixed": value for name, value in scores.items()}

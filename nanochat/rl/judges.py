@@ -104,6 +104,7 @@ Judge = Callable[[Play, str, Rollouts], list[Judgment]]
 JUDGES: dict[str, Judge] = {"generative": generative, "steps": at_steps, "end": at_end, "tokens": at_tokens,
                             "verdict": at_verdict, "analysed": analysed}
 
+OF_THE_WHOLE = ("end", "verdict")  # judges that say nothing of steps
 VERDICT_TOKENS = 32  # of a verdict alone, at most
 
 

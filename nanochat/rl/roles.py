@@ -21,8 +21,8 @@ from nanochat.weights import copy_of, inference_model, is_sharded, refresh
 class RoleSpec:
     """What a recipe says of a role.
 
-    tag: the flag that names its SFT checkpoint, whose default is --model-tag with `ending` behind it; lr: the flag of
-    its learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also
+    tag: the flag that names its starting checkpoint, whose default is --model-tag with `ending` behind it; lr: the flag
+    of its learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also
     without a KL term; shares: the role whose weights can be its own too, as --verifier-head says.
     """
     tag: str = "--model-tag"
@@ -31,6 +31,11 @@ class RoleSpec:
     trained: bool = True
     reference: bool = False
     shares: str | None = None
+
+    @property
+    def source(self) -> str:
+        """The flag that says of which stage its starting checkpoint is: --verifier-source of --verifier-tag."""
+        return f"{self.tag.removesuffix('-tag')}-source"
 
 
 def short_name(role: str) -> str:
@@ -89,10 +94,17 @@ def set_recompute(model: GPT | Decoder, recompute: bool, name: str) -> None:
 
 @dataclass(frozen=True)
 class Start:
-    """The SFT checkpoint that a role starts from, and the fingerprint of its weights (checkpoint.fingerprint)."""
+    """The checkpoint that a role starts from, the fingerprint of its weights (checkpoint.fingerprint), and its stage,
+    sft or rl."""
     tag: str
     step: int
     fingerprint: int
+    source: str = "sft"
+
+    def path(self, part: str) -> str:
+        """Of its "meta.json" or "model.pt"."""
+        name, _, ending = part.partition(".")
+        return path_of(self.source, self.tag, f"{name}_{self.step:06d}.{ending}")
 
 
 def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) -> dict[str, Start]:
@@ -102,23 +114,23 @@ def find_starts(args, specs: dict[str, RoleSpec], recorded: dict | None = None) 
     """
     starts = {}
     for name, spec in specs.items():
-        tag, step = getattr(args, name_of(spec.tag)), None if args.model_step < 0 else args.model_step
+        tag, source = getattr(args, name_of(spec.tag)), getattr(args, name_of(spec.source))
+        step = None if args.model_step < 0 else args.model_step
         if recorded:
             if name not in recorded:
                 raise BadInput(f"the run's config.json does not say where its {name} started")
             step = recorded[name]["step"]
-        step = find_step("sft", tag, step)
-        starts[name] = Start(tag, step, fingerprint(path_of("sft", tag, f"model_{step:06d}.pt")))
+        step = find_step(source, tag, step)
+        starts[name] = Start(tag, step, fingerprint(path_of(source, tag, f"model_{step:06d}.pt")), source)
         if recorded and starts[name].fingerprint != recorded[name]["fingerprint"]:
-            raise BadInput(f"{path_of('sft', tag)}: step {step} is not what the run started from; its SFT was done "
-                           f"again, so the run cannot go on with it as its reference")
+            raise BadInput(f"{path_of(source, tag)}: step {step} is not what the run started from; its "
+                           f"{source.upper()} was done again, so the run cannot go on with it as its reference")
     return starts
 
 
 def load_configs(starts: dict[str, Start]) -> dict:
     """The shapes of the roles that load_roles would load. Raises BadInput."""
-    return {name: load_meta(path_of("sft", start.tag, f"meta_{start.step:06d}.json"))[1]
-            for name, start in starts.items()}
+    return {name: load_meta(start.path("meta.json"))[1] for name, start in starts.items()}
 
 
 def head_of(args, spec: RoleSpec) -> Head:
@@ -139,17 +151,17 @@ def check_configs(args, specs: dict[str, RoleSpec], configs: dict) -> None:
         if specs[owner].trained and not spec.trained or is_joint(head) and spec.trained and not specs[owner].trained:
             fixed, moving = (owner, name) if spec.trained else (name, owner)
             raise BadInput(f"{asked}: this recipe keeps the {fixed} fixed, and what they share moves with the {moving}")
-        tags = [getattr(args, name_of(specs[role].tag)) for role in (owner, name)]
-        if head.is_one and tags[0] != tags[1]:
-            raise BadInput(f"{asked}: one model has one checkpoint, and {specs[owner].tag} {tags[0]} and {spec.tag} "
-                           f"{tags[1]} are two")
+        said = [(getattr(args, name_of(s.source)), getattr(args, name_of(s.tag))) for s in (specs[owner], spec)]
+        if head.is_one and said[0] != said[1]:
+            raise BadInput(f"{asked}: one model has one checkpoint, and {specs[owner].tag} {said[0][1]} and {spec.tag} "
+                           f"{said[1][1]} are two (of {said[0][0]} and {said[1][0]})")
         check_shapes(configs[owner], configs[name], num_shared(args, configs[name]))
 
 
 def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], device,
                dtype: torch.dtype) -> dict[str, Role]:
-    """The roles of a run from their SFT checkpoints; those that are trained get an optimizer, and a reference where
-    there is a KL term or the recipe asks for one.
+    """The roles of a run from their starting checkpoints; those that are trained get an optimizer, and a reference
+    where there is a KL term or the recipe asks for one.
 
     args: shard, recompute, kl_coef, the learning rates, and where a role can share the flags of heads.add_head_args.
     Raises BadInput.
@@ -164,7 +176,7 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
             # A trunk's owner and who shares it hold the same tensors, so both have the weights of a trained role.
             is_wide = spec.trained or any(other.shares == name and head_of(args, other).shares
                                           for other in specs.values())
-            model, _ = load_model("sft", start.tag, device, dtype, start.step, sharded, trained=is_wide)
+            model, _ = load_model(start.source, start.tag, device, dtype, start.step, sharded, trained=is_wide)
         parameters = private = list(model.parameters())
         if head.shares and not head.is_one:
             num_layers = num_shared(args, model.config)

@@ -1,0 +1,256 @@
+"""
+Judges: verdicts found among tokens, shares and chances by hand, and the one evaluation of all.
+
+    python -m pytest tests/test_judges.py -q
+"""
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import parse, rl_flags
+from test_log_odds import play_of, random_model, true_log_odds
+
+from nanochat.common import BadInput
+from nanochat.recipes import fixed_verifier
+from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.rl.judge_evals import judged_scores
+from nanochat.rl.judges import AGGREGATES, JUDGE_CALLS, JUDGES, OF_THE_WHOLE, Judgment, shares
+from nanochat.rl.prompts import Verification, generator_prompt, parse_verification
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
+from nanochat.tokenizer import Tokenizer
+from scripts import tango_rl
+from tasks.common import Problem
+
+BYTES = Tokenizer.train(iter([]), 265)
+
+
+@pytest.fixture(scope="module")
+def merging() -> Tokenizer:
+    """A tokenizer in which a verdict shares tokens with what stands beside it: "=T" and "=F" are one token each."""
+    tokenizer = Tokenizer.train(iter(["=T", "=F"] * 50), 267)
+    assert [len(tokenizer.encode(text)) for text in ("=T", "=F")] == [1, 1]
+    return tokenizer
+
+
+# Verdicts among tokens
+
+def test_a_verdict_stands_where_its_mark_is():
+    text = "3+5:8T;8*2:5F;=F"
+    tokens, v = BYTES.encode(text), parse_verification(COMPACT, text, 2)
+    T, F = BYTES.encode("TF")
+    assert verdict_spots(BYTES, COMPACT, tokens, v, 2) == [Spot(5, T, F), Spot(12, T, F), Spot(15, T, F)]
+    assert [text[spot.position] for spot in verdict_spots(BYTES, COMPACT, tokens, v, 2)] == ["T", "F", "F"]
+
+
+def test_a_verdict_that_shares_its_token_is_told_apart_by_the_whole_token(merging):
+    tokens, v = merging.encode("=F"), parse_verification(COMPACT, "=F", 0)
+    assert verdict_spots(merging, COMPACT, tokens, v, 0) == [Spot(0, *merging.encode("=T"), *merging.encode("=F"))]
+
+
+def test_of_the_papers_verdicts_the_first_letter_tells():
+    text = ("<step_verification><step>so \\boxed{INCORRECT}</step></step_verification>"
+            "<final_verification>\\boxed{CORRECT}</final_verification>")
+    tokens, v = BYTES.encode(text), parse_verification(PAPER, text, 1)
+    step, final = verdict_spots(BYTES, PAPER, tokens, v, 1)
+    assert (chr(step.right), chr(step.wrong)) == ("C", "I")
+    assert text[step.position:].startswith("INCORRECT") and text[final.position:].startswith("CORRECT")
+
+
+def test_verdicts_that_cannot_be_read_have_no_place():
+    cut = parse_verification(COMPACT, "T;F;=F", 3)  # two steps of three
+    assert [spot and spot.position for spot in verdict_spots(BYTES, COMPACT, BYTES.encode("T;F;=F"), cut, 3)] == [
+        None, None, None, 5]
+    none = parse_verification(COMPACT, "T;F;=", 2)
+    assert [spot and spot.position for spot in verdict_spots(BYTES, COMPACT, BYTES.encode("T;F;="), none, 2)] == [
+        0, 2, None]
+
+
+def test_tokens_that_the_tokenizer_would_not_write_have_no_place(merging):
+    tokens = [*BYTES.encode("=T")]  # its bytes one by one, where one token would do
+    assert spot_of(merging, COMPACT, tokens, 1) == Spot(1, *BYTES.encode("TF"))  # "T" alone begins a token
+    other = replace(COMPACT, final_open="", correct="=T", incorrect="=F")
+    assert spot_of(merging, other, tokens, 0) is None
+
+
+def test_a_chance_is_the_share_of_the_mass_of_both_verdicts():
+    model, text = random_model(), "8T;=F"
+    prompt = SimpleNamespace(ids=[1, 2, 3], problem=Problem("rl", 0, "p", ""), copy=0)
+    tokens = torch.tensor([BYTES.encode(text)])
+    rollouts = Rollouts([prompt], torch.tensor([0]), tokens, torch.zeros(1, 5), torch.tensor([5]), torch.tensor([True]))
+    spots = [(0, spot) for spot in verdict_spots(BYTES, COMPACT, BYTES.encode(text), parse_verification(
+        COMPACT, text, 1), 1)]
+    s = true_log_odds(model, rollouts, 0)
+    assert chances_at(play_of(model), "verifier", rollouts, spots) == pytest.approx(
+        torch.sigmoid(s[[1, 4]]).tolist(), rel=1e-4)
+    assert spot_places(rollouts, spots).tolist() == [[False, True, False, False, True]]
+    assert chances_at(play_of(model), "verifier", rollouts, []) == []
+
+
+# Judgments
+
+def test_shares_are_of_the_verifications_that_can_be_read():
+    said = [Verification([True, False], True, ()), Verification([True, True], None, ("no_final_verdict",)),
+            Verification([True], False, ("step_count_mismatch",))]
+    assert shares(said, 9) == Judgment([1.0, 0.5], 0.5, 9)
+    assert shares(said[2:], 3) == Judgment(None, 0.0, 3)
+    assert shares([Verification([], None, ("step_count_mismatch", "no_final_verdict"))], 1) == Judgment(None, None, 1)
+
+
+def test_what_steps_make_of_a_solution():
+    chances = [0.5, 0.25, 0.8]
+    assert {name: make(chances) for name, make in AGGREGATES.items()} == {
+        "product": pytest.approx(0.1), "min": 0.25, "last": 0.8}
+
+
+@pytest.fixture
+def judged():
+    """A run of one role with a real tokenizer, and two solutions with their chances behind each token, by hand."""
+    t = play_of(random_model())
+    t.sampler.tokenizer = BYTES
+    t.args.prm_aggregate, t.args.verifications = "product", 2
+    problem = Problem("rl", 0, "1+1*2", "1")
+    texts = ["1+1:2;2*2:1;=1", "1+1:2;=2"]
+    prompts = t.solve_prompts([problem] * 2)
+    solutions = t.written("verifier", prompts, texts)
+    chances = []
+    for n in range(2):
+        asked = replace(solutions, prompts=[SimpleNamespace(ids=generator_prompt(BYTES, COMPACT, problem.prompt))],
+                        group_id=torch.zeros(2, dtype=torch.long))
+        chances.append(torch.sigmoid(true_log_odds(t.roles["verifier"].model, asked, n)).tolist())
+    return t, solutions, chances
+
+
+def test_judges_by_log_odds_read_behind_steps_and_at_the_end(judged):
+    t, solutions, (a, b) = judged
+    close = lambda judgment, steps, final, tokens: (
+        judgment.steps == (None if steps is None else pytest.approx(steps, rel=1e-4))
+        and judgment.final == pytest.approx(final, rel=1e-4) and judgment.tokens == tokens)
+    one, two = JUDGES["steps"](t, "verifier", solutions)
+    assert close(one, [a[6], a[12]], a[6] * a[12], 2) and close(two, [b[6]], b[6], 1)
+    one, two = JUDGES["end"](t, "verifier", solutions)
+    assert close(one, None, a[14], 1) and close(two, None, b[8], 1)
+    one, two = JUDGES["tokens"](t, "verifier", solutions)
+    assert close(one, [a[6], a[12]], a[14], 15) and close(two, [b[6]], b[8], 9)
+
+
+def test_a_solution_without_steps_has_no_chance_of_a_step_judge(judged):
+    t, _, _ = judged
+    nothing = t.written("verifier", t.solve_prompts([Problem("rl", 1, "1+1", "2")]), ["=2"])
+    assert JUDGES["steps"](t, "verifier", nothing) == [Judgment([], None, 0)]
+
+
+def test_a_verdict_at_once_is_asked_behind_the_verifiers_prompt(judged):
+    t, solutions, _ = judged
+    one, _ = JUDGES["verdict"](t, "verifier", solutions)
+    forced = t.written("verifier", t.verify_prompts(solutions), ["=T", "=T"])
+    s = true_log_odds(t.roles["verifier"].model, forced, 0)
+    assert one.steps is None and one.tokens == 1 and one.final == pytest.approx(torch.sigmoid(s[1]).item(), rel=1e-4)
+
+
+def test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts_a_half(judged, monkeypatch):
+    t, solutions, _ = judged
+    texts = ["8T;1F;=T", "T;=F", "T;=F", "no"]  # two of each solution; the second one misses a step
+    prompts = t.verify_prompts(solutions)
+    written = t.written("verifier", [prompts[n // 2] for n in range(4)], texts)
+    monkeypatch.setattr(type(t), "verify", lambda *args: written)
+    one, two = JUDGES["analysed"](t, "verifier", solutions)
+    V = [torch.sigmoid(true_log_odds(t.roles["verifier"].model, written, n)).tolist() for n in range(4)]
+    assert one.steps == pytest.approx([(V[0][1] + 0.5) / 2, (V[0][4] + 0.5) / 2], rel=1e-4)
+    assert one.final == pytest.approx((V[0][7] + V[1][3]) / 2, rel=1e-4)
+    assert two.steps == pytest.approx([(V[2][0] + 0.5) / 2], rel=1e-4)
+    assert two.final == pytest.approx((V[2][3] + 0.5) / 2, rel=1e-4)
+    assert (one.tokens, two.tokens) == (9 + 5, 5 + 3)  # end tokens too
+    assert JUDGES["generative"](t, "verifier", solutions) == [Judgment([1.0, 0.0], 0.5, 14), Judgment([1.0], 0.0, 8)]
+
+
+def test_every_judge_says_what_it_is_given():
+    assert JUDGES.keys() == JUDGE_CALLS.keys()
+
+
+# As the reward of a generator
+
+@pytest.mark.parametrize("judge", [name for name in JUDGES if name != "generative"])
+def test_the_chances_of_any_judge_reward_a_generator(base, judge):
+    flags = rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts", "--run", "r",
+                     "--num-steps", "1", "--log-rollouts", "4")
+    tango_rl.main(parse(tango_rl, flags))
+    record, = (json.loads(line) for line in (base / "runs/r/metrics.jsonl").read_text().splitlines())
+    rows = [json.loads(line) for line in (base / "runs/r/rollouts.jsonl").read_text().splitlines()]
+    steps, finals = [row["step_chances"] for row in rows], [row["chance"] for row in rows]
+    assert len(rows) == 16 and record["gen/grad_norm"] > 0
+    if judge in OF_THE_WHOLE:
+        assert steps == [None] * 16 and all(0 < chance < 1 for chance in finals)
+        assert record["gen/verdicts/step_f1"] is None and record["gen/verdicts/brier"] is not None
+    else:
+        said = [chance for row in steps for chance in row]
+        assert all(0 <= chance <= 1 for chance in said) and len(set(said)) > 1
+        assert record["gen/rewards/step/mean"] == pytest.approx(sum(said) / len(said), rel=1e-5)
+    assert "ver/brier_fixed" in json.loads((base / "runs/r/summary.json").read_text())["after"]
+
+
+def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps(judged, monkeypatch):
+    t, solutions, _ = judged
+    t.args = parse(tango_rl, ["--recipe", "fixed_verifier", "--judge", "end", "--num-samples", "2", "--advantage",
+                              "reinforce", "--step-rewards", "verdicts"])
+    t.roles["generator"], t.totals["generator"], t.steps["generator"] = t.roles["verifier"], 10, 0
+    t.sampler.task = SimpleNamespace(fmt=COMPACT, step_labels=lambda *args: [], check=lambda *args: True)
+    monkeypatch.setattr(type(t), "problems", lambda *args: [])
+    monkeypatch.setattr(type(t), "solve", lambda *args: solutions)
+    update, = fixed_verifier.play(t)
+    finals = [j.final for j in JUDGES["end"](t, "verifier", solutions)]
+    advantages, ends = update.parts[0][1], solutions.lengths - 1
+    assert advantages[[0, 1], ends].tolist() == pytest.approx([0.7 + 0.3 * chance for chance in finals], rel=1e-5)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--judge", "oracle"], "--judge oracle: there are generative, steps"),
+    (["--judge", "steps"], "--judge steps: gives chances, and --step-rewards posterior"),
+    (["--verifications", "2"], "--verifications 2: the judge generative reads one here")])
+def test_judges_that_cannot_reward_are_refused(base, flags, words):
+    with pytest.raises(BadInput, match=words):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", *flags)))
+
+
+# Scores
+
+def test_scores_of_a_judge_by_hand():
+    #      answer outcome labels         steps       final tokens
+    one = [["1", True, [True, True], [0.9, 0.8], 0.9, 4],
+           ["2", False, [True, False], [0.7, 0.6], 0.6, 6]]
+    two = [["3", False, [False], [0.2], 0.4, 2], ["3", False, [False], None, None, 0]]
+    found = judged_scores([one, two])
+    # right steps .9 .8 .7 against wrong ones .6 .2: all ranked right
+    assert found["step_auc"] == 1 and found["outcome_auc"] == 1
+    # right: 3 hits of 3, said 4; wrong: 1 hit of 3, said 1
+    assert found["step_f1"] == pytest.approx((2 * 3 / 7 + 2 * 1 / 4) / 2)
+    # erroneous: the second of one is missed, the first of two is found, the last says nothing; correct: none claimed
+    assert found["first_error_f1"] == pytest.approx(2 * (1 / 3) * 1 / (1 / 3 + 1))
+    # outcomes: right 1 hit, actual 1, said 2; wrong 1 hit of 3, said 1
+    assert found["outcome_f1"] == pytest.approx((2 / 3 + 2 / 4) / 2)
+    assert found["brier"] == pytest.approx((0.01 + 0.36 + 0.16) / 3)
+    assert found["ece"] == pytest.approx((0.1 + 0.6 + 0.4) / 3)
+    assert (found["pass@1"], found["bon"], found["weighted"], found["tokens"]) == (0.25, 0.5, 0.5, 3)
+    assert found["abstained"] == 0.25
+
+
+def test_a_judge_of_outcomes_has_no_scores_of_steps():
+    found = judged_scores([[["1", True, [True], None, 0.5, 1], ["2", None, [False], None, 0.9, 1]]])
+    assert found["step_f1"] is None and found["step_auc"] is None and found["first_error_f1"] is None
+    assert found["outcome_f1"] == 0 and found["abstained"] == 0  # .5 is not above .5
+    assert not math.isnan(found["ece"])
+
+
+def test_a_judge_of_steps_alone_has_no_scores_of_outcomes():
+    found = judged_scores([[["1", True, [True], [0.9], None, 1], ["2", False, [False], None, None, 1]]])
+    assert found["outcome_f1"] is None and found["ece"] is None and found["abstained"] == 0.5
+    assert found["step_f1"] == pytest.approx((1 + 0) / 2)
+
+
+def test_of_no_solutions_nothing_is_said():
+    assert set(judged_scores([]).values()) == {None}
+
+

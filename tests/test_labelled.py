@@ -1,0 +1,128 @@
+"""
+Labelled solutions: what is read, what is refused in one line, and who learns from which in a step.
+
+    python -m pytest tests/test_labelled.py -q
+"""
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+from conftest import rl_flags
+
+from nanochat.common import BadInput
+from nanochat.rl import labelled as labelled_module
+from nanochat.rl.labelled import check_chances, labelled_of_step, read_labelled
+from tasks import make_task
+
+LINE = {"split": "rl", "index": 3, "solution": "1+1:2;2*2:1;=21", "outcome": True, "labels": [1.0, 0.25]}
+
+
+@pytest.fixture(scope="module")
+def task():
+    from conftest import parse
+
+    from scripts import tango_rl
+    return make_task(parse(tango_rl, ["--chain-modulus", "3", "--chain-min-steps", "2", "--chain-max-steps", "2"]))
+
+
+def write(path, task, *changes: dict) -> str:
+    """A file with a line for each change of a good one."""
+    rows = [LINE | change for change in changes]
+    path.write_text("".join(json.dumps({"prompt": task.problem("rl", row["index"]).prompt} | row) + "\n"
+                            for row in rows))
+    return str(path)
+
+
+def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(tmp_path, task):
+    path = write(tmp_path / "l.jsonl", task, {}, {"index": 4, "outcome": None, "labels": [True, -3]}, {"gold": []})
+    rows = read_labelled(path, task)
+    assert [row.outcome for row in rows] == [True, None, True]
+    assert [row.labels for row in rows] == [[1.0, 0.25], [1.0, -3.0], [1.0, 0.25]]
+    assert rows[1].problem == task.problem("rl", 4) and rows[1].solution == LINE["solution"]
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"prompt": "1+1"}, "its prompt is not that of problem 3 of rl of task chain"),
+    ({"labels": [1.0]}, "has 1 labels, and the solution 2 steps"),
+    ({"labels": [1.0, "x"]}, "a label that is no finite number"),
+    ({"labels": [1.0, math.nan]}, "a label that is no finite number"),
+    ({"labels": None}, "has no 'labels' that could be read"),
+    ({"outcome": 1}, "has no 'outcome' that could be read"),
+    ({"index": "3", "prompt": ""}, "has no 'index' that could be read"),
+    ({"split": "no", "prompt": ""}, "its prompt is not that of problem 3 of no")])
+def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, change, words):
+    good = {"prompt": task.problem("rl", 3).prompt}
+    path = tmp_path / "l.jsonl"
+    path.write_text("".join(json.dumps(LINE | good | more) + "\n" for more in ({}, change)))
+    with pytest.raises(BadInput) as refused:
+        read_labelled(str(path), task)
+    assert str(refused.value).startswith(f"--labels {path}: line 2: ") and words in str(refused.value)
+
+
+@pytest.mark.parametrize("text, words", [("{\n", "line 1: is no json"), ("[1]\n", "line 1: has no 'split'"),
+                                         ("\n", "has no lines")])
+def test_a_file_that_is_none_is_refused(tmp_path, task, text, words):
+    path = tmp_path / "l.jsonl"
+    path.write_text(text)
+    with pytest.raises(BadInput, match=words):
+        read_labelled(str(path), task)
+
+
+def test_a_missing_file_is_refused(tmp_path, task):
+    with pytest.raises(BadInput, match="cannot be read"):
+        read_labelled(str(tmp_path / "none.jsonl"), task)
+
+
+def test_a_label_that_is_no_chance_is_refused_where_chances_are_learned(tmp_path, task):
+    rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, {"labels": [1.0, 1.5]}), task)
+    with pytest.raises(BadInput, match="problem 3 of rl has the label 1.5"):
+        check_chances("l.jsonl", rows)
+
+
+def play_of(path: str, task, step: int = 0, rank: int = 0, world: int = 1, memory=None):
+    args = SimpleNamespace(labels=path, examples_per_step=4, seed=5)
+    return SimpleNamespace(args=args, task=task, step=step, memory={} if memory is None else memory, device="cpu",
+                           run=SimpleNamespace(rank=rank, world=world))
+
+
+def test_an_epoch_goes_through_all_of_them_in_an_order_of_its_own(tmp_path, task):
+    path = write(tmp_path / "l.jsonl", task, *({"index": i} for i in range(8)))
+    seen = [[row.problem.index for row in labelled_of_step(play_of(path, task, step))] for step in range(4)]
+    assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == list(range(8))
+    assert seen[0] + seen[1] != seen[2] + seen[3] and seen[0] + seen[1] != list(range(8))
+    again = labelled_of_step(play_of(path, task, 3))
+    assert [row.problem.index for row in again] == seen[3]  # a function of seed and step
+
+
+def test_ranks_share_a_step_out_and_copies_are_those_of_the_whole(tmp_path, task):
+    path = write(tmp_path / "l.jsonl", task, *({"outcome": outcome} for outcome in (True, False, None, True)))
+    whole = labelled_of_step(play_of(path, task))
+    parts = [labelled_of_step(play_of(path, task, rank=rank, world=2)) for rank in (0, 1)]
+    named = lambda rows: [(row.outcome, row.copy) for row in rows]
+    assert named(parts[0]) == named(whole)[::2] and named(parts[1]) == named(whole)[1::2]
+    assert [row.copy for row in whole] == [0, 1, 2, 3]  # of one problem
+
+
+def test_a_run_goes_on_with_the_file_that_it_began_with(tmp_path, task):
+    path, memory = write(tmp_path / "l.jsonl", task, {}), {}
+    labelled_of_step(play_of(path, task, memory=memory))
+    write(tmp_path / "l.jsonl", task, {"labels": [1.0, 0.5]})
+    read_labelled.cache_clear()  # another process
+    with pytest.raises(BadInput, match="no longer the file that the run began with"):
+        labelled_of_step(play_of(path, task, memory=memory))
+
+
+def test_ranks_with_different_files_are_refused(tmp_path, task, monkeypatch):
+    monkeypatch.setattr(labelled_module, "gather_lists", lambda rows, device: [*rows, 1])
+    with pytest.raises(BadInput, match="the ranks have read different files"):
+        labelled_of_step(play_of(write(tmp_path / "l.jsonl", task, {}), task))
+
+
+def test_labels_are_asked_for_before_anything_is_written(base):
+    from conftest import parse
+
+    from scripts import tango_rl
+    with pytest.raises(BadInput, match="--labels: name the labelled solutions"):
+        tango_rl.main(parse(tango_rl, [*rl_flags("--recipe", "orm", "--run", "r"), "--labels", ""]))
+    assert not (base / "runs").exists()

@@ -1,0 +1,224 @@
+"""
+Recipes that train a verifier on labelled solutions: their updates against the gradient of the paper's loss, what is
+learned from which label, and what is refused.
+
+    python -m pytest tests/test_supervised.py -q
+"""
+import json
+
+import pytest
+import torch
+from conftest import parse, rl_flags, write_labelled
+from test_log_odds import assert_update_is, play_of, random_model, true_log_odds
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from nanochat.common import BadInput
+from nanochat.recipes import genprm, genrm, orm, prm
+from nanochat.rl.formats import COMPACT
+from nanochat.rl.labelled import Labelled, labelled_of_step
+from nanochat.rl.prompts import Verification
+from nanochat.rl.spots import spot_of
+from nanochat.tokenizer import Tokenizer
+from scripts import tango_rl
+from tasks import make_task
+
+BYTES = Tokenizer.train(iter([]), 265)
+T, F = BYTES.encode("TF")
+
+
+@pytest.fixture
+def labelled_play(tmp_path):
+    """(recipe, flags) -> a run of one role with that recipe's flags, on a file of labelled solutions."""
+    def of(recipe: str, *flags: str):
+        path = tmp_path / "labels.jsonl"
+        args = parse(tango_rl, ["--recipe", recipe, "--labels", str(path), "--chain-modulus", "3",
+                                "--chain-max-steps", "2", "--examples-per-step", "6", "--num-samples", "2", *flags])
+        task = make_task(args)
+        write_labelled(path, task, 8)
+        t = play_of(random_model())
+        t.sampler.task, t.sampler.tokenizer = task, BYTES
+        args.micro_batch_tokens, args.max_grad_norm = 60, 0.0
+        t.args = args
+        return t
+    return of
+
+
+def steps_of(rollouts, n: int, text: str) -> list[int]:
+    """The positions behind the steps of a text of single-byte tokens."""
+    return [end for _, end in COMPACT.step_spans(text)]
+
+
+def log_likelihood(model, prompt: list[int], completion: list[int]) -> torch.Tensor:
+    logits = model.head(model.trunk(torch.tensor([prompt + completion]))[0, len(prompt) - 1: -1])
+    return torch.log_softmax(logits.double(), dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def learned(t, recipe, known: bool = True) -> tuple:
+    """The one update of a step, and the labelled solutions that it learns from, as the recipe orders them."""
+    rows = [row for row in labelled_of_step(t) if row.outcome is not None or not known]
+    update, = recipe.play(t)
+    return update, rows
+
+
+def check_update(t, update, loss) -> None:
+    assert update.per == "rollout" and update.loss.name == "reinforce"
+    assert_update_is(t.roles["verifier"].model, update.parts, loss)
+
+
+# Updates
+
+@pytest.mark.parametrize("places", ["end", "tokens"])
+@pytest.mark.parametrize("loss", ["bce", "squared"])
+def test_an_orm_learns_the_outcome_where_it_is_asked(labelled_play, places, loss):
+    t = labelled_play("orm", "--orm-places", places, "--orm-loss", loss)
+    update, rows = learned(t, orm)
+    losses = []
+    for n, row in enumerate(rows):
+        s = true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)
+        s = s if places == "tokens" else s[-1:]
+        y = torch.full_like(s, float(row.outcome))
+        losses += list(binary_cross_entropy_with_logits(s, y, reduction="none") if loss == "bce"
+                       else (torch.sigmoid(s) - y) ** 2 / 2)
+    assert {row.outcome for row in rows} == {True, False}
+    check_update(t, update, sum(losses) / len(losses))
+
+
+def test_an_orm_goes_on_to_model_right_solutions(labelled_play):
+    t = labelled_play("orm", "--lm-coef", "0.5")
+    update, rows = learned(t, orm)
+    model, rollouts = t.roles["verifier"].model, update.parts[0][0]
+    scores = [true_log_odds(model, rollouts, n)[-1] * (1 if row.outcome else -1) for n, row in enumerate(rows)]
+    right = torch.cat([log_likelihood(model, rollouts.prompt_of()[n].ids, rollouts.completions()[n])
+                       for n, row in enumerate(rows) if row.outcome])
+    check_update(t, update, -sum(map(logsigmoid, scores)) / len(rows) - 0.5 * right.mean())
+
+
+def test_a_prm_learns_each_steps_label_behind_the_step(labelled_play):
+    t = labelled_play("prm")
+    update, rows = learned(t, prm, known=False)
+    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[steps_of(None, n, row.solution)]
+                   for n, row in enumerate(rows)])
+    labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
+    assert {0.0, 1.0} == set(labels.tolist())
+    check_update(t, update, binary_cross_entropy_with_logits(s, labels))
+
+
+@pytest.mark.parametrize("coef", ["0", "0.25"])
+def test_a_genrm_learns_the_verdicts_token_and_may_learn_to_solve(labelled_play, coef):
+    t = labelled_play("genrm", "--solution-coef", coef)
+    update, rows = learned(t, genrm)
+    model, verdicts = t.roles["verifier"].model, update.parts[0][0]
+    fmt, losses, right = t.task.fmt, [], []
+    for n, row in enumerate(rows):
+        prompt = BYTES.render_prompt(fmt.verifier_prompt.format(
+            problem=row.problem.prompt, solution=row.solution, num_steps=len(row.labels)))
+        assert verdicts.prompt_of()[n].ids == prompt
+        losses.append(-log_likelihood(model, prompt, BYTES.encode("=T" if row.outcome else "=F"))[1])
+        if row.outcome:
+            right.append(log_likelihood(model, BYTES.render_prompt(row.problem.prompt),
+                                        [*BYTES.encode(row.solution), BYTES.assistant_end]))
+    check_update(t, update, sum(losses) / len(losses) - float(coef) * torch.cat(right).mean())
+
+
+def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(labelled_play, monkeypatch):
+    t = labelled_play("genprm", "--kept-per-solution", "1")
+    rows, mark = labelled_of_step(t), {True: "T", False: "F"}
+    gold = ["".join(mark[label > 0] + ";" for label in row.labels) + f"={mark[row.outcome is not False]}"
+            for row in rows]
+    texts = [text for n, good in enumerate(gold) for text in (["x", good] if n % 2 else [good, good])]
+
+    def verify(t, role, solutions, num_samples, label, copies):
+        assert (num_samples, label, copies) == (2, "analyses", [row.copy for row in rows])
+        prompts = t.verify_prompts(solutions)
+        return t.written(role, [prompts[n // 2] for n in range(len(texts))], texts)
+
+    monkeypatch.setattr(type(t), "verify", verify)
+    update, = genprm.play(t)
+    model, (kept, _) = t.roles["verifier"].model, update.parts[0]
+    assert kept.texts == gold
+    likelihoods = [log_likelihood(model, kept.prompt_of()[n].ids, kept.completions()[n]) for n in range(len(gold))]
+    check_update(t, update, -torch.cat(likelihoods).mean())
+    assert t.metrics["ver/kept"] == 6 and t.metrics["ver/reward"] == 0.75
+
+
+def test_where_no_analysis_agrees_nothing_is_learned(labelled_play, monkeypatch):
+    t = labelled_play("genprm")
+    monkeypatch.setattr(type(t), "verify", lambda t, role, solutions, *rest, copies: t.written(
+        role, [p for p in t.verify_prompts(solutions) for _ in range(2)], ["x"] * 2 * len(solutions)))
+    assert list(genprm.play(t)) == [] and t.metrics["ver/kept"] == 0
+
+
+# Labels
+
+def test_labels_can_be_made_hard_and_end_with_the_first_error():
+    labels = [1.0, 0.25, 0.0, 1.0, 0.0]
+    assert prm.learned_labels(labels, "soft", False) == labels
+    assert prm.learned_labels(labels, "hard", False) == [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert prm.learned_labels(labels, "soft", True) == [1.0, 0.25, 0.0]
+    assert prm.learned_labels([1.0, 0.25], "hard", True) == [1.0, 1.0]
+    assert prm.learned_labels([], "soft", True) == []
+
+
+def test_a_prm_learns_nothing_behind_the_first_error(labelled_play):
+    t = labelled_play("prm", "--until-first-error")
+    update, rows = learned(t, prm, known=False)
+    first = [row.labels.index(0.0) if 0.0 in row.labels else len(row.labels) for row in rows]
+    wanted = [steps_of(None, n, row.solution)[: k + 1] for n, (row, k) in enumerate(zip(rows, first, strict=True))]
+    assert [row.nonzero()[:, 0].tolist() for row in update.parts[0][1]] == wanted
+    assert any(k + 1 < len(row.labels) for row, k in zip(rows, first, strict=True))
+
+
+def test_an_analysis_agrees_when_all_its_verdicts_do():
+    row = lambda labels, outcome: Labelled(None, "", outcome, labels)
+    said = Verification([True, False], False, ())
+    assert genprm.agrees(said, row([0.5, 0.4], False), 0.5)
+    assert not genprm.agrees(said, row([0.5, 0.5], False), 0.5)
+    assert not genprm.agrees(said, row([1.0, 0.0], True), 0.5)
+    assert genprm.agrees(said, row([1.0, 0.0], None), 0.5)   # no outcome: any final verdict
+    assert not genprm.agrees(Verification([True, False], None, ("no_final_verdict",)), row([1.0, 0.0], None), 0.5)
+    assert not genprm.agrees(Verification([True], False, ("step_count_mismatch",)), row([1.0, 0.0], False), 0.5)
+    assert not genprm.agrees(Verification([], False, ("missing_tags",)), row([], False), 0.5)
+
+
+def test_of_a_solution_the_first_analyses_that_agree_are_kept():
+    agree = [False, True, True, False, False, False, True, True, True]
+    assert genprm.kept_rows(agree, 3, 0) == [1, 2, 6, 7, 8]
+    assert genprm.kept_rows(agree, 3, 2) == [1, 2, 6, 7]
+
+
+def test_the_verdict_of_a_genrm_is_a_token_of_its_own_here():
+    assert spot_of(BYTES, COMPACT, BYTES.encode("=T"), 1) == (1, T, F)
+
+
+# Runs
+
+def test_a_label_without_an_outcome_is_left_out_of_outcome_models(labelled_play):
+    t = labelled_play("orm", "--examples-per-step", "8")  # the eighth has none
+    update, rows = learned(t, orm)
+    assert len(rows) == len(update.parts[0][0]) == 7 and t.metrics["ver/num_labels"] == 7
+
+
+def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
+    flags = rl_flags("--recipe", "prm", "--run", "r", "--num-steps", "2", "--prm-aggregate", "product")
+    tango_rl.main(parse(tango_rl, flags))
+    summary = json.loads((base / "runs" / "r" / "summary.json").read_text())
+    before, after = summary["before"], summary["after"]
+    for name in ("ver/pass@1_fixed", "ver/maj_fixed", "ver/tokens_fixed"):
+        assert before[name] == after[name] is not None
+    assert before["ver/brier_fixed"] != after["ver/brier_fixed"]
+
+
+@pytest.mark.parametrize("recipe, flags, complaint", [
+    ("orm", ["--orm-places", "steps"], "--orm-places steps: there are end, tokens"),
+    ("orm", ["--orm-loss", "mse"], "--orm-loss mse: there are bce, squared"),
+    ("orm", ["--lm-coef", "-1"], "--lm-coef -1.0: must be at least 0"),
+    ("prm", ["--prm-labels", "gold"], "--prm-labels gold: there are soft, hard"),
+    ("prm", ["--prm-aggregate", "mean"], "--prm-aggregate mean: there are product, min, last"),
+    ("prm", ["--updates-per-batch", "2"], "--updates-per-batch 2"),
+    ("prm", ["--judged-samples", "0"], "--judged-samples 0: must be at least 1"),
+    ("genrm", ["--solution-coef", "-1"], "--solution-coef -1.0: must be at least 0"),
+    ("genprm", ["--label-bar", "0"], "--label-bar 0.0: must be above 0"),
+    ("genprm", ["--verifications", "0"], "--verifications 0: must be at least 1")])
+def test_settings_that_cannot_work_are_refused(base, recipe, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, *flags)))
