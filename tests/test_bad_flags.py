@@ -20,8 +20,8 @@ from nanochat.common import script_main
 from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
 from scripts import (base_eval, base_train, bench_engine, bench_kernels, bench_step, chat_cli, chat_eval, chat_rl,
-                     chat_sft, demo, hf_export, hf_import, hf_random, plan_cost, plan_memory, report, run_arms,
-                     tango_rl, task_text, tok_eval, tok_train, verifier_eval)
+                     chat_sft, demo, hf_export, hf_import, hf_random, label_steps, plan_cost, plan_memory, report,
+                     run_arms, tango_rl, task_text, tok_eval, tok_train, verifier_eval)
 from tasks import TASKS, task_flags
 
 HUGE = str(10 ** 15)
@@ -32,7 +32,7 @@ TEXTS = ["", "x", "-1", HUGE, "ü💥", "../../etc", "/", "a\0b", "\udcff", "a" 
 ONLY_NUMBERS = {"seed", "num_steps", "num_iterations", "warmup_steps", "save_every", "eval_every", "sample_every",
                 "eval_tokens", "split_tokens", "max_per_task", "max_examples", "max_chars", "doc_cap",
                 "num_scored", "max_rollouts", "max_rows", "top_k", "micro_batch_tokens", "rows_per_chunk", "from_step",
-                "max_new_tokens", "verifier_shared_layers"}
+                "max_new_tokens", "verifier_shared_layers", "first"}
 TASK_PREFIXES = tuple(name for name in TASKS if name != "chain")
 class Begun(BaseException):
     """The flags were taken: here the work would begin."""
@@ -58,6 +58,7 @@ CALLS = {
     hf_export: (["--model-tag", "imported", "--stage", "sft", "--to", "to"], ["load_model"]),
     hf_import: (["--source", "model", "--model-tag", "new"], ["keep_tokenizer"]),
     hf_random: (["--to", "to", "--n-layer", "1", "--n-embd", "32", "--vocab-size", "300"], ["allocate"]),
+    label_steps: ([*CPU, "--generator-tag", "tiny", "--num-problems", "1", "--out", "to.jsonl"], ["sampled"]),
     plan_cost: ([], ["rl_rows"]),
     plan_memory: (["--generator", "qwen2.5-0.5b"], []),
     report: (["r"], ["write_page"]),
@@ -189,7 +190,7 @@ def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, 
     assert set(became.values()) == {"taken", "refused"}, became
     if damage is no_folder:
         needed = {"base_eval", "base_train", "chat_cli", "chat_eval", "chat_sft", "demo", "hf_export", "hf_import",
-                  "report", "run_arms", "tok_eval", "tok_train", "verifier_eval"}
+                  "label_steps", "report", "run_arms", "tok_eval", "tok_train", "verifier_eval"}
         assert {name.removeprefix("scripts.") for name in became if became[name] == "refused"} == needed
 
 

@@ -1,0 +1,321 @@
+"""
+Labels the reasoning steps of solutions that a generator samples, or of those in a file, and says what the labels cost
+and how they agree with gold ones.
+
+    gold                the task's own labels
+    math_shepherd       1 where any of N completions behind the step is right; math_shepherd_soft: their share
+    omega_prm           the same for the first error alone, found by binary search: log2(K + 1) prefixes and not K
+    rpe                 1 where the share of right completions falls to no less than 0.8 of that before the step
+    pav                 what the step adds to the chance of a prover, who keeps the best of --best-of completions
+    information_gain    what the step adds to a supervisor's log-probability of the gold answer
+
+Each line of FILE.jsonl is a solution: split, index, prompt, solution, ids (its tokens), outcome, labels (one for each
+step), gold, generator, method, values (behind each prefix, from none to all of its steps: what was measured there, null
+where nothing was), rollouts and tokens (what its labels cost; prefixes that solutions share are paid for once). Numbers
+about all of them are in FILE.summary.json. Completions are sampled at temperature 1, with noise that belongs to the
+problem and to what the prefix says. So methods, and numbers of completions, are compared on common noise.
+
+    python -m scripts.label_steps --generator-tag d4 --method math_shepherd --out soft.jsonl
+    python -m scripts.label_steps --generator-tag d4 --solutions soft.jsonl --method omega_prm --out omega.jsonl
+    torchrun --standalone --nproc_per_node=8 scripts/label_steps.py -- --generator-tag d4 --method rpe --out rpe.jsonl
+"""
+import argparse
+import functools
+import json
+import os
+import time
+
+import torch
+
+from nanochat.checkpoint import load_model, warn_of_role
+from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name, compute_dtype,
+                             gather_lists, init_device, on_all_ranks, print0, rank_and_world, script_main)
+from nanochat.files import check_writable, path_of, whole_file, write_json
+from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.rl.prefixes import VALUES, Cut, Meter, forced_answer
+from nanochat.rl.prompts import check_fit, generator_prompt, longest_problem, read_solution
+from nanochat.rl.sampling import Sampler
+from nanochat.rl.scores import labels_of, num_problems_of, outcomes_of, share_of
+from nanochat.rl.step_labels import METHODS, agreement, run_plans, until_error
+from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
+from tasks.common import SPLIT_BUCKETS, Problem, check_problem
+
+ROLES = {"best_of": "prover", "logprob": "supervisor"}  # who is asked for a value; else the generator
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--generator-tag", required=True)
+    parser.add_argument("--generator-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
+    parser.add_argument("--step", type=int, default=-1, help="of the generator's checkpoint; -1 = the last")
+    parser.add_argument("--method", default="math_shepherd", help=f"one of: {', '.join(METHODS)}")
+    parser.add_argument("--out", required=True, metavar="FILE.jsonl")
+    parser.add_argument("--num-completions", type=int, default=8, help="N, behind each prefix")
+    parser.add_argument("--max-new-tokens", type=int, default=-1,
+                        help="of a solution, and of a completion; -1 = as in the checkpoint's training, else 256")
+    parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
+                        help="solutions and completions may call the calculator")
+    parser.add_argument("--seed", type=int, default=None,
+                        help="of problems and sampling noise; default: the checkpoint's")
+    parser.add_argument("--max-rows", type=int, default=1024,
+                        help="rows that decode together; changes memory, no result")
+    parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
+                        help="default: the best there is")
+    group = parser.add_argument_group("solutions")
+    group.add_argument("--solutions", default="", metavar="FILE.jsonl",
+                       help="labels these, which an earlier call wrote; default: samples new ones")
+    group.add_argument("--split", choices=list(SPLIT_BUCKETS), default="rl", help="of the problems")
+    group.add_argument("--first", type=int, default=0, help="problem of the split")
+    group.add_argument("--num-problems", type=int, default=100)
+    group.add_argument("--num-samples", type=int, default=4, help="solutions per problem, at temperature 1")
+    group = parser.add_argument_group("pav and information_gain")
+    group.add_argument("--best-of", type=int, default=4, help="K: the prover keeps the best of so many")
+    for role, what in (("prover", "completes the prefixes, for pav"), ("supervisor", "is asked for the answer, for "
+                                                                        "information_gain")):
+        group.add_argument(f"--{role}-tag", default="", help=f"{what}; default: the generator")
+        group.add_argument(f"--{role}-source", choices=["sft", "rl"], default="sft")
+        group.add_argument(f"--{role}-step", type=int, default=-1)
+    add_task_args(parser)
+    parser.set_defaults(**dict.fromkeys(task_flags()))
+    return parser
+
+
+def summary_path(out: str) -> str:
+    return out.removesuffix(".jsonl") + ".summary.json"
+
+
+def check_args(args) -> None:
+    check_choices(args, {"method": METHODS})
+    check_least(args, {"step": -1, "prover_step": -1, "supervisor_step": -1, "first": 0, "num_problems": 1,
+                       "num_samples": 1, "num_completions": 1, "best_of": 1, "max_rows": 1, "max_new_tokens": -1})
+    check_most(args, {"num_problems": 10 ** 6, "num_samples": 10 ** 5, "num_completions": 10 ** 5, "best_of": 10 ** 5})
+    if args.max_new_tokens == 0:
+        raise BadInput("--max-new-tokens 0: must be at least 1, or -1")
+    check_name("--generator-tag", args.generator_tag)
+    value = METHODS[args.method].value
+    for wanted, role in ROLES.items():
+        if getattr(args, f"{role}_tag") and value != wanted:
+            raise BadInput(f"--{role}-tag {getattr(args, f'{role}_tag')}: method {args.method} asks no {role}")
+        for part, default in (("source", "sft"), ("step", -1)):
+            if not getattr(args, f"{role}_tag") and getattr(args, f"{role}_{part}") != default:
+                raise BadInput(f"--{role}-{part} {getattr(args, f'{role}_{part}')}: is for --{role}-tag")
+        check_name(f"--{role}-tag", getattr(args, f"{role}_tag") or args.generator_tag)
+    if value == "best_of" and args.best_of > args.num_completions:
+        raise BadInput(f"--best-of {args.best_of}: needs as many completions, and --num-completions is "
+                       f"{args.num_completions}")
+    if not args.out.endswith(".jsonl"):
+        raise BadInput(f"--out {args.out}: its name must end in .jsonl")
+    for path in (args.out, summary_path(args.out)):
+        if os.path.lexists(path):
+            raise BadInput(f"--out {args.out}: {path} is there; take another name")
+        check_writable(path)
+
+
+def load(stage: str, tag: str, step: int, tokenizer, device):
+    """A model, the flags that it was trained with, the file that says so, and its step."""
+    model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
+    tokenizer.check_model(tag, model)
+    warn_of_role(tag, meta, "generator")
+    print0(f"{path_of(stage, tag)} at step {meta['step']}")
+    return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
+
+
+def load_players(args, tokenizer, device) -> tuple:
+    """The task, the generator's model, and the one that is asked about prefixes. Flags that were left out are as the
+    generator's checkpoint says."""
+    generator, recorded, where, args.step = load(args.generator_source, args.generator_tag, args.step, tokenizer,
+                                                 device)
+    if not (args.task or recorded.get("task")):
+        raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
+    if args.max_new_tokens < 0:
+        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
+                                             where)
+    complete_task_args(args, recorded, where)
+    task, role, judge = make_task(args), ROLES.get(METHODS[args.method].value), generator
+    if METHODS[args.method].value == "gold" and not getattr(task, "has_step_labels", True):
+        raise BadInput(f"--method {args.method}: task {task.name} has no gold step labels")
+    if role and getattr(args, f"{role}_tag"):
+        names = [getattr(args, f"{role}_{part}") for part in ("source", "tag", "step")]
+        judge, _, _, step = load(*names, tokenizer, device)
+        setattr(args, f"{role}_step", step)
+    return task, generator, judge
+
+
+# Solutions
+
+def read_rows(path: str, task, tokenizer) -> list[dict]:
+    """The lines of a file of solutions, each with its `problem` and `ids`: those in the file, else those of its text.
+    Raises BadInput for the first that is no solution of the task."""
+    rows = []
+    with open(path, "rb") as f:
+        for number, line in enumerate(f, 1):
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line)
+                named = row["split"] in SPLIT_BUCKETS and type(row["index"]) is int and row["index"] >= 0
+                fits = named and isinstance(row["prompt"], str) and isinstance(row["solution"], str)
+                ids = row["ids"] if "ids" in row else tokenizer.encode(row["solution"])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                fits = False
+            if not fits:
+                raise BadInput(f"{where}: is no json of a solution, with its split, index, prompt and solution")
+            problem = check_problem(where, task.problem(row["split"], row["index"]), row["split"], row["index"])
+            if problem.prompt != row["prompt"]:
+                raise BadInput(f"{where}: problem {row['index']} of {row['split']} is {problem.prompt[:40]!r} in this "
+                               f"task, and {row['prompt'][:40]!r} here")
+            if not is_text(ids, row["solution"], tokenizer):
+                raise BadInput(f"{where}: ids are not the tokens of the solution")
+            rows.append({**row, "problem": problem, "ids": ids})
+    if not rows:
+        raise BadInput(f"{path}: has no solutions")
+    return rows
+
+
+def is_text(ids, text: str, tokenizer) -> bool:
+    """Whether a value is a list of token ids that say the text, with an end token or without."""
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids):
+        return False
+    ended = bool(ids) and ids[-1] in tokenizer.stop_tokens
+    return tokenizer.decode(ids[: len(ids) - ended]) == text
+
+
+def problems_asked(args, task) -> list[Problem]:
+    """The problems that --split, --first and --num-problems name."""
+    end = args.first + args.num_problems
+    if hasattr(task, "num_problems") and end > (size := num_problems_of(task, args.split, -1)):
+        raise BadInput(f"--first {args.first} --num-problems {args.num_problems}: split {args.split} has {size}")
+    return [check_problem(f"task {task.name}", task.problem(args.split, i), args.split, i)
+            for i in range(args.first, end)]
+
+
+def sampled(args, problems: list[Problem], generator, sampler: Sampler) -> list[tuple[int, Cut]]:
+    """This rank's share of the sampled solutions, each with its place in the whole."""
+    rank, world = rank_and_world()
+    mine, S = problems[rank::world], args.num_samples
+    rollouts, solutions = sampler.solve(generator, mine, S, ("solutions",))
+    places = [p * S + s for p in range(rank, len(problems), world) for s in range(S)]
+    return [(place, Cut(prompt.problem, prompt.ids, ids, solution.text, solution.step_ends)) for place, prompt, ids,
+            solution in zip(places, rollouts.prompt_of(), rollouts.completions(), solutions, strict=True)]
+
+
+def from_rows(rows: list[dict], sampler: Sampler) -> list[tuple[int, Cut]]:
+    """This rank's share of a file's solutions, each with its place in the file; those of a problem stay together."""
+    rank, world = rank_and_world()
+    groups: dict[Problem, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(row["problem"], []).append(place)
+    cuts = []
+    for place in (place for places in list(groups.values())[rank::world] for place in places):
+        problem, ids = rows[place]["problem"], rows[place]["ids"]
+        solution = read_solution(sampler.tokenizer, sampler.task.fmt, ids)
+        prompt = generator_prompt(sampler.tokenizer, sampler.task.fmt, problem.prompt)
+        cuts.append((place, Cut(problem, prompt, ids, solution.text, solution.step_ends)))
+    return cuts
+
+
+def check_lengths(args, problems: list[Problem], longest_solution: int, generator, judge, task, tokenizer) -> None:
+    """Raises BadInput where the longest problem and solution, with what is put behind, do not fit a context."""
+    longest = longest_problem(tokenizer, [problem.prompt for problem in problems])
+    behind = args.max_new_tokens
+    if METHODS[args.method].value == "logprob":
+        behind = max(sum(map(len, forced_answer(tokenizer, task.fmt, problem.answer))) for problem in problems)
+    role = ROLES.get(METHODS[args.method].value, "generator")
+    if not args.solutions:
+        check_fit("generator", generator_prompt, 0, args.max_new_tokens, generator.config.sequence_len, tokenizer,
+                  task.fmt, longest)
+    if METHODS[args.method].value != "gold":
+        check_fit(role, generator_prompt, longest_solution, behind, judge.config.sequence_len, tokenizer, task.fmt,
+                  longest)
+
+
+# The work
+
+def label(args, cuts: list[Cut], judge, sampler: Sampler) -> tuple[list[list[float] | None], Meter]:
+    """The labels of each solution, and what they cost."""
+    method = METHODS[args.method]
+    outcomes = outcomes_of(sampler.task, [cut.problem for cut in cuts], [cut.text for cut in cuts])
+    for cut, outcome in zip(cuts, outcomes, strict=True):
+        cut.outcome, cut.gold = outcome, labels_of(sampler.task, cut.problem, cut.text)
+        cut.values = [None] * (len(cut.step_ends) + 1)
+    meter = Meter(functools.partial(VALUES[method.value], model=judge, sampler=sampler, num=args.num_completions,
+                                    best_of=args.best_of))
+    plans = [method.plan(len(cut.step_ends)) for cut in cuts]
+    return run_plans(plans, lambda asked: meter([(cuts[n], k) for n, k in asked])), meter
+
+
+def written_rows(args, placed: list[tuple[int, Cut]], labels: list, given: list[dict], device) -> list[dict]:
+    """What is written of each solution, over all ranks, in the order of the whole. given: the rows of --solutions."""
+    author = f"{args.generator_tag}@{args.step}"
+    rows = [{"place": place, "split": cut.problem.split, "index": cut.problem.index, "prompt": cut.problem.prompt,
+             "solution": cut.text, "ids": cut.ids, "outcome": cut.outcome, "labels": found, "gold": cut.gold,
+             "generator": given[place].get("generator", "") if given else author, "method": args.method,
+             "values": cut.values, "rollouts": cut.rollouts, "tokens": cut.tokens}
+            for (place, cut), found in zip(placed, labels, strict=True)]
+    return sorted(gather_lists(rows, device), key=lambda row: row.pop("place"))
+
+
+def summarize(rows: list[dict], least: float) -> dict:
+    """What is known of all labelled solutions: how many, how good, and how the labels agree with gold."""
+    known = [row for row in rows if row["gold"]]
+    gold, labels = [row["gold"] for row in known], [row["labels"] for row in known]
+    return {"solutions": len(rows), "steps": sum(len(row["labels"]) for row in rows),
+            "right": share_of([row["outcome"] for row in rows if row["outcome"] is not None]),
+            "label_mean": mean_of([label for row in rows for label in row["labels"]]),
+            "agreement": agreement(gold, labels, least) if known else None,
+            "agreement_until_error": agreement(until_error(gold, gold), until_error(labels, gold), least)
+            if known else None}
+
+
+def mean_of(numbers: list[float]) -> float | None:
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def print_summary(args, found: dict) -> None:
+    cost, shown = found["cost"], lambda x: "-" if x is None else f"{100 * x:.1f}"
+    print0(f"{found['solutions']} solutions with {found['steps']} steps, {shown(found['right'])}% right, "
+           f"{found['unlabelled']} left out whose labels cannot be told")
+    print0(f"{args.method}: {cost['rollouts']} rollouts ({cost['rollouts_without_reuse']} without reuse), "
+           f"{cost['tokens']} tokens, {cost['prompt_tokens']} prompt tokens "
+           f"({cost['prompt_tokens_if_shared']} if they shared keys), {cost['seconds']:.1f} s")
+    if found["agreement"] is None:
+        print0("the task has no gold step labels to compare with")
+        return
+    names = ("steps", "accuracy", "macro_f1", "first_error_f1", "rescued", "failed", "auc")
+    print0(f"{'against gold, percent':24s}" + "".join(f"{name:>16s}" for name in names))
+    for title, scores in (("all steps", found["agreement"]), ("up to the first error", found["agreement_until_error"])):
+        print0(f"{title:24s}{scores['steps']:>16d}" + "".join(f"{shown(scores[name]):>16s}" for name in names[1:]))
+
+
+def main(args) -> None:
+    check_args(args)
+    tokenizer = load_tokenizer(path_of("tokenizer"))
+    device = init_device(args.device_type)
+    task, generator, judge = load_players(args, tokenizer, device)
+    sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, max_rows=args.max_rows,
+                      calculator=args.calculator)
+    given = read_rows(args.solutions, task, tokenizer) if args.solutions else []
+    problems = list(dict.fromkeys(row["problem"] for row in given)) if given else problems_asked(args, task)
+    longest = max(len(row["ids"]) for row in given) if given else args.max_new_tokens
+    check_lengths(args, problems, longest, generator, judge, task, tokenizer)
+    placed = from_rows(given, sampler) if given else sampled(args, problems, generator, sampler)
+    started = time.time()
+    labels, meter = on_all_ranks(lambda: label(args, [cut for _, cut in placed], judge, sampler), device)
+    seconds = all_reduce(torch.tensor(time.time() - started, device=device), "max").item()
+    rows = written_rows(args, placed, labels, given, device)
+    kept = [row for row in rows if row["labels"] is not None]
+    asked, prompt_tokens, own_tokens = all_reduce(torch.tensor(meter.costs(), device=device)).tolist()
+    cost = {"rollouts": sum(row["rollouts"] for row in rows), "rollouts_without_reuse": asked,
+            "tokens": sum(row["tokens"] for row in rows), "prompt_tokens": prompt_tokens,
+            "prompt_tokens_if_shared": own_tokens, "seconds": seconds}
+    summary = {"args": vars(args), **summarize(kept, METHODS[args.method].least), "unlabelled": len(rows) - len(kept),
+               "solution_tokens": sum(len(row["ids"]) for row in rows), "cost": cost}
+    if rank_and_world()[0] == 0:
+        with whole_file(args.out) as f:
+            f.writelines(json.dumps(row) + "\n" for row in kept)
+        write_json(summary_path(args.out), summary)
+    print_summary(args, summary)
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())
