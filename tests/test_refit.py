@@ -16,7 +16,7 @@ from nanochat.rl.advantages import PRESETS, merge
 from nanochat.rl.judges import JUDGES
 from nanochat.rl.log_odds import PLACES
 from nanochat.rl.play import apply_update
-from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
+from nanochat.rl.rewards import outcome_rewards, step_rewards
 from scripts import tango_rl
 
 
@@ -29,7 +29,7 @@ def play_of(*flags: str):
 
 @pytest.mark.parametrize("judge", list(PLACES))
 def test_the_verifier_takes_the_gradient_of_the_cross_entropy_of_outcomes_at_its_places(base, judge):
-    t = play_of("--refit-judge", judge)
+    t = play_of("--judge", judge)
     policy, verifier = refit.play(t)
     rollouts = verifier.parts[0][0]
     outcomes = [o for o in policy.parts[0][0].columns["outcome"] if o is not None]
@@ -48,15 +48,15 @@ def test_the_verifier_takes_the_gradient_of_the_cross_entropy_of_outcomes_at_its
 
 @pytest.mark.parametrize("judge", ["steps", "end"])
 def test_the_policy_earns_its_outcomes_and_the_chances(base, judge):
-    t = play_of("--refit-judge", judge)
+    t = play_of("--judge", judge)
     solutions, advantages = next(refit.play(t)).parts[0]
     judgments = JUDGES[judge](t, "verifier", solutions)
     told = (step_rewards([s.step_ends for s in t.read_solutions(solutions)], [j.steps for j in judgments], "cpu")
-            if judge == "steps" else terminal_rewards([j.final for j in judgments], solutions.lengths))
+            if judge == "steps" else outcome_rewards([j.final for j in judgments], solutions.lengths))
     sources = [(0.5, outcome_rewards(solutions.columns["outcome"], solutions.lengths)), (0.5, told)]
     expected = merge(sources, solutions.group_id, solutions.tokens.shape[1], PRESETS["grpo"])
     torch.testing.assert_close(advantages, expected)
-    assert {f"gen/variance/{name}" for name in ("outcome", "steps" if judge == "steps" else "final")} < t.metrics.keys()
+    assert {"gen/variance/outcome", f"gen/variance/{'verdict' if judge == 'end' else 'steps'}"} < t.metrics.keys()
 
 
 def test_each_batch_is_learned_once_every_k_steps(base):
@@ -86,7 +86,7 @@ def test_a_frozen_verifier_and_one_that_is_refitted(base):
 
 @pytest.mark.parametrize("flags, complaint", [
     (["--refit-every", "-1"], "--refit-every -1: must be at least 0"),
-    (["--refit-judge", "generative"], "--refit-judge generative: there are end, steps, tokens"),
+    (["--judge", "generative"], "--judge generative: there are end, steps, tokens"),
     (["--combine", "both"], "--combine both: there are")])
 def test_settings_that_cannot_work_are_refused(base, flags, complaint):
     with pytest.raises(BadInput, match=complaint):

@@ -1,10 +1,10 @@
 """Refit (ours): a policy, and a verifier that is fitted again on its samples every k steps. After arXiv 2110.14168.
 
 The middle between a frozen verifier and one that RL trains. The verifier gives the chance that a solution is right, as
-the log-odds of the verdict token: behind each step, at the end or at every token (--refit-judge). It learns the
-outcomes of the policy's own solutions by cross-entropy, at each of these places (Cobbe et al. 2021). Every
---refit-every steps it makes one update on each batch since the last time, so that any k makes as many; 0 leaves it
-frozen. The policy is rewarded as in recipe tango: its outcomes, and with weight alpha the chances, of steps by eq. 3.
+the log-odds of the verdict token: behind each step, at the end or at every token (--judge). It learns the outcomes of
+the policy's own solutions by cross-entropy, at each of these places (Cobbe et al. 2021). Every --refit-every steps it
+makes one update on each batch since the last time, so that any k makes as many; 0 leaves it frozen. The policy is
+rewarded as in recipe tango: its outcomes, and with weight alpha the chances, of steps by eq. 3.
 
 Departures:
 1. Cobbe et al. train the verifier once, on samples of one generator. The rewards, alpha and its decay are RL Tango's
@@ -14,38 +14,34 @@ import torch
 
 from nanochat.common import check_choices, check_least
 from nanochat.recipes import tango
-from nanochat.rl.advantages import COMBINE, PRESETS
-from nanochat.rl.evals import log_rewards, log_variances, pass_at_1
-from nanochat.rl.judge_evals import scores_of_judgments
-from nanochat.rl.judges import AGGREGATES, JUDGES
+from nanochat.rl.evals import pass_at_1
+from nanochat.rl.judge_evals import add_judged_args, check_judged_args, scores_as_judge
+from nanochat.rl.judges import JUDGE_CALLS, OF_THE_WHOLE
 from nanochat.rl.log_odds import (PLACES, bce_coefficients, ended, learn_verdicts, log_judgments, log_odds,
                                   verdict_parts)
-from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.play import Call, Play
 from nanochat.rl.pool import completions_of, scored_solutions
 from nanochat.rl.prompts import solve_prompt
-from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
 from nanochat.rl.roles import RoleSpec
-from nanochat.rl.schedules import exponential_decay
 
 TAGS = dict(family="generator-verifier", verifier="log-odds, refitted on outcomes", reward="outcome + process",
             credit="z-score of the sum")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
-SHOWN = {"generator": ["alpha"], "verifier": ["outcome_auc", "step_auc"]}
+SHOWN = {"generator": ["alpha", "verdicts/outcome_auc"], "verifier": ["bce"]}
 
 
 def add_args(group) -> None:
     tango.add_alpha_args(group)
     group.add_argument("--refit-every", type=int, default=1,
                        help="k: steps between the verifier's refits, each on all batches since the last; 0 = never")
-    group.add_argument("--refit-judge", default="steps",
-                       help=f"where the verifier is asked, one of: {', '.join(PLACES)}")
-    group.add_argument("--prm-aggregate", default="min",
-                       help=f"what the steps' chances make of a solution's, one of: {', '.join(AGGREGATES)}")
+    group.add_argument("--judge", default="steps", help=f"where the verifier is asked, one of: {', '.join(PLACES)}")
+    add_judged_args(group)
 
 
 def check(args, task) -> None:
     tango.check(args, task)
-    check_choices(args, {"refit_judge": PLACES, "prm_aggregate": AGGREGATES})
+    check_judged_args(args)
+    check_choices(args, {"judge": PLACES})
     check_least(args, {"refit_every": 0})
 
 
@@ -55,35 +51,18 @@ def updates(args) -> dict[str, int]:
 
 
 def calls(args) -> list[Call]:
-    size = (args.examples_per_step, args.num_samples, args.max_new_tokens + 1)
-    return [Call("generator", "generator", *size[:2], args.max_new_tokens, args.num_steps, trained=True),
-            Call("verifier", "judged", *size, args.num_steps, given=True, scored=2),
-            Call("verifier", "refitted", *size, updates(args)["verifier"], trained=True, given=True, scored=2)]
+    size = (args.examples_per_step, args.num_samples)
+    return [*tango.solution_calls(args), JUDGE_CALLS[args.judge](args, *size, args.num_steps),
+            Call("verifier", "refitted", *size, args.max_new_tokens + 1, updates(args)["verifier"], trained=True,
+                 given=True, scored=2)]
 
 
 def play(t: Play):
     """Solutions, their judgments, an update of the policy, and where it is due the verifier's refit."""
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
-    outcomes, judgments = t.check(solutions), JUDGES[t.args.refit_judge](t, "verifier", solutions)
-    alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator"))
-    sources = {"outcome": outcome_rewards(outcomes, solutions.lengths)}                         # Tango eq. 2
-    if t.args.refit_judge == "end":
-        sources["final"] = terminal_rewards([j.final for j in judgments], solutions.lengths)
-    else:
-        step_ends = [s.step_ends for s in t.read_solutions(solutions)]
-        sources["steps"] = step_rewards(step_ends, [j.steps for j in judgments], t.device)      # eq. 3, of chances
-    weighted = list(zip((1 - alpha, alpha), sources.values(), strict=True))
-    advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.tokens.shape[1],
-                                         PRESETS[t.args.advantage], t.reduce)
-    solutions.columns = {"outcome": outcomes, "chance": [j.final for j in judgments],
-                         "step_chances": [j.steps for j in judgments]}
-    log_rewards(t, "generator", solutions, outcomes)
-    log_variances(t, "generator", solutions, sources)
-    t.log("generator", {"alpha": alpha} | t.mean({"rewards/outcome/mean": outcomes,
-                                                  "unscorable": [o is None for o in outcomes]}))
-    t.log("verifier", scores_of_judgments(t, judgments, solutions, t.args.num_samples))
-    samples = scored_solutions(t, solutions, outcomes)
-    yield Update("generator", [(solutions, advantages)])
+    policy, = tango.generator_step(t, "verifier", "verdict" if t.args.judge in OF_THE_WHOLE else "steps")
+    solutions, _ = policy.parts[0]
+    samples = scored_solutions(t, solutions, solutions.columns["outcome"])
+    yield policy
     if t.args.refit_every:
         waiting = [*t.memory.get("samples", []), samples]
         is_due = len(waiting) == t.args.refit_every
@@ -98,7 +77,7 @@ def refit(t: Play, batch: dict[str, torch.Tensor]):
     problems = [t.task.problem("rl", index) for index in batch["problem"][mine].tolist()]
     prompts = [solve_prompt(t.tokenizer, t.task.fmt, problem) for problem in problems]
     rollouts = ended(t, "verifier", prompts, t.written("verifier", prompts, completions_of(batch, mine)))
-    places = PLACES[t.args.refit_judge](rollouts, t.read_solutions(rollouts))                   # (N, T)
+    places = PLACES[t.args.judge](rollouts, t.read_solutions(rollouts))                   # (N, T)
     labels = places * batch["outcome"][mine].to(t.device).float()[:, None]
     s = log_odds(t, "verifier", rollouts)
     log_judgments(t, "verifier", s, labels, places)
@@ -107,4 +86,4 @@ def refit(t: Play, batch: dict[str, torch.Tensor]):
 
 
 def evaluate(t: Play) -> dict:
-    return pass_at_1(t, "generator")
+    return pass_at_1(t, "generator") | scores_as_judge(t, t.args.judge)

@@ -282,7 +282,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         verifications, verdicts, finals = judged(t, solutions)
     chances = verdicts
     if judge == "verifier" and reward == "steps":
-        chances = STEP_REWARDS[t.args.step_rewards](t, solutions, verdicts)
+        chances = STEP_REWARDS[vars(t.args).get("step_rewards", "verdicts")](t, solutions, verdicts)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator")) if judge else 0.0
     sources = [(1 - alpha, outcome_rewards(outcomes, solutions.lengths))]                                       # eq. 2
     if judge and reward == "steps":
