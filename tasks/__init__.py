@@ -5,12 +5,14 @@ from functools import partial
 
 from nanochat.common import MOST, BadInput, takes
 from nanochat.rl.formats import Format
-from tasks import chain, competition, gsm8k, last_letter, mixture
+from tasks import brittle, chain, competition, gsm8k, last_letter, mixture
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
-TASKS = {"chain": chain.Chain, "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
+TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "last_letter": last_letter.LastLetter,
+         "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
-MODULES = (chain, last_letter, mixture, gsm8k, competition)
+MODULES = (chain, brittle, last_letter, mixture, gsm8k, competition)
+RESTS_ON = {"brittle": ("chain",)}  # tasks whose flags a task has beside its own; mixture may have those of all
 # of a recorded flag, by its default
 EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
 # of a task, and what they are given
@@ -40,7 +42,9 @@ def task_flags() -> dict:
 
 def flags_of_others(task: str) -> tuple[str, ...]:
     """What the names of the flags begin with that belong to other tasks than this one."""
-    return () if task == "mixture" else tuple(f"{name}_" for name in TASKS if not f"{task}_".startswith(f"{name}_"))
+    own = (task, *RESTS_ON.get(task, ()))
+    return () if task == "mixture" else tuple(f"{name}_" for name in TASKS
+                                              if not any(f"{mine}_".startswith(f"{name}_") for mine in own))
 
 
 def recorded_value(recorded: dict, name: str, default, where: str):

@@ -116,6 +116,21 @@ class Chain:
             results.append(value)
         return self._render(problem.prompt, results)
 
+    def corrupt(self, problem: Problem, solution: str, rng: random.Random) -> str:
+        """A wrong version of a solution: the result of one step is changed, and what comes behind it is worked on from
+        there, so that the answer may come out right again. Where steps are missing or unreadable the last digit of the
+        text is changed."""
+        operations = self._operations(problem.prompt)
+        results = [self._stated_result(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
+        other = lambda result: (result + rng.randrange(1, self.modulus)) % self.modulus
+        if len(results) != len(operations) or None in results:
+            return re.sub("[0-9](?=[^0-9]*$)", lambda digit: str(other(int(digit[0]))), solution)
+        changed = rng.randrange(len(results))
+        worked = [*results[:changed], other(results[changed])]
+        for op, b in operations[changed + 1:]:
+            worked.append(self._result(worked[-1], op, b))
+        return self._render(problem.prompt, worked)
+
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
         them."""

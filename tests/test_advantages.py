@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.advantages import (CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, merge, source_advantages,
-                                    whiten)
+from nanochat.rl.advantages import (CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, gae, merge, source_advantages,
+                                    to_go, whiten)
 from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
 
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
@@ -440,3 +440,38 @@ def test_whitening_adds_epsilon_and_loses_nothing_far_from_zero():
     assert_rows(whiten(torch.tensor([[0.0, 2e-6]]), torch.ones(1, 2)), [[1 - 2 ** 0.5, 2 ** 0.5 - 1]])
     offset = torch.tensor([-1.0, 0.0, 1.0]).repeat(10000)[None]
     torch.testing.assert_close(whiten(1e6 + offset, torch.ones(1, 30000)), offset * 1.5 ** 0.5, rtol=1e-4, atol=1e-6)
+
+
+# Generalised advantage estimates
+
+def gae_of(rewards, values, mask, gamma, lam):
+    return gae(torch.tensor([rewards]), torch.tensor([values]), torch.tensor([mask]).bool(), gamma, lam)
+
+
+@pytest.mark.parametrize("rewards, values, mask, gamma, lam, expected", [
+    # d = .25 - .5, .75 - .25, 1 - .75; A_3 = .25, A_2 = .5 + .5 * .25, A_1 = -.25 + .5 * .625
+    ([0.0, 0.0, 1.0], [0.5, 0.25, 0.75], [1, 1, 1], 1.0, 0.5, [0.0625, 0.625, 0.25]),
+    # d_1 = .5 * .25 - .5, d_2 = .5 * .75 - .25; A_2 = .125 + .5 * .25, A_1 = -.375 + .5 * .25
+    ([0.0, 0.0, 1.0], [0.5, 0.25, 0.75], [1, 1, 1], 0.5, 1.0, [-0.25, 0.25, 0.25]),
+    ([0.0, 0.0, 1.0], [0.5, 0.25, 0.75], [1, 1, 1], 1.0, 0.0, [-0.25, 0.5, 0.25]),  # d alone
+    # the third token is padding: V is 0 behind the second
+    ([0.0, 1.0, 0.0], [0.5, 0.5, 9.0], [1, 1, 0], 1.0, 0.5, [0.25, 0.5, 0.0]),
+    # a tool put the second: d_1 = .75 - .5, A_1 = .25 + .5 * .25
+    ([0.0, 0.0, 1.0], [0.5, 9.0, 0.75], [1, 0, 1], 1.0, 0.5, [0.375, 0.0, 0.25]),
+    ([0.0, 1.0, 0.0], [0.25, 9.0, 9.0], [1, 0, 0], 1.0, 0.5, [0.75, 0.0, 0.0]),     # and its reward is the first's
+    ([1.0, 1.0, 1.0], [0.5, 0.5, 0.5], [0, 0, 0], 1.0, 0.5, [0.0, 0.0, 0.0])])
+def test_generalised_advantages_by_hand(rewards, values, mask, gamma, lam, expected):
+    assert_rows(gae_of(rewards, values, mask, gamma, lam), [expected])
+
+
+@given(st.lists(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=4), min_size=1, max_size=3), st.data())
+@settings(max_examples=50, deadline=None)
+def test_with_lambda_1_they_are_rewards_to_go_less_the_values(rows, data):
+    rewards = torch.tensor(rows)
+    lengths = torch.tensor([data.draw(st.integers(0, 4)) for _ in rows])
+    mask = torch.arange(4) < lengths[:, None]
+    rewards = rewards * mask
+    values = torch.tensor([[data.draw(st.floats(0, 1, width=32)) for _ in range(4)] for _ in rows])
+    torch.testing.assert_close(gae(rewards, torch.zeros_like(values), mask, 1.0, 1.0), to_go(rewards) * mask)
+    torch.testing.assert_close(gae(rewards, values, mask, 1.0, 1.0), (to_go(rewards) - values) * mask,
+                               rtol=1e-5, atol=1e-5)

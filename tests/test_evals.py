@@ -8,11 +8,13 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat.rl import evals
 from nanochat.rl.prompts import Verification
+from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
 from nanochat.rl.scores import (balanced_accuracy, first_error, first_error_f1, verdict_scores, macro_f1, majority,
                                 pass_at_k, ranking_reversed)
 from nanochat.rl.pool import choose_solutions
@@ -333,3 +335,36 @@ def test_what_cannot_be_scored_counts_as_wrong_and_is_told(capsys):
     assert evals.are_right([True, None, False, None], "test_out") == [True, False, False, False]
     assert "WARNING: 2 of 4 solutions of test_out cannot be scored and count as wrong" in capsys.readouterr().out
     assert evals.are_right([True, False], "test_in") == [True, False] and capsys.readouterr().out == ""
+
+
+# The variance of reward sources
+
+def variances_of(group_id, **sources) -> dict:
+    t = SimpleNamespace(log=lambda role, values: logged.update(values), mean=lambda values: {
+        name: sum(rows) / len(rows) for name, rows in values.items()})
+    logged: dict = {}
+    evals.log_variances(t, "generator", SimpleNamespace(group_id=torch.tensor(group_id)), sources)
+    return logged
+
+
+def test_the_variance_of_each_source_is_that_within_groups():
+    """Group 7: 1, 0, 0, 0: variance (9/16 + 3/16) / 3 = 1/4; group 5 earns 1 and 1 of the outcome, and .2 and .6 of
+    its steps: (.2^2 + .2^2) / 1 = .08."""
+    outcome = outcome_rewards([True, False, False, False, True, True], torch.full((6,), 9))
+    steps = step_rewards([[1, 2]] * 6, [[0.5, 0.5]] * 4 + [[0.6, 0.6], [0.8, 0.8]], "cpu")  # (2p - 1) / 2 each
+    found = variances_of([7, 7, 7, 7, 5, 5], outcome=outcome, steps=steps)
+    assert found == pytest.approx({"variance/outcome": 0.125, "zero_variance/outcome": 0.5, "variance/steps": 0.04,
+                                   "zero_variance/steps": 0.5})
+
+
+def test_rollouts_that_a_source_says_nothing_of_are_left_out_of_its_variance():
+    """Of group 0 True and False are left, of group 1 one: nothing varies."""
+    outcome = outcome_rewards([True, None, False, True, None], torch.full((5,), 9))
+    assert variances_of([0, 0, 0, 1, 1], outcome=outcome) == {"variance/outcome": 0.25, "zero_variance/outcome": 0.5}
+
+
+def test_a_source_of_which_each_gives_half_has_a_quarter_of_the_variance():
+    full, half = ([scale * x for x in (0.0, 1.0, 1.0)] for scale in (1.0, 0.5))
+    found = variances_of([0, 0, 0], full=terminal_rewards(full, torch.full((3,), 2)),
+                         half=terminal_rewards(half, torch.full((3,), 2)))
+    assert found["variance/full"] == pytest.approx(1 / 3) and found["variance/half"] == pytest.approx(1 / 12)

@@ -25,7 +25,7 @@ import torch
 
 from nanochat.common import BadInput, check_choices, check_least, wide_dtype
 from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
-from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, mean_advantages, passed_by_error,
+from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, log_variances, mean_advantages, passed_by_error,
                                scores_of_pair, verification_columns)
 from nanochat.rl.judge_evals import judge_scores
 from nanochat.rl.judges import JUDGES
@@ -282,7 +282,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         verifications, verdicts, finals = judged(t, solutions)
     chances = verdicts
     if judge == "verifier" and reward == "steps":
-        chances = STEP_REWARDS[t.args.step_rewards](t, solutions, verdicts)
+        chances = STEP_REWARDS[vars(t.args).get("step_rewards", "verdicts")](t, solutions, verdicts)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator")) if judge else 0.0
     sources = [(1 - alpha, outcome_rewards(outcomes, solutions.lengths))]                                       # eq. 2
     if judge and reward == "steps":
@@ -292,6 +292,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     combine, preset = COMBINE[t.args.combine if judge else "advantages"], PRESETS[t.args.advantage]
     advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], preset, t.reduce)            # eq. 4-7
     log_rewards(t, "generator", solutions, outcomes)
+    log_variances(t, "generator", solutions, dict(zip(("outcome", reward), (s for _, s in sources), strict=False)))
     t.log("generator", {"alpha": alpha} | t.mean({
         "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
         "reasoning_steps": [len(s.step_ends) for s in steps],
@@ -373,8 +374,10 @@ def verifier_step(t: Play):
     scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
     t.log("verifier", scores)
     log_rewards(t, "verifier", rollouts, rewards)
-    t.log("verifier", t.mean({"rewards/verdict/mean": [v.verdict == o for v, o in pairs],
-                              "rewards/format/mean": [format_reward(v.unmet) for v in verifications]}))
+    parts = {"verdict": [v.verdict == o for v, o in pairs], "format": [format_reward(v.unmet) for v in verifications]}
+    log_variances(t, "verifier", rollouts, {name: terminal_rewards(values, rollouts.lengths)
+                                            for name, values in parts.items()})
+    t.log("verifier", t.mean({f"rewards/{name}/mean": values for name, values in parts.items()}))
     move_average(t, "balanced_acc", scores["balanced_acc"])
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), fresh, t.args.replay_size)

@@ -115,6 +115,25 @@ def spread_return_to_go(values, token_index, num_tokens):
     return per_token.scatter_add_(1, token_index, values).flip(1).cumsum(1).flip(1)
 
 
+def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+    """Generalised advantage estimates (Schulman et al. 2016, eq. 16): A_t = d_t + gamma lam A_{t+1} with
+    d_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the next token of the mask and V is 0 behind the last.
+
+    values: V_t, of the state before token t is drawn. A reward off the mask, on a token that a tool put there, is the
+    one's before it. With gamma 1, lam 1 and values 0 this is `to_go`. All (N, T), mask bool -> (N, T), 0 off the mask
+    """
+    advantages = torch.zeros_like(rewards)
+    later = torch.zeros_like(rewards[:, 0])  # rewards behind the token that are not yet another one's
+    after, value = later, later              # A and V of the token behind
+    for t in reversed(range(rewards.shape[1])):
+        here, later = mask[:, t], later + rewards[:, t]
+        estimate = later + gamma * value - values[:, t] + gamma * lam * after
+        advantages[:, t] = estimate.masked_fill(~here, 0.0)
+        after, value = torch.where(here, estimate, after), torch.where(here, values[:, t], value)
+        later = later.masked_fill(here, 0.0)
+    return advantages
+
+
 SPREAD: dict[str, Callable] = {"terminal": spread_terminal, "return_to_go": spread_return_to_go}
 
 PRESETS = {

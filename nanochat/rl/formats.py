@@ -30,6 +30,7 @@ class Format:
     generator_prompt: str      # template with {problem}
     verifier_prompt: str       # template with {problem}, {solution} and {num_steps}
     refine_prompt: str         # template with {problem}, {solution} and {critique}: a second attempt
+    reference_prompt: str      # template with {problem} and {answer}: a solution behind it is scored against the answer
     # several solutions judged together
     choices: tuple[str, str]   # a final judgment that solution A, or B, is the better one
     scores_open: str           # around the scores in a final judgment
@@ -125,6 +126,7 @@ PAPER = Format(
     refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem "
                   "again, step by step, in this form: "
                   "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
+    reference_prompt="{problem}\n\nReference answer: {answer}\n\nA solution to compare with it:",
     choices=("[[A]]", "[[B]]"), scores_open="\\boxed{", scores_close="}",
     listed="Solution {name}: {solution}\n\n",
     pair_prompt="Problem: {problem}\n\n{solutions}Which solution is better? Analyse the steps of both, then choose, in "
@@ -151,6 +153,7 @@ COMPACT = Format(
     correct="T", incorrect="F", reserved=("T", "F", "A", "B", "|"),
     generator_prompt="{problem}", verifier_prompt="{problem}|{solution}|{num_steps}",
     refine_prompt="{solution}|{critique}|{problem}",  # the problem last, as a first attempt has it
+    reference_prompt="{answer}|{problem}",
     choices=("A", "B"), scores_open="", scores_close="", listed="|{solution}",
     pair_prompt="{problem}{solutions}|A", solve_pair_prompt="{problem}{solutions}|WA",
     graded_prompt="{problem}{solutions}|AS", scores_prompt="{problem}{solutions}|S",

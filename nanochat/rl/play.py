@@ -58,13 +58,15 @@ class Update(NamedTuple):
     """What a recipe yields; the loop makes one optimizer step of it.
 
     parts: rollouts and their advantages (N, T), which share the step; loss: None = as the flags say; per: one of
-    AGGREGATIONS, None = as the flags say; lr: None = the role's own.
+    AGGREGATIONS, None = as the flags say; lr: None = the role's own; times: optimizer steps on it, None = as the flags
+    say.
     """
     role: str
     parts: list[tuple[Rollouts, torch.Tensor]]
     loss: PolicyLoss | None = None
     per: str | None = None
     lr: float | None = None
+    times: int | None = None
 
 
 @dataclass
@@ -395,11 +397,13 @@ def check_update(t: Play, wanted: Update) -> None:
         raise BadInput(f"an Update of {wanted.role} averages per {wanted.per!r}; there are {', '.join(AGGREGATIONS)}")
     if not (wanted.lr is None or isinstance(wanted.lr, int | float) and 0 <= wanted.lr < math.inf):
         raise BadInput(f"the rate of an Update of {wanted.role} is {wanted.lr!r}: it must be a number from 0")
+    if not (wanted.times is None or isinstance(wanted.times, int) and wanted.times > 0):
+        raise BadInput(f"an Update of {wanted.role} is to be made {wanted.times!r} times: it must be a number from 1")
 
 
 def apply_update(t: Play, wanted: Update) -> dict:
-    """The optimizer step(s) of an update; their metrics. With --updates-per-batch above 1 the last one's, and how many
-    of them were skipped."""
+    """The optimizer step(s) of an update; their metrics. Where there are several the last one's, and how many of
+    them were skipped."""
     check_update(t, wanted)
     args, role, loss, started = t.args, t.roles[wanted.role], wanted.loss or t.loss, time.time()
     sizes = batch_sizes(torch.cat([rollouts.num_trained() for rollouts, _ in wanted.parts]), t.reduce)
@@ -409,13 +413,13 @@ def apply_update(t: Play, wanted: Update) -> dict:
         lengths = rollouts.num_trained().float()
         weights = AGGREGATIONS[wanted.per or args.aggregation](lengths, *sizes, rollouts.limit)
         batches += t.micro_batches(rollouts, advantages, weights, keep_idle)
-    batches = t.even(batches)
-    if args.updates_per_batch > 1:
+    batches, times = t.even(batches), args.updates_per_batch if wanted.times is None else wanted.times
+    if times > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
     base_lr = role.lr if wanted.lr is None else wanted.lr
     lr, num_skipped = base_lr * LR_SCHEDULES[args.lr_schedule](t.progress(role.name)), 0
-    for _ in range(args.updates_per_batch):
+    for _ in range(times):
         metrics = update(role, batches, loss, lr=lr, max_grad_norm=args.max_grad_norm, temperature=args.temperature,
                          device=t.device, check_stop=t.check_stop)
         t.has_moved = True  # until the state has moved too, nothing may stop this step

@@ -80,6 +80,11 @@ def refine_prompt(tokenizer, fmt, problem: str, solution: str = "", critique: st
     return tokenizer.render_prompt(fmt.refine_prompt.format(problem=problem, solution=solution, critique=critique))
 
 
+def reference_prompt(tokenizer, fmt, problem: str, answer: str = "") -> list[int]:
+    """Token ids of the prompt behind which a solution is scored against the gold answer."""
+    return tokenizer.render_prompt(fmt.reference_prompt.format(problem=problem, answer=answer))
+
+
 def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
     """Token ids of the generator's prompt."""
     return tokenizer.render_prompt(fmt.generator_prompt.format(problem=problem))

@@ -3,7 +3,7 @@ Reward sources: what happened -> sparse (token, value) rewards; and the class we
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,18 +31,26 @@ def outcome_rewards(outcomes: list[bool | None], lengths: torch.Tensor) -> Spars
 def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None], device) -> SparseRewards:
     """Tango eq. 3: +1/K or -1/K at the end token of each of a rollout's K steps; between them where a verdict, True or
     False, is a chance that the step is right. None abstains. Raises ValueError where there are not K verdicts."""
+    rewards = at_step_ends(step_ends, verdicts, device)
+    K = rewards.valid.sum(dim=1, keepdim=True).clamp(min=1)
+    return replace(rewards, values=((2 * rewards.values - 1) / K).masked_fill(~rewards.valid, 0.0))
+
+
+def at_step_ends(step_ends: list[list[int]], values: list[list[float] | None], device) -> SparseRewards:
+    """A value at the end token of each of a rollout's K steps. None abstains. Raises ValueError where there are not K
+    values."""
     width = max([len(ends) for ends in step_ends] + [1])
-    values, token_index = torch.zeros(len(verdicts), width), torch.zeros(len(verdicts), width, dtype=torch.long)
-    valid = torch.zeros(len(verdicts), width, dtype=torch.bool)
-    for n, (ends, judged) in enumerate(zip(step_ends, verdicts, strict=True)):
-        if judged:
+    found, token_index = torch.zeros(len(values), width), torch.zeros(len(values), width, dtype=torch.long)
+    valid = torch.zeros(len(values), width, dtype=torch.bool)
+    for n, (ends, row) in enumerate(zip(step_ends, values, strict=True)):
+        if row:
             K = len(ends)
-            if len(judged) != K:
-                raise ValueError(f"rollout {n} has {K} steps and {len(judged)} verdicts")
-            values[n, :K] = (2 * torch.tensor(judged, dtype=torch.float32) - 1) / K
+            if len(row) != K:
+                raise ValueError(f"rollout {n} has {K} steps and {len(row)} verdicts")
+            found[n, :K] = torch.tensor(row, dtype=torch.float32)
             token_index[n, :K] = torch.tensor(ends)
             valid[n, :K] = True
-    return SparseRewards(values.to(device), token_index.to(device), valid.to(device))
+    return SparseRewards(found.to(device), token_index.to(device), valid.to(device))
 
 
 def keep_groups(outcomes: list[bool | None], group_id: list[int], low: float, high: float) -> list[int]:

@@ -1,0 +1,86 @@
+"""PPO (Schulman et al. 2017): a policy whose baseline at each token is a critic's estimate. arXiv 1707.06347.
+
+The critic reads the solution as its own completion. Before each token it says how likely the solution will end right:
+V_t = p(T) / (p(T) + p(F)), the chance of the verdict token there. The advantages are generalised estimates (Schulman et
+al. 2016, arXiv 1506.02438) with gamma 1 and --gae-lambda, whitened over the batch. The policy's loss is the clipped
+one, --updates-per-batch its number of optimizer steps on a batch. The critic learns the returns A_t + V_t, which are
+from 0 to 1 as the rewards are, by their cross-entropy.
+
+Departures:
+1. The critic is generative: V is the LM head's, sigma of the difference of two of its rows, not a linear head's.
+2. Cross-entropy in place of the squared error, and no clipping of the critic's change.
+3. The critic is a model of its own, makes one optimizer step per batch, and has a rate of its own (--critic-lr).
+4. One batch is one micro-batched gradient, also with --updates-per-batch: no minibatches.
+5. The KL to the start is a term of the loss (--kl-coef), not of the reward as in InstructGPT.
+"""
+import torch
+
+from nanochat.common import BadInput, check_least, wide_dtype
+from nanochat.rl.advantages import gae, whiten
+from nanochat.rl.evals import log_rewards, log_variances, pass_at_1
+from nanochat.rl.log_odds import bce_coefficients, log_judgments, log_odds, mean_over, verdict_parts
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.rewards import outcome_rewards
+from nanochat.rl.roles import RoleSpec
+
+TAGS = dict(family="generator-critic", verifier="critic, log-odds before each token", reward="outcome",
+            credit="GAE, whitened over the batch")
+ROLES = {"generator": RoleSpec("--model-tag"), "critic": RoleSpec("--critic-tag", lr="--critic-lr")}
+SHOWN = {"critic": ["bce", "explained"]}
+
+
+def add_args(group) -> None:
+    group.add_argument("--gae-lambda", type=float, default=1.0,
+                       help="1: what the outcome says, less V; lower: more of what the critic says of the next tokens")
+
+
+def check(args, task) -> None:
+    check_least(args, {"critic_lr": 0})
+    if not 0 <= args.gae_lambda <= 1:
+        raise BadInput(f"--gae-lambda {args.gae_lambda}: must be from 0 to 1")
+
+
+def calls(args) -> list[Call]:
+    size = (args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps)
+    return [Call("generator", "generator", *size, trained=True),
+            Call("critic", "valued", *size, trained=True, given=True, scored=2)]
+
+
+def play(t: Play):
+    """Solutions, their values, and an update of either role."""
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    outcomes = t.check(solutions)
+    solutions.columns = {"outcome": outcomes}
+    known = solutions.select([n for n, outcome in enumerate(outcomes) if outcome is not None])
+    log_rewards(t, "generator", solutions, outcomes)
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
+    if not t.reduce(torch.tensor(len(known), device=t.device)):
+        return  # no rank has a solution that can be scored
+    source, mask = outcome_rewards(known.columns["outcome"], known.lengths), known.mask
+    rewards = torch.zeros(known.tokens.shape, device=t.device).scatter_(1, source.token_index, source.values)  # (N, T)
+    s = log_odds(t, "critic", known)
+    values = torch.sigmoid(s) * mask                                                               # V_t
+    advantages = gae(rewards, values, mask, gamma=1.0, lam=t.args.gae_lambda)
+    returns = advantages + values
+    log_variances(t, "generator", known, {"outcome": source})
+    log_judgments(t, "critic", s, returns, mask)
+    t.log("critic", {"explained": explained_variance(t, returns[mask], values[mask])})
+    yield Update("generator", [(known, whiten(advantages, mask, t.reduce))])                       # L_CLIP
+    parts = verdict_parts(t, known, bce_coefficients(s, returns, mask))                            # L_VF
+    parts = mean_over(t, parts, mask.sum().item())
+    yield Update("critic", parts, PolicyLoss("reinforce"), per="rollout", times=1)
+
+
+def explained_variance(t: Play, returns: torch.Tensor, values: torch.Tensor) -> float | None:
+    """1 - Var(return - V) / Var(return) over all ranks' tokens; None where the returns are all equal."""
+    returns, values = (x.to(wide_dtype(t.device)) for x in (returns, values))
+    rows = torch.stack([torch.ones_like(returns), returns, returns ** 2, returns - values, (returns - values) ** 2])
+    num, *sums = t.reduce(rows.sum(dim=1)).tolist()
+    of_returns, of_errors = (squares / max(1, num) - (total / max(1, num)) ** 2
+                             for total, squares in zip(sums[::2], sums[1::2], strict=True))
+    return 1 - of_errors / of_returns if of_returns > 1e-12 else None
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

@@ -1,0 +1,213 @@
+"""
+Cooper: which pairs the reward model learns from, its updates against autograd of the paper's losses, what the policy is
+rewarded with, short runs.
+
+    python -m pytest tests/test_cooper.py -q
+"""
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_dpo import assert_close, gradient_of, parsed, random_play, weights_of
+from test_prime import model, moved, records
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+from nanochat.common import BadInput
+from nanochat.recipes import cooper
+from nanochat.rl.play import apply_update
+from scripts import tango_rl
+
+
+def rule_of(words: str):
+    """A rule that accepts texts with any of these characters, and nothing else."""
+    return lambda problem, text: any(c in text for c in words)
+
+
+def play_of(*flags: str, rule=rule_of("0123"), corrupt=lambda problem, text, rng: "no digits here"):
+    """A step of random models; see test_dpo."""
+    t = random_play("cooper", "--rm-pretrain", "0", *flags)
+    t.totals = cooper.updates(t.args)
+    t.task.rule, t.task.corrupt = rule, corrupt
+    return t
+
+
+def true_score(t, prompt, completion) -> torch.Tensor:
+    """s of one solution by a plain forward: log p(T) - log p(F) at the end token's place, with a gradient."""
+    rm = t.roles["rm"].model
+    logits = rm.head(rm.trunk(torch.tensor([prompt.ids + completion]))[0, -2])
+    (right,), (wrong,) = (t.tokenizer.encode(mark) for mark in "TF")
+    return torch.log_softmax(logits, dim=-1)[right] - torch.log_softmax(logits, dim=-1)[wrong]
+
+
+def scored(t, problem, tokens) -> torch.Tensor:
+    """The same of a problem's solution, ended where it was cut."""
+    (prompt,), end = cooper.with_answers(t, [problem]), t.tokenizer.stop_tokens[0]
+    return true_score(t, prompt, tokens if tokens[-1] in t.tokenizer.stop_tokens else [*tokens, end])
+
+
+def moved_by(t, update) -> dict:
+    """How far an update moves the reward model back: with SGD at rate 1 its gradient."""
+    before = weights_of(t.roles["rm"].model)
+    apply_update(t, update)
+    return {name: before[name] - after for name, after in weights_of(t.roles["rm"].model).items()}
+
+
+# Pairs
+
+def pairs_of(accepted, rule, corrupt):
+    """Of two groups of three solutions, a to f."""
+    problems = [SimpleNamespace(index=n // 3) for n in range(6)]
+    solutions = SimpleNamespace(columns={"accepted": accepted}, group_id=torch.tensor([0, 0, 0, 1, 1, 1]),
+                                problems=lambda: problems, texts=list("abcdef"))
+    t = SimpleNamespace(args=SimpleNamespace(seed=0), step=0, each=lambda f, items: [f(x) for x in items],
+                        task=SimpleNamespace(check=None, rule=rule, corrupt=corrupt))
+    return cooper.pairs_of(t, solutions)
+
+
+def test_a_pair_is_the_first_solution_that_the_rule_accepts_and_its_corrupted_version():
+    found = pairs_of([False, True, True, None, False, True], lambda p, text: False, lambda p, text, rng: text + "!")
+    assert found == ([1, 5], ["b!", "f!"])
+
+
+def test_a_problem_without_an_accepted_solution_has_no_pair():
+    found = pairs_of([False, None, False, True, True, True], lambda p, text: False, lambda p, text, rng: text + "!")
+    assert found == ([3], ["d!"])
+
+
+@pytest.mark.parametrize("needed, chosen", [(1, [0]), (3, [0]), (4, [])])
+def test_a_version_that_the_rule_does_not_refuse_is_tried_three_times(needed, chosen):
+    tries = []
+
+    def corrupt(problem, text, rng):
+        tries.append(text)
+        return "wrong" if len(tries) >= needed else "still right"
+
+    accepted = [True, False, False, False, False, False]
+    assert pairs_of(accepted, lambda p, text: text != "wrong", corrupt) == (chosen, ["wrong"] * len(chosen))
+    assert len(tries) == min(needed, 3)
+
+
+def test_a_version_that_the_rule_cannot_tell_is_none():
+    assert pairs_of([True] * 6, lambda p, text: None, lambda p, text, rng: text) == ([], [])
+
+
+# The reward model's updates against autograd
+
+def test_the_pairs_update_takes_the_gradient_of_the_papers_loss(base):
+    """The mean over the problems that have a pair; the others weigh nothing."""
+    t = play_of(rule=rule_of("01"))
+    generator, rm = cooper.play(t)
+    solutions, _ = generator.parts[0]
+    chosen, wrong = cooper.pairs_of(t, solutions)
+    assert 0 < len(chosen) < len(solutions.prompts)
+    tokens, problems = solutions.completions(), solutions.problems()
+    end = t.tokenizer.stop_tokens[0]
+    margins = [scored(t, problems[n], tokens[n]) - scored(t, problems[n], [*t.tokenizer.encode(text), end])
+               for n, text in zip(chosen, wrong, strict=True)]
+    loss = -logsigmoid(torch.stack(margins)).mean()
+    assert t.metrics["rm/pair_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert t.metrics["rm/has_pair"] == len(chosen) / len(solutions.prompts)
+    expected = gradient_of(loss, t.roles["rm"].model)
+    assert_close(moved_by(t, rm), expected, 1e-5)
+
+
+def test_where_no_solution_is_accepted_the_reward_model_learns_nothing(base):
+    t = play_of(rule=lambda problem, text: False)
+    update, = cooper.play(t)
+    assert update.role == "generator" and t.metrics["rm/has_pair"] == 0 and t.metrics["rm/pair_loss"] is None
+
+
+def test_a_frozen_reward_model_has_no_update(base):
+    update, = cooper.play(play_of("--rm-update", "none"))
+    assert update.role == "generator"
+
+
+def test_pretraining_takes_the_gradient_of_the_cross_entropy_of_outcomes(base):
+    t = play_of("--rm-pretrain", "1")
+    update, = cooper.play(t)
+    rollouts = update.parts[0][0]
+    outcomes = torch.tensor([float(o) for o in t.check(rollouts)], dtype=torch.float64)
+    assert 0 < outcomes.mean() < 1 and len(rollouts) < 4 * 8  # what cannot be scored is left out
+    s = torch.stack([scored(t, p, row) for p, row in zip(rollouts.problems(), rollouts.completions(), strict=True)])
+    loss = binary_cross_entropy_with_logits(s, outcomes)
+    assert t.metrics["rm/bce"] == pytest.approx(loss.item(), rel=1e-5)
+    expected = gradient_of(loss, t.roles["rm"].model)
+    assert_close(moved_by(t, update), expected, 1e-5)
+
+
+def test_the_reward_model_reads_the_gold_answer(base):
+    t = play_of()
+    problem = t.task.problem("rl", 0)
+    prompt, = cooper.with_answers(t, [problem])
+    assert f"{problem.answer}|{problem.prompt}" in t.tokenizer.decode(prompt.ids)
+
+
+# What the policy is rewarded with
+
+def test_the_rewards_of_log_odds():
+    s, accepted = torch.tensor([0.0, math.log(3), -1.0]), [True, None, False]
+    assert cooper.POLICY_REWARDS["chance"](s, accepted) == pytest.approx([0.5, 0.75, 1 / (1 + math.e)])
+    assert list(map(bool, cooper.POLICY_REWARDS["verdict"](s, accepted))) == [False, True, False]
+    assert cooper.POLICY_REWARDS["rule"](s, accepted) == accepted
+
+
+@pytest.mark.parametrize("reward", ["chance", "rule"])
+def test_gold_outcomes_are_logged_beside_the_reward_and_do_not_change_it(base, reward):
+    found = []
+    for gold in (True, False):
+        t = play_of("--policy-reward", reward)
+        t.task.check = lambda problem, text, gold=gold: gold
+        update = next(cooper.play(t))
+        assert t.metrics["gen/rewards/outcome/mean"] == gold
+        found.append((update.parts[0][1], t.metrics["gen/reward"]))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][0].any() and found[0][1] == found[1][1]
+
+
+# Runs
+
+def run(*flags: str) -> None:
+    tango_rl.main(parsed("cooper", "--num-steps", "2", *flags))
+
+
+def test_the_reward_model_is_pretrained_alone_and_then_learns_beside_the_policy(base):
+    run("--run", "r", "--rm-pretrain", "2")
+    run("--run", "frozen", "--rm-pretrain", "2", "--rm-update", "none")
+    assert [record["role"] for record in records(base, "frozen")] == ["rm", "rm", "generator", "generator"]
+    assert records(base, "r")[2]["role"] == "generator+rm"
+    rms = {name: model(base, f"chatrl_checkpoints/{name}-rm", 4) for name in ("r", "frozen")}
+    assert moved(model(base, "chatrl_checkpoints/frozen-rm", 1), rms["frozen"]) and moved(rms["r"], rms["frozen"])
+    assert not moved(model(base, "chatrl_checkpoints/frozen-rm", 2), rms["frozen"])
+    assert not moved(model(base, "chatrl_checkpoints/frozen-gen", 2), model(base, "chatsft_checkpoints/tiny", 200))
+
+
+def test_held_out_gold_accuracy_stands_beside_what_the_reward_model_gives(base):
+    t = play_of()
+    t.evaluating = True
+    t.task.check = lambda problem, text: True
+    t.task.rule = lambda problem, text: False
+    found = cooper.evaluate(t)
+    assert found["gen/pass1_in"] == found["gen/pass1_out"] == 1 and found["gen/rule_in"] == 0
+    assert 0 < found["gen/proxy_in"] < 1
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--policy-reward", "gold"], "--policy-reward gold: there are chance, verdict, rule"),
+    (["--rm-update", "bce"], "--rm-update bce: there are pairs, none"),
+    (["--rm-pretrain", "-1"], "--rm-pretrain -1: must be at least 0"),
+    (["--rm-lr", "-1"], "--rm-lr -1.0: must be at least 0"),
+    (["--updates-per-batch", "2"], "--updates-per-batch 2"),
+    (["--task", "last_letter"], "--task last_letter: has no corrupt")])
+def test_settings_that_cannot_work_are_refused(base, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        run(*flags)
+
+
+def test_random_streams_of_a_problem_differ_from_step_to_step():
+    t = SimpleNamespace(args=SimpleNamespace(seed=0), step=0)
+    problem = SimpleNamespace(index=3)
+    first = cooper.drawing(t, problem).random()
+    assert first == cooper.drawing(t, problem).random() != random.Random(0).random()
+    t.step = 1
+    assert cooper.drawing(t, problem).random() != first

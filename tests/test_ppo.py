@@ -1,0 +1,108 @@
+"""
+PPO: the critic's update against autograd, the policy's advantages, short runs.
+
+    python -m pytest tests/test_ppo.py -q
+"""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_dpo import assert_close, gradient_of, parsed, random_play, weights_of
+from test_prime import model, moved, records
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from nanochat.common import BadInput
+from nanochat.recipes import ppo
+from nanochat.rl.advantages import alone, whiten
+from nanochat.rl.play import apply_update
+from scripts import tango_rl
+
+
+def play_of(*flags: str):
+    """A step of random models; see test_dpo."""
+    t = random_play("ppo", *flags)
+    t.totals = dict.fromkeys(t.roles, t.args.num_steps)
+    return t
+
+
+def true_log_odds(t, rollouts) -> list[torch.Tensor]:
+    """s before each token of each solution, by plain forwards, with a gradient."""
+    critic, ((right,), (wrong,)) = t.roles["critic"].model, (t.tokenizer.encode(mark) for mark in "TF")
+    found = []
+    for prompt, completion in zip(rollouts.prompt_of(), rollouts.completions(), strict=True):
+        logits = critic.head(critic.trunk(torch.tensor([prompt.ids + completion]))[0, len(prompt.ids) - 1: -1])
+        logprobs = torch.log_softmax(logits, dim=-1)
+        found.append(logprobs[:, right] - logprobs[:, wrong])
+    return found
+
+
+def moved_by(t, update) -> dict:
+    before = weights_of(t.roles["critic"].model)
+    apply_update(t, update)
+    return {name: before[name] - after for name, after in weights_of(t.roles["critic"].model).items()}
+
+
+@pytest.mark.parametrize("times", ["1", "3"])
+def test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_outcomes(base, times):
+    """At every token, in one optimizer step also where the policy makes several."""
+    t = play_of("--gae-lambda", "1", "--updates-per-batch", times)
+    policy, critic = ppo.play(t)
+    rollouts, advantages = policy.parts[0]
+    outcomes = rollouts.columns["outcome"]
+    assert policy.times is None and None not in outcomes and {True, False} == set(outcomes)
+    s = true_log_odds(t, rollouts)
+    returns = [torch.full_like(row, float(outcome)) for row, outcome in zip(s, outcomes, strict=True)]
+    loss = binary_cross_entropy_with_logits(torch.cat(s), torch.cat(returns))
+    assert t.metrics["cri/bce"] == pytest.approx(loss.item(), rel=1e-4)
+    expected = gradient_of(loss, t.roles["critic"].model)
+
+    raw = torch.zeros(advantages.shape)
+    for n, (row, outcome) in enumerate(zip(s, outcomes, strict=True)):
+        raw[n, : len(row)] = (float(outcome) - torch.sigmoid(row.detach())).float()
+    torch.testing.assert_close(advantages, whiten(raw, rollouts.mask, alone), rtol=1e-3, atol=1e-3)
+    assert_close(moved_by(t, critic), expected, 1e-4)
+
+
+def test_with_lambda_0_the_critic_learns_what_it_says_of_the_next_token(base):
+    t = play_of("--gae-lambda", "0")
+    policy, critic = ppo.play(t)
+    rollouts, _ = policy.parts[0]
+    s = true_log_odds(t, rollouts)
+    returns = [torch.cat([torch.sigmoid(row[1:]).detach(), torch.tensor([float(outcome)])])
+               for row, outcome in zip(s, rollouts.columns["outcome"], strict=True)]
+    expected = gradient_of(binary_cross_entropy_with_logits(torch.cat(s), torch.cat(returns)), t.roles["critic"].model)
+    assert_close(moved_by(t, critic), expected, 1e-4)
+
+
+def test_without_a_solution_that_can_be_scored_nobody_learns(base):
+    t = play_of()
+    t.task.check = lambda problem, text: None
+    assert list(ppo.play(t)) == [] and t.metrics["gen/unscorable"] == 1
+
+
+def test_explained_variance_by_hand():
+    """Returns 0, 0, 1, 1 have the variance 1/4; errors -.5, 0, 0, .5 that of 1/8."""
+    t = SimpleNamespace(reduce=lambda x: x, device=torch.device("cpu"))
+    returns = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert ppo.explained_variance(t, returns, torch.tensor([0.5, 0.0, 1.0, 0.5])) == pytest.approx(0.5)
+    assert ppo.explained_variance(t, returns, returns) == 1
+    assert ppo.explained_variance(t, returns, torch.full((4,), 0.25)) == pytest.approx(0)
+    assert ppo.explained_variance(t, torch.ones(4), returns) is None
+    assert ppo.explained_variance(t, returns[:0], returns[:0]) is None
+
+
+def test_both_roles_move_and_the_critic_keeps_its_rate(base):
+    for run, rate in (("r", "1e-3"), ("still", "0")):
+        tango_rl.main(parsed("ppo", "--run", run, "--num-steps", "1", "--critic-lr", rate))
+    assert records(base, "r")[0]["role"] == "generator+critic"
+    sft = model(base, "chatsft_checkpoints/tiny", 200)
+    assert all(moved(sft, model(base, f"chatrl_checkpoints/r-{role}", 1)) for role in ("gen", "cri"))
+    assert not moved(sft, model(base, "chatrl_checkpoints/still-cri", 1))
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--gae-lambda", "1.5"], "--gae-lambda 1.5: must be from 0 to 1"),
+    (["--critic-lr", "-1"], "--critic-lr -1.0: must be at least 0")])
+def test_settings_that_cannot_work_are_refused(base, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parsed("ppo", *flags))

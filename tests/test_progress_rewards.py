@@ -1,0 +1,104 @@
+"""
+Progress rewards: the values of prefixes by a prover that is known, what they make of steps, short runs.
+
+    python -m pytest tests/test_progress_rewards.py -q
+"""
+import pytest
+import torch
+from test_dpo import parsed, random_play
+
+from nanochat.common import BadInput
+from nanochat.recipes import progress_rewards
+from nanochat.rl.rewards import at_step_ends, step_rewards
+from scripts import tango_rl
+
+TEXTS = ["1+1:2;2+1:0;=20", "1+1:2;2+1:1;=21", "=2"]
+
+
+def play_of(*flags: str):
+    """A step of random models; see test_dpo."""
+    t = random_play("progress_rewards", *flags)
+    t.totals = dict.fromkeys(t.roles, t.args.num_steps)
+    return t
+
+
+def measured(t, worth):
+    """The step values of TEXTS where a continuation is right as worth(text of the prefix, number of it) says, and the
+    prefixes that were asked for."""
+    problem, asked = t.task.problem("rl", 0), []
+    solutions = t.written("generator", t.solve_prompts([problem] * len(TEXTS)), TEXTS)
+
+    def sample(role, prompts, num, label, tool=None):
+        bare = t.solve_prompts([problem])[0].ids
+        asked.extend(t.tokenizer.decode(prompt.ids[len(bare):]) for prompt in prompts)
+        found = t.written("prover", [p for p in prompts for _ in range(num)], ["x"] * (len(prompts) * num))
+        return found
+
+    t.sample, numbers = sample, {}
+
+    def check(problem, text):
+        begun = text.removesuffix("x")
+        numbers[begun] = numbers.get(begun, -1) + 1
+        return worth(begun, numbers[begun])
+
+    t.task.check = check
+    step_ends = [s.step_ends for s in t.read_solutions(solutions)]
+    return progress_rewards.step_values(t, solutions, step_ends), asked
+
+
+def half_of_good(begun: str, number: int) -> bool | None:
+    """Of four continuations from nothing one is right, behind a right first step two, behind two right ones all."""
+    return number < {"": 1, "1+1:2;": 2, "1+1:2;2+1:0;": 4}.get(begun, 0)
+
+
+@pytest.mark.parametrize("method, flags, expected", [
+    # Q = 1/4, 1/2, 1 and 1/4, 1/2, 0
+    ("pav", ["--best-of", "1"], [[0.25, 0.5], [0.25, -0.5], []]),
+    # the best of two: 1 - C(3,2)/C(4,2) = 1/2, 1 - C(2,2)/C(4,2) = 5/6, 1 and 1/2, 5/6, 0
+    ("pav", ["--best-of", "2"], [[1 / 3, 1 / 6], [1 / 3, -5 / 6], []]),
+    ("math_shepherd", [], [[1.0, 1.0], [1.0, 0.0], []]), ("math_shepherd_soft", [], [[0.5, 1.0], [0.5, 0.0], []]),
+    ("rpe", [], [[1.0, 1.0], [1.0, 0.0], []])])
+def test_step_values_by_hand(base, method, flags, expected):
+    t = play_of("--step-values", method, "--continuations", "4", *flags)
+    found, asked = measured(t, half_of_good)
+    assert [pytest.approx(row) for row in expected] == found
+    assert len(asked) == len(set(asked))  # the second solution's first step is the first one's
+    first = [""] if method in ("pav", "rpe") else []
+    assert sorted(asked) == sorted([*first, "1+1:2;", "1+1:2;2+1:0;", "1+1:2;2+1:1;"])
+
+
+def test_a_solution_abstains_where_a_prefix_cannot_be_scored_or_it_is_too_long(base):
+    t = play_of("--continuations", "4", "--best-of", "2")
+    found, _ = measured(t, lambda begun, number: None if begun == "1+1:2;2+1:1;" and number > 0 else True)
+    assert found == [[0.0, 0.0], None, []]
+    t = play_of("--most-steps", "1")
+    assert measured(t, lambda begun, number: True)[0] == [None, None, []]
+
+
+def test_values_stand_at_the_steps_ends_as_they_are():
+    rewards = at_step_ends([[1, 3], [0, 1], []], [[0.25, -2.0], None, []], "cpu")
+    assert rewards.values.tolist() == [[0.25, -2.0], [0.0, 0.0], [0.0, 0.0]]
+    assert rewards.token_index[0].tolist() == [1, 3] and rewards.valid.all(dim=1).tolist() == [True, False, False]
+    assert not rewards.valid[1:].any()
+    tango = step_rewards([[1, 3], [2]], [[True, False], [0.75]], "cpu")
+    assert tango.values.tolist() == [[0.5, -0.5], [0.5, 0.0]]
+    with pytest.raises(ValueError, match="rollout 0 has 2 steps and 1 verdicts"):
+        at_step_ends([[1, 3]], [[0.5]], "cpu")
+
+
+def test_with_alpha_0_the_outcomes_alone_reward(base):
+    found = []
+    for flags in (["--alpha", "0"], ["--alpha", "0", "--step-values", "math_shepherd"], ["--alpha", "5"]):
+        update, = progress_rewards.play(play_of("--continuations", "2", "--best-of", "1", *flags))
+        found.append(update.parts[0][1])
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2]) and found[0].any()
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--step-values", "omega_prm"], "--step-values omega_prm: there are pav, "),
+    (["--continuations", "0"], "--continuations 0: must be at least 1"),
+    (["--best-of", "9"], "--best-of 9: of --continuations 8"), (["--alpha", "-1"], "--alpha -1.0: must be at least 0"),
+    (["--combine", "both"], "--combine both: there are")])
+def test_settings_that_cannot_work_are_refused(base, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parsed("progress_rewards", *flags))

@@ -1,0 +1,93 @@
+"""
+Refit: when the verifier learns and from what, its update against autograd, what the policy is rewarded with.
+
+    python -m pytest tests/test_refit.py -q
+"""
+import pytest
+import torch
+from test_dpo import assert_close, gradient_of, parsed, random_play, weights_of
+from test_ppo import true_log_odds
+from test_prime import model, moved, records
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from nanochat.common import BadInput
+from nanochat.recipes import refit
+from nanochat.rl.advantages import PRESETS, merge
+from nanochat.rl.judges import JUDGES
+from nanochat.rl.log_odds import PLACES
+from nanochat.rl.play import apply_update
+from nanochat.rl.rewards import outcome_rewards, step_rewards
+from scripts import tango_rl
+
+
+def play_of(*flags: str):
+    """A step of random models; see test_dpo."""
+    t = random_play("refit", "--alpha-start", "0.5", *flags)
+    t.totals = refit.updates(t.args)
+    return t
+
+
+@pytest.mark.parametrize("judge", list(PLACES))
+def test_the_verifier_takes_the_gradient_of_the_cross_entropy_of_outcomes_at_its_places(base, judge):
+    t = play_of("--judge", judge)
+    policy, verifier = refit.play(t)
+    rollouts = verifier.parts[0][0]
+    outcomes = [o for o in policy.parts[0][0].columns["outcome"] if o is not None]
+    places = PLACES[judge](rollouts, t.read_solutions(rollouts))
+    labels = [torch.full((n,), float(o), dtype=torch.float64)
+              for n, o in zip(places.sum(dim=1).tolist(), t.check(rollouts), strict=True)]
+    assert len(rollouts) == len(outcomes) and {0.0, 1.0} == set(torch.cat(labels).tolist())
+    t.roles["critic"] = t.roles["verifier"]
+    s = [row[where[: len(row)]] for row, where in zip(true_log_odds(t, rollouts), places, strict=True)]
+    loss = binary_cross_entropy_with_logits(torch.cat(s), torch.cat(labels))
+    assert t.metrics["ver/bce"] == pytest.approx(loss.item(), rel=1e-4)
+    expected, before = gradient_of(loss, t.roles["verifier"].model), weights_of(t.roles["verifier"].model)
+    apply_update(t, verifier)
+    assert_close({name: before[name] - p for name, p in weights_of(t.roles["verifier"].model).items()}, expected, 1e-4)
+
+
+@pytest.mark.parametrize("judge", ["steps", "end"])
+def test_the_policy_earns_its_outcomes_and_the_chances(base, judge):
+    t = play_of("--judge", judge)
+    solutions, advantages = next(refit.play(t)).parts[0]
+    judgments = JUDGES[judge](t, "verifier", solutions)
+    told = (step_rewards([s.step_ends for s in t.read_solutions(solutions)], [j.steps for j in judgments], "cpu")
+            if judge == "steps" else outcome_rewards([j.final for j in judgments], solutions.lengths))
+    sources = [(0.5, outcome_rewards(solutions.columns["outcome"], solutions.lengths)), (0.5, told)]
+    expected = merge(sources, solutions.group_id, solutions.tokens.shape[1], PRESETS["grpo"])
+    torch.testing.assert_close(advantages, expected)
+    assert {"gen/variance/outcome", f"gen/variance/{'verdict' if judge == 'end' else 'steps'}"} < t.metrics.keys()
+
+
+def test_each_batch_is_learned_once_every_k_steps(base):
+    """Three steps, k = 2: both batches in the second, in the order in which they came; the third waits."""
+    t, learned, batches = play_of("--refit-every", "2"), [], []
+    for step in range(3):
+        t.state.step, t.labels = step, set()
+        found = list(refit.play(t))
+        batches.append(found[0].parts[0][0])
+        learned.append([update.parts[0][0].texts for update in found[1:]])
+    scorable = [[text for text, o in zip(b.texts, b.columns["outcome"], strict=True) if o is not None] for b in batches]
+    assert learned == [[], scorable[:2], []] and len(t.memory["samples"]) == 1
+
+
+def test_a_frozen_verifier_and_one_that_is_refitted(base):
+    flags = ["--num-steps", "3", "--save-every", "1"]
+    for run, k in (("frozen", "0"), ("two", "2")):
+        tango_rl.main(parsed("refit", "--run", run, "--refit-every", k, *flags))
+    assert [record["role"] for record in records(base, "frozen")] == ["generator"] * 3
+    two = records(base, "two")
+    assert [record["role"] for record in two] == ["generator", "generator+verifier", "generator"]
+    sft = model(base, "chatsft_checkpoints/tiny-ver", 200)
+    assert not moved(sft, model(base, "chatrl_checkpoints/frozen-ver", 3))
+    after = [model(base, "chatrl_checkpoints/two-ver", step) for step in (1, 2, 3)]
+    assert not moved(sft, after[0]) and moved(sft, after[1]) and not moved(after[1], after[2])
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--refit-every", "-1"], "--refit-every -1: must be at least 0"),
+    (["--judge", "generative"], "--judge generative: there are end, steps, tokens"),
+    (["--combine", "both"], "--combine both: there are")])
+def test_settings_that_cannot_work_are_refused(base, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parsed("refit", *flags))
