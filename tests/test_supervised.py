@@ -43,7 +43,7 @@ def labelled_play(tmp_path):
     return of
 
 
-def steps_of(rollouts, n: int, text: str) -> list[int]:
+def behind_steps(text: str) -> list[int]:
     """The positions behind the steps of a text of single-byte tokens."""
     return [end for _, end in COMPACT.step_spans(text)]
 
@@ -96,7 +96,7 @@ def test_an_orm_goes_on_to_model_right_solutions(labelled_play):
 def test_a_prm_learns_each_steps_label_behind_the_step(labelled_play):
     t = labelled_play("prm")
     update, rows = learned(t, prm, known=False)
-    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[steps_of(None, n, row.solution)]
+    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[behind_steps(row.solution)]
                    for n, row in enumerate(rows)])
     labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
     assert {0.0, 1.0} == set(labels.tolist())
@@ -163,7 +163,7 @@ def test_a_prm_learns_nothing_behind_the_first_error(labelled_play):
     t = labelled_play("prm", "--until-first-error")
     update, rows = learned(t, prm, known=False)
     first = [row.labels.index(0.0) if 0.0 in row.labels else len(row.labels) for row in rows]
-    wanted = [steps_of(None, n, row.solution)[: k + 1] for n, (row, k) in enumerate(zip(rows, first, strict=True))]
+    wanted = [behind_steps(row.solution)[: k + 1] for row, k in zip(rows, first, strict=True)]
     assert [row.nonzero()[:, 0].tolist() for row in update.parts[0][1]] == wanted
     assert any(k + 1 < len(row.labels) for row, k in zip(rows, first, strict=True))
 

@@ -48,9 +48,10 @@ def judged_scores(problems: list[list[list]]) -> dict:
     pairs = [pair for labels, steps in labelled for pair in zip(labels, steps, strict=True)]
     known = [(outcome, final) for _, outcome, _, _, final, _ in rows if outcome is not None]
     finals = calibration([f for _, f in known if f is not None], [o for o, f in known if f is not None]) or {}
+    mean_step = lambda row: sum(row[3]) / len(row[3]) if row[3] else 0.0
     choices = [choose([row[0] for row in solutions], [row[1] for row in solutions],
-                      [row[4] or 0.0 for row in solutions], [sum(row[3] or [0]) / len(row[3] or [0])
-                                                             for row in solutions]) for solutions in problems]
+                      [row[4] or 0.0 for row in solutions], [mean_step(row) for row in solutions])
+               for solutions in problems]
     scored = [choice for choice in choices if choice]
     says_steps, says_finals = any(s is not None for _, s in pairs), any(f is not None for _, f in known)
     return {
