@@ -67,7 +67,8 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     **dict.fromkeys(("orm", "prm", "genrm", "genprm"), []),
     "rm_r1": [],
     "think_rm": [],
-    "spct": []}
+    "spct": [],
+    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards"), [])}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
@@ -87,7 +88,8 @@ NOTES = {  # whole sentences
     **dict.fromkeys(("orm", "prm", "genrm", "genprm"), "A verifier alone is trained: no pass@1 to compare."),
     "rm_r1": "Not compared.",
     "think_rm": "Not run.",
-    "spct": "Not run."}
+    "spct": "Not run.",
+    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards"), "Not run with seeds to compare.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -127,7 +129,15 @@ CHECKS = {  # tests that hold a recipe against its paper
     "think_rm": ["test_comparing.py::test_think_rm_pays_1_for_the_exact_grade_and_a_half_for_the_sign",
                  "test_comparing.py::test_on_differences_of_rewards_they_are_grpos_z_scores"],
     "spct": ["test_comparing.py::test_spct_pays_for_the_strictly_highest_score",
-             "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"]}
+             "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"],
+    "cooper": ["test_cooper.py::test_the_pairs_update_takes_the_gradient_of_the_papers_loss",
+               "test_cooper.py::test_where_no_solution_is_accepted_the_reward_model_learns_nothing"],
+    "ppo": ["test_ppo.py::test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_outcomes",
+            "test_ppo.py::test_with_lambda_0_the_critic_learns_what_it_says_of_the_next_token"],
+    "refit": ["test_refit.py::test_the_verifier_takes_the_gradient_of_the_cross_entropy_of_outcomes_at_its_places",
+              "test_refit.py::test_the_policy_earns_its_outcomes_and_the_chances"],
+    "progress_rewards": ["test_progress_rewards.py::test_step_values_by_hand",
+                         "test_progress_rewards.py::test_with_alpha_0_the_outcomes_alone_reward"]}
 
 
 # Text
