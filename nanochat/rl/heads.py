@@ -1,14 +1,14 @@
 """
 What a generative verifier shares with the generator: nothing, a trunk, or all but its prompt.
 
---verifier-head names it. Memory is of weights and AdamW, both in fp32, as a share of that of two models.
+--verifier-head names it. Take `own` where generator and verifier are different checkpoints, and `trunk` where one
+checkpoint (chat_sft --role both) can be both: it halves the memory. Memory is that of weights and AdamW as a share of
+two models', with the moments of what both roles train shared (--verifier-optimizer), or with a set for each.
 
-    own     a model of its own (the paper)                                                                      100%
-    frozen  the generator's lowest blocks, which only the generator trains                                  50 to 100%
-    trunk   the same blocks, trained by both roles; an LM head of its own, and the blocks above them if any    50% *
-    prompt  the generator's model; nothing but the prompt says which role speaks                               50% *
-
-    * and a third more where each role keeps moments of its own for what both train (--verifier-optimizer own)
+    own     a model of its own (the paper)                                                           100%
+    frozen  the generator's lowest blocks, which only the generator trains                           50 to 100%
+    trunk   the same blocks, trained by both; an LM head of its own, and the blocks above, if any    52%, 84%
+    prompt  the generator's model; nothing but the prompt says which role speaks                     50%, 83%
 """
 from dataclasses import dataclass, replace
 
