@@ -388,7 +388,8 @@ def recipes_page() -> str:
 
 def readme_table() -> str:
     rows, links = [], {}
-    for name, arms in RESULTS.items():
+    not_run = [name for name, arms in RESULTS.items() if not arms and name != "score"]
+    for name, arms in ((name, arms) for name, arms in RESULTS.items() if name not in not_run):
         system = re.split(r" \(|:", recipes.load(name).__doc__)[0]
         paper = re.search(r"arXiv (\d{4}\.\d{5})", recipes.load(name).__doc__)[1]
         links[paper] = f"https://arxiv.org/abs/{paper}"
@@ -407,7 +408,8 @@ def readme_table() -> str:
              "it gets there). The setting is harder than above: only the last result is the answer, so a wrong "
              f"solution can be right by luck. GRPO ends at {final.partition(' ')[0]}% there. Of its {tokens} tokens "
              f"Tango spends {warm_up(tango):.2f}M before the generator's first update. ± is half of the 95% interval "
-             "over paired seeds. More of each recipe: [dev/recipes.md](dev/recipes.md).")
+             "over paired seeds. More of each recipe: [dev/recipes.md](dev/recipes.md). Tested, and not yet run with "
+             f"seeds, are {', '.join(f'`{name}`' for name in not_run)}.")
     columns = ("system", "recipe", "paper", "what is trained", "measured", "at equal steps", "at GRPO's tokens")
     return "\n\n".join([wrapped(words), table(columns, rows), "\n".join(f"[{a}]: {b}" for a, b in links.items())])
 

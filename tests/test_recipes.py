@@ -374,7 +374,7 @@ def test_a_path_may_start_with_a_tilde(monkeypatch, own):
 
 
 @pytest.mark.parametrize("flag, words", [
-    ("--alpha", "a flag of recipe score, not of tango; did you mean --alpha-start or --alpha-end?"),
+    ("--alpha", "a flag of recipe progress_rewards, score, not of tango; did you mean --alpha-start or --alpha-end?"),
     ("--nmu-steps", "unrecognized arguments: --nmu-steps 5; did you mean --num-steps?"),
     ("--zzz", "unrecognized arguments: --zzz 5\n")])
 def test_a_flag_that_is_like_a_known_one_is_explained(capsys, flag, words):
