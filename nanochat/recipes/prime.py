@@ -20,8 +20,8 @@ from dataclasses import replace
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages, to_go, whiten
-from nanochat.rl.evals import log_odds_scores, log_rewards, pass_at_1
+from nanochat.rl.advantages import PRESETS, SparseRewards, source_advantages, to_go, whiten
+from nanochat.rl.evals import log_odds_scores, log_rewards, log_variances, pass_at_1
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.rewards import keep_groups, outcome_rewards
@@ -163,8 +163,11 @@ def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
     if t.args.process_norm == "batch":
         rewards = rewards / (largest + EPSILON)                                              # dp_prime.py: prime_norm
     process = to_go(process_rloo(rewards, rollouts.mask, rollouts.group_id, t.args.process_baseline))
-    outcome = source_advantages(outcome_rewards(rollouts.columns["outcome"], rollouts.lengths), rollouts.group_id,
-                                rollouts.tokens.shape[1], PRESETS["rloo"])
+    outcomes = outcome_rewards(rollouts.columns["outcome"], rollouts.lengths)
+    outcome = source_advantages(outcomes, rollouts.group_id, rollouts.tokens.shape[1], PRESETS["rloo"])
+    places = torch.arange(rewards.shape[1], device=t.device).expand(rewards.shape)
+    log_variances(t, "generator", rollouts, {"outcome": outcomes,
+                                             "process": SparseRewards(rewards, places, rollouts.mask)})
     t.log("generator", {"largest_process_return": largest.item()})
     return whiten(process + outcome, rollouts.mask, t.reduce)                                # core_algos.py
 
