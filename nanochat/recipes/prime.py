@@ -133,6 +133,10 @@ def play(t: Play):
         yield learn
         q = t.logprobs("prm", rollouts) - ref_logprobs
         log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q, "rescored/")
+    places = torch.arange(q.shape[1], device=t.device).expand(q.shape)
+    log_variances(t, "generator", rollouts, {
+        "outcome": outcome_rewards(rollouts.columns["outcome"], rollouts.lengths),
+        "process": SparseRewards(t.args.prm_beta * q, places, rollouts.mask)})
     yield Update("generator", [(rollouts, advantages_of(t, rollouts, q))])                   # L_CLIP
     if when == "after":
         yield learn
@@ -163,11 +167,8 @@ def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
     if t.args.process_norm == "batch":
         rewards = rewards / (largest + EPSILON)                                              # dp_prime.py: prime_norm
     process = to_go(process_rloo(rewards, rollouts.mask, rollouts.group_id, t.args.process_baseline))
-    outcomes = outcome_rewards(rollouts.columns["outcome"], rollouts.lengths)
-    outcome = source_advantages(outcomes, rollouts.group_id, rollouts.tokens.shape[1], PRESETS["rloo"])
-    places = torch.arange(rewards.shape[1], device=t.device).expand(rewards.shape)
-    log_variances(t, "generator", rollouts, {"outcome": outcomes,
-                                             "process": SparseRewards(rewards, places, rollouts.mask)})
+    outcome = source_advantages(outcome_rewards(rollouts.columns["outcome"], rollouts.lengths), rollouts.group_id,
+                                rollouts.tokens.shape[1], PRESETS["rloo"])
     t.log("generator", {"largest_process_return": largest.item()})
     return whiten(process + outcome, rollouts.mask, t.reduce)                                # core_algos.py
 
