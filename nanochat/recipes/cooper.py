@@ -14,7 +14,8 @@ Departures:
 1. s is the difference of two rows of the LM head. Theirs is a linear head of its own.
 2. An LLM rewrites a right solution into a wrong one in the paper; here the task's `corrupt` does.
 3. In --rm-pretrain the labels are the task's check of `corrupted_solution`; theirs are a rule's and an LLM's.
-4. Rates, batch and models are those of this repository. Theirs: 1e-6 (policy), 1e-5 (reward model), 16 samples.
+4. --lr and --rm-lr are for tiny models; theirs are 1e-6 and 1e-5, with 16 samples. A policy that is too fast games the
+   reward model before it has learned: on task brittle with --lr 3e-4 no solution was accepted any more, so no pair.
 """
 import random
 
@@ -54,6 +55,7 @@ def add_args(group) -> None:
                        help=f"one of: {', '.join(RM_UPDATES)}; none: the reward model is frozen behind --rm-pretrain")
     group.add_argument("--rm-pretrain", type=int, default=100,
                        help="steps of the reward model on labelled solutions before the policy's first")
+    group.set_defaults(lr=5e-5, rm_lr=1e-3)
 
 
 def check(args, task) -> None:

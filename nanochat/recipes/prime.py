@@ -20,8 +20,8 @@ from dataclasses import replace
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages, to_go, whiten
-from nanochat.rl.evals import log_odds_scores, log_rewards, pass_at_1
+from nanochat.rl.advantages import PRESETS, SparseRewards, source_advantages, to_go, whiten
+from nanochat.rl.evals import log_odds_scores, log_rewards, log_variances, pass_at_1
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.rewards import keep_groups, outcome_rewards
@@ -133,6 +133,10 @@ def play(t: Play):
         yield learn
         q = t.logprobs("prm", rollouts) - ref_logprobs
         log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q, "rescored/")
+    places = torch.arange(q.shape[1], device=t.device).expand(q.shape)
+    log_variances(t, "generator", rollouts, {
+        "outcome": outcome_rewards(rollouts.columns["outcome"], rollouts.lengths),
+        "process": SparseRewards(t.args.prm_beta * q, places, rollouts.mask)})
     yield Update("generator", [(rollouts, advantages_of(t, rollouts, q))])                   # L_CLIP
     if when == "after":
         yield learn

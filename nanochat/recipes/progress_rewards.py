@@ -14,11 +14,10 @@ Departures:
 3. A solution of more than --most-steps steps is rewarded by its outcome alone, and counted (step_abstained).
 """
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.engine import row_key
 from nanochat.rl.advantages import COMBINE, PRESETS
 from nanochat.rl.evals import log_rewards, log_variances, pass_at_1
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.prompts import Prompt
+from nanochat.rl.prefixes import prompt_behind
 from nanochat.rl.rewards import at_step_ends, outcome_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
@@ -97,7 +96,7 @@ def prefix_values(t: Play, prefixes: dict, value: str) -> dict:
     right, or with value "best_of" the chance that one of --best-of is, without bias. None where too few can be
     scored."""
     N, K = t.args.continuations, t.args.best_of if value == "best_of" else 1
-    asked = [Prompt([*prompt.ids, *begun], prompt.problem, copy=row_key(*begun)) for prompt, begun in prefixes.values()]
+    asked = [prompt_behind(prompt.ids, prompt.problem, list(begun)) for prompt, begun in prefixes.values()]
     rollouts = t.sample("prover", asked, N, "continued", tool=t.sampler.calculator_tool())
     begun = [begun for _, begun in prefixes.values() for _ in range(N)]
     texts = [t.tokenizer.decode([*before, *tokens[: len(tokens) - stopped]]) for before, tokens, stopped in zip(

@@ -60,10 +60,15 @@ Asked = list[tuple[Cut, int]]  # prefix k of a solution
 
 # Completions
 
+def prompt_behind(prompt: list[int], problem: Problem, begun: list[int]) -> Prompt:
+    """The prompt and the tokens of a solution that is begun, to be gone on from. Its noise belongs to what it says."""
+    return Prompt(prompt + begun, problem, copy=row_key(*begun))
+
+
 def complete(asked: Asked, model, sampler: Sampler, num: int) -> Rollouts:
     """`num` completions from each prefix. Their noise belongs to the problem and to what the prefix says, so that equal
     prefixes have equal completions, whichever solution they are cut from."""
-    prompts = [Prompt(cut.prompt + cut.begin(k), cut.problem, copy=row_key(*cut.begin(k))) for cut, k in asked]
+    prompts = [prompt_behind(cut.prompt, cut.problem, cut.begin(k)) for cut, k in asked]
     rollouts = sampler.sample(model, prompts, num, ("labels",), sampler.max_new_tokens, tool=sampler.calculator_tool())
     whole = zip((pair for pair in asked for _ in range(num)), rollouts.completions(), rollouts.stopped.tolist(),
                 strict=True)
