@@ -89,7 +89,9 @@ NOTES = {  # whole sentences
     "rm_r1": "Not compared.",
     "think_rm": "Not run.",
     "spct": "Not run.",
-    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards"), "Not run with seeds to compare.")}
+    "cooper": "One seed, so it is not compared. Its figures are in "
+              "[tuning.md](tuning.md#cooper-is-not-gamed-where-a-frozen-reward-model-is).",
+    **dict.fromkeys(("ppo", "refit", "progress_rewards"), "Not run with seeds to compare.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
