@@ -5,7 +5,7 @@ An arm is one way to train. A dial is something around the arms, and a setting o
 every setting. scripts/run_arms.py runs them. Where a flag comes twice, the later one counts.
 """
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nanochat.common import BadInput, check_choices
 
@@ -26,6 +26,11 @@ class Task:
 
 
 CHAIN = "--chain-answer final"  # the final result alone is the answer: a wrong chain can be right by luck
+SMALL = Task(  # a smaller model and batch: for what needs many runs
+    f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
+    sft="--sequence-len 256 --depth 3 --n-embd 96 --n-head 3 --num-steps 800",
+    rl="--lr 2e-4 --examples-per-step 16 --eval-every 40 --eval-examples 200",
+    alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60)
 # SFT shows up to 5 words, and 1 demonstration in 20 of up to 12: after it (seed 0) lists of 2 to 5 are solved, 6 to 8
 # now and then, 9 and 10 not.
 WORDS = "--last-letter-max-words 10 --last-letter-max-letters 4 --last-letter-full-share 0.05"
@@ -35,11 +40,8 @@ TASKS = {
         f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
         sft="--sequence-len 384",  # room for a second attempt
         rl="--lr 2e-4", alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60, grpo="--lr 4e-4"),
-    "small_chain": Task(  # a smaller model and batch: for dials, which need many runs
-        f"{CHAIN} --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10",
-        sft="--sequence-len 256 --depth 3 --n-embd 96 --n-head 3 --num-steps 800",
-        rl="--lr 2e-4 --examples-per-step 16 --eval-every 40 --eval-examples 200",
-        alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60),
+    "small_chain": SMALL,
+    "common_chain": replace(SMALL, problems=f"{SMALL.problems} --chain-common-share 1"),
     "last_letter": Task(  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         f"--task last_letter {WORDS}", sft=f"--sequence-len 576 {LONG}", rl=f"{LONG} --eval-examples 200 --lr 1e-4",
         alpha="--alpha-start 0.1 --alpha-end 0.01", steps=40, verdict="--verifier-max-new-tokens 224"),

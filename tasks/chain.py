@@ -8,7 +8,8 @@ local and free.
 Demonstrations carry misconceptions: a fixed random share of the facts (a, op, b) is shown with one fixed wrong result
 most of the time, and the chain is carried on from there. The generator's and the verifier's misconceptions are drawn
 independently. A model trained on them starts RL like a pretrained one: fluent, right on most facts, confidently wrong
-on some, with the right result alive among its samples.
+on some, with the right result alive among its samples. With --chain-common-share 1 the verifier is wrong only where
+the generator is, and in the same way, so that one who is taught both roles does not see both results.
 """
 import random
 import re
@@ -33,6 +34,14 @@ def misconceptions(seed: int, share: float, modulus: int) -> dict[tuple[int, str
     return {(a, op, b): (OPS[op](a, b) + rng.randrange(1, modulus)) % modulus for a, op, b in chosen}
 
 
+def in_common(own: dict, others: dict, share: float, seed: int) -> dict:
+    """Misconceptions of which a random `share` is taken from another one's, wrong results included, and the rest is of
+    one's own. As many as before."""
+    taken = random.Random(f"in-common-{seed}").sample(list(others), round(share * len(own)))
+    kept = [fact for fact in own if fact not in taken][: len(own) - len(taken)]
+    return {fact: others[fact] for fact in taken} | {fact: own[fact] for fact in kept}
+
+
 def add_args(parser):
     group = parser.add_argument_group("task chain")
     group.add_argument("--chain-modulus", type=int, default=10, help="results are taken modulo this")
@@ -50,6 +59,8 @@ def add_args(parser):
                        help="the same for the verifier's own misconceptions")
     group.add_argument("--chain-verifier-wrongness", type=float, default=0.65,
                        help="the same for the verifier's own misconceptions")
+    group.add_argument("--chain-common-share", type=float, default=0.0,
+                       help="share of the verifier's misconceptions that are the generator's, wrong results included")
 
 
 class Chain:
@@ -63,7 +74,8 @@ class Chain:
         if not 1 <= args.chain_min_steps <= args.chain_max_steps <= MOST_STEPS:
             raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
                            f"need 1 <= min <= max <= {MOST_STEPS}")
-        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness"):
+        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness",
+                     "chain_common_share"):
             if not 0 <= getattr(args, flag) <= 1:
                 raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
@@ -74,6 +86,12 @@ class Chain:
                       f"(a-b:c is a step); the answer is {said}")
         self.misconceptions = misconceptions(2 * seed, args.chain_share, self.modulus)
         self.verifier_misconceptions = misconceptions(2 * seed + 1, args.chain_verifier_share, self.modulus)
+        if round(args.chain_common_share * len(self.verifier_misconceptions)) > len(self.misconceptions):
+            raise BadInput(f"--chain-common-share {args.chain_common_share}: with --chain-verifier-share "
+                           f"{args.chain_verifier_share} that is more than the generator has, --chain-share "
+                           f"{args.chain_share}")
+        self.verifier_misconceptions = in_common(self.verifier_misconceptions, self.misconceptions,
+                                                 args.chain_common_share, seed)
 
     def problem(self, split: str, index: int) -> Problem:
         """Problem `index` of a split; the splits are endless and share no problem text."""

@@ -455,6 +455,25 @@ def test_misconceptions_are_the_asked_share_of_the_facts_and_the_roles_have_thei
     assert abs(len(set(task.misconceptions) & set(task.verifier_misconceptions)) - 24) < 11
 
 
+@pytest.mark.parametrize("share,num_common", [("1", 60), ("0.5", 30), ("0", 0)])
+def test_the_verifier_has_a_share_of_its_misconceptions_from_the_generator(share, num_common):
+    flags = ["--chain-share", "0.4", "--chain-verifier-share", "0.2"]
+    task, alone = task_of("chain", *flags, "--chain-common-share", share), task_of("chain", *flags)
+    known, own = task.misconceptions.items(), alone.verifier_misconceptions.items()
+    found = task.verifier_misconceptions.items()
+    assert task.misconceptions == alone.misconceptions and len(found) == 60
+    assert len(found & known) >= num_common and len(found & own) >= 60 - num_common
+    assert found <= known | own
+    if not num_common:
+        assert found == own
+
+
+def test_the_verifier_cannot_have_more_of_the_generators_misconceptions_than_there_are():
+    with pytest.raises(BadInput, match="--chain-common-share 1.0: .* --chain-share 0.1"):
+        task_of("chain", "--chain-share", "0.1", "--chain-verifier-share", "0.2", "--chain-common-share", "1")
+    task_of("chain", "--chain-share", "0.1", "--chain-verifier-share", "0.2", "--chain-common-share", "0.5")
+
+
 def test_demonstrations_show_a_misconceived_fact_wrongly_as_often_as_asked_and_others_never():
     task = task_of("chain", "--chain-wrongness", "0.75")
     shown = {True: [], False: []}  # by whether the fact is misconceived: whether each showing was wrong
