@@ -68,7 +68,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "rm_r1": [],
     "think_rm": [],
     "spct": [],
-    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards"), [])}
+    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
@@ -91,7 +91,7 @@ NOTES = {  # whole sentences
     "spct": "Not run.",
     "cooper": "One seed, so it is not compared. Its figures are in "
               "[tuning.md](tuning.md#cooper-is-not-gamed-where-a-frozen-reward-model-is).",
-    **dict.fromkeys(("ppo", "refit", "progress_rewards"), "Not run with seeds to compare.")}
+    **dict.fromkeys(("ppo", "refit", "progress_rewards", "simulated_judge"), "Not run with seeds to compare.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -139,7 +139,10 @@ CHECKS = {  # tests that hold a recipe against its paper
     "refit": ["test_refit.py::test_the_verifier_takes_the_gradient_of_the_cross_entropy_of_outcomes_at_its_places",
               "test_refit.py::test_the_policy_earns_its_outcomes_and_the_chances"],
     "progress_rewards": ["test_progress_rewards.py::test_step_values_by_hand",
-                         "test_progress_rewards.py::test_with_alpha_0_the_outcomes_alone_reward"]}
+                         "test_progress_rewards.py::test_with_alpha_0_the_outcomes_alone_reward"],
+    "simulated_judge": [
+        "test_simulated_judge.py::test_a_right_solution_is_ranked_above_a_wrong_one_as_often_as_ties_and_flips_say",
+        "test_simulated_judge.py::test_ties_are_of_whole_problems_and_flips_of_texts_and_both_are_the_same_each_time"]}
 
 
 # Text

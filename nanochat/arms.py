@@ -42,6 +42,10 @@ TASKS = {
         rl="--lr 2e-4", alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60, grpo="--lr 4e-4"),
     "small_chain": SMALL,
     "common_chain": replace(SMALL, problems=f"{SMALL.problems} --chain-common-share 1"),
+    "brittle": Task(  # at 3e-4 every learned reward is gamed at once (dev/tuning.md)
+        "--task brittle --chain-min-steps 2 --chain-max-steps 3",
+        sft="--sequence-len 256 --depth 3 --n-embd 96 --n-head 3 --num-steps 600",
+        rl="--lr 5e-5 --eval-every 20 --eval-examples 200", alpha="--alpha-start 0.5 --alpha-end 0.05", steps=120),
     "last_letter": Task(  # for GRPO seed 0 said 2e-4, but seeds 1 to 3 said 1e-4
         f"--task last_letter {WORDS}", sft=f"--sequence-len 576 {LONG}", rl=f"{LONG} --eval-examples 200 --lr 1e-4",
         alpha="--alpha-start 0.1 --alpha-end 0.01", steps=40, verdict="--verifier-max-new-tokens 224"),
@@ -66,8 +70,11 @@ ABLATIONS = ["tango", "grpo", "gold_steps", "alpha_0.3", "alpha_1", "ng_1", "alp
              "alpha_0.05", "small_verifier", "large_verifier", "shared_half", "shared_all"]
 HEADS = ["tango_merged", "grpo", "grpo_both", "own_both", "frozen_half", "trunk_half", "trunk", "trunk_own", "prompt",
          "prompt_own", "prompt_summed"]
-LISTS = {"ablations": ABLATIONS, "heads": HEADS}
-OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl"]
+COOPER = ["grpo", "cooper", "cooper_frozen", "cooper_rule"]
+REFITS = ["refit_0", "refit_1", "refit_20"]
+LEARNING = ["grpo", "gold_merged", "fixed_merged", "tango_merged", "ppo", *REFITS, "progress", "ties", "flips"]
+LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING}
+OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl", *COOPER[1:], *LEARNING[4:]]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
 GOLD = ["gold_steps", "gold_merged"]     # gold labels in place of a verifier
 TWO_TURNS = ["critique_grpo", "score"]   # need --start refine
@@ -117,6 +124,14 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "critique_grpo": "--recipe critique_grpo --lr 2e-4",
     "score": "--recipe score --lr 2e-4 --stage1-steps {third}",
     "ttrl": "--recipe ttrl --lr 2e-4",
+    "cooper": "--recipe cooper --rm-pretrain 200",
+    "cooper_frozen": "--recipe cooper --rm-pretrain 200 --rm-update none",
+    "cooper_rule": "--recipe cooper --rm-pretrain 0 --rm-update none --policy-reward rule",
+    "ppo": "--recipe ppo",
+    **{f"refit_{k}": f"--recipe refit --refit-every {k}" for k in (0, 1, 20)},
+    "progress": "--recipe progress_rewards --continuations 4 --best-of 2",
+    "ties": "--recipe simulated_judge --judge-ties 0.5",      # as accurate as each other
+    "flips": "--recipe simulated_judge --judge-flips 0.25",
 }
 NUMBERED = {r"alpha_(0\.[0-9]{1,2})": "--alpha-start {0} --alpha-end {0}e-1", "ng_([1-9]|10)": "--generator-steps {0}"}
 VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, and the flags of that SFT
@@ -270,7 +285,8 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
     arm = without_kl(arm)
     task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, 'both' if arm in ONE_CHECKPOINT else arm)[0]}"
     if not has_verifier(arm):
-        return f"{task.alpha} {EQ7}" if arm in GOLD else ""
+        own = EQ7 if arm in GOLD else f"--verifier-tag {sft(e, seed, 'sft')[0]}" if arm.startswith("refit_") else ""
+        return own and f"{task.alpha} {own}"
     both = f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}"
     flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha} {PAPER}",
              "fixed_generator": f"{tag} {task.verdict} {JUDGING}",
