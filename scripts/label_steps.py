@@ -30,7 +30,7 @@ import torch
 from nanochat.checkpoint import load_model, warn_of_role
 from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name, compute_dtype,
                              gather_lists, init_device, on_all_ranks, print0, rank_and_world, script_main)
-from nanochat.files import check_writable, path_of, whole_file, write_json
+from nanochat.files import check_writable, make_folder, path_of, whole_file, write_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.prefixes import VALUES, Cut, Meter, forced_answer
 from nanochat.rl.prompts import check_fit, generator_prompt, longest_problem, read_solution
@@ -311,6 +311,7 @@ def main(args) -> None:
     summary = {"args": vars(args), **summarize(kept, METHODS[args.method].least), "unlabelled": len(rows) - len(kept),
                "solution_tokens": sum(len(row["ids"]) for row in rows), "cost": cost}
     if rank_and_world()[0] == 0:
+        make_folder(os.path.dirname(args.out) or ".")
         with whole_file(args.out) as f:
             f.writelines(json.dumps(row) + "\n" for row in kept)
         write_json(summary_path(args.out), summary)

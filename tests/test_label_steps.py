@@ -352,7 +352,7 @@ def test_what_cannot_be_scored_is_left_out_and_counted(base, tmp_path, monkeypat
 
 def test_another_checkpoint_may_be_the_prover_or_the_supervisor(base, tmp_path):
     for method, flag in (("pav", "--prover-tag"), ("information_gain", "--supervisor-tag")):
-        own, other = (run(tmp_path / f"{method}-{i}.jsonl", "--method", method, *words)[0]
+        own, other = (run(tmp_path / "new" / method / f"{i}.jsonl", "--method", method, *words)[0]
                       for i, words in enumerate([[], [flag, "tiny-ver"]]))
         assert [row["solution"] for row in own] == [row["solution"] for row in other]
         assert [row["labels"] for row in own] != [row["labels"] for row in other]
