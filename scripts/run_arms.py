@@ -49,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--settings", help="of one dial; default: all")
     parser.add_argument("--out", default="dev/curves",
                         help="folder of the report; a dial's is in a folder of its name there (default: %(default)s)")
-    parser.add_argument("--list", help="print the ablations, or heads, or the flags of every arm (of seed 0), and stop")
+    parser.add_argument("--list", help=f"print one of the lists of arms ({', '.join(LISTS)}), or the flags of "
+                        "every arm (of seed 0), and stop")
     flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
     parser.explain = lambda message: f"{message} (there are {', '.join(flags)})"
     return parser

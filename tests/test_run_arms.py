@@ -140,6 +140,8 @@ JUDGING = "--verifier-balance --verifier-replay 0.5 --verifier-lr 1e-4"
     ("grpo", "", "--recipe grpo --lr 4e-4"),
     ("grpo_2e-4", "", "--recipe grpo --lr 4e-4 --lr 2e-4"),
     ("ttrl", "", "--recipe ttrl --lr 2e-4"),
+    ("refit_20", f"{ALPHA} --verifier-tag chain-s1", "--recipe refit --refit-every 20"),
+    ("refit_1_1e-4", f"{ALPHA} --verifier-tag chain-s1", "--recipe refit --refit-every 1 --lr 1e-4"),
     ("small_verifier", f"--verifier-tag chain-s1-ver-small --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}", ""),
     ("alpha_0.05", f"--verifier-tag chain-s1-ver --warmup-steps 40 {JUDGING} {ALPHA} {PAPER}",
      "--alpha-start 0.05 --alpha-end 0.05e-1"),
