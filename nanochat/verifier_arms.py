@@ -16,16 +16,21 @@ LABELS = {  # methods of label_steps; all label the same solutions
     "gold": "--method gold",
     "shepherd": "--method math_shepherd_soft --num-completions 8",
     "omega": "--method omega_prm --num-completions 8",
+    "rpe": "--method rpe --num-completions 8",
+    "pav": "--method pav --num-completions 8 --best-of 4",
 }
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
 RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
+LONG = "--verifier-max-new-tokens 192"
+OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"
 
 
 @dataclass(frozen=True)
 class Verifier:
-    """judge: how it is read (rl.judges), "" for the rewards that need none; start: whose SFT checkpoint it begins from;
-    recipe: flags of its training, "" = none; labels: of what it is trained on."""
+    """judge: how it is read (rl.judges), "" for the rewards that need none; start: whose SFT checkpoint it begins from,
+    or the form of verifications that its SFT taught; recipe: flags of its training, "" = none; labels: of what it is
+    trained on."""
     words: str
     judge: str = ""
     start: str = "verifier"
@@ -51,32 +56,48 @@ VERIFIERS = {
                              f"--recipe prm {SUPERVISED}", "shepherd"),
     "prm_omega": Verifier("behind steps, first error by search (OmegaPRM)", "steps", "generator",
                           f"--recipe prm {SUPERVISED}", "omega"),
+    "prm_pav": Verifier("behind steps, progress under a prover (PAV)", "steps", "generator",
+                        f"--recipe prm --prm-labels progress {SUPERVISED}", "pav"),
+    "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",
+                           recipe=f"--recipe genprm {SUPERVISED} --num-steps 80", labels="rpe"),
+    "critic_rm": Verifier("own critiques, then a score of pairs (Critic-RM)", "analysed",
+                          recipe=f"--recipe critic_rm {SUPERVISED} --num-steps 80", labels="gold"),
+    "gram": Verifier("pairs, choice at once (GRAM)", "preferred", recipe=f"--recipe gram {SUPERVISED}", labels="gold"),
+    "rm_r1": Verifier("pairs, solves first, RL (RM-R1)", "solve_pair", "solve_pair", f"--recipe rm_r1 {RL_JUDGE}"),
+    "think_rm": Verifier("pairs, both worked again, RL (Think-RM)", "pair", "pair", f"--recipe think_rm {RL_JUDGE}"),
+    "spct": Verifier("scores of two, RL (SPCT)", "scores", "scores", f"--recipe spct {RL_JUDGE} --kl-coef 0.08"),
 }
-MAIN = [name for name in VERIFIERS if name != "prm_omega"]
+MAIN = [name for name in VERIFIERS if name not in ("prm_omega", "prm_pav", "genprm_rpe", "think_rm")]
 
 
-def tags_of(seed: str) -> dict[str, str]:
-    """Tags of the SFT checkpoints."""
-    return {"generator": sft(E, seed, "sft")[0], "verifier": sft(E, seed, "fixed_verifier")[0]}
+def kind_of(start: str) -> str:
+    """The SFT that a start names, as nanochat/arms.py has it."""
+    return {"generator": "sft", "verifier": "fixed_verifier"}.get(start, start)
+
+
+def tag_of(seed: str, start: str) -> str:
+    """The tag of an SFT checkpoint."""
+    return sft(E, seed, kind_of(start))[0]
 
 
 def common_flags(seed: str) -> str:
     task = TASKS[TASK]
-    return f"--model-tag {tags_of(seed)['generator']} --seed {seed} --device-type cpu {task.problems}"
+    return f"--model-tag {tag_of(seed, 'generator')} --seed {seed} --device-type cpu {task.problems}"
 
 
 def label_flags(seed: str, labels: str, solutions: str, out: str) -> str:
     """Flags of label_steps. solutions: the file whose solutions are labelled, "" samples them."""
     which = f"--solutions {solutions}" if solutions else NUM_LABELLED
-    return (f"--generator-tag {tags_of(seed)['generator']} --seed {seed} --device-type cpu {TASKS[TASK].problems} "
+    return (f"--generator-tag {tag_of(seed, 'generator')} --seed {seed} --device-type cpu {TASKS[TASK].problems} "
             f"{LABELS[labels]} {which} --out {out}")
 
 
 def training_flags(seed: str, name: str, labels: str) -> str:
     """Flags of the run that trains a verifier. labels: the file."""
     v = VERIFIERS[name]
-    given = f"--labels {labels} --judged-samples 8" if v.labels else ""
-    return (f"{common_flags(seed)} --verifier-tag {tags_of(seed)[v.start]} --eval-examples 100 --examples-per-step 16 "
+    given = f"--labels {labels}" if v.labels else ""
+    given += " --judged-samples 8" if v.labels and v.judge not in OF_SEVERAL else ""
+    return (f"{common_flags(seed)} --verifier-tag {tag_of(seed, v.start)} --eval-examples 100 --examples-per-step 16 "
             f"{v.recipe} {given}")
 
 
@@ -88,6 +109,6 @@ def reward_flags(seed: str, name: str, trained: str) -> str:
         return f"{common} --recipe grpo --kl-coef 0"
     if name == "oracle":
         return f"{common} --recipe gold_steps {REWARD}"
-    verifier = f"{trained} --verifier-source rl" if v.recipe else tags_of(seed)[v.start]
+    verifier = f"{trained} --verifier-source rl {OF_SEVERAL.get(v.judge, '')}" if v.recipe else tag_of(seed, v.start)
     return (f"{common} --recipe fixed_verifier --judge {v.judge} --step-rewards verdicts {REWARD} "
             f"--verifier-tag {verifier} --judged-samples 8")

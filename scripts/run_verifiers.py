@@ -6,7 +6,7 @@ runs/verifiers.sh starts it.
     bash runs/verifiers.sh --seeds "1" --verifiers "grpo sft orm prm_gold"
 
 A run is one process, JOBS of them at a time. What is finished is reused, what was interrupted goes on. Writes
-verifiers.md, with one table of the verifiers as judges and as rewards, and the curves and page of the rewarded runs.
+verifiers.md, with a table of the verifiers as judges and as rewards, and the curves and page of the rewarded runs.
 """
 import argparse
 import json
@@ -18,14 +18,16 @@ from nanochat.common import BadInput, print0, script_main
 from nanochat.files import check_writable, make_folder, path_of, whole_file
 from nanochat.arms import words_of
 from nanochat.rl.report import mean, paired, spread
-from nanochat.verifier_arms import E, MAIN, STEPS, TASK, VERIFIERS, label_flags, reward_flags, training_flags
+from nanochat.verifier_arms import E, MAIN, STEPS, TASK, VERIFIERS, kind_of, label_flags, reward_flags, training_flags
 from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jobs_at_once, log_of, make_tokenizer,
                               num_cores, report, seeds_of, sft_job)
 
 # name in a summary, title, factor
 JUDGED = [("step_f1", "step F1", 100), ("step_auc", "step AUC", 100), ("first_error_f1", "first-error F1", 100),
-          ("outcome_auc", "outcome AUC", 100), ("ece", "ECE", 100), ("bon", "best of 8", 100),
-          ("weighted", "weighted vote", 100), ("tokens", "tokens per judgment", 1)]
+          ("outcome_auc", "outcome AUC", 100), ("ece", "ECE", 100), ("maj", "majority of 8", 100),
+          ("bon", "best of 8", 100), ("weighted", "weighted vote", 100), ("tokens", "tokens per judgment", 1)]
+# metric of a summary: what it measures
+CHOOSING = {"ver/pair_acc_in": "pairs judged rightly", "ver/acc_k1_in": "right solution scored highest"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -68,15 +70,16 @@ def stages_of(seeds: list[str], names: list[str]) -> list[list[Job]]:
     training, rewarded runs."""
     used = dict.fromkeys(VERIFIERS[name].labels for name in names if VERIFIERS[name].labels)
     judged = [name for name in names if VERIFIERS[name].judge]
+    kinds = dict.fromkeys(kind_of(VERIFIERS[name].start) for name in judged)
     return [[sft_job(E, seed, "sft") for seed in seeds],
-            [sft_job(E, seed, "fixed_verifier") for seed in seeds if judged],
+            [sft_job(E, seed, kind) for seed in seeds for kind in kinds if kind != "sft"],
             [label_job(seed, "gold") for seed in seeds if used],
             [label_job(seed, labels) for seed in seeds for labels in used if labels != "gold"],
             [training_job(seed, name) for seed in seeds for name in judged if VERIFIERS[name].recipe],
             [reward_job(seed, name) for seed in seeds for name in names]]
 
 
-# The table
+# The tables
 
 def read_summary(job: Job) -> dict:
     with open(os.path.join(job.folder, job.done), encoding="utf-8") as f:
@@ -121,6 +124,21 @@ def table_of(seeds: list[str], names: list[str]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows])
 
 
+def training_table(seeds: list[str], names: list[str]) -> str:
+    """What training made of the verifiers that choose among several solutions, on held-out ones."""
+    rows = [["verifier", "measured", f"before, seeds {', '.join(seeds)}", "after", "after minus before"], ["---"] * 5]
+    for name in names:
+        jobs = [training_job(seed, name) for seed in seeds if VERIFIERS[name].recipe]
+        found = [read_summary(job) for job in jobs if job.is_done()]
+        for metric, words in CHOOSING.items():
+            if found and metric in found[0]["before"]:
+                before, after = ([summary[when][metric] for summary in found] for when in ("before", "after"))
+                gains = paired([b - a for a, b in zip(before, after, strict=True)], {"arm": name, "seeds": len(found)})
+                shown = (" ".join(f"{100 * x:.1f}" for x in values) for values in (before, after))
+                rows.append([name, words, *shown, gains])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) if rows[2:] else ""
+
+
 # All of it
 
 def main(args) -> None:
@@ -141,7 +159,8 @@ def main(args) -> None:
     first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time, task "
                   f"{TASK}, {STEPS} generator steps.")
     is_whole &= report("rewards", stages[-1], args.out, first_line)
-    text = f"{first_line}\n\n{table_of(seeds, names)}\n"
+    tables = table_of(seeds, names), training_table(seeds, names)
+    text = "\n\n".join(filter(None, [first_line, *tables])) + "\n"
     with whole_file(os.path.join(args.out, "verifiers.md")) as f:
         f.write(text)
     print0(text)

@@ -14,7 +14,7 @@ from nanochat.common import script_main
 from nanochat.rl.judges import JUDGES
 from nanochat.verifier_arms import LABELS, MAIN, VERIFIERS
 from scripts import chat_sft, label_steps, run_verifiers, tango_rl
-from scripts.run_verifiers import reward_job, stages_of, table_of, training_job
+from scripts.run_verifiers import reward_job, stages_of, table_of, training_job, training_table
 
 SCRIPTS = {"scripts.chat_sft": chat_sft, "scripts.label_steps": label_steps, "scripts.tango_rl": tango_rl}
 
@@ -56,8 +56,11 @@ def test_each_job_comes_behind_what_it_reads(empty):
 
 def test_only_what_the_asked_for_verifiers_need_is_made(empty):
     names = [job.name for stage in stages_of(["3"], ["grpo", "orm"]) for job in stage]
-    assert names == ["sft-small_chain-s3", "sft-small_chain-s3-ver", "labels-gold-s3", "verifiers-train_orm-s3",
-                     "verifiers-grpo-s3", "verifiers-orm-s3"]
+    assert names == ["sft-small_chain-s3", "labels-gold-s3", "verifiers-train_orm-s3", "verifiers-grpo-s3",
+                     "verifiers-orm-s3"]
+    assert [job.name for stage in stages_of(["3"], ["sft", "rm_r1"]) for job in stage] == [
+        "sft-small_chain-s3", "sft-small_chain-s3-ver", "sft-small_chain-s3-ver-solve_pair", "verifiers-train_rm_r1-s3",
+        "verifiers-sft-s3", "verifiers-rm_r1-s3"]
     assert [job.name for stage in stages_of(["3"], ["grpo"]) for job in stage] == ["sft-small_chain-s3",
                                                                                    "verifiers-grpo-s3"]
 
@@ -70,8 +73,8 @@ def write_summary(job, **values) -> None:
 
 def test_the_table_pairs_with_grpo_and_adds_up_what_training_cost(empty):
     judged = {"ver/step_f1_fixed": 0.9, "ver/step_auc_fixed": 0.95, "ver/first_error_f1_fixed": 0.5,
-              "ver/outcome_auc_fixed": 0.8, "ver/ece_fixed": 0.1, "ver/bon_fixed": 0.4, "ver/weighted_fixed": 0.5,
-              "ver/tokens_fixed": 7.0}
+              "ver/outcome_auc_fixed": 0.8, "ver/ece_fixed": 0.1, "ver/maj_fixed": 0.4, "ver/bon_fixed": 0.4,
+              "ver/weighted_fixed": 0.5, "ver/tokens_fixed": 7.0}
     for seed, base, gain in (("1", 0.5, 0.1), ("2", 0.6, 0.3)):
         for name, final in (("grpo", base), ("prm_shepherd", base + gain)):
             write_summary(reward_job(seed, name), before=judged if name != "grpo" else {}, sampled_tokens=2_000_000,
@@ -88,6 +91,15 @@ def test_the_table_pairs_with_grpo_and_adds_up_what_training_cost(empty):
     assert cells["minus GRPO"].startswith("+20.0 ± ") and cells["tokens"] == "2.00M"
     of_grpo = dict(zip(lines[0].strip("| ").split(" | "), lines[2].strip("| ").split(" | "), strict=True))
     assert of_grpo["minus GRPO"] == of_grpo["step F1"] == of_grpo["tokens of its training"] == "-"
+
+
+def test_the_table_of_training_pairs_after_with_before(empty):
+    for seed, before, after in (("1", 0.5, 0.6), ("2", 0.6, 0.8)):
+        write_summary(training_job(seed, "rm_r1"), before={"ver/pair_acc_in": before}, after={"ver/pair_acc_in": after})
+        write_summary(training_job(seed, "orm"), before={"ver/ece_fixed": 0.1}, after={"ver/ece_fixed": 0.1})
+    lines = training_table(["1", "2"], ["grpo", "sft", "orm", "rm_r1", "spct"]).splitlines()
+    assert len(lines) == 3 and lines[2].startswith("| rm_r1 | pairs judged rightly | 50.0 60.0 | 60.0 80.0 | +15.0 ± ")
+    assert training_table(["1", "2"], ["grpo", "orm"]) == ""
 
 
 @pytest.mark.parametrize("flags, words", [
