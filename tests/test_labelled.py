@@ -12,8 +12,10 @@ from conftest import rl_flags
 
 from nanochat.common import BadInput
 from nanochat.rl import labelled as labelled_module
-from nanochat.rl.labelled import check_chances, labelled_of_step, read_labelled
+from nanochat.rl.labelled import (Labelled, by_problem, check_chances, labelled_of_step, pairs_of_step, read_labelled,
+                                  right_and_wrong)
 from tasks import make_task
+from tasks.common import Problem
 
 LINE = {"split": "rl", "index": 3, "solution": "1+1:2;2*2:1;=21", "outcome": True, "labels": [1.0, 0.25]}
 
@@ -82,8 +84,10 @@ def test_a_label_that_is_no_chance_is_refused_where_chances_are_learned(tmp_path
 
 def play_of(path: str, task, step: int = 0, rank: int = 0, world: int = 1, memory=None):
     args = SimpleNamespace(labels=path, examples_per_step=4, seed=5)
+    logged = {}
     return SimpleNamespace(args=args, task=task, step=step, memory={} if memory is None else memory, device="cpu",
-                           run=SimpleNamespace(rank=rank, world=world))
+                           run=SimpleNamespace(rank=rank, world=world), logged=logged,
+                           log=lambda role, values: logged.update({(role, name): v for name, v in values.items()}))
 
 
 def test_an_epoch_goes_through_all_of_them_in_an_order_of_its_own(tmp_path, task):
@@ -126,3 +130,30 @@ def test_labels_are_asked_for_before_anything_is_written(base):
     with pytest.raises(BadInput, match="--labels: name the labelled solutions"):
         tango_rl.main(parse(tango_rl, [*rl_flags("--recipe", "orm", "--run", "r"), "--labels", ""]))
     assert not (base / "runs").exists()
+
+
+# Pairs
+
+def row_of(index: int, outcome: bool | None, solution: str = "") -> Labelled:
+    return Labelled(Problem("rl", index, "p", ""), solution, outcome, [])
+
+
+def test_a_problem_with_a_right_and_a_wrong_solution_makes_a_pair_wherever_they_stand():
+    rows = [row_of(3, False, "a"), row_of(1, True, "b"), row_of(3, None, "c"), row_of(2, False, "d"),
+            row_of(3, True, "e"), row_of(1, True, "f"), row_of(3, True, "g"), row_of(3, False, "h")]
+    assert [[row.solution for row in group] for group in by_problem(rows)] == [
+        ["a", "c", "e", "g", "h"], ["b", "f"], ["d"]]
+    assert [[row.solution for row in pair] for pair in right_and_wrong(rows)] == [["e", "a"]]  # the first of either
+    assert right_and_wrong([]) == []
+
+
+def test_the_pairs_of_a_step_are_shared_out_and_problems_without_one_are_counted(tmp_path, task):
+    path = write(tmp_path / "l.jsonl", task, {"outcome": True}, {"outcome": None}, {"index": 1}, {"outcome": False})
+    whole = play_of(path, task)
+    pairs = pairs_of_step(whole, "verifier")
+    assert [[(row.problem.index, row.outcome) for row in pair] for pair in pairs] == [[(3, True), (3, False)]] * 4
+    assert [[row.copy for row in pair] for pair in pairs] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert whole.logged == {("verifier", "unpaired"): 1}
+    parts = [pairs_of_step(play_of(path, task, rank=rank, world=2), "verifier") for rank in (0, 1)]
+    copies = lambda chosen: [[row.copy for row in pair] for pair in chosen]
+    assert copies(parts[0]) == copies(pairs)[::2] and copies(parts[1]) == copies(pairs)[1::2]

@@ -5,6 +5,7 @@ learned from which label, and what is refused.
     python -m pytest tests/test_supervised.py -q
 """
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -26,21 +27,24 @@ BYTES = Tokenizer.train(iter([]), 265)
 T, F = BYTES.encode("TF")
 
 
+def play_on_labels(folder, recipe: str, *flags: str, num: int = 8):
+    """A run of one role with a recipe's flags, on a file of `num` labelled solutions."""
+    path = folder / "labels.jsonl"
+    args = parse(tango_rl, ["--recipe", recipe, "--labels", str(path), "--chain-modulus", "3", "--chain-max-steps", "2",
+                            "--examples-per-step", "6", "--num-samples", "2", *flags])
+    task = make_task(args)
+    write_labelled(path, task, num)
+    t = play_of(random_model())
+    t.sampler.task, t.sampler.tokenizer = task, BYTES
+    args.micro_batch_tokens, args.max_grad_norm = 60, 0.0
+    t.args = args
+    return t
+
+
 @pytest.fixture
 def labelled_play(tmp_path):
     """(recipe, flags) -> a run of one role with that recipe's flags, on a file of labelled solutions."""
-    def of(recipe: str, *flags: str):
-        path = tmp_path / "labels.jsonl"
-        args = parse(tango_rl, ["--recipe", recipe, "--labels", str(path), "--chain-modulus", "3",
-                                "--chain-max-steps", "2", "--examples-per-step", "6", "--num-samples", "2", *flags])
-        task = make_task(args)
-        write_labelled(path, task, 8)
-        t = play_of(random_model())
-        t.sampler.task, t.sampler.tokenizer = task, BYTES
-        args.micro_batch_tokens, args.max_grad_norm = 60, 0.0
-        t.args = args
-        return t
-    return of
+    return partial(play_on_labels, tmp_path)
 
 
 def behind_steps(text: str) -> list[int]:

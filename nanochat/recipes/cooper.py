@@ -20,13 +20,12 @@ Departures:
 import random
 
 import torch
-from torch.nn.functional import logsigmoid
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards, log_variances
-from nanochat.rl.log_odds import (at_end, bce_coefficients, end_read, ended, learn_verdicts, log_judgments, log_odds,
-                                  pair_coefficients, verdict_parts)
+from nanochat.rl.log_odds import (at_end, bce_coefficients, end_read, ended, learn_verdicts, log_judgments,
+                                  log_margins, log_odds, pair_coefficients, verdict_parts)
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Prompt, reference_prompt
 from nanochat.rl.rewards import terminal_rewards
@@ -152,10 +151,8 @@ def learn_pairs(t: Play, solutions: Rollouts):
     prompts, Q = with_answers(t, right.problems()), len(chosen)
     pairs = join([ended(t, "rm", prompts, right), t.written("rm", prompts, wrong)])            # (2Q, T)
     s = end_read(pairs, log_odds(t, "rm", pairs))
-    margins = s[:Q] - s[Q:]
-    t.log("rm", t.mean({"pair_loss": (-logsigmoid(margins)).tolist(), "pair_accuracy": (margins > 0).tolist(),
-                        "margin": margins.tolist(),
-                        "has_pair": [1.0] * Q + [0.0] * (len(solutions.prompts) - Q)}))
+    log_margins(t, "rm", s[:Q] - s[Q:])
+    t.log("rm", t.mean({"has_pair": [1.0] * Q + [0.0] * (len(solutions.prompts) - Q)}))
     coefficients = pair_coefficients(s, list(range(Q)), list(range(Q, 2 * Q)))                 # +-sigma(-(s+ - s-))
     parts = verdict_parts(t, pairs, coefficients[:, None] * at_end(pairs, []))
     yield from learn_verdicts(t, "rm", (parts, Q))

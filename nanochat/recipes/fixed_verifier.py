@@ -12,7 +12,7 @@ from nanochat.recipes import tango
 from nanochat.recipes.tango import TABLE, WRITTEN  # noqa: F401
 from nanochat.rl.evals import pass_at_1, scores_of_pair
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, scores_as_judge
-from nanochat.rl.judges import JUDGE_CALLS, JUDGES, OF_THE_WHOLE
+from nanochat.rl.judges import JUDGE_CALLS, JUDGES, OF_THE_WHOLE, reference_calls
 from nanochat.rl.roles import RoleSpec
 
 TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
@@ -48,7 +48,8 @@ def calls(args):
     if args.judge == WRITTEN:
         return tango.generator_calls(args)
     return [*tango.solution_calls(args),
-            JUDGE_CALLS[args.judge](args, args.examples_per_step, args.num_samples, args.num_steps)]
+            JUDGE_CALLS[args.judge](args, args.examples_per_step, args.num_samples, args.num_steps),
+            *reference_calls(args, args.judge, args.examples_per_step, args.num_steps)]
 
 
 def play(t):

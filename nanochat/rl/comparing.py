@@ -7,6 +7,7 @@ place equally often. Pairs are lineups of two. A choice is above 0 for the first
 None where it cannot be read.
 """
 import random
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from nanochat.rl.prompts import Prompt, numbered, parse_choice, parse_scores, re
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import share_of
+from nanochat.rl.spots import Spot, forced
 from tasks.common import Problem
 
 
@@ -80,11 +82,32 @@ def lineup_prompts(t: Play, form: str, shown: list[Lineup]) -> list[Prompt]:
     return numbered(prompts)
 
 
+def lineup_columns(shown: list[Lineup]) -> dict[str, list]:
+    """What rollouts.jsonl says of the lineup of each verification."""
+    return {"turns": [[[f"solution {n}", text] for n, text in enumerate(line.texts, 1)] for line in shown],
+            "right": [line.right for line in shown]}
+
+
+def turned(shown: list[Lineup]) -> list[Lineup]:
+    """The same pairs in the other order."""
+    return [Lineup(line.problem, line.texts[::-1], 1 - line.right) for line in shown]
+
+
+def forced_choices(t: Play, role: str, shown: list[Lineup]) -> tuple[Rollouts, list[tuple[int, Spot]]]:
+    """Verifications that choose the right one of a pair at once, without an analysis, and where the choice stands:
+    behind the prompt of form pair. Its log-odds are those of A against B."""
+    return forced(t, role, lineup_prompts(t, "pair", shown), t.task.fmt.choices, [line.right == 0 for line in shown])
+
+
 # A step of a judge
 
-def add_judge_args(group, max_new_tokens: int) -> None:
+def add_lineup_args(group) -> None:
     group.add_argument("--num-solutions", type=int, default=4,
                        help="that the generator samples of each problem; those judged together are chosen from them")
+
+
+def add_judge_args(group, max_new_tokens: int) -> None:
+    add_lineup_args(group)
     group.add_argument("--verifier-max-new-tokens", type=int, default=max_new_tokens)
 
 
@@ -108,8 +131,7 @@ def judge(t: Play, form: str, num: int) -> tuple[Rollouts, list[Lineup]]:
     mine = shown[t.run.rank:: t.run.world]
     rollouts = t.sample("verifier", lineup_prompts(t, form, mine), t.args.num_samples, "verifier")
     of_each = [mine[g] for g in rollouts.group_id.tolist()]
-    rollouts.columns = {"turns": [[[f"solution {n}", text] for n, text in enumerate(line.texts, 1)]
-                                  for line in of_each], "right": [line.right for line in of_each]}
+    rollouts.columns = lineup_columns(of_each)
     return rollouts, of_each
 
 
@@ -168,17 +190,25 @@ PAIR_TABLE = {
 
 
 def scores_of_pairs(t: Play, form: str, graded: bool = False) -> dict:
-    """`pair_scores` of greedy choices on held-out pairs, <score>_in and <score>_out: each pair in both orders."""
+    """`scores_of_choices` of greedy verifications."""
+    def written(shown: list[Lineup]) -> list[int | None]:
+        rollouts = t.sample("verifier", lineup_prompts(t, form, shown), 1, "eval", greedy=True)
+        return read_choices(t, rollouts, graded)
+    found = scores_of_choices(t, written)
+    for name in SPLITS.values():
+        warn_of_form(t, form, found[f"ver/parse_fail_{name}"])
+    return found
+
+
+def scores_of_choices(t: Play, choose: Callable[[list[Lineup]], list[int | None]]) -> dict:
+    """`pair_scores` on held-out pairs, <score>_in and <score>_out: each pair in both orders. choose: gives the choices
+    between pairs."""
     found = {}
     for split, name in SPLITS.items():
         mine = held_out_lineups(t, 2, split)[t.run.rank:: t.run.world]
-        both = mine + [Lineup(line.problem, line.texts[::-1], 1 - line.right) for line in mine]
-        rollouts = t.sample("verifier", lineup_prompts(t, form, both), 1, "eval", greedy=True)
-        choices = read_choices(t, rollouts, graded)
+        choices = choose(mine + turned(mine))
         rows = t.gather([[line.right, choices[i], choices[len(mine) + i]] for i, line in enumerate(mine)])
-        scores = pair_scores(rows)
-        warn_of_form(t, form, scores["parse_fail"])
-        found |= {f"ver/{key}_{name}": value for key, value in scores.items()}
+        found |= {f"ver/{key}_{name}": value for key, value in pair_scores(rows).items()}
     return found
 
 

@@ -2,15 +2,19 @@
 Judges: a verifier's ways to say how likely each reasoning step, and a whole solution, is right.
 
 Those that read log-odds (rl.log_odds) are given the solution as the verifier's own completion behind the generator's
-prompt. The others are asked by the verifier's prompt, which quotes it. N solutions, T tokens, K steps.
+prompt. The others are asked by the verifier's prompt, which quotes it, or by that of a pair. N solutions, T tokens,
+K steps.
 """
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from nanochat.common import check_choices, check_least
+from nanochat.rl.comparing import Lineup, forced_choices, turned
+from nanochat.rl.forms import empty_form_prompt
 from nanochat.rl.log_odds import end_read, ended, log_odds, steps_read
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, solve_prompt
@@ -100,11 +104,24 @@ def analysed(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     return [Judgment(row[:-1], row[-1], sum(lengths[n * k: n * k + k])) for n, row in enumerate(means)]
 
 
+def preferred(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """GRAM (Wang et al. 2025): the chance that a solution is chosen over the present generator's greedy one, the mean
+    of both orders. What the greedy one costs counts for the first solution of its problem."""
+    problems, N = solutions.problems(), len(solutions)
+    distinct = list(dict.fromkeys(problems))
+    greedy = t.solve("generator", distinct, 1, "reference", greedy=True)
+    references, lengths = dict(zip(distinct, greedy.texts, strict=True)), greedy.lengths.tolist()
+    pairs = [Lineup(p, [text, references[p]], 0) for p, text in zip(problems, solutions.texts, strict=True)]
+    chances = chances_at(t, role, *forced_choices(t, role, pairs + turned(pairs)))
+    costs = dict(zip((problems.index(p) for p in distinct), lengths, strict=True))
+    return [Judgment(None, (chances[n] + 1 - chances[N + n]) / 2, 2 + costs.get(n, 0)) for n in range(N)]
+
+
 Judge = Callable[[Play, str, Rollouts], list[Judgment]]
 JUDGES: dict[str, Judge] = {"generative": generative, "steps": at_steps, "end": at_end, "tokens": at_tokens,
-                            "verdict": at_verdict, "analysed": analysed}
+                            "verdict": at_verdict, "analysed": analysed, "preferred": preferred}
 
-OF_THE_WHOLE = ("end", "verdict")  # judges that say nothing of steps
+OF_THE_WHOLE = ("end", "verdict", "preferred")  # judges that say nothing of steps
 VERDICT_TOKENS = 32  # of a verdict alone, at most
 
 
@@ -128,8 +145,20 @@ def analysed_call(args, num_problems: int, num_samples: int, times: int) -> Call
     return written_call(args, num_problems, num_samples, times)._replace(scored=2)
 
 
+def preferred_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", 2 * num_problems * num_samples, 1, VERDICT_TOKENS, times, given=True, scored=2,
+                wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * args.max_new_tokens)
+
+
+def reference_calls(args, judge: str, num_problems: int, times: int) -> list[Call]:
+    """What a judge has the generator sample beside the solutions."""
+    if judge != "preferred":
+        return []
+    return [Call("generator", "reference", num_problems, 1, args.max_new_tokens, times)]
+
+
 JUDGE_CALLS = {"generative": written_call, "steps": log_odds_call, "end": log_odds_call, "tokens": log_odds_call,
-               "verdict": verdict_call, "analysed": analysed_call}
+               "verdict": verdict_call, "analysed": analysed_call, "preferred": preferred_call}
 
 
 def add_judge_args(group) -> None:

@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass, replace
 
 from nanochat.common import BadInput, gather_lists
+from nanochat.rl.comparing import one_right
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import count_copies, solve_prompt
 from nanochat.rl.rollouts import Rollouts
@@ -96,19 +97,65 @@ def digest(rows: list[Labelled]) -> int:
     return zlib.crc32(repr([(r.problem, r.solution, r.outcome, r.labels) for r in rows]).encode())
 
 
-def labelled_of_step(t: Play) -> list[Labelled]:
-    """This rank's share of the --examples-per-step labelled solutions of a step: an epoch goes through all of them, in
-    an order of its own. Raises BadInput where the ranks' files differ, or the file is no longer the run's."""
-    rows, P = read_labelled(t.args.labels, t.task), t.args.examples_per_step
+def labelled_of_run(t: Play) -> list[Labelled]:
+    """All labelled solutions. Raises BadInput where the ranks' files differ, or the file is no longer the run's."""
+    rows = read_labelled(t.args.labels, t.task)
     now = digest(rows)
     if "labels" not in t.memory and len(set(gather_lists([now], t.device))) > 1:
         raise BadInput(f"--labels {t.args.labels}: the ranks have read different files")
     if t.memory.setdefault("labels", now) != now:
         raise BadInput(f"--labels {t.args.labels}: is no longer the file that the run began with")
-    chosen = [nth_of_epochs(rows, t.args.seed, "labels", i) for i in range(t.step * P, (t.step + 1) * P)]
-    copies = count_copies([row.problem for row in chosen])
-    chosen = [replace(row, copy=copy) for row, copy in zip(chosen, copies, strict=True)]
-    return chosen[t.run.rank:: t.run.world]
+    return rows
+
+
+def dealt(t: Play, items: list) -> list:
+    """The --examples-per-step items of a step, of all ranks: an epoch goes through all of them, in an order of its
+    own."""
+    P = t.args.examples_per_step
+    return [nth_of_epochs(items, t.args.seed, "labels", i) for i in range(t.step * P, (t.step + 1) * P)]
+
+
+def with_copies(rows: list[Labelled]) -> list[Labelled]:
+    """The solutions of a step with their `copy`."""
+    return [replace(row, copy=copy) for row, copy in
+            zip(rows, count_copies([row.problem for row in rows]), strict=True)]
+
+
+def labelled_of_step(t: Play) -> list[Labelled]:
+    """This rank's share of a step's labelled solutions."""
+    return with_copies(dealt(t, labelled_of_run(t)))[t.run.rank:: t.run.world]
+
+
+# Solutions of one problem
+
+def by_problem(rows: list[Labelled]) -> list[list[Labelled]]:
+    """The solutions of each problem, wherever in the file they stand."""
+    groups: dict[Problem, list[Labelled]] = {}
+    for row in rows:
+        groups.setdefault(row.problem, []).append(row)
+    return list(groups.values())
+
+
+def right_and_wrong(rows: list[Labelled]) -> list[list[Labelled]]:
+    """Of each problem that has both its first right and its first wrong solution."""
+    chosen = [(group, one_right([row.outcome for row in group], 2)) for group in by_problem(rows)]
+    return [[group[i] for i in places] for group, places in chosen if places]
+
+
+def check_pairs(args, task) -> None:
+    """Raises BadInput unless --labels has a pair."""
+    if not right_and_wrong(read_labelled(args.labels, task)):
+        raise BadInput(f"--labels {args.labels}: has no problem with a right and a wrong solution")
+
+
+def pairs_of_step(t: Play, role: str) -> list[list[Labelled]]:
+    """This rank's share of a step's pairs, a right and a wrong solution each. Logs how many problems of the file have
+    none."""
+    rows = labelled_of_run(t)
+    pairs = right_and_wrong(rows)
+    t.log(role, {"unpaired": len(by_problem(rows)) - len(pairs)})
+    chosen = with_copies([row for pair in dealt(t, pairs) for row in pair])
+    return [chosen[i: i + 2] for i in range(0, len(chosen), 2)][t.run.rank:: t.run.world]
 
 
 def as_rollouts(t: Play, role: str, rows: list[Labelled]) -> Rollouts:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
+from torch.nn.functional import logsigmoid
 
 from nanochat.common import BadInput
 from nanochat.rl.losses import PolicyLoss
@@ -124,6 +125,13 @@ def log_judgments(t: Play, role: str, s: torch.Tensor, labels: torch.Tensor, pla
         "bce": bce_with_logits(s, labels, reduction="none").tolist(),
         "accuracy": ((s > 0) == (labels > 0.5))[told].tolist(),
         "label_mean": labels.tolist(), "chance_mean": torch.sigmoid(s).tolist()}))
+
+
+def log_margins(t: Play, role: str, margins: torch.Tensor) -> None:
+    """Logs how pairs are ranked. margins (Q,): the log-odds of the right one less those of the wrong one; pair_loss is
+    -log sigma of it."""
+    t.log(role, t.mean({"pair_loss": (-logsigmoid(margins)).tolist(), "pair_accuracy": (margins > 0).tolist(),
+                        "margin": margins.tolist()}))
 
 
 # Losses of s, as coefficients -dloss/ds

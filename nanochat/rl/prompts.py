@@ -102,10 +102,14 @@ def verifier_prompt(tokenizer, fmt, problem: str, solution: str) -> list[int]:
 def several_prompt(tokenizer, fmt, template: str, problem: str, solutions: list[str]) -> list[int]:
     """Token ids of the verifier's prompt for several solutions together. template: a field of the format, such as
     "pair_prompt". The marks of a judgment cannot stand in what is quoted."""
-    names = ascii_uppercase[: len(solutions)]
-    listed = "".join(fmt.listed.format(name=name, solution=fmt.quote(solution))
-                     for name, solution in zip(names, solutions, strict=True))
-    return tokenizer.render_prompt(getattr(fmt, template).format(problem=fmt.quote(problem), solutions=listed))
+    return tokenizer.render_prompt(getattr(fmt, template).format(problem=fmt.quote(problem),
+                                                                 solutions=listed(fmt, solutions)))
+
+
+def listed(fmt, solutions: list[str]) -> str:
+    """Several solutions below their letters, quoted."""
+    return "".join(fmt.listed.format(name=name, solution=fmt.quote(solution))
+                   for name, solution in zip(ascii_uppercase[: len(solutions)], solutions, strict=True))
 
 
 def longest_problem(tokenizer, problems: list[str]) -> str:

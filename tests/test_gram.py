@@ -1,0 +1,189 @@
+"""
+GRAM: the smoothed cross-entropy by hand and against torch's, both stages against the gradient of their losses, and a
+generator's reward.
+
+    python -m pytest tests/test_gram.py -q
+"""
+import json
+import math
+
+import pytest
+import torch
+from conftest import parse, rl_flags
+from test_supervised import BYTES, check_update, log_likelihood, play_on_labels
+from torch.nn.functional import cross_entropy, logsigmoid
+
+from nanochat.common import BadInput
+from nanochat.recipes import gram
+from nanochat.rl.comparing import Lineup, forced_choices, turned
+from nanochat.rl.judges import JUDGES
+from nanochat.rl.labelled import read_labelled
+from nanochat.rl.spots import log_odds_at
+from scripts import tango_rl
+
+A, B = BYTES.encode("AB")
+
+
+def played(folder, *flags: str):
+    return play_on_labels(folder, "gram", "--examples-per-step", "4", *flags, num=24)
+
+
+def true_log_odds_of_a(t, line: Lineup) -> torch.Tensor:
+    """log p(A) - log p(B) of a pair, by a plain forward."""
+    prompt = BYTES.render_prompt(f"{line.problem.prompt}|{line.texts[0]}|{line.texts[1]}|A")
+    a, b = (log_likelihood(t.roles["verifier"].model, prompt, BYTES.encode(f"={choice}"))[1] for choice in "AB")
+    return a - b
+
+
+# The smoothed cross-entropy
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5])
+def test_the_smoothed_cross_entropy_is_the_bradley_terry_loss_and_half_of_epsilon_times_the_margin(smoothing):
+    s = torch.tensor([-3.0, -0.5, 0.0, 0.7, 4.0], dtype=torch.float64, requires_grad=True)
+    for y in (1.0, 0.0):  # A, or B, is right
+        D = s * (2 * y - 1)
+        logits = torch.stack([s, torch.zeros_like(s)], dim=1)
+        target = torch.full((len(s),), int(y == 0), dtype=torch.long)
+        loss = cross_entropy(logits, target, reduction="none", label_smoothing=smoothing)  # as in the paper's code
+        assert torch.allclose(loss, -logsigmoid(D) + smoothing / 2 * D, rtol=1e-12)
+        gradient, = torch.autograd.grad(loss.sum(), s)
+        found = gram.smoothed_coefficients(s.detach(), torch.full_like(s, y), smoothing)
+        assert torch.allclose(found, -gradient, rtol=1e-12, atol=1e-15)
+
+
+def test_its_coefficients_by_hand():
+    coefficients = lambda s, y: gram.smoothed_coefficients(torch.tensor([s]), torch.tensor([y]), 0.1).item()
+    assert coefficients(0.0, 1.0) == pytest.approx(0.95 - 0.5) and coefficients(0.0, 0.0) == pytest.approx(0.05 - 0.5)
+    assert coefficients(math.log(19), 1.0) == pytest.approx(0.0, abs=1e-6)  # sigma = .95: as sure as it should be
+    assert coefficients(50.0, 1.0) == pytest.approx(-0.05)                  # too sure is pulled back
+    for s in (-2.0, 0.3, 1.0):                                              # the other order: mirrored
+        assert coefficients(s, 1.0) == pytest.approx(-coefficients(-s, 0.0))
+
+
+# Updates
+
+def test_the_choice_takes_the_gradient_of_the_smoothed_cross_entropy_over_both_choices(tmp_path):
+    t = played(tmp_path, "--pretrain-steps", "0", "--label-smoothing", "0.2")
+    update, = gram.play(t)
+    rollouts = update.parts[0][0]
+    shown = [Lineup(problem, [text for _, text in turns], right) for problem, turns, right in
+             zip(rollouts.problems(), rollouts.columns["turns"], rollouts.columns["right"], strict=True)]
+    assert len(shown) == 4 and sorted(line.right for line in shown) == [0, 0, 1, 1]
+    for line in shown:
+        assert [t.task.check(line.problem, text) for text in line.texts] == [line.right == 0, line.right == 1]
+    assert rollouts.texts == ["=A" if line.right == 0 else "=B" for line in shown]
+    D = torch.stack([true_log_odds_of_a(t, line) * (1 if line.right == 0 else -1) for line in shown])
+    assert t.metrics["ver/margin"] == pytest.approx(D.mean().item(), rel=1e-4)
+    assert t.metrics["ver/pair_loss"] == pytest.approx(-logsigmoid(D).mean().item(), rel=1e-4)
+    check_update(t, update, (-logsigmoid(D) + 0.1 * D).mean())
+
+
+def test_only_the_choices_token_is_asked_for(tmp_path):
+    update, = gram.play(played(tmp_path, "--pretrain-steps", "0"))
+    for (rollouts, coefficients), token in zip(update.parts, (A, B), strict=True):
+        assert (coefficients != 0).sum(dim=1).tolist() == [1] * 4
+        assert set(rollouts.targets[coefficients != 0].tolist()) == {token}
+
+
+def test_pretraining_models_both_solutions_behind_the_problem(tmp_path):
+    t = played(tmp_path, "--pretrain-steps", "1")
+    update, = gram.play(t)
+    rollouts, model = update.parts[0][0], t.roles["verifier"].model
+    solutions, likelihoods = {}, []
+    for row in read_labelled(t.args.labels, t.task):
+        solutions.setdefault(row.problem, []).append(row.solution)
+    for problem, text in zip(rollouts.problems(), rollouts.texts, strict=True):
+        assert sorted(text[1:].split("|")) == sorted(solutions[problem])  # two of each in this file
+        likelihoods.append(log_likelihood(model, BYTES.render_prompt(problem.prompt),
+                                          [*BYTES.encode(text), BYTES.assistant_end]))
+    nll = -torch.cat(likelihoods).mean()
+    assert len(likelihoods) == 4 and t.metrics["ver/solution_nll"] == pytest.approx(nll.item(), rel=1e-4)
+    check_update(t, update, nll)
+
+
+def test_pretraining_sees_no_label(tmp_path):
+    t = played(tmp_path, "--pretrain-steps", "1")
+    update, = gram.play(t)
+    rows = [json.loads(line) for line in open(t.args.labels)]
+    with open(t.args.labels, "w") as f:
+        f.writelines(json.dumps({**row, "outcome": None}) + "\n" for row in rows)
+    read_labelled.cache_clear()
+    t.memory.clear()
+    again, = gram.play(t)
+    assert again.parts[0][0].texts == update.parts[0][0].texts
+
+
+def test_the_labels_come_behind_the_pretraining(tmp_path):
+    t = played(tmp_path, "--pretrain-steps", "1")
+    list(gram.play(t))
+    assert "ver/pair_loss" not in t.metrics
+    t.state.step = 1
+    list(gram.play(t))
+    assert "ver/pair_loss" in t.metrics
+
+
+# Choices and rewards
+
+@pytest.fixture
+def pairs(tmp_path):
+    """A run, and two pairs of solutions."""
+    t = played(tmp_path)
+    one, two = (t.task.problem("rl", i) for i in (0, 1))
+    return t, [Lineup(one, ["1+1:2;=2", "1+1:0;=0"], 0), Lineup(two, ["=1", "0*2:0;=0"], 1)]
+
+
+def test_a_choice_is_read_from_its_log_odds_in_either_order(pairs, monkeypatch):
+    t, shown = pairs
+    both = shown + turned(shown)
+    assert [line.right for line in both] == [0, 1, 1, 0] and both[2].texts == shown[0].texts[::-1]
+    s = log_odds_at(t, "verifier", *forced_choices(t, "verifier", both))
+    assert s.tolist() == pytest.approx([true_log_odds_of_a(t, line).item() for line in both], rel=1e-4)
+    assert gram.likelier(t, both) == [1 if x > 0 else -1 for x in s.tolist()]
+    monkeypatch.setattr(gram, "log_odds_at", lambda *args: torch.tensor([2.0, -0.5, 0.0]))
+    assert gram.likelier(t, both[:3]) == [1, -1, None]
+
+
+def test_a_generator_earns_the_chance_to_be_chosen_over_its_greedy_solution(pairs, monkeypatch):
+    t, (one, two) = pairs
+    prompts = t.solve_prompts([one.problem, one.problem, two.problem])
+    solutions = t.written("verifier", prompts, [*one.texts, two.texts[0]])
+    t.roles["generator"] = t.roles["verifier"]
+
+    def solve(t, role, problems, num_samples, label, greedy):
+        assert (role, num_samples, label, greedy) == ("generator", 1, "reference", True)
+        return t.written("verifier", t.solve_prompts(problems), ["1+1:0;=0", "=2"][: len(problems)])
+
+    monkeypatch.setattr(type(t), "solve", solve)
+    judgments = JUDGES["preferred"](t, "verifier", solutions)
+    wins = lambda problem, text, other: (
+        torch.sigmoid(true_log_odds_of_a(t, Lineup(problem, [text, other], 0)))
+        + torch.sigmoid(-true_log_odds_of_a(t, Lineup(problem, [other, text], 0)))).item() / 2
+    assert [j.final for j in judgments] == pytest.approx(
+        [wins(one.problem, "1+1:2;=2", "1+1:0;=0"), 0.5, wins(two.problem, "=1", "=2")], rel=1e-5)
+    assert [j.tokens for j in judgments] == [2 + 9, 2, 2 + 3] and {j.steps for j in judgments} == {None}
+
+
+# What is refused
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--label-smoothing", "1"], "--label-smoothing 1.0: must be from 0, and below 1"),
+    (["--label-smoothing", "-0.1"], "--label-smoothing -0.1: must be from 0"),
+    (["--pretrain-steps", "-1"], "--pretrain-steps -1: must be at least 0"),
+    (["--num-solutions", "1"], "--num-solutions 1: must be at least 2")])
+def test_settings_that_cannot_work_are_refused(base, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "gram", *flags)))
+
+
+def test_a_file_without_pairs_is_refused_unless_it_is_for_pretraining_alone(base):
+    rows = [json.loads(line) for line in (base / "labels.jsonl").read_text().splitlines()]
+    check = lambda chosen, *flags: (
+        (base / "labels.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen)),
+        read_labelled.cache_clear(),
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "gram", "--run", "r", "--dry-run", *flags))))
+    unlabelled = [{**row, "outcome": None} for row in rows]
+    check(unlabelled, "--pretrain-steps", "4")  # of 4
+    with pytest.raises(BadInput, match="has no problem with a right and a wrong solution"):
+        check(unlabelled, "--pretrain-steps", "3")
+    with pytest.raises(BadInput, match="has no problem with two solutions"):
+        check(rows[::2], "--pretrain-steps", "4")
