@@ -67,6 +67,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     **dict.fromkeys(("orm", "prm", "genrm", "genprm"), []),
     "rm_r1": [],
     "think_rm": [],
+    "think_rm_policy": [],
     "spct": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards"), [])}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
@@ -88,6 +89,7 @@ NOTES = {  # whole sentences
     **dict.fromkeys(("orm", "prm", "genrm", "genprm"), "A verifier alone is trained: no pass@1 to compare."),
     "rm_r1": "Not compared.",
     "think_rm": "Not run.",
+    "think_rm_policy": "Not run.",
     "spct": "Not run.",
     "cooper": "One seed, so it is not compared. Its figures are in "
               "[tuning.md](tuning.md#cooper-is-not-gamed-where-a-frozen-reward-model-is).",
@@ -101,7 +103,7 @@ CHECKS = {  # tests that hold a recipe against its paper
     "grpo": ["test_advantages.py::test_grpo_golden", "test_losses.py::test_ppo_golden",
              "test_losses.py::test_kl_estimators_by_hand", "test_losses.py::test_aggregations_by_hand"],
     "tango": [*STEPS, *VERDICTS, "test_schedules.py::test_three_to_one_behind_a_warm_up"],
-    "fixed_verifier": STEPS,
+    "fixed_verifier": [*STEPS, "test_judges.py::test_a_chance_is_the_share_of_duels_won_and_equal_texts_draw"],
     "fixed_generator": VERDICTS,
     "outcome_verifier": ["test_tango_rl.py::test_outcome_verifier_rewards_the_final_verdict_and_no_step", *VERDICTS],
     "gold_steps": STEPS,
@@ -130,7 +132,10 @@ CHECKS = {  # tests that hold a recipe against its paper
     "rm_r1": ["test_comparing.py::test_rm_r1_pays_1_for_the_right_choice_and_minus_1_for_all_else",
               "test_comparing.py::test_every_place_comes_equally_often_up_to_one"],
     "think_rm": ["test_comparing.py::test_think_rm_pays_1_for_the_exact_grade_and_a_half_for_the_sign",
-                 "test_comparing.py::test_on_differences_of_rewards_they_are_grpos_z_scores"],
+                 "test_comparing.py::test_the_true_grade_counts_wrong_steps"],
+    "think_rm_policy": ["test_comparing.py::test_difference_advantages_by_hand",
+                        "test_comparing.py::test_on_differences_of_rewards_they_are_grpos_z_scores",
+                        "test_think_rm_policy.py::test_the_policy_learns_the_differences_of_every_pair"],
     "spct": ["test_comparing.py::test_spct_pays_for_the_strictly_highest_score",
              "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"],
     "cooper": ["test_cooper.py::test_the_pairs_update_takes_the_gradient_of_the_papers_loss",

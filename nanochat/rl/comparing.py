@@ -8,6 +8,7 @@ None where it cannot be read.
 """
 import random
 from functools import partial
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -200,14 +201,28 @@ def pair_scores(rows: list[list]) -> dict:
 def rings(group_id: list[int], num: int) -> list[list[int]]:
     """Rollouts that are shown together, `num` of a group: each with those behind it, the first again behind the last.
     So each stands in every place once."""
-    groups: dict[int, list[int]] = {}
-    for n, g in enumerate(group_id):
-        groups.setdefault(g, []).append(n)
-    return [[rows[(i + place) % len(rows)] for place in range(num)] for rows in groups.values()
+    return [[rows[(i + place) % len(rows)] for place in range(num)] for rows in members(group_id)
             for i in range(len(rows))]
 
 
-def worth_of_choices(t: Play, rollouts: Rollouts, num: int, graded: bool = False) -> list[list[float] | None]:
+def all_pairs(group_id: list[int]) -> list[list[int]]:
+    """Every pair of each group once. A rollout is shown first in about half of its pairs."""
+    return [[a, b] if (i + j) % 2 else [b, a] for rows in members(group_id)
+            for (i, a), (j, b) in combinations(enumerate(rows), 2)]
+
+
+def members(group_id: list[int]) -> list[list[int]]:
+    """The rollouts of each group."""
+    groups: dict[int, list[int]] = {}
+    for n, g in enumerate(group_id):
+        groups.setdefault(g, []).append(n)
+    return list(groups.values())
+
+
+Worths = list[list[float] | None]  # of verifications: what each gives to the solutions that it was shown
+
+
+def worth_of_choices(t: Play, rollouts: Rollouts, num: int, graded: bool = False) -> Worths:
     """What each verification gives the two solutions of its pair: 1 and 0, graded less far from a half the less better
     the chosen one is. None where it cannot be read."""
     most = STRENGTHS[-1] if graded else 1
@@ -215,13 +230,24 @@ def worth_of_choices(t: Play, rollouts: Rollouts, num: int, graded: bool = False
             for choice in read_choices(t, rollouts, graded)]
 
 
-def worth_of_scores(t: Play, rollouts: Rollouts, num: int) -> list[list[float] | None]:
+def worth_of_scores(t: Play, rollouts: Rollouts, num: int) -> Worths:
     """What each verification gives the solutions of its lineup: their shares of the highest score that there is."""
     return [scores and [score / top_score(num) for score in scores] for scores in read_scores(t, rollouts, num)]
 
 
 WORTHS = {"pair": worth_of_choices, "graded": partial(worth_of_choices, graded=True), "solve_pair": worth_of_choices,
           "scores": worth_of_scores}  # form -> (t, verifications, solutions of each) -> what each gives to each
+
+
+def verified_together(t: Play, role: str, solutions: Rollouts, shown: list[list[int]], form: str, num: int,
+                      num_samples: int) -> tuple[Rollouts, Worths]:
+    """`num_samples` verifications of each lineup of `num` of these solutions, and what each gives to each of them."""
+    texts, problems = solutions.texts, solutions.problems()
+    prompts = lineup_prompts(t, form, [Lineup(problems[rows[0]], [texts[n] for n in rows]) for rows in shown])
+    rollouts = t.sample(role, prompts, num_samples, "verdicts")
+    worths = WORTHS[form](t, rollouts, num)
+    warn_of_form(t, form, t.mean({"unread": [row is None for row in worths]})["unread"])
+    return rollouts, worths
 
 
 def mean_scores(votes: list[list[int] | None], num: int) -> list[float | None]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.rl.comparing import WORTHS, Lineup, lineup_prompts, rings, warn_of_form
+from nanochat.rl.comparing import WORTHS, rings, verified_together
 from nanochat.rl.forms import FORMS, check_num_judged, empty_form_prompt
 from nanochat.rl.log_odds import end_read, ended, log_odds, steps_read
 from nanochat.rl.play import Call, Play
@@ -109,15 +109,12 @@ def together(t: Play, role: str, solutions: Rollouts, form: str) -> list[Judgmen
     """RM-R1, Think-RM, SPCT: each solution of a group beside those behind it (`rings`), in k verifications of each such
     lineup. Its chance is the mean of what they give it: its share of duels won, or of the highest score. A duel of
     equal texts is a draw, for which nobody is asked."""
-    k, num, texts, problems = t.args.verifications, num_together(t.args, form), solutions.texts, solutions.problems()
+    k, num, texts = t.args.verifications, num_together(t.args, form), solutions.texts
     given, tokens = [[] for _ in texts], [0.0 for _ in texts]
     is_draw = lambda rows: FORMS[form].num == 2 and texts[rows[0]] == texts[rows[1]]
     shown = rings(solutions.group_id.tolist(), num)
     asked = [rows for rows in shown if not is_draw(rows)]
-    prompts = lineup_prompts(t, form, [Lineup(problems[rows[0]], [texts[n] for n in rows]) for rows in asked])
-    rollouts = t.sample(role, prompts, k, "verdicts")
-    worths = WORTHS[form](t, rollouts, num)
-    warn_of_form(t, form, t.mean({"unread": [row is None for row in worths]})["unread"])
+    rollouts, worths = verified_together(t, role, solutions, asked, form, num, k)
     for i, (row, length) in enumerate(zip(worths, rollouts.lengths.tolist(), strict=True)):
         for n, worth in zip(asked[i // k], row or [None] * num, strict=True):
             given[n] += [] if worth is None else [worth]
