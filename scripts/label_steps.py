@@ -32,6 +32,7 @@ from nanochat.common import (BadInput, all_reduce, check_choices, check_least, c
                              gather_lists, init_device, on_all_ranks, print0, rank_and_world, script_main)
 from nanochat.files import check_writable, make_folder, path_of, whole_file, write_json
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.rl.labelled import solution_rows
 from nanochat.rl.prefixes import VALUES, Cut, Meter, forced_answer
 from nanochat.rl.prompts import check_fit, generator_prompt, longest_problem, read_solution
 from nanochat.rl.sampling import Sampler
@@ -148,27 +149,11 @@ def read_rows(path: str, task, tokenizer) -> list[dict]:
     """The lines of a file of solutions, each with its `problem` and `ids`: those in the file, else those of its text.
     Raises BadInput for the first that is no solution of the task."""
     rows = []
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            where = f"{path}, line {number}"
-            try:
-                row = json.loads(line)
-                named = row["split"] in SPLIT_BUCKETS and type(row["index"]) is int and row["index"] >= 0
-                fits = named and isinstance(row["prompt"], str) and isinstance(row["solution"], str)
-                ids = row["ids"] if "ids" in row else tokenizer.encode(row["solution"])
-            except (ValueError, TypeError, KeyError, RecursionError):
-                fits = False
-            if not fits:
-                raise BadInput(f"{where}: is no json of a solution, with its split, index, prompt and solution")
-            problem = check_problem(where, task.problem(row["split"], row["index"]), row["split"], row["index"])
-            if problem.prompt != row["prompt"]:
-                raise BadInput(f"{where}: problem {row['index']} of {row['split']} is {problem.prompt[:40]!r} in this "
-                               f"task, and {row['prompt'][:40]!r} here")
-            if not is_text(ids, row["solution"], tokenizer):
-                raise BadInput(f"{where}: ids are not the tokens of the solution")
-            rows.append({**row, "problem": problem, "ids": ids})
-    if not rows:
-        raise BadInput(f"{path}: has no solutions")
+    for where, row in solution_rows("--solutions", path, task):
+        ids = row["ids"] if "ids" in row else tokenizer.encode(row["solution"])
+        if not is_text(ids, row["solution"], tokenizer):
+            raise BadInput(f"{where}: ids are not the tokens of the solution")
+        rows.append(row | {"ids": ids})
     return rows
 
 

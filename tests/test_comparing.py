@@ -8,6 +8,7 @@ import json
 import random
 import zlib
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from nanochat.recipes.rm_r1 import choice_reward
 from nanochat.recipes.spct import likelier_half, rank_reward, ranked_right
 from nanochat.recipes.think_rm import binary_reward, graded_reward, true_choice
 from nanochat.rl.advantages import PRESETS, difference_advantages, source_advantages
-from nanochat.rl.comparing import (GENERATOR_REWARDS, Lineup, balanced_places, chose_right, lined_up, mean_scores,
-                                   one_right, pair_scores, win_rates)
+from nanochat.rl.comparing import (WORTHS, Lineup, balanced_places, chose_right, lined_up, mean_scores, one_right,
+                                   pair_scores, rings)
+from nanochat.rl.formats import COMPACT
 from nanochat.rl.play import Play
 from nanochat.rl.rewards import terminal_rewards
 from scripts import tango_rl
@@ -127,17 +129,32 @@ def test_a_judge_that_always_says_a_has_half_of_the_pairs_and_no_consistency():
 
 # What judgments are worth to a generator
 
-def test_win_rates_by_hand():
-    duels = [(0, 1, 1), (1, 2, -2), (2, 0, None), (0, 2, 3)]
-    assert win_rates(duels, 4) == [1.0, 0.0, 0.5, None]  # 2 of 2, 0 of 2, 1 of 2, none
+def test_in_a_ring_each_stands_beside_those_behind_it_and_in_every_place_once():
+    groups = [7, 7, 2, 7, 2]  # rollouts 0, 1 and 3; 2 and 4
+    assert rings(groups, 2) == [[0, 1], [1, 3], [3, 0], [2, 4], [4, 2]]
+    assert rings(groups[:2] + groups[3:4], 3) == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+    assert rings(groups, 1) == [[0], [1], [3], [2], [4]] and rings([], 2) == []
+
+
+def worths(form: str, num: int, *texts: str, stopped: bool = True) -> list:
+    t, many = SimpleNamespace(task=SimpleNamespace(fmt=COMPACT)), len(texts)
+    return WORTHS[form](t, SimpleNamespace(texts=list(texts), stopped=torch.tensor([stopped] * many)), num)
+
+
+def test_what_a_choice_gives_to_both():
+    assert worths("pair", 2, "T;F;=A", "=B", "=", "=A2") == [[1, 0], [0, 1], None, None]
+    assert worths("solve_pair", 2, "=A") == [[1, 0]] and worths("pair", 2, "=A", stopped=False) == [None]
+    half_way = pytest.approx([1 / 3, 2 / 3])
+    assert worths("graded", 2, "=A3", "=B3", "=B1", "=A") == [[1, 0], [0, 1], half_way, None]
+
+
+def test_what_scores_give_to_each():
+    assert worths("scores", 3, "=10,0,7", "=0,0,0", "=11,0,0", "=1,1") == [[1, 0, 0.7], [0, 0, 0], None, None]
+    assert worths("scores", 1, "=1", "=0", "=2") == [[1], [0], None]  # of a single one 1 is the highest
 
 
 def test_mean_scores_by_hand():
     assert mean_scores([[10, 4], None, [7, 4]], 2) == [8.5, 4.0] and mean_scores([None], 2) == [None, None]
-
-
-def test_every_table_entry_gives_a_reward_or_none_for_each_solution():
-    assert GENERATOR_REWARDS["pairs"]([], 3) == GENERATOR_REWARDS["scores"]([], 3) == [None] * 3
 
 
 # Think-RM's difference matrix

@@ -15,10 +15,13 @@ from test_log_odds import play_of, random_model, true_log_odds
 
 from nanochat.common import BadInput
 from nanochat.recipes import fixed_verifier
+from nanochat.rl.advantages import PRESETS, difference_advantages, source_advantages
+from nanochat.rl.comparing import WORTHS
 from nanochat.rl.formats import COMPACT, PAPER
 from nanochat.rl.judge_evals import judged_scores
 from nanochat.rl.judges import AGGREGATES, JUDGE_CALLS, JUDGES, OF_THE_WHOLE, Judgment, shares
 from nanochat.rl.prompts import Verification, generator_prompt, parse_verification
+from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
 from nanochat.tokenizer import Tokenizer
@@ -167,8 +170,65 @@ def test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts
     assert JUDGES["generative"](t, "verifier", solutions) == [Judgment([1.0, 0.0], 0.5, 14), Judgment([1.0], 0.0, 8)]
 
 
+# Judges of several: a ring of three solutions, and one of two that are alike
+
+@pytest.fixture
+def several(judged, monkeypatch):
+    """(judge, its texts) -> the judgments, and the prompts that it was asked. The solutions are a, b, c of one problem,
+    d and d of another."""
+    t, _, _ = judged
+    t.args.verifications, t.args.num_judged = 2, 3
+    one, other = t.solve_prompts([Problem("rl", 0, "1+1*2", "1"), Problem("rl", 1, "1+1", "2")])
+    prompts = [one, one, one, other, other]
+    solutions = t.written("verifier", prompts, ["1+1:2;=2", "=1", "=0", "=2", "=2"]).behind(prompts)
+
+    def judge(name: str, *texts: str):
+        asked = []
+
+        def sample(t, role, prompts, num_samples, label):
+            asked.extend(BYTES.decode(prompt.ids[2:-2]) for prompt in prompts)
+            assert (num_samples, label) == (2, "verdicts") and len(texts) == 2 * len(prompts)
+            return t.written(role, [prompt for prompt in prompts for _ in range(2)], list(texts))
+        monkeypatch.setattr(type(t), "sample", sample)
+        return JUDGES[name](t, "verifier", solutions), asked
+    return judge
+
+
+def test_a_chance_is_the_share_of_duels_won_and_equal_texts_draw(several):
+    # a against b: a, a; b against c: c, unreadable; c against a: a, c
+    (a, b, c, d, e), asked = several("pair", "=A", "=A", "=B", "no", "=B", "=A")
+    assert asked == ["1+1*2|1+1:2;=2|=1|A", "1+1*2|=1|=0|A", "1+1*2|=0|1+1:2;=2|A"]
+    assert [j.final for j in (a, b, c, d, e)] == [3 / 4, 0, 2 / 3, 0.5, 0.5]
+    assert [j.tokens for j in (a, b, c, d, e)] == [6, 6, 6, 0, 0]  # half of four texts of 3 tokens, their ends too
+    assert {j.steps for j in (a, b, c, d, e)} == {None}
+
+
+def test_scores_are_shares_of_the_highest_over_all_lineups_and_none_where_none_is_read(several):
+    texts = ["=10,5,0", "no", "=4,0,9", "no", "=0,10,6", "no", *["no"] * 4]  # a b c, b c a, c a b; d d d twice
+    (a, b, c, d, e), asked = several("scores", *texts)
+    assert asked[1] == "1+1*2|=1|=0|1+1:2;=2|S" and len(asked) == 5
+    assert [j.final for j in (a, b, c)] == pytest.approx([(1 + 0.9 + 1) / 3, (0.5 + 0.4 + 0.6) / 3, 0])
+    assert (d.final, e.final) == (None, None)
+    assert a.tokens == pytest.approx((8 + 7 + 8 + 3 * 3) / 3)
+
+
+def test_where_strengths_are_differences_of_rewards_the_z_scores_are_think_rms(several):
+    """A ring of three is all duels that there are. Rewards 2, 1, -1: differences 1, 2 and -3."""
+    (a, b, c, _, _), _ = several("graded", *["=A1"] * 2, *["=A2"] * 2, *["=B3"] * 2)
+    assert [j.final for j in (a, b, c)] == pytest.approx([5 / 6, (1 / 3 + 5 / 6) / 2, (1 / 6 + 0) / 2])
+    z = source_advantages(terminal_rewards([a.final, b.final, c.final], torch.ones(3, dtype=torch.long)),
+                          torch.zeros(3, dtype=torch.long), 1, PRESETS["grpo"])[:, 0]
+    r = torch.tensor([2.0, 1.0, -1.0])
+    torch.testing.assert_close(difference_advantages(r[:, None] - r[None, :]), z, rtol=1e-4, atol=1e-4)
+
+
 def test_every_judge_says_what_it_is_given():
     assert JUDGES.keys() == JUDGE_CALLS.keys()
+    args = SimpleNamespace(verifications=3, verifier_max_new_tokens=9, max_new_tokens=20, num_judged=4)
+    for judge, quoted, prompt in (("graded", 40, "1+1|||AS"), ("scores", 80, "1+1|||||S"), ("generative", 20, "1+1|")):
+        call = JUDGE_CALLS[judge](args, 2, 5, 7)
+        assert (call.num_prompts, call.num_samples, call.times, call.quoted) == (10, 3, 7, quoted)
+        assert BYTES.decode(call.wrap(BYTES, COMPACT, "1+1")[2:-2]).startswith(prompt)
 
 
 # As the reward of a generator
@@ -176,14 +236,18 @@ def test_every_judge_says_what_it_is_given():
 @pytest.mark.parametrize("judge", [name for name in JUDGES if name != "generative"])
 def test_the_chances_of_any_judge_reward_a_generator(base, judge):
     flags = rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts", "--run", "r",
-                     "--num-steps", "1", "--log-rollouts", "4")
+                     "--num-steps", "1", "--log-rollouts", "4", "--verifier-tag",
+                     "tiny-judge" if judge in WORTHS else "tiny-ver")
     tango_rl.main(parse(tango_rl, flags))
     record, = (json.loads(line) for line in (base / "runs/r/metrics.jsonl").read_text().splitlines())
     rows = [json.loads(line) for line in (base / "runs/r/rollouts.jsonl").read_text().splitlines()]
     steps, finals = [row["step_chances"] for row in rows], [row["chance"] for row in rows]
     assert len(rows) == 16 and record["gen/grad_norm"] > 0
     if judge in OF_THE_WHOLE:
-        assert steps == [None] * 16 and all(0 < chance < 1 for chance in finals)
+        said = [chance for chance in finals if chance is not None]
+        assert steps == [None] * 16 and len(set(said)) > 1 and all(0 <= chance <= 1 for chance in said)
+        assert len(said) == 16 or judge in WORTHS
+        assert record["gen/verdicts/abstained"] == pytest.approx(1 - len(said) / 16)
         assert record["gen/verdicts/step_f1"] is None and record["gen/verdicts/brier"] is not None
     else:
         said = [chance for row in steps for chance in row]
@@ -209,10 +273,22 @@ def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps
 @pytest.mark.parametrize("flags, words", [
     (["--judge", "oracle"], "--judge oracle: there are generative, steps"),
     (["--judge", "steps"], "--judge steps: gives chances, and --step-rewards posterior"),
-    (["--verifications", "2"], "--verifications 2: the judge generative reads one here")])
+    (["--verifications", "2"], "--verifications 2: the judge generative reads one here"),
+    (["--judge", "pair", "--judged-samples", "1"], "--judged-samples 1: the judge pair is shown 2 solutions"),
+    (["--judge", "graded", "--num-samples", "1", "--advantage", "reinforce"],
+     "--num-samples 1: the judge graded is shown 2 solutions"),
+    (["--judge", "scores", "--num-judged", "5"], "--num-samples 4: the judge scores is shown 5 solutions"),
+    (["--judge", "scores", "--num-judged", "0"], "--num-judged 0: must be from 1 to 26")])
 def test_judges_that_cannot_reward_are_refused(base, flags, words):
     with pytest.raises(BadInput, match=words):
         tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", *flags)))
+
+
+def test_a_verifier_of_another_form_is_noticed_where_it_is_the_judge(base, capsys):
+    flags = ["--recipe", "fixed_verifier", "--judge", "solve_pair", "--step-rewards", "verdicts", "--num-steps", "1",
+             "--save-every", "0"]
+    tango_rl.main(parse(tango_rl, rl_flags(*flags)))
+    assert capsys.readouterr().out.count("taught this form (chat_sft --verifier-form solve_pair)?") == 1
 
 
 # Scores

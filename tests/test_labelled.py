@@ -12,7 +12,7 @@ from conftest import rl_flags
 
 from nanochat.common import BadInput
 from nanochat.rl import labelled as labelled_module
-from nanochat.rl.labelled import (Labelled, by_problem, check_chances, labelled_of_step, pairs_of_step, read_labelled,
+from nanochat.rl.labelled import (Labelled, by_problem, check_range, labelled_of_step, pairs_of_step, read_labelled,
                                   right_and_wrong)
 from tasks import make_task
 from tasks.common import Problem
@@ -52,6 +52,8 @@ def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(tmp_pat
     ({"labels": None}, "has no 'labels' that could be read"),
     ({"outcome": 1}, "has no 'outcome' that could be read"),
     ({"index": "3", "prompt": ""}, "has no 'index' that could be read"),
+    ({"index": True}, "has no 'index' that could be read"),
+    ({"index": -1}, "its prompt is not that of problem -1 of rl"),
     ({"split": "no", "prompt": ""}, "its prompt is not that of problem 3 of no")])
 def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, change, words):
     good = {"prompt": task.problem("rl", 3).prompt}
@@ -63,7 +65,7 @@ def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, cha
 
 
 @pytest.mark.parametrize("text, words", [("{\n", "line 1: is no json"), ("[1]\n", "line 1: has no 'split'"),
-                                         ("\n", "has no lines")])
+                                         ("\n", "has no solutions")])
 def test_a_file_that_is_none_is_refused(tmp_path, task, text, words):
     path = tmp_path / "l.jsonl"
     path.write_text(text)
@@ -78,8 +80,8 @@ def test_a_missing_file_is_refused(tmp_path, task):
 
 def test_a_label_that_is_no_chance_is_refused_where_chances_are_learned(tmp_path, task):
     rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, {"labels": [1.0, 1.5]}), task)
-    with pytest.raises(BadInput, match="problem 3 of rl has the label 1.5"):
-        check_chances("l.jsonl", rows)
+    with pytest.raises(BadInput, match="problem 3 of rl has the label 1.5; labels are from 0 to 1 here"):
+        check_range("l.jsonl", rows, 0)
 
 
 def play_of(path: str, task, step: int = 0, rank: int = 0, world: int = 1, memory=None):

@@ -6,6 +6,7 @@ learned from which label, and what is refused.
 """
 import json
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +164,31 @@ def test_labels_can_be_made_hard_and_end_with_the_first_error():
     assert prm.learned_labels([], "soft", True) == []
 
 
+def test_progress_is_learned_as_half_of_1_and_it():
+    """V = (1 + A) / 2 at its ends, and 2V - 1 is A again."""
+    progress = [-1.0, -0.5, 0.0, 0.25, 1.0]
+    learned = prm.learned_labels(progress, "progress", False)
+    assert learned == [0.0, 0.25, 0.5, 0.625, 1.0] and [2 * V - 1 for V in learned] == progress
+
+
+def test_a_prm_of_progress_reads_labels_from_minus_1_to_1_and_takes_the_gradient_of_their_cross_entropy(labelled_play):
+    t = labelled_play("prm", "--prm-labels", "progress")
+    path = Path(t.args.labels)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line | {"labels": [1.5 * label - 0.75 for label in line["labels"]]}) + "\n"
+                            for line in lines))
+    prm.check(t.args, t.task)
+    update, rows = learned(t, prm, known=False)
+    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[behind_steps(row.solution)]
+                   for n, row in enumerate(rows)])
+    labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
+    assert {-0.75, 0.75} == set(labels.tolist())
+    check_update(t, update, binary_cross_entropy_with_logits(s, (1 + labels) / 2))
+    t.args.prm_labels = "soft"
+    with pytest.raises(BadInput, match="has the label -0.75; labels are from 0 to 1 here"):
+        prm.check(t.args, t.task)
+
+
 def test_a_prm_learns_nothing_behind_the_first_error(labelled_play):
     t = labelled_play("prm", "--until-first-error")
     update, rows = learned(t, prm, known=False)
@@ -216,7 +242,8 @@ def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     ("orm", ["--orm-places", "steps"], "--orm-places steps: there are end, tokens"),
     ("orm", ["--orm-loss", "mse"], "--orm-loss mse: there are bce, squared"),
     ("orm", ["--lm-coef", "-1"], "--lm-coef -1.0: must be at least 0"),
-    ("prm", ["--prm-labels", "gold"], "--prm-labels gold: there are soft, hard"),
+    ("prm", ["--prm-labels", "gold"], "--prm-labels gold: there are soft, hard, progress"),
+    ("prm", ["--prm-labels", "progress", "--until-first-error"], "--until-first-error: with --prm-labels progress"),
     ("prm", ["--prm-aggregate", "mean"], "--prm-aggregate mean: there are product, min, last"),
     ("prm", ["--updates-per-batch", "2"], "--updates-per-batch 2"),
     ("prm", ["--judged-samples", "0"], "--judged-samples 0: must be at least 1"),

@@ -3,7 +3,10 @@
 The generator is rewarded as in recipe tango. The verifier judges and does not learn. Beside recipe tango this shows
 what training it adds. With --judge the verifier may be of any kind, such as what recipe orm or prm has trained
 (--verifier-source rl): the chance that a step is right takes the place of the verdict on it, and that of the whole
-where the judge says nothing of steps.
+where the judge says nothing of steps. Judges of several solutions (pair, graded, solve_pair, scores) are verifiers that
+learned this form by SFT (chat_sft --verifier-form), and perhaps by RL in recipe rm_r1, think_rm or spct; give them the
+--verifier-max-new-tokens of these. Each solution of a group is judged beside its neighbours, in a ring, and its chance
+is its share of duels won, or of the highest score. Recipe tango trains verifiers of single solutions alone.
 
 Departures: 3, 5 and 6 of recipe tango.
 """
@@ -12,7 +15,8 @@ from nanochat.recipes import tango
 from nanochat.recipes.tango import TABLE, WRITTEN  # noqa: F401
 from nanochat.rl.evals import pass_at_1, scores_of_pair
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, scores_as_judge
-from nanochat.rl.judges import JUDGE_CALLS, JUDGES, OF_THE_WHOLE, reference_calls
+from nanochat.rl.judges import (JUDGE_CALLS, JUDGES, OF_THE_WHOLE, add_together_args, check_together_args,
+                                reference_calls)
 from nanochat.rl.roles import RoleSpec
 
 TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
@@ -30,12 +34,14 @@ def add_args(group):
     group.add_argument("--judge", default=WRITTEN,
                        help=f"how the verifier says what is right, one of: {', '.join(JUDGES)}")
     add_judged_args(group)
+    add_together_args(group)
 
 
 def check(args, task):
     tango.check(args, task)
     check_judged_args(args)
     check_choices(args, {"judge": JUDGES})
+    check_together_args(args)
     if args.judge != WRITTEN and args.step_rewards != "verdicts":
         raise BadInput(f"--judge {args.judge}: gives chances, and --step-rewards {args.step_rewards} makes them of "
                        f"verdicts; say --step-rewards verdicts")

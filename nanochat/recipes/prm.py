@@ -4,7 +4,9 @@ Behind each step the verifier says how likely it is right: V = sigma(s), s the l
 solution's chance is the product of its steps' chances, their minimum or the last one (--prm-aggregate). The labels come
 from a file (--labels): people's or gold ones, as in the paper, or the shares of a step's continuations that end right
 (Math-Shepherd, Wang et al. 2024, arXiv 2312.08935). Those are learned as they are (--prm-labels soft), or as whether
-any ends right (hard).
+any ends right (hard). They may also be progress, from -1 to 1: what a step adds to a prover's chance (PAV, Setlur et
+al. 2024, arXiv 2410.08146; label_steps --method pav). Progress A is learned as V = (1 + A) / 2 (progress), so 2V - 1
+predicts it.
 
 Departures:
 1. The paper's labels are positive, negative and neutral; here a label is a chance.
@@ -15,7 +17,7 @@ Departures:
 import argparse
 from dataclasses import replace
 
-from nanochat.common import check_choices
+from nanochat.common import BadInput, check_choices
 from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
                                      scores_as_judge)
 from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_of_step
@@ -27,13 +29,15 @@ from nanochat.rl.roles import RoleSpec
 TAGS = dict(family="supervised verifier", verifier="process, log-odds behind steps", reward="none: labels")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["bce", "accuracy"]}
-LABELS = {"soft": lambda label: label, "hard": lambda label: float(label > 0)}
+LABELS = {"soft": lambda label: label, "hard": lambda label: float(label > 0),
+          "progress": lambda label: (1 + label) / 2}
 
 
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
-    group.add_argument("--prm-labels", default="soft", help=f"one of: {', '.join(LABELS)}; hard: 1 where above 0")
+    group.add_argument("--prm-labels", default="soft", help=f"one of: {', '.join(LABELS)}; hard: 1 where above 0; "
+                       "progress: the file's are from -1 to 1")
     group.add_argument("--until-first-error", action=argparse.BooleanOptionalAction, default=False,
                        help="nothing is learned of the steps behind the first one whose label is 0")
 
@@ -41,7 +45,10 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     check_choices(args, {"prm_labels": LABELS})
     check_judged_args(args)
-    check_labels(args, task)
+    is_progress = args.prm_labels == "progress"
+    if is_progress and args.until_first_error:
+        raise BadInput("--until-first-error: with --prm-labels progress no label says that a step is an error")
+    check_labels(args, task, least=-1 if is_progress else 0)
 
 
 def calls(args) -> list[Call]:

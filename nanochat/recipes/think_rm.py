@@ -3,7 +3,8 @@
 The verifier is shown a right and a wrong solution of a problem, judges the steps of both and chooses. With --grades
 binary the right choice earns 1. With --grades graded it also says how much better the chosen one is, from 1 to 3:
 exactly what is true earns 1, the right choice alone 0.5. The generator of the solutions does not learn. The paper then
-trains a policy on differences within a group: `difference_advantages` of rl.advantages.
+trains a policy on differences within a group: recipe think_rm_policy. Recipe fixed_verifier adds the judge's choices to
+outcomes (--judge pair, or graded).
 
 Departures:
 1. Long thoughts are each step worked again, learned by SFT on demonstrations (chat_sft --verifier-form pair, or
@@ -11,7 +12,7 @@ Departures:
 2. Preferences are the task's check, and their strengths how many more gold step labels are wrong in the wrong
    solution, at least 1 and at most 3. The paper's are people's, from -3 to 3.
 3. At most one pair of a problem, both orders equally often. Only pairs are judged, no single solutions.
-4. The policy is not trained here. --kl-coef is 1e-3, as in all recipes (theirs: 1e-4).
+4. --kl-coef is 1e-3, as in all recipes (theirs: 1e-4).
 """
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.comparing import (JUDGE_LEAST, PAIR_TABLE, Lineup, add_judge_args, chose_right, judge, judge_calls,

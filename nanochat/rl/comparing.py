@@ -9,6 +9,7 @@ None where it cannot be read.
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import combinations
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,8 @@ from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.forms import empty_form_prompt, form_prompt
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.progress import warn_once
-from nanochat.rl.prompts import Prompt, numbered, parse_choice, parse_scores, read_solution
+from nanochat.rl.prompts import (STRENGTHS, Prompt, numbered, parse_choice, parse_scores, read_solution,
+                                 top_score)
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import share_of
@@ -27,11 +29,11 @@ from tasks.common import Problem
 
 
 class Lineup(NamedTuple):
-    """Solutions of a problem in the order in which they are shown; right: the place of the right one. A lineup of one
-    may hold a wrong one: right is then -1."""
+    """Solutions of a problem in the order in which they are shown; right: the place of the right one, -1 where there
+    is none or nobody knows."""
     problem: Problem
     texts: list[str]
-    right: int
+    right: int = -1
 
 
 # Who stands together
@@ -174,10 +176,10 @@ def held_out_lineups(t: Play, num: int, split: str) -> list[Lineup]:
 
 
 def warn_of_form(t: Play, form: str, parse_fail: float | None) -> None:
-    """Says, once, that most held-out verifications cannot be read, and the likely cause."""
+    """Says, once, that most verifications cannot be read, and the likely cause."""
     if parse_fail is not None and parse_fail > 0.5:
-        warn_once(t, f"most verifications of held-out solutions cannot be read: was the verifier taught this form "
-                     f"(chat_sft --verifier-form {form})?")
+        warn_once(t, f"most verifications cannot be read: was the verifier taught this form (chat_sft --verifier-form "
+                     f"{form})?")
 
 
 PAIR_TABLE = {
@@ -224,23 +226,61 @@ def pair_scores(rows: list[list]) -> dict:
             "num_pairs": len(rows)}
 
 
-# What the judgments of a group are worth to its solutions
+# What judgments are worth to the solutions
 
-def win_rates(duels: list[tuple[int, int, int | None]], num: int) -> list[float | None]:
-    """Of each of `num` solutions the share of its readable duels that it won; None without one. duels: the places of
-    the two solutions and the choice between them."""
-    won: list[list[bool]] = [[] for _ in range(num)]
-    for first, second, choice in duels:
-        if choice is not None:
-            won[first].append(choice > 0)
-            won[second].append(choice < 0)
-    return [sum(hits) / len(hits) if hits else None for hits in won]
+def rings(group_id: list[int], num: int) -> list[list[int]]:
+    """Rollouts that are shown together, `num` of a group: each with those behind it, the first again behind the last.
+    So each stands in every place once."""
+    return [[rows[(i + place) % len(rows)] for place in range(num)] for rows in members(group_id)
+            for i in range(len(rows))]
+
+
+def all_pairs(group_id: list[int]) -> list[list[int]]:
+    """Every pair of each group once. A rollout is shown first in about half of its pairs."""
+    return [[a, b] if (i + j) % 2 else [b, a] for rows in members(group_id)
+            for (i, a), (j, b) in combinations(enumerate(rows), 2)]
+
+
+def members(group_id: list[int]) -> list[list[int]]:
+    """The rollouts of each group."""
+    groups: dict[int, list[int]] = {}
+    for n, g in enumerate(group_id):
+        groups.setdefault(g, []).append(n)
+    return list(groups.values())
+
+
+Worths = list[list[float] | None]  # of verifications: what each gives to the solutions that it was shown
+
+
+def worth_of_choices(t: Play, rollouts: Rollouts, num: int, graded: bool = False) -> Worths:
+    """What each verification gives the two solutions of its pair: 1 and 0, graded less far from a half the less better
+    the chosen one is. None where it cannot be read."""
+    most = STRENGTHS[-1] if graded else 1
+    return [choice and [(1 + choice / most) / 2, (1 - choice / most) / 2]
+            for choice in read_choices(t, rollouts, graded)]
+
+
+def worth_of_scores(t: Play, rollouts: Rollouts, num: int) -> Worths:
+    """What each verification gives the solutions of its lineup: their shares of the highest score that there is."""
+    return [scores and [score / top_score(num) for score in scores] for scores in read_scores(t, rollouts, num)]
+
+
+WORTHS = {"pair": worth_of_choices, "graded": partial(worth_of_choices, graded=True), "solve_pair": worth_of_choices,
+          "scores": worth_of_scores}  # form -> (t, verifications, solutions of each) -> what each gives to each
+
+
+def verified_together(t: Play, role: str, solutions: Rollouts, shown: list[list[int]], form: str, num: int,
+                      num_samples: int) -> tuple[Rollouts, Worths]:
+    """`num_samples` verifications of each lineup of `num` of these solutions, and what each gives to each of them."""
+    texts, problems = solutions.texts, solutions.problems()
+    prompts = lineup_prompts(t, form, [Lineup(problems[rows[0]], [texts[n] for n in rows]) for rows in shown])
+    rollouts = t.sample(role, prompts, num_samples, "verdicts")
+    worths = WORTHS[form](t, rollouts, num)
+    warn_of_form(t, form, t.mean({"unread": [row is None for row in worths]})["unread"])
+    return rollouts, worths
 
 
 def mean_scores(votes: list[list[int] | None], num: int) -> list[float | None]:
     """Each of `num` solutions' mean score over the readable votes; None where there is none."""
     read = [scores for scores in votes if scores is not None]
     return [sum(column) / len(read) for column in zip(*read, strict=True)] if read else [None] * num
-
-
-GENERATOR_REWARDS = {"pairs": win_rates, "scores": mean_scores}  # a group's judgments -> a reward for each solution

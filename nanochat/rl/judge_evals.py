@@ -12,8 +12,8 @@ from nanochat.rl.voting import auroc, calibration, choose
 
 
 def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
-    """`num` solutions of each of this rank's first problems of test_in, which the generator sampled when it was first
-    asked: the same in the whole run."""
+    """`num` solutions of each of this rank's first problems of test_in, a group, which the generator sampled when it
+    was first asked: the same in the whole run."""
     problems = t.problems(t.args.eval_examples, "test_in")
     if "judged_solutions" not in t.memory:
         rows = t.solve(generator, problems, num, "judged").completions()
@@ -21,7 +21,8 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
         t.memory["judged_solutions"] = padded([row for rows in of_problems for row in rows])
     rows = cut(t.memory["judged_solutions"])
     mine = [row for i in range(t.run.rank, len(rows) // num, t.run.world) for row in rows[i * num: (i + 1) * num]]
-    return t.written(generator, t.solve_prompts([problem for problem in problems for _ in range(num)]), mine)
+    prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(num)]
+    return t.written(generator, prompts, mine).behind(prompts)
 
 
 def judge_scores(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:

@@ -2,8 +2,8 @@
 Judges: a verifier's ways to say how likely each reasoning step, and a whole solution, is right.
 
 Those that read log-odds (rl.log_odds) are given the solution as the verifier's own completion behind the generator's
-prompt. The others are asked by the verifier's prompt, which quotes it, or by that of a pair. N solutions, T tokens,
-K steps.
+prompt. The others are asked by the verifier's prompt, which quotes it, some beside other solutions of its group.
+N solutions, T tokens, K steps.
 """
 import math
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 
-from nanochat.common import check_choices, check_least
-from nanochat.rl.comparing import Lineup, forced_choices, turned
-from nanochat.rl.forms import empty_form_prompt
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.rl.comparing import WORTHS, Lineup, forced_choices, rings, turned, verified_together
+from nanochat.rl.forms import FORMS, check_num_judged, empty_form_prompt
 from nanochat.rl.log_odds import end_read, ended, log_odds, steps_read
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, solve_prompt
@@ -26,10 +26,11 @@ from nanochat.rl.spots import chances_at, forced_verdicts, verdict_spots
 class Judgment:
     """steps: the chance that each reasoning step is right, None where nothing is said of steps; final: that the
     solution is, None where that is not said; tokens: that were sampled for it, and one for each verdict that was asked
-    for by its log-odds. Reading the solution costs all judges alike and is not counted."""
+    for by its log-odds; solutions that are judged together share them. Reading the solution costs all judges alike and
+    is not counted."""
     steps: list[float] | None
     final: float | None
-    tokens: int
+    tokens: float
 
 
 # What a solution's steps make of it
@@ -117,11 +118,37 @@ def preferred(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     return [Judgment(None, (chances[n] + 1 - chances[N + n]) / 2, 2 + costs.get(n, 0)) for n in range(N)]
 
 
+def together(t: Play, role: str, solutions: Rollouts, form: str) -> list[Judgment]:
+    """RM-R1, Think-RM, SPCT: each solution of a group beside those behind it (`rings`), in k verifications of each such
+    lineup. Its chance is the mean of what they give it: its share of duels won, or of the highest score. A duel of
+    equal texts is a draw, for which nobody is asked."""
+    k, num, texts = t.args.verifications, num_together(t.args, form), solutions.texts
+    given, tokens = [[] for _ in texts], [0.0 for _ in texts]
+    is_draw = lambda rows: FORMS[form].num == 2 and texts[rows[0]] == texts[rows[1]]
+    shown = rings(solutions.group_id.tolist(), num)
+    asked = [rows for rows in shown if not is_draw(rows)]
+    rollouts, worths = verified_together(t, role, solutions, asked, form, num, k)
+    for i, (row, length) in enumerate(zip(worths, rollouts.lengths.tolist(), strict=True)):
+        for n, worth in zip(asked[i // k], row or [None] * num, strict=True):
+            given[n] += [] if worth is None else [worth]
+            tokens[n] += length / num
+    for n in (n for rows in shown if is_draw(rows) for n in rows):
+        given[n] += [0.5] * k
+    return [Judgment(None, sum(row) / len(row) if row else None, spent)
+            for row, spent in zip(given, tokens, strict=True)]
+
+
+def num_together(args, form: str) -> int:
+    """How many solutions a judge of this form is shown."""
+    return FORMS[form].num or args.num_judged
+
+
 Judge = Callable[[Play, str, Rollouts], list[Judgment]]
 JUDGES: dict[str, Judge] = {"generative": generative, "steps": at_steps, "end": at_end, "tokens": at_tokens,
-                            "verdict": at_verdict, "analysed": analysed, "preferred": preferred}
+                            "verdict": at_verdict, "analysed": analysed, "preferred": preferred,
+                            **{form: partial(together, form=form) for form in WORTHS}}
 
-OF_THE_WHOLE = ("end", "verdict", "preferred")  # judges that say nothing of steps
+OF_THE_WHOLE = ("end", "verdict", "preferred", *WORTHS)  # judges that say nothing of steps
 VERDICT_TOKENS = 32  # of a verdict alone, at most
 
 
@@ -157,8 +184,15 @@ def reference_calls(args, judge: str, num_problems: int, times: int) -> list[Cal
     return [Call("generator", "reference", num_problems, 1, args.max_new_tokens, times)]
 
 
+def together_call(args, num_problems: int, num_samples: int, times: int, form: str) -> Call:
+    num = num_together(args, form)
+    return written_call(args, num_problems, num_samples, times)._replace(
+        wrap=partial(empty_form_prompt, form=form, num=num), quoted=num * args.max_new_tokens)
+
+
 JUDGE_CALLS = {"generative": written_call, "steps": log_odds_call, "end": log_odds_call, "tokens": log_odds_call,
-               "verdict": verdict_call, "analysed": analysed_call, "preferred": preferred_call}
+               "verdict": verdict_call, "analysed": analysed_call, "preferred": preferred_call,
+               **{form: partial(together_call, form=form) for form in WORTHS}}
 
 
 def add_judge_args(group) -> None:
@@ -171,3 +205,18 @@ def check_judge_args(args) -> None:
     """Raises BadInput for settings of judges that cannot work."""
     check_least(args, {"verifications": 1})
     check_choices(args, {"prm_aggregate": AGGREGATES})
+
+
+def add_together_args(group) -> None:
+    group.add_argument("--num-judged", type=int, default=2, help="judge scores: solutions that are scored together")
+
+
+def check_together_args(args) -> None:
+    """Raises BadInput where a judge of several solutions is given fewer, in a step or in the evaluation."""
+    if args.judge not in WORTHS:
+        return
+    check_num_judged(args.num_judged)
+    for name in ("num_samples", "judged_samples"):
+        if getattr(args, name) < (num := num_together(args, args.judge)):
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} is shown {num} "
+                           f"solutions of a problem together")

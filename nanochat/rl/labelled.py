@@ -6,12 +6,13 @@ The file is jsonl, a solution a line; scripts/label_steps.py writes it:
     {"split": "rl", "index": 12, "prompt": "3+5*2", "solution": "3+5:8;8*2:6;=6", "outcome": true, "labels": [1.0, 0.5]}
 
 outcome is null where it is not known. A label is a number: the chance that a step is right, or for values of other
-kinds any finite one. More fields may stand there.
+kinds any finite one. More fields may stand there. Solutions that are yet to be labelled need the first four alone.
 """
 import functools
 import json
 import math
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nanochat.common import BadInput, gather_lists
@@ -19,9 +20,10 @@ from nanochat.rl.comparing import one_right
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import count_copies, solve_prompt
 from nanochat.rl.rollouts import Rollouts
-from tasks.common import Problem, nth_of_epochs
+from tasks.common import SPLIT_BUCKETS, Problem, check_problem, nth_of_epochs
 
-FIELDS = {"split": str, "index": int, "prompt": str, "solution": str, "outcome": bool | None, "labels": list}
+OF_SOLUTION = {"split": (str,), "index": (int,), "prompt": (str,), "solution": (str,)}
+OF_LABELS = {"outcome": (bool, type(None)), "labels": (list,)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,61 +37,75 @@ class Labelled:
     copy: int = 0
 
 
-@functools.lru_cache(maxsize=4)
-def read_labelled(path: str, task) -> list[Labelled]:
-    """The labelled solutions of a file. Raises BadInput, with the line, for what does not fit the task."""
+def solution_rows(flag: str, path: str, task, fields: dict[str, tuple] = OF_SOLUTION) -> Iterator[tuple[str, dict]]:
+    """The lines of a file of solutions: where each stands, for complaints about it, and its fields, with the `problem`.
+    Raises BadInput for the first that is no solution of the task or lacks one of `fields`, for a file without lines,
+    and for one that cannot be read."""
+    num = 0
     try:
         with open(path, encoding="utf-8") as f:
-            lines = f.read().splitlines()
+            for number, line in enumerate(f, 1):
+                if line.strip():
+                    where, num = f"{flag} {path}: line {number}", num + 1
+                    yield where, read_line(where, line, task, fields)
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"--labels {path}: cannot be read: {error}") from None
-    rows = [read_line(f"--labels {path}: line {n}", line, task) for n, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise BadInput(f"--labels {path}: has no lines")
-    return rows
+        raise BadInput(f"{flag} {path}: cannot be read: {error}") from None
+    if not num:
+        raise BadInput(f"{flag} {path}: has no solutions")
 
 
-def read_line(where: str, line: str, task) -> Labelled:
+def read_line(where: str, line: str, task, fields: dict[str, tuple]) -> dict:
     """One line of such a file. Raises BadInput, which begins with `where`."""
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{where}: is no json: {error}") from None
-    for name, kind in FIELDS.items():
-        if not (isinstance(row, dict) and name in row and isinstance(row[name], kind)):
+    for name, kinds in fields.items():
+        if not (isinstance(row, dict) and name in row and type(row[name]) in kinds):
             raise BadInput(f"{where}: has no {name!r} that could be read")
+    split, index = row["split"], row["index"]
     try:
-        problem = task.problem(row["split"], row["index"])
+        problem = task.problem(split, index) if split in SPLIT_BUCKETS and index >= 0 else None
     except (BadInput, KeyError, IndexError, ValueError):
         problem = None
-    if problem is None or problem.prompt != row["prompt"]:
-        raise BadInput(f"{where}: its prompt is not that of problem {row['index']} of {row['split']} of task "
-                       f"{task.name}: were the labels made with other flags or another seed?")
-    labels, num_steps = row["labels"], len(task.fmt.step_spans(row["solution"]))
-    if len(labels) != num_steps:
-        raise BadInput(f"{where}: has {len(labels)} labels, and the solution {num_steps} steps")
-    if not all(isinstance(label, int | float) and math.isfinite(label) for label in labels):
-        raise BadInput(f"{where}: has a label that is no finite number")
-    return Labelled(problem, row["solution"], row["outcome"], [float(label) for label in labels])
+    if problem is None or check_problem(where, problem, split, index).prompt != row["prompt"]:
+        raise BadInput(f"{where}: its prompt is not that of problem {index} of {split} of task {task.name}, but "
+                       f"{row['prompt'][:40]!r}: was the file made with other flags or another seed?")
+    return row | {"problem": problem}
 
 
-def check_chances(path: str, rows: list[Labelled]) -> None:
-    """Raises BadInput where a label is no chance."""
+@functools.lru_cache(maxsize=4)
+def read_labelled(path: str, task) -> list[Labelled]:
+    """The labelled solutions of a file. Raises BadInput, with the line, for what does not fit the task."""
+    rows = []
+    for where, row in solution_rows("--labels", path, task, OF_SOLUTION | OF_LABELS):
+        labels, num_steps = row["labels"], len(task.fmt.step_spans(row["solution"]))
+        if len(labels) != num_steps:
+            raise BadInput(f"{where}: has {len(labels)} labels, and the solution {num_steps} steps")
+        if not all(isinstance(label, int | float) and math.isfinite(label) for label in labels):
+            raise BadInput(f"{where}: has a label that is no finite number")
+        rows.append(Labelled(row["problem"], row["solution"], row["outcome"], [float(label) for label in labels]))
+    return rows
+
+
+def check_range(path: str, rows: list[Labelled], least: float) -> None:
+    """Raises BadInput where a label is not from `least` to 1."""
     for row in rows:
-        if wrong := [label for label in row.labels if not 0 <= label <= 1]:
+        if wrong := [label for label in row.labels if not least <= label <= 1]:
             raise BadInput(f"--labels {path}: problem {row.problem.index} of {row.problem.split} has the label "
-                           f"{wrong[0]}; this recipe learns from chances, from 0 to 1")
+                           f"{wrong[0]}; labels are from {least} to 1 here")
 
 
 def add_label_args(group) -> None:
     group.add_argument("--labels", default="", metavar="FILE.jsonl", help="labelled solutions, see label_steps")
 
 
-def check_labels(args, task) -> None:
-    """Raises BadInput unless --labels names chances for this task's problems."""
+def check_labels(args, task, least: float = 0) -> None:
+    """Raises BadInput unless --labels names labels from `least` to 1 for this task's problems; from 0 they are
+    chances."""
     if not args.labels:
         raise BadInput("--labels: name the labelled solutions to learn from")
-    check_chances(args.labels, read_labelled(args.labels, task))
+    check_range(args.labels, read_labelled(args.labels, task), least)
 
 
 def digest(rows: list[Labelled]) -> int:

@@ -216,6 +216,11 @@ STRENGTHS = (1, 2, 3)  # of a graded choice
 TOP_SCORE = 10
 
 
+def top_score(num: int) -> int:
+    """The highest score of one of `num` solutions; a single one is right, 1, or not."""
+    return TOP_SCORE if num > 1 else 1
+
+
 def final_judgment(fmt, text: str, stopped: bool) -> str | None:
     """What stands between the last mark of a final judgment and the end of the text; None where the text or the
     judgment has no end."""
@@ -250,7 +255,7 @@ def parse_scores(fmt, text: str, num: int, stopped: bool = True) -> list[int] | 
     found = re.fullmatch(f"{re.escape(fmt.scores_open)}([0-9 ,]*){re.escape(fmt.scores_close)}", said)
     parts = [part.strip() for part in found[1].split(",")] if found else []
     scores = [int(part) for part in parts if re.fullmatch("[0-9]{1,2}", part)]
-    readable = len(scores) == len(parts) == num and all(score <= (TOP_SCORE if num > 1 else 1) for score in scores)
+    readable = len(scores) == len(parts) == num and all(score <= top_score(num) for score in scores)
     return scores if readable else None
 
 

@@ -1,0 +1,90 @@
+"""
+The policy that learns from judged pairs: its differences and its update by hand, and what is refused.
+
+    python -m pytest tests/test_think_rm_policy.py -q
+"""
+import pytest
+import torch
+from conftest import parse, rl_flags
+from test_log_odds import play_of, random_model
+
+from nanochat.common import BadInput
+from nanochat.recipes import think_rm_policy
+from nanochat.rl.advantages import PRESETS, source_advantages
+from nanochat.rl.comparing import all_pairs
+from nanochat.rl.rewards import terminal_rewards
+from nanochat.tokenizer import Tokenizer
+from scripts import tango_rl
+from tasks import make_task
+
+BYTES = Tokenizer.train(iter([]), 265)
+
+
+def test_every_pair_of_a_group_comes_once_and_places_are_shared():
+    assert all_pairs([5, 5, 5]) == [[0, 1], [2, 0], [1, 2]]
+    assert all_pairs([5, 3, 5, 3]) == [[0, 2], [1, 3]] and all_pairs([1]) == all_pairs([]) == []
+    pairs = all_pairs([0] * 8)
+    assert {frozenset(pair) for pair in pairs} == {frozenset((i, j)) for i in range(8) for j in range(i)}
+    assert {sum(first == i for first, _ in pairs) for i in range(8)} <= {3, 4}
+
+
+def test_a_difference_is_the_mean_over_readable_choices_and_0_without_one():
+    worths = [[1, 0], None, [1, 0], [0, 1], None, None, [2 / 3, 1 / 3], [1, 0]]  # two of each pair
+    d = think_rm_policy.differences([[0, 1], [2, 0], [1, 2], [3, 4]], worths, 5, 2)
+    assert d[0].tolist() == [0, 1, 0, 0, 0] and d[1].tolist() == [-1, 0, 0, 0, 0]
+    assert d[3, 4].item() == pytest.approx(2 / 3) and torch.equal(d, -d.T)
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """(texts of three solutions, verifications) -> the advantages of a step, its metrics and the prompts of the
+    judge."""
+    def play(solutions: list[str], texts: list[str], *flags: str):
+        args = parse(tango_rl, ["--recipe", "think_rm_policy", "--num-samples", "3", "--examples-per-step", "1",
+                                "--chain-modulus", "3", *flags])
+        t, asked = play_of(random_model()), []
+        t.args, t.sampler.task, t.sampler.tokenizer = args, make_task(args), BYTES
+        t.roles["generator"] = t.roles["verifier"]
+        prompts = t.solve_prompts([t.task.problem("rl", 0)]) * 3
+
+        def sample(t, role, prompts, num_samples, label):
+            asked.extend(BYTES.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
+            return t.written(role, [prompt for prompt in prompts for _ in range(num_samples)], texts)
+        monkeypatch.setattr(type(t), "solve", lambda *_: t.written("verifier", prompts, solutions).behind(prompts))
+        monkeypatch.setattr(type(t), "check", lambda t, rollouts: [text == "=1" for text in rollouts.texts])
+        monkeypatch.setattr(type(t), "sample", sample)
+        update, = think_rm_policy.play(t)
+        return update.parts[0][1], t.metrics, asked
+    return play
+
+
+def test_the_policy_learns_the_differences_of_every_pair(played):
+    """Rewards 1, 0 and -2, so strengths 1, 3 and 2: what GRPO makes of the rewards."""
+    advantages, metrics, asked = played(["=1", "=0", "=2"], ["=A1", "=B3", "=A2"], "--grades", "graded")
+    assert asked == ["=1|=0|AS", "=2|=1|AS", "=0|=2|AS"]
+    rewards = terminal_rewards([1.0, 0.0, -2.0], torch.full((3,), 3))
+    grpo = source_advantages(rewards, torch.zeros(3, dtype=torch.long), 3, PRESETS["grpo"])
+    torch.testing.assert_close(advantages, grpo, rtol=1e-4, atol=1e-4)  # at every token
+    assert (metrics["gen/duels/right_won"], metrics["gen/duels/unread"], metrics["gen/duels/equal"]) == (1, 0, 0)
+
+
+def test_equal_solutions_are_not_judged_and_without_choices_nothing_is_learned(played):
+    advantages, metrics, asked = played(["=1", "=1", "=2"], ["=B", "=A"])  # 2 against 0, 1 against 2
+    assert asked == ["=2|=1|A", "=1|=2|A"]
+    # sums over 3 of the rows 0 0 1, 0 0 1, -1 -1 0; squares 4 over 2 * 3 * 2
+    expected = torch.tensor([1 / 3, 1 / 3, -2 / 3]) / (1 / 3) ** 0.5
+    torch.testing.assert_close(advantages[:, 0], expected, rtol=1e-4, atol=1e-4)
+    assert metrics["gen/duels/equal"] == pytest.approx(1 / 3)
+    advantages, metrics, _ = played(["=1", "=0", "=2"], ["no"] * 3)
+    assert not advantages.any() and metrics["gen/duels/unread"] == 1 and metrics["gen/duels/right_won"] is None
+    assert played(["=1"] * 3, [])[2] == []
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--grades", "five"], "--grades five: there are binary, graded"),
+    (["--num-samples", "1", "--advantage", "reinforce"], "--num-samples 1: must be at least 2"),
+    (["--verifications", "0"], "--verifications 0: must be at least 1"),
+    (["--verifier-max-new-tokens", "0"], "--verifier-max-new-tokens 0: must be at least 1")])
+def test_settings_that_cannot_work_are_refused(base, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "think_rm_policy", *flags)))
