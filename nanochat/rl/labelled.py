@@ -84,11 +84,14 @@ def add_label_args(group) -> None:
     group.add_argument("--labels", default="", metavar="FILE.jsonl", help="labelled solutions, see label_steps")
 
 
-def check_labels(args, task) -> None:
-    """Raises BadInput unless --labels names chances for this task's problems."""
+def check_labels(args, task, are_chances: bool = True) -> None:
+    """Raises BadInput unless --labels names solutions of this task's problems, labelled with chances where they have to
+    be."""
     if not args.labels:
         raise BadInput("--labels: name the labelled solutions to learn from")
-    check_chances(args.labels, read_labelled(args.labels, task))
+    rows = read_labelled(args.labels, task)
+    if are_chances:
+        check_chances(args.labels, rows)
 
 
 def digest(rows: list[Labelled]) -> int:
