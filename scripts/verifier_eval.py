@@ -42,9 +42,8 @@ FORMATS = {"paper": PAPER, "compact": COMPACT}
 CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+def add_verifier_args(parser) -> None:
+    """Flags of a verifier that is evaluated, and of the evaluation."""
     parser.add_argument("--verifier-tag", required=True)
     parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     parser.add_argument("--step", type=int, default=-1, help="of the verifier's checkpoint; -1 = the last")
@@ -63,14 +62,11 @@ def make_parser() -> argparse.ArgumentParser:
                              "one)")
     parser.add_argument("--out", default="", metavar="FILE.json",
                         help="writes all numbers and every single prediction there")
-    group = parser.add_argument_group("ProcessBench")
-    group.add_argument("--processbench", default="", metavar="SOURCE",
-                       help=f"a .jsonl, .json or .parquet file, a folder of them, or a hub name ({HUB})")
-    group.add_argument("--subset", default="", help="one subset; default: all")
-    group.add_argument("--max-examples", type=int, default=-1, help="per subset; -1 = all")
-    group.add_argument("--format", choices=list(FORMATS), default="paper", help="that the verifier was trained with")
-    group = parser.add_argument_group("best of n")
-    group.add_argument("--generator-tag", default="")
+
+
+def add_generator_args(group, is_needed: bool) -> None:
+    """Flags of a generator whose solutions are verified."""
+    group.add_argument("--generator-tag", default="", required=is_needed)
     group.add_argument("--generator-source", choices=["sft", "rl"], default="sft")
     group.add_argument("--generator-step", type=int, default=-1)
     group.add_argument("--num-samples", type=int, default=8, help="solutions per problem")
@@ -82,6 +78,22 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--score", choices=list(SCORES), default="final",
                        help="of a solution: share of verifications that call it CORRECT, share of its steps judged "
                             "right, or the share for its weakest step")
+    group.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True,
+                       help="solutions may call the calculator")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    add_verifier_args(parser)
+    group = parser.add_argument_group("ProcessBench")
+    group.add_argument("--processbench", default="", metavar="SOURCE",
+                       help=f"a .jsonl, .json or .parquet file, a folder of them, or a hub name ({HUB})")
+    group.add_argument("--subset", default="", help="one subset; default: all")
+    group.add_argument("--max-examples", type=int, default=-1, help="per subset; -1 = all")
+    group.add_argument("--format", choices=list(FORMATS), default="paper", help="that the verifier was trained with")
+    group = parser.add_argument_group("best of n")
+    add_generator_args(group, is_needed=False)
     group.add_argument("--judge-report", action="store_true",
                        help="report what ails the judge, on the same solutions (nanochat.rl.judge_report)")
     group.add_argument("--own-tag", default="",
@@ -89,24 +101,22 @@ def make_parser() -> argparse.ArgumentParser:
                             "roles; its solutions are judged beside the generator's, for self-preference")
     group.add_argument("--own-source", choices=["sft", "rl"], default="sft")
     group.add_argument("--own-step", type=int, default=-1)
-    group.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=True,
-                       help="solutions may call the calculator")
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
     return parser
 
 
-def is_result(path: str) -> bool:
-    """Whether a file is what an earlier evaluation wrote."""
+def is_result(path: str, parts: set[str]) -> bool:
+    """Whether a file is what an earlier evaluation wrote: its args and some of these parts."""
     try:
         found = read_json(path)
     except BadInput:
         return False
-    known = {"args", "processbench", "best_of_n", "judge_report"}
-    return found.keys() <= known and isinstance(found.get("args"), dict) and "verifier_tag" in found["args"]
+    return (found.keys() <= {"args", *parts} and isinstance(found.get("args"), dict)
+            and "verifier_tag" in found["args"])
 
 
-def check_out(path: str) -> None:
+def check_out(path: str, parts: set[str]) -> None:
     """Raises BadInput unless the file can be written, and is new or an earlier result: never one of the inputs, a
     device or a pipe."""
     try:
@@ -115,18 +125,14 @@ def check_out(path: str) -> None:
         tempfile.TemporaryFile(dir=os.path.dirname(path) or ".").close()
     except OSError as error:
         raise BadInput(f"--out {path}: cannot be written ({error.strerror})") from None
-    if os.path.exists(path) and not is_result(path):
+    if os.path.exists(path) and not is_result(path, parts):
         raise BadInput(f"--out {path}: is there, and no earlier result of this script; take another name")
 
 
 def check_args(args) -> None:
-    check_least(args, {"step": -1, "generator_step": -1, "own_step": -1, "num_verifications": 1, "num_samples": 1,
-                       "max_rows": 1, "temperature": 0, "generator_temperature": 0, "top_k": 0,
-                       "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_examples": -1, "max_problems": -1})
-    check_most(args, {"num_verifications": 10 ** 5, "num_samples": 10 ** 5, "max_problems": 10 ** 6})
-    for name in ("verifier_max_new_tokens", "max_new_tokens", "max_examples", "max_problems"):
-        if getattr(args, name) == 0:
-            raise BadInput(f"--{name.replace('_', '-')} 0: must be at least 1, or -1")
+    check_least(args, {"own_step": -1, "max_examples": -1})
+    if args.max_examples == 0:
+        raise BadInput("--max-examples 0: must be at least 1, or -1")
     if not args.processbench and not args.generator_tag:
         raise BadInput("nothing to evaluate on: give --processbench, --generator-tag or both")
     if args.subset and not args.processbench:
@@ -139,6 +145,19 @@ def check_args(args) -> None:
     given = [name for name in task_flags() if getattr(args, name) is not None]
     if given and not args.generator_tag:
         raise BadInput(f"--{given[0].replace('_', '-')} {getattr(args, given[0])}: is for --generator-tag")
+    check_players(args, {"processbench", "best_of_n", "judge_report"})
+    check_name("--own-tag", args.own_tag or args.verifier_tag)
+
+
+def check_players(args, parts: set[str]) -> None:
+    """Raises BadInput for what a verifier and a generator cannot be asked. parts: of what --out holds, beside args."""
+    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1,
+                       "temperature": 0, "generator_temperature": 0, "top_k": 0, "verifier_max_new_tokens": -1,
+                       "max_new_tokens": -1, "max_problems": -1})
+    check_most(args, {"num_verifications": 10 ** 5, "num_samples": 10 ** 5, "max_problems": 10 ** 6})
+    for name in ("verifier_max_new_tokens", "max_new_tokens", "max_problems"):
+        if getattr(args, name) == 0:
+            raise BadInput(f"--{name.replace('_', '-')} 0: must be at least 1, or -1")
     for count, greedy, flag in (("num_verifications", args.temperature == 0, "--temperature"),
                                 ("num_samples", args.generator_tag and args.generator_temperature == 0,
                                  "--generator-temperature")):
@@ -147,10 +166,9 @@ def check_args(args) -> None:
                            f"{flag} above 0")
     check_name("--verifier-tag", args.verifier_tag)
     check_name("--generator-tag", args.generator_tag or args.verifier_tag)
-    check_name("--own-tag", args.own_tag or args.verifier_tag)
     if args.out:
         args.out = os.path.realpath(args.out)  # a link stays, and what it leads to is written
-        check_out(args.out)
+        check_out(args.out, parts)
 
 
 def gathered(rows: list[dict], key: str, device) -> list[dict]:
@@ -159,16 +177,18 @@ def gathered(rows: list[dict], key: str, device) -> list[dict]:
 
 
 def verify_fitting(args, problems: list[Problem], solutions: list[Solution], verifier, sampler: Sampler,
-                   stream: tuple) -> list[list[Verification]]:
-    """The k verifications of each solution of this rank; none of one that does not fit the verifier's context."""
+                   stream: tuple) -> list[tuple[list[Verification], list[int]]]:
+    """The k verifications of each solution of this rank and their tokens; none of one that does not fit the verifier's
+    context."""
     k, room = args.num_verifications, verifier.config.sequence_len - args.verifier_max_new_tokens
     prompts = [verifier_prompt(sampler.tokenizer, sampler.task.fmt, p.prompt, s.text)
                for p, s in zip(problems, solutions, strict=True)]
     fits, copies = [len(prompt) <= room for prompt in prompts], count_copies(problems)
     kept = [[x for x, fit in zip(row, fits, strict=True) if fit] for row in (problems, solutions, copies)]
-    _, verifications = sampler.verify(verifier, *kept[:2], k, stream, greedy=args.temperature == 0, copies=kept[2])
-    groups = iter([verifications[i: i + k] for i in range(0, len(verifications), k)])
-    return [next(groups) if fit else [] for fit in fits]
+    rollouts, said = sampler.verify(verifier, *kept[:2], k, stream, greedy=args.temperature == 0, copies=kept[2])
+    lengths = rollouts.lengths.tolist()
+    groups = iter([(said[i: i + k], lengths[i: i + k]) for i in range(0, len(said), k)])
+    return [next(groups) if fit else ([], []) for fit in fits]
 
 
 # ProcessBench
@@ -184,8 +204,8 @@ def verify_samples(args, samples: list[LabelledSolution], verifier, sampler, dev
     solutions = [read_solution(tokenizer, fmt, tokenizer.encode(solution_text(fmt, s))) for s in mine]
     assert [len(solution.step_ends) for solution in solutions] == [len(s.steps) for s in mine]
     rows = []
-    for sample, said in zip(mine, verify_fitting(args, problems, solutions, verifier, sampler, ("processbench",)),
-                            strict=True):
+    judged = verify_fitting(args, problems, solutions, verifier, sampler, ("processbench",))
+    for sample, (said, _) in zip(mine, judged, strict=True):
         predictions = [first_error(aligned(v.step_verdicts, len(sample.steps))) for v in said] or [None] * k
         rows.append({"subset": sample.subset, "row": sample.row, "label": sample.label,
                      "final_answer_correct": sample.final_answer_correct, "too_long": not said,
@@ -268,8 +288,9 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
 
 def verified_solutions(args, task, generator, verifier, sampler, device) -> list[dict]:
     """Per test_in problem, over all ranks, lists over its n solutions: answers, outcomes, lengths (in tokens), labels
-    (gold, of steps), verdicts (n, k), step_verdicts, rationales (n, k, K), scores, tie_breaks (the share of steps
-    judged right), too_long (for the verifier), malformed (verifications that miss a criterion of the format)."""
+    (gold, of steps), verdicts, verification_lengths (n, k), step_verdicts, rationales (n, k, K), scores, tie_breaks
+    (the share of steps judged right), too_long (for the verifier), malformed (verifications that miss a criterion of
+    the format)."""
     rank, world = rank_and_world()
     n, k = args.num_samples, args.num_verifications
     task.problem("test_in", 0)  # there must be some
@@ -286,8 +307,8 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
     verifications = verify_fitting(args, problems, solutions, verifier, sampler, ("best_of_n", "verify"))
     texts = [solution.text for solution in solutions]
     outcomes, answers = outcomes_of(task, problems, texts), answers_of(task, texts)
-    for problem, solution, length, outcome, answer, said in zip(problems, solutions, solved.lengths.tolist(), outcomes,
-                                                                answers, verifications, strict=True):
+    for problem, solution, length, outcome, answer, (said, said_lengths) in zip(
+            problems, solutions, solved.lengths.tolist(), outcomes, answers, verifications, strict=True):
         num_steps = len(solution.step_ends)
         verdicts = [v.verdict for v in said] or [None] * k
         step_verdicts = [aligned(v.step_verdicts, num_steps) for v in said] or [[None] * num_steps] * k
@@ -295,7 +316,7 @@ def verified_solutions(args, task, generator, verifier, sampler, device) -> list
         rationales = [rationales_of(task, problem, solution.text, v) for v in said] if args.judge_report else []
         for name, value in (("answers", answer), ("outcomes", outcome), ("lengths", length),
                             ("labels", labels_of(task, problem, solution.text)), ("rationales", rationales),
-                            ("verdicts", verdicts),
+                            ("verdicts", verdicts), ("verification_lengths", said_lengths or [0] * k),
                             ("step_verdicts", step_verdicts), ("scores", SCORES[args.score](verdicts, step_verdicts)),
                             ("tie_breaks", step_share(verdicts, step_verdicts)), ("too_long", not said),
                             ("malformed", sum(bool(v.unmet) for v in said))):
@@ -362,13 +383,11 @@ def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
 
 
-def main(args) -> None:
-    check_args(args)
-    samples = load_processbench(args.processbench, args.subset, args.max_examples) if args.processbench else []
-    tokenizer = load_tokenizer(path_of("tokenizer"))
-    device = init_device(args.device_type)
+def load_players(args, tokenizer, device) -> tuple:
+    """The verifier's model, the generator's and its task (None without --generator-tag), and the sampler. Flags that
+    were left out are as the checkpoints say."""
     verifier, recorded, where, args.step = load(args.verifier_source, args.verifier_tag, args.step, tokenizer, device,
-                                                     "verifier")
+                                                "verifier")
     context = verifier.config.sequence_len
     if args.verifier_max_new_tokens < 0:
         args.verifier_max_new_tokens = recorded_count(recorded, "verifier_max_new_tokens", min(256, context // 2),
@@ -384,14 +403,23 @@ def main(args) -> None:
         if args.max_new_tokens < 0:
             args.max_new_tokens = recorded_count(recorded, "max_new_tokens",
                                                  min(256, generator.config.sequence_len // 2), where)
-    own_model = (load(args.own_source, args.own_tag, args.own_step, tokenizer, device, "generator")[0] if args.own_tag
-                 else None)
     complete_task_args(args, recorded, where)
     task = make_task(args) if args.generator_tag else None
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
                       args.temperature or 1.0, args.top_k, max_rows=args.max_rows)
     print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, "
            + (f"temperature {args.temperature}" if args.temperature else "greedy"))
+    return verifier, generator, task, sampler
+
+
+def main(args) -> None:
+    check_args(args)
+    samples = load_processbench(args.processbench, args.subset, args.max_examples) if args.processbench else []
+    tokenizer = load_tokenizer(path_of("tokenizer"))
+    device = init_device(args.device_type)
+    verifier, generator, task, sampler = load_players(args, tokenizer, device)
+    own_model = (load(args.own_source, args.own_tag, args.own_step, tokenizer, device, "generator")[0] if args.own_tag
+                 else None)
     numbers = {"args": vars(args)}
     if args.processbench:
         # The sampler asks a task for its format alone when it verifies.

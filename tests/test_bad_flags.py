@@ -21,7 +21,7 @@ from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
 from scripts import (base_eval, base_train, bench_engine, bench_kernels, bench_step, chat_cli, chat_eval, chat_rl,
                      chat_sft, demo, hf_export, hf_import, hf_random, label_steps, plan_cost, plan_memory, report,
-                     run_arms, tango_rl, task_text, tok_eval, tok_train, verifier_eval)
+                     run_arms, tango_rl, task_text, tok_eval, tok_train, verifier_eval, verify_or_sample)
 from tasks import TASKS, task_flags
 
 HUGE = str(10 ** 15)
@@ -68,6 +68,8 @@ CALLS = {
     tok_train: ([*TASK_FLAGS, "--num-texts", "2", "--vocab-size", "266"], ["check_models"]),
     verifier_eval: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "1"],
                     ["evaluate_best_of_n", "evaluate_processbench"]),
+    verify_or_sample: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "1"],
+                       ["verified_solutions"]),
 }
 
 
@@ -190,7 +192,8 @@ def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, 
     assert set(became.values()) == {"taken", "refused"}, became
     if damage is no_folder:
         needed = {"base_eval", "base_train", "chat_cli", "chat_eval", "chat_sft", "demo", "hf_export", "hf_import",
-                  "label_steps", "report", "run_arms", "tok_eval", "tok_train", "verifier_eval"}
+                  "label_steps", "report", "run_arms", "tok_eval", "tok_train", "verifier_eval",
+                  "verify_or_sample"}
         assert {name.removeprefix("scripts.") for name in became if became[name] == "refused"} == needed
 
 

@@ -72,6 +72,10 @@ def judged_scores(problems: list[list[list]]) -> dict:
 
 def add_judged_args(group) -> None:
     add_judge_args(group)
+    add_judged_samples(group)
+
+
+def add_judged_samples(group) -> None:
     group.add_argument("--judged-samples", type=int, default=4,
                        help="n: the starting generator's solutions of each test problem on which the judge is "
                        "evaluated, best of n among them")

@@ -100,12 +100,14 @@ def add_label_args(group) -> None:
     group.add_argument("--labels", default="", metavar="FILE.jsonl", help="labelled solutions, see label_steps")
 
 
-def check_labels(args, task, least: float = 0) -> None:
-    """Raises BadInput unless --labels names labels from `least` to 1 for this task's problems; from 0 they are
-    chances."""
+def check_labels(args, task, least: float | None = 0) -> None:
+    """Raises BadInput unless --labels names labels from `least` to 1 for this task's problems; from 0 they are chances,
+    None: any numbers."""
     if not args.labels:
         raise BadInput("--labels: name the labelled solutions to learn from")
-    check_range(args.labels, read_labelled(args.labels, task), least)
+    rows = read_labelled(args.labels, task)
+    if least is not None:
+        check_range(args.labels, rows, least)
 
 
 def digest(rows: list[Labelled]) -> int:

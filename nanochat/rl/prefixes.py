@@ -114,6 +114,12 @@ def forced_answer(tokenizer, fmt, answer: str) -> tuple[list[int], list[int]]:
             [*tokenizer.encode(answer + fmt.answer_close), tokenizer.stop_tokens[0]])
 
 
+def forced_behind(tokenizer, fmt, cut: Cut, k: int) -> tuple[list[int], list[int]]:
+    """Token ids of prefix k of a solution with what opens an answer, and of the gold answer that is forced there."""
+    opening, answer = forced_answer(tokenizer, fmt, cut.problem.answer)
+    return cut.begin(k) + opening, answer
+
+
 def completion_logprobs(model, prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
     """The log-probability of each whole completion behind its prompt, at temperature 1."""
     device, width = model.lm_head.weight.device, max(map(len, completions))
@@ -151,8 +157,8 @@ def best_of_chance(asked: Asked, model, sampler: Sampler, num: int, best_of: int
 def answer_logprob(asked: Asked, model, sampler: Sampler, num: int, best_of: int) -> list[Found]:
     """log p of the gold answer that is forced behind the prefix. It costs its tokens, which are read and not sampled;
     they count as one rollout."""
-    forced = [forced_answer(sampler.tokenizer, sampler.task.fmt, cut.problem.answer) for cut, _ in asked]
-    prompts = [cut.prompt + cut.begin(k) + opening for (cut, k), (opening, _) in zip(asked, forced, strict=True)]
+    forced = [forced_behind(sampler.tokenizer, sampler.task.fmt, cut, k) for cut, k in asked]
+    prompts = [cut.prompt + begun for (cut, _), (begun, _) in zip(asked, forced, strict=True)]
     answers = [answer for _, answer in forced]
     rows = zip(completion_logprobs(model, prompts, answers), prompts, answers, strict=True)
     return [Found(value, 1, len(answer), len(prompt), len(prompt)) for value, prompt, answer in rows]

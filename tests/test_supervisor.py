@@ -1,0 +1,167 @@
+"""
+Recipe supervisor: its update against the gradient of the answers' likelihood, gains by hand and against label_steps,
+and what is drawn and refused.
+
+    python -m pytest tests/test_supervisor.py -q
+"""
+import json
+import math
+
+import pytest
+import torch
+from conftest import TASK_FLAGS, parse, rl_flags, write_labelled
+from test_log_odds import assert_update_is, play_of, random_model
+from test_supervised import BYTES, behind_steps, log_likelihood
+
+from nanochat.common import BadInput
+from nanochat.recipes import supervisor
+from nanochat.rl.labelled import as_rollouts, labelled_of_step
+from nanochat.rl.prefixes import answer_logprob
+from nanochat.rl.step_labels import gains
+from scripts import label_steps, tango_rl
+from tasks import make_task
+
+
+@pytest.fixture
+def supervised_play(tmp_path):
+    """(flags) -> a run of recipe supervisor, which begins from a random model, on a file of labelled solutions."""
+    def of(*flags: str):
+        path = tmp_path / "labels.jsonl"
+        t, args = play_of(random_model()), parse(tango_rl, [
+            "--recipe", "supervisor", "--labels", str(path), "--chain-modulus", "3", "--chain-min-steps", "1",
+            "--chain-max-steps", "2", "--examples-per-step", "4", *flags])
+        task, args.micro_batch_tokens, args.max_grad_norm = make_task(args), 60, 0.0
+        write_labelled(path, task, 8)
+        t.sampler.task, t.sampler.tokenizer, t.args = task, BYTES, args
+        t.roles, t.calls = {"supervisor": t.roles["verifier"]}, {c.label: c for c in supervisor.calls(args)}
+        return t
+    return of
+
+
+def beginnings(row) -> list[str]:
+    """A solution's text up to each step, from none to all."""
+    return [row.solution[:end] for end in [0, *behind_steps(row.solution)]]
+
+
+def true_nll(model, row, begun: str) -> torch.Tensor:
+    """-log p of the gold answer and its end, behind the problem, a beginning and "="."""
+    prompt = [*BYTES.render_prompt(row.problem.prompt), *BYTES.encode(begun + "=")]
+    return -log_likelihood(model, prompt, [*BYTES.encode(row.problem.answer), BYTES.assistant_end]).sum()
+
+
+# The update
+
+def test_a_supervisor_learns_the_answers_tokens_alone(supervised_play):
+    """With all beginnings: the mean of their answers' losses, whose tokens and no others have a coefficient."""
+    t = supervised_play("--prefixes", "9")
+    rows = labelled_of_step(t)
+    update, = supervisor.play(t)
+    model, ((answers, weights),) = t.roles["supervisor"].model, update.parts
+    losses = [true_nll(model, row, begun) for row in rows for begun in beginnings(row)]
+    assert len(answers) == len(losses) == sum(len(row.labels) + 1 for row in rows)
+    assert answers.texts == [row.problem.answer for row in rows for _ in beginnings(row)]
+    assert torch.equal(weights > 0, answers.mask)
+    loss = sum(losses) / len(losses)
+    assert t.metrics["sup/nll"] == pytest.approx(loss.item(), rel=1e-5)
+    assert update.per == "rollout" and update.loss.name == "reinforce"
+    assert_update_is(model, update.parts, loss)
+
+
+def test_right_and_wrong_solutions_have_the_gold_answer(supervised_play):
+    t = supervised_play("--prefixes", "9", "--examples-per-step", "8")
+    rows = labelled_of_step(t)
+    update, = supervisor.play(t)
+    assert {row.outcome for row in rows} == {True, False, None}
+    assert len(update.parts[0][0]) == sum(len(row.labels) + 1 for row in rows)  # none is left out
+
+
+def test_beginnings_are_drawn_anew_in_each_step_and_alike_on_all_ranks(supervised_play):
+    """Of K + 1 beginnings min(N, K + 1), without repetition; every one is drawn at some step."""
+    t = supervised_play("--prefixes", "1")
+    rows = labelled_of_step(t)
+    cuts = supervisor.cuts_of(t, as_rollouts(t, "supervisor", rows))
+    whole = [supervisor.drawn(t, row, cut) for row, cut in zip(rows, cuts, strict=True)]
+    alone = [supervisor.drawn(t, row, cut) for row, cut in reversed(list(zip(rows, cuts, strict=True)))]
+    assert alone == whole[::-1] and all(len(row) == 1 for row in whole)
+    two = next(n for n, cut in enumerate(cuts) if len(cut.step_ends) == 2)
+    seen = []
+    for t.state.step in range(40):
+        seen += supervisor.drawn(t, rows[two], cuts[two])
+    assert set(seen) == {0, 1, 2}
+    t.args.prefixes = 2
+    for t.state.step in range(9):
+        found = supervisor.drawn(t, rows[two], cuts[two])
+        assert len(found) == 2 and found == sorted(set(found))
+    t.args.prefixes = 3
+    assert supervisor.drawn(t, rows[two], cuts[two]) == [0, 1, 2]
+
+
+# Gains
+
+def test_gains_telescope_and_are_those_of_label_steps(supervised_play):
+    """The sum of the gains is log p(Y | X_K) - log p(Y | X_0); each is what label_steps finds with the same model."""
+    t = supervised_play()
+    rows, model = labelled_of_step(t), t.roles["supervisor"].model
+    cuts = supervisor.cuts_of(t, as_rollouts(t, "supervisor", rows))
+    for row, cut in zip(rows, cuts, strict=True):
+        asked = [(cut, k) for k in range(len(cut.step_ends) + 1)]
+        values = supervisor.answer_logprobs(t, supervisor.gold_answers(t, asked))
+        by_hand = [-true_nll(model, row, begun).item() for begun in beginnings(row)]
+        theirs = [found.value for found in answer_logprob(asked, model, t.sampler, 1, 1)]
+        assert values == pytest.approx(by_hand, rel=1e-5) and theirs == pytest.approx(by_hand, rel=1e-5)
+        assert sum(gains(values)) == pytest.approx(by_hand[-1] - by_hand[0], abs=1e-4)
+    assert {len(cut.step_ends) for cut in cuts} == {1, 2}
+
+
+def test_scores_of_gains_by_hand():
+    """Gains 1, -1 (gold right, wrong); 0, -2, 3 (right, wrong, right), of which the last stands behind the error; and
+    one whose gold labels are not known."""
+    rows = [[[-2.0, -1.0, -2.0], [True, False]], [[-3.0, -3.0, -5.0, -2.0], [True, False, True]], [[-1.0, -9.0], []]]
+    assert supervisor.gain_scores(rows) == {"step_auc": 1.0, "step_accuracy": 1.0, "first_error_auc": 1.0}
+    # A right step loses .5: below it is only the wrong one of -2. The gain of 3 is behind the first error.
+    rows[1] = [[-3.0, -3.5, -5.5, -2.5], [True, False, True]]
+    rows[0] = [[-2.0, -1.0, -1.25], [True, False]]
+    # right: 1, -.5, 3; wrong: -.25, -2: 5 of 6 pairs; without the 3: 3 of 4
+    assert supervisor.gain_scores(rows) == {"step_auc": 5 / 6, "step_accuracy": 0.8, "first_error_auc": 0.75}
+    assert supervisor.gain_scores([]) == supervisor.gain_scores(rows[2:]) == dict.fromkeys(
+        ("step_auc", "step_accuracy", "first_error_auc"))
+
+
+# Runs
+
+def test_its_checkpoint_labels_steps(base):
+    """label_steps then finds other gains, on the same solutions, than under the model that it began from."""
+    flags = rl_flags("--recipe", "supervisor", "--run", "r", "--num-steps", "2", "--judged-samples", "2")
+    tango_rl.main(parse(tango_rl, flags))
+    summary = json.loads((base / "runs" / "r" / "summary.json").read_text())
+    before, after = summary["before"], summary["after"]
+    assert before.keys() == after.keys() and all(
+        math.isfinite(after[f"sup/{name}_fixed"]) for name in ("nll_none", "nll_whole", "step_accuracy"))
+    assert before["sup/nll_none_fixed"] != after["sup/nll_none_fixed"]  # the solutions stay, the supervisor moves
+    found = {}
+    for out, asked in (("before", []), ("after", ["--supervisor-tag", "r-sup", "--supervisor-source", "rl"])):
+        label_steps.main(parse(label_steps, [
+            *TASK_FLAGS, "--device-type", "cpu", "--generator-tag", "tiny", "--method", "information_gain",
+            "--num-problems", "3", "--num-samples", "1", *asked, "--out", f"{base}/{out}.jsonl"]))
+        found[out] = [json.loads(line) for line in (base / f"{out}.jsonl").read_text().splitlines()]
+    for one, two in zip(*found.values(), strict=True):
+        assert one["ids"] == two["ids"] and one["values"] != two["values"]
+
+
+def test_labels_of_any_kind_will_do(base):
+    """Information gains are no chances, and are not read."""
+    path = base / "labels.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "labels": [-7.5] * len(row["labels"])}) + "\n" for row in rows))
+    tango_rl.main(parse(tango_rl, rl_flags("--recipe", "supervisor", "--run", "r", "--num-steps", "1")))
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--prefixes", "0"], "--prefixes 0: must be at least 1"),
+    (["--judged-samples", "0"], "--judged-samples 0: must be at least 1"),
+    (["--labels", ""], "--labels: name the labelled solutions"),
+    (["--labels", "none.jsonl"], "--labels none.jsonl: cannot be read"),
+    (["--updates-per-batch", "2"], "--updates-per-batch 2")])
+def test_settings_that_cannot_work_are_refused(base, flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", "supervisor", *flags)))
