@@ -53,7 +53,6 @@ def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(tmp_pat
     ({"outcome": 1}, "has no 'outcome' that could be read"),
     ({"index": "3", "prompt": ""}, "has no 'index' that could be read"),
     ({"index": True}, "has no 'index' that could be read"),
-    ({"index": -1}, "its prompt is not that of problem -1 of rl"),
     ({"split": "no", "prompt": ""}, "its prompt is not that of problem 3 of no")])
 def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, change, words):
     good = {"prompt": task.problem("rl", 3).prompt}
@@ -71,6 +70,11 @@ def test_a_file_that_is_none_is_refused(tmp_path, task, text, words):
     path.write_text(text)
     with pytest.raises(BadInput, match=words):
         read_labelled(str(path), task)
+
+
+def test_a_problem_before_the_first_is_none(tmp_path, task):
+    with pytest.raises(BadInput, match="line 2: its prompt is not that of problem -1 of rl"):
+        read_labelled(write(tmp_path / "l.jsonl", task, {}, {"index": -1}), task)
 
 
 def test_a_missing_file_is_refused(tmp_path, task):
