@@ -139,7 +139,8 @@ VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, an
     "shared_all": ("-all", "--verifier-shared-layers 4"),
     "small_verifier": ("-small", "--depth 2 --n-embd 64 --n-head 2"),
     "large_verifier": ("-large", "--depth 6 --n-embd 192 --n-head 6"),
-    **{form: (f"-{form}", f"--verifier-form {form} --sequence-len 512 --num-steps 500") for form in ("pair", "solve_pair", "scores")},
+    **{form: (f"-{form}", f"--verifier-form {form} --sequence-len 512 --num-steps 500")
+       for form in ("pair", "solve_pair", "scores")},
 }
 
 
