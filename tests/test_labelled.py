@@ -49,6 +49,7 @@ def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(tmp_pat
     ({"labels": [1.0]}, "has 1 labels, and the solution 2 steps"),
     ({"labels": [1.0, "x"]}, "a label that is no finite number"),
     ({"labels": [1.0, math.nan]}, "a label that is no finite number"),
+    ({"labels": [1.0, 10 ** 400]}, "a label that is no finite number"),
     ({"labels": None}, "has no 'labels' that could be read"),
     ({"outcome": 1}, "has no 'outcome' that could be read"),
     ({"index": "3", "prompt": ""}, "has no 'index' that could be read"),

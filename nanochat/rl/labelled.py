@@ -10,7 +10,7 @@ kinds any finite one. More fields may stand there. Solutions that are yet to be 
 """
 import functools
 import json
-import math
+import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -82,7 +82,7 @@ def read_labelled(path: str, task) -> list[Labelled]:
         labels, num_steps = row["labels"], len(task.fmt.step_spans(row["solution"]))
         if len(labels) != num_steps:
             raise BadInput(f"{where}: has {len(labels)} labels, and the solution {num_steps} steps")
-        if not all(isinstance(label, int | float) and math.isfinite(label) for label in labels):
+        if not all(isinstance(label, int | float) and abs(label) <= sys.float_info.max for label in labels):
             raise BadInput(f"{where}: has a label that is no finite number")
         rows.append(Labelled(row["problem"], row["solution"], row["outcome"], [float(label) for label in labels]))
     return rows
