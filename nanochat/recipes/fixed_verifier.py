@@ -65,4 +65,6 @@ def play(t):
 def evaluate(t):
     if t.args.judge == WRITTEN:
         return scores_of_pair(t)
-    return pass_at_1(t, "generator") | scores_as_judge(t, t.args.judge)
+    if "judged" not in t.memory:  # neither the verifier nor what it is scored on changes
+        t.memory["judged"] = scores_as_judge(t, t.args.judge)
+    return pass_at_1(t, "generator") | t.memory["judged"]
