@@ -128,7 +128,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "cooper_frozen": "--recipe cooper --rm-pretrain 200 --rm-update none",
     "cooper_rule": "--recipe cooper --rm-pretrain 0 --rm-update none --policy-reward rule",
     "ppo": "--recipe ppo",
-    **{f"refit_{k}": f"--recipe refit --refit-every {k}" for k in (0, 1, 20)},
+    **{f"refit_{k}": f"--recipe refit --refit-every {k} --verifier-lr 1e-3" for k in (0, 1, 20)},
     "progress": "--recipe progress_rewards --continuations 4 --best-of 2",
     "ties": "--recipe simulated_judge --judge-ties 0.5",      # as accurate as each other
     "flips": "--recipe simulated_judge --judge-flips 0.25",
