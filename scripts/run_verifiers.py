@@ -45,24 +45,28 @@ def labels_file(seed: str, labels: str) -> str:
     return path_of("labels", f"{TASK}-{labels}-s{seed}", "labels.jsonl")
 
 
+def one_spaced(flags: str) -> str:
+    return " ".join(flags.split())
+
+
 def label_job(seed: str, labels: str) -> Job:
     """Gold labels come with the solutions, which the others label."""
     given = "" if labels == "gold" else labels_file(seed, "gold")
     path = labels_file(seed, labels)
     return Job(f"labels-{labels}-s{seed}", "scripts.label_steps", os.path.dirname(path), "labels.summary.json",
-               label_flags(seed, labels, given, path))
+               one_spaced(label_flags(seed, labels, given, path)))
 
 
 def training_job(seed: str, name: str) -> Job:
     run, labels = f"{E.name}-train_{name}-s{seed}", VERIFIERS[name].labels
     return Job(run, "scripts.tango_rl", path_of("runs", run), "summary.json",
-               training_flags(seed, name, labels and labels_file(seed, labels)))
+               one_spaced(training_flags(seed, name, labels and labels_file(seed, labels))))
 
 
 def reward_job(seed: str, name: str) -> Job:
     run = f"{E.name}-{name}-s{seed}"
     return Job(run, "scripts.tango_rl", path_of("runs", run), "summary.json",
-               reward_flags(seed, name, f"{training_job(seed, name).name}-ver"))
+               one_spaced(reward_flags(seed, name, f"{training_job(seed, name).name}-ver")))
 
 
 def stages_of(seeds: list[str], names: list[str]) -> list[list[Job]]:

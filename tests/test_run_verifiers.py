@@ -29,7 +29,7 @@ def test_every_flag_is_known_and_every_judge_and_label_is_there(empty):
     for stage in stages_of(["1"], list(VERIFIERS)):
         for job in stage:
             args = parse(SCRIPTS[job.module], job.flags.split())
-            assert args.seed == 1
+            assert args.seed == 1 and job.flags == " ".join(job.flags.split())  # as they are written down and compared
             if job.module == "scripts.tango_rl":
                 assert args.recipe in recipes.names()
     for v in VERIFIERS.values():
