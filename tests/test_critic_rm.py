@@ -44,15 +44,16 @@ TEXTS = [None, None, "x", None,   # one pair, and one of the right solution left
          "x", None, None, None]   # one pair
 KEPT = [0, 1, 3, 4, 9, 10, 11]
 PAIRS = [(0, 3), (9, 10)]
+PAIRED = [n for pair in PAIRS for n in pair]
 
 
 def plain(t, rows, said) -> tuple[torch.Tensor, torch.Tensor]:
-    """The LM loss of the kept critiques and the margins of their pairs, by plain forwards."""
+    """The LM loss of the paired critiques and the margins of the pairs, by plain forwards."""
     model, fmt = t.roles["verifier"].model, t.task.fmt
     prompts = [BYTES.render_prompt(fmt.verifier_prompt.format(
         problem=row.problem.prompt, solution=row.solution, num_steps=len(row.labels))) for row in rows]
     lm = torch.cat([log_likelihood(model, prompts[n // 2], [*BYTES.encode(said[n]), BYTES.assistant_end])
-                    for n in KEPT])
+                    for pair in PAIRS for n in pair])
 
     def score(n: int) -> torch.Tensor:
         stem = BYTES.encode(said[n])[:-1]  # the verdict is its last token
@@ -65,12 +66,12 @@ def plain(t, rows, said) -> tuple[torch.Tensor, torch.Tensor]:
 # Pairs
 
 @pytest.mark.parametrize("of_each, pairs", [
-    ([0, 0, 1, 2, 3, 3, 3], ([0, 3], [2, 4])),      # the shorter side decides
-    ([0, 0, 2, 3], ([2], [3])),                     # 0 has no wrong counterpart that was kept
-    ([1, 1, 3], ([], [])), ([], ([], [])),
-    ([0, 0, 1, 1], ([0, 1], [2, 3]))])              # the first with the first, the second with the second
+    ([0, 0, 1, 2, 3, 3, 3], [0, 2, 3, 4]),  # the shorter side decides
+    ([0, 0, 2, 3], [2, 3]),                 # 0 has no wrong counterpart that was kept
+    ([1, 1, 3], []), ([], []),
+    ([0, 0, 1, 1], [0, 2, 1, 3])])          # the first with the first, the second with the second
 def test_the_kept_critiques_of_a_right_solution_are_paired_with_those_of_the_wrong_one(of_each, pairs):
-    assert critic_rm.pairs_of(of_each) == pairs
+    assert critic_rm.in_pairs(of_each) == pairs
 
 
 # Updates
@@ -96,8 +97,10 @@ def test_with_lambda_0_it_is_genprm_on_the_same_critiques(critic, monkeypatch):
     other, = genprm.play(t)
     (mine, a), = update.parts
     (theirs, b), = other.parts
-    assert mine.texts == theirs.texts == [said[n] for n in KEPT]
-    assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(a, b)
+    assert mine.texts == [said[n] for n in PAIRED] and theirs.texts == [said[n] for n in KEPT]
+    paired = [KEPT.index(n) for n in PAIRED]
+    assert torch.equal(mine.tokens, theirs.tokens[paired])
+    assert torch.allclose(a / a.sum(), b[paired] / b[paired].sum())  # all tokens of them alike
 
 
 def test_with_lambda_1_only_the_verdicts_of_paired_critiques_move(critic):
@@ -105,22 +108,21 @@ def test_with_lambda_1_only_the_verdicts_of_paired_critiques_move(critic):
     update, = critic_rm.play(t)
     signs = {0: 1, 3: -1, 9: 1, 10: -1}  # of the right solution's log-odds of T, of the wrong one's
     for (rollouts, coefficients), token, way in zip(update.parts, (T, F), (1, -1), strict=True):
-        for row, n in enumerate(KEPT):
-            at = coefficients[row].nonzero()[:, 0].tolist()
-            assert at == ([len(said[n]) - 1] if n in signs else [])
-            assert all(rollouts.targets[row, i] == token for i in at)
-            assert all((coefficients[row, i] > 0) == (way * signs[n] > 0) for i in at)
+        for row, n in enumerate(PAIRED):
+            at, = coefficients[row].nonzero()[:, 0].tolist()
+            assert at == len(said[n]) - 1 and rollouts.targets[row, at] == token
+            assert (coefficients[row, at] > 0) == (way * signs[n] > 0)
 
 
 def test_a_pairs_coefficients_by_hand(critic):
     t, rows, said = critic("--bt-start", "1", texts=TEXTS)
     update, = critic_rm.play(t)
     coefficients = update.parts[0][1].sum(dim=1)
-    # of a mean over 2 pairs in an update that averages over the 14 rollouts of both parts
+    # of a mean over 2 pairs in an update that averages over the 8 rollouts of both parts
     for (w, l), margin in zip(PAIRS, plain(t, rows, said)[1].detach(), strict=True):
-        pull = torch.sigmoid(-margin).item() * 14 / 2
-        assert coefficients[KEPT.index(w)].item() == pytest.approx(pull, rel=1e-4)
-        assert coefficients[KEPT.index(l)].item() == pytest.approx(-pull, rel=1e-4)
+        pull = torch.sigmoid(-margin).item() * 8 / 2
+        assert coefficients[PAIRED.index(w)].item() == pytest.approx(pull, rel=1e-4)
+        assert coefficients[PAIRED.index(l)].item() == pytest.approx(-pull, rel=1e-4)
 
 
 def test_lambda_goes_linearly_from_its_start_to_its_end(critic):

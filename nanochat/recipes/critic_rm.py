@@ -1,10 +1,11 @@
 """Critic-RM (Yu et al. 2024): a verifier that writes a critique, then scores by a scalar. arXiv 2411.16646.
 
 A step takes a right and a wrong solution of each problem from a file (--labels). The verifier writes --num-samples
-critiques of each, the task's usual verifications. Those whose final verdict agrees with the outcome are kept. A kept
-critique has a score s, the log-odds of the final verdict at its place in the text. The loss is (1 - lambda) times the
-LM loss on the kept critiques, plus lambda times the mean of -log sigma(s_right - s_wrong) over pairs of them. lambda
-goes from --bt-start to --bt-end over the run: the verifier first learns to write, then to score.
+critiques of each, the task's usual verifications. Those whose final verdict agrees with the outcome are kept, in pairs:
+one of the right and one of the wrong solution. A critique has a score s, the log-odds of the final verdict at its place
+in the text. The loss is (1 - lambda) times the LM loss on these critiques, plus lambda times the mean of
+-log sigma(s_right - s_wrong) over the pairs. lambda goes from --bt-start to --bt-end over the run: the verifier first
+learns to write, then to score.
 
 A solution's chance is the mean over --verifications critiques. --critiques none is the arm without critiques: the
 verdict is asked for at once, and the pair loss alone is learned.
@@ -16,7 +17,8 @@ Departures:
    refined and ranked.
 3. A critique is kept or not by its final verdict. Its verdicts on steps may be anything.
 4. The first kept critique of the right solution makes a pair with the first one of the wrong solution, and so on. Those
-   that are left over count in the LM loss alone.
+   that are left over are not learned. Otherwise a verifier that calls everything right keeps half of its critiques and
+   is confirmed.
 5. lambda is linear in the number of updates.
 6. What is averaged over critiques is sigma(s), not s.
 """
@@ -67,9 +69,9 @@ def calls(args) -> list[Call]:
             critiques._replace(label="critiques", num_samples=num_samples, trained=True, scored=2)]
 
 
-def kept_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tuple[Rollouts, list[Spot], list[int]]:
-    """Of --num-samples critiques of each solution those whose final verdict is its outcome. -> the critiques, where the
-    verdict stands, and the number of the solution of each"""
+def paired_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tuple[Rollouts, list[Spot]]:
+    """--num-samples critiques of each solution, of which those are kept whose final verdict is its outcome. -> the
+    kept ones in pairs, and where the verdict stands"""
     G = t.args.num_samples
     rollouts = t.verify("verifier", solutions, G, "critiques", copies=[row.copy for row in rows])
     verifications, of_each = t.read_verifications(rollouts), [n for n in range(len(rows)) for _ in range(G)]
@@ -80,39 +82,38 @@ def kept_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tuple[
              for tokens, v in zip(rollouts.completions(), verifications, strict=True)]
     kept = [i for i, spot in enumerate(spots) if agree[i] and spot]  # without a spot it has no score
     t.log("verifier", {"kept": t.reduce(torch.tensor(len(kept), device=t.device)).item()})
-    return rollouts.select(kept), [spots[i] for i in kept], [of_each[i] for i in kept]
+    chosen = [kept[i] for i in in_pairs([of_each[i] for i in kept])]
+    return rollouts.select(chosen), [spots[i] for i in chosen]
 
 
-def pairs_of(of_each: list[int]) -> tuple[list[int], list[int]]:
-    """Pairs of critiques, the k-th of a right solution with the k-th of the wrong one. of_each: the number of the
-    solution of each, even for a right one, which the wrong one follows. -> the chosen, the rejected"""
+def in_pairs(of_each: list[int]) -> list[int]:
+    """Critiques in pairs: the k-th of a right solution, and behind it the k-th of the wrong one. of_each: the number of
+    the solution of each, even for a right one, which the wrong one follows."""
     found: dict[int, list[int]] = {}
     for i, n in enumerate(of_each):
         found.setdefault(n, []).append(i)
-    pairs = [pair for n in found if n % 2 == 0 for pair in zip(found[n], found.get(n + 1, []), strict=False)]
-    return [w for w, _ in pairs], [l for _, l in pairs]
+    return [i for n in found if n % 2 == 0 for pair in zip(found[n], found.get(n + 1, []), strict=False) for i in pair]
 
 
 def play(t: Play):
     rows = [row for pair in pairs_of_step(t, "verifier") for row in pair]                      # right, wrong, ...
     solutions, share = as_rollouts(t, "verifier", rows), 1.0
     if t.args.critiques == "self":
-        rollouts, spots, of_each = kept_critiques(t, solutions, rows)
+        rollouts, spots = paired_critiques(t, solutions, rows)
         share = t.args.bt_start + (t.args.bt_end - t.args.bt_start) * t.progress("verifier")   # lambda
+        placed = list(enumerate(spots))
     else:
-        rollouts, spots = forced_verdicts(t, "verifier", solutions, [row.outcome for row in rows])
-        spots, of_each = [spot for _, spot in spots], list(range(len(rows)))
-    placed = list(enumerate(spots))
-    chosen, rejected = pairs_of(of_each)
+        rollouts, placed = forced_verdicts(t, "verifier", solutions, [row.outcome for row in rows])
     s = log_odds_at(t, "verifier", rollouts, placed)                                           # (N,)
-    log_margins(t, "verifier", s[chosen] - s[rejected])
-    num_pairs = t.reduce(torch.tensor(len(chosen), device=t.device)).item()
-    t.log("verifier", {"bt_share": share, "num_pairs": num_pairs})
+    log_margins(t, "verifier", s[::2] - s[1::2])
+    num_pairs, N = len(rollouts) // 2, len(rollouts)
+    t.log("verifier", {"bt_share": share, "num_pairs": t.reduce(torch.tensor(num_pairs, device=t.device)).item()})
     losses = []
     if share < 1:
         losses.append((likelihood_parts(rollouts, (1 - share) * rollouts.mask), rollouts.lengths.sum().item()))
     if share > 0:
-        losses.append((spot_parts(rollouts, placed, share * pair_coefficients(s, chosen, rejected)), len(chosen)))
+        pull = pair_coefficients(s, list(range(0, N, 2)), list(range(1, N, 2)))
+        losses.append((spot_parts(rollouts, placed, share * pull), num_pairs))
     yield from learn_verdicts(t, "verifier", *losses)
 
 
