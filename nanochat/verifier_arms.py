@@ -21,6 +21,7 @@ LABELS = {  # methods of label_steps; all label the same solutions
 }
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
 RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
+RL_PAIRS = "--num-steps 60 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 1e-4"
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"
@@ -61,13 +62,13 @@ VERIFIERS = {
     "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",
                            recipe=f"--recipe genprm {SUPERVISED} --num-steps 80", labels="rpe"),
     "critic_rm": Verifier("own critiques, then a score of pairs (Critic-RM)", "analysed",
-                          recipe=f"--recipe critic_rm {SUPERVISED} --num-steps 80", labels="gold"),
-    "gram": Verifier("pairs, choice at once (GRAM)", "preferred", recipe=f"--recipe gram {SUPERVISED}", labels="gold"),
-    "rm_r1": Verifier("pairs, solves first, RL (RM-R1)", "solve_pair", "solve_pair", f"--recipe rm_r1 {RL_JUDGE}"),
-    "think_rm": Verifier("pairs, both worked again, RL (Think-RM)", "pair", "pair", f"--recipe think_rm {RL_JUDGE}"),
-    "spct": Verifier("scores of two, RL (SPCT)", "scores", "scores", f"--recipe spct {RL_JUDGE} --kl-coef 0.08"),
+                          recipe=f"--recipe critic_rm {RL_JUDGE}", labels="gold"),
+    "gram": Verifier("pairs, choice at once (GRAM)", "preferred", "pair", f"--recipe gram {SUPERVISED}", "gold"),
+    "think_rm": Verifier("pairs, both worked again, RL (Think-RM)", "pair", "pair", f"--recipe think_rm {RL_PAIRS}"),
+    "rm_r1": Verifier("pairs, solves first, RL (RM-R1)", "solve_pair", "solve_pair", f"--recipe rm_r1 {RL_PAIRS}"),
+    "spct": Verifier("scores of two, RL (SPCT)", "scores", "scores", f"--recipe spct {RL_PAIRS} --kl-coef 0.08"),
 }
-MAIN = [name for name in VERIFIERS if name not in ("prm_omega", "prm_pav", "genprm_rpe", "think_rm")]
+MAIN = [name for name in VERIFIERS if name not in ("prm_omega", "prm_pav", "genprm_rpe", "rm_r1", "spct")]
 
 
 def kind_of(start: str) -> str:
