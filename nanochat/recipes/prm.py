@@ -18,6 +18,7 @@ import argparse
 from dataclasses import replace
 
 from nanochat.common import BadInput, check_choices
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
                                      scores_as_judge)
 from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_of_step
@@ -44,6 +45,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_choices(args, {"prm_labels": LABELS})
+    check_one_update(args)
     check_judged_args(args)
     is_progress = args.prm_labels == "progress"
     if is_progress and args.until_first_error:
