@@ -244,6 +244,7 @@ def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     ("orm", ["--lm-coef", "-1"], "--lm-coef -1.0: must be at least 0"),
     ("prm", ["--prm-labels", "gold"], "--prm-labels gold: there are soft, hard, progress"),
     ("prm", ["--prm-labels", "progress", "--until-first-error"], "--until-first-error: with --prm-labels progress"),
+    ("prm", ["--prm-labels", "progress", "--prm-aggregate", "product"], "--prm-aggregate product: with --prm-labels"),
     ("prm", ["--prm-aggregate", "mean"], "--prm-aggregate mean: there are product, min, last"),
     ("prm", ["--judged-samples", "0"], "--judged-samples 0: must be at least 1"),
     ("genrm", ["--solution-coef", "-1"], "--solution-coef -1.0: must be at least 0"),

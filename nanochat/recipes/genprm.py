@@ -47,7 +47,7 @@ def check(args, task) -> None:
         raise BadInput(f"--label-bar {args.label_bar}: must be above 0, and at most 1")
     check_one_update(args)
     check_judged_args(args)
-    check_labels(args, task)
+    check_labels(args, task, kind="chances")
 
 
 def calls(args) -> list[Call]:

@@ -50,7 +50,10 @@ def check(args, task) -> None:
     is_progress = args.prm_labels == "progress"
     if is_progress and args.until_first_error:
         raise BadInput("--until-first-error: with --prm-labels progress no label says that a step is an error")
-    check_labels(args, task, least=-1 if is_progress else 0)
+    if is_progress and args.prm_aggregate == "product":
+        raise BadInput("--prm-aggregate product: with --prm-labels progress it would be a measure of length, as each "
+                       "factor is about a half; say min or last")
+    check_labels(args, task, kind="progress" if is_progress else "chances")
 
 
 def calls(args) -> list[Call]:

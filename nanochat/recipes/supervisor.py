@@ -42,7 +42,7 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     check_least(args, {"prefixes": 1, "judged_samples": 1})
     check_one_update(args)
-    check_labels(args, task, least=None)
+    check_labels(args, task)
 
 
 def calls(args) -> list[Call]:
