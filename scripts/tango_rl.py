@@ -284,12 +284,12 @@ def main(args) -> None:
     recipe, task, world = recipes.load(args.recipe), make_task(args), rank_and_world()[1]
     check_args(args, world)
     check_json(args)
-    recipes.ask(args.recipe, recipe, "check", args, task)
     complete_args(args, recipe.ROLES)
     seen = look_at(path_of("runs", choose_run_name(args.run)))
     resume_step, starts = find_start(args, recipe)
     if resume_step is None:
         check_task(args, task, starts)
+    recipes.ask(args.recipe, recipe, "check", args, task)  # what it reads fits the task, which is by now the right one
     uses_wandb(args.run)
     for path in (path_of("runs", args.run), *(path_of("rl", tag_of(args.run, role)) for role in recipe.ROLES)):
         check_writable(path)

@@ -38,6 +38,16 @@ def critic(tmp_path, monkeypatch):
     return of
 
 
+def test_critiques_that_cannot_be_read_are_told_once(critic, capsys):
+    t, _, _ = critic("--bt-start", "0.5", texts=["x"] * 7 + [None] * 5)
+    for _ in range(2):
+        list(critic_rm.play(t))
+    assert capsys.readouterr().out.count("most verifications cannot be read: was the verifier taught this form") == 1
+    t, _, _ = critic("--bt-start", "0.5")
+    list(critic_rm.play(t))
+    assert "cannot be read" not in capsys.readouterr().out
+
+
 # A solution that is right, its wrong counterpart, and so on: two critiques of each. None: the true one
 TEXTS = [None, None, "x", None,   # one pair, and one of the right solution left over
          None, "=F", "=T", "x",   # none of the wrong solution is kept: no pair

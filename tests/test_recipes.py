@@ -185,7 +185,8 @@ def test_every_recipe_has_its_paper_its_tags_and_says_where_it_departs():
     for name in recipes.names():
         module = recipes.load(name)
         assert all(hasattr(module, part) for part in recipes.NEEDED), name
-        assert re.search(r"arXiv \d{4}\.\d{5}", module.__doc__), name
+        first_line = module.__doc__.splitlines()[0]  # which --list-recipes prints
+        assert re.search(r"arXiv \d{4}\.\d{5}(, section [\d.]+)?\.$", first_line), name
         assert {"family", "verifier", "reward"} <= module.TAGS.keys(), name
 
 

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import parse, rl_flags, write_labelled
+from conftest import TASK_FLAGS, parse, rl_flags, write_labelled
 from test_log_odds import assert_update_is, play_of, random_model, true_log_odds
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
 from nanochat.recipes import genprm, genrm, orm, prm
 from nanochat.rl.formats import COMPACT
-from nanochat.rl.labelled import Labelled, labelled_of_step
+from nanochat.rl.labelled import Labelled, as_rollouts, labelled_of_step
 from nanochat.rl.prompts import Verification
-from nanochat.rl.spots import spot_of
+from nanochat.rl.spots import forced_verdicts, spot_of
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks import make_task
@@ -220,6 +220,41 @@ def test_the_verdict_of_a_genrm_is_a_token_of_its_own_here():
     assert spot_of(BYTES, COMPACT, BYTES.encode("=T"), 1) == (1, T, F)
 
 
+class Contextual:
+    """Writes a T behind "=" as a token of its own."""
+    OWN, TEXT = 300, staticmethod(lambda ids: [T if token == 300 else token for token in ids])
+
+    def __getattr__(self, name):
+        return getattr(BYTES, name)
+
+    def encode(self, text: str) -> list[int]:
+        ids, (equals,) = BYTES.encode(text), BYTES.encode("=")
+        return [self.OWN if (before, token) == (equals, T) else token
+                for before, token in zip([0, *ids], ids, strict=False)]
+
+    def token_bytes(self, token: int) -> bytes:
+        return BYTES.token_bytes(*self.TEXT([token]))
+
+    def decode(self, ids: list[int]) -> str:
+        return BYTES.decode(self.TEXT(ids))
+
+
+def test_a_verdict_that_has_other_tokens_in_a_text_is_refused_by_name(labelled_play):
+    t = labelled_play("genrm")
+    t.sampler.tokenizer = Contextual()
+    solutions = as_rollouts(t, "verifier", labelled_of_step(t)[:2])
+    forced_verdicts(t, "verifier", solutions, [False, False])
+    with pytest.raises(BadInput, match="format compact: in '=T' this tokenizer writes 'T' in other tokens than by"):
+        forced_verdicts(t, "verifier", solutions, [False, True])
+
+
+def test_verifications_that_cannot_be_read_are_told(labelled_play, capsys):
+    t = labelled_play("genprm", "--verifier-max-new-tokens", "4")
+    t.calls["analyses"] = genprm.written_call(t.args, 6, 1, 1)._replace(label="analyses", num_samples=2)
+    list(genprm.play(t))
+    assert "most verifications cannot be read: was the verifier taught this form" in capsys.readouterr().out
+
+
 # Runs
 
 def test_a_label_without_an_outcome_is_left_out_of_outcome_models(labelled_play):
@@ -261,3 +296,22 @@ def test_coefficients_hold_for_one_optimizer_step_and_more_are_refused_before_an
     with pytest.raises(BadInput, match="--updates-per-batch 2: the coefficients hold for one optimizer step"):
         tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, "--run", "r", "--updates-per-batch", "2")))
     assert not (base / "runs").exists()
+
+
+@pytest.mark.parametrize("recipe", ["orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor"])
+def test_a_labelled_solution_that_no_context_holds_is_refused_before_anything_is_written(base, recipe):
+    path = base / "labels.jsonl"
+    row = json.loads(path.read_text().splitlines()[-1])
+    long = {"solution": "1+1:2;" * 100 + "=2", "labels": [1.0] * 100}
+    path.write_text(path.read_text() + json.dumps(row | long) + "\n")
+    complaint = (f"the {'supervisor' if recipe == 'supervisor' else 'verifier'}'s longest prompt and completion .*"
+                 f"leave the longest solutions out of --labels .*that of problem {row['index']} of rl has ")
+    with pytest.raises(BadInput, match=complaint):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, "--run", "r")))
+    assert not (base / "runs").exists()
+
+
+def test_task_flags_that_were_left_out_are_named_before_labels_are_read(base):
+    flags = [flag for flag in rl_flags("--recipe", "prm", "--run", "r") if flag not in TASK_FLAGS[:2]]
+    with pytest.raises(BadInput, match="was trained with --chain-modulus 3"):
+        tango_rl.main(parse(tango_rl, flags))

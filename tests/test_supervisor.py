@@ -23,8 +23,11 @@ from tasks import make_task
 
 
 @pytest.fixture
-def supervised_play(tmp_path):
+def supervised_play(tmp_path, monkeypatch):
     """(flags) -> a run of recipe supervisor, which begins from a random model, on a file of labelled solutions."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    BYTES.save(str(tmp_path / "tokenizer"))
+
     def of(*flags: str):
         path = tmp_path / "labels.jsonl"
         t, args = play_of(random_model()), parse(tango_rl, [

@@ -82,7 +82,7 @@ def test_equal_solutions_are_not_judged_and_without_choices_nothing_is_learned(p
 
 @pytest.mark.parametrize("flags, complaint", [
     (["--grades", "five"], "--grades five: there are binary, graded"),
-    (["--num-samples", "1", "--advantage", "reinforce"], "--num-samples 1: must be at least 2"),
+    (["--advantage", "rloo"], "--advantage rloo: the advantages are of differences"),
     (["--verifications", "0"], "--verifications 0: must be at least 1"),
     (["--verifier-max-new-tokens", "0"], "--verifier-max-new-tokens 0: must be at least 1")])
 def test_settings_that_cannot_work_are_refused(base, flags, complaint):

@@ -25,11 +25,13 @@ Departures:
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least
+from nanochat.rl.comparing import warn_of_form
 from nanochat.rl.evals import log_rewards, verification_columns
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
 from nanochat.rl.judges import verdict_call, written_call
-from nanochat.rl.labelled import Labelled, add_label_args, as_rollouts, check_labels, check_pairs, pairs_of_step
+from nanochat.rl.labelled import (Labelled, add_label_args, as_rollouts, check_labels, check_pairs, pairs_of_step,
+                                  quoting_labelled)
 from nanochat.rl.log_odds import learn_verdicts, likelihood_parts, log_margins, pair_coefficients
 from nanochat.rl.play import Call, Play
 from nanochat.rl.roles import RoleSpec
@@ -68,7 +70,8 @@ def calls(args) -> list[Call]:
     asked, num_samples = (written_call, args.num_samples) if args.critiques == "self" else (verdict_call, 1)
     critiques = asked(args, args.examples_per_step, 2, args.num_steps)
     return [*judged_calls(args, JUDGE[args.critiques]),
-            critiques._replace(label="critiques", num_samples=num_samples, trained=True, scored=2)]
+            quoting_labelled(args, critiques._replace(label="critiques", num_samples=num_samples, trained=True,
+                                                      scored=2))]
 
 
 def paired_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tuple[Rollouts, list[Spot]]:
@@ -78,6 +81,7 @@ def paired_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tupl
     rollouts = t.verify("verifier", solutions, G, "critiques", copies=[row.copy for row in rows])
     verifications, of_each = t.read_verifications(rollouts), [n for n in range(len(rows)) for _ in range(G)]
     agree = [v.verdict == rows[n].outcome for v, n in zip(verifications, of_each, strict=True)]
+    warn_of_form(t, "steps", t.mean({"unread": [v.verdict is None for v in verifications]})["unread"])
     rollouts.columns = verification_columns(verifications)
     log_rewards(t, "verifier", rollouts, agree)
     spots = [verdict_spots(t.tokenizer, t.task.fmt, tokens, v, len(v.step_verdicts))[-1]

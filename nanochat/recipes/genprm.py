@@ -1,5 +1,4 @@
-"""GenPRM (Zhao et al. 2025): a verifier that analyses each step before its verdict, trained on analyses whose verdicts
-agree with the labels. arXiv 2504.00891.
+"""GenPRM (Zhao et al. 2025): a verifier that analyses each step, trained on what agrees with labels. arXiv 2504.00891.
 
 The verifier writes --num-samples verifications of each labelled solution. Those whose verdicts on all steps, and on the
 whole, agree with the labels are kept, and it is trained on them as SFT. A chance is p(T) / (p(T) + p(F)) at the place
@@ -17,11 +16,13 @@ Departures:
 import torch
 
 from nanochat.common import BadInput, check_least
+from nanochat.rl.comparing import warn_of_form
 from nanochat.rl.evals import log_rewards, verification_columns
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
 from nanochat.rl.judges import written_call
-from nanochat.rl.labelled import Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step
+from nanochat.rl.labelled import (Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step,
+                                  quoting_labelled)
 from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import Verification
@@ -53,7 +54,7 @@ def check(args, task) -> None:
 def calls(args) -> list[Call]:
     analyses = written_call(args, args.examples_per_step, 1, args.num_steps)
     return [*judged_calls(args, "analysed"),
-            analyses._replace(label="analyses", num_samples=args.num_samples, trained=True)]
+            quoting_labelled(args, analyses._replace(label="analyses", num_samples=args.num_samples, trained=True))]
 
 
 def agrees(verification: Verification, row: Labelled, bar: float) -> bool:
@@ -75,6 +76,8 @@ def play(t: Play):
     rollouts = t.verify("verifier", solutions, G, "analyses", copies=[row.copy for row in rows])
     verifications = t.read_verifications(rollouts)
     agree = [agrees(v, rows[n // G], t.args.label_bar) for n, v in enumerate(verifications)]
+    unread = [v.usable_steps is None or v.verdict is None for v in verifications]
+    warn_of_form(t, "steps", t.mean({"unread": unread})["unread"])
     rollouts.columns = verification_columns(verifications)
     log_rewards(t, "verifier", rollouts, agree)
     kept = rollouts.select(kept_rows(agree, G, t.args.kept_per_solution))                  # consensus filtering

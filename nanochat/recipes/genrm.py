@@ -11,10 +11,10 @@ Departures:
 """
 from nanochat.common import check_least
 from nanochat.rl.flags import check_one_update
-from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
-                                     scores_as_judge)
+from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
 from nanochat.rl.judges import verdict_call
-from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_of_step
+from nanochat.rl.labelled import (add_label_args, as_rollouts, check_labels, labelled_call, labelled_of_step,
+                                  quoting_labelled)
 from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.play import Call, Play
 from nanochat.rl.roles import RoleSpec
@@ -41,8 +41,8 @@ def check(args, task) -> None:
 
 def calls(args) -> list[Call]:
     taught = verdict_call(args, args.examples_per_step, 1, args.num_steps)
-    return [*judged_calls(args, "verdict"), taught._replace(label="taught", trained=True, scored=1),
-            labelled_call(args)]
+    return [*judged_calls(args, "verdict"), labelled_call(args),
+            quoting_labelled(args, taught._replace(label="taught", trained=True, scored=1))]
 
 
 def play(t: Play):

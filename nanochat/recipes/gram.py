@@ -28,7 +28,7 @@ from nanochat.rl.flags import check_one_update
 from nanochat.rl.forms import empty_form_prompt
 from nanochat.rl.judges import VERDICT_TOKENS
 from nanochat.rl.labelled import (Labelled, add_label_args, by_problem, check_labels, check_pairs, dealt,
-                                  labelled_of_run, pairs_of_step, read_labelled)
+                                  labelled_of_run, longest_labelled, pairs_of_step, quoting_labelled, read_labelled)
 from nanochat.rl.log_odds import bce_coefficients, learn_verdicts, likelihood_parts, log_margins
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import listed, numbered, solve_prompt
@@ -64,12 +64,15 @@ def check(args, task) -> None:
 
 
 def calls(args) -> list[Call]:
-    P, both, num_pretrain = args.examples_per_step, 2 * args.max_new_tokens, min(args.pretrain_steps, args.num_steps)
-    pair = dict(trained=True, given=True, wrap=partial(empty_form_prompt, form="pair", num=2))
+    P, num_pretrain = args.examples_per_step, min(args.pretrain_steps, args.num_steps)
+    longest, remedy = longest_labelled(args.labels)
+    pair = dict(given=True, wrap=partial(empty_form_prompt, form="pair", num=2))
+    chosen = Call("verifier", "chosen", P, 1, VERDICT_TOKENS, args.num_steps - num_pretrain, trained=True, scored=2,
+                  **pair)
     return [Call("generator", "judged", P, args.num_solutions, args.max_new_tokens, 0),
-            Call("verifier", "listed", P, 1, both, num_pretrain, scored=1, **pair),
-            Call("verifier", "chosen", P, 1, VERDICT_TOKENS, args.num_steps - num_pretrain, quoted=both, scored=2,
-                 **pair)]
+            chosen._replace(label="held_out", times=0, trained=False, quoted=2 * args.max_new_tokens),
+            Call("verifier", "listed", P, 1, 2 * longest, num_pretrain, trained=True, scored=1, remedy=remedy, **pair),
+            quoting_labelled(args, chosen, 2)]
 
 
 def play(t: Play):

@@ -19,9 +19,8 @@ from dataclasses import replace
 
 from nanochat.common import BadInput, check_choices
 from nanochat.rl.flags import check_one_update
-from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
-                                     scores_as_judge)
-from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_of_step
+from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
+from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_call, labelled_of_step
 from nanochat.rl.log_odds import (PLACES, bce_coefficients, learn_verdicts, log_judgments, log_odds, steps_filled,
                                   verdict_parts)
 from nanochat.rl.play import Call, Play

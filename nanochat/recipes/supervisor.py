@@ -17,7 +17,8 @@ import random
 from nanochat.common import check_least
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_samples, fixed_solutions
-from nanochat.rl.labelled import Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step
+from nanochat.rl.labelled import (Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step,
+                                  quoting_labelled)
 from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prefixes import Asked, Cut, forced_behind, prompt_behind
@@ -47,9 +48,11 @@ def check(args, task) -> None:
 
 def calls(args) -> list[Call]:
     P = args.examples_per_step
+    answers = Call("supervisor", "answers", P * args.prefixes, 1, ANSWER_TOKENS, args.num_steps, trained=True,
+                   given=True, scored=1)
     return [Call("generator", "judged", P, args.judged_samples, args.max_new_tokens, 0),
-            Call("supervisor", "answers", P * args.prefixes, 1, ANSWER_TOKENS, args.num_steps, trained=True, given=True,
-                 quoted=args.max_new_tokens, scored=1)]
+            answers._replace(label="held_out", times=0, trained=False, quoted=args.max_new_tokens),
+            quoting_labelled(args, answers)]
 
 
 def play(t: Play):

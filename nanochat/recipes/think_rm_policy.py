@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import check_choices, check_least
+from nanochat.common import BadInput, check_choices, check_least
 from nanochat.recipes.think_rm import FORM
 from nanochat.rl.advantages import difference_advantages
 from nanochat.rl.comparing import Worths, all_pairs, verified_together
@@ -36,6 +36,8 @@ def add_args(group) -> None:
 
 
 def check(args, task) -> None:
+    if args.advantage != "grpo":
+        raise BadInput(f"--advantage {args.advantage}: the advantages are of differences, and --advantage has no say")
     check_choices(args, {"grades": FORM})
     check_least(args, {"num_samples": 2, "verifications": 1, "verifier_max_new_tokens": 1})
 

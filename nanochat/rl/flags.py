@@ -162,7 +162,7 @@ def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, devi
     longest = longest_problem(tokenizer, prompts)
     for call in calls:
         check_fit(call.role, call.wrap, call.quoted, call.max_new_tokens, configs[call.role].sequence_len, tokenizer,
-                  task.fmt, longest)
+                  task.fmt, longest, call.remedy)
     return prompts
 
 

@@ -92,12 +92,6 @@ def judged_calls(args, judge: str) -> list[Call]:
     return [Call("generator", "judged", P, n, args.max_new_tokens, 0), JUDGE_CALLS[judge](args, P, n, 0)]
 
 
-def labelled_call(args) -> Call:
-    """The labelled solutions of a step, given to the verifier as its own completions, and learned from."""
-    return Call("verifier", "labelled", args.examples_per_step, 1, args.max_new_tokens + 1, args.num_steps,
-                trained=True, given=True, scored=2)
-
-
 def scores_as_judge(t: Play, judge: str) -> dict:
     """`judge_scores` of the verifier on fixed solutions of the generator."""
     solutions = fixed_solutions(t, "generator", t.args.judged_samples)

@@ -17,9 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from nanochat.common import BadInput, gather_lists
+from nanochat.files import path_of
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.comparing import one_right
-from nanochat.rl.play import Play
-from nanochat.rl.prompts import count_copies, solve_prompt
+from nanochat.rl.play import Call, Play
+from nanochat.rl.prompts import count_copies, longest_problem, solve_prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.step_labels import METHODS
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem, nth_of_epochs
@@ -91,8 +93,8 @@ def read_labelled(path: str, task) -> list[Labelled]:
     rows = []
     for where, row in solution_rows("--labels", path, task, OF_SOLUTION | OF_LABELS):
         if row["split"] in TEST_SPLITS:
-            raise BadInput(f"{where}: problem {row['index']} is of {row['split']}, on which a run is evaluated; nothing "
-                           "is learned from test problems")
+            raise BadInput(f"{where}: problem {row['index']} is of {row['split']}, on which a run is evaluated; "
+                           "nothing is learned from test problems")
         labels, num_steps = row["labels"], len(task.fmt.step_spans(row["solution"]))
         if len(labels) != num_steps:
             raise BadInput(f"{where}: has {len(labels)} labels, and the solution {num_steps} steps")
@@ -130,6 +132,32 @@ def check_labels(args, task, kind: str | None = None) -> None:
     rows = read_labelled(args.labels, task)
     if kind:
         check_kind(args.labels, rows, kind)
+
+
+@functools.lru_cache(maxsize=4)
+def longest_labelled(path: str) -> tuple[int, str]:
+    """The tokens of the longest solution of a file that was checked, its end token included, and what to say where they
+    are too many."""
+    with open(path, encoding="utf-8") as f:
+        rows = [json.loads(line) for line in f if line.strip()]
+    owners = {row["solution"]: f"problem {row['index']} of {row['split']}" for row in rows}
+    tokenizer = load_tokenizer(path_of("tokenizer"))
+    longest = longest_problem(tokenizer, list(owners))
+    num = len(tokenizer.encode(longest)) + 1
+    return num, f"leave the longest solutions out of --labels {path} (that of {owners[longest]} has {num} tokens)"
+
+
+def labelled_call(args) -> Call:
+    """The labelled solutions of a step, given to the verifier as its own completions, and learned from."""
+    longest, remedy = longest_labelled(args.labels)
+    return Call("verifier", "labelled", args.examples_per_step, 1, longest, args.num_steps, trained=True, given=True,
+                scored=2, remedy=remedy)
+
+
+def quoting_labelled(args, call: Call, num: int = 1) -> Call:
+    """A call whose prompts quote `num` labelled solutions."""
+    longest, remedy = longest_labelled(args.labels)
+    return call._replace(quoted=num * longest, remedy=remedy)
 
 
 def digest(rows: list[Labelled]) -> int:

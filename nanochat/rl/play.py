@@ -16,8 +16,8 @@ from nanochat.common import MOST, BadInput, all_reduce, gather_lists, mean_over_
 from nanochat.engine import Tool
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
-from nanochat.rl.prompts import (Prompt, Solution, Verification, generator_prompt, numbered, refine_prompts,
-                                 solve_prompt, verify_prompts)
+from nanochat.rl.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, generator_prompt, numbered,
+                                 refine_prompts, solve_prompt, verify_prompts)
 from nanochat.rl.heads import copy_shared_lambdas
 from nanochat.rl.roles import Role, short_name
 from nanochat.rl.rollouts import Rollouts
@@ -38,7 +38,7 @@ class Call(NamedTuple):
     num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update
     learns from it; given: it is not sampled. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of
     completions that stand in it. scored: calls of Play.logprobs on it, without those of a reference; split: where its
-    problems are from.
+    problems are from; remedy: what would shorten it where it does not fit.
     """
     role: str
     label: str
@@ -52,6 +52,7 @@ class Call(NamedTuple):
     quoted: int = 0
     scored: int = 0
     split: str = "rl"
+    remedy: str = LOWER_LIMITS
 
 
 class Update(NamedTuple):

@@ -128,16 +128,20 @@ def empty_verifier_prompt(tokenizer, fmt, problem: str) -> list[int]:
     return verifier_prompt(tokenizer, fmt, problem, "")
 
 
+LOWER_LIMITS = "lower --max-new-tokens or --verifier-max-new-tokens"
+
+
 def check_fit(role: str, wrap: Callable, quoted: int, max_new_tokens: int, context: int, tokenizer, fmt,
-              problem: str) -> None:
+              problem: str, remedy: str = LOWER_LIMITS) -> None:
     """Raises BadInput when a prompt, what it quotes and its completion exceed a role's context.
 
-    wrap(tokenizer, fmt, problem) gives the prompt but for `quoted` tokens of completions; problem: the longest.
+    wrap(tokenizer, fmt, problem) gives the prompt but for `quoted` tokens of completions; problem: the longest; remedy:
+    what would shorten it.
     """
     length = len(wrap(tokenizer, fmt, problem)) + quoted + max_new_tokens
     if length > context:
         raise BadInput(f"the {role}'s longest prompt and completion have up to {length} tokens, its context {context}; "
-                       f"lower --max-new-tokens or --verifier-max-new-tokens, or train with a larger --sequence-len")
+                       f"{remedy}, or train with a larger --sequence-len")
 
 
 def check_prompts_fit(tokenizer, fmt, problems: list[str], contexts: dict[str, int], max_new_tokens: int,

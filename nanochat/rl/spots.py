@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.common import BadInput
 from nanochat.rl.log_odds import Parts
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import Prompt, Verification
@@ -59,13 +60,17 @@ def verdict_spots(tokenizer, fmt, tokens: list[int], verification: Verification,
 def forced(t: Play, role: str, prompts: list[Prompt], marks: tuple[str, str],
            first: list[bool]) -> tuple[Rollouts, list[tuple[int, Spot]]]:
     """Verifications that are a final judgment and nothing else, the first of two marks or the second behind each
-    prompt, and where it stands in each."""
+    prompt, and where it stands in each. Raises BadInput where its tokens are not those of the mark by itself."""
     fmt = t.task.fmt
     opening = fmt.verification_open + fmt.verification_close + fmt.final_open
     texts = [opening + marks[0 if is_first else 1] + fmt.final_close for is_first in first]
     rollouts = t.written(role, prompts, texts)
     spots = [(n, spot_of(t.tokenizer, fmt, tokens, len(opening.encode()), marks))
              for n, tokens in enumerate(rollouts.completions())]
+    if unread := [n for n, spot in spots if spot is None]:
+        raise BadInput(f"format {fmt.name}: in {texts[unread[0]]!r} this tokenizer writes "
+                       f"{marks[0 if first[unread[0]] else 1]!r} in other tokens than by itself, so its chance cannot "
+                       f"be read")
     return rollouts, spots
 
 
