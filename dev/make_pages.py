@@ -162,6 +162,24 @@ CHECKS = {  # tests that hold a recipe against its paper
         "test_simulated_judge.py::test_a_right_solution_is_ranked_above_a_wrong_one_as_often_as_ties_and_flips_say",
         "test_simulated_judge.py::test_ties_are_of_whole_problems_and_flips_of_texts_and_both_are_the_same_each_time"]}
 
+STATUS = {  # works: its check passed; runs: its formulas are tested, its check did not pass, or was not made
+    "grpo": "works: the baseline",
+    "tango": "works: ahead of GRPO at equal steps, shown on three seeds",
+    "fixed_verifier": "works: ahead of GRPO at equal steps, shown on three seeds",
+    "fixed_generator": "works: step F1 rises on every seed",
+    "outcome_verifier": "runs: no gain over GRPO is shown",
+    "gold_steps": "works: the upper bound of the others",
+    "prime": "runs: what process rewards add to outcomes is not shown",
+    "dpo": "works: it learns, behind GRPO at equal tokens",
+    "spin": "works: it stays at the fixed point that its demonstrations are",
+    "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
+    "critique_grpo_verifier": "runs: not run with seeds",
+    "score": "runs: its second turn corrects nothing here",
+    "ttrl": "works: it learns without answers where the majority is right",
+    **dict.fromkeys(("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "rm_r1", "think_rm",
+                     "think_rm_policy", "spct", "cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
+                    "runs: not run with seeds")}
+
 
 # Text
 
@@ -363,6 +381,12 @@ def trained(name: str, is_trained: bool = True) -> str:
     return ", ".join(role for role, spec in recipes.load(name).ROLES.items() if spec.trained == is_trained)
 
 
+def status_of(name: str) -> str:
+    """*works*: why."""
+    word, _, why = STATUS[name].partition(": ")
+    return f"*{word}*: {prose(why)}."
+
+
 def recipe_section(name: str) -> list[str]:
     module = recipes.load(name)
     title, _, text = module.__doc__.strip().partition("\n")
@@ -371,18 +395,14 @@ def recipe_section(name: str) -> list[str]:
     departures, *numbered = re.split(r"\n\d+\. ", departures)
     departures = prose(departures)  # ":" before a list, or words
     departures = departures if departures.startswith(":") else f" {departures}"
-    idea = ""
-    for sentence in sentences(text):
-        if len(idea) + len(sentence) > 3.4 * WIDTH:
-            break
-        idea += f" {sentence}"
     flags, fixed = groups_of(tango_rl.make_parser(["--recipe", name])).get(f"recipe {name}", []), trained(name, False)
     facts = [f"trained: {trained(name)}" + (f"; not trained: {fixed}" if fixed else ""),
              "; ".join(f"{key}: {value}" for key, value in module.TAGS.items()),
              f"[flags of its own](flags.md#recipe-{name}): "
              f"{', '.join(f'`{action.option_strings[0]}`' for action in flags) or 'none'}"]
-    return [f"## {name}", wrapped(f"{title} File: [{name}.py](../nanochat/recipes/{name}.py)."), wrapped(prose(idea)),
-            items(facts), wrapped(f"**Departures from the paper**{departures}"),
+    return [f"## {name}", wrapped(f"{title} File: [{name}.py](../nanochat/recipes/{name}.py)."), wrapped(prose(text)),
+            items(facts), wrapped(f"**Status**: {status_of(name)}"),
+            wrapped(f"**Departures from the paper**{departures}"),
             "\n".join(wrapped(prose(line), f"{n}. ", "   ") for n, line in enumerate(numbered, 1)),
             "**Checked against the paper by**:", items(f"`tests/{test}`" for test in CHECKS[name]),
             "**Result**:", *result_blocks(name)]
@@ -403,7 +423,10 @@ def recipes_page() -> str:
             "*minus GRPO, there*: pass@1 when the run had sampled as many tokens as GRPO did in all, less GRPO's final "
             "one, in points, ± half of the 95% interval over the paired seeds (Student's t). Between two evaluations "
             "it is read off the line. A seed whose run ended with fewer tokens is left out, and the table says so.",
-            "*step F1*: the verifier's, before and after, on solutions of the starting generator, in percent."]
+            "*step F1*: the verifier's, before and after, on solutions of the starting generator, in percent.",
+            "*Status*: a recipe *works* where what its paper claims, or what must follow from its formulas, was seen "
+            "end to end here, on at least three seeds. It *runs* where its formulas are tested and that was not seen. "
+            "It *differs* where a part is left out on which the claim rests."]
     blocks = ["# Recipes", wrapped(intro), "## How to read the results", wrapped(how), items(read),
               *(block for name in RESULTS for block in recipe_section(name) if block)]
     return "\n\n".join(blocks) + "\n"
