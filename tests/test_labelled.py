@@ -12,7 +12,7 @@ from conftest import rl_flags
 
 from nanochat.common import BadInput
 from nanochat.rl import labelled as labelled_module
-from nanochat.rl.labelled import (Labelled, by_problem, check_range, labelled_of_step, pairs_of_step, read_labelled,
+from nanochat.rl.labelled import (Labelled, by_problem, check_kind, labelled_of_step, pairs_of_step, read_labelled,
                                   right_and_wrong)
 from tasks import make_task
 from tasks.common import Problem
@@ -37,7 +37,7 @@ def write(path, task, *changes: dict) -> str:
 
 
 def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(tmp_path, task):
-    path = write(tmp_path / "l.jsonl", task, {}, {"index": 4, "outcome": None, "labels": [True, -3]}, {"gold": []})
+    path = write(tmp_path / "l.jsonl", task, {}, {"index": 4, "outcome": None, "labels": [1, -3]}, {"gold": []})
     rows = read_labelled(path, task)
     assert [row.outcome for row in rows] == [True, None, True]
     assert [row.labels for row in rows] == [[1.0, 0.25], [1.0, -3.0], [1.0, 0.25]]
@@ -50,10 +50,17 @@ def test_a_line_is_a_solution_with_its_outcome_and_a_label_for_each_step(tmp_pat
     ({"labels": [1.0, "x"]}, "a label that is no finite number"),
     ({"labels": [1.0, math.nan]}, "a label that is no finite number"),
     ({"labels": [1.0, 10 ** 400]}, "a label that is no finite number"),
+    ({"labels": [1.0, True]}, "a label that is no finite number"),
     ({"labels": None}, "has no 'labels' that could be read"),
     ({"outcome": 1}, "has no 'outcome' that could be read"),
     ({"index": "3", "prompt": ""}, "has no 'index' that could be read"),
     ({"index": True}, "has no 'index' that could be read"),
+    ({"index": 10 ** 400}, "its prompt is not that of problem 10000000000000000000... of rl"),
+    ({"index": -10 ** 400}, "its prompt is not that of problem -1000000000000000000... of rl"),
+    ({"split": "no" * 99, "prompt": ""}, f"its prompt is not that of problem 3 of {'no' * 20} of task"),
+    ({"prompt": "1"}, "was the file made with other flags or another seed? Those of label_steps stand beside"),
+    ({"solution": "1+1:2;2*2:1;=2\ud800"}, "its 'solution' has half of a surrogate pair"),
+    ({"prompt": "\ud800"}, "its 'prompt' has half of a surrogate pair"),
     ({"split": "no", "prompt": ""}, "its prompt is not that of problem 3 of no")])
 def test_a_line_that_does_not_fit_is_refused_with_its_number(tmp_path, task, change, words):
     good = {"prompt": task.problem("rl", 3).prompt}
@@ -73,6 +80,13 @@ def test_a_file_that_is_none_is_refused(tmp_path, task, text, words):
         read_labelled(str(path), task)
 
 
+@pytest.mark.parametrize("split", ["test_in", "test_out"])
+def test_nothing_is_learned_from_test_problems(tmp_path, task, split):
+    change = {"split": split, "prompt": task.problem(split, 3).prompt}
+    with pytest.raises(BadInput, match=f"line 2: problem 3 is of {split}, on which a run is evaluated"):
+        read_labelled(write(tmp_path / "l.jsonl", task, {}, change), task)
+
+
 def test_a_problem_before_the_first_is_none(tmp_path, task):
     with pytest.raises(BadInput, match="line 2: its prompt is not that of problem -1 of rl"):
         read_labelled(write(tmp_path / "l.jsonl", task, {}, {"index": -1}), task)
@@ -86,7 +100,26 @@ def test_a_missing_file_is_refused(tmp_path, task):
 def test_a_label_that_is_no_chance_is_refused_where_chances_are_learned(tmp_path, task):
     rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, {"labels": [1.0, 1.5]}), task)
     with pytest.raises(BadInput, match="problem 3 of rl has the label 1.5; labels are from 0 to 1 here"):
-        check_range("l.jsonl", rows, 0)
+        check_kind("l.jsonl", rows, "chances")
+
+
+@pytest.mark.parametrize("method, kind, words", [
+    ("gold", "progress", "labels of method gold, which are chances, and progress are learned here"),
+    ("pav", "chances", "labels of method pav, which are progress, and chances are learned here; progress .method pav. "
+                       "is learned by recipe prm with --prm-labels progress"),
+    ("information_gain", "progress", "labels of method information_gain, which are information gains")])
+def test_labels_of_another_kind_are_refused_where_the_file_says_what_made_them(tmp_path, task, method, kind, words):
+    """All of them are from 0 to 1, so that the range tells nothing."""
+    rows = read_labelled(write(tmp_path / "l.jsonl", task, {}, {"method": method}), task)
+    with pytest.raises(BadInput, match=f"--labels l.jsonl: problem 3 of rl has {words}"):
+        check_kind("l.jsonl", rows, kind)
+    check_kind("l.jsonl", rows[:1], kind)  # made by nobody knows what
+
+
+def test_labels_of_the_kind_that_is_learned_pass(tmp_path, task):
+    for kind, methods in (("chances", ["gold", "rpe", "somebody's", None, ["pav"]]), ("progress", ["pav", "", 3])):
+        path = write(tmp_path / f"{kind}.jsonl", task, *({"method": method} for method in methods))
+        check_kind(path, read_labelled(path, task), kind)
 
 
 def play_of(path: str, task, step: int = 0, rank: int = 0, world: int = 1, memory=None):

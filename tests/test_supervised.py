@@ -244,8 +244,8 @@ def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
     ("orm", ["--lm-coef", "-1"], "--lm-coef -1.0: must be at least 0"),
     ("prm", ["--prm-labels", "gold"], "--prm-labels gold: there are soft, hard, progress"),
     ("prm", ["--prm-labels", "progress", "--until-first-error"], "--until-first-error: with --prm-labels progress"),
+    ("prm", ["--prm-labels", "progress", "--prm-aggregate", "product"], "--prm-aggregate product: with --prm-labels"),
     ("prm", ["--prm-aggregate", "mean"], "--prm-aggregate mean: there are product, min, last"),
-    ("prm", ["--updates-per-batch", "2"], "--updates-per-batch 2"),
     ("prm", ["--judged-samples", "0"], "--judged-samples 0: must be at least 1"),
     ("genrm", ["--solution-coef", "-1"], "--solution-coef -1.0: must be at least 0"),
     ("genprm", ["--label-bar", "0"], "--label-bar 0.0: must be above 0"),
@@ -253,3 +253,11 @@ def test_a_judge_is_evaluated_on_the_same_solutions_before_and_after(base):
 def test_settings_that_cannot_work_are_refused(base, recipe, flags, complaint):
     with pytest.raises(BadInput, match=complaint):
         tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, *flags)))
+
+
+@pytest.mark.parametrize("recipe", ["orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "refit", "dpo",
+                                    "spin", "prime", "cooper", "score", "critique_grpo", "critique_grpo_verifier"])
+def test_coefficients_hold_for_one_optimizer_step_and_more_are_refused_before_anything_is_written(base, recipe):
+    with pytest.raises(BadInput, match="--updates-per-batch 2: the coefficients hold for one optimizer step"):
+        tango_rl.main(parse(tango_rl, rl_flags("--recipe", recipe, "--run", "r", "--updates-per-batch", "2")))
+    assert not (base / "runs").exists()

@@ -24,6 +24,7 @@ import torch
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards, log_variances
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.log_odds import (at_end, bce_coefficients, end_read, ended, learn_verdicts, log_judgments,
                                   log_margins, log_odds, pair_coefficients, verdict_parts)
 from nanochat.rl.play import Call, Play, Update
@@ -63,8 +64,7 @@ def check(args, task) -> None:
     if args.rm_update == "pairs" and not hasattr(task, "corrupt"):
         raise BadInput(f"--task {args.task}: has no corrupt(problem, solution, rng), which writes the wrong solutions "
                        f"of pairs; give --rm-update none or another task")
-    if args.updates_per_batch > 1:
-        raise BadInput(f"--updates-per-batch {args.updates_per_batch}: the reward model's coefficients hold for one")
+    check_one_update(args)
 
 
 def updates(args) -> dict[str, int]:

@@ -26,6 +26,7 @@ import torch
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.evals import log_rewards, verification_columns
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
 from nanochat.rl.judges import verdict_call, written_call
 from nanochat.rl.labelled import Labelled, add_label_args, as_rollouts, check_labels, check_pairs, pairs_of_step
@@ -57,6 +58,7 @@ def check(args, task) -> None:
     for name in ("bt_start", "bt_end"):
         if not 0 <= getattr(args, name) <= 1:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be from 0 to 1")
+    check_one_update(args)
     check_judged_args(args)
     check_labels(args, task)
     check_pairs(args, task)

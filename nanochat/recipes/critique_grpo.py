@@ -23,6 +23,7 @@ import torch
 from nanochat.common import BadInput
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, pass_at_1
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import refine_prompt
 from nanochat.rl.rewards import outcome_rewards
@@ -84,8 +85,7 @@ def check(args, task) -> None:
         raise BadInput(f"--critique steps: task {task.name} has no gold labels of steps")
     if not args.shaping > 0:
         raise BadInput(f"--shaping {args.shaping}: must be above 0")
-    if args.updates_per_batch > 1:
-        raise BadInput(f"--updates-per-batch {args.updates_per_batch}: the weights of a refinement hold for one update")
+    check_one_update(args)
 
 
 def calls(args, critique_tokens: int = CRITIQUE_TOKENS) -> list[Call]:

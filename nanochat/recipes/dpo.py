@@ -18,6 +18,7 @@ from torch.nn.functional import logsigmoid
 
 from nanochat.common import BadInput, check_least
 from nanochat.rl.evals import log_rewards, pass_at_1
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.roles import RoleSpec
@@ -47,8 +48,7 @@ def check_pair_args(args) -> None:
     """Raises BadInput for settings that no pair loss can work with."""
     if not args.beta > 0:
         raise BadInput(f"--beta {args.beta}: must be above 0")
-    if args.updates_per_batch > 1:
-        raise BadInput(f"--updates-per-batch {args.updates_per_batch}: the coefficients hold for one optimizer step")
+    check_one_update(args)
 
 
 def calls(args) -> list[Call]:

@@ -18,6 +18,7 @@ import torch
 
 from nanochat.common import BadInput, check_least
 from nanochat.rl.evals import log_rewards, verification_columns
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
 from nanochat.rl.judges import written_call
 from nanochat.rl.labelled import Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step
@@ -44,8 +45,9 @@ def check(args, task) -> None:
     check_least(args, {"verifier_max_new_tokens": 1, "kept_per_solution": 0})
     if not 0 < args.label_bar <= 1:
         raise BadInput(f"--label-bar {args.label_bar}: must be above 0, and at most 1")
+    check_one_update(args)
     check_judged_args(args)
-    check_labels(args, task)
+    check_labels(args, task, kind="chances")
 
 
 def calls(args) -> list[Call]:

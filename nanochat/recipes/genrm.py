@@ -10,6 +10,7 @@ Departures:
 2. The solutions of the solution loss are the right ones of the file, one epoch with the verdicts.
 """
 from nanochat.common import check_least
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
                                      scores_as_judge)
 from nanochat.rl.judges import verdict_call
@@ -33,6 +34,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_least(args, {"solution_coef": 0})
+    check_one_update(args)
     check_judged_args(args)
     check_labels(args, task)
 

@@ -24,6 +24,7 @@ import torch
 from nanochat.common import BadInput, check_least
 from nanochat.rl.comparing import (PAIR_TABLE, Lineup, add_lineup_args, balanced_places, forced_choices, lined_up,
                                    lineup_columns, scores_of_choices)
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.forms import empty_form_prompt
 from nanochat.rl.judges import VERDICT_TOKENS
 from nanochat.rl.labelled import (Labelled, add_label_args, by_problem, check_labels, check_pairs, dealt,
@@ -54,6 +55,7 @@ def check(args, task) -> None:
     check_least(args, {"num_solutions": 2, "pretrain_steps": 0})
     if not 0 <= args.label_smoothing < 1:
         raise BadInput(f"--label-smoothing {args.label_smoothing}: must be from 0, and below 1")
+    check_one_update(args)
     check_labels(args, task)
     if args.pretrain_steps and not with_two(read_labelled(args.labels, task)):
         raise BadInput(f"--labels {args.labels}: has no problem with two solutions, which --pretrain-steps learns from")

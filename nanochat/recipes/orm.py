@@ -15,6 +15,7 @@ Departures:
 import torch
 
 from nanochat.common import check_choices, check_least
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
                                      scores_as_judge)
 from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_of_step
@@ -41,6 +42,7 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     check_choices(args, CHOICES)
     check_least(args, {"lm_coef": 0})
+    check_one_update(args)
     check_judged_args(args)
     check_labels(args, task)
 

@@ -22,6 +22,7 @@ import torch
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, SparseRewards, source_advantages, to_go, whiten
 from nanochat.rl.evals import log_odds_scores, log_rewards, log_variances, pass_at_1
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.rewards import keep_groups, outcome_rewards
@@ -66,8 +67,7 @@ def check(args, task) -> None:
         raise BadInput(f"--prm-beta {args.prm_beta}: must be above 0")
     if args.advantage != "rloo":
         raise BadInput(f"--advantage {args.advantage}: PRIME's is rloo")
-    if args.updates_per_batch > 1:
-        raise BadInput(f"--updates-per-batch {args.updates_per_batch}: the PRM's coefficients hold for one step")
+    check_one_update(args)
 
 
 # What a run is made of

@@ -18,6 +18,7 @@ import argparse
 from dataclasses import replace
 
 from nanochat.common import BadInput, check_choices
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import (add_judged_args, check_judged_args, judged_calls, labelled_call,
                                      scores_as_judge)
 from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_of_step
@@ -44,11 +45,15 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_choices(args, {"prm_labels": LABELS})
+    check_one_update(args)
     check_judged_args(args)
     is_progress = args.prm_labels == "progress"
     if is_progress and args.until_first_error:
         raise BadInput("--until-first-error: with --prm-labels progress no label says that a step is an error")
-    check_labels(args, task, least=-1 if is_progress else 0)
+    if is_progress and args.prm_aggregate == "product":
+        raise BadInput("--prm-aggregate product: with --prm-labels progress it would be a measure of length, as each "
+                       "factor is about a half; say min or last")
+    check_labels(args, task, kind="progress" if is_progress else "chances")
 
 
 def calls(args) -> list[Call]:

@@ -15,6 +15,7 @@ import torch
 from nanochat.common import check_choices, check_least
 from nanochat.recipes import tango
 from nanochat.rl.evals import pass_at_1
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, scores_as_judge
 from nanochat.rl.judges import JUDGE_CALLS, OF_THE_WHOLE
 from nanochat.rl.log_odds import (PLACES, bce_coefficients, ended, learn_verdicts, log_judgments, log_odds,
@@ -43,6 +44,8 @@ def check(args, task) -> None:
     check_judged_args(args)
     check_choices(args, {"judge": PLACES})
     check_least(args, {"refit_every": 0})
+    if args.refit_every:
+        check_one_update(args)
 
 
 def updates(args) -> dict[str, int]:

@@ -21,6 +21,7 @@ import torch
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import refine_prompt
@@ -56,8 +57,7 @@ def check(args, task) -> None:
     check_choices(args, {"credit": CREDIT})
     if args.num_samples < 2:
         raise BadInput("--num-samples 1: the baseline is the mean of a problem's other samples; give at least 2")
-    if args.updates_per_batch > 1:
-        raise BadInput(f"--updates-per-batch {args.updates_per_batch}: the weights of the KL hold for one update")
+    check_one_update(args)
 
 
 def calls(args) -> list[Call]:

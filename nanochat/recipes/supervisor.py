@@ -15,6 +15,7 @@ Departures:
 import random
 
 from nanochat.common import check_least
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_samples, fixed_solutions
 from nanochat.rl.labelled import Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step
 from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
@@ -40,7 +41,8 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_least(args, {"prefixes": 1, "judged_samples": 1})
-    check_labels(args, task, least=None)
+    check_one_update(args)
+    check_labels(args, task)
 
 
 def calls(args) -> list[Call]:

@@ -125,6 +125,13 @@ def check_args(args, world: int) -> None:
                        f"least 2")
 
 
+def check_one_update(args) -> None:
+    """Raises BadInput for several optimizer steps on a batch, where a loss is written as weights of log-likelihoods:
+    they are its gradient at the weights that they were computed from."""
+    if args.updates_per_batch > 1:
+        raise BadInput(f"--updates-per-batch {args.updates_per_batch}: the coefficients hold for one optimizer step")
+
+
 def complete_args(args, roles: dict[str, RoleSpec]) -> None:
     """Gives the flags of roles their defaults. Raises BadInput."""
     check_choices(args, {name_of(spec.source): SOURCES for spec in roles.values()})

@@ -6,7 +6,8 @@ The file is jsonl, a solution a line; scripts/label_steps.py writes it:
     {"split": "rl", "index": 12, "prompt": "3+5*2", "solution": "3+5:8;8*2:6;=6", "outcome": true, "labels": [1.0, 0.5]}
 
 outcome is null where it is not known. A label is a number: the chance that a step is right, or for values of other
-kinds any finite one. More fields may stand there. Solutions that are yet to be labelled need the first four alone.
+kinds any finite one. method, where it is there, says by which of step_labels.METHODS. More fields may stand there.
+Solutions that are yet to be labelled need the first four alone.
 """
 import functools
 import json
@@ -20,21 +21,27 @@ from nanochat.rl.comparing import one_right
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import count_copies, solve_prompt
 from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.step_labels import METHODS
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem, nth_of_epochs
 
 OF_SOLUTION = {"split": (str,), "index": (int,), "prompt": (str,), "solution": (str,)}
 OF_LABELS = {"outcome": (bool, type(None)), "labels": (list,)}
+TEST_SPLITS = ("test_in", "test_out")
+LEAST = {"chances": 0, "progress": -1}  # of each kind of labels that is learned
+KIND_OF_VALUE = {"best_of": "progress", "logprob": "information gains"}  # of a Method: else its labels are chances
 
 
 @dataclass(frozen=True, eq=False)
 class Labelled:
     """A solution of a problem, its outcome (None: not known) and a label for each of its reasoning steps. copy: how
-    many solutions of this problem stand before it in the step, which tells them apart for the noise."""
+    many solutions of this problem stand before it in the step, which tells them apart for the noise; method: which made
+    the labels, "" where the file does not say."""
     problem: Problem
     solution: str
     outcome: bool | None
     labels: list[float]
     copy: int = 0
+    method: str = ""
 
 
 def solution_rows(flag: str, path: str, task, fields: dict[str, tuple] = OF_SOLUTION) -> Iterator[tuple[str, dict]]:
@@ -63,14 +70,18 @@ def read_line(where: str, line: str, task, fields: dict[str, tuple]) -> dict:
     for name, kinds in fields.items():
         if not (isinstance(row, dict) and name in row and type(row[name]) in kinds):
             raise BadInput(f"{where}: has no {name!r} that could be read")
+        if str in kinds and row[name] != row[name].encode(errors="replace").decode():
+            raise BadInput(f"{where}: its {name!r} has half of a surrogate pair, which is no text")
     split, index = row["split"], row["index"]
     try:
         problem = task.problem(split, index) if split in SPLIT_BUCKETS and index >= 0 else None
     except (BadInput, KeyError, IndexError, ValueError):
         problem = None
     if problem is None or check_problem(where, problem, split, index).prompt != row["prompt"]:
-        raise BadInput(f"{where}: its prompt is not that of problem {index} of {split} of task {task.name}, but "
-                       f"{row['prompt'][:40]!r}: was the file made with other flags or another seed?")
+        number = str(index) if abs(index) < 10 ** 20 else f"{str(index)[:20]}..."
+        raise BadInput(f"{where}: its prompt is not that of problem {number} of {split[:40]} of task {task.name}, but "
+                       f"{row['prompt'][:40]!r}: was the file made with other flags or another seed? Those of "
+                       f"label_steps stand beside its FILE.jsonl, in FILE.summary.json")
     return row | {"problem": problem}
 
 
@@ -79,35 +90,46 @@ def read_labelled(path: str, task) -> list[Labelled]:
     """The labelled solutions of a file. Raises BadInput, with the line, for what does not fit the task."""
     rows = []
     for where, row in solution_rows("--labels", path, task, OF_SOLUTION | OF_LABELS):
+        if row["split"] in TEST_SPLITS:
+            raise BadInput(f"{where}: problem {row['index']} is of {row['split']}, on which a run is evaluated; nothing "
+                           "is learned from test problems")
         labels, num_steps = row["labels"], len(task.fmt.step_spans(row["solution"]))
         if len(labels) != num_steps:
             raise BadInput(f"{where}: has {len(labels)} labels, and the solution {num_steps} steps")
-        if not all(isinstance(label, int | float) and abs(label) <= sys.float_info.max for label in labels):
+        if not all(type(label) in (int, float) and abs(label) <= sys.float_info.max for label in labels):
             raise BadInput(f"{where}: has a label that is no finite number")
-        rows.append(Labelled(row["problem"], row["solution"], row["outcome"], [float(label) for label in labels]))
+        method = str(row.get("method", ""))
+        rows.append(Labelled(row["problem"], row["solution"], row["outcome"], list(map(float, labels)),
+                             method=method if method in METHODS else ""))
     return rows
 
 
-def check_range(path: str, rows: list[Labelled], least: float) -> None:
-    """Raises BadInput where a label is not from `least` to 1."""
+def check_kind(path: str, rows: list[Labelled], kind: str) -> None:
+    """Raises BadInput where labels are not of a kind: chances, from 0 to 1, or progress, from -1 to 1. What made them
+    tells, where the file says it, and the range."""
+    least = LEAST[kind]
     for row in rows:
+        where = f"--labels {path}: problem {row.problem.index} of {row.problem.split}"
+        made = KIND_OF_VALUE.get(METHODS[row.method].value, "chances") if row.method else kind
+        if made != kind:
+            raise BadInput(f"{where} has labels of method {row.method}, which are {made}, and {kind} are learned here; "
+                           f"progress (method pav) is learned by recipe prm with --prm-labels progress")
         if wrong := [label for label in row.labels if not least <= label <= 1]:
-            raise BadInput(f"--labels {path}: problem {row.problem.index} of {row.problem.split} has the label "
-                           f"{wrong[0]}; labels are from {least} to 1 here")
+            raise BadInput(f"{where} has the label {wrong[0]}; labels are from {least} to 1 here")
 
 
 def add_label_args(group) -> None:
     group.add_argument("--labels", default="", metavar="FILE.jsonl", help="labelled solutions, see label_steps")
 
 
-def check_labels(args, task, least: float | None = 0) -> None:
-    """Raises BadInput unless --labels names labels from `least` to 1 for this task's problems; from 0 they are chances,
-    None: any numbers."""
+def check_labels(args, task, kind: str | None = None) -> None:
+    """Raises BadInput unless --labels names labelled solutions of this task's problems. kind: see `check_kind`, of the
+    labels of steps, where these are used."""
     if not args.labels:
         raise BadInput("--labels: name the labelled solutions to learn from")
     rows = read_labelled(args.labels, task)
-    if least is not None:
-        check_range(args.labels, rows, least)
+    if kind:
+        check_kind(args.labels, rows, kind)
 
 
 def digest(rows: list[Labelled]) -> int:

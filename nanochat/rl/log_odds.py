@@ -17,6 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_log
 from torch.nn.functional import logsigmoid
 
 from nanochat.common import BadInput
+from nanochat.rl.flags import check_one_update
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Play, Update
 from nanochat.rl.prompts import Prompt, Solution
@@ -195,7 +196,6 @@ def sum_of(t: Play, *losses: tuple[Parts, float]) -> Parts:
 def learn_verdicts(t: Play, role: str, *losses: tuple[Parts, float]):
     """The update of a role on the sum of these losses (see `sum_of`), or none where no rank has anything to learn."""
     nums = t.reduce(torch.tensor([float(num) for _, num in losses], device=t.device))
-    if t.args.updates_per_batch > 1:
-        raise BadInput(f"--updates-per-batch {t.args.updates_per_batch}: the coefficients hold for one optimizer step")
+    check_one_update(t.args)
     if nums.any():
         yield Update(role, sum_of(t, *losses), PolicyLoss("reinforce"), per="rollout")
