@@ -91,8 +91,8 @@ def read_labelled(path: str, task) -> list[Labelled]:
     rows = []
     for where, row in solution_rows("--labels", path, task, OF_SOLUTION | OF_LABELS):
         if row["split"] in TEST_SPLITS:
-            raise BadInput(f"{where}: problem {row['index']} is of {row['split']}, on which a run is evaluated; nothing "
-                           "is learned from test problems")
+            raise BadInput(f"{where}: problem {row['index']} is of {row['split']}, on which a run is evaluated; "
+                           "nothing is learned from test problems")
         labels, num_steps = row["labels"], len(task.fmt.step_spans(row["solution"]))
         if len(labels) != num_steps:
             raise BadInput(f"{where}: has {len(labels)} labels, and the solution {num_steps} steps")
