@@ -18,7 +18,8 @@ from nanochat.common import BadInput, print0, script_main
 from nanochat.files import check_writable, make_folder, path_of, whole_file
 from nanochat.arms import words_of
 from nanochat.rl.report import mean, paired, spread
-from nanochat.verifier_arms import E, MAIN, STEPS, TASK, VERIFIERS, kind_of, label_flags, reward_flags, training_flags
+from nanochat.verifier_arms import (E, MAIN, OF_SEVERAL, STEPS, TASK, VERIFIERS, kind_of, label_flags, reward_flags,
+                                    training_flags)
 from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jobs_at_once, log_of, make_tokenizer,
                               num_cores, report, seeds_of, sft_job)
 
@@ -174,7 +175,8 @@ def main(args) -> None:
     command = shlex.join(["bash", "runs/verifiers.sh", *sys.argv[1:]])
     first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time, task "
                   f"{TASK}, {STEPS} generator steps.")
-    is_whole &= report("rewards", stages[-1], args.out, first_line)
+    alike = [reward_job(seed, name) for seed in seeds for name in names if not OF_SEVERAL.get(VERIFIERS[name].judge)]
+    is_whole &= not alike or report("rewards", alike, args.out, first_line)  # runs with other flags are not compared
     tables = table_of(seeds, names), training_table(seeds, names)
     text = "\n\n".join(filter(None, [first_line, *tables])) + "\n"
     with whole_file(os.path.join(args.out, "verifiers.md")) as f:
