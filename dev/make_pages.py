@@ -93,8 +93,7 @@ NOTES = {  # whole sentences
     "think_rm": "Not run.",
     "think_rm_policy": "Not run.",
     "spct": "Not run.",
-    "cooper": "One seed, so it is not compared. Its figures are in "
-              "[tuning.md](tuning.md#cooper-is-not-gamed-where-a-frozen-reward-model-is).",
+    "cooper": "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy).",
     **dict.fromkeys(("ppo", "refit", "progress_rewards", "simulated_judge"), "Not run with seeds to compare.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
@@ -162,7 +161,34 @@ CHECKS = {  # tests that hold a recipe against its paper
         "test_simulated_judge.py::test_a_right_solution_is_ranked_above_a_wrong_one_as_often_as_ties_and_flips_say",
         "test_simulated_judge.py::test_ties_are_of_whole_problems_and_flips_of_texts_and_both_are_the_same_each_time"]}
 
-
+STATUS = {  # works: its check passed; runs: its formulas are tested, its check did not pass, or was not made
+    "grpo": "works: the baseline",
+    "tango": "works: ahead of GRPO at equal steps, shown on three seeds",
+    "fixed_verifier": "works: ahead of GRPO at equal steps, shown on three seeds",
+    "fixed_generator": "works: step F1 rises on every seed",
+    "outcome_verifier": "runs: no gain over GRPO is shown",
+    "gold_steps": "works: the upper bound of the others",
+    "prime": "runs: what process rewards add to outcomes is not shown",
+    "dpo": "works: it learns, behind GRPO at equal tokens",
+    "spin": "works: it stays at the fixed point that its demonstrations are",
+    "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
+    "critique_grpo_verifier": "runs: not run with seeds",
+    "score": "runs: its second turn corrects nothing here",
+    "ttrl": "works: it learns without answers where the majority is right",
+    "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
+    "orm": "runs: best of 8 is above the majority vote, and it ranks solutions (AUC 63); no gain as a reward is shown",
+    "genrm": "works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown",
+    "genprm": "works: step F1 rises on three seeds, and as a reward it is shown ahead of GRPO",
+    "cooper": "runs: its frozen arm is gamed on three seeds and Cooper on none, but it does not reach the rule",
+    "ppo": "runs: as GRPO on three seeds, no use of the critic is shown",
+    "refit": "runs: as GRPO on three seeds, no use of the refitted verifier is shown",
+    "simulated_judge": "works: at equal accuracy ties and flips differ on three seeds, in favour of ties",
+    "rm_r1": "runs: one seed, on which RL made its choices depend on the place",
+    "think_rm": "runs: RL leaves it at chance on three seeds; SFT had left it there, too",
+    "critic_rm": "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse",
+    "gram": "runs: it judges pairs about as well as chance on three seeds",
+    **dict.fromkeys(("supervisor", "think_rm_policy", "spct", "progress_rewards"),
+                    "runs: not run with seeds")}
 # Text
 
 def prose(text: str) -> str:
@@ -363,6 +389,12 @@ def trained(name: str, is_trained: bool = True) -> str:
     return ", ".join(role for role, spec in recipes.load(name).ROLES.items() if spec.trained == is_trained)
 
 
+def status_of(name: str) -> str:
+    """*works*: why."""
+    word, _, why = STATUS[name].partition(": ")
+    return f"*{word}*: {prose(why)}."
+
+
 def recipe_section(name: str) -> list[str]:
     module = recipes.load(name)
     title, _, text = module.__doc__.strip().partition("\n")
@@ -371,18 +403,14 @@ def recipe_section(name: str) -> list[str]:
     departures, *numbered = re.split(r"\n\d+\. ", departures)
     departures = prose(departures)  # ":" before a list, or words
     departures = departures if departures.startswith(":") else f" {departures}"
-    idea = ""
-    for sentence in sentences(text):
-        if len(idea) + len(sentence) > 3.4 * WIDTH:
-            break
-        idea += f" {sentence}"
     flags, fixed = groups_of(tango_rl.make_parser(["--recipe", name])).get(f"recipe {name}", []), trained(name, False)
     facts = [f"trained: {trained(name)}" + (f"; not trained: {fixed}" if fixed else ""),
              "; ".join(f"{key}: {value}" for key, value in module.TAGS.items()),
              f"[flags of its own](flags.md#recipe-{name}): "
              f"{', '.join(f'`{action.option_strings[0]}`' for action in flags) or 'none'}"]
-    return [f"## {name}", wrapped(f"{title} File: [{name}.py](../nanochat/recipes/{name}.py)."), wrapped(prose(idea)),
-            items(facts), wrapped(f"**Departures from the paper**{departures}"),
+    return [f"## {name}", wrapped(f"{title} File: [{name}.py](../nanochat/recipes/{name}.py)."), wrapped(prose(text)),
+            items(facts), wrapped(f"**Status**: {status_of(name)}"),
+            wrapped(f"**Departures from the paper**{departures}"),
             "\n".join(wrapped(prose(line), f"{n}. ", "   ") for n, line in enumerate(numbered, 1)),
             "**Checked against the paper by**:", items(f"`tests/{test}`" for test in CHECKS[name]),
             "**Result**:", *result_blocks(name)]
@@ -403,7 +431,10 @@ def recipes_page() -> str:
             "*minus GRPO, there*: pass@1 when the run had sampled as many tokens as GRPO did in all, less GRPO's final "
             "one, in points, ± half of the 95% interval over the paired seeds (Student's t). Between two evaluations "
             "it is read off the line. A seed whose run ended with fewer tokens is left out, and the table says so.",
-            "*step F1*: the verifier's, before and after, on solutions of the starting generator, in percent."]
+            "*step F1*: the verifier's, before and after, on solutions of the starting generator, in percent.",
+            "*Status*: a recipe *works* where what its paper claims, or what must follow from its formulas, was seen "
+            "end to end here, on at least three seeds. It *runs* where its formulas are tested and that was not seen. "
+            "It *differs* where a part is left out on which the claim rests."]
     blocks = ["# Recipes", wrapped(intro), "## How to read the results", wrapped(how), items(read),
               *(block for name in RESULTS for block in recipe_section(name) if block)]
     return "\n\n".join(blocks) + "\n"

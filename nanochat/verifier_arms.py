@@ -19,9 +19,10 @@ LABELS = {  # methods of label_steps; all label the same solutions
     "rpe": "--method rpe --num-completions 8",
     "pav": "--method pav --num-completions 8 --best-of 4",
 }
+# Those that learn from texts of their own had fallen apart at 5e-4.
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
 RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
-RL_PAIRS = "--num-steps 60 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 1e-4"
+RL_PAIRS = "--num-steps 60 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 3e-5"
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"
@@ -46,7 +47,7 @@ VERIFIERS = {
     "tango": Verifier("generative, RL on outcomes (Tango)", "analysed",
                       recipe=f"--recipe fixed_generator {RL_JUDGE} --verifier-balance --verifier-replay 0.5"),
     "genprm": Verifier("generative, own analyses that agree with gold (GenPRM)", "analysed",
-                       recipe=f"--recipe genprm {SUPERVISED} --num-steps 80", labels="gold"),
+                       recipe=f"--recipe genprm {RL_JUDGE} --examples-per-step 32", labels="gold"),
     "genrm": Verifier("verdict as next token, outcomes (GenRM)", "verdict", recipe=f"--recipe genrm {SUPERVISED}",
                       labels="gold"),
     "orm": Verifier("at the end, outcomes (ORM)", "end", "generator", f"--recipe orm {SUPERVISED}", "gold"),
@@ -60,7 +61,7 @@ VERIFIERS = {
     "prm_pav": Verifier("behind steps, progress under a prover (PAV)", "steps", "generator",
                         f"--recipe prm --prm-labels progress {SUPERVISED}", "pav"),
     "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",
-                           recipe=f"--recipe genprm {SUPERVISED} --num-steps 80", labels="rpe"),
+                           recipe=f"--recipe genprm {RL_JUDGE} --examples-per-step 32", labels="rpe"),
     "critic_rm": Verifier("own critiques, then a score of pairs (Critic-RM)", "analysed",
                           recipe=f"--recipe critic_rm {RL_JUDGE}", labels="gold"),
     "gram": Verifier("pairs, choice at once (GRAM)", "preferred", "pair", f"--recipe gram {SUPERVISED}", "gold"),

@@ -47,12 +47,13 @@ ROLES = {"best_of": "prover", "logprob": "supervisor"}  # who is asked for a val
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--generator-tag", required=True)
+    parser.add_argument("--generator-tag", required=True, help="checkpoint that samples the solutions; with "
+                        "--generator-source rl a run's name and -gen")
     parser.add_argument("--generator-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     parser.add_argument("--step", type=int, default=-1, help="of the generator's checkpoint; -1 = the last")
     parser.add_argument("--method", default="math_shepherd", help=f"one of: {', '.join(METHODS)}")
     parser.add_argument("--out", required=True, metavar="FILE.jsonl")
-    parser.add_argument("--num-completions", type=int, default=8, help="N, behind each prefix")
+    parser.add_argument("--num-completions", type=int, default=8, help="N, behind each prefix (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=-1,
                         help="of a solution, and of a completion; -1 = as in the checkpoint's training, else 256")
     parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
@@ -66,10 +67,13 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("solutions")
     group.add_argument("--solutions", default="", metavar="FILE.jsonl",
                        help="labels these, which an earlier call wrote; default: samples new ones")
-    group.add_argument("--split", choices=list(SPLIT_BUCKETS), default="rl", help="of the problems")
-    group.add_argument("--first", type=int, default=0, help="problem of the split")
-    group.add_argument("--num-problems", type=int, default=100)
-    group.add_argument("--num-samples", type=int, default=4, help="solutions per problem, at temperature 1")
+    group.add_argument("--split", choices=list(SPLIT_BUCKETS), default="rl",
+                       help="which the problems are from (default: %(default)s)")
+    group.add_argument("--first", type=int, default=0,
+                       help="number of the first problem in the split; RL begins with number 0 (default: %(default)s)")
+    group.add_argument("--num-problems", type=int, default=100, help="that are solved (default: %(default)s)")
+    group.add_argument("--num-samples", type=int, default=4,
+                       help="solutions per problem, at temperature 1 (default: %(default)s)")
     group = parser.add_argument_group("pav and information_gain")
     group.add_argument("--best-of", type=int, default=4, help="K: the prover keeps the best of so many")
     for role, what in (("prover", "completes the prefixes, for pav"), ("supervisor", "is asked for the answer, for "

@@ -18,7 +18,8 @@ from nanochat.common import BadInput, print0, script_main
 from nanochat.files import check_writable, make_folder, path_of, whole_file
 from nanochat.arms import words_of
 from nanochat.rl.report import mean, paired, spread
-from nanochat.verifier_arms import E, MAIN, STEPS, TASK, VERIFIERS, kind_of, label_flags, reward_flags, training_flags
+from nanochat.verifier_arms import (E, MAIN, OF_SEVERAL, STEPS, TASK, VERIFIERS, kind_of, label_flags, reward_flags,
+                                    training_flags)
 from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jobs_at_once, log_of, make_tokenizer,
                               num_cores, report, seeds_of, sft_job)
 
@@ -35,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("--seeds", default="1 2 3")
     parser.add_argument("--verifiers", default=" ".join(MAIN), help=f"of: {' '.join(VERIFIERS)}")
+    parser.add_argument("--list", action="store_true", help="print what each verifier is, and stop")
     parser.add_argument("--out", default="dev/curves/verifiers", help="folder of the report (default: %(default)s)")
     return parser
 
@@ -101,30 +103,38 @@ def training_cost(seed: str, name: str) -> float | None:
     return (tokens + read_summary(training_job(seed, name))["sampled_tokens"]) / 1000
 
 
+def by_seed(values: dict[str, float], seeds: list[str]) -> str:
+    """Shares in percent, in the order of the seeds; - for one that has none."""
+    return " ".join(f"{100 * values[seed]:.1f}" if seed in values else "-" for seed in seeds)
+
+
 def row_of(name: str, seeds: list[str], baseline: dict[str, float]) -> list[str]:
-    """A verifier's line: as a judge, what it cost, and as a reward. baseline: GRPO's final accuracy by seed."""
-    summaries = {seed: read_summary(reward_job(seed, name)) for seed in seeds}
+    """A verifier's line, over the seeds that are finished: as a judge, what it cost, and as a reward. baseline: GRPO's
+    final accuracy by seed."""
+    done = [seed for seed in seeds if reward_job(seed, name).is_done()]
+    summaries = {seed: read_summary(reward_job(seed, name)) for seed in done}
     final = {seed: found["after"]["gen/pass1_in"] for seed, found in summaries.items()}
     cells = [name, VERIFIERS[name].words]
     for key, _, factor in JUDGED:
         values = [found["before"].get(f"ver/{key}_fixed") for found in summaries.values()]
         cells.append("-" if None in values else spread([v * factor / 100 for v in values]))
-    costs = [training_cost(seed, name) for seed in seeds]
+    costs = [training_cost(seed, name) for seed in done]
     cells.append("-" if None in costs else f"{mean(costs):.0f}k")
-    gains = [final[seed] - baseline[seed] for seed in seeds if seed in baseline]
+    gains = [final[seed] - baseline[seed] for seed in done if seed in baseline]
     longer = [found["after"]["gen/pass1_out"] for found in summaries.values()]
     tokens = mean([found["sampled_tokens"] for found in summaries.values()])
-    return [*cells, " ".join(f"{100 * x:.1f}" for x in final.values()), spread(list(final.values())),
-            paired(gains, {"arm": name, "seeds": len(seeds)}), spread(longer), f"{tokens / 1e6:.2f}M"]
+    return [*cells, by_seed(final, seeds), spread(list(final.values())),
+            paired(gains, {"arm": name, "seeds": len(done)}), spread(longer), f"{tokens / 1e6:.2f}M"]
 
 
 def table_of(seeds: list[str], names: list[str]) -> str:
-    """All finished verifiers in one table."""
-    done = {name: [seed for seed in seeds if reward_job(seed, name).is_done()] for name in names}
-    baseline = {seed: read_summary(reward_job(seed, "grpo"))["after"]["gen/pass1_in"] for seed in done.get("grpo", [])}
+    """All verifiers of which a seed is finished in one table."""
+    done = [name for name in names if any(reward_job(seed, name).is_done() for seed in seeds)]
+    baseline = {seed: read_summary(reward_job(seed, "grpo"))["after"]["gen/pass1_in"] for seed in seeds
+                if "grpo" in done and reward_job(seed, "grpo").is_done()}
     titles = ["verifier", "what it is", *(title for _, title, _ in JUDGED), "tokens of its training",
               f"final, seeds {', '.join(seeds)}", "final", "minus GRPO", "longer", "tokens"]
-    rows = [row_of(name, done[name], baseline) for name in names if done[name]]
+    rows = [row_of(name, seeds, baseline) for name in done]
     return "\n".join(f"| {' | '.join(row)} |" for row in [titles, ["---"] * len(titles), *rows])
 
 
@@ -132,20 +142,23 @@ def training_table(seeds: list[str], names: list[str]) -> str:
     """What training made of the verifiers that choose among several solutions, on held-out ones."""
     rows = [["verifier", "measured", f"before, seeds {', '.join(seeds)}", "after", "after minus before"], ["---"] * 5]
     for name in names:
-        jobs = [training_job(seed, name) for seed in seeds if VERIFIERS[name].recipe]
-        found = [read_summary(job) for job in jobs if job.is_done()]
+        jobs = {seed: training_job(seed, name) for seed in seeds if VERIFIERS[name].recipe}
+        found = {seed: read_summary(job) for seed, job in jobs.items() if job.is_done()}
         for metric, words in CHOOSING.items():
-            if found and metric in found[0]["before"]:
-                before, after = ([summary[when][metric] for summary in found] for when in ("before", "after"))
-                gains = paired([b - a for a, b in zip(before, after, strict=True)], {"arm": name, "seeds": len(found)})
-                shown = (" ".join(f"{100 * x:.1f}" for x in values) for values in (before, after))
-                rows.append([name, words, *shown, gains])
+            before, after = ({seed: summary[when][metric] for seed, summary in found.items() if metric in summary[when]}
+                             for when in ("before", "after"))
+            if before:
+                gains = paired([after[seed] - before[seed] for seed in before], {"arm": name, "seeds": len(before)})
+                rows.append([name, words, by_seed(before, seeds), by_seed(after, seeds), gains])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) if rows[2:] else ""
 
 
 # All of it
 
 def main(args) -> None:
+    if args.list:
+        print0("\n".join(f"{name:14s} {v.words}" for name, v in VERIFIERS.items()))
+        return
     names, seeds, at_once = words_of("verifiers", args.verifiers), seeds_of(args.seeds), jobs_at_once()
     for name in names:
         if name not in VERIFIERS:
@@ -162,7 +175,8 @@ def main(args) -> None:
     command = shlex.join(["bash", "runs/verifiers.sh", *sys.argv[1:]])
     first_line = (f"`{command}`, {num_cores()} cores of {cpu_name()}, {at_once} runs of one thread at a time, task "
                   f"{TASK}, {STEPS} generator steps.")
-    is_whole &= report("rewards", stages[-1], args.out, first_line)
+    alike = [reward_job(seed, name) for seed in seeds for name in names if not OF_SEVERAL.get(VERIFIERS[name].judge)]
+    is_whole &= not alike or report("rewards", alike, args.out, first_line)  # runs with other flags are not compared
     tables = table_of(seeds, names), training_table(seeds, names)
     text = "\n\n".join(filter(None, [first_line, *tables])) + "\n"
     with whole_file(os.path.join(args.out, "verifiers.md")) as f:

@@ -11,8 +11,9 @@ Tokens per problem are s (solution + v verification), with the problem's mean le
 prompts are, do not count.
 
 A front is the points with more accuracy than all cheaper ones. The crossover is the fewest tokens from which on all
-points of the front of verifying are above voting, read off between two points on a scale of log tokens. Points of
-verifying that cost more than S solutions are not compared, but counted.
+points of the front of verifying are above voting; between two votes voting is read off on a scale of log tokens. Points
+of verifying that cost more than S solutions are not compared, but counted. The front is chosen on the problems that it
+is scored on, and has more points to choose from than voting, so its lead is a little too high.
 
 Departures from the paper: lengths are measured, where the paper sets a ratio of verification to solution; the vote has
 the same S solutions and no more, so --num-samples says how far the comparison goes.
@@ -185,6 +186,17 @@ def draw(points: list[Point], path: str) -> None:
         figure.savefig(f, format="png", dpi=120)
 
 
+def in_words(found: float | None, leads: list[float]) -> str:
+    """What the comparison comes to. found: the crossover; leads: of the points that are compared."""
+    if not leads:
+        return "no point of verifying costs as little as voting: nothing is compared; give a larger --num-samples"
+    if found is not None:
+        return f"verifying is ahead of voting from {found:.1f} tokens on, up to the dearest point that is compared"
+    if max(leads) > 0:
+        return "verifying is ahead of voting at some points, but not at the dearest: there is no crossover"
+    return "verifying is ahead of voting at no point that is compared"
+
+
 def main(args) -> None:
     check_args(args)
     tokenizer = load_tokenizer(path_of("tokenizer"))
@@ -201,8 +213,7 @@ def main(args) -> None:
            f"{args.num_verifications} verifications of each, {args.num_draws} draws; percent, tokens per problem; "
            f"±: half of the 95% interval over problems")
     print_fronts(points)
-    print0("verifying is never ahead of voting at equal tokens" if found is None else
-           f"verifying is ahead of voting from {found:.1f} tokens on")
+    print0(in_words(found, [ahead for _, ahead in lead(points) if ahead is not None]))
     if not_compared:
         print0(f"{not_compared} points of verifying cost more than {args.num_samples} solutions: not compared")
     if len(rows) < len(samples):

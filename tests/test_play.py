@@ -317,6 +317,13 @@ def test_the_bar_for_the_samplers_difference_knows_the_dtype():
             and len(health_warnings(sampled, {}, 0.6, torch.bfloat16)) == 1)
 
 
+def test_a_start_without_a_right_solution_is_warned_of_where_it_learns():
+    sampled = {"pass@1": 0.0, "end_token_rate": 1.0}
+    warning, = health_warnings(sampled, {}, 0.0, torch.float32)
+    assert "no sampled solution is right" in warning
+    assert health_warnings(sampled, {}, 0.0, torch.float32, learns=False) == []
+
+
 @pytest.mark.parametrize("right, without_signal, is_warned", [(0.95, 0.89, True), (0.95, 0.5, False),
                                                               (0.3, 0.9, False), (1.0, 1.0, True)])
 def test_a_start_that_leaves_little_to_learn_is_warned_of(right, without_signal, is_warned):
@@ -325,6 +332,7 @@ def test_a_start_that_leaves_little_to_learn_is_warned_of(right, without_signal,
     assert [warning.startswith("the start leaves little to learn") for warning in warnings] == [True] * is_warned
     if right == 0.95 and is_warned:
         assert "pass@1 is 95%, and 89% of the groups give no signal" in warnings[0]
+    assert health_warnings(sampled, {}, 0.0, torch.float32, learns=False) == []
 
 
 def test_a_recipe_without_a_pool_keeps_no_solutions(base):

@@ -114,5 +114,11 @@ def test_what_there_is_not_is_one_line(empty, capsys, flags, words):
     assert not os.listdir(empty)
 
 
+def test_the_list_says_what_each_is(empty, capsys):
+    script_main(run_verifiers.main, run_verifiers.make_parser(), ["--list"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(VERIFIERS) and not os.listdir(empty)
+
+
 def test_the_main_ones_are_among_all():
     assert set(MAIN) < set(VERIFIERS) and {"grpo", "oracle", "tango"} <= set(MAIN)

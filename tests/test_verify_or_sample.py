@@ -206,3 +206,10 @@ def test_another_file_is_not_replaced(base, tmp_path, capsys):
     assert "no earlier result of this script" in refused(capsys, "--out", str(path))
     (tmp_path / "mine.png").write_text("mine")
     assert "mine.png is there, and not of an earlier result" in refused(capsys, "--out", str(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize("found, leads, words", [
+    (None, [], "nothing is compared"), (None, [0.1, -0.1], "at some points"), (None, [-0.1, 0.0], "at no point"),
+    (150.0, [-0.1, 0.1], "from 150.0 tokens on")])
+def test_what_there_is_no_crossover_for_is_said(found, leads, words):
+    assert words in verify_or_sample.in_words(found, leads)

@@ -65,6 +65,7 @@ def play(t):
 def evaluate(t):
     if t.args.judge == WRITTEN:
         return scores_of_pair(t)
-    if "judged" not in t.memory:  # neither the verifier nor what it is scored on changes
+    # Neither the verifier nor what it is scored on changes, but for the present generator's reference.
+    if "judged" not in t.memory or reference_calls(t.args, t.args.judge, 1, 0):
         t.memory["judged"] = scores_as_judge(t, t.args.judge)
     return pass_at_1(t, "generator") | t.memory["judged"]

@@ -1,9 +1,10 @@
-"""GenPRM (Zhao et al. 2025): a verifier that analyses each step, trained on what agrees with labels. arXiv 2504.00891.
+"""GenPRM (Zhao et al. 2025): a verifier that learns analyses whose verdicts agree with labels. arXiv 2504.00891.
 
-The verifier writes --num-samples verifications of each labelled solution. Those whose verdicts on all steps, and on the
-whole, agree with the labels are kept, and it is trained on them as SFT. A chance is p(T) / (p(T) + p(F)) at the place
-of a verdict in a sampled text, the mean over --verifications texts. The labels come from a file (--labels); in the
-paper they are relative progress estimates of a step's continuations. With outcomes alone in mind this is GenRM-CoT.
+It analyses each step before its verdict. It writes --num-samples verifications of each labelled solution. Those whose
+verdicts on all steps, and on the whole, agree with the labels are kept, and it is trained on them as SFT. A chance is
+p(T) / (p(T) + p(F)) at the place of a verdict in a sampled text, the mean over --verifications texts. The labels come
+from a file (--labels); in the paper they are relative progress estimates of a step's continuations. With outcomes alone
+in mind this is GenRM-CoT.
 
 Departures:
 1. The verifier itself writes what it learns from, anew in each step. In the paper a larger model writes it, once.

@@ -100,19 +100,21 @@ def health_check(t: Play, role: str) -> list[str]:
     for name, value in judged.items():
         print0(f"  verifier  {name:22s} {percent(value)}%")
     print0(f"  sampler vs trainer, largest logprob difference {gap:.2e}")
-    warnings = health_warnings(sampled, judged, gap, t.roles[role].model.compute_dtype)
+    warnings = health_warnings(sampled, judged, gap, t.roles[role].model.compute_dtype,
+                               learns=t.roles[role].optimizer is not None)
     for warning in warnings:
         print0(f"  WARNING: {warning}")
     return warnings
 
 
-def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype) -> list[str]:
-    """What is wrong with a start. sampled: of `sampled_scores`; judged: a verifier's scores, {} without one."""
+def health_warnings(sampled: dict, judged: dict, gap: float, dtype: torch.dtype, learns: bool = True) -> list[str]:
+    """What is wrong with a start. sampled: of `sampled_scores`; judged: a verifier's scores, {} without one; learns:
+    whether the role that was sampled is trained."""
     warnings = []
-    if sampled["pass@1"] == 0:
+    if learns and sampled["pass@1"] == 0:
         warnings.append("no sampled solution is right: RL finds nothing to reinforce; "
                         "give SFT longer or easier problems")
-    if sampled["pass@1"] > 0.9 and sampled["frac_reward_zero_std"] > 0.75:
+    if learns and sampled["pass@1"] > 0.9 and sampled["frac_reward_zero_std"] > 0.75:
         warnings.append(f"the start leaves little to learn: pass@1 is {100 * sampled['pass@1']:.0f}%, and "
                         f"{100 * sampled['frac_reward_zero_std']:.0f}% of the groups give no signal; give RL harder "
                         f"problems")
