@@ -286,7 +286,8 @@ def test_the_flags_of_every_arm_are_those_of_its_recipe(capsys, task, start):
     for line in lines:
         arm, *flags = line.split()
         args, other = tango_rl.make_parser(flags).parse_args(flags), arm.partition("_")[0]  # grpo_2e-4, prime_outcome
-        other = {"fixed": "fixed_verifier", "gold": "gold_steps"}.get(other, other)
+        other = {"fixed": "fixed_verifier", "gold": "gold_steps", "progress": "progress_rewards",
+                 "ties": "simulated_judge", "flips": "simulated_judge"}.get(other, other)
         assert args.recipe == next((name for name in (arm, other) if name in recipes.names()), "tango")
 
 
