@@ -40,11 +40,24 @@ from tasks.processbench import HUB, LabelledSolution, load_processbench, solutio
 
 FORMATS = {"paper": PAPER, "compact": COMPACT}
 CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
+# Recipes that train a verifier which writes nothing: the judge of recipe fixed_verifier that reads it, "" for none.
+UNWRITTEN = {"orm": "end", "prm": "steps", "genrm": "verdict", "gram": "preferred", "refit": "steps", "cooper": "",
+             "ppo": "", "prime": "", "supervisor": ""}
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults of flags, but for those that stand for another: empty ones and -1."""
+
+    def _get_help_string(self, action):
+        is_other = action.default in (None, "", -1) or action.default is False
+        return action.help if is_other else super()._get_help_string(action)
 
 
 def add_verifier_args(parser) -> None:
     """Flags of a verifier that is evaluated, and of the evaluation."""
-    parser.add_argument("--verifier-tag", required=True)
+    parser.add_argument("--verifier-tag", required=True,
+                        help="the verifier's checkpoint; it must write verifications, as those of SFT and of recipe "
+                             "tango do")
     parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
     parser.add_argument("--step", type=int, default=-1, help="of the verifier's checkpoint; -1 = the last")
     parser.add_argument("--num-verifications", type=int, default=1, help="per solution")
@@ -61,16 +74,17 @@ def add_verifier_args(parser) -> None:
                         help="of problems and sampling noise; default: the checkpoint's (the generator's if there is "
                              "one)")
     parser.add_argument("--out", default="", metavar="FILE.json",
-                        help="writes all numbers and every single prediction there")
+                        help="writes all numbers and every single prediction there; default: nothing is written")
 
 
 def add_generator_args(group, is_needed: bool) -> None:
     """Flags of a generator whose solutions are verified."""
-    group.add_argument("--generator-tag", default="", required=is_needed)
-    group.add_argument("--generator-source", choices=["sft", "rl"], default="sft")
-    group.add_argument("--generator-step", type=int, default=-1)
+    group.add_argument("--generator-tag", default="", required=is_needed,
+                       help="the checkpoint that samples solutions" + "; default: no best of n" * (not is_needed))
+    group.add_argument("--generator-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
+    group.add_argument("--generator-step", type=int, default=-1, help="of the generator's checkpoint; -1 = the last")
     group.add_argument("--num-samples", type=int, default=8, help="solutions per problem")
-    group.add_argument("--generator-temperature", type=float, default=1.0)
+    group.add_argument("--generator-temperature", type=float, default=1.0, help="0 = greedy, for one solution")
     group.add_argument("--max-new-tokens", type=int, default=-1,
                        help="of a solution; -1 = as in the checkpoint's training, else 256")
     group.add_argument("--max-problems", type=int, default=-1,
@@ -83,8 +97,7 @@ def add_generator_args(group, is_needed: bool) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help, allow_abbrev=False)
     add_verifier_args(parser)
     group = parser.add_argument_group("ProcessBench")
     group.add_argument("--processbench", default="", metavar="SOURCE",
@@ -99,8 +112,8 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--own-tag", default="",
                        help="judge report: a model that solves as the judge would, for example the checkpoint of both "
                             "roles; its solutions are judged beside the generator's, for self-preference")
-    group.add_argument("--own-source", choices=["sft", "rl"], default="sft")
-    group.add_argument("--own-step", type=int, default=-1)
+    group.add_argument("--own-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
+    group.add_argument("--own-step", type=int, default=-1, help="of its checkpoint; -1 = the last")
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
     return parser
@@ -169,6 +182,19 @@ def check_players(args, parts: set[str]) -> None:
     if args.out:
         args.out = os.path.realpath(args.out)  # a link stays, and what it leads to is written
         check_out(args.out, parts)
+
+
+def share_malformed(rows: list[dict], k: int) -> float | None:
+    """The share of malformed verifications, of rows of `verified_solutions`; None where nothing was verified."""
+    verified = k * sum(row["too_long"].count(False) for row in rows)
+    return sum(sum(row["malformed"]) for row in rows) / verified if verified else None
+
+
+def warn_of_malformed(parse_fail: float | None) -> None:
+    """Says so where most verifications miss a criterion of their format. parse_fail: the share of these."""
+    if parse_fail is not None and parse_fail > 0.5:
+        print0(f"WARNING: {shown(parse_fail)}% of the verifications are malformed. Was the verifier taught to write "
+               f"them, in this format?")
 
 
 def gathered(rows: list[dict], key: str, device) -> list[dict]:
@@ -277,6 +303,7 @@ def evaluate_processbench(args, samples: list[LabelledSolution], verifier, sampl
         print0(f"{num_long} of {len(rows)} do not fit the verifier's context {verifier.config.sequence_len} with "
                f"{args.verifier_max_new_tokens} new tokens: not cut, not verified, counted as wrong")
     whole = processbench_scores(rows, k)
+    warn_of_malformed(whole["parse_fail"])
     if k > 1:
         print_calibration({**scores, "all": whole})
     else:
@@ -332,12 +359,12 @@ def evaluate_best_of_n(args, task, generator, verifier, sampler, device) -> dict
         row["choice"] = choose(row["answers"], row["outcomes"], row["scores"], row["tie_breaks"])
     scored, total = [row["choice"] for row in rows if row["choice"] is not None], n * len(rows)
     count = lambda name: sum(sum(row[name]) for row in rows)
-    verified = k * (total - count("too_long"))
     scores = {"problems": len(rows), "problems_left_out": len(rows) - len(scored),
               "unscorable": sum(o is None for row in rows for o in row["outcomes"]), "too_long": count("too_long"),
               "unread_answers": sum(answer is None for row in rows for answer in row["answers"]) / total,
-              "parse_fail": count("malformed") / verified if verified else None,
+              "parse_fail": share_malformed(rows, k),
               **{name: sum(choice[name] for choice in scored) / len(scored) if scored else None for name in CHOICES}}
+    warn_of_malformed(scores["parse_fail"])
     print0(f"\nbest of {n}, task {args.task}: {k} verification{'s' * (k > 1)} of each solution, score {args.score}; "
            f"percent\n{len(rows)} problems | "
            + " | ".join(f"{name.removesuffix('@n')}{f'@{n}' * (name != 'pass@1')} {shown(scores[name])}"
@@ -374,10 +401,22 @@ def report_judge(args, rows: list[dict], own: list[dict] | None) -> dict:
     return found
 
 
+def check_writes(tag: str, meta: dict) -> None:
+    """Raises BadInput for a verifier whose recipe has trained it to write no verifications."""
+    recipe = meta["user_config"].get("recipe")
+    if recipe not in list(UNWRITTEN) or meta.get("role") == "generator":
+        return
+    judge = f", or with --recipe fixed_verifier --judge {UNWRITTEN[recipe]}" if UNWRITTEN[recipe] else ""
+    raise BadInput(f"--verifier-tag {tag}: recipe {recipe} has trained it to write no verifications, and these are "
+                   f"what is sampled here; see its scores in the evaluation of tango_rl --recipe {recipe}{judge}")
+
+
 def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     """A role's model, the flags that it was trained with, the file that says so, and its step."""
     model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
     tokenizer.check_model(tag, model)
+    if role == "verifier":
+        check_writes(tag, meta)
     warn_of_role(tag, meta, role)
     print0(f"{path_of(stage, tag)} at step {meta['step']}")
     return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]

@@ -18,10 +18,12 @@ import pytest
 import torch
 from conftest import TASK_FLAGS, parse
 
+from nanochat import recipes
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.engine import generate, row_key
 from nanochat.rl import sampling, scores
+from nanochat.rl.judges import JUDGES
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, verifier_eval
 from tasks import TASKS, make_task
@@ -532,6 +534,50 @@ def test_only_an_earlier_result_is_replaced(capsys, bench, tmp_path):
         assert "is there, and no earlier result of this script" in line and (tmp_path / name).read_text() == text
     numbers = [on_bench(capsys, tmp_path, "--max-examples", n) [0] for n in "231"]
     assert [len(found["samples"]) for found in numbers] == [4, 6, 2]
+
+
+def rl_verifier(base, role: str, **changes) -> list[str]:
+    """Makes the tiny verifier one of an RL run, with these flags; the flags that name it."""
+    before, after = base / "chatsft_checkpoints" / "tiny-ver", base / "chatrl_checkpoints" / "r-ver"
+    after.mkdir(parents=True)
+    meta = json.loads((before / "meta_000200.json").read_text())
+    (after / "meta_000200.json").write_text(
+        json.dumps({**meta, "role": role, "user_config": meta["user_config"] | changes}))
+    (after / "model_000200.pt").write_bytes((before / "model_000200.pt").read_bytes())
+    return ["--verifier-source", "rl", "--verifier-tag", "r-ver", "--generator-tag", "tiny", "--max-problems", "2"]
+
+
+@pytest.mark.parametrize("recipe, role, judge", [
+    ("orm", "verifier", "end"), ("prm", "verifier", "steps"), ("genrm", "verifier", "verdict"),
+    ("gram", "verifier", "preferred"), ("refit", "verifier", "steps"), ("prime", "prm", "")])
+def test_a_verifier_that_writes_no_verifications_is_refused(capsys, base, recipe, role, judge):
+    line = refused(capsys, *rl_verifier(base, role, recipe=recipe))
+    assert f"recipe {recipe} has trained it to write no verifications" in line
+    assert f"tango_rl --recipe {recipe}" in line
+    assert ("fixed_verifier --judge" in line) == bool(judge) and line.endswith(f"{judge or recipe}\n")
+
+
+@pytest.mark.parametrize("recipe, role", [("tango", "verifier"), (["orm"], "verifier"), ("refit", "generator")])
+def test_others_are_asked_to_write(capsys, base, recipe, role):
+    """A refitted generator writes: it is only warned of. A recipe that is no text is of no use here."""
+    lines = run(capsys, *rl_verifier(base, role, recipe=recipe))
+    assert any("was trained as a generator" in line for line in lines) == (role == "generator")
+
+
+def test_every_judge_that_is_named_is_one():
+    assert set(verifier_eval.UNWRITTEN) <= set(recipes.names())
+    assert set(verifier_eval.UNWRITTEN.values()) <= {"", *JUDGES}
+
+
+def test_a_verifier_whose_texts_are_mostly_malformed_is_warned_of(capsys, bench, base):
+    """One token is no verification."""
+    flags = ["--verifier-max-new-tokens", "1", "--processbench", os.environ["BENCH"], "--format", "compact",
+             "--generator-tag", "tiny", "--max-problems", "2", "--max-examples", "2"]
+    warned = [line for line in run(capsys, *flags) if line.startswith("WARNING: 100.0% of the verifications are")]
+    assert len(warned) == 2  # of ProcessBench, and of best of n
+    verifier_eval.warn_of_malformed(0.5)
+    verifier_eval.warn_of_malformed(None)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("tag, changes, flags, words", [
