@@ -68,7 +68,7 @@ CALLS = {
     tok_train: ([*TASK_FLAGS, "--num-texts", "2", "--vocab-size", "266"], ["check_models"]),
     verifier_eval: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "1"],
                     ["evaluate_best_of_n", "evaluate_processbench"]),
-    verify_or_sample: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "1"],
+    verify_or_sample: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "2"],
                        ["verified_solutions"]),
 }
 
