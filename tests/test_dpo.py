@@ -9,7 +9,7 @@ import zlib
 
 import pytest
 import torch
-from conftest import TASK_FLAGS, on_two_ranks
+from conftest import TASK_FLAGS, on_two_ranks, parse
 from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
@@ -34,8 +34,7 @@ FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "--max-new-
 
 
 def parsed(recipe: str, *flags: str):
-    argv = ["--recipe", recipe, *FLAGS, *flags]
-    return tango_rl.make_parser(argv).parse_args(argv)
+    return parse(tango_rl, ["--recipe", recipe, *FLAGS, *flags])
 
 
 def random_model(vocab_size: int, seed: int) -> GPT:
@@ -226,8 +225,8 @@ def test_two_equal_completions_count_in_the_mean_and_pull_nothing(base):
 @pytest.mark.parametrize("flags", [["--beta", "0"], ["--beta", "nan"], ["--updates-per-batch", "2"],
                                    ["--num-samples", "1"], ["--pairs-per-problem", "-1"]])
 def test_settings_that_cannot_work_are_refused(flags):
-    args = parsed("dpo", *flags)
     with pytest.raises(BadInput, match=flags[0]):
+        args = parsed("dpo", *flags)
         recipes.load("dpo").check(args, make_task(args))
 
 
