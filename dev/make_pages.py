@@ -70,6 +70,9 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "think_rm_policy": [],
     "spct": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
+BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
+    "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm"),
+    "reward-models-that-learn-with-the-policy": ("cooper", "ppo", "refit", "simulated_judge")}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
@@ -81,20 +84,16 @@ NOTES = {  # whole sentences
              + RATE_SEEN,
     "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
-    "critique_grpo_verifier": "Not run.",
+    "critique_grpo_verifier": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
             "beside it know 64 or 256 answers.",
-    **dict.fromkeys(("orm", "prm", "genrm", "genprm"), "A verifier alone is trained: no pass@1 to compare."),
-    **dict.fromkeys(("critic_rm", "gram"), "Not run."),
-    "supervisor": "Not run. A supervisor alone is trained: no pass@1 to compare.",
-    "rm_r1": "Not compared.",
-    "think_rm": "Not run.",
-    "think_rm_policy": "Not run.",
-    "spct": "Not run.",
-    "cooper": "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy).",
-    **dict.fromkeys(("ppo", "refit", "progress_rewards", "simulated_judge"), "Not run with seeds to compare.")}
+    **dict.fromkeys(BESIDE["verifiers-of-every-kind"],
+                    "Its figures are in [results.md](results.md#verifiers-of-every-kind)."),
+    **dict.fromkeys(BESIDE["reward-models-that-learn-with-the-policy"],
+                    "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy)."),
+    **dict.fromkeys(("supervisor", "rm_r1", "think_rm_policy", "spct", "progress_rewards"), "Not run with seeds.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -179,15 +178,14 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "orm": "runs: best of 8 is above the majority vote, and it ranks solutions (AUC 63); no gain as a reward is shown",
     "genrm": "works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown",
     "genprm": "works: step F1 rises on three seeds, and as a reward it is shown ahead of GRPO",
-    "cooper": "runs: its frozen arm is gamed on three seeds and Cooper on none, but it does not reach the rule",
+    "cooper": "runs: its frozen arm is gamed on three seeds, Cooper at most mildly, but it is behind the rule on two",
     "ppo": "runs: as GRPO on three seeds, no use of the critic is shown",
     "refit": "runs: as GRPO on three seeds, no use of the refitted verifier is shown",
-    "simulated_judge": "works: at equal accuracy ties and flips differ on three seeds, in favour of ties",
-    "rm_r1": "runs: one seed, on which RL made its choices depend on the place",
+    "simulated_judge": "runs: at equal accuracy the judge with more ties taught better, where slower was expected",
     "think_rm": "runs: RL leaves it at chance on three seeds; SFT had left it there, too",
     "critic_rm": "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse",
     "gram": "runs: it judges pairs about as well as chance on three seeds",
-    **dict.fromkeys(("supervisor", "think_rm_policy", "spct", "progress_rewards"),
+    **dict.fromkeys(("supervisor", "rm_r1", "think_rm_policy", "spct", "progress_rewards"),
                     "runs: not run with seeds")}
 # Text
 
@@ -440,10 +438,15 @@ def recipes_page() -> str:
     return "\n\n".join(blocks) + "\n"
 
 
+def quoted(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def readme_table() -> str:
     rows, links = [], {}
-    not_run = [name for name, arms in RESULTS.items() if not arms and name != "score"]
-    for name, arms in ((name, arms) for name, arms in RESULTS.items() if name not in not_run):
+    beside = [name for names in BESIDE.values() for name in names]
+    not_run = [name for name, arms in RESULTS.items() if not arms and name not in ("score", *beside)]
+    for name, arms in ((name, arms) for name, arms in RESULTS.items() if name not in (*not_run, *beside)):
         system = re.split(r" \(|:", recipes.load(name).__doc__)[0]
         paper = re.search(r"arXiv (\d{4}\.\d{5})", recipes.load(name).__doc__)[1]
         links[paper] = f"https://arxiv.org/abs/{paper}"
@@ -462,8 +465,9 @@ def readme_table() -> str:
              "it gets there). The setting is harder than above: only the last result is the answer, so a wrong "
              f"solution can be right by luck. GRPO ends at {final.partition(' ')[0]}% there. Of its {tokens} tokens "
              f"Tango spends {warm_up(tango):.2f}M before the generator's first update. ± is half of the 95% interval "
-             "over paired seeds. More of each recipe: [dev/recipes.md](dev/recipes.md). Tested, and not yet run with "
-             f"seeds, are {', '.join(f'`{name}`' for name in not_run)}.")
+             "over paired seeds. More of each recipe: [dev/recipes.md](dev/recipes.md). [Compared "
+             f"elsewhere](dev/results.md#verifiers-of-every-kind): {quoted(beside)}. Not run with seeds yet: "
+             f"{quoted(not_run)}.")
     columns = ("system", "recipe", "paper", "what is trained", "measured", "at equal steps", "at GRPO's tokens")
     return "\n\n".join([wrapped(words), table(columns, rows), "\n".join(f"[{a}]: {b}" for a, b in links.items())])
 

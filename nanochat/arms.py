@@ -287,8 +287,9 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
     arm = without_kl(arm)
     task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, 'both' if arm in ONE_CHECKPOINT else arm)[0]}"
     if not has_verifier(arm):
-        own = EQ7 if arm in GOLD else f"--verifier-tag {sft(e, seed, 'sft')[0]}" if arm.startswith("refit_") else ""
-        return own and f"{task.alpha} {own}"
+        if arm.startswith("refit_"):
+            return f"{task.alpha} --verifier-tag {sft(e, seed, 'sft')[0]}"
+        return f"{task.alpha} {EQ7}" if arm in GOLD else ""
     both = f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}"
     flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha} {PAPER}",
              "fixed_generator": f"{tag} {task.verdict} {JUDGING}",

@@ -19,8 +19,8 @@ LABELS = {  # methods of label_steps; all label the same solutions
     "rpe": "--method rpe --num-completions 8",
     "pav": "--method pav --num-completions 8 --best-of 4",
 }
-# Those that learn from texts of their own had fallen apart at 5e-4.
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
+# Also of those that learn as SFT, but from texts of their own: at 5e-4 they fell apart.
 RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
 RL_PAIRS = "--num-steps 60 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 3e-5"
 LONG = "--verifier-max-new-tokens 192"

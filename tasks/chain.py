@@ -8,8 +8,8 @@ local and free.
 Demonstrations carry misconceptions: a fixed random share of the facts (a, op, b) is shown with one fixed wrong result
 most of the time, and the chain is carried on from there. The generator's and the verifier's misconceptions are drawn
 independently. A model trained on them starts RL like a pretrained one: fluent, right on most facts, confidently wrong
-on some, with the right result alive among its samples. With --chain-common-share 1 the verifier is wrong only where
-the generator is, and in the same way, so that one who is taught both roles does not see both results.
+on some, with the right result alive among its samples. With --chain-common-share 1 all misconceptions of the verifier
+are among the generator's, with the same wrong results. Those that only the generator has it is still taught rightly.
 """
 import random
 import re

@@ -1,10 +1,9 @@
 """Simulated judge: GRPO rewarded by a judge that is as accurate as one says, and in the way one says. arXiv 2503.15477.
 
 What makes a reward a good teacher (Razin et al. 2025): not accuracy alone, but also how far it tells apart what the
-policy samples. A judge here knows the outcome of a solution, and is spoiled in one of two ways:
-
-    --judge-ties q   all solutions of a share q of the problems are alike to it (.5): it says nothing false
-    --judge-flips e  of a share e of the solutions it says the opposite
+policy samples. A judge here knows the outcome of a solution, and is spoiled in one of two ways. With --judge-ties q it
+gives .5 to all solutions of a share q of the problems: it says nothing false. With --judge-flips e it says the opposite
+of a share e of the solutions.
 
 Of a right and a wrong solution of one problem it ranks the right one higher with a chance of 1 - q / 2, a tie counting
 half, and of 1 - e. So q = 2e gives two judges that are equally accurate; the one with ties varies less, by 1 - q. What
