@@ -58,7 +58,7 @@ def test_every_recipe_is_on_every_page_and_has_a_check(make_pages, made):
     assert re.findall("^## (.*)$", made["dev/recipes.md"], re.MULTILINE)[1:] == list(make_pages.RESULTS)
     assert re.findall("^### Recipe (.*)$", made["dev/flags.md"], re.MULTILINE) == list(make_pages.RESULTS)
     in_table = re.findall(r"^\| [^|]+ \| `(\w+)` \|", made["README.md"], re.MULTILINE)
-    lists = re.search(r"\[Compared\s+elsewhere\]\(\S+\): (.*?)\. Not\s+run\s+with\s+seeds\s+yet:\s+(.*?)\.$",
+    lists = re.search(r"\[Compared\s+elsewhere\]\(\S+\):\s+(.*?)\. Not\s+run\s+with\s+seeds\s+yet:\s+(.*?)\.$",
                       made["README.md"], re.MULTILINE | re.DOTALL)
     beside, not_run = (re.findall(r"`(\w+)`", names) for names in lists.groups())
     assert {name for name, arms in make_pages.RESULTS.items() if arms} <= set(in_table)
