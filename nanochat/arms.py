@@ -72,7 +72,8 @@ HEADS = ["tango_merged", "grpo", "grpo_both", "own_both", "frozen_half", "trunk_
          "prompt_own", "prompt_summed"]
 COOPER = ["grpo", "cooper", "cooper_frozen", "cooper_rule"]
 REFITS = ["refit_0", "refit_1", "refit_20"]
-LEARNING = ["grpo", "gold_merged", "fixed_merged", "tango_merged", "ppo", *REFITS, "progress", "ties", "flips"]
+LEARNING = ["grpo", "gold_merged", "fixed_merged", "tango_merged", "ppo", *REFITS, "progress", "progress_self", "ties",
+            "flips"]
 LISTS = {"ablations": ABLATIONS, "heads": HEADS, "cooper": COOPER, "learning": LEARNING}
 OTHERS = ["prime", "prime_outcome", "dpo", "spin", "critique_grpo", "score", "ttrl", *COOPER[1:], *LEARNING[4:]]
 TUNED = ["grpo", *OTHERS]                # they also come with another rate (grpo_2e-4), and use no verifier of SFT
@@ -130,6 +131,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "ppo": "--recipe ppo",
     **{f"refit_{k}": f"--recipe refit --refit-every {k} --verifier-lr 1e-3" for k in (0, 1, 20)},
     "progress": "--recipe progress_rewards --continuations 4 --best-of 2",
+    "progress_self": "--recipe progress_rewards --continuations 4 --best-of 1",  # the prover is the policy's start
     "ties": "--recipe simulated_judge --judge-ties 0.5",      # as accurate as each other
     "flips": "--recipe simulated_judge --judge-flips 0.25",
 }
@@ -139,8 +141,10 @@ VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, an
     "shared_all": ("-all", "--verifier-shared-layers 4"),
     "small_verifier": ("-small", "--depth 2 --n-embd 64 --n-head 2"),
     "large_verifier": ("-large", "--depth 6 --n-embd 192 --n-head 6"),
-    **{form: (f"-{form}", f"--verifier-form {form} --sequence-len 512 --num-steps 500")
-       for form in ("pair", "solve_pair", "scores")},
+    # Judges of several solutions learn to quote from one first: those that learn it with the rest did not (dev/LOG.md).
+    "long": ("-long", "--sequence-len 512"),
+    **{form: (f"-{form}", f"--sequence-len 512 --from-stage sft --from-tag {{generator}}-ver-long --verifier-form "
+                          f"{form} --num-steps 300") for form in ("pair", "solve_pair", "scores")},
 }
 
 
@@ -279,7 +283,7 @@ def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
     ending, own = VERIFIERS.get(without_kl(kind), ("", ""))
     tag = f"{generator}-ver{ending}{e.setting.ending}"
     return tag, (f"--role verifier --model-tag {generator} --verifier-tag {tag} {common} {task.verifier_sft} "
-                 f"{task.problems} {own} {e.setting.verifier_sft}")
+                 f"{task.problems} {own.format(generator=generator)} {e.setting.verifier_sft}")
 
 
 def role_flags(e: Experiment, seed: str, arm: str) -> str:

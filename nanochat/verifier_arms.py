@@ -18,7 +18,9 @@ LABELS = {  # methods of label_steps; all label the same solutions
     "omega": "--method omega_prm --num-completions 8",
     "rpe": "--method rpe --num-completions 8",
     "pav": "--method pav --num-completions 8 --best-of 4",
+    "shepherd_strong": "--method math_shepherd_soft --num-completions 8",
 }
+STRONG = "_strong"  # labels whose completions are sampled by the generator that gold labels have rewarded
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
 # Also of those that learn as SFT, but from texts of their own: at 5e-4 they fell apart.
 RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
@@ -56,6 +58,8 @@ VERIFIERS = {
     "prm_gold": Verifier("behind steps, gold labels (PRM)", "steps", "generator", f"--recipe prm {SUPERVISED}", "gold"),
     "prm_shepherd": Verifier("behind steps, completions (Math-Shepherd)", "steps", "generator",
                              f"--recipe prm {SUPERVISED}", "shepherd"),
+    "prm_strong": Verifier("behind steps, completions of the oracle's generator", "steps", "generator",
+                           f"--recipe prm {SUPERVISED}", "shepherd_strong"),
     "prm_omega": Verifier("behind steps, first error by search (OmegaPRM)", "steps", "generator",
                           f"--recipe prm {SUPERVISED}", "omega"),
     "prm_pav": Verifier("behind steps, progress under a prover (PAV)", "steps", "generator",
@@ -69,7 +73,8 @@ VERIFIERS = {
     "rm_r1": Verifier("pairs, solves first, RL (RM-R1)", "solve_pair", "solve_pair", f"--recipe rm_r1 {RL_PAIRS}"),
     "spct": Verifier("scores of two, RL (SPCT)", "scores", "scores", f"--recipe spct {RL_PAIRS} --kl-coef 0.08"),
 }
-MAIN = [name for name in VERIFIERS if name not in ("prm_omega", "prm_pav", "genprm_rpe", "rm_r1", "spct")]
+MAIN = [name for name in VERIFIERS
+        if name not in ("prm_strong", "prm_omega", "prm_pav", "genprm_rpe", "rm_r1", "spct")]
 
 
 def kind_of(start: str) -> str:
@@ -82,6 +87,11 @@ def tag_of(seed: str, start: str) -> str:
     return sft(E, seed, kind_of(start))[0]
 
 
+def reward_name(seed: str, name: str) -> str:
+    """The name of the run in which a verifier rewards a generator."""
+    return f"{E.name}-{name}-s{seed}"
+
+
 def common_flags(seed: str) -> str:
     task = TASKS[TASK]
     return f"--model-tag {tag_of(seed, 'generator')} --seed {seed} --device-type cpu {task.problems}"
@@ -90,8 +100,9 @@ def common_flags(seed: str) -> str:
 def label_flags(seed: str, labels: str, solutions: str, out: str) -> str:
     """Flags of label_steps. solutions: the file whose solutions are labelled, "" samples them."""
     which = f"--solutions {solutions}" if solutions else NUM_LABELLED
-    return (f"--generator-tag {tag_of(seed, 'generator')} --seed {seed} --device-type cpu {TASKS[TASK].problems} "
-            f"{LABELS[labels]} {which} --out {out}")
+    strong = f"{reward_name(seed, 'oracle')}-gen --generator-source rl"
+    return (f"--generator-tag {strong if labels.endswith(STRONG) else tag_of(seed, 'generator')} --seed {seed} "
+            f"--device-type cpu {TASKS[TASK].problems} {LABELS[labels]} {which} --out {out}")
 
 
 def training_flags(seed: str, name: str, labels: str) -> str:

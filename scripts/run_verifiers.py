@@ -17,9 +17,10 @@ import sys
 from nanochat.common import BadInput, print0, script_main
 from nanochat.files import check_writable, make_folder, path_of, whole_file
 from nanochat.arms import words_of
+from nanochat.rl.forms import FORMS
 from nanochat.rl.report import mean, paired, spread
-from nanochat.verifier_arms import (E, MAIN, OF_SEVERAL, STEPS, TASK, VERIFIERS, kind_of, label_flags, reward_flags,
-                                    training_flags)
+from nanochat.verifier_arms import (E, MAIN, OF_SEVERAL, STEPS, STRONG, TASK, VERIFIERS, kind_of, label_flags,
+                                    reward_flags, reward_name, training_flags)
 from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jobs_at_once, log_of, make_tokenizer,
                               num_cores, report, seeds_of, sft_job)
 
@@ -66,20 +67,24 @@ def training_job(seed: str, name: str) -> Job:
 
 
 def reward_job(seed: str, name: str) -> Job:
-    run = f"{E.name}-{name}-s{seed}"
+    run = reward_name(seed, name)
     return Job(run, "scripts.tango_rl", path_of("runs", run), "summary.json",
                one_spaced(reward_flags(seed, name, f"{training_job(seed, name).name}-ver")))
 
 
 def stages_of(seeds: list[str], names: list[str]) -> list[list[Job]]:
-    """What must be done before what: generators' SFT, verifiers' SFT, solutions with gold labels, other labels,
-    training, rewarded runs."""
+    """What must be done before what: generators' SFT, verifiers' SFT, that of judges of several solutions, solutions
+    with gold labels, the oracle's generator where it completes for others, other labels, training, rewarded runs."""
     used = dict.fromkeys(VERIFIERS[name].labels for name in names if VERIFIERS[name].labels)
     judged = [name for name in names if VERIFIERS[name].judge]
     kinds = dict.fromkeys(kind_of(VERIFIERS[name].start) for name in judged)
+    several = [kind for kind in kinds if kind in FORMS]
+    single = [kind for kind in kinds if kind != "sft" and kind not in several] + ["long"] * bool(several)
     return [[sft_job(E, seed, "sft") for seed in seeds],
-            [sft_job(E, seed, kind) for seed in seeds for kind in kinds if kind != "sft"],
+            [sft_job(E, seed, kind) for seed in seeds for kind in single],
+            [sft_job(E, seed, kind) for seed in seeds for kind in several],
             [label_job(seed, "gold") for seed in seeds if used],
+            [reward_job(seed, "oracle") for seed in seeds if any(labels.endswith(STRONG) for labels in used)],
             [label_job(seed, labels) for seed in seeds for labels in used if labels != "gold"],
             [training_job(seed, name) for seed in seeds for name in judged if VERIFIERS[name].recipe],
             [reward_job(seed, name) for seed in seeds for name in names]]
@@ -93,10 +98,12 @@ def read_summary(job: Job) -> dict:
 
 
 def training_cost(seed: str, name: str) -> float | None:
-    """Tokens sampled for a verifier's training, in thousands: its labels' solutions and completions, and its own."""
-    v, tokens = VERIFIERS[name], 0
+    """Tokens sampled for a verifier's training, in thousands: its labels' solutions and completions, the training of
+    the generator that completes if it is the oracle's, and its own."""
+    v = VERIFIERS[name]
     if not v.recipe:
         return None
+    tokens = read_summary(reward_job(seed, "oracle"))["sampled_tokens"] if v.labels.endswith(STRONG) else 0
     for labels in dict.fromkeys(["gold", v.labels]) if v.labels else ():
         found = read_summary(label_job(seed, labels))
         tokens += found["cost"]["tokens"] + (found["solution_tokens"] if labels == "gold" else 0)

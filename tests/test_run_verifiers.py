@@ -43,7 +43,7 @@ def test_each_job_comes_behind_what_it_reads(empty):
         for job in stage:
             words = job.flags.split()
             given = dict(zip(words, words[1:], strict=False))
-            for flag in ("--labels", "--solutions"):
+            for flag in ("--labels", "--solutions", "--from-tag"):
                 assert flag not in given or given[flag] in made, job.name
             if job.module != "scripts.chat_sft":
                 tags = {given.get("--generator-tag") or given["--model-tag"], given.get("--verifier-tag")} - {None}
@@ -51,7 +51,7 @@ def test_each_job_comes_behind_what_it_reads(empty):
         for job in stage:
             words = job.flags.split()
             given = dict(zip(words, words[1:], strict=False))
-            made |= {given.get("--out"), f"{job.name}-ver", given.get("--verifier-tag"), given.get("--model-tag")}
+            made |= {given.get("--out"), f"{job.name}-ver", f"{job.name}-gen", given.get("--verifier-tag"), given.get("--model-tag")}
 
 
 def test_only_what_the_asked_for_verifiers_need_is_made(empty):
@@ -59,8 +59,11 @@ def test_only_what_the_asked_for_verifiers_need_is_made(empty):
     assert names == ["sft-small_chain-s3", "labels-gold-s3", "verifiers-train_orm-s3", "verifiers-grpo-s3",
                      "verifiers-orm-s3"]
     assert [job.name for stage in stages_of(["3"], ["sft", "rm_r1"]) for job in stage] == [
-        "sft-small_chain-s3", "sft-small_chain-s3-ver", "sft-small_chain-s3-ver-solve_pair", "verifiers-train_rm_r1-s3",
-        "verifiers-sft-s3", "verifiers-rm_r1-s3"]
+        "sft-small_chain-s3", "sft-small_chain-s3-ver", "sft-small_chain-s3-ver-long",
+        "sft-small_chain-s3-ver-solve_pair", "verifiers-train_rm_r1-s3", "verifiers-sft-s3", "verifiers-rm_r1-s3"]
+    assert [job.name for stage in stages_of(["3"], ["prm_strong"]) for job in stage] == [
+        "sft-small_chain-s3", "labels-gold-s3", "verifiers-oracle-s3", "labels-shepherd_strong-s3",
+        "verifiers-train_prm_strong-s3", "verifiers-prm_strong-s3"]
     assert [job.name for stage in stages_of(["3"], ["grpo"]) for job in stage] == ["sft-small_chain-s3",
                                                                                    "verifiers-grpo-s3"]
 
@@ -89,6 +92,10 @@ def test_the_table_pairs_with_grpo_and_adds_up_what_training_cost(empty):
     assert cells["tokens of its training"] == "50k"      # 9,000 of solutions, 40,000 of completions, 1,000 of its own
     assert cells["final, seeds 1, 2"] == "60.0 90.0" and cells["longer"] == "25.0 ± 0.0"
     assert cells["minus GRPO"].startswith("+20.0 ± ") and cells["tokens"] == "2.00M"
+    write_summary(training_job("1", "prm_strong"), sampled_tokens=1000)
+    write_summary(run_verifiers.label_job("1", "shepherd_strong"), cost={"tokens": 30_000}, solution_tokens=9000)
+    write_summary(reward_job("1", "oracle"), sampled_tokens=200_000)  # whose generator completes
+    assert run_verifiers.training_cost("1", "prm_strong") == 240
     of_grpo = dict(zip(lines[0].strip("| ").split(" | "), lines[2].strip("| ").split(" | "), strict=True))
     assert of_grpo["minus GRPO"] == of_grpo["step F1"] == of_grpo["tokens of its training"] == "-"
 
