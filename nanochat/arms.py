@@ -144,7 +144,8 @@ VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, an
     # Judges of several solutions learn to quote from one first: those that learn it with the rest did not (dev/LOG.md).
     "long": ("-long", "--sequence-len 512"),
     **{form: (f"-{form}", f"--sequence-len 512 --from-stage sft --from-tag {{generator}}-ver-long --verifier-form "
-                          f"{form} --num-steps 300") for form in ("pair", "solve_pair", "scores")},
+                          f"{form} --num-steps {steps}")
+       for form, steps in (("pair", 300), ("solve_pair", 900), ("scores", 300))},  # to solve is new to it
 }
 
 

@@ -24,7 +24,7 @@ STRONG = "_strong"  # labels whose completions are sampled by the generator that
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
 # Also of those that learn as SFT, but from texts of their own: at 5e-4 they fell apart.
 RL_JUDGE = "--num-steps 80 --kl-coef 0 --lr 1e-4"
-RL_PAIRS = "--num-steps 60 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 3e-5"
+RL_PAIRS = "--num-steps 80 --examples-per-step 32 --num-solutions 8 --eval-examples 300 --kl-coef 0 --lr 1e-4"
 LONG = "--verifier-max-new-tokens 192"
 OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}  # judges of several solutions
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"

@@ -13,6 +13,7 @@ from nanochat.rl.rewards import at_step_ends, step_rewards
 from scripts import tango_rl
 
 TEXTS = ["1+1:2;2+1:0;=20", "1+1:2;2+1:1;=21", "=2"]
+LONG_FIRST = ["1+1:2;2+1:0;0+0:0;=200", "1+1:2;2+1:1;=21", "1+1:2;2+1:0;=20"]
 
 
 def play_of(*flags: str):
@@ -22,11 +23,11 @@ def play_of(*flags: str):
     return t
 
 
-def measured(t, worth):
-    """The step values of TEXTS where a continuation is right as worth(text of the prefix, number of it) says, and the
+def measured(t, worth, texts=TEXTS):
+    """The step values of solutions where a continuation is right as worth(text of the prefix, number of it) says, and the
     prefixes that were asked for."""
     problem, asked = t.task.problem("rl", 0), []
-    solutions = t.written("generator", t.solve_prompts([problem] * len(TEXTS)), TEXTS)
+    solutions = t.written("generator", t.solve_prompts([problem] * len(texts)), texts)
 
     def sample(role, prompts, num, label, tool=None):
         bare = t.solve_prompts([problem])[0].ids
@@ -73,6 +74,13 @@ def test_a_solution_abstains_where_a_prefix_cannot_be_scored_or_it_is_too_long(b
     assert found == [[0.0, 0.0], None, []]
     t = play_of("--most-steps", "1")
     assert measured(t, lambda begun, number: True)[0] == [None, None, []]
+
+
+def test_a_solution_that_is_too_long_leaves_the_others_their_own_prefixes(base):
+    t = play_of("--continuations", "4", "--best-of", "1", "--most-steps", "2")
+    found, asked = measured(t, half_of_good, LONG_FIRST)
+    assert found == [None, [0.25, -0.5], [0.25, 0.5]]
+    assert sorted(asked) == ["", "1+1:2;", "1+1:2;2+1:0;", "1+1:2;2+1:1;"]
 
 
 def test_values_stand_at_the_steps_ends_as_they_are():

@@ -78,15 +78,16 @@ def step_values(t: Play, solutions: Rollouts, step_ends: list[list[int]]) -> lis
     """A number per reasoning step of each solution, as --step-values makes them of the values of its prefixes; None
     where the continuations of one cannot be scored, or there are too many steps."""
     rows, prompts, method = solutions.completions(), solutions.prompt_of(), METHODS[t.args.step_values]
+    few = [n for n, ends in enumerate(step_ends) if len(ends) <= t.args.most_steps]
 
     def values_of(asked: list[tuple[int, int]]) -> list[float | None]:
-        """Of prefixes: the k-th of solution n ends with its k-th step."""
-        prefixes = [(prompts[n], tuple(rows[n][: step_ends[n][k - 1] + 1] if k else ())) for n, k in asked]
+        """Of prefixes: the k-th of the i-th of these few solutions ends with its k-th step."""
+        prefixes = [(prompts[n], tuple(rows[n][: step_ends[n][k - 1] + 1] if k else ()))
+                    for n, k in ((few[i], k) for i, k in asked)]
         keys = [(prompt.problem, begun) for prompt, begun in prefixes]
         found = prefix_values(t, dict(zip(keys, prefixes, strict=True)), method.value)
         return [found[key] for key in keys]
 
-    few = [n for n, ends in enumerate(step_ends) if len(ends) <= t.args.most_steps]
     labels = dict(zip(few, run_plans([method.plan(len(step_ends[n])) for n in few], values_of), strict=True))
     return [labels.get(n) for n in range(len(solutions))]
 
