@@ -73,8 +73,6 @@ VERIFIERS = {
     "rm_r1": Verifier("pairs, solves first, RL (RM-R1)", "solve_pair", "solve_pair", f"--recipe rm_r1 {RL_PAIRS}"),
     "spct": Verifier("scores of two, RL (SPCT)", "scores", "scores", f"--recipe spct {RL_PAIRS} --kl-coef 0.08"),
 }
-MAIN = [name for name in VERIFIERS
-        if name not in ("prm_strong", "prm_omega", "prm_pav", "genprm_rpe", "rm_r1", "spct")]
 
 
 def kind_of(start: str) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every kind of verifier in one table: trained from the same SFT checkpoints, judging the same solutions, then rewarding
 # the same generator. Finished runs are reused, interrupted ones go on. JOBS is the number of cores unless set; all of it
-# is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-verifiers unless set. On 2 cores three seeds take about 80 minutes.
+# is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-verifiers unless set. On 2 cores three seeds take two to three hours.
 #   bash runs/verifiers.sh
 #   bash runs/verifiers.sh --seeds "1" --verifiers "grpo sft orm prm_gold" --out curves
 set -euo pipefail

@@ -19,7 +19,7 @@ from nanochat.files import check_writable, make_folder, path_of, whole_file
 from nanochat.arms import words_of
 from nanochat.rl.forms import FORMS
 from nanochat.rl.report import mean, paired, spread
-from nanochat.verifier_arms import (E, MAIN, OF_SEVERAL, STEPS, STRONG, TASK, VERIFIERS, kind_of, label_flags,
+from nanochat.verifier_arms import (E, OF_SEVERAL, STEPS, STRONG, TASK, VERIFIERS, kind_of, label_flags,
                                     reward_flags, reward_name, training_flags)
 from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jobs_at_once, log_of, make_tokenizer,
                               num_cores, report, seeds_of, sft_job)
@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--seeds", default="1 2 3")
-    parser.add_argument("--verifiers", default=" ".join(MAIN), help=f"of: {' '.join(VERIFIERS)}")
+    parser.add_argument("--verifiers", default=" ".join(VERIFIERS), help="default: %(default)s")
     parser.add_argument("--list", action="store_true", help="print what each verifier is, and stop")
     parser.add_argument("--out", default="dev/curves/verifiers", help="folder of the report (default: %(default)s)")
     return parser

@@ -12,7 +12,7 @@ from conftest import parse
 from nanochat import recipes
 from nanochat.common import script_main
 from nanochat.rl.judges import JUDGES
-from nanochat.verifier_arms import LABELS, MAIN, VERIFIERS
+from nanochat.verifier_arms import LABELS, VERIFIERS
 from scripts import chat_sft, label_steps, run_verifiers, tango_rl
 from scripts.run_verifiers import reward_job, stages_of, table_of, training_job, training_table
 
@@ -125,7 +125,3 @@ def test_the_list_says_what_each_is(empty, capsys):
     script_main(run_verifiers.main, run_verifiers.make_parser(), ["--list"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(VERIFIERS) and not os.listdir(empty)
-
-
-def test_the_main_ones_are_among_all():
-    assert set(MAIN) < set(VERIFIERS) and {"grpo", "oracle", "tango"} <= set(MAIN)
