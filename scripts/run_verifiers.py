@@ -26,8 +26,9 @@ from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jo
 
 # name in a summary, title, factor
 JUDGED = [("step_f1", "step F1", 100), ("step_auc", "step AUC", 100), ("first_error_f1", "first-error F1", 100),
-          ("outcome_auc", "outcome AUC", 100), ("ece", "ECE", 100), ("maj", "majority of 8", 100),
-          ("bon", "best of 8", 100), ("weighted", "weighted vote", 100), ("tokens", "tokens per judgment", 1)]
+          ("first_error_auc", "first-error AUC", 100), ("outcome_auc", "outcome AUC", 100), ("ece", "ECE", 100),
+          ("maj", "majority of 8", 100), ("bon", "best of 8", 100), ("weighted", "weighted vote", 100),
+          ("tokens", "tokens per judgment", 1)]
 # metric of a summary: what it measures
 CHOOSING = {"ver/pair_acc_in": "pairs judged rightly", "ver/acc_k1_in": "right solution scored highest"}
 

@@ -301,6 +301,8 @@ def test_scores_of_a_judge_by_hand():
     found = judged_scores([one, two])
     # right steps .9 .8 .7 against wrong ones .6 .2: all ranked right
     assert found["step_auc"] == 1 and found["outcome_auc"] == 1
+    # the same steps, as no wrong one has another behind it
+    assert found["first_error_auc"] == 1
     # right: 3 hits of 3, said 4; wrong: 1 hit of 3, said 1
     assert found["step_f1"] == pytest.approx((2 * 3 / 7 + 2 * 1 / 4) / 2)
     # erroneous: the second of one is missed, the first of two is found, the last says nothing; correct: none claimed
@@ -313,9 +315,16 @@ def test_scores_of_a_judge_by_hand():
     assert found["abstained"] == 0.25
 
 
+def test_steps_behind_the_first_error_do_not_count_for_its_auc():
+    row = ["1", False, [True, False, True, True, False], [0.9, 0.3, 0.2, 0.1, 0.8], 0.5, 1]
+    found = judged_scores([[row]])
+    assert found["first_error_auc"] == 1                      # .9 against .3
+    assert found["step_auc"] == pytest.approx((2 + 0 + 0) / 6)  # .9 .2 .1 against .3 .8: only .9 is above any
+
+
 def test_a_judge_of_outcomes_has_no_scores_of_steps():
     found = judged_scores([[["1", True, [True], None, 0.5, 1], ["2", None, [False], None, 0.9, 1]]])
-    assert found["step_f1"] is None and found["step_auc"] is None and found["first_error_f1"] is None
+    assert found["step_f1"] is None and found["step_auc"] is found["first_error_f1"] is found["first_error_auc"] is None
     assert found["outcome_f1"] == 0 and found["abstained"] == 0  # .5 is not above .5
     assert not math.isnan(found["ece"])
 

@@ -8,6 +8,7 @@ from nanochat.rl.judges import JUDGE_CALLS, JUDGES, Judgment, add_judge_args, ch
 from nanochat.rl.play import Call, Play
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, first_error_f1, labels_of, macro_f1, share_of
+from nanochat.rl.step_labels import until_error
 from nanochat.rl.voting import auroc, calibration, choose
 
 
@@ -40,13 +41,16 @@ def judged_scores(problems: list[list[list]]) -> dict:
 
     A step or solution is called right where its chance is above .5. F1s are macro, of which a chance that is missing
     counts as wrong; the AUCs, ECE and Brier score leave it out, and abstained is its share: of finals, of steps where
-    there are no finals. Solutions without an outcome count for steps alone, those without gold labels for outcomes
-    alone. bon, weighted: a missing final chance is 0 there.
+    there are no finals. first_error_auc is of the steps up to each solution's first wrong one: there a judge of single
+    steps and one of all that came before mean the same. Solutions without an outcome count for steps alone, those
+    without gold labels for outcomes alone. bon, weighted: a missing final chance is 0 there.
     """
     rows = [row for solutions in problems for row in solutions]
     called = lambda chance: None if chance is None else chance > 0.5
-    labelled = [(labels, steps or [None] * len(labels)) for _, _, labels, steps, _, _ in rows if labels]
-    pairs = [pair for labels, steps in labelled for pair in zip(labels, steps, strict=True)]
+    gold = [labels for _, _, labels, _, _, _ in rows if labels]
+    said = [steps or [None] * len(labels) for _, _, labels, steps, _, _ in rows if labels]
+    flat = lambda *both: [pair for row in zip(*both, strict=True) for pair in zip(*row, strict=True)]
+    pairs, first = flat(gold, said), flat(until_error(gold, gold), until_error(said, gold))
     known = [(outcome, final) for _, outcome, _, _, final, _ in rows if outcome is not None]
     finals = calibration([f for _, f in known if f is not None], [o for o, f in known if f is not None]) or {}
     mean_step = lambda row: sum(row[3]) / len(row[3]) if row[3] else 0.0
@@ -56,10 +60,10 @@ def judged_scores(problems: list[list[list]]) -> dict:
     scored = [choice for choice in choices if choice]
     says_steps, says_finals = any(s is not None for _, s in pairs), any(f is not None for _, f in known)
     return {
-        "step_auc": auroc([s for _, s in pairs if s is not None], [l for l, s in pairs if s is not None]),
+        **{name: auroc([s for _, s in found if s is not None], [l for l, s in found if s is not None])
+           for name, found in (("step_auc", pairs), ("first_error_auc", first))},
         "step_f1": macro_f1([l for l, _ in pairs], [called(s) for _, s in pairs]) if says_steps else None,
-        "first_error_f1": first_error_f1([labels for labels, _ in labelled],
-                                         [[called(s) for s in steps] for _, steps in labelled]) if says_steps else None,
+        "first_error_f1": first_error_f1(gold, [[called(s) for s in steps] for steps in said]) if says_steps else None,
         "outcome_auc": finals.get("auroc"), "ece": finals.get("ece"), "brier": finals.get("brier"),
         "outcome_f1": macro_f1([o for o, _ in known], [called(f) for _, f in known]) if says_finals else None,
         "abstained": share_of([f is None for _, f in known] if says_finals else [s is None for _, s in pairs]),
