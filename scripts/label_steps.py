@@ -41,6 +41,7 @@ from nanochat.rl.step_labels import METHODS, agreement, run_plans, until_error
 from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem
 
+OF_SAMPLED = {"split", "first", "num_problems", "num_samples"}
 ROLES = {"best_of": "prover", "logprob": "supervisor"}  # who is asked for a value; else the generator
 
 
@@ -97,6 +98,9 @@ def check_args(args) -> None:
     check_most(args, {"num_problems": 10 ** 6, "num_samples": 10 ** 5, "num_completions": 10 ** 5, "best_of": 10 ** 5})
     if args.max_new_tokens == 0:
         raise BadInput("--max-new-tokens 0: must be at least 1, or -1")
+    if args.solutions and (ignored := OF_SAMPLED & getattr(args, "given", set())):
+        raise BadInput(f"--{min(ignored).replace('_', '-')}: is of solutions that are sampled, and all of --solutions "
+                       f"are labelled")
     check_name("--generator-tag", args.generator_tag)
     value = METHODS[args.method].value
     for wanted, role in ROLES.items():

@@ -33,7 +33,7 @@ from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, com
 from nanochat.files import check_writable, path_of, whole_file, write_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
-                               complete_args)
+                               complete_args, warn_of_starts)
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.page import write_run_page
 from nanochat.rl.plan import check_plan, check_sizes, describe_run
@@ -307,6 +307,8 @@ def main(args) -> None:
     configs, calls = load_configs(starts), recipes.ask(args.recipe, recipe, "calls", args)
     check_configs(args, recipe.ROLES, configs)
     check_calls(args.recipe, recipe.ROLES, calls)
+    if resume_step is None:
+        warn_of_starts(starts, calls)
     trained = trained_roles(recipe.ROLES)
     totals = recipes.ask(args.recipe, recipe, "updates", args) or dict.fromkeys(trained, args.num_steps)
     if (not isinstance(totals, dict) or set(totals) != set(trained)

@@ -71,6 +71,8 @@ def check_args(args) -> None:
     check_players(args, PARTS)
     if args.max_problems == 1:
         raise BadInput("--max-problems 1: it takes two, one to choose on and one to score")
+    if args.num_samples == 1:
+        raise BadInput("--num-samples 1: nothing could be verified for the tokens of one solution; take at least 2")
     for name in ("num_samples", "num_verifications"):
         if getattr(args, name) not in powers(getattr(args, name)):
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be a power of two")

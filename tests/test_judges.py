@@ -278,7 +278,10 @@ def test_the_final_chance_is_added_to_the_outcome_where_nothing_is_said_of_steps
     (["--judge", "graded", "--num-samples", "1", "--advantage", "reinforce"],
      "--num-samples 1: the judge graded is shown 2 solutions"),
     (["--judge", "scores", "--num-judged", "5"], "--num-samples 4: the judge scores is shown 5 solutions"),
-    (["--judge", "scores", "--num-judged", "0"], "--num-judged 0: must be from 1 to 26")])
+    (["--judge", "scores", "--num-judged", "0"], "--num-judged 0: must be from 1 to 26"),
+    (["--judge", "steps", "--num-judged", "2"], "--num-judged 2: the judge steps has no use for it; scores have"),
+    (["--judge", "end", "--prm-aggregate", "min"], "--prm-aggregate min: the judge end has no use for it; steps have"),
+    (["--judge", "tokens", "--verifications", "1"], "--verifications 1: the judge tokens has no use for it; generat")])
 def test_judges_that_cannot_reward_are_refused(base, flags, words):
     with pytest.raises(BadInput, match=words):
         tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", *flags)))
@@ -288,7 +291,20 @@ def test_a_verifier_of_another_form_is_noticed_where_it_is_the_judge(base, capsy
     flags = ["--recipe", "fixed_verifier", "--judge", "solve_pair", "--step-rewards", "verdicts", "--num-steps", "1",
              "--save-every", "0"]
     tango_rl.main(parse(tango_rl, rl_flags(*flags)))
-    assert capsys.readouterr().out.count("taught this form (chat_sft --verifier-form solve_pair)?") == 1
+    out = capsys.readouterr().out
+    assert out.count("taught this form (chat_sft --verifier-form solve_pair)?") == 1
+    warning, = (line for line in out.splitlines() if line.startswith("WARNING: tiny-ver was taught"))
+    assert warning.endswith("of form steps (chat_sft --verifier-form), and is asked for form solve_pair here")
+
+
+@pytest.mark.parametrize("judge, verifier, words", [
+    ("steps", "tiny", []), ("steps", "tiny-ver", []), ("verdict", "tiny-ver", []), ("preferred", "tiny-ver", ["pair"]),
+    ("verdict", "tiny", ["tiny was trained as a generator, and is the verifier here"])])
+def test_a_start_is_warned_of_where_it_was_not_taught_what_it_is_asked(base, capsys, judge, verifier, words):
+    tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts",
+                                           "--verifier-tag", verifier, "--max-new-tokens", "24", "--dry-run")))
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING: tiny")]
+    assert len(warnings) == len(words) and all(map(str.__contains__, warnings, words))
 
 
 # Scores

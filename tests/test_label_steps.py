@@ -31,8 +31,13 @@ from tasks import make_task
 from tasks.chain import Chain
 from tasks.common import Problem
 
-FLAGS = ["--device-type", "cpu", "--generator-tag", "tiny", "--num-problems", "8", "--num-samples", "3",
-         "--num-completions", "4"]
+FLAGS = ["--device-type", "cpu", "--generator-tag", "tiny", "--num-completions", "4"]
+SAMPLED = ["--num-problems", "8", "--num-samples", "3"]
+
+
+def flags_of(*flags: str) -> list[str]:
+    """These and the usual ones; solutions of a file are not sampled."""
+    return [*FLAGS, *([] if "--solutions" in flags else SAMPLED), *flags]
 
 
 def labels_of(method: str, values: list) -> tuple[list[float], list[int]]:
@@ -213,7 +218,7 @@ def crafted(base, num_problems=8) -> tuple:
                                                                                          "generator"]))
     model, _ = load_model("sft", "tiny", torch.device("cpu"), torch.float32)
     sampler = Sampler(task, tokenizer, 0, 28)
-    args = parse(label_steps, [*FLAGS, "--out", "a.jsonl"])
+    args = parse(label_steps, flags_of("--out", "a.jsonl"))
     problems = [task.problem("rl", i) for i in range(num_problems)]
     cuts = [cut for _, cut in label_steps.sampled(args, problems, model, sampler)]
     for cut in cuts:
@@ -286,7 +291,7 @@ def test_prompts_that_a_longer_one_begins_with_are_told():
 
 def run(out, *flags: str) -> tuple[list[dict], dict]:
     """The lines and the summary that a call writes."""
-    label_steps.main(parse(label_steps, [*FLAGS, "--out", str(out), *flags]))
+    label_steps.main(parse(label_steps, flags_of("--out", str(out), *flags)))
     summary = out.with_name(out.name.replace(".jsonl", ".summary.json"))
     return [json.loads(line) for line in out.read_text().splitlines()], json.loads(summary.read_text())
 
@@ -359,7 +364,7 @@ def test_another_checkpoint_may_be_the_prover_or_the_supervisor(base, tmp_path):
 
 
 def share_of_two(folder: str) -> None:
-    label_steps.main(parse(label_steps, [*FLAGS, "--method", "omega_prm", "--out", f"{folder}/two.jsonl"]))
+    label_steps.main(parse(label_steps, flags_of("--method", "omega_prm", "--out", f"{folder}/two.jsonl")))
     barrier()  # the first rank has written it
     label_steps.main(parse(label_steps, [*FLAGS, "--method", "rpe", "--solutions", f"{folder}/two.jsonl", "--out",
                                          f"{folder}/again.jsonl"]))
@@ -391,6 +396,7 @@ GOOD = {"split": "rl", "index": 0, "prompt": "P", "solution": "1+1:2;=2"}
     (["--method", "pav", "--prover-step", "200"], None, ["--prover-step 200", "--prover-tag"]),
     (["--supervisor-source", "rl"], None, ["--supervisor-source rl", "--supervisor-tag"]),
     (["--step", "7"], None, ["no step 7", "200"]),
+    (["--solutions", "there.jsonl", "--num-problems", "3"], [GOOD], ["--num-problems: is of solutions that are"]),
     (["--out", "a.json"], None, ["--out a.json", ".jsonl"]),
     (["--out", "base/tokenizer/tokenizer.pkl/a.jsonl"], None, ["cannot write to base/tokenizer/tokenizer.pkl/a.js"]),
     (["--out", "there.jsonl"], [GOOD], ["--out there.jsonl", "is there"]),
@@ -417,7 +423,7 @@ def test_bad_input_is_refused_in_one_line_before_any_work(base, tmp_path, monkey
         (tmp_path / "there.jsonl").write_text("".join(text + "\n" for text in texts))
     before = files_under(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        script_main(label_steps.main, label_steps.make_parser(), [*FLAGS, "--out", "new.jsonl", *flags])
+        script_main(label_steps.main, label_steps.make_parser(), flags_of("--out", "new.jsonl", *flags))
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and all(word in err for word in words), err
     assert files_under(tmp_path) == before and not os.path.exists("new.jsonl")

@@ -12,8 +12,8 @@ from conftest import rl_flags
 
 from nanochat.common import BadInput
 from nanochat.rl import labelled as labelled_module
-from nanochat.rl.labelled import (Labelled, by_problem, check_kind, labelled_of_step, pairs_of_step, read_labelled,
-                                  right_and_wrong)
+from nanochat.rl.labelled import (Labelled, by_problem, check_kind, check_labels, check_outcomes, labelled_of_step,
+                                  pairs_of_step, read_labelled, right_and_wrong)
 from tasks import make_task
 from tasks.common import Problem
 
@@ -120,6 +120,19 @@ def test_labels_of_the_kind_that_is_learned_pass(tmp_path, task):
     for kind, methods in (("chances", ["gold", "rpe", "somebody's", None, ["pav"]]), ("progress", ["pav", "", 3])):
         path = write(tmp_path / f"{kind}.jsonl", task, *({"method": method} for method in methods))
         check_kind(path, read_labelled(path, task), kind)
+
+
+def test_a_file_from_which_nothing_can_be_learned_is_refused(tmp_path, task):
+    nothing = {"solution": "=21", "labels": [], "outcome": None}
+    none, one = (SimpleNamespace(labels=write(tmp_path / f"{n}.jsonl", task, *rows))
+                 for n, rows in enumerate(([nothing, nothing], [nothing, {}])))
+    with pytest.raises(BadInput, match="has no solution with a step"):
+        check_labels(none, task, "chances")
+    with pytest.raises(BadInput, match="has no solution whose outcome is known"):
+        check_outcomes(none, task)
+    check_labels(none, task)
+    check_labels(one, task, "chances")
+    check_outcomes(one, task)
 
 
 def play_of(path: str, task, step: int = 0, rank: int = 0, world: int = 1, memory=None):

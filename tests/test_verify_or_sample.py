@@ -228,6 +228,7 @@ def test_solutions_that_do_not_fit_the_verifier_are_counted_and_cost_no_verifica
     (["--num-samples", "6"], "--num-samples 6: must be a power of two"),
     (["--num-verifications", "3"], "--num-verifications 3: must be a power of two"),
     (["--max-problems", "1"], "--max-problems 1: it takes two"),
+    (["--num-samples", "1"], "--num-samples 1: nothing could be verified"),
     (["--num-draws", "0"], "--num-draws 0"), (["--temperature", "0"], "--temperature above 0"),
     (["--verifier-tag", "nobody"], "nobody"), (["--generator-tag", "nobody"], "nobody"),
     (["--generator-tag", ""], "--generator-tag"), (["--out", "/proc/o.json"], "--out /proc/o.json: cannot be written")])

@@ -13,8 +13,8 @@ from nanochat.common import check_least
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
 from nanochat.rl.judges import verdict_call
-from nanochat.rl.labelled import (add_label_args, as_rollouts, check_labels, labelled_call, labelled_of_step,
-                                  quoting_labelled)
+from nanochat.rl.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_call,
+                                  labelled_of_step, quoting_labelled)
 from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.play import Call, Play
 from nanochat.rl.roles import RoleSpec
@@ -37,6 +37,7 @@ def check(args, task) -> None:
     check_one_update(args)
     check_judged_args(args)
     check_labels(args, task)
+    check_outcomes(args, task)
 
 
 def calls(args) -> list[Call]:

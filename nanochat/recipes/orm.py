@@ -17,7 +17,8 @@ import torch
 from nanochat.common import check_choices, check_least
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
-from nanochat.rl.labelled import add_label_args, as_rollouts, check_labels, labelled_call, labelled_of_step
+from nanochat.rl.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_call,
+                                  labelled_of_step)
 from nanochat.rl.log_odds import (LOSSES, PLACES, learn_verdicts, likelihood_parts, log_judgments, log_odds,
                                   verdict_parts)
 from nanochat.rl.play import Call, Play
@@ -44,6 +45,7 @@ def check(args, task) -> None:
     check_one_update(args)
     check_judged_args(args)
     check_labels(args, task)
+    check_outcomes(args, task)
 
 
 def calls(args) -> list[Call]:

@@ -8,6 +8,7 @@ from itertools import combinations
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
 from nanochat.common import BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words, print0
 from nanochat.rl.advantages import PRESETS
+from nanochat.rl.forms import FORMS, form_of
 from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, is_joint
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.play import Call
@@ -177,7 +178,7 @@ def warn_of_shared(by_split: dict[str, list[Problem]]) -> None:
 
 def check_task(args, task, starts: dict[str, Start]) -> None:
     """Raises BadInput where a starting checkpoint was trained on another task than this one, or on problems of other
-    flags, and nobody has said that it is to be so. Warns of one that was trained in another role."""
+    flags, and nobody has said that it is to be so."""
     given = getattr(args, "given", set())
     for name, start in starts.items():
         where = start.path("meta.json")
@@ -186,7 +187,6 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
         if start.source == "sft" and isinstance(num_steps, int) and start.step < num_steps:
             print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, whose SFT was to make "
                    f"{num_steps}")
-        warn_of_role(start.tag, meta, name)
         if recorded.get("task", args.task) != args.task and "task" not in given:
             raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
@@ -201,6 +201,21 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
                 raise BadInput(f"the {name}'s checkpoint {start.tag} was trained with {words} {recorded[flag]}, and "
                                f"this run has {getattr(args, flag)} by default: say {words} {recorded[flag]}, or "
                                f"{words} {getattr(args, flag)}")
+
+
+def warn_of_starts(starts: dict[str, Start], calls: list[Call]) -> None:
+    """Says so where a starting checkpoint was trained in another role, or was taught another form of verification, than
+    it is asked in. A verifier that reads solutions as the generator's prompts have them may start from either role.
+    What RL has trained does not say which form it was taught."""
+    for name, start in starts.items():
+        meta, _ = load_meta(start.path("meta.json"))
+        asked = {form_of(call.wrap) for call in calls if call.role == name} - {""}
+        if name != "verifier" or asked:
+            warn_of_role(start.tag, meta, name)
+        taught = meta["user_config"].get("verifier_form")
+        if meta["user_config"].get("role") in ("verifier", "both") and taught in FORMS and asked - {taught}:
+            print0(f"WARNING: {start.tag} was taught verifications of form {taught} (chat_sft --verifier-form), and is "
+                   f"asked for form {min(asked - {taught})} here")
 
 
 def first_problems(task) -> list[tuple[str, str]]:

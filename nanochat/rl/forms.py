@@ -19,8 +19,8 @@ from string import ascii_uppercase
 from typing import NamedTuple
 
 from nanochat.common import BadInput
-from nanochat.rl.prompts import (STRENGTHS, TOP_SCORE, Verification, choice_text, parse_verification, several_prompt,
-                                 verifier_prompt)
+from nanochat.rl.prompts import (STRENGTHS, TOP_SCORE, Verification, choice_text, empty_verifier_prompt,
+                                 parse_verification, several_prompt, verifier_prompt)
 from nanochat.rl.scores import outcomes_of
 from tasks.common import Problem, demo_of
 
@@ -144,6 +144,13 @@ def form_prompt(tokenizer, fmt, form: str, problem: str, solutions: list[str]) -
 def empty_form_prompt(tokenizer, fmt, problem: str, form: str, num: int) -> list[int]:
     """The same prompt but for the `num` solutions that it quotes."""
     return form_prompt(tokenizer, fmt, form, problem, [""] * num)
+
+
+def form_of(wrap: Callable) -> str:
+    """The form that a call's prompts (`Call.wrap`) ask for; "" where they ask for no verification."""
+    if wrap is empty_verifier_prompt:
+        return "steps"
+    return wrap.keywords["form"] if isinstance(wrap, partial) and wrap.func is empty_form_prompt else ""
 
 
 def check_form(task, form: str, num: int) -> None:

@@ -148,6 +148,7 @@ JUDGES: dict[str, Judge] = {"generative": generative, "steps": at_steps, "end": 
                             "verdict": at_verdict, "analysed": analysed, "preferred": preferred,
                             **{form: partial(together, form=form) for form in WORTHS}}
 
+USED_BY = {"verifications": ("generative", "analysed", *WORTHS), "prm_aggregate": ("steps",), "num_judged": ("scores",)}
 OF_THE_WHOLE = ("end", "verdict", "preferred", *WORTHS)  # judges that say nothing of steps
 VERDICT_TOKENS = 32  # of a verdict alone, at most
 
@@ -212,7 +213,12 @@ def add_together_args(group) -> None:
 
 
 def check_together_args(args) -> None:
-    """Raises BadInput where a judge of several solutions is given fewer, in a step or in the evaluation."""
+    """Raises BadInput for a flag that the judge has no use for, and where a judge of several solutions is given fewer,
+    in a step or in the evaluation."""
+    for name in sorted(USED_BY.keys() & getattr(args, "given", set())):
+        if args.judge not in USED_BY[name]:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} has no use for "
+                           f"it; {' and '.join(USED_BY[name])} have")
     if args.judge not in WORTHS:
         return
     check_num_judged(args.num_judged)

@@ -126,12 +126,20 @@ def add_label_args(group) -> None:
 
 def check_labels(args, task, kind: str | None = None) -> None:
     """Raises BadInput unless --labels names labelled solutions of this task's problems. kind: see `check_kind`, of the
-    labels of steps, where these are used."""
+    labels of steps, where these are used; there must be one."""
     if not args.labels:
         raise BadInput("--labels: name the labelled solutions to learn from")
     rows = read_labelled(args.labels, task)
     if kind:
         check_kind(args.labels, rows, kind)
+        if not any(row.labels for row in rows):
+            raise BadInput(f"--labels {args.labels}: has no solution with a step")
+
+
+def check_outcomes(args, task) -> None:
+    """Raises BadInput unless --labels has a solution whose outcome is known."""
+    if all(row.outcome is None for row in read_labelled(args.labels, task)):
+        raise BadInput(f"--labels {args.labels}: has no solution whose outcome is known")
 
 
 @functools.lru_cache(maxsize=4)
