@@ -18,7 +18,7 @@ LABELS = {  # methods of label_steps; all label the same solutions
     "omega": "--method omega_prm --num-completions 8",
     "rpe": "--method rpe --num-completions 8",
     "pav": "--method pav --num-completions 8 --best-of 4",
-    "shepherd_strong": "--method math_shepherd_soft --num-completions 8",
+    "omega_strong": "--method omega_prm --num-completions 8",
 }
 STRONG = "_strong"  # labels whose completions are sampled by the generator that gold labels have rewarded
 SUPERVISED = "--num-steps 300 --examples-per-step 32 --lr 5e-4 --kl-coef 0"
@@ -58,10 +58,10 @@ VERIFIERS = {
     "prm_gold": Verifier("behind steps, gold labels (PRM)", "steps", "generator", f"--recipe prm {SUPERVISED}", "gold"),
     "prm_shepherd": Verifier("behind steps, completions (Math-Shepherd)", "steps", "generator",
                              f"--recipe prm {SUPERVISED}", "shepherd"),
-    "prm_strong": Verifier("behind steps, completions of the oracle's generator", "steps", "generator",
-                           f"--recipe prm {SUPERVISED}", "shepherd_strong"),
-    "prm_omega": Verifier("behind steps, first error by search (OmegaPRM)", "steps", "generator",
-                          f"--recipe prm {SUPERVISED}", "omega"),
+    "prm_omega": Verifier("up to the first error, found by search (OmegaPRM)", "steps", "generator",
+                          f"--recipe prm --until-first-error {SUPERVISED}", "omega"),
+    "prm_strong": Verifier("the same, found with completions of the oracle's generator", "steps", "generator",
+                           f"--recipe prm --until-first-error {SUPERVISED}", "omega_strong"),
     "prm_pav": Verifier("behind steps, progress under a prover (PAV)", "steps", "generator",
                         f"--recipe prm --prm-labels progress {SUPERVISED}", "pav"),
     "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",

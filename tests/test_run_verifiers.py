@@ -62,7 +62,7 @@ def test_only_what_the_asked_for_verifiers_need_is_made(empty):
         "sft-small_chain-s3", "sft-small_chain-s3-ver", "sft-small_chain-s3-ver-long",
         "sft-small_chain-s3-ver-solve_pair", "verifiers-train_rm_r1-s3", "verifiers-sft-s3", "verifiers-rm_r1-s3"]
     assert [job.name for stage in stages_of(["3"], ["prm_strong"]) for job in stage] == [
-        "sft-small_chain-s3", "labels-gold-s3", "verifiers-oracle-s3", "labels-shepherd_strong-s3",
+        "sft-small_chain-s3", "labels-gold-s3", "verifiers-oracle-s3", "labels-omega_strong-s3",
         "verifiers-train_prm_strong-s3", "verifiers-prm_strong-s3"]
     assert [job.name for stage in stages_of(["3"], ["grpo"]) for job in stage] == ["sft-small_chain-s3",
                                                                                    "verifiers-grpo-s3"]
@@ -93,7 +93,7 @@ def test_the_table_pairs_with_grpo_and_adds_up_what_training_cost(empty):
     assert cells["final, seeds 1, 2"] == "60.0 90.0" and cells["longer"] == "25.0 ± 0.0"
     assert cells["minus GRPO"].startswith("+20.0 ± ") and cells["tokens"] == "2.00M"
     write_summary(training_job("1", "prm_strong"), sampled_tokens=1000)
-    write_summary(run_verifiers.label_job("1", "shepherd_strong"), cost={"tokens": 30_000}, solution_tokens=9000)
+    write_summary(run_verifiers.label_job("1", "omega_strong"), cost={"tokens": 30_000}, solution_tokens=9000)
     write_summary(reward_job("1", "oracle"), sampled_tokens=200_000)  # whose generator completes
     assert run_verifiers.training_cost("1", "prm_strong") == 240
     of_grpo = dict(zip(lines[0].strip("| ").split(" | "), lines[2].strip("| ").split(" | "), strict=True))
