@@ -185,8 +185,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "refit": "runs: as GRPO on three seeds, no use of the refitted verifier is shown",
     "simulated_judge": "runs: at equal accuracy the judge with more ties taught better, where slower was expected",
     "think_rm": "runs: RL leaves it where SFT did on three seeds, at 56% of pairs",
-    "rm_r1": "works: RL raises the pairs judged rightly from 56 to 75% on three seeds, where a judge that does not solve "
-             "first stays",
+    "rm_r1": "works: RL raises the pairs judged rightly from 56 to 75% on three seeds",
     "spct": "runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta filter",
     "critic_rm": "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse",
     "gram": "runs: it judges pairs about as well as chance on three seeds",
