@@ -177,9 +177,8 @@ def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base
 
 
 @pytest.mark.parametrize("launcher", [
-    ["-m", "scripts.tango_rl"], ["-m", "scripts.tango_rl", "--"], ["scripts/tango_rl.py", "--"],
-    ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--"],
-    ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.tango_rl"]])
+    ["-m", "scripts.tango_rl"], ["scripts/tango_rl.py", "--"],
+    ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--"]])
 def test_every_way_to_start_the_trainer(base, launcher):
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *launcher, *rl_flags("--recipe", "grpo", "--num-steps", "1")], env=env,

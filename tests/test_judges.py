@@ -298,7 +298,7 @@ def test_a_verifier_of_another_form_is_noticed_where_it_is_the_judge(base, capsy
 
 
 @pytest.mark.parametrize("judge, verifier, words", [
-    ("steps", "tiny", []), ("steps", "tiny-ver", []), ("verdict", "tiny-ver", []), ("preferred", "tiny-ver", ["pair"]),
+    ("steps", "tiny", []), ("verdict", "tiny-ver", []), ("preferred", "tiny-ver", ["pair"]),
     ("verdict", "tiny", ["tiny was trained as a generator, and is the verifier here"])])
 def test_a_start_is_warned_of_where_it_was_not_taught_what_it_is_asked(base, capsys, judge, verifier, words):
     tango_rl.main(parse(tango_rl, rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts",
