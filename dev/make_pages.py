@@ -72,7 +72,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
-                                 "spct", "supervisor"),
+                                 "spct", "supervisor", "think_rm_policy"),
     "reward-models-that-learn-with-the-policy": ("cooper", "ppo", "refit", "simulated_judge",
                                                  "progress_rewards")}
 NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
@@ -94,8 +94,7 @@ NOTES = {  # whole sentences
     **dict.fromkeys(BESIDE["verifiers-of-every-kind"],
                     "Its figures are in [results.md](results.md#verifiers-of-every-kind)."),
     **dict.fromkeys(BESIDE["reward-models-that-learn-with-the-policy"],
-                    "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy)."),
-    "think_rm_policy": "Not run with seeds."}
+                    "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy).")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -192,7 +191,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "supervisor": "runs: its gains find errors about as an ORM does on three seeds, far behind Monte-Carlo labels",
     "progress_rewards": "runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as the "
                         "policy",
-    "think_rm_policy": "runs: not run with seeds"}
+    "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three"}
 # Text
 
 def prose(text: str) -> str:
