@@ -189,8 +189,8 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "critic_rm": "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse",
     "gram": "runs: it judges pairs about as well as chance on three seeds",
     "supervisor": "runs: its gains find errors about as an ORM does on three seeds, far behind Monte-Carlo labels",
-    "progress_rewards": "runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as the "
-                        "policy",
+    "progress_rewards": "runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as "
+                        "the policy",
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three"}
 # Text
 

@@ -131,7 +131,7 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "ppo": "--recipe ppo",
     **{f"refit_{k}": f"--recipe refit --refit-every {k} --verifier-lr 1e-3" for k in (0, 1, 20)},
     "progress": "--recipe progress_rewards --continuations 4 --best-of 2",
-    "progress_self": "--recipe progress_rewards --continuations 4 --best-of 1",  # the prover is the policy's start
+    "progress_self": "--recipe progress_rewards --continuations 4 --best-of 1",  # the prover as it is
     "ties": "--recipe simulated_judge --judge-ties 0.5",      # as accurate as each other
     "flips": "--recipe simulated_judge --judge-flips 0.25",
 }
