@@ -57,7 +57,8 @@ TASKS = {
         verifier_sft="--num-steps 2500"),  # after 1000 it objects to little on last_letter (dev/LOG.md)
 }
 MODEL = "--depth 4 --n-embd 128 --n-head 4"
-REFINE_SFT = "--num-steps 200 --refine-share 0.5 --matrix-lr 2e-3 --embedding-lr 2e-3"  # an SFT after the generator's
+# an SFT after the generator's
+REFINE_SFT = "--num-steps 200 --demo-shares refine:0.5 --matrix-lr 2e-3 --embedding-lr 2e-3"
 RL = "--eval-every 10 --kl-coef 0"
 EQ7 = "--combine advantages"
 PAPER = f"--step-rewards verdicts {EQ7} --no-verify-distinct"  # where the defaults are not the paper's

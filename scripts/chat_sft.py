@@ -22,6 +22,7 @@ import contextlib
 import math
 import os
 import random
+import re
 import time
 
 import torch
@@ -42,7 +43,7 @@ from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.recipes.critique_grpo import CRITIQUES
 from nanochat.rl.forms import FORMS, check_form, form_prompt, judged_together
 from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
-from nanochat.rl.prompts import generator_prompt, refine_prompt
+from nanochat.rl.prompts import generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.roles import set_recompute
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import outcomes_of, problems_digest, texts_digest
@@ -54,6 +55,9 @@ from tasks.conversations import load_conversations
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
+# kinds of demonstrations beside solutions, and the template of the format that they stand behind
+DEMOS = {"refine": "refine_prompt", "propose": "propose_prompt", "argue": "reference_prompt", "first": "first_prompt",
+         "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt"}
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}
 
 
@@ -82,8 +86,10 @@ def make_parser() -> argparse.ArgumentParser:
                       help="jsonl files of conversations, or datasets names, mixed in; one named twice counts twice")
     data.add_argument("--conversations-share", type=float, default=0.5,
                       help="share of the examples that are conversations, if there are any")
-    data.add_argument("--refine-share", type=float, default=0.0,
-                      help="generator: share of the demonstrations that are second attempts; for recipes of two turns")
+    data.add_argument("--demo-shares", nargs="+", default=[], metavar="KIND:SHARE",
+                      help=f"generator: shares of the demonstrations that are of another kind than a solution, for "
+                           f"recipes whose roles write these, such as refine:0.5. Kinds: {', '.join(DEMOS)}; refine: "
+                           f"a second attempt")
     data.add_argument("--verifier-form", default="steps",
                       help=f"verifier: how it judges, one of: {', '.join(FORMS)}; steps: one solution, as recipe tango "
                            f"has it, pair and solve_pair: two for rm_r1 or think_rm, graded: for think_rm, scores: for "
@@ -157,8 +163,11 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
     if role == "generator":
         prompt = generator_prompt(tokenizer, task.fmt, problem.prompt)
         completion = demo_of(task, "solution_demo", problem, rng)
-        if args.refine_share and rng.random() < args.refine_share:
+        kind = drawn_kind(shares_of(args.demo_shares), rng)
+        if kind == "refine":
             prompt = second_attempt(task, tokenizer, problem, rng)
+        elif kind:
+            prompt, completion = other_demo(task, tokenizer, kind, problem, rng)
     else:
         solution = demo_of(task, "corrupted_solution", problem, rng)
         if sampled and rng.random() < 0.5:
@@ -182,6 +191,50 @@ def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
     critiques = ["", demo_of(task, "verification_demo", problem, solution, rng)]
     critiques += [critique(task, problem, solution, outcome) for critique in CRITIQUES.values() if outcome is not None]
     return refine_prompt(tokenizer, task.fmt, problem.prompt, solution, rng.choice(critiques))
+
+
+def shares_of(texts: list[str]) -> dict[str, float]:
+    """The shares that --demo-shares gives. Raises BadInput."""
+    shares = {}
+    for text in texts:
+        kind, _, share = text.partition(":")
+        if kind not in DEMOS or kind in shares:
+            raise BadInput(f"--demo-shares {text}: there are {', '.join(DEMOS)}, each once, as in refine:0.5")
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{0,9})?", share) or not 0 <= float(share) <= 1:
+            raise BadInput(f"--demo-shares {text}: needs a share from 0 to 1, as in refine:0.5")
+        shares[kind] = float(share)
+    if sum(shares.values()) > 1 + 1e-9:
+        raise BadInput(f"--demo-shares {' '.join(texts)}: together they are more than 1")
+    return shares
+
+
+def check_demos(args, task) -> None:
+    """Raises BadInput for kinds of demonstrations that the role or the task does not have."""
+    shares = shares_of(args.demo_shares)
+    if shares and args.role == "verifier":
+        raise BadInput(f"--demo-shares {' '.join(args.demo_shares)}: are shares of the generator's demonstrations")
+    for kind in shares:
+        if kind != "refine" and not hasattr(task, f"{kind}_demo"):
+            raise BadInput(f"--demo-shares {kind}: task {task.name} has no {kind}_demo")
+
+
+def drawn_kind(shares: dict[str, float], rng: random.Random) -> str:
+    """A kind of demonstration, each as often as its share says; "" for a solution. Nothing is drawn without shares."""
+    at = rng.random() if shares else 1.0
+    for kind, share in shares.items():
+        at -= share
+        if at < 0:
+            return kind
+    return ""
+
+
+def other_demo(task, tokenizer, kind: str, problem, rng: random.Random) -> tuple[list[int], str]:
+    """Prompt and completion of a demonstration that is no solution; what the prompt quotes is the task's too. Raises
+    BadInput for what is no text."""
+    quoted, completion = getattr(task, f"{kind}_demo")(problem, rng)
+    if not all(isinstance(text, str) for text in (completion, *quoted.values())):
+        raise BadInput(f"task {task.name}: {kind}_demo() gives no text for problem {problem.index} of {problem.split}")
+    return quoting_prompt(tokenizer, task.fmt, problem.prompt, DEMOS[kind], **quoted), completion
 
 
 class Examples:
@@ -318,15 +371,14 @@ def generator_mark(tag: str, step: int | None) -> int:
 def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1,
                        "max_new_tokens": 1, "sequence_len": 2, "matrix_lr": 0, "embedding_lr": 0,
-                       "verifier_shared_layers": 0, "conversations_share": 0, "refine_share": 0})
+                       "verifier_shared_layers": 0, "conversations_share": 0})
     check_most(args, {"examples_per_step": 10 ** 6, "num_sampled": 10 ** 7})
     if args.conversations_share > 1:
         raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
     if args.verifier_shared_layers and args.role != "verifier":
         raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: is of --role verifier")
-    if args.refine_share > (args.role != "verifier"):
-        raise BadInput(f"--refine-share {args.refine_share}: is a share of the generator's demonstrations, at most 1")
     task = make_task(args)
+    check_demos(args, task)
     check_form(task, args.verifier_form, args.num_judged)
     if args.role == "generator" and args.verifier_form != "steps":
         raise BadInput(f"--verifier-form {args.verifier_form}: is of a verifier's demonstrations, not the generator's")

@@ -149,6 +149,11 @@ class Chain:
             worked.append(self._result(worked[-1], op, b))
         return self._render(problem.prompt, worked)
 
+    def argue_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
+        """A solution that comes to an answer that was given, right or wrong, and that answer."""
+        solution = self.corrupted_solution(problem, rng)
+        return {"answer": self.fmt.answer(solution) or ""}, solution
+
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
         them."""

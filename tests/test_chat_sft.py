@@ -20,6 +20,7 @@ from nanochat.checkpoint import list_steps, load_model, save_model
 from nanochat.common import BadInput, script_main
 from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.rl.formats import COMPACT
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, tok_train
 from tasks import make_task
@@ -97,8 +98,8 @@ def test_conversations_come_at_even_distances_and_demonstrations_in_between(base
 
 
 def test_a_share_of_the_demonstrations_are_second_attempts(base):
-    """They stand behind "solution|critique|problem" and are what stands behind the problem without --refine-share."""
-    plain, mixed, second = (examples_of("--refine-share", share) for share in ("0", "0.5", "1"))
+    """They stand behind "solution|critique|problem" and are what stands behind the problem without --demo-shares."""
+    plain, mixed, second = (examples_of("--demo-shares", f"refine:{share}") for share in ("0", "0.5", "1"))
     num_second, critiques = 0, set()
     for i in range(64):
         (ids, mask), (ids_of_second, mask_of_second) = plain(i), second(i)
@@ -111,6 +112,22 @@ def test_a_share_of_the_demonstrations_are_second_attempts(base):
         assert problem == plain.tokenizer.decode(ids[2: at - 2])
         critiques.add(critique)
     assert 16 < num_second < 48 and {"", "T", "F"} < critiques and len(critiques) > 6
+
+
+def test_other_kinds_of_demonstrations_stand_behind_their_own_prompts(base):
+    """argue: "answer|problem", and a solution that comes to the answer; the rest are the solutions that they were."""
+    plain, mixed = examples_of("--demo-shares", "argue:0"), examples_of("--demo-shares", "argue:0.5")
+    num_argued = 0
+    for i in range(64):
+        (ids, mask), other = mixed(i), plain(i)
+        if (ids, mask) == other:
+            continue
+        num_argued += 1
+        at = mask.index(1)
+        answer, problem = plain.tokenizer.decode(ids[2: at - 2]).split("|")
+        assert problem == plain.tokenizer.decode(other[0][2: other[1].index(1) - 2])
+        assert COMPACT.answer(plain.tokenizer.decode(ids[at:-1])) == answer
+    assert 16 < num_argued < 48
 
 
 def test_what_the_assistant_says_is_trained_and_the_calculators_output_is_not(base):
@@ -364,8 +381,12 @@ def test_two_ranks_go_on_from_one(base):
     (["--from-stage", "base"], "no checkpoint a in"),
     (["--conversations", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
     (["--conversations-share", "2"], "--conversations-share 2"),
-    (["--refine-share", "1.5"], "--refine-share 1.5"), (["--refine-share", "nan"], "--refine-share nan"),
-    (["--role", "verifier", "--refine-share", "0.5"], "--refine-share 0.5"),
+    (["--demo-shares", "refine:1.5"], "--demo-shares refine:1.5: needs a share"),
+    (["--demo-shares", "refine:nan"], "refine:nan: needs a share"), (["--demo-shares", "x:0.5"], "x:0.5: there are"),
+    (["--demo-shares", "refine:0.6", "propose:0.6"], "together they are more"),
+    (["--demo-shares", "refine:0.5", "refine:0.2"], "refine:0.2: there are"),
+    (["--demo-shares", "reason:0.5"], "task chain has no reason_demo"),
+    (["--role", "verifier", "--demo-shares", "refine:0.5"], "--demo-shares refine:0.5: are shares"),
     (["--from-tag", "../x"], "--from-tag ../x"),
     (["--role", "both", "--verifier-shared-layers", "1"], "--verifier-shared-layers 1: is of --role verifier"),
     (["--resume-from-step", "5"], "no step 5"),

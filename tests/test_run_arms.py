@@ -165,7 +165,7 @@ def test_the_flags_of_an_sft():
     assert made == {
         "sft": ("chain-s2", f"--role generator --model-tag chain-s2 {model} {PROBLEMS}"),
         "refine": ("chain-s2-refine", f"--role generator --model-tag chain-s2-refine --from-stage sft --from-tag "
-                   f"chain-s2 {model} {PROBLEMS} --num-steps 200 --refine-share 0.5 --matrix-lr 2e-3 "
+                   f"chain-s2 {model} {PROBLEMS} --num-steps 200 --demo-shares refine:0.5 --matrix-lr 2e-3 "
                    "--embedding-lr 2e-3"),
         "tango": ("chain-s2-ver", f"--role verifier --model-tag chain-s2 --verifier-tag chain-s2-ver {model} "
                   f"{PROBLEMS}"),

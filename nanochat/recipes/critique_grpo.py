@@ -14,7 +14,8 @@ Departures:
    ours. Their kind `text` is by GPT-4o; recipe critique_grpo_verifier has a verifier's.
 3. A refinement keeps the tokens that were sampled. Theirs is decoded, encoded again and always ended.
 4. As theirs, a wrong refinement takes the slot where none is right; --right-refinements-only is ours.
-5. A tiny model learns the form of a refinement by SFT first (chat_sft --refine-share); else none of them is right.
+5. A tiny model learns the form of a refinement by SFT first (chat_sft --demo-shares refine:0.5); else none of them
+   is right.
 """
 from dataclasses import replace
 

@@ -14,7 +14,8 @@ Departures:
 3. The KL is per token (k2) and is not carried back to earlier tokens. The first attempt in stage I has beta2 alone.
 4. The mean is over the 2G attempts at a problem, half of that over G episodes.
 5. One optimizer step per batch; all first attempts are the present policy's; AdamW's averages outlive stage I.
-6. A tiny model learns the form of a second attempt by SFT first (chat_sft --refine-share); else none of them is right.
+6. A tiny model learns the form of a second attempt by SFT first (chat_sft --demo-shares refine:0.5); else none of them
+   is right.
 """
 import torch
 

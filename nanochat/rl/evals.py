@@ -3,12 +3,14 @@ What recipes measure: the rewards of a step, and the held-out evaluation. Proble
 comes of them is gathered, so every rank has the scores.
 """
 import math
+from collections.abc import Callable
 from itertools import zip_longest
 from statistics import pstdev, variance
 
 import torch
 
 from nanochat.common import BadInput, print0
+from nanochat.engine import Tool
 from nanochat.rl.advantages import SparseRewards
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import Verification
@@ -114,11 +116,13 @@ def are_right(outcomes: list[bool | None], split: str) -> list[bool]:
     return [outcome is True for outcome in outcomes]
 
 
-def pass_at_1(t: Play, role: str) -> dict:
-    """A role's greedy pass@1 on both test splits, None for one without problems."""
+def pass_at_1(t: Play, role: str, tool: Callable[[], Tool | None] = lambda: None) -> dict:
+    """A role's greedy pass@1 on both test splits, None for one without problems. tool: makes what solutions may call,
+    anew for each split; the default is that of `Play.solve`."""
     scores = {}
     for split, name in SPLITS.items():
-        outcomes = t.check(t.solve(role, t.problems(t.args.eval_examples, split), 1, "eval", greedy=True))
+        outcomes = t.check(t.solve(role, t.problems(t.args.eval_examples, split), 1, "eval", greedy=True,
+                                   tool=tool()))
         right = are_right(t.gather(outcomes), split)
         scores[f"{short_name(role)}/pass1_{name}"] = sum(right) / len(right) if right else None
     return scores

@@ -40,6 +40,17 @@ class Format:
     solve_pair_prompt: str     # the same, behind a solution of one's own
     graded_prompt: str         # which of two is better, and by how much
     scores_prompt: str         # a score of each
+    # further roles: templates with {problem} and what else they name
+    propose_prompt: str        # a problem of one's own, behind a {hint}: a problem to vary, or the answer it is to have
+    first_prompt: str          # of two agents that work on one problem, what the first one is to write
+    second_prompt: str         # and the second
+    reason_prompt: str         # the next turn of a solution, behind the {context} of the turns before
+    condense_prompt: str       # what of a {document} serves a {query}
+    # a search, in a solution or in a turn of one
+    query_open: str
+    query_close: str
+    info_open: str
+    info_close: str
 
     def render_solution(self, steps: list[str], answer: str) -> str:
         """The text of a solution with these step bodies and this answer."""
@@ -144,6 +155,17 @@ PAPER = Format(
                   "then score each from 0 to 10, or a single one 1 if it is right and 0 if not, in this form: "
                   "<step_verification><step>...</step>...</step_verification>"
                   "<final_verification>\\boxed{{...,...}}</final_verification>",
+    propose_prompt="{hint}\n\nWrite a new problem that fits what stands above: one that can be solved, has one answer, "
+                   "and does not give it away. Write the problem alone.",
+    first_prompt="{problem}\n\nYou and a partner solve this together, each without seeing what the other writes. "
+                 "Write the first half.",
+    second_prompt="{problem}\n\nYou and a partner solve this together, each without seeing what the other writes. "
+                  "Write the second half.",
+    reason_prompt="{problem}\n\nSo far: {context}\n\nGo on: either ask for what you need, <q>like this</q>, and stop, "
+                  "or solve the problem, in this form: "
+                  "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
+    condense_prompt="{document}\n\nFrom this document, write down what serves the query {query}, and nothing else.",
+    query_open="<q>", query_close="</q>", info_open="<i>", info_close="</i>",
 )
 
 COMPACT = Format(
@@ -157,4 +179,7 @@ COMPACT = Format(
     choices=("A", "B"), scores_open="", scores_close="", listed="|{solution}",
     pair_prompt="{problem}{solutions}|A", solve_pair_prompt="{problem}{solutions}|WA",
     graded_prompt="{problem}{solutions}|AS", scores_prompt="{problem}{solutions}|S",
+    propose_prompt="{hint}|P", first_prompt="{problem}|L", second_prompt="{problem}|R",
+    reason_prompt="{context}|G|{problem}", condense_prompt="{document}|{query}|C",
+    query_open="<", query_close=">", info_open="(", info_close=")",
 )

@@ -17,7 +17,7 @@ from nanochat.engine import Tool
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
 from nanochat.rl.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, generator_prompt, numbered,
-                                 refine_prompts, solve_prompt, verify_prompts)
+                                 quoting_prompt, refine_prompts, solve_prompt, verify_prompts)
 from nanochat.rl.heads import copy_shared_lambdas
 from nanochat.rl.roles import Role, short_name
 from nanochat.rl.rollouts import Rollouts
@@ -166,6 +166,13 @@ class Play:
         return refine_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions),
                               critiques, copies)
 
+    def prompts(self, template: str, problems: list[Problem], **quoted: list[str]) -> list[Prompt]:
+        """Prompts of one of the format's templates, one for each problem, and what each of them quotes."""
+        rows = [dict(zip(quoted, texts, strict=True)) for texts in zip(*quoted.values(), strict=True)]
+        pairs = zip(problems, rows or [{} for _ in problems], strict=True)
+        return numbered(self.each(lambda pair: Prompt(
+            quoting_prompt(self.tokenizer, self.task.fmt, pair[0].prompt, template, **pair[1]), pair[0]), pairs))
+
     # Sampling
 
     def sample(self, role: str, prompts: list[Prompt], num_samples: int, label: str, *, greedy: bool = False,
@@ -183,9 +190,10 @@ class Play:
         return rollouts
 
     def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *,
-              greedy: bool = False) -> Rollouts:
-        """`num_samples` solutions of each problem, with the calculator where --calculator says so."""
-        tool = self.sampler.calculator_tool()
+              greedy: bool = False, tool: Tool | None = None) -> Rollouts:
+        """`num_samples` solutions of each problem, with a tool: by default the calculator, where --calculator says
+        so."""
+        tool = tool or self.sampler.calculator_tool()
         return self.sample(role, self.solve_prompts(problems), num_samples, label, greedy=greedy, tool=tool)
 
     def verify(self, role: str, solutions: Rollouts, num_samples: int, label: str, *, greedy: bool = False,

@@ -85,6 +85,13 @@ def reference_prompt(tokenizer, fmt, problem: str, answer: str = "") -> list[int
     return tokenizer.render_prompt(fmt.reference_prompt.format(problem=problem, answer=answer))
 
 
+def quoting_prompt(tokenizer, fmt, problem: str, template: str, **quoted: str) -> list[int]:
+    """Token ids of a prompt of one of the format's templates, such as "propose_prompt", and what it quotes. The marks
+    of a judgment cannot stand in that."""
+    texts = {name: fmt.quote(text) for name, text in quoted.items()}
+    return tokenizer.render_prompt(getattr(fmt, template).format(problem=problem, **texts))
+
+
 def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
     """Token ids of the generator's prompt."""
     return tokenizer.render_prompt(fmt.generator_prompt.format(problem=problem))
