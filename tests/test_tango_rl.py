@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
+from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags, scripts_on_two_ranks
 
 from nanochat.checkpoint import list_steps, saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested
@@ -283,11 +283,7 @@ def test_three_updates_that_are_not_finite_stop_the_run(base, monkeypatch):
 
 
 def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "scripts/tango_rl.py", "--", *RL_FLAGS, "--run", "r", "--save-every", "1", "--eval-every", "2"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    scripts_on_two_ranks(("scripts.tango_rl", [*RL_FLAGS, "--run", "r", "--save-every", "1", "--eval-every", "2"]))
     one, two = records(straight, "r"), records(base, "r")
     for a, b in zip(one, two, strict=True):
         prefix = "gen" if a["role"] == "generator" else "ver"
