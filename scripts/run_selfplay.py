@@ -18,8 +18,8 @@ from nanochat.arms import words_of
 from nanochat.common import BadInput, print0, script_main
 from nanochat.files import check_writable, make_folder, path_of, whole_file
 from nanochat.rl.page import draw_curves
-from nanochat.rl.report import (Run, at_equal_tokens, change, mean, paired, provenance, read_run, spread, tidy,
-                                write_csv)
+from nanochat.rl.report import (Run, at_equal_tokens, change, curve, mean, paired, provenance, read_run, spread,
+                                tidy, write_csv)
 from nanochat.selfplay_arms import FAMILIES, RL, flags_of, needed
 from scripts.run_arms import (Job, carry_out_all, check_made_alike, cpu_name, jobs_at_once, log_of, make_tokenizer,
                               num_cores, seeds_of, sft_job_of)
@@ -78,12 +78,6 @@ def arms_of(args) -> dict[str, list[str]]:
 
 # The table
 
-def compared(run: Run, metric: str) -> Run:
-    """The run with a metric in the place of the accuracy, which the functions of a report compare."""
-    points = [point | {"gen/pass1_in": point.get(metric)} for point in run.points]
-    return Run(**vars(run) | {"points": points})
-
-
 def row_of(arm: str, runs: dict[int, Run], baseline: dict[int, Run], watched: dict[str, str]) -> list[str]:
     """An arm's line: what is watched, first to last, and how the first of it compares with the baseline's, at the end
     and at as many sampled tokens as the baseline has in all. By seed."""
@@ -94,16 +88,13 @@ def row_of(arm: str, runs: dict[int, Run], baseline: dict[int, Run], watched: di
     row, gains, equal = {"arm": arm, "seeds": len(runs)}, [], []
     for seed in runs.keys() & baseline.keys() if runs is not baseline else ():
         final = baseline[seed].points[-1].get(first)
-        at = at_equal_tokens(compared(runs[seed], first), baseline[seed])
+        at = at_equal_tokens(runs[seed], baseline[seed], first)
         gains += [] if None in (ends[seed], final) else [ends[seed] - final]
         equal += [] if None in (at, final) else [at - final]
     cells += [paired(gains, row), paired(equal, row)]
-    for metric in watched:
-        pairs = [(run.points[0].get(metric), run.points[-1].get(metric)) for run in runs.values()]
-        if pairs and pairs[0][0] is None:  # shown per step: there is none before the first
-            pairs = [(next((p[metric] for p in run.points if p.get(metric) is not None), None),
-                      run.points[-1].get(metric)) for run in runs.values()]
-        cells.append(change([pair for pair in pairs if None not in pair]))
+    for metric in watched:  # what is shown per step has no value before the first one
+        values = [curve(run, metric, "sampled_tokens")[1] for run in runs.values()]
+        cells.append(change([(found[0], found[-1]) for found in values if found]))
     tokens = mean([run.points[-1]["sampled_tokens"] for run in runs.values()])
     return [*cells, f"{tokens / 1e6:.2f}M"]
 
