@@ -337,7 +337,7 @@ def main(args) -> None:
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
-                      args.entropy_coef)
+                      args.entropy_coef, args.sequence_ratio)
     t = Play(args, run, sampler, roles, {call.label: call for call in calls}, totals,
              state or RunState(role_steps=dict.fromkeys(roles, 0)), loss)
     sampler.should_stop = t.should_stop

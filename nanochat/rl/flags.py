@@ -69,6 +69,9 @@ def add_common_args(parser) -> None:
     loss.add_argument("--clip-low", type=float, default=0.2)
     loss.add_argument("--clip-high", type=float, default=0.2)
     loss.add_argument("--dual-clip", type=float, default=None)
+    loss.add_argument("--sequence-ratio", action=argparse.BooleanOptionalAction, default=False,
+                      help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO): with "
+                           "--aggregation sequence, and from the second of --updates-per-batch on")
     loss.add_argument("--kl", default="k3", help=f"one of: {', '.join(KL_ESTIMATORS)}")
     loss.add_argument("--kl-coef", type=float, default=1e-3, help="beta: weight of the KL to the starting weights")
     loss.add_argument("--entropy-coef", type=float, default=0.0)
