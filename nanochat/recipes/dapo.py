@@ -17,7 +17,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, check_least, check_most
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, log_variances, pass_at_1
 from nanochat.rl.play import Call, Play, Update
@@ -41,6 +41,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_least(args, {"max_batches": 1, "overlong_buffer": -1})
+    check_most(args, {"max_batches": 1000})
     if args.overlong_buffer > args.max_new_tokens:
         raise BadInput(f"--overlong-buffer {args.overlong_buffer}: must be at most --max-new-tokens "
                        f"{args.max_new_tokens}")
