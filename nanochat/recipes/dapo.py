@@ -2,9 +2,9 @@
 
 Batches of problems are drawn until --examples-per-step of them have solutions of both kinds (eq. 11); all other groups
 are thrown away. A right solution earns 1, a wrong one -1 (eq. 7). The last --overlong-buffer tokens before the limit of
-length cost up to 1 (eq. 13). Every token of the batch weighs the same (eq. 12), the clip range is wider above than below
-(eq. 10), and there is no KL. The released settings have clip ranges of 0.2 and 0.28, 16 solutions per problem, at most
-10 batches, and a buffer of 4096 of 20480 tokens. Thrown away or not, all solutions count as sampled.
+length cost up to 1 (eq. 13). Every token of the batch weighs the same (eq. 12), the clip range is wider above than
+below (eq. 10), and there is no KL. The released settings have clip ranges of 0.2 and 0.28, 16 solutions per problem, at
+most 10 batches, and a buffer of 4096 of 20480 tokens. Thrown away or not, all solutions count as sampled.
 
 Departures:
 1. One optimizer step per batch, where the paper takes 16 on parts of it. At one the ratio is 1 and nothing is clipped:

@@ -30,8 +30,8 @@ def ppo_clip(spec, logprobs, old_logprobs, advantages):
 
 
 def cispo(spec, logprobs, old_logprobs, advantages):
-    """-sg(clip(rho, 1-low, 1+high)) A log pi (MiniMax-M1, arXiv 2506.13585, eq. 4): the weight of a token is bounded, and
-    its gradient is never lost. The paper has no bound below (clip_low 1)."""
+    """-sg(clip(rho, 1-low, 1+high)) A log pi (MiniMax-M1, arXiv 2506.13585, eq. 4): the weight of a token is bounded,
+    and its gradient is never lost. The paper has no bound below (clip_low 1)."""
     ratio = importance_ratio(logprobs, old_logprobs).detach()
     return -ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantages * logprobs
 
@@ -40,11 +40,11 @@ POLICY_LOSSES = {"ppo_clip": ppo_clip, "reinforce": reinforce, "cispo": cispo}
 
 
 def sequence_old_logprobs(logprobs, old_logprobs, rows, num_rows: int):
-    """Old logprobs by which every token's ratio is that of its whole sequence, (pi / pi_old)^(1 / length): GSPO (Zheng et
-    al. 2025, arXiv 2507.18071, eq. 5).
+    """Old logprobs by which every token's ratio is that of its whole sequence, (pi / pi_old)^(1 / length): GSPO (Zheng
+    et al. 2025, arXiv 2507.18071, eq. 5).
 
-    logprobs: of the policy as it is, taken for constants; so the slope of the ratio in each token's logprob is the ratio,
-    and with --aggregation sequence the gradient is GSPO's. All (M,); rows (M,) int64: the sequence of each token.
+    logprobs: of the policy as it is, taken for constants. So the slope of the ratio in each token's logprob is the
+    ratio, and with --aggregation sequence the gradient is GSPO's. All (M,); rows (M,) int64: the sequence of a token.
     """
     log_ratio = logprobs - old_logprobs
     sums = log_ratio.new_zeros(2, num_rows).index_add_(1, rows, torch.stack([log_ratio, torch.ones_like(log_ratio)]))

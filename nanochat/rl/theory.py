@@ -1,6 +1,6 @@
 """
-What RL does to a model beside its pass@1, with --log-theory: how many of its weights move, and whether it solves what it
-could not solve before. These are measures of Chae et al. 2025 (arXiv 2510.27072), who compare self-play, RL on given
+What RL does to a model beside its pass@1, with --log-theory: how many of its weights move, and whether it solves what
+it could not solve before. These are measures of Chae et al. 2025 (arXiv 2510.27072), who compare self-play, RL on given
 problems and SFT by them; the third, the entropy per token, is logged with every update.
 """
 import torch
