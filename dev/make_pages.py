@@ -64,6 +64,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "critique_grpo_verifier": [],
     "score": [],
     "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")],
+    "dapo": [],
     **dict.fromkeys(("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor"), []),
     "rm_r1": [],
     "think_rm": [],
@@ -87,6 +88,7 @@ NOTES = {  # whole sentences
     "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
     "critique_grpo_verifier": "Not run with seeds.",
+    "dapo": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
@@ -118,6 +120,9 @@ CHECKS = {  # tests that hold a recipe against its paper
                       "test_critique_grpo.py::test_the_update_sees_the_refinement_behind_the_problem_alone"],
     "critique_grpo_verifier": [
         "test_critique_grpo.py::test_with_a_verifier_its_text_is_the_critique_and_only_the_generator_moves"],
+    "dapo": ["test_dapo.py::test_batches_are_drawn_until_there_are_as_many_mixed_groups_as_wanted",
+             "test_dapo.py::test_no_group_that_is_trained_on_is_without_an_advantage",
+             "test_dapo.py::test_the_length_penalty_falls_to_minus_1_over_the_buffer"],
     "score": ["test_score_recipe.py::test_rewards_of_both_turns_by_hand",
               "test_score_recipe.py::test_one_update_on_two_turns_is_the_gradient_of_the_loss"],
     "ttrl": ["test_ttrl.py::test_a_vote_earns_1_for_the_majority_answer",
@@ -152,7 +157,9 @@ CHECKS = {  # tests that hold a recipe against its paper
     "cooper": ["test_cooper.py::test_the_pairs_update_takes_the_gradient_of_the_papers_loss",
                "test_cooper.py::test_where_no_solution_is_accepted_the_reward_model_learns_nothing"],
     "ppo": ["test_ppo.py::test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_outcomes",
-            "test_ppo.py::test_with_lambda_0_the_critic_learns_what_it_says_of_the_next_token"],
+            "test_ppo.py::test_with_lambda_0_the_critic_learns_what_it_says_of_the_next_token",
+            "test_ppo.py::test_each_solution_has_a_lambda_of_its_own_and_the_critic_keeps_its",
+            "test_ppo.py::test_right_solutions_become_likelier_by_the_mean_over_their_tokens"],
     "refit": ["test_refit.py::test_the_verifier_takes_the_gradient_of_the_cross_entropy_of_outcomes_at_its_places",
               "test_refit.py::test_the_policy_earns_its_outcomes_and_the_chances"],
     "progress_rewards": ["test_progress_rewards.py::test_step_values_by_hand",
@@ -173,6 +180,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "spin": "works: it stays at the fixed point that its demonstrations are",
     "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
     "critique_grpo_verifier": "runs: not run with seeds",
+    "dapo": "runs: not run with seeds",
     "score": "runs: its second turn corrects nothing here",
     "ttrl": "works: it learns without answers where the majority is right",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
