@@ -83,15 +83,20 @@ def play(t: Play):
     yield Update("generator", [(solutions, advantages)])
 
 
+def outcomes_of_labels(columns: dict[str, list], labels: list[str | None]) -> list[bool | None]:
+    """Whether each label is right: as the first vote for it is, and wrong where there is none."""
+    N = len(columns["answer"]) // max(1, len(labels))
+    first = [None if label is None else columns["answer"].index(label, i * N) for i, label in enumerate(labels)]
+    return [False if n is None else columns["outcome"][n] for n in first]
+
+
 def log_votes(t: Play, columns: dict[str, list], labels: list[str | None]) -> None:
     """Logs how far the votes agree, and how far they and their labels are right. What the gold check cannot score is
-    left out of that; a label is as right as the first vote for it, and wrong where there is none."""
+    left out of that."""
     outcomes, answers, rewards = columns["outcome"], columns["answer"], columns["majority_reward"]
-    N = votes_per_problem(t.args)
-    first = [None if label is None else answers.index(label, i * N) for i, label in enumerate(labels)]
     pairs = list(zip(rewards, outcomes, strict=True))
     t.log("generator", t.mean({
-        "majority_ratio": rewards, "label_accuracy": [False if n is None else outcomes[n] for n in first],
+        "majority_ratio": rewards, "label_accuracy": outcomes_of_labels(columns, labels),
         "reward_accuracy": [None if outcome is None else reward == outcome for reward, outcome in pairs],
         "ground_truth_ratio": outcomes, "unreadable": [answer is None for answer in answers],
         "unscorable": [outcome is None for outcome in outcomes]}))
