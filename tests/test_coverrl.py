@@ -95,13 +95,12 @@ def test_a_label_that_is_rejected_takes_its_problems_rollouts_with_it(base):
     # Rewards 2 and 1: mean 1.5, unbiased standard deviation sqrt(.5). All verdicts are right, and earn 2.
     assert solutions.columns["reward"] == [2, 1] and verifications.columns["reward"] == [2, 2, 2, 2]
     assert A[:, 0].tolist() == pytest.approx([0.5 ** 0.5, -(0.5 ** 0.5)], rel=1e-5) and not B.any()
-    found = {name: t.metrics[f"gen/{name}"] for name in ("verified", "kept", "label_accuracy", "kept_label_accuracy",
-                                                         "dropped_label_accuracy", "kept_reward_accuracy")}
-    assert found == {"verified": 1, "kept": 0.5, "label_accuracy": 0.5, "kept_label_accuracy": 1,
-                     "dropped_label_accuracy": 0, "kept_reward_accuracy": 1}
+    found = {"labels_verified": 1, "kept": 0.5, "label_accuracy": 0.5, "kept_label_accuracy": 1,
+             "dropped_label_accuracy": 0, "kept_reward_accuracy": 1}
+    assert {name: t.metrics[f"gen/{name}"] for name in found} == found
     # Judged: two right solutions and one wrong one twice, two of 9 (T, F) and the right one twice (8 is later; T, F).
     outcomes, said = [1, 1, 0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 0, 1, 0]
-    assert t.metrics["ver/accuracy"] == sum(a == b for a, b in zip(outcomes, said, strict=True)) / 8
+    assert t.metrics["ver/verdict_accuracy"] == sum(a == b for a, b in zip(outcomes, said, strict=True)) / 8
     assert t.metrics["ver/reward_accuracy"] == 4 / 8 and t.metrics["ver/agrees_with_label"] == 6 / 8
 
 
@@ -126,7 +125,7 @@ def test_votes_that_cannot_be_verified_keep_their_label(base):
     t, updates = play_with([["=9"] * 4, [""] * 4], [])
     (solutions, A), (verifications, _) = updates[0].parts
     assert solutions.texts == ["=9", "=9", "", ""] and len(verifications) == 0 and not A.any()
-    assert t.metrics["gen/kept"] == 1 and t.metrics["gen/verified"] == 0
+    assert t.metrics["gen/kept"] == 1 and t.metrics["gen/labels_verified"] == 0
     assert apply_update(t, updates[0])["skipped"] == 0
 
 

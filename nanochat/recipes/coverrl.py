@@ -173,7 +173,7 @@ def second_attempts(t: Play, judged: Rollouts, verifications: Rollouts,
     rewards = with_form(answers, [a is not None and a == label for a, label in zip(answers, labels, strict=True)])
     second.columns = {"outcome": [o for o in first.columns["outcome"] for _ in range(R)], "second_outcome": outcomes,
                       "answer": answers, "pseudo_label": labels, "reward": rewards}
-    t.log("generator", t.mean({"refined/accuracy": outcomes, "refined/reward": rewards}))
+    t.log("generator", t.mean({"second/accuracy": outcomes, "second/reward": rewards}))
     return second, source_advantages(terminal_rewards(rewards, second.lengths), second.group_id,
                                      second.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
 
@@ -196,7 +196,7 @@ def log_filter(t: Play, columns: dict[str, list], labels: list[str | None], kept
     N = votes_per_problem(t.args)
     rewarded = zip(columns["majority_reward"], columns["outcome"], strict=True)
     t.log("generator", t.mean({
-        "verified": [bool(agree) for agree, _ in sides], "kept": kept,
+        "labels_verified": [bool(agree) for agree, _ in sides], "kept": kept,
         "kept_label_accuracy": [outcome for outcome, stays in right if stays],
         "dropped_label_accuracy": [outcome for outcome, stays in right if not stays],
         "kept_reward_accuracy": [reward == outcome for n, (reward, outcome) in enumerate(rewarded)
@@ -209,7 +209,7 @@ def log_verifications(t: Play, judged: Rollouts, read: list) -> None:
     rows = list(zip(read, outcomes, agrees, strict=True))
     t.log("verifier", gathered_verdict_scores(t, judged, outcomes, read))
     t.log("verifier", t.mean({
-        "accuracy": [v.verdict == outcome for v, outcome, _ in rows if outcome is not None],
+        "verdict_accuracy": [v.verdict == outcome for v, outcome, _ in rows if outcome is not None],
         "agrees_with_label": [v.verdict == bool(agree) for v, _, agree in rows],
         "reward_accuracy": [outcome == agree for _, outcome, agree in rows if outcome is not None]}))
 
