@@ -31,11 +31,11 @@ import torch
 
 from nanochat.common import BadInput, check_least
 from nanochat.recipes import ttrl
-from nanochat.recipes.ttrl import majority_rewards, outcomes_of_labels, pseudo_labels, votes_per_problem
+from nanochat.recipes.ttrl import outcomes_of_labels, votes_per_problem
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.prompts import empty_verifier_prompt, refine_prompt
+from nanochat.rl.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
@@ -66,8 +66,8 @@ def check(args, task) -> None:
     ttrl.check(args, task)
     check_least(args, {"verifications": 2, "verifier_max_new_tokens": 1, "refinements": 0})
     if args.verifier_head not in ("prompt", "own"):
-        raise BadInput(f"--verifier-head {args.verifier_head}: both roles learn from the same step, so give prompt, for "
-                       f"one model, or own, for two")
+        raise BadInput(f"--verifier-head {args.verifier_head}: both roles learn from each step; give prompt, for one "
+                       f"model, or own, for two")
     if args.refinements == 1:
         raise BadInput("--refinements 1: those behind one verification are compared; give 0, or at least 2")
 
@@ -77,8 +77,8 @@ def updates(args) -> dict[str, int]:
 
 
 def calls(args) -> list[Call]:
-    P, limit, critique, times = args.examples_per_step, args.max_new_tokens, args.verifier_max_new_tokens, args.num_steps
-    num_judged = 2 * P * args.verifications
+    limit, critique, times = args.max_new_tokens, args.verifier_max_new_tokens, args.num_steps
+    num_judged = 2 * args.examples_per_step * args.verifications
     found = [*ttrl.calls(args), Call("verifier", "verifications", num_judged, 1, critique, times, trained=True,
                                      wrap=empty_verifier_prompt, quoted=limit)]
     if args.refinements:
@@ -118,36 +118,30 @@ def with_form(answered: list[str | bool | None], agrees: list[bool]) -> list[flo
 def play(t: Play):
     """Votes, verifications of both sides of each vote, the filter, second attempts, and an update on all."""
     N, M = votes_per_problem(t.args), t.args.num_samples
-    votes = t.solve("generator", t.problems(), N, "votes")
-    answers = answers_of(t.task, votes.texts)
-    labels = pseudo_labels(answers, N)
-    agrees, outcomes = majority_rewards(answers, labels), t.check(votes)
-    votes.columns = {"outcome": outcomes, "answer": answers, "majority_reward": agrees,
-                     "pseudo_label": [label for label in labels for _ in range(N)]}
-
+    votes, labels = ttrl.cast_votes(t)
+    answers = votes.columns["answer"]
     sides = [to_verify(answers[i * N: (i + 1) * N], label, t.args.verifications) for i, label in enumerate(labels)]
-    rows = [(i, i * N + n) for i, (agree, others) in enumerate(sides) for n in agree + others]  # of each verification
-    judged = votes.select([n for _, n in rows])
+    problems = [i for i, (agree, others) in enumerate(sides) for _ in agree + others]  # of each verification
+    judged = votes.select([i * N + n for i, (agree, others) in enumerate(sides) for n in agree + others])
+    agrees = [reward == 1 for reward in judged.columns["majority_reward"]]
     verifications = t.verify("verifier", judged, 1, "verifications")
     read = t.read_verifications(verifications)
     verdicts = [v.verdict for v in read]
-    kept = [is_kept([v for v, (j, n) in zip(verdicts, rows, strict=True) if j == i and agrees[n]])
-            for i in range(len(labels))]
-    log_filter(t, votes.columns, labels, kept, sides)
+    rows = list(zip(problems, agrees, verdicts, strict=True))
+    kept = [is_kept([v for j, agree, v in rows if j == i and agree]) for i in range(len(labels))]
+    log_filter(t, votes, labels, kept, sides)
     log_verifications(t, judged, read)
 
     solutions = votes.select([n for n in range(len(votes)) if n % N < M and kept[n // N]])
-    columns = solutions.columns
-    parts = {"generator": [learned(t, "generator", solutions, solutions.group_id,
-                                   with_form(columns["answer"], columns["majority_reward"]))]}
-    trained = [q for q, (i, _) in enumerate(rows) if kept[i]]
+    rewards = with_form(solutions.columns["answer"], solutions.columns["majority_reward"])
+    parts = {"generator": [learned(t, "generator", solutions, solutions.group_id, rewards)]}
+    trained = [q for q, i in enumerate(problems) if kept[i]]
     if t.args.refinements:
-        parts["generator"].append(second_attempts(t, judged, verifications, [q for q in trained
-                                                                             if verdicts[q] is False]))
+        blamed = [q for q in trained if verdicts[q] is False]
+        parts["generator"].append(second_attempts(t, judged.select(blamed), verifications.select(blamed)))
     verifications.columns = {"outcome": judged.columns["outcome"]} | verification_columns(read)
-    anchors = torch.tensor([2 * i + bool(agrees[n]) for i, n in rows], dtype=torch.long, device=t.device)
-    right = [v == bool(agrees[n]) for v, (_, n) in zip(verdicts, rows, strict=True)]
-    rewards = with_form(verdicts, right)
+    anchors = torch.tensor([2 * i + agree for i, agree, _ in rows], dtype=torch.long, device=t.device)
+    rewards = with_form(verdicts, [v == agree for _, agree, v in rows])
     parts["verifier"] = [learned(t, "verifier", verifications.select(trained), anchors[trained],
                                  [rewards[q] for q in trained])]
     yield from learn(t, parts)
@@ -155,27 +149,28 @@ def play(t: Play):
 
 def learned(t: Play, role: str, rollouts: Rollouts, groups: torch.Tensor,
             rewards: list[float]) -> tuple[Rollouts, torch.Tensor]:
-    """A part of the update: rollouts and their advantages within `groups` (N,), whose rewards are logged."""
+    """A part of the update: rollouts and their advantages within `groups` (N,). The rewards are logged."""
     log_rewards(t, role, replace(rollouts, group_id=groups), rewards)
-    return rollouts, source_advantages(terminal_rewards(rewards, rollouts.lengths), groups, rollouts.tokens.shape[1],
-                                       PRESETS[t.args.advantage], t.reduce)
+    return rollouts, advantages_of(t, rollouts, groups, rewards)
 
 
-def second_attempts(t: Play, judged: Rollouts, verifications: Rollouts,
-                    rows: list[int]) -> tuple[Rollouts, torch.Tensor]:
-    """Second attempts behind the verifications in these rows, a group behind each, rewarded by the label."""
-    first = judged.select(rows)
-    prompts = t.refine_prompts(first, [verifications.texts[q] for q in rows])
-    R = t.args.refinements
-    second = t.sample("generator", prompts, R, "refinements", tool=t.sampler.calculator_tool())
+def advantages_of(t: Play, rollouts: Rollouts, groups: torch.Tensor, rewards: list[float]) -> torch.Tensor:
+    """Advantages (N, T) within groups (N,) that need not be those of the prompts."""
+    return source_advantages(terminal_rewards(rewards, rollouts.lengths), groups, rollouts.tokens.shape[1],
+                             PRESETS[t.args.advantage], t.reduce)
+
+
+def second_attempts(t: Play, first: Rollouts, verifications: Rollouts) -> tuple[Rollouts, torch.Tensor]:
+    """A group of second attempts behind each of these solutions and its verification, rewarded by the label."""
+    R, tool = t.args.refinements, t.sampler.calculator_tool()
+    second = t.sample("generator", t.refine_prompts(first, verifications.texts), R, "refinements", tool=tool)
     answers, outcomes = answers_of(t.task, second.texts), t.check(second)
     labels = [label for label in first.columns["pseudo_label"] for _ in range(R)]
     rewards = with_form(answers, [a is not None and a == label for a, label in zip(answers, labels, strict=True)])
     second.columns = {"outcome": [o for o in first.columns["outcome"] for _ in range(R)], "second_outcome": outcomes,
                       "answer": answers, "pseudo_label": labels, "reward": rewards}
     t.log("generator", t.mean({"second/accuracy": outcomes, "second/reward": rewards}))
-    return second, source_advantages(terminal_rewards(rewards, second.lengths), second.group_id,
-                                     second.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+    return second, advantages_of(t, second, second.group_id, rewards)
 
 
 def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
@@ -189,28 +184,27 @@ def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
 
 # The log, which alone knows gold answers
 
-def log_filter(t: Play, columns: dict[str, list], labels: list[str | None], kept: list[bool], sides: list) -> None:
-    """What recipe ttrl logs of the votes, which are those before the filter, and how far labels behind it are right."""
-    ttrl.log_votes(t, columns, labels)
-    right = list(zip(outcomes_of_labels(columns, labels), kept, strict=True))
-    N = votes_per_problem(t.args)
-    rewarded = zip(columns["majority_reward"], columns["outcome"], strict=True)
+def log_filter(t: Play, votes: Rollouts, labels: list[str | None], kept: list[bool], sides: list) -> None:
+    """How many labels are kept, and how far they are right; recipe ttrl logs the same of all."""
+    right, rewarded = outcomes_of_labels(votes.columns, labels), votes.columns["majority_reward"]
+    stays = [k for k in kept for _ in range(votes_per_problem(t.args))]
     t.log("generator", t.mean({
-        "labels_verified": [bool(agree) for agree, _ in sides], "kept": kept,
-        "kept_label_accuracy": [outcome for outcome, stays in right if stays],
-        "dropped_label_accuracy": [outcome for outcome, stays in right if not stays],
-        "kept_reward_accuracy": [reward == outcome for n, (reward, outcome) in enumerate(rewarded)
-                                 if kept[n // N] and outcome is not None]}))
+        "labels_verified": [agree != [] for agree, _ in sides], "kept": kept,
+        "kept_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if k],
+        "dropped_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if not k],
+        "kept_reward_accuracy": [reward == outcome for reward, outcome, k in
+                                 zip(rewarded, votes.columns["outcome"], stays, strict=True)
+                                 if k and outcome is not None]}))
 
 
-def log_verifications(t: Play, judged: Rollouts, read: list) -> None:
+def log_verifications(t: Play, judged: Rollouts, read: list[Verification]) -> None:
     """How far verdicts are right, and how far the labels that they are to agree with."""
-    outcomes, agrees = judged.columns["outcome"], judged.columns["majority_reward"]
-    rows = list(zip(read, outcomes, agrees, strict=True))
+    outcomes = judged.columns["outcome"]
+    rows = list(zip([v.verdict for v in read], outcomes, judged.columns["majority_reward"], strict=True))
     t.log("verifier", gathered_verdict_scores(t, judged, outcomes, read))
     t.log("verifier", t.mean({
-        "verdict_accuracy": [v.verdict == outcome for v, outcome, _ in rows if outcome is not None],
-        "agrees_with_label": [v.verdict == bool(agree) for v, _, agree in rows],
+        "verdict_accuracy": [verdict == outcome for verdict, outcome, _ in rows if outcome is not None],
+        "agrees_with_label": [verdict == agree for verdict, _, agree in rows],
         "reward_accuracy": [outcome == agree for _, outcome, agree in rows if outcome is not None]}))
 
 

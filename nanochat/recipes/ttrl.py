@@ -26,6 +26,7 @@ from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, majority
 
 TAGS = dict(family="single model", verifier="none", reward="majority vote", credit="z-score")
@@ -66,15 +67,22 @@ def majority_rewards(answers: list[str | None], labels: list[str | None]) -> lis
     return [float(answer is not None and answer == labels[n // N]) for n, answer in enumerate(answers)]
 
 
-def play(t: Play):
-    N, M = votes_per_problem(t.args), t.args.num_samples
+def cast_votes(t: Play) -> tuple[Rollouts, list[str | None]]:
+    """The votes of each problem, with what they say and earn as columns, and the problems' labels. They are logged."""
+    N = votes_per_problem(t.args)
     votes = t.solve("generator", t.problems(), N, "votes")                        # y_1 ... y_N
     answers = answers_of(t.task, votes.texts)
     labels = pseudo_labels(answers, N)                                            # y*
-    rewards = majority_rewards(answers, labels)                                   # R(y_i, y*)
-    votes.columns = {"outcome": t.check(votes), "answer": answers, "majority_reward": rewards,
+    votes.columns = {"outcome": t.check(votes), "answer": answers,
+                     "majority_reward": majority_rewards(answers, labels),        # R(y_i, y*)
                      "pseudo_label": [label for label in labels for _ in range(N)]}
     log_votes(t, votes.columns, labels)
+    return votes, labels
+
+
+def play(t: Play):
+    N, M = votes_per_problem(t.args), t.args.num_samples
+    votes, _ = cast_votes(t)
     solutions = votes.select([n for n in range(len(votes)) if n % N < M])         # vote, then sample
     rewards = solutions.columns["majority_reward"]
     advantages = source_advantages(terminal_rewards(rewards, solutions.lengths), solutions.group_id,
