@@ -28,7 +28,6 @@ from nanochat.rl.roles import RoleSpec
 
 TAGS = dict(family="one model, two roles", verifier="generative, RL on outcomes", reward="outcome", credit="z-score")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
-SHOWN = {"generator": ["rewards/outcome/mean"]}
 
 
 def add_args(group) -> None:
