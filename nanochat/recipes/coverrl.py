@@ -21,7 +21,7 @@ Departures:
 3. Verifications of unreadable votes are a group for each problem. In the code they are one group of all problems.
 4. One optimizer step for all rollouts, with the KL of all recipes; the code has one for every 256. With --verifier-head
    own there are two models, and a step for each.
-5. Departures 1, 2 and 4 of recipe ttrl.
+5. Departure 2 of recipe ttrl, and a constant --lr, not a cosine.
 """
 import math
 from collections import Counter

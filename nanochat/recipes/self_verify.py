@@ -1,16 +1,14 @@
 """Learning to Self-Verify (Chen et al. 2026): one model learns to solve and to verify, in turns. arXiv 2602.07594.
 
 A generator step is GRPO on solutions. A verifier step is GRPO on verifications of the model's own solutions, as many
-right as wrong ones, which earn 1 for the right verdict. The paper's claim is that learning to verify helps solving, and
-not the reverse. Both scores are in every evaluation, of three runs from the same checkpoint (chat_sft --role both):
+right as wrong ones; a verification earns 1 for the right verdict. The paper's claim is that learning to verify helps
+solving, and that learning to solve does not help verifying. Runs from one checkpoint (chat_sft --role both) show it, as
+both scores are in every evaluation: in turns (--generator-steps 5 --verifier-steps 1, the default and that of the
+released script), generation alone (--verifier-steps 0), verification alone (--num-steps N --warmup-steps N) and
+verification first (--warmup-steps W --verifier-steps 0).
 
-    in turns               --generator-steps 5 --verifier-steps 1, as in the released script and by default here
-    verification alone     --warmup-steps N --num-steps N
-    verification first     --warmup-steps W --num-steps N --verifier-steps 0
-    generation alone       --verifier-steps 0
-
-There is one model, so --num-steps counts the steps of both kinds, and gen/entropy and the like are of the step's kind.
-The released script has 128 problems of 8 samples, 8 verifications of a solution, a rate of 1e-6 and no KL.
+There is one model, so --num-steps counts the steps of both kinds. The released script has 128 problems of 8 samples, 8
+verifications of a solution, a rate of 1e-6 and no KL.
 
 Departures:
 1. A verifier step does not come on top of a generator step: it takes the place of one.
