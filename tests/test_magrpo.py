@@ -118,7 +118,6 @@ def test_a_frozen_partner_samples_and_does_not_learn(base):
     after = weights_of(t.roles["second"].model)
     assert update.role == "first" and all(torch.equal(before[name], after[name]) for name in before)
     assert magrpo.updates(t.args) == {"first": t.args.num_steps, "second": 0}
-    assert update.parts[0][1].any()
 
 
 def test_nothing_is_learned_of_a_completion_whose_joint_solution_cannot_be_scored(base):
@@ -146,8 +145,10 @@ def test_what_is_logged_by_hand(base):
 def test_the_evaluation_is_of_one_joint_solution_of_each_problem(base):
     """4 problems with the results of these halves, of one of them, or of none; the second agent's letter is drawn."""
     t = random_play("magrpo", *HALVES, "--eval-examples", "4")
+    del t.task.check  # the task's own
     t.evaluating, problem_of = True, t.task.problem
-    t.task.problem = lambda split, index: replace(problem_of(split, index), answer=["1,0", "1,2", "2,0", "2,2"][index])
+    answers = ["1,0", "1,2", "2,0", "2,2"]
+    t.task.problem = lambda split, index: replace(problem_of(split, index), answer=answers[index])
     texts = {("first", True): "a0+1:1;=1", ("first", False): "a0+1:1;=1",
              ("second", True): "a1*0:0;=0", ("second", False): "b1*0:0;=0"}
     t.sample = lambda role, prompts, num, label, greedy: t.written(role, prompts, [texts[role, greedy]] * len(prompts))
