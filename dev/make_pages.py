@@ -72,6 +72,8 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "think_rm": [],
     "think_rm_policy": [],
     "spct": [],
+    "magrpo": [],
+    "marti": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
@@ -97,6 +99,8 @@ NOTES = {  # whole sentences
             "beside it know 64 or 256 answers.",
     "coverrl": "Not run with seeds.",
     "self_verify": "Not run with seeds.",
+    "magrpo": "Not run with seeds.",
+    "marti": "Not run with seeds.",
     **dict.fromkeys(BESIDE["verifiers-of-every-kind"],
                     "Its figures are in [results.md](results.md#verifiers-of-every-kind)."),
     **dict.fromkeys(BESIDE["reward-models-that-learn-with-the-policy"],
@@ -165,6 +169,12 @@ CHECKS = {  # tests that hold a recipe against its paper
                         "test_think_rm_policy.py::test_the_policy_learns_the_differences_of_every_pair"],
     "spct": ["test_comparing.py::test_spct_pays_for_the_strictly_highest_score",
              "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"],
+    "magrpo": ["test_magrpo.py::test_returns_on_a_table_of_two_by_two",
+               "test_magrpo.py::test_one_agent_has_its_reward_less_the_groups_mean",
+               "test_magrpo.py::test_an_update_is_the_gradient_of_the_loss_by_hand"],
+    "marti": ["test_marti.py::test_shaped_rewards_at_the_corners",
+              "test_marti.py::test_what_a_debate_earns_by_hand",
+              "test_marti.py::test_what_a_chain_earns_by_hand"],
     "cooper": ["test_cooper.py::test_the_pairs_update_takes_the_gradient_of_the_papers_loss",
                "test_cooper.py::test_where_no_solution_is_accepted_the_reward_model_learns_nothing"],
     "ppo": ["test_ppo.py::test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_outcomes",
@@ -212,7 +222,9 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "supervisor": "runs: its gains find errors about as an ORM does on three seeds, far behind Monte-Carlo labels",
     "progress_rewards": "runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as "
                         "the policy",
-    "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three"}
+    "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three",
+    "magrpo": "runs: not run with seeds",
+    "marti": "runs: not run with seeds"}
 # Text
 
 def prose(text: str) -> str:

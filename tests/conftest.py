@@ -31,6 +31,8 @@ COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "
                    "--num-steps", "4"]
 TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"],
                ["--verifier-balance"], ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
+# Recipes that need another task than chain, of which the crafted pair solves some problems too
+OTHER_TASKS = {"magrpo": ["--task", "halves", "--halves-letters", "0"]}
 RL_FLAGS = [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS for word in words)]
 
 # The crafted pair
@@ -79,7 +81,9 @@ def rl_flags(*flags: str) -> list[str]:
     from scripts import tango_rl
     known = tango_rl.make_parser(list(flags))._option_string_actions
     labels = ["--labels", os.path.join(os.environ["NANOCHAT_BASE_DIR"], "labels.jsonl")] if "--labels" in known else []
-    return [*COMMON_RL_FLAGS, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words), *flags]
+    task = [word for name, words in OTHER_TASKS.items() if name in flags for word in words]
+    return [*COMMON_RL_FLAGS, *task, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words),
+            *flags]
 
 
 def crafted_model(tokenizer, role: str, seed: int):

@@ -112,7 +112,8 @@ def glossary() -> dict[str, list[Entry]]:
 OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"], "cooper": ["--rm-pretrain", "1"],
            "gram": ["--pretrain-steps", "1"],
            "grpo": ["--log-theory", "2", "--theory-samples", "64"],
-           "coverrl": ["--verifier-head", "own", "--refinements", "2"]}
+           "coverrl": ["--verifier-head", "own", "--refinements", "2"],
+           "marti": ["--graph", "chain"]}
 NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
 
 

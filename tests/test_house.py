@@ -68,6 +68,7 @@ FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_ver
             "think_rm_policy": "think_rm",
             "coverrl": "ttrl",
             "self_verify": "tango"}
+            "marti": "score"}
 
 
 def test_recipes_import_verbs_and_siblings_alone():
