@@ -1,0 +1,195 @@
+"""
+Debate: soft targets, pairs and scores by hand, what the judge reads and how sure it is, the update against autograd of
+the paper's loss in fp64, what is refused.
+
+    python -m pytest tests/test_debate.py -q
+"""
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play
+from torch.nn.functional import logsigmoid
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.debate import best_and_worst, debate_scores, preference, questions_of, quoted, won
+from nanochat.recipes.dpo import learn_from_pairs, pair_coefficients, pair_losses
+from nanochat.rl.comparing import choice_chances
+from tasks import make_task
+
+debate = recipes.load("debate")
+U = torch.tensor([-800.0, -2.0, 0.0, 0.7, 800.0], dtype=torch.float64)
+
+
+def coefficients(u: torch.Tensor, target: float) -> torch.Tensor:
+    """Those of the chosen of each pair, with beta 0.5."""
+    Q = len(u)
+    return pair_coefficients(u, torch.ones(Q), list(range(Q)), list(range(Q, 2 * Q)), 2 * Q, 0.5,
+                             torch.full_like(u, target))[:Q]
+
+
+# Soft targets
+
+def test_with_a_target_of_1_the_soft_loss_is_dpos():
+    assert torch.equal(pair_losses(U, torch.ones_like(U)), -logsigmoid(U))
+    assert torch.equal(coefficients(U, 1.0), 0.5 * torch.sigmoid(-U))
+
+
+def test_a_pair_is_drawn_to_where_its_margin_says_what_the_target_does():
+    assert coefficients(torch.zeros(1), 0.5).item() == 0                                 # a draw, at the reference
+    assert coefficients(torch.tensor([math.log(3.0)]), 0.75).item() == pytest.approx(0)  # sigma(log 3) = 3 / 4
+    assert coefficients(torch.zeros(1), 0.75).item() == pytest.approx(0.5 * 0.25)        # beta (P - sigma(0))
+    assert torch.allclose(coefficients(U, 0.3), -coefficients(-U, 0.7))                  # the pair the other way round
+    assert pair_losses(torch.zeros(1), torch.tensor([0.3])).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("better, worse, gamma, P", [
+    (0.4, 0.4, 7, 0.5), (1.0, 0.0, 7, 1 / (1 + math.exp(-7))), (1.0, 0.0, 10, 1 / (1 + math.exp(-10))),
+    (0.6, 0.5, 10, 1 / (1 + math.exp(-1))), (1.0, 0.0, 0, 0.5)])
+def test_a_target_is_the_sigmoid_of_gamma_times_the_difference_of_rewards(better, worse, gamma, P):
+    assert preference(better, worse, gamma) == pytest.approx(P)
+
+
+def test_the_best_and_the_worst_of_a_position_are_a_pair_and_a_draw_is_none():
+    rewards = [0.2, 0.9, 0.9, 0.1,  0.5, 0.5, 0.5, 0.5,  0.3, 0.3, 0.4, 0.3]
+    assert best_and_worst(rewards, 4) == ([1, 10], [3, 8])
+    assert best_and_worst([], 4) == ([], [])
+
+
+# The measurement
+
+def test_a_judge_that_is_undecided_counts_a_half():
+    assert [won(c) for c in (0.0, 0.49, 0.5, 0.51, 1.0)] == [0, 0, 0.5, 1, 1]
+
+
+def test_the_scores_of_two_questions_by_hand():
+    # confidence in the right answer: two copies, start argues wrong, start argues right, consultant right, then wrong
+    rows = [[0.9, 0.8, 0.7, 0.6, 0.3, 1.0, 0.0],   # rounds 0.8 and 1 - 0.7: 0.55 on average, won. Both together 0.45
+            [0.5, 0.2, 0.2, 0.9, 0.2, 0.5, 0.25]]  # undecided. 0.2 and 0.8: exactly even. Both together 0.55
+    assert debate_scores(rows) == pytest.approx({
+        "ver/judge_accuracy": 0.75, "gen/win_rate_against_start": 0.75,
+        "ver/single_accuracy": 0.5,          # each believes the consultant, who is right in one of two roles
+        "ver/ensembled_accuracy": 0.5, "gen/consultant_win_rate": 1.0, "gen/assigned": 0.75, "ver/unread": 0.125})
+    assert set(debate_scores([]).values()) == {None}
+
+
+def test_against_itself_the_start_wins_half():
+    for c in (0.0, 0.3, 1.0):  # the same two arguments in both rounds
+        assert debate_scores([[c] * 5 + [1.0, 0.0]])["gen/win_rate_against_start"] == 0.5
+
+
+# What the judge reads
+
+def test_the_judge_sees_steps_and_the_assigned_answer(base):
+    t = random_play("debate")
+    assert quoted(t, "1+2:0;0*1:2;=2", "1") == "1+2:0;0*1:2;=1"
+    assert quoted(t, "1+2:0;0*1", "1") == "1+2:0;=1" and quoted(t, "", "1") == "=1"
+    t = random_play("debate", "--quoted-steps", "1")
+    assert quoted(t, "1+2:0;0*1:2;=2", "1") == "1+2:0;=1"
+
+
+def test_the_confidence_is_that_of_the_token_of_the_written_choice(base):
+    t = random_play("debate")
+    texts = ["1+2:0T;=A", "=B", "A;B;=A;=B", "T;F;", "=A2", "=A "]
+    prompts = t.solve_prompts([t.task.problem("rl", 0)] * len(texts))
+    chances = choice_chances(t, "verifier", t.written("verifier", prompts, texts))
+    assert [chance is None for chance in chances] == [False, False, False, True, True, False]
+    model, marks = t.roles["verifier"].model, [t.tokenizer.encode(mark)[0] for mark in t.task.fmt.choices]
+    for i, before in enumerate(["1+2:0T;=", "=", "A;B;=A;=", None, None, "="]):
+        if before is not None:
+            hidden = model.trunk(torch.tensor([prompts[i].ids + t.tokenizer.encode(before)]))[0, -1]
+            a, b = model.head(hidden)[marks].tolist()
+            assert chances[i] == pytest.approx(1 / (1 + math.exp(b - a)), rel=1e-5)
+
+
+def played(protocol: str, arguments: list[str], verifications: list[str], *flags: str):
+    """A question with the answers 1 and 2 whose arguments, and the verifications in their order, are these texts.
+    -> (the step, its updates, what the judge was asked)"""
+    t = random_play("debate", "--examples-per-step", "1", "--num-samples", "2", "--protocol", protocol, *flags)
+    problem_of, asked = t.task.problem, []
+    t.task.problem = lambda split, index: replace(problem_of(split, index), answer="1")
+    t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
+    given = {"distractors": ["=2", "=1", "=0", "=2"], "arguments": arguments, "verdicts": verifications}
+
+    def sample(role, prompts, num, label, **_):
+        if label == "verdicts":
+            asked.extend(t.tokenizer.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
+        repeated = [prompt for prompt in prompts for _ in range(num)]
+        return t.written(role, repeated, given[label]).behind(repeated)
+    t.sample = sample
+    return t, list(debate.play(t)), asked
+
+
+ARGUMENTS = ["0+1:1;=1", "0+0:1;=1", "0+1:2;=2", "0+2:2;=0"]  # two for each answer, of which the last one fails
+IN_ORDER = ["0+1:1;=1|0+1:2;=2|A", "0+0:1;=1|0+1:2;=2|A", "0+1:2;=2|0+1:1;=1|A", "0+2:2;=2|0+1:1;=1|A"]
+ALONE = ["0+1:1;=1|=2|A", "0+0:1;=1|=2|A", "0+1:2;=2|=1|A", "0+2:2;=2|=1|A"]
+
+
+@pytest.mark.parametrize("protocol, shown, gamma", [("debate", IN_ORDER, 7.0), ("consultancy", ALONE, 10.0)])
+def test_a_step_takes_the_gradient_of_the_papers_loss(base, protocol, shown, gamma):
+    """Questions, what the judge reads in both orders, rewards, pairs and the update."""
+    t, (update,), asked = played(protocol, ARGUMENTS, ["=A"] * 4 + ["=A", "=B", "no", "=A"])
+    assert asked[:4] == shown
+    assert asked[4:] == ["|".join([text.split("|")[1], text.split("|")[0], "A"]) for text in shown]
+    (rollouts, _), = update.parts
+    columns = rollouts.columns
+    assert t.metrics["ver/unread"] == 1 / 8 and t.metrics["gen/assigned"] == 3 / 4
+    # the judge's confidences again, from plain forwards
+    model, marks = t.roles["verifier"].model, [t.tokenizer.encode(mark)[0] for mark in t.task.fmt.choices]
+    rewards = dict.fromkeys(range(4), 0.0)
+    for i, text in enumerate(asked):
+        prompt = t.tokenizer.render_prompt(f"{t.task.problem('rl', 0).prompt}|{text}")
+        hidden = model.trunk(torch.tensor([prompt + t.tokenizer.encode("=")]))[0, -1]
+        a, b = model.head(hidden)[marks].tolist()
+        chance = 0.5 if i == 6 else 1 / (1 + math.exp(b - a))
+        rewards[i % 4] += (chance if i < 4 else 1 - chance) / 2
+    pairs = [sorted(rows, key=rewards.get, reverse=True) for rows in ((0, 1), (2, 3))]
+    texts = [ARGUMENTS[n] for column in zip(*pairs, strict=True) for n in column]
+    assert rollouts.texts == texts and columns["assigned"] == [text != ARGUMENTS[3] for text in texts]
+    assert columns["reward"] == pytest.approx([rewards[ARGUMENTS.index(text)] for text in texts], rel=1e-5)
+    policy, opponent = t.roles["generator"].model, t.roles["opponent"].model
+    pi, ref = log_likelihoods(policy, rollouts), log_likelihoods(opponent, rollouts)
+    loss = 0
+    for q, (w, l) in enumerate(pairs):
+        u = 0.5 * ((pi[q] - ref[q]) - (pi[2 + q] - ref[2 + q]))
+        P = 1 / (1 + math.exp(-gamma * (rewards[w] - rewards[l])))
+        loss += (-P * logsigmoid(u) - (1 - P) * logsigmoid(-u) - 0.005 * pi[q]) / 2
+    assert_close(moved_by(t, update), gradient_of(loss, policy), 1e-4)
+
+
+def test_without_a_readable_choice_nothing_is_learned(base):
+    t, updates, _ = played("debate", ARGUMENTS, ["no"] * 8)
+    assert updates == [] and t.metrics["ver/unread"] == 1 and t.metrics["gen/judge_accuracy"] == 0.5
+    assert t.metrics["gen/num_pairs"] == 0 and t.metrics["gen/preference"] is None
+
+
+def test_a_question_has_the_most_frequent_wrong_answer(base):
+    t = random_play("debate")
+    texts = ["=1", "=2", "=0", "=0",  "=1", "=1", "=1", "",  "=2", "=0", "=9", "=9"]  # 9 cannot be scored
+    t.task.check = lambda problem, text: None if "9" in text else text == "=1"
+    problems = [t.task.problem("rl", i) for i in range(3)]
+    t.solve = lambda role, problems, num, label: t.written(role, [p for p in t.solve_prompts(problems) for _ in range(4)],
+                                                           texts)
+    assert [(q.problem, q.answers) for q in questions_of(t, problems, "distractors")] == [
+        (problems[0], (problems[0].answer, "0")), (problems[2], (problems[2].answer, "2"))]
+
+
+def test_a_likelihood_beside_the_pairs_is_that_of_the_chosen(base):
+    t = random_play("debate")
+    rollouts = t.written("generator", t.solve_prompts([t.task.problem("rl", 0)] * 2), ["0+1:1;=1", "0+1:2;=2"])
+    ref = t.logprobs("opponent", rollouts)
+    hard, = learn_from_pairs(t, "generator", rollouts, [0], [1], ref)
+    both, = learn_from_pairs(t, "generator", rollouts, [0], [1], ref, targets=[1.0], sft_coef=0.25)
+    difference = both.parts[0][1] - hard.parts[0][1]
+    assert difference[0].tolist() == pytest.approx([0.25 * 2] * len(difference[0])) and not difference[1].any()
+
+
+@pytest.mark.parametrize("flags", [["--protocol", "duel"], ["--num-samples", "1"], ["--gamma", "-1"], ["--beta", "0"],
+                                   ["--sft-coef", "nan"], ["--num-distractors", "0"], ["--quoted-steps", "-1"],
+                                   ["--verifications", "0"]])
+def test_settings_that_cannot_work_are_refused(flags):
+    with pytest.raises(BadInput, match=flags[0]):
+        args = parsed("debate", *flags)
+        debate.check(args, make_task(args))
