@@ -132,8 +132,8 @@ def test_the_margin_is_beta_times_the_difference_of_log_ratios():
     (-math.log(3), 0.075),            # 1 / (1 + 1/3)
     (800.0, 0.0), (-800.0, 0.1)])     # nothing where it is ranked rightly by far, beta where wrongly: no overflow
 def test_a_pair_pulls_by_beta_sigma_of_minus_u(u, pull):
-    u = torch.tensor([u], dtype=torch.float64)
-    assert pair_coefficients(u, torch.ones(1), [1], [0], 3, 0.1, torch.ones(1)).tolist() == pytest.approx([-pull, pull, 0.0])
+    u, one = torch.tensor([u], dtype=torch.float64), torch.ones(1)
+    assert pair_coefficients(u, one, [1], [0], 3, 0.1, one).tolist() == pytest.approx([-pull, pull, 0.0])
 
 
 def test_coefficients_of_a_rollout_in_several_pairs_add_up():

@@ -10,7 +10,8 @@ import pytest
 from conftest import TASK_FLAGS, parse
 
 from nanochat.common import BadInput
-from nanochat.rl.forms import FORMS, believed_score, check_form, form_prompt, judged_together, preferred, strength
+from nanochat.rl.forms import (FORMS, believed_score, check_form, form_prompt, judged_together, one_bare, preferred,
+                               strength)
 from nanochat.rl.prompts import Verification, parse_choice, parse_scores
 from scripts import chat_sft
 from tasks import make_task
@@ -121,6 +122,14 @@ def test_of_solutions_judged_together_one_is_right_if_it_can_be_had():
 def test_where_no_other_outcome_is_drawn_the_given_one_stands_twice():
     stubborn = SimpleNamespace(name="mine", check=lambda problem, text: True, corrupted_solution=lambda p, rng: "x")
     assert judged_together(stubborn, PROBLEM, "y", 2, random.Random(0)) == ["y", "y"]
+
+
+def test_of_a_pair_one_may_be_left_with_its_answer_alone_and_wins_where_an_error_is_found():
+    fmt = task_of().fmt
+    bare = {tuple(one_bare(fmt, [RIGHT, WRONG], random.Random(seed))) for seed in range(20)}
+    assert bare == {("=1", WRONG), (RIGHT, "=0")}
+    assert one_bare(fmt, ["2*2"], random.Random(0)) == ["="]  # no answer can be read
+    assert demo("pair", RIGHT, "=0") == "A;1+1:2T;2*2:1T;B;=A" and demo("pair", "=1", WRONG).endswith("=A")
 
 
 def test_a_single_solution_draws_nothing_so_that_demonstrations_of_steps_stay_what_they_were():

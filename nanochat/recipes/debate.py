@@ -48,14 +48,14 @@ ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["judge_accuracy", "assigned", "pair_loss"]}
 TABLE = {
-    "ver/judge_accuracy_in": "debates in which the judge is for the right answer",
+    "gen/judge_accuracy_in": "debates in which the judge is for the right answer",
     "gen/win_rate_against_start_in": "debates won against the start, each side argued once",
-    "ver/single_accuracy_in": "the judge is right about one consultant",
-    "ver/ensembled_accuracy_in": "the judge is right about two consultants, one at a time",
+    "gen/single_accuracy_in": "the judge is right about one consultant",
+    "gen/ensembled_accuracy_in": "the judge is right about two consultants, one at a time",
     "gen/consultant_win_rate_in": "consultants whose answer the judge is for",
     "gen/assigned_in": "arguments that come to their assigned answer",
-    "ver/unread_in": "verifications without a choice",
-    "ver/judge_accuracy_out": "the judge is right in debates, out of distribution",
+    "gen/unread_in": "verifications without a choice",
+    "gen/judge_accuracy_out": "the judge is right in debates, out of distribution",
     "gen/win_rate_against_start_out": "won against the start, out of distribution",
 }
 
@@ -135,12 +135,12 @@ def debate_scores(rows: list[list[float]]) -> dict[str, float | None]:
     verifications."""
     debates, as_right, as_wrong, right, wrong, comes, unread = zip(*rows, strict=True) if rows else [()] * 7
     both = lambda function, *columns: share_of([function(a, b) for a, b in zip(*columns, strict=True)])
-    return {"ver/judge_accuracy": share_of(list(map(won, debates))),
+    return {"gen/judge_accuracy": share_of(list(map(won, debates))),
             "gen/win_rate_against_start": both(lambda a, b: won((a + 1 - b) / 2), as_right, as_wrong),  # of both rounds
-            "ver/single_accuracy": both(lambda a, b: (won(a) + won(b)) / 2, right, wrong),
-            "ver/ensembled_accuracy": both(lambda a, b: won((a + b) / 2), right, wrong),
+            "gen/single_accuracy": both(lambda a, b: (won(a) + won(b)) / 2, right, wrong),
+            "gen/ensembled_accuracy": both(lambda a, b: won((a + b) / 2), right, wrong),
             "gen/consultant_win_rate": both(lambda a, b: (won(a) + won(1 - b)) / 2, right, wrong),
-            "gen/assigned": share_of(comes), "ver/unread": share_of(unread)}
+            "gen/assigned": share_of(comes), "gen/unread": share_of(unread)}
 
 
 # The game
@@ -213,8 +213,7 @@ def log_arguments(t: Play, arguments: Rollouts, sides: list[tuple[Question, int]
     log_rewards(t, "generator", arguments, rewards)
     t.log("generator", t.mean({
         "judge_accuracy": [won(r if side == 0 else 1 - r) for r, (_, side) in zip(rewards, sides, strict=True)],
-        "assigned": comes}))
-    t.log("verifier", t.mean({"unread": unread}))
+        "assigned": comes, "unread": unread}))
 
 
 # Held out
@@ -252,5 +251,5 @@ def evaluate(t: Play) -> dict:
     for split, name in SPLITS.items():
         found = debate_scores(t.gather(debated(t, split)))
         scores |= {f"{key}_{name}": value for key, value in found.items()}
-        warn_of_form(t, "pair", found["ver/unread"])
+        warn_of_form(t, "pair", found["gen/unread"])
     return scores
