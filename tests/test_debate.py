@@ -4,8 +4,11 @@ the paper's loss in fp64, what is refused.
 
     python -m pytest tests/test_debate.py -q
 """
+import importlib.util
 import math
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +81,50 @@ def test_the_scores_of_two_questions_by_hand():
 def test_against_itself_the_start_wins_half():
     for c in (0.0, 0.3, 1.0):  # the same two arguments in both rounds
         assert debate_scores([[c] * 5 + [1.0, 0.0]])["gen/win_rate_against_start"] == 0.5
+
+
+@pytest.fixture(scope="module")
+def debate_slope():
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dev", "debate_slope.py")
+    spec = importlib.util.spec_from_file_location("debate_slope", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_slope_lets_each_seed_have_its_own_level(debate_slope):
+    line = lambda level, rise, *skills: [(x, level + rise * x) for x in skills]
+    same = [line(0.1, 0.4, 0.5, 0.6, 0.8), line(0.5, 0.4, 0.5, 0.9)]
+    assert debate_slope.slope(same) == pytest.approx(0.4) and debate_slope.half_width(same) == pytest.approx(0, abs=1e-9)
+    # Slopes 1 and 0; squares 0.02 and 0.08 (skills 0.2 and 0.4 apart), so 0.02 / 0.1
+    mixed = [line(0.0, 1.0, 0.5, 0.7), line(0.5, 0.0, 0.5, 0.9)]
+    assert debate_slope.slope(mixed) == pytest.approx(0.2)
+    # Pseudo-values 2 * 0.2 - 0 and 2 * 0.2 - 1: mean -0.1, deviation sqrt(0.5), t of one degree 12.706
+    assert debate_slope.half_width(mixed) == pytest.approx(12.706 * 0.5 ** 0.5 / 2 ** 0.5, rel=1e-3)
+
+
+def test_without_a_change_of_skill_there_is_no_slope(debate_slope):
+    flat = [(0.5, 0.1), (0.5, 0.9)]
+    assert debate_slope.slope([flat]) is None and debate_slope.slope([flat, [(0.4, 0.2)]]) is None
+    assert debate_slope.half_width([flat, [(0.1, 0.1), (0.2, 0.2)]]) is None  # of one seed there is no interval
+    assert debate_slope.slope([]) is None
+
+
+def test_the_slopes_of_a_csv_are_printed_for_what_it_has(debate_slope, tmp_path, capsys):
+    rows = [(seed, tokens, metric, value) for seed in (1, 2) for tokens, skill, accuracy in
+            ((0, 0.5, 0.6), (9, 0.7, 0.7 + seed / 50)) for metric, value in
+            (("gen/win_rate_against_start_in", skill), ("gen/judge_accuracy_in", accuracy))]
+    path = tmp_path / "chain.csv"
+    path.write_text("task,arm,seed,step,sampled_tokens,metric,value\n"
+                    + "".join(f"t,debate,{seed},{tokens},{tokens},{metric},{value}\n"
+                              for seed, tokens, metric, value in rows))
+    debate_slope.main(SimpleNamespace(curves=str(path)))
+    head, line = capsys.readouterr().out.splitlines()
+    # Slopes 0.12 / 0.2 and 0.14 / 0.2: 0.65 on average, 0.05 from it either way, so 12.706 * 0.0707 / sqrt(2)
+    assert line.split()[:2] == ["debate", "debate"] and "+0.65 ± 0.64" in line and "2 seeds" in line
+    path.write_text("arm,seed\n1,x\n")
+    with pytest.raises(BadInput, match="chain.csv"):
+        debate_slope.main(SimpleNamespace(curves=str(path)))
 
 
 # What the judge reads
