@@ -151,10 +151,10 @@ def test_the_confidence_is_that_of_the_token_of_the_written_choice(base):
             assert chances[i] == pytest.approx(1 / (1 + math.exp(b - a)), rel=1e-5)
 
 
-def played(protocol: str, arguments: list[str], verifications: list[str], *flags: str):
+def played(protocol: str, arguments: list[str], verifications: list[str], recipe: str = "debate"):
     """A question with the answers 1 and 2 whose arguments, and the verifications in their order, are these texts.
     -> (the step, its updates, what the judge was asked)"""
-    t = random_play("debate", "--examples-per-step", "1", "--num-samples", "2", "--protocol", protocol, *flags)
+    t = random_play(recipe, "--examples-per-step", "1", "--num-samples", "2", "--protocol", protocol)
     problem_of, asked = t.task.problem, []
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer="1")
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
@@ -166,7 +166,7 @@ def played(protocol: str, arguments: list[str], verifications: list[str], *flags
         repeated = [prompt for prompt in prompts for _ in range(num)]
         return t.written(role, repeated, given[label]).behind(repeated)
     t.sample = sample
-    return t, list(debate.play(t)), asked
+    return t, list(recipes.load(recipe).play(t)), asked
 
 
 ARGUMENTS = ["0+1:1;=1", "0+0:1;=1", "0+1:2;=2", "0+2:2;=0"]  # two for each answer, of which the last one fails
@@ -207,6 +207,20 @@ def test_a_step_takes_the_gradient_of_the_papers_loss(base, protocol, shown, gam
     assert_close(moved_by(t, update), expected, 1e-4)
 
 
+def test_a_judge_that_learns_is_paid_for_the_side_with_the_right_answer(base):
+    """Of each debate two verifications in each order. Sides 1 1 2 2 stand first, then second; 1 is right."""
+    said = ["=A", "=B", "=A", "no", "=B", "=A", "=B", "=B"] + ["=A", "=B", "=B", "=B", "=A", "=A", "=A", "no"]
+    t, updates, _ = played("debate", ARGUMENTS, said, recipe="debate_judge")
+    assert [update.role for update in updates] == ["generator", "verifier"]
+    (verdicts, advantages), = updates[1].parts
+    rewards = [1, 0, 1, 0, 1, 0, 1, 1] + [0, 1, 1, 1, 1, 1, 1, 0]
+    assert verdicts.columns["reward"] == rewards and t.metrics["ver/parse_fail"] == 2 / 16
+    alike = [a == b for a, b in zip(rewards[::2], rewards[1::2], strict=True) for _ in range(2)]
+    signs = [0 if same else 2 * reward - 1 for same, reward in zip(alike, rewards, strict=True)]
+    assert advantages[:, 0].sign().tolist() == signs
+    assert played("debate", ARGUMENTS, ["no"] * 16, recipe="debate_judge")[1] == []
+
+
 def test_without_a_readable_choice_nothing_is_learned(base):
     t, updates, _ = played("debate", ARGUMENTS, ["no"] * 8)
     assert updates == [] and t.metrics["gen/unread"] == 1 and t.metrics["gen/judge_accuracy"] == 0.5
@@ -241,3 +255,9 @@ def test_settings_that_cannot_work_are_refused(flags):
     with pytest.raises(BadInput, match=flags[0]):
         args = parsed("debate", *flags)
         debate.check(args, make_task(args))
+
+
+def test_a_judge_that_learns_needs_a_group_of_verifications():
+    args = parsed("debate_judge", "--verifications", "1")
+    with pytest.raises(BadInput, match="--verifications 1: must be at least 2"):
+        recipes.load("debate_judge").check(args, make_task(args))

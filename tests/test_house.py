@@ -66,7 +66,7 @@ FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_ver
             "fixed_generator": "tango", "outcome_verifier": "tango", "spin": "dpo", "dpo": "dpo",
             "critique_grpo_verifier": "critique_grpo", "refit": "tango", "simulated_judge": "tango",
             "think_rm_policy": "think_rm",
-            "debate": "dpo"}
+            "debate": "dpo", "debate_judge": "dpo"}
 
 
 def test_recipes_import_verbs_and_siblings_alone():

@@ -14,8 +14,8 @@ start, or a consultant at all. dev/debate_slope.py fits the slope over seeds.
 Departures:
 1. One turn, so nothing is refuted; the paper has two, and finds its judge as accurate after one. With one turn its
    double consultancy (both sides shown, by a consultant) is judge_accuracy under --protocol consultancy.
-2. The judge is a verifier of form pair with misconceptions of its own, which does not learn here. The paper's is GPT-4
-   tuned on people's verdicts. Its confidence is the chance of its written choice, the mean of both orders; a
+2. The judge is a verifier of form pair with misconceptions of its own. It does not learn; in recipe debate_judge it
+   does. The paper's is GPT-4 tuned on people's verdicts, then fixed. Its confidence is the chance of its written choice, the mean of both orders; a
    verification without a choice counts a half.
 3. The judge sees the problem and the steps of an argument (with --quoted-steps the first ones), and the assigned answer
    in place of the one that was written. In the paper it sees quotes of a story, which the debaters have read.
@@ -167,36 +167,46 @@ def quoted(t: Play, argument: str, answer: str) -> str:
     return t.task.fmt.render_solution(steps_of(t.task.fmt, argument)[: t.args.quoted_steps or None], answer)
 
 
-def confidences(t: Play, debates: list[tuple[Question, int, str, str]], num_votes: int,
-                greedy: bool = False) -> tuple[list[float], list[float]]:
-    """The judge's confidence in a side of each debate, the mean of both orders and of `num_votes` verifications; and
-    the share of these that say nothing, which count a half. debates: question, side, its argument, the other's."""
+def verify(t: Play, debates: list[tuple[Question, int, str, str]], num_votes: int,
+           greedy: bool = False) -> tuple[Rollouts, list[Lineup]]:
+    """`num_votes` verifications of each debate in order, then of each in the other order, and what each of them was
+    shown. debates: question, side, its argument, the other side's."""
     shown = [Lineup(q.problem, [quoted(t, mine, q.answers[side]), quoted(t, theirs, q.answers[1 - side])], side)
              for q, side, mine, theirs in debates]
-    rollouts = t.sample("verifier", lineup_prompts(t, "pair", shown + turned(shown)), num_votes, "verdicts",
-                        greedy=greedy)
-    chances, D = choice_chances(t, "verifier", rollouts), len(shown) * num_votes
-    rows = [(chances[i: i + num_votes], chances[D + i: D + i + num_votes]) for i in range(0, D, num_votes)]
-    known = lambda chances: sum(0.5 if c is None else c for c in chances) / num_votes
-    return ([(known(first) + 1 - known(second)) / 2 for first, second in rows],
-            [(first + second).count(None) / (2 * num_votes) for first, second in rows])
+    shown += turned(shown)
+    rollouts = t.sample("verifier", lineup_prompts(t, "pair", shown), num_votes, "verdicts", greedy=greedy)
+    return rollouts, [line for line in shown for _ in range(num_votes)]
+
+
+def confidences(t: Play, verdicts: Rollouts, num_votes: int) -> tuple[list[float], list[float]]:
+    """The judge's confidence in the side of each debate, the mean of its verifications in both orders; and the share of
+    these that say nothing, which count a half."""
+    chances, D = choice_chances(t, "verifier", verdicts), len(verdicts) // 2
+    of_A = [0.5 if chance is None else chance for chance in chances]
+    return ([sum(of_A[n] + 1 - of_A[D + n] for n in range(i, i + num_votes)) / (2 * num_votes)
+             for i in range(0, D, num_votes)],
+            [sum(chances[d + n] is None for d in (0, D) for n in range(i, i + num_votes)) / (2 * num_votes)
+             for i in range(0, D, num_votes)])
 
 
 def play(t: Play):
+    """-> the judge's verifications and what each was shown"""
     args, G, protocol = t.args, t.args.num_samples, PROTOCOLS[t.args.protocol]
     questions = questions_of(t, t.problems(), "distractors")
     arguments = t.sample("generator", argue_prompts(t, questions), G, "arguments")
     sides = [(questions[n // (2 * G)], n // G % 2) for n in range(len(arguments))]
     debates = [(*sides[n], text, protocol.against(arguments.texts, n, G)) for n, text in enumerate(arguments.texts)]
-    rewards, unread = confidences(t, debates, args.verifications)
+    verdicts, shown = verify(t, debates, args.verifications)
+    rewards, unread = confidences(t, verdicts, args.verifications)
     log_arguments(t, arguments, sides, rewards, unread)
-    chosen, rejected = best_and_worst(rewards, G)
+    chosen, rejected = best_and_worst(rewards, G)                                           # y_w, y_l
     targets = [preference(rewards[w], rewards[l], args.gamma or protocol.gamma)
-               for w, l in zip(chosen, rejected, strict=True)]
+               for w, l in zip(chosen, rejected, strict=True)]                              # P
     t.log("generator", t.mean({"preference": targets}))
     paired, Q = arguments.select(chosen + rejected), len(chosen)
     yield from learn_from_pairs(t, "generator", paired, list(range(Q)), list(range(Q, 2 * Q)),
                                 t.logprobs("opponent", paired), targets=targets, sft_coef=args.sft_coef)
+    return verdicts, shown
 
 
 def assigned(t: Play, texts: list[str], answers: list[str]) -> list[bool]:
@@ -241,7 +251,7 @@ def debated(t: Play, split: str) -> list[list[float]]:
         right, wrong = texts[2 * i: 2 * i + 2]
         debates += [(question, 0, *pair) for pair in ((right, wrong), (right, start_wrong), (start_right, wrong),
                                                       (right, ""), ("", wrong))]
-    found, unread = confidences(t, debates, 1, greedy=True)
+    found, unread = confidences(t, verify(t, debates, 1, greedy=True)[0], 1)
     return [[*found[5 * i: 5 * i + 5], sum(comes[2 * i: 2 * i + 2]) / 2, sum(unread[5 * i: 5 * i + 5]) / 5]
             for i in range(len(questions))]
 
