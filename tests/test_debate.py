@@ -17,9 +17,10 @@ from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.debate import best_and_worst, debate_scores, preference, questions_of, quoted, won
+from nanochat.recipes.debate import best_and_worst, preference
 from nanochat.recipes.dpo import learn_from_pairs, pair_coefficients, pair_losses
 from nanochat.rl.comparing import choice_chances
+from nanochat.rl.debates import debate_scores, positions_of, quoted, won
 from tasks import make_task
 
 debate = recipes.load("debate")
@@ -95,7 +96,8 @@ def debate_slope():
 def test_the_slope_lets_each_seed_have_its_own_level(debate_slope):
     line = lambda level, rise, *skills: [(x, level + rise * x) for x in skills]
     same = [line(0.1, 0.4, 0.5, 0.6, 0.8), line(0.5, 0.4, 0.5, 0.9)]
-    assert debate_slope.slope(same) == pytest.approx(0.4) and debate_slope.half_width(same) == pytest.approx(0, abs=1e-9)
+    assert debate_slope.slope(same) == pytest.approx(0.4)
+    assert debate_slope.half_width(same) == pytest.approx(0, abs=1e-9)
     # Slopes 1 and 0; squares 0.02 and 0.08 (skills 0.2 and 0.4 apart), so 0.02 / 0.1
     mixed = [line(0.0, 1.0, 0.5, 0.7), line(0.5, 0.0, 0.5, 0.9)]
     assert debate_slope.slope(mixed) == pytest.approx(0.2)
@@ -227,15 +229,15 @@ def test_without_a_readable_choice_nothing_is_learned(base):
     assert t.metrics["gen/num_pairs"] == 0 and t.metrics["gen/preference"] is None
 
 
-def test_a_question_has_the_most_frequent_wrong_answer(base):
+def test_the_wrong_answer_is_the_most_frequent_one_and_without_one_there_is_no_debate(base):
     t = random_play("debate")
     texts = ["=1", "=2", "=0", "=0",  "=1", "=1", "=1", "",  "=2", "=0", "=9", "=9"]  # 9 cannot be scored
     t.task.check = lambda problem, text: None if "9" in text else text == "=1"
-    problems = [t.task.problem("rl", i) for i in range(3)]
-    t.solve = lambda role, problems, num, label: t.written(role, [p for p in t.solve_prompts(problems) for _ in range(4)],
-                                                           texts)
-    assert [(q.problem, q.answers) for q in questions_of(t, problems, "distractors")] == [
-        (problems[0], (problems[0].answer, "0")), (problems[2], (problems[2].answer, "2"))]
+    one, two, three = problems = [replace(t.task.problem("rl", i), answer="1") for i in range(3)]
+    prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(4)]
+    t.solve = lambda role, problems, num, label: t.written(role, prompts, texts)
+    assert positions_of(t, problems, "distractors") == [
+        (one, "1", "0", True), (one, "0", "1", False), (three, "1", "2", True), (three, "2", "1", False)]
 
 
 def test_a_likelihood_beside_the_pairs_is_that_of_the_chosen(base):

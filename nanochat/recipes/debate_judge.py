@@ -37,11 +37,11 @@ def calls(args) -> list[Call]:
 
 def play(t: Play):
     """A step of the debater, and one of the judge on what it said there."""
-    verdicts, shown = yield from debate.play(t)
+    verifications, shown = yield from debate.play(t)
     if t.metrics["gen/num_pairs"] == 0:  # a step without an update counts, one of the judge alone would not
         return
-    verdicts.columns = lineup_columns(shown)
-    choices = read_choices(t, verdicts)
+    verifications.columns = lineup_columns(shown)
+    choices = read_choices(t, verifications)
     t.log("verifier", t.mean({"parse_fail": [choice is None for choice in choices]}))
-    yield from learn_to_judge(t, verdicts, [float(chose_right(choice, line.right))
-                                            for choice, line in zip(choices, shown, strict=True)])
+    rewards = [float(chose_right(choice, line.right)) for choice, line in zip(choices, shown, strict=True)]
+    yield from learn_to_judge(t, verifications, rewards)
