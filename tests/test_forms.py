@@ -180,3 +180,10 @@ def test_other_tasks_show_pairs_too():
 def test_a_single_solution_is_asked_about_as_before(base):
     tokenizer = chat_sft.load_tokenizer(chat_sft.path_of("tokenizer"))
     assert tokenizer.decode(form_prompt(tokenizer, Chain.fmt, "steps", "1+1", ["1+1:2;=2"])[2:-2]) == "1+1|1+1:2;=2|1"
+
+
+@pytest.mark.parametrize("flags", [["--bare-share", "1.5", "--verifier-form", "pair"], ["--bare-share", "nan"],
+                                   ["--bare-share", "0.5"], ["--bare-share", "0.5", "--verifier-form", "scores"]])
+def test_only_pairs_have_a_bare_side(flags):
+    with pytest.raises(BadInput, match="--bare-share .*: must be from 0 to 1, and is of --verifier-form pair"):
+        chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
