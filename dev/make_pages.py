@@ -60,6 +60,8 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "prime": [Arm("systems/chain", "prime_2e-4", "2e-4", "process rewards")],
     "dpo": [Arm("systems/chain", "dpo", "4e-4", "pairs")],
     "spin": [Arm("systems/chain", "spin", "3e-5", "SFT's demonstrations")],
+    "debate": [],
+    "debate_judge": [],
     "critique_grpo": [Arm("systems/chain_refine", "critique_grpo_2e-4", "2e-4", "two attempts", "grpo_2e-4")],
     "critique_grpo_verifier": [],
     "score": [],
@@ -93,6 +95,8 @@ NOTES = {  # whole sentences
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
     "critique_grpo_verifier": "Not run with seeds.",
     "dapo": "Not run with seeds.",
+    "debate": "Not run with seeds.",
+    "debate_judge": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
@@ -124,6 +128,11 @@ CHECKS = {  # tests that hold a recipe against its paper
     "dpo": ["test_dpo.py::test_the_update_takes_the_gradient_of_the_papers_loss"],
     "spin": ["test_spin.py::test_the_update_takes_the_gradient_of_the_papers_loss",
              "test_spin.py::test_an_iteration_begins_with_the_loss_log_2_against_a_snapshot"],
+    "debate": ["test_debate.py::test_with_a_target_of_1_the_soft_loss_is_dpos",
+               "test_debate.py::test_a_pair_is_drawn_to_where_its_margin_says_what_the_target_does",
+               "test_debate.py::test_a_step_takes_the_gradient_of_the_papers_loss",
+               "test_debate.py::test_the_scores_of_two_questions_by_hand"],
+    "debate_judge": ["test_debate.py::test_a_judge_that_learns_is_paid_for_the_side_with_the_right_answer"],
     "critique_grpo": ["test_critique_grpo.py::test_shaped_coefficients_are_the_gradient_of_the_papers_loss",
                       "test_critique_grpo.py::test_the_update_sees_the_refinement_behind_the_problem_alone"],
     "critique_grpo_verifier": [
@@ -199,6 +208,8 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "prime": "runs: what process rewards add to outcomes is not shown",
     "dpo": "works: it learns, behind GRPO at equal tokens",
     "spin": "works: it stays at the fixed point that its demonstrations are",
+    "debate": "runs: not run with seeds",
+    "debate_judge": "runs: not run with seeds",
     "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
     "critique_grpo_verifier": "runs: not run with seeds",
     "dapo": "runs: not run with seeds",

@@ -69,6 +69,7 @@ FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_ver
             "coverrl": "ttrl",
             "self_verify": "tango"}
             "marti": "score"}
+            "debate": "dpo", "debate_judge": "dpo"}
 
 
 def test_recipes_import_verbs_and_siblings_alone():

@@ -30,6 +30,8 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            **dict.fromkeys(("rm_r1", "think_rm", "spct"), ["--verifier-tag", "tiny-judge", "--num-solutions", "8"]),
            "think_rm_policy": ["--verifier-tag", "tiny-judge"],
            "coverrl": ["--verifier-head", "own", "--num-votes", "6", "--verifications", "2", "--refinements", "2"]}
+           **dict.fromkeys(("debate", "debate_judge"), ["--verifier-tag", "tiny-judge"]),
+           "think_rm_policy": ["--verifier-tag", "tiny-judge"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 
