@@ -69,6 +69,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "think_rm": [],
     "think_rm_policy": [],
     "spct": [],
+    "alphaproof": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
@@ -87,6 +88,7 @@ NOTES = {  # whole sentences
     "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
     "critique_grpo_verifier": "Not run with seeds.",
+    "alphaproof": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
@@ -122,6 +124,10 @@ CHECKS = {  # tests that hold a recipe against its paper
               "test_score_recipe.py::test_one_update_on_two_turns_is_the_gradient_of_the_loss"],
     "ttrl": ["test_ttrl.py::test_a_vote_earns_1_for_the_majority_answer",
              "test_ttrl.py::test_no_gold_answer_enters_an_update"],
+    "alphaproof": ["test_rewrite.py::test_no_short_text_proves_a_false_theorem",
+                   "test_rewrite.py::test_no_step_between_short_words_is_accepted_that_is_false",
+                   "test_alphaproof.py::test_expert_iteration_is_the_cross_entropy_of_the_found_proofs",
+                   "test_alphaproof.py::test_a_proved_target_is_left_alone_and_so_are_its_variants"],
     "orm": ["test_supervised.py::test_an_orm_learns_the_outcome_where_it_is_asked",
             "test_supervised.py::test_an_orm_goes_on_to_model_right_solutions", *PLACES],
     "prm": ["test_supervised.py::test_a_prm_learns_each_steps_label_behind_the_step",
@@ -191,6 +197,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "supervisor": "runs: its gains find errors about as an ORM does on three seeds, far behind Monte-Carlo labels",
     "progress_rewards": "runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as "
                         "the policy",
+    "alphaproof": "runs: not run with seeds",
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three"}
 # Text
 
