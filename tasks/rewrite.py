@@ -9,8 +9,8 @@ The letters are the swaps of neighbours among four things, and RULES are complet
 applied, a word comes to the one normal form that it shares with all words that equal it. A theorem has this form on the
 right. So each of them has a proof, most have many, and every proof ends.
 
-`accepts` is the kernel: it knows the rules and no group. A text that states the right side, which stands in the problem,
-earns nothing unless each of its steps follows.
+`accepts` is the kernel: it knows the rules and no group. To state the right side, which stands in the problem, earns
+nothing: each step must follow.
 
 Demonstrations carry misconceptions, as chain's do: of a random share of the facts (a rule's left side and the letter
 behind it) a fixed wrong result is shown most of the time, and the proof is carried on from there. Some steps are also
@@ -30,7 +30,7 @@ LETTERS = "abc"
 RULES = {"aa": "", "bb": "", "cc": "", "ca": "ac", "bab": "aba", "cbc": "bcb", "cbac": "bcba"}
 REDEX = re.compile("|".join(RULES))  # at most one rule fits at a place
 EMPTY = "1"
-MOST = 200         # letters of a word
+MOST = 200  # letters of a word
 LONGER_SHARE = 0.1  # of the demonstrations has test_out's lengths, which RL never trains on, as in chain
 
 
@@ -168,7 +168,8 @@ def add_args(parser):
     group.add_argument("--rewrite-max-letters", type=int, default=9,
                        help="letters of the longest word in RL; test_out has 1 and 2 more")
     group.add_argument("--rewrite-share", type=float, default=0.25,
-                       help="share of the facts (a rule's left side, the letter behind) the generator is taught wrongly")
+                       help="share of the facts (a rule's left side, the letter behind it) the generator is taught "
+                            "wrongly")
     group.add_argument("--rewrite-wrongness", type=float, default=0.7,
                        help="how often a demonstration shows such a fact wrongly")
     group.add_argument("--rewrite-skips", type=float, default=0.05, help="share of the steps that it leaves out")

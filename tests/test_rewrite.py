@@ -108,7 +108,8 @@ def test_what_is_no_theorem_has_no_proof(theorem):
 
 
 def test_a_word_is_letters_or_the_1_of_the_empty_one():
-    assert [word_of(text) for text in ("1", "a", "abc", "", "11", "a1", "d", "a b", "a\n")] == ["", "a", "abc", *[None] * 6]
+    assert [word_of(text) for text in ("1", "a", "abc")] == ["", "a", "abc"]
+    assert {word_of(text) for text in ("", "11", "a1", "d", "a b", "a\n", "A")} == {None}
     assert all(word_of(written(word)) == word for word in words(3))
 
 

@@ -1,28 +1,29 @@
 """AlphaProof (Hubert et al. 2025), the perfect-verifier arm: expert iteration against a kernel. arXiv 2202.01344.
 
-AlphaProof (Nature, doi 10.1038/s41586-025-09833-y) has no arXiv number; the one above is of its nearest relative, expert
-iteration by Polu et al. 2022. Nothing is claimed here but what a verifier that is never wrong gives to RL.
+AlphaProof (Nature, doi 10.1038/s41586-025-09833-y) has no arXiv number. The one above is of its nearest relative, the
+expert iteration of Polu et al. 2022. All that is claimed here is what a verifier that is never wrong gives to RL.
 
-The reward is the task's check: of task rewrite, a kernel. As in AlphaProof the learner takes the cross-entropy of
-proofs from a window of those found, one for each theorem, the shortest; failed attempts teach nothing (Methods, "Main
-RL"). --learner grpo learns from failures too. --reward claim pays for stating what was to be proved, with no proof.
+The reward is the task's check: of task rewrite, a kernel. As in AlphaProof the model learns the found proofs by
+cross-entropy, drawn from a window of the last ones, and failed attempts teach nothing (Methods, "Main RL"). The window
+has one proof of each theorem, the shortest. --learner grpo learns from failures too. --reward claim, a control, pays
+whatever states what was to be proved.
 
-Test-time RL (Methods, "Scaling with TTRL") trains a specialist on targets and their variants. The targets are those
-theorems of --targets-of that the start proves neither greedily nor in --num-samples attempts. With --curriculum variants
-a place of a batch is a target with --target-share, else a variant of one; a target that is proved is left alone, and so
-are its variants. --target-share 0 never trains on a target. --curriculum rl is the control: the same targets, ordinary
-training.
+Test-time RL (Methods, "Scaling with TTRL") trains a specialist on targets and their variants. The targets are theorems
+of --targets-of that the start proves neither greedily nor in --num-samples attempts. With --curriculum variants a place
+of a batch has a target with chance --target-share, else a variant of one. A target that is proved is left alone, and so
+are its variants. With --target-share 0 no target is trained on. --curriculum rl is the control: the same targets and
+ordinary training.
 
 Departures:
 1. No tree search, no value, no tactics: a proof is written as a whole, and --num-samples are tried.
 2. A reward of 1 for a proof, not -1 for each step. Shortest proofs are kept, which the -1 is for.
-3. Nothing is disproved: all theorems here are true. In the paper every second attempt is to disprove.
+3. Nothing is disproved, as all theorems here are true. In the paper's pseudocode every second attempt is to disprove.
 4. Theorems of the curriculum are drawn evenly. The paper's matchmaker prefers those that are proved now and then.
 5. Batches are of found proofs alone; the paper mixes in 10% of its SFT proofs. Ours are wrong in part.
 6. The model goes on from where it is, as in AlphaProof. Polu et al. fine-tune the start anew in each iteration, for an
    epoch on all proofs so far.
-7. Variants are made by the task's programs, up to 3 changes one on top of the other. The paper also has a language model
-   write them, in up to 15 rounds.
+7. Variants are made by the task's programs, with up to 3 changes one on top of the other. In the paper a language model
+   writes most of them, in up to 15 rounds.
 """
 import random
 from dataclasses import replace
