@@ -183,32 +183,34 @@ def play(t: Play):
     attempts.columns["claimed"] = claims(t, attempts)
     rewards = REWARDS[t.args.reward](t, attempts)
     log_rewards(t, "generator", attempts, rewards)
-    num_attempts = log_proofs(t, attempts)
-    if num_attempts:
+    log_proofs(t, attempts)
+    if t.reduce(torch.tensor(len(attempts), device=t.device)):  # none where every target is proved
         yield from LEARNERS[t.args.learner](t, attempts, rewards)
 
 
-def log_proofs(t: Play, attempts: Rollouts) -> int:
-    """Logs what was proved, what was only claimed and what is wrong with the steps, and notes the targets that were
-    proved. -> attempts of all ranks"""
+def log_proofs(t: Play, attempts: Rollouts) -> None:
+    """Logs what was proved and what was only claimed, and notes the targets that were proved."""
     outcomes, claimed = attempts.columns["outcome"], attempts.columns["claimed"]
-    proved = {g: False for g in attempts.group_id.tolist()}
+    proved = [False] * len(attempts.prompts)
     for g, outcome in zip(attempts.group_id.tolist(), outcomes, strict=True):
         proved[g] |= outcome is True
-    num_steps = [len(solution.step_ends) for solution in t.read_solutions(attempts)]
+    steps = [len(solution.step_ends) for solution in t.read_solutions(attempts)]
     t.log("generator", t.mean({
-        "proved": outcomes, "theorems_proved": list(proved.values()), "claimed": claimed,
+        "proved": outcomes, "theorems_proved": proved, "claimed": claimed,
         "claimed_falsely": [said and outcome is False for said, outcome in zip(claimed, outcomes, strict=True)],
-        "proof_steps": [num for num, outcome in zip(num_steps, outcomes, strict=True) if outcome],
+        "proof_steps": [num for num, outcome in zip(steps, outcomes, strict=True) if outcome],
         "unscorable": [outcome is None for outcome in outcomes]}))
     if t.args.curriculum == "variants":
-        rows = [[problem.index, problem.split == t.args.targets_of, proved[g]]
-                for g, problem in enumerate(prompt.problem for prompt in attempts.prompts)]
-        tried = [(index, is_proved) for index, is_target, is_proved in t.gather(rows) if is_target]
-        t.memory["proved"] = sorted({*t.memory["proved"], *(index for index, is_proved in tried if is_proved)})
-        t.log("generator", {"targets/tried": len(tried),
-                            "targets/left": len(t.memory["targets"]) - len(t.memory["proved"])})
-    return int(t.reduce(torch.tensor(len(attempts), device=t.device)))
+        tried = zip((prompt.problem for prompt in attempts.prompts), proved, strict=True)
+        note_targets(t, t.gather([[p.index, is_proved] if p.split == t.args.targets_of else None
+                                  for p, is_proved in tried]))
+
+
+def note_targets(t: Play, tried: list[list | None]) -> None:
+    """Notes and logs which targets were proved, from [index, whether it was proved] of each that a batch has."""
+    tried = [row for row in tried if row]
+    proved = t.memory["proved"] = sorted({*t.memory["proved"], *(index for index, is_proved in tried if is_proved)})
+    t.log("generator", {"targets/tried": len(tried), "targets/left": len(t.memory["targets"]) - len(proved)})
 
 
 def evaluate(t: Play) -> dict:
