@@ -168,6 +168,14 @@ def test_a_batch_is_of_variants_and_of_targets_as_often_as_asked(base):
             "variants"}
 
 
+def test_a_variant_that_is_a_target_is_drawn_again(base):
+    t = at_targets("--target-share", "0")
+    targets, make = [t.task.problem("test_out", i) for i in (0, 4, 5)], t.task.variants
+    t.task.variants = lambda problem, rng: (replace(problem, prompt=targets[1].prompt) if rng.random() < 0.5
+                                            else make(problem, rng))
+    assert not {problem.prompt for problem in of_targets(t)} & {target.prompt for target in targets}
+
+
 def test_a_proved_target_is_left_alone_and_so_are_its_variants(base):
     t, varied = at_targets("--target-share", "0.2", proved=[0, 5]), []
     make = t.task.variants
