@@ -234,7 +234,7 @@ def test_two_ranks_do_what_one_does(base, tmp_path):
 @pytest.mark.parametrize("flags", [
     ["--learner", "search"], ["--reward", "answer"], ["--curriculum", "rl2"], ["--window", "0"], ["--num-proofs", "0"],
     ["--target-share", "1.5"], ["--targets-of", "rl"], ["--num-targets", "0"], ["--curriculum", "variants"],
-    ["--curriculum", "variants", "--targets-of", "test_in"]])  # task chain makes none
+    ["--curriculum", "variants", "--targets-of", "test_in", "--task", "last_letter"]])  # which makes none
 def test_settings_that_cannot_work_are_refused_in_one_line(flags):
     args = parsed("alphaproof", *flags)
     with pytest.raises(BadInput, match=f"^{flags[0]}[^\n]*$"):

@@ -145,6 +145,18 @@ def test_splits_share_no_problem_where_there_are_few(name, flags):
         assert not prompts[a] & prompts[b], (a, b)
 
 
+def test_variants_of_a_chain_differ_in_a_digit_or_an_operation_and_state_their_own_answer():
+    task, seen = task_of("chain", "--chain-modulus", "3", *ALWAYS_RIGHT["chain"]), set()
+    problem = Problem("test_in", 7, "1+2*1", "00")
+    for k in range(100):
+        variant = task.variants(problem, random.Random(k))
+        assert sum(a != b for a, b in zip(variant.prompt, problem.prompt, strict=True)) == 1
+        assert (variant.split, variant.index) == ("test_in", 7)
+        assert task.check(variant, task.solution_demo(variant, random.Random(0)))
+        seen.add(variant.prompt)
+    assert seen == {"0+2*1", "2+2*1", "1-2*1", "1*2*1", "1+0*1", "1+1*1", "1+2+1", "1+2-1", "1+2*0", "1+2*2"}
+
+
 def test_chain_lengths_are_those_of_the_split():
     task = task_of("chain")
     lengths = {split: [len(task.problem(split, i).prompt) // 2 for i in range(300)]  # "3+5*2" has 2 operations
