@@ -110,7 +110,7 @@ def glossary() -> dict[str, list[Entry]]:
 
 # What makes a recipe log more than its defaults do
 OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"], "cooper": ["--rm-pretrain", "1"],
-           "alphaproof": ["--curriculum", "variants", "--targets-of", "test_out"],
+           "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"],
            "gram": ["--pretrain-steps", "1"]}
 NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
 
