@@ -76,6 +76,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "spct": [],
     "magrpo": [],
     "marti": [],
+    "alphaproof": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
@@ -97,6 +98,7 @@ NOTES = {  # whole sentences
     "dapo": "Not run with seeds.",
     "debate": "Not run with seeds.",
     "debate_judge": "Not run with seeds.",
+    "alphaproof": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
@@ -151,6 +153,10 @@ CHECKS = {  # tests that hold a recipe against its paper
     "self_verify": ["test_self_verify.py::test_the_turns_are_as_the_docstring_says",
                     "test_self_verify.py::test_both_kinds_of_steps_move_the_one_model_and_count_as_its_steps",
                     "test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format"],
+    "alphaproof": ["test_rewrite.py::test_no_short_text_proves_a_false_theorem",
+                   "test_rewrite.py::test_no_step_between_short_words_is_accepted_that_is_false",
+                   "test_alphaproof.py::test_expert_iteration_is_the_cross_entropy_of_the_found_proofs",
+                   "test_alphaproof.py::test_a_proved_target_is_left_alone_and_so_are_its_variants"],
     "orm": ["test_supervised.py::test_an_orm_learns_the_outcome_where_it_is_asked",
             "test_supervised.py::test_an_orm_goes_on_to_model_right_solutions", *PLACES],
     "prm": ["test_supervised.py::test_a_prm_learns_each_steps_label_behind_the_step",
@@ -236,6 +242,8 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three",
     "magrpo": "runs: not run with seeds",
     "marti": "runs: not run with seeds"}
+    "alphaproof": "runs: not run with seeds",
+    "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three"}
 # Text
 
 def prose(text: str) -> str:

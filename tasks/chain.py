@@ -13,6 +13,7 @@ are among the generator's, with the same wrong results. Those that only the gene
 """
 import random
 import re
+from dataclasses import replace
 
 from nanochat.common import BadInput
 from nanochat.rl.formats import COMPACT
@@ -148,6 +149,13 @@ class Chain:
         for op, b in operations[changed + 1:]:
             worked.append(self._result(worked[-1], op, b))
         return self._render(problem.prompt, worked)
+
+    def variants(self, problem: Problem, rng: random.Random) -> Problem:
+        """A problem near this one, under its split and index: one digit or operation is another one."""
+        prompt, i = problem.prompt, rng.randrange(len(problem.prompt))
+        others = OPS if prompt[i] in OPS else map(str, range(self.modulus))
+        varied = prompt[:i] + rng.choice([other for other in others if other != prompt[i]]) + prompt[i + 1:]
+        return replace(problem, prompt=varied, answer=self._answer(self._solve(varied, {}, 0.0, rng)))
 
     def argue_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A solution that comes to an answer that was given, right or wrong, and that answer."""

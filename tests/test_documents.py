@@ -113,7 +113,8 @@ OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"], "
            "gram": ["--pretrain-steps", "1"],
            "grpo": ["--log-theory", "2", "--theory-samples", "64"],
            "coverrl": ["--verifier-head", "own", "--refinements", "2"],
-           "marti": ["--graph", "chain"]}
+           "marti": ["--graph", "chain"],
+           "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"]}
 NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
 
 
