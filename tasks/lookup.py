@@ -105,6 +105,10 @@ class Lookup(Chain):
         key."""
         return self._documents(query, self.facts.get) if query in self.facts else []
 
+    def serves(self, document: str, query: str) -> str:
+        """What of a document serves a query: the value that it has for the key, "" where it has none."""
+        return self._entry(document, query) or ""
+
     def tool(self, tokenizer, most: int = MOST_QUERIES) -> Search:
         """A search for the rows of one call of the sampler."""
         return Search(tokenizer, self.fmt, self.find, most)
