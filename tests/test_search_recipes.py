@@ -60,7 +60,9 @@ def test_the_form_that_r1_searcher_asks_for(text, stopped, num_queries, formed):
 
 
 def test_stage_1_pays_the_search_and_the_form_and_the_answer_only_if_told():
-    assert [stage1_reward(s, f, o) for s in (0, 1) for f in (0, 1) for o in (False, None)] == [0, 0, .5, .5, .5, .5, 1, 1]
+    pairs = [(searches, formed) for searches in (0, 1) for formed in (0, 1)]
+    for outcome in (True, False, None):
+        assert [stage1_reward(*pair, outcome) for pair in pairs] == [0, 0.5, 0.5, 1]
     # the released code: +1 or -1 for the answer
     assert [stage1_reward(True, True, o, 1.0) for o in (True, False, None)] == [2.0, 0.0, None]
     assert stage1_reward(False, False, False, 1.0) == -1.0
@@ -138,7 +140,8 @@ def expected_rewards(recipe: str, t, rollouts, stage: int) -> list[float | None]
         return outcomes
     ended = rollouts.stopped.tolist()
     if recipe == "ssrl":
-        return [reward_of(o, form_reward(COMPACT, *row)) for o, *row in zip(outcomes, rollouts.texts, ended, strict=True)]
+        forms = [form_reward(COMPACT, *row) for row in zip(rollouts.texts, ended, strict=True)]
+        return [reward_of(*row) for row in zip(outcomes, forms, strict=True)]
     # each query that was answered has one "(" that was forced
     nums = [t.tokenizer.decode(row[forced].tolist()).count("(") for row, forced in zip(rollouts.tokens, rollouts.forced,
                                                                                        strict=True)]
@@ -193,7 +196,7 @@ def test_both_ways_are_evaluated(stepped, monkeypatch, recipe):
     t, _ = stepped(recipe)
     t.evaluating, tools = True, []
     solve = t.solve
-    monkeypatch.setattr(t, "solve", lambda *args, tool=None, **more: tools.append(tool) or solve(*args, tool=tool, **more))
+    monkeypatch.setattr(t, "solve", lambda *args, tool, **more: tools.append(tool) or solve(*args, tool=tool, **more))
     found = RECIPES[recipe].evaluate(t)
     other = "search" if recipe == "ssrl" else "memory"
     assert set(found) == {f"gen/{name}_{split}" for name in ("pass1", f"{other}_pass1") for split in ("in", "out")}
