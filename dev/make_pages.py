@@ -78,6 +78,8 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "marti": [],
     "alphaproof": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
+    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), []),
+    **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars"), [])}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
                                  "spct", "supervisor", "think_rm_policy"),
@@ -110,7 +112,8 @@ NOTES = {  # whole sentences
     **dict.fromkeys(BESIDE["verifiers-of-every-kind"],
                     "Its figures are in [results.md](results.md#verifiers-of-every-kind)."),
     **dict.fromkeys(BESIDE["reward-models-that-learn-with-the-policy"],
-                    "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy).")}
+                    "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy)."),
+    **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars"), "Not run with seeds.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -202,7 +205,18 @@ CHECKS = {  # tests that hold a recipe against its paper
                          "test_progress_rewards.py::test_with_alpha_0_the_outcomes_alone_reward"],
     "simulated_judge": [
         "test_simulated_judge.py::test_a_right_solution_is_ranked_above_a_wrong_one_as_often_as_ties_and_flips_say",
-        "test_simulated_judge.py::test_ties_are_of_whole_problems_and_flips_of_texts_and_both_are_the_same_each_time"]}
+        "test_simulated_judge.py::test_ties_are_of_whole_problems_and_flips_of_texts_and_both_are_the_same_each_time"],
+    "search_r1": ["test_search.py::test_information_is_forced_behind_a_closed_query",
+                  "test_search.py::test_what_the_search_wrote_gets_no_gradient",
+                  "test_search_recipes.py::test_without_the_mask_information_is_trained_as_what_nobody_drew"],
+    "r1_searcher": ["test_search_recipes.py::"
+                    "test_stage_1_pays_the_search_and_the_form_and_the_answer_only_if_told",
+                    "test_search_recipes.py::test_stage_2_pays_the_answer_less_a_penalty_for_its_form"],
+    "ssrl": ["test_search_recipes.py::test_ssrl_pays_nine_tenths_for_the_answer_and_one_for_the_form",
+             "test_search_recipes.py::test_what_ssrl_masks_gets_no_gradient"],
+    "mars": ["test_mars.py::test_first_fit_decreasing_by_hand",
+             "test_mars.py::test_either_system_is_normalised_over_its_own_samples",
+             "test_mars.py::test_drawing_samples_changes_no_advantage"]}
 
 STATUS = {  # works: its check passed; runs: its formulas are tested, its check did not pass, or was not made
     "grpo": "works: the baseline",
@@ -244,6 +258,10 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "marti": "runs: not run with seeds"}
     "alphaproof": "runs: not run with seeds",
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three"}
+    "search_r1": "runs: not run with seeds",
+    "r1_searcher": "runs: not run with seeds",
+    "ssrl": "runs: not run with seeds",
+    "mars": "runs: not run with seeds"}
 # Text
 
 def prose(text: str) -> str:

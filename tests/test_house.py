@@ -70,6 +70,7 @@ FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_ver
             "self_verify": "tango"}
             "marti": "score"}
             "debate": "dpo", "debate_judge": "dpo"}
+            "r1_searcher": "search_r1", "ssrl": "search_r1"}
 
 
 def test_recipes_import_verbs_and_siblings_alone():

@@ -30,10 +30,11 @@ from tasks.mixture import PARTS
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")
 SPLITS = ("sft", "rl", "test_in", "test_out")
 # the others need their data: test_gsm8k.py, test_competition.py
-GENERATED = ["chain", "brittle", "halves", "last_letter", "mixture", "rewrite"]
+GENERATED = ["chain", "brittle", "halves", "lookup", "last_letter", "mixture", "rewrite"]
 EVERY_TASK = pytest.mark.parametrize("name", GENERATED)
-# of brittle and halves, which state last results alone, a wrong solution may be right by luck
-WITHOUT_LUCK = pytest.mark.parametrize("name", [name for name in GENERATED if name not in ("brittle", "halves")])
+# of these, which state last results alone, a wrong solution may be right by luck
+LUCKY = ("brittle", "halves", "lookup")
+WITHOUT_LUCK = pytest.mark.parametrize("name", [name for name in GENERATED if name not in LUCKY])
 ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"],
                 "rewrite": ["--rewrite-share", "0", "--rewrite-skips", "0", "--rewrite-verifier-share", "0"],
                "last_letter": ["--last-letter-verifier-error", "0"]}
@@ -43,26 +44,16 @@ for by_task in (ALWAYS_RIGHT, EIGHT_STEPS):
     by_task["mixture"] = by_task["chain"] + by_task["last_letter"]
     by_task["brittle"] = [*by_task["chain"], "--brittle-short-share", "0"]
     by_task["halves"] = by_task["chain"]
+    by_task["lookup"] = [*by_task["chain"], "--lookup-share", "0", "--lookup-recall-share", "1"]
 
 PIECES = ("3+5:8;", "8*2:6;", "9*2:8;", "grape:e;", "lemon:en;", "fig:eng;", ";", "=", "=86", "=eng", "T", "F")
-<<<<<<< HEAD
 ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|,ab") |
-            st.text("grapelmonfi:;= TF|") | st.lists(st.sampled_from(PIECES)).map("".join))
-
-CHAIN = Problem("rl", 0, "3+5*2", "86")  # 3+5 = 8; 8*2 = 16, modulo 10 that is 6
-WORDS = Problem("rl", 0, "grape lemon fig", "eng")
-OF_TASK = {"last_letter": WORDS, "halves": Problem("rl", 0, "3+5*2,4-1*7", "6,1")}
-=======
-ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|") |
             st.text("grapelmonfi:;= TF|") | st.text("abc1;=") | st.lists(st.sampled_from(PIECES)).map("".join))
 
 CHAIN = Problem("rl", 0, "3+5*2", "86")  # 3+5 = 8; 8*2 = 16, modulo 10 that is 6
 WORDS = Problem("rl", 0, "grape lemon fig", "eng")
-PROBLEMS = {
-    "last_letter": WORDS,
-    "rewrite": Problem("rl", 0, "bbcac:a", "a"),
-}  # of the others CHAIN
->>>>>>> kernel
+OF_TASK = {"last_letter": WORDS, "halves": Problem("rl", 0, "3+5*2,4-1*7", "6,1"),
+           "rewrite": Problem("rl", 0, "bbcac:a", "a")}  # of the others CHAIN
 
 
 def task_of(name: str, *flags: str, seed: int = 0):
@@ -348,11 +339,7 @@ def test_last_letter_steps_are_right_iff_they_give_the_word_and_the_letters_so_f
 @settings(max_examples=60, deadline=None)
 @given(solution=ANY_TEXT)
 def test_any_text_gets_one_label_per_step_and_a_verification_in_format(name, solution):
-<<<<<<< HEAD
     task, problem = task_of(name, *ALWAYS_RIGHT[name]), OF_TASK.get(name, CHAIN)
-=======
-    task, problem = task_of(name, *ALWAYS_RIGHT[name]), PROBLEMS.get(name, CHAIN)
->>>>>>> kernel
     labels = task.step_labels(problem, solution)
     assert len(labels) == len(task.fmt.step_spans(solution)) and all(type(label) is bool for label in labels)
     assert type(task.check(problem, solution)) is bool
@@ -473,13 +460,9 @@ def test_a_demonstration_without_misconceptions_is_right_in_answer_and_steps(nam
         for i in range(50):
             problem = task.problem(split, i)
             solution = task.solution_demo(problem, random.Random(i))
-<<<<<<< HEAD
             num_steps = len(re.findall("[-+*]", problem.prompt)) or len(problem.prompt.split())
-=======
-            num_steps = len(problem.prompt) // 2 if problem.prompt[0].isdigit() else len(problem.prompt.split())
             if name == "rewrite":  # where a problem does not say how many
                 num_steps = len(task.fmt.step_spans(solution))
->>>>>>> kernel
             assert task.step_labels(problem, solution) == [True] * num_steps
             assert task.check(problem, solution) is True
 
