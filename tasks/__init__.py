@@ -5,14 +5,15 @@ from functools import partial
 
 from nanochat.common import MOST, BadInput, takes
 from nanochat.rl.formats import Format
-from tasks import brittle, chain, competition, gsm8k, last_letter, mixture
+from tasks import brittle, chain, competition, gsm8k, last_letter, lookup, mixture
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
-TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "last_letter": last_letter.LastLetter,
+TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "lookup": lookup.Lookup,
+         "last_letter": last_letter.LastLetter,
          "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
-MODULES = (chain, brittle, last_letter, mixture, gsm8k, competition)
-RESTS_ON = {"brittle": ("chain",)}  # tasks whose flags a task has beside its own; mixture may have those of all
+MODULES = (chain, brittle, lookup, last_letter, mixture, gsm8k, competition)
+RESTS_ON = {"brittle": ("chain",), "lookup": ("chain",)}  # tasks whose flags a task has beside its own; mixture may have those of all
 # of a recorded flag, by its default
 EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
 # of a task, and what they are given

@@ -30,7 +30,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain", "0"],
            "critic_rm": ["--bt-start", "0.5"], "gram": ["--pretrain-steps", "0", "--num-solutions", "8"],
            **dict.fromkeys(("rm_r1", "think_rm", "spct"), ["--verifier-tag", "tiny-judge", "--num-solutions", "8"]),
-           "think_rm_policy": ["--verifier-tag", "tiny-judge"]}
+           "think_rm_policy": ["--verifier-tag", "tiny-judge"],
+           **dict.fromkeys(("search_r1", "r1_searcher", "ssrl"), ["--task", "lookup"]),
+           "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 

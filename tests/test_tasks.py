@@ -29,10 +29,11 @@ from tasks.mixture import PARTS
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")
 SPLITS = ("sft", "rl", "test_in", "test_out")
 # the others need their data: test_gsm8k.py, test_competition.py
-GENERATED = ["chain", "brittle", "last_letter", "mixture"]
+GENERATED = ["chain", "brittle", "lookup", "last_letter", "mixture"]
 EVERY_TASK = pytest.mark.parametrize("name", GENERATED)
-# of brittle, which states the last result alone, a wrong solution may be right by luck
-WITHOUT_LUCK = pytest.mark.parametrize("name", [name for name in GENERATED if name != "brittle"])
+# of these, which state the last result alone, a wrong solution may be right by luck
+LUCKY = ("brittle", "lookup")
+WITHOUT_LUCK = pytest.mark.parametrize("name", [name for name in GENERATED if name not in LUCKY])
 ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"],
                 "last_letter": ["--last-letter-verifier-error", "0"]}
 EIGHT_STEPS = {"chain": ["--chain-min-steps", "8", "--chain-max-steps", "8"],
@@ -40,6 +41,7 @@ EIGHT_STEPS = {"chain": ["--chain-min-steps", "8", "--chain-max-steps", "8"],
 for by_task in (ALWAYS_RIGHT, EIGHT_STEPS):
     by_task["mixture"] = by_task["chain"] + by_task["last_letter"]
     by_task["brittle"] = [*by_task["chain"], "--brittle-short-share", "0"]
+    by_task["lookup"] = [*by_task["chain"], "--lookup-share", "0", "--lookup-recall-share", "1"]
 
 PIECES = ("3+5:8;", "8*2:6;", "9*2:8;", "grape:e;", "lemon:en;", "fig:eng;", ";", "=", "=86", "=eng", "T", "F")
 ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|") |
