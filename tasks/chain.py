@@ -105,6 +105,10 @@ class Chain:
         prompt = draw_prompt(lambda: self._expression(num_steps, rng), split)
         return Problem(split, index, prompt, self._answer(self._solve(prompt, {}, 0.0, rng)))
 
+    def hint_of(self, problem: Problem) -> str:
+        """What a proposer is shown of a reference problem."""
+        return problem.prompt
+
     def read_problem(self, text: str, index: int) -> tuple[Problem | None, str]:
         """A proposed problem as problem `index` of split "proposed", its gold answer worked out; or None, and which of
         `refusals` is the reason. Total: any text gives one of the two.
@@ -182,7 +186,7 @@ class Chain:
             text = text[:-1]
         elif spoiled == "with_answer":
             text += self.fmt.answer_open + self._answer(self._solve(text, {}, 0.0, rng))
-        return {"hint": problem.prompt}, text
+        return {"hint": self.hint_of(problem)}, text
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by

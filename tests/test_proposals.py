@@ -20,7 +20,7 @@ from nanochat.rl.advantages import whiten
 from nanochat.rl.formats import COMPACT
 from nanochat.rl.play import apply_update
 from nanochat.rl.prompts import parse_verification
-from nanochat.rl.proposals import azr, from_pool, one_minus, parabola, propose
+from nanochat.rl.proposals import azr, drawn, one_minus, parabola, propose
 from tasks import make_task
 from tasks.common import in_split
 
@@ -150,7 +150,8 @@ def test_a_step_by_hand(base):
     assert judgments.columns["reward"] == [1, 1, 1, 1]
     found = {name: t.metrics[f"gen/{name}"] for name in (
         "proposals/valid", "proposals/refused/with_answer", "proposals/refused/held_out", "proposals/refused/cut",
-        "proposals/kept", "proposals/distinct", "proposals/quality", "proposals/difficulty", "judge/score", "pool_size")}
+        "proposals/kept", "proposals/distinct", "proposals/quality", "proposals/difficulty", "judge/score",
+        "pool_size")}
     assert found == {"proposals/valid": 0.5, "proposals/refused/with_answer": 0.25, "proposals/refused/held_out": 0.25,
                      "proposals/refused/cut": 0, "proposals/kept": 0.5, "proposals/distinct": 1,
                      "proposals/quality": 0.5, "proposals/difficulty": 0.75, "judge/score": 0.5, "pool_size": 0}
@@ -195,15 +196,15 @@ def test_the_pool_is_what_the_solver_is_asked_and_references_stand_in(base):
     asked = {(problem.split, problem.index, problem.prompt) for problem in t.asked["generator"]}
     assert len(asked) == 2 and asked < {("proposed", 10, GOOD), ("proposed", 11, BETTER), ("proposed", 12, GOOD)}
     assert t.memory["pool"][:2] == [[11, BETTER], [12, GOOD]] and len(t.memory["pool"]) == 3
-    references = t.problems(2)
-    assert from_pool(t, [[10, GOOD]], references)[1:] == references[1:]
+    found, *rest = drawn(t, [[10, GOOD]])
+    assert (found.split, found.index, found.prompt) == ("proposed", 10, GOOD) and rest == [None]
 
 
 def test_a_completion_without_an_end_is_no_problem(base):
     t = play_with(TEXTS)
     written = t.written
     t.written = lambda role, prompts, texts: written(role, prompts, [t.tokenizer.encode(text) for text in texts])
-    found = propose(t, "generator", t.problems(), ["1+1", "1+2"], 2, "propose")
+    found = propose(t, "generator", t.problems(), 2, "propose")
     assert found.refusals == ["cut"] * 4 and found.valid == [] and found.spread([]) == [None] * 4
 
 

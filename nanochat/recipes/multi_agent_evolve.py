@@ -30,7 +30,7 @@ from nanochat.rl.evals import gathered_verdict_scores, log_rewards, scores_of_pa
 from nanochat.rl.forms import believed_score
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Verification, empty_verifier_prompt
-from nanochat.rl.proposals import (BY_ACCURACY, HELD_OUT, Proposals, accuracies, check_reads_problems, from_pool,
+from nanochat.rl.proposals import (BY_ACCURACY, HELD_OUT, Proposals, accuracies, check_reads_problems, drawn,
                                    gathered, log_proposals, propose, propose_prompt)
 from nanochat.rl.rewards import format_reward, terminal_rewards, verdict_reward
 from nanochat.rl.roles import RoleSpec
@@ -118,11 +118,11 @@ def role_advantages(rewards: list[float | None], rollouts: Rollouts, reduce) -> 
 def play(t: Play):
     """Proposals, solutions of pooled problems and verifications of these, and one update on all."""
     G, pool, references = t.args.num_samples, t.memory.get("pool", []), t.problems()
-    hints = [problem.prompt for problem in references]
-    proposals = propose(t, "generator", references, hints, G, "propose")
+    proposals = propose(t, "generator", references, G, "propose")
     earned, kept = rewarded(t, proposals)
 
-    solutions = t.solve("generator", from_pool(t, pool, references), G, "generator")
+    problems = [old or reference for old, reference in zip(drawn(t, pool), references, strict=True)]
+    solutions = t.solve("generator", problems, G, "generator")
     outcomes = t.check(solutions)  # for the log, and for --judge-reward grounded
     judgments = t.verify("generator", solutions, 1, "judge")
     verifications = t.read_verifications(judgments)

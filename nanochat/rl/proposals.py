@@ -1,14 +1,15 @@
 """
 Problems that a model proposes: how they are asked for and read, what a proposer earns for them, and a pool of them.
 
-The task reads them: read_problem(text, index) gives a Problem of split "proposed" and "", or None and one of the task's
-`refusals`. A proposed problem is the same on any number of ranks: its index comes from the problem that it stands
-behind.
+The task says what a proposer is shown of a reference problem, hint_of(problem), and reads what it writes:
+read_problem(text, index) gives a Problem of split "proposed" and "", or None and one of the task's `refusals`. A
+proposed problem is the same on any number of ranks: its index comes from the reference.
 """
 import random
 from typing import NamedTuple
 
 from nanochat.common import BadInput
+from nanochat.engine import Tool
 from nanochat.rl.play import Play
 from nanochat.rl.prompts import quoting_prompt
 from nanochat.rl.rollouts import Rollouts
@@ -68,10 +69,11 @@ def propose_prompt(tokenizer, fmt, problem: str) -> list[int]:
     return quoting_prompt(tokenizer, fmt, problem, "propose_prompt", hint=problem)
 
 
-def propose(t: Play, role: str, references: list[Problem], hints: list[str], num: int, label: str) -> Proposals:
-    """`num` proposals behind each hint, which goes with a reference problem. Their index is that of the reference times
-    `num`, and which of its proposals it is."""
-    rollouts = t.sample(role, t.prompts("propose_prompt", references, hint=hints), num, label)
+def propose(t: Play, role: str, references: list[Problem], num: int, label: str, tool: Tool | None = None) -> Proposals:
+    """`num` proposals behind the hint of each reference problem. Their index is that of the reference times `num`, and
+    which of its proposals it is."""
+    prompts = t.prompts("propose_prompt", references, hint=[t.task.hint_of(problem) for problem in references])
+    rollouts = t.sample(role, prompts, num, label, tool=tool)
     rows = zip(rollouts.problems(), rollouts.texts, rollouts.stopped.tolist(), strict=True)
     found = [t.task.read_problem(text, reference.index * num + n % num) if stopped else (None, CUT)
              for n, (reference, text, stopped) in enumerate(rows)]
@@ -111,11 +113,10 @@ def gathered(t: Play, found: Proposals, places: list[int], num: int) -> list[lis
     return [row for of_reference in t.gather(rows) for row in of_reference]
 
 
-def from_pool(t: Play, pool: list[list], references: list[Problem]) -> list[Problem]:
-    """This rank's share of --examples-per-step different problems of a pool; where it has too few, the reference
-    problems stand in their places."""
+def drawn(t: Play, pool: list[list]) -> list[Problem | None]:
+    """This rank's share of --examples-per-step different problems of a pool, None in the place of each that it has not
+    got."""
     P, rank, world = t.args.examples_per_step, t.run.rank, t.run.world
-    drawn = random.Random(f"{t.args.seed}-{t.step}").sample(pool, min(P, len(pool)))
-    rows = [drawn[i] if i < len(drawn) else None for i in range(rank, P, world)]
-    return [t.task.read_problem(row[1], row[0])[0] if row else reference
-            for row, reference in zip(rows, references, strict=True)]
+    rows = random.Random(f"{t.args.seed}-{t.step}").sample(pool, min(P, len(pool)))
+    problems = [t.task.read_problem(text, index)[0] for index, text in rows]
+    return (problems + [None] * (P - len(rows)))[rank::world]
