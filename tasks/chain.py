@@ -121,7 +121,7 @@ class Chain:
         wrong = (not is_one, expression != text, num_steps < self.lengths[0], num_steps > self.lengths[1],
                  in_split(text, "test_in"))
         if True in wrong:
-            return None, self.refusals[wrong.index(True)]
+            return None, Chain.refusals[wrong.index(True)]
         return Problem("proposed", index, text, self._answer(self._solve(text, {}, 0.0, random.Random(0)))), ""
 
     def check(self, problem: Problem, solution: str) -> bool | None:

@@ -20,7 +20,7 @@ from nanochat.rl.advantages import whiten
 from nanochat.rl.formats import COMPACT
 from nanochat.rl.play import apply_update
 from nanochat.rl.prompts import parse_verification
-from nanochat.rl.proposals import azr, drawn, one_minus, parabola, propose
+from nanochat.rl.proposals import azr, drawn, earns, one_minus, parabola, propose, spread
 from tasks import make_task
 from tasks.common import in_split
 
@@ -94,12 +94,18 @@ def test_a_score_by_hand(text, num_steps, score):
     assert judge_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
 
 
-@pytest.mark.parametrize("scores, reward, is_kept", [
-    ([1, 1, 1], (1 + 0 + 1) / 3, True), ([1, 0, 0], (1 + 2 / 3 + 1) / 3, True),
-    ([0.7, 0.1, 0.1], (0.7 + 0.7 + 1) / 3, True),     # at the bar: 1 - .9 / 3
-    ([0.69, 0.1, 0.1], (0.69 + 1) / 3, False), ([0, 0, 0], 1 / 3, False), ([0.5, 0.5, 0.5], 0.5, False)])
-def test_a_problem_of_low_quality_has_no_difficulty_and_is_not_kept(scores, reward, is_kept):
-    assert proposer_reward(scores) == (pytest.approx(reward), is_kept)
+@pytest.mark.parametrize("scores, reward", [
+    ([1, 1, 1], (1 + 0 + 1) / 3), ([1, 0, 0], (1 + 2 / 3 + 1) / 3),
+    ([0.7, 0.1, 0.1], (0.7 + 0.7 + 1) / 3),     # at the bar: 1 - .9 / 3
+    ([0.69, 0.1, 0.1], (0.69 + 1) / 3), ([0, 0, 0], 1 / 3), ([0.5, 0.5, 0.5], 0.5)])
+def test_a_problem_of_low_quality_has_no_difficulty(scores, reward):
+    assert proposer_reward(scores) == pytest.approx(reward)
+
+
+@pytest.mark.parametrize("refusal, p, reward", [("", 0.25, 0.75), ("", None, None), ("cut", None, 0.0),
+                                                ("no_problem", 0.25, 0.0), ("held_out", None, None)])
+def test_what_is_refused_earns_0_and_what_nobody_could_know_nothing(refusal, p, reward):
+    assert earns(refusal, p, one_minus) == reward
 
 
 def test_what_solver_and_judge_earn():
@@ -205,7 +211,7 @@ def test_a_completion_without_an_end_is_no_problem(base):
     written = t.written
     t.written = lambda role, prompts, texts: written(role, prompts, [t.tokenizer.encode(text) for text in texts])
     found = propose(t, "generator", t.problems(), 2, "propose")
-    assert found.refusals == ["cut"] * 4 and found.valid == [] and found.spread([]) == [None] * 4
+    assert found.refusals == ["cut"] * 4 and found.valid == [] and spread([], found.problems) == [None] * 4
 
 
 def test_an_update_moves_the_model_once_for_all_roles(base):

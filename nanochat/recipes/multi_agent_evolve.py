@@ -30,8 +30,8 @@ from nanochat.rl.evals import gathered_verdict_scores, log_rewards, scores_of_pa
 from nanochat.rl.forms import believed_score
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Verification, empty_verifier_prompt
-from nanochat.rl.proposals import (BY_ACCURACY, HELD_OUT, Proposals, accuracies, check_reads_problems, drawn,
-                                   gathered, log_proposals, propose, propose_prompt)
+from nanochat.rl.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns, gathered,
+                                   log_proposals, propose, propose_prompt, spread)
 from nanochat.rl.rewards import format_reward, terminal_rewards, verdict_reward
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
@@ -93,11 +93,10 @@ def judge_score(verification: Verification) -> float:
     return min(1.0, max(0.0, (s - 1) / 9))
 
 
-def proposer_reward(scores: list[float], form: float = 1.0) -> tuple[float, bool]:
-    """What a problem earns whose solutions have these scores, and whether it is kept."""
+def proposer_reward(scores: list[float], form: float = 1.0) -> float:
+    """What a problem earns whose solutions have these scores."""
     quality, difficulty = max(scores), 1 - sum(scores) / len(scores)
-    is_kept = quality >= LEAST_QUALITY
-    return (quality + difficulty * is_kept + form) / 3, is_kept
+    return (quality + difficulty * (quality >= LEAST_QUALITY) + form) / 3
 
 
 def solver_reward(score: float, form: float) -> float:
@@ -150,16 +149,14 @@ def rewarded(t: Play, proposals: Proposals) -> tuple[list[float | None], list[in
     scores = [judge_score(v) for v in verifications]
     by_problem = [scores[i: i + n] for i in range(0, len(scores), n)]
     shares = accuracies(t.check(attempts), n)
-    if by_accuracy:
-        found = [(None if p is None else by_accuracy(p), True) for p in shares]
-    else:
-        found = [proposer_reward(row) for row in by_problem]
-    kept = [place for place, (_, is_kept) in zip(proposals.valid, found, strict=True) if is_kept]
-    earned = [None if why == HELD_OUT else 0.0 if row is None else row[0]
-              for why, row in zip(proposals.refusals, proposals.spread(found), strict=True)]
-    proposals.rollouts.columns |= {"reward": earned, "scores": proposals.spread(by_problem),
-                                   "solved": proposals.spread(shares)}
-    log_proposals(t, "generator", proposals, earned, solved=shares, quality=[max(row) for row in by_problem],
+    kept = [place for place, row in zip(proposals.valid, by_problem, strict=True)
+            if by_accuracy or max(row) >= LEAST_QUALITY]
+    values = spread(shares if by_accuracy else by_problem, proposals.problems)
+    earned = [earns(why, value, by_accuracy or proposer_reward)
+              for why, value in zip(proposals.refusals, values, strict=True)]
+    proposals.rollouts.columns |= {"reward": earned, "scores": spread(by_problem, proposals.problems),
+                                   "solved": spread(shares, proposals.problems)}
+    log_proposals(t, "generator", proposals, reward=earned, solved=shares, quality=[max(row) for row in by_problem],
                   difficulty=[1 - sum(row) / n for row in by_problem],
                   kept=[place in kept for place in proposals.valid])
     return earned, kept

@@ -6,6 +6,7 @@ read_problem(text, index) gives a Problem of split "proposed" and "", or None an
 proposed problem is the same on any number of ranks: its index comes from the reference.
 """
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nanochat.common import BadInput
@@ -39,6 +40,14 @@ def parabola(p: float) -> float:
 BY_ACCURACY = {"one_minus": one_minus, "azr": azr, "parabola": parabola}
 
 
+def earns(refusal: str, p: float | None, reward: Callable[[float], float]) -> float | None:
+    """reward(p) for a problem, 0 for what is refused; None, which is nothing either way, for a text of a test split and
+    where no outcome is known."""
+    if refusal:
+        return None if refusal == HELD_OUT else 0.0
+    return None if p is None else reward(p)
+
+
 # Asking and reading
 
 class Proposals(NamedTuple):
@@ -52,10 +61,11 @@ class Proposals(NamedTuple):
         """The places of those that are problems."""
         return [n for n, problem in enumerate(self.problems) if problem is not None]
 
-    def spread(self, values: list) -> list:
-        """A value of each valid proposal in its place, None in the others'."""
-        rest = iter(values)
-        return [None if problem is None else next(rest) for problem in self.problems]
+
+def spread(values: list, places: list) -> list:
+    """The values in order in those places that hold something, None in the others."""
+    rest = iter(values)
+    return [None if place is None else next(rest) for place in places]
 
 
 def check_reads_problems(task) -> None:
@@ -88,27 +98,26 @@ def accuracies(outcomes: list[bool | None], num: int) -> list[float | None]:
     return [sum(group) / len(group) if group else None for group in groups]
 
 
-def log_proposals(t: Play, role: str, found: Proposals, rewards: list[float | None], **values: list) -> None:
-    """Logs how many proposals are problems and why others are not, how they look, what they earn, and further values of
-    each valid one."""
+def log_proposals(t: Play, role: str, found: Proposals, **values: list) -> None:
+    """Logs how many proposals are problems and why others are not, how they look, and the means of further values."""
     t.log(role, {f"proposals/{name}": mean for name, mean in t.mean({
         "valid": [not why for why in found.refusals],
         **{f"refused/{reason}": [why == reason for why in found.refusals] for reason in (CUT, *t.task.refusals)},
         "length": [len(problem.prompt) for problem in found.problems if problem],
         "copied": [problem.prompt == reference.prompt
                    for problem, reference in zip(found.problems, found.rollouts.problems(), strict=True) if problem],
-        "reward": rewards, **values}).items()})
+        **values}).items()})
     texts = t.gather([problem and problem.prompt for problem in found.problems])
     texts = [text for text in texts if text is not None]
     t.log(role, {"proposals/distinct": len(set(texts)) / len(texts) if texts else None})
 
 
-# The pool: [index, text] of proposed problems, in the order in which they came
+# The pool: [index, text] of what was proposed, in the order in which it came
 
 def gathered(t: Play, found: Proposals, places: list[int], num: int) -> list[list]:
     """The valid proposals in these places, as a pool keeps them, of all ranks in the order of the references, of which
     each has `num`."""
-    rows = [[[p.index, p.prompt] for n, p in enumerate(found.problems[i: i + num], i) if n in places]
+    rows = [[[found.problems[n].index, found.rollouts.texts[n]] for n in range(i, i + num) if n in places]
             for i in range(0, len(found.problems), num)]
     return [row for of_reference in t.gather(rows) for row in of_reference]
 
