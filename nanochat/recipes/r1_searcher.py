@@ -36,7 +36,7 @@ def add_args(group) -> None:
     add_search_args(group)
     group.add_argument("--stage1-steps", type=int, default=20, help="steps of stage 1")
     group.add_argument("--stage1-answer", type=float, default=0.0,
-                       help="what stage 1 pays for a right answer and takes off for a wrong one; 1 in the released code")
+                       help="what stage 1 pays for a right answer and takes off for a wrong one; the released code: 1")
     group.add_argument("--format-penalty", type=float, default=2.0, help="what stage 2 takes off for a bad form")
     group.set_defaults(advantage="reinforce++", kl_coef=0.0)
 

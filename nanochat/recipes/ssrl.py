@@ -1,4 +1,4 @@
-"""SSRL (Fan et al. 2025): the policy is its own search engine in training, and has the real one later. arXiv 2508.10874.
+"""SSRL (Fan et al. 2025): a policy that is its own search engine in training, and later has one. arXiv 2508.10874.
 
 A solution asks, and writes the information itself, from what it knows. It earns 0.9 for a right answer and 0.1 times
 its form: 0 unless each query has information that is not empty and the one answer stands at the end, else 1 where it
