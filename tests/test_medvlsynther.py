@@ -61,9 +61,9 @@ def test_a_wrong_key_that_passes_is_learned(base):
     t = play_with()
     assert learned(t) == ([GOOD] * 2, ["x"] * 2, [1, 0], [False, True])
     found = {name: t.metrics[f"gen/{name}"] for name in ("passed", "score", "key_right", "key_right_of_others",
-                                                         "reward", "accuracy")}
+                                                         "reward", "rewards/outcome/mean")}
     assert found == {"passed": 0.5, "score": 0.5, "key_right": 0, "key_right_of_others": 1, "reward": 0.5,
-                     "accuracy": 0.5}
+                     "rewards/outcome/mean": 0.5}
     assert t.metrics["pro/proposals/valid"] == 0.5 and t.metrics["pro/proposals/refused/no_problem"] == 0.25
 
 

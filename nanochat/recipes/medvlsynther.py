@@ -34,7 +34,7 @@ TAGS = dict(family="proposer-verifier-solver", verifier="generative, frozen", re
             credit="z-score")
 ROLES = {"generator": RoleSpec("--model-tag"), "proposer": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
-SHOWN = {"generator": ["passed", "key_right", "accuracy"]}
+SHOWN = {"generator": ["passed", "key_right", "rewards/outcome/mean"]}
 ANSWERS = {"own": lambda problem, own: replace(problem, answer=own), "gold": lambda problem, own: problem}
 
 
@@ -91,7 +91,7 @@ def play(t: Play):
                                          for prompt in solutions.prompt_of()]))
     solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
     log_rewards(t, "generator", solutions, rewards)
-    t.log("generator", t.mean({"accuracy": outcomes, "unscorable": [outcome is None for outcome in outcomes]}))
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
     yield Update("generator", [(solutions, source_advantages(
         outcome_rewards(rewards, solutions.lengths), solutions.group_id, solutions.tokens.shape[1],
         PRESETS[t.args.advantage], t.reduce))])

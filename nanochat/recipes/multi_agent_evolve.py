@@ -7,9 +7,9 @@ difficulty, and the problem stays out of the pool; 0 for what is no problem. The
 its format, the judge its format alone. Advantages are whitened within the batch of each role, then all roles share one
 update. These are rewards of the authors' code (reward_managers.py); its script samples n = 5.
 
-No gold answer enters an update by default: nothing holds the judge's scores to the truth, and the log shows where they
-go (judge/score against accuracy). Grounded variants use gold answers: --judge-reward grounded pays the judge as Tango
-does, --proposer-reward one_minus, azr and parabola pay the proposer by the share of right solutions.
+No gold answer enters an update by default. Nothing then holds the judge's scores to the truth, and the log shows how
+far they part: judge/score beside rewards/outcome/mean. Variants use gold answers: --judge-reward grounded pays the
+judge as Tango does, --proposer-reward one_minus, azr and parabola pay the proposer by the share of right solutions.
 
 Departures:
 1. A score comes from a written verification of a solution: 10 where its verdict is right, else less by the share of the
@@ -40,7 +40,7 @@ from nanochat.rl.scores import answers_of
 TAGS = dict(family="self-play, one model", verifier="generative, the same model", reward="its own scores",
             credit="whitened per role")
 ROLES = {"generator": RoleSpec("--model-tag")}
-SHOWN = {"generator": ["proposals/valid", "proposals/difficulty", "judge/score", "accuracy", "judge/accuracy"]}
+SHOWN = {"generator": ["proposals/valid", "proposals/difficulty", "judge/score", "rewards/outcome/mean"]}
 TABLE = {
     "gen/pass1_in": "solver greedy pass@1, in distribution",
     "gen/pass1_out": "solver greedy pass@1, out of distribution (longer)",
@@ -170,7 +170,7 @@ def log_judge(t: Play, solutions: Rollouts, judgments: Rollouts, verifications: 
         "score": scores, "reward": judgments.columns["reward"],
         "accuracy": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True) if o is not None]})
     t.log("generator", {f"judge/{name}": value for name, value in found.items()})
-    t.log("generator", t.mean({"accuracy": outcomes, "unscorable": [o is None for o in outcomes]}))
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
 
 
 def evaluate(t: Play) -> dict:
