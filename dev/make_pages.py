@@ -77,6 +77,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "magrpo": [],
     "marti": [],
     "alphaproof": [],
+    **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), []),
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), []),
     **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars"), [])}
@@ -101,6 +102,7 @@ NOTES = {  # whole sentences
     "debate": "Not run with seeds.",
     "debate_judge": "Not run with seeds.",
     "alphaproof": "Not run with seeds.",
+    **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), "Not run with seeds."),
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
@@ -185,6 +187,15 @@ CHECKS = {  # tests that hold a recipe against its paper
     "think_rm_policy": ["test_comparing.py::test_difference_advantages_by_hand",
                         "test_comparing.py::test_on_differences_of_rewards_they_are_grpos_z_scores",
                         "test_think_rm_policy.py::test_the_policy_learns_the_differences_of_every_pair"],
+    "multi_agent_evolve": ["test_proposals.py::test_a_problem_of_low_quality_has_no_difficulty",
+                           "test_proposals.py::test_each_role_is_whitened_by_itself",
+                           "test_proposals.py::test_no_gold_answer_enters_an_update_unless_it_is_asked_for"],
+    "ssp": ["test_proposals.py::test_rewards_by_the_share_of_right_solutions",
+            "test_ssp.py::test_a_question_passes_with_two_queries_that_are_enough",
+            "test_ssp.py::test_a_step_by_hand",
+            "test_ssp.py::test_without_the_filter_what_nobody_can_answer_pays_most"],
+    "medvlsynther": ["test_medvlsynther.py::test_a_problem_passes_with_an_answer_and_the_score",
+                     "test_medvlsynther.py::test_a_wrong_key_that_passes_is_learned"],
     "spct": ["test_comparing.py::test_spct_pays_for_the_strictly_highest_score",
              "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"],
     "magrpo": ["test_magrpo.py::test_returns_on_a_table_of_two_by_two",
@@ -248,6 +259,9 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "think_rm": "runs: RL leaves it where SFT did on three seeds, at 56% of pairs",
     "rm_r1": "works: RL raises the pairs judged rightly from 56 to 75% on three seeds",
     "spct": "runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta filter",
+    "multi_agent_evolve": "runs: not run with seeds",
+    "ssp": "runs: not run with seeds",
+    "medvlsynther": "differs: without images; not run with seeds",
     "critic_rm": "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse",
     "gram": "runs: it judges pairs about as well as chance on three seeds",
     "supervisor": "runs: its gains find errors about as an ORM does on three seeds, far behind Monte-Carlo labels",

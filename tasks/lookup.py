@@ -18,6 +18,7 @@ prompt: `reason_demo` writes one turn, `condense_demo` picks a value from a docu
 import argparse
 import random
 import re
+from dataclasses import replace
 from string import ascii_lowercase
 
 from nanochat.common import BadInput
@@ -47,6 +48,7 @@ def add_args(parser):
 class Lookup(Chain):
     """The lookup task, a chain task of the same flags and seed. Its facts are a function of the seed and the flags."""
     name = "lookup"
+    refusals = ("no_problem", "too_short", "too_long", "held_out")
 
     def __init__(self, args, seed: int):
         super().__init__(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)
@@ -93,6 +95,24 @@ class Lookup(Chain):
         if not re.fullmatch(f"{digits}([-+*]({self.value}))+", prompt) or not known:
             return None
         return self.fmt.answer(self._solution(prompt, self.facts.get, self._result, None))
+
+    def hint_of(self, problem: Problem) -> str:
+        """What a proposer is shown of a reference problem: the answer that its own one is to have."""
+        return problem.answer
+
+    def read_problem(self, text: str, index: int) -> tuple[Problem | None, str]:
+        """As chain's. The problem stands where a solution has its answer, behind what the proposer searched and worked:
+        `<c>(7);4+7:1;=4+c`."""
+        prompt = self.fmt.answer(text) or ""
+        if self.answer_of(prompt) is None:
+            return None, "no_problem"
+        digits = "".join(op + self._fetched(operand)[1] for op, operand in self._terms(prompt))
+        problem, reason = super().read_problem(prompt[0] + digits, index)
+        return problem and replace(problem, prompt=prompt), reason
+
+    def queries_of(self, prompt: str) -> list[str]:
+        """The queries that a problem takes, in order."""
+        return [key for _, operand in self._terms(prompt) for key, _ in self._fetched(operand)[0]]
 
     # The search
 
@@ -197,6 +217,12 @@ class Lookup(Chain):
         """What to check in a solution, in place of principles: the operations that the problem has, each once."""
         return "".join(dict.fromkeys(op for op, _ in self._terms(problem.prompt)))
 
+    def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
+        """A search that leads to the problem, behind its answer: ({"hint": "3"}, "<c>(7);4+7:1;<g>(3);1*3:3;=4+c*g"). A
+        wrong memory leads elsewhere."""
+        steps, mark, _ = self.solution_demo(problem, rng).partition(self.fmt.answer_open)
+        return {"hint": self.hint_of(problem)}, steps + mark + problem.prompt
+
     def reason_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """One turn of a solution, up to a query or to the end, behind the turns before it and what they found, without
         noise: ({"context": "<c>(7);"}, "4+7:1;<g>")."""
@@ -210,8 +236,7 @@ class Lookup(Chain):
     def condense_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """What serves a query, picked from some of the documents that are found, "" where none of these is about it:
         ({"document": "a2c7k1", "query": "c"}, "7"). A wrong memory now and then gets in the way of what is written."""
-        keys = [key for _, operand in self._terms(problem.prompt) for key, _ in self._fetched(operand)[0]]
-        query = rng.choice(keys)
+        query = rng.choice(self.queries_of(problem.prompt))
         documents = self.documents(query)
         read = "".join(rng.sample(documents, rng.randint(1, len(documents))))
         serves = self._entry(read, query) is not None

@@ -71,6 +71,8 @@ FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_ver
             "marti": "score"}
             "debate": "dpo", "debate_judge": "dpo"}
             "r1_searcher": "search_r1", "ssrl": "search_r1"}
+            "r1_searcher": "search_r1", "ssrl": "search_r1",
+            "ssp": "search_r1"}
 
 
 def test_recipes_import_verbs_and_siblings_alone():

@@ -34,7 +34,8 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            **dict.fromkeys(("debate", "debate_judge"), ["--verifier-tag", "tiny-judge"]),
            "think_rm_policy": ["--verifier-tag", "tiny-judge"]}
            **dict.fromkeys(("search_r1", "r1_searcher", "ssrl"), ["--task", "lookup"]),
-           "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"]}
+           "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"],
+           "ssp": ["--task", "lookup"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 
