@@ -30,7 +30,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain", "0"],
            "critic_rm": ["--bt-start", "0.5"], "gram": ["--pretrain-steps", "0", "--num-solutions", "8"],
            **dict.fromkeys(("rm_r1", "think_rm", "spct"), ["--verifier-tag", "tiny-judge", "--num-solutions", "8"]),
-           "think_rm_policy": ["--verifier-tag", "tiny-judge"]}
+           "think_rm_policy": ["--verifier-tag", "tiny-judge"],
+           "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"]}  # which also judges
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 
