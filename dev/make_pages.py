@@ -70,6 +70,7 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "think_rm_policy": [],
     "spct": [],
     "self_rewarding": [],
+    "constitutional_ai": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
@@ -89,6 +90,7 @@ NOTES = {  # whole sentences
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
     "critique_grpo_verifier": "Not run with seeds.",
     "self_rewarding": "Not run with seeds.",
+    "constitutional_ai": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
@@ -151,6 +153,10 @@ CHECKS = {  # tests that hold a recipe against its paper
                         "test_think_rm_policy.py::test_the_policy_learns_the_differences_of_every_pair"],
     "spct": ["test_comparing.py::test_spct_pays_for_the_strictly_highest_score",
              "test_comparing.py::test_votes_are_added_up_and_ties_stay_wrong"],
+    "constitutional_ai": [
+        "test_constitutional_ai.py::test_a_critique_is_the_first_step_that_breaks_the_principle",
+        "test_constitutional_ai.py::test_what_is_learned_are_the_revisions_behind_the_problem_alone",
+        "test_constitutional_ai.py::test_a_reward_is_the_mean_preference_over_the_others_of_the_group"],
     "self_rewarding": ["test_self_rewarding.py::test_points_of_a_judgment",
                        "test_self_rewarding.py::test_the_best_and_the_worst_of_a_group_are_a_pair",
                        "test_self_rewarding.py::test_no_gold_answer_enters_an_update"],
@@ -179,6 +185,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
     "critique_grpo_verifier": "runs: not run with seeds",
     "score": "runs: its second turn corrects nothing here",
+    "constitutional_ai": "runs: not run with seeds",
     "self_rewarding": "runs: not run with seeds",
     "ttrl": "works: it learns without answers where the majority is right",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",

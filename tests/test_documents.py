@@ -110,7 +110,8 @@ def glossary() -> dict[str, list[Entry]]:
 
 # What makes a recipe log more than its defaults do
 OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"], "cooper": ["--rm-pretrain", "1"],
-           "gram": ["--pretrain-steps", "1"]}
+           "gram": ["--pretrain-steps", "1"],
+           "constitutional_ai": ["--sl-steps", "1"]}
 NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
 
 

@@ -31,7 +31,8 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            "critic_rm": ["--bt-start", "0.5"], "gram": ["--pretrain-steps", "0", "--num-solutions", "8"],
            **dict.fromkeys(("rm_r1", "think_rm", "spct"), ["--verifier-tag", "tiny-judge", "--num-solutions", "8"]),
            "think_rm_policy": ["--verifier-tag", "tiny-judge"],
-           "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"]}  # which also judges
+           "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"],  # which also judges
+           "constitutional_ai": ["--model-tag", "tiny-ver", "--sl-steps", "1"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 
