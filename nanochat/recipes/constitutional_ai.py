@@ -38,7 +38,7 @@ from tasks.common import Problem
 TAGS = dict(family="single model, two turns", verifier="the model itself, its start", reward="none: AI preferences",
             credit="SFT on revisions, then z-score")
 ROLES = {"generator": RoleSpec("--model-tag"), "start": RoleSpec("--model-tag", trained=False)}
-SHOWN = {"generator": ["stage", "violated", "responses/violated", "revisions/violated"]}
+SHOWN = {"generator": ["responses/violated", "revisions/violated", "violated"]}
 TABLE = {
     "gen/pass1_in": "greedy pass@1, in distribution",
     "gen/violated_in": "greedy solutions that break a principle, in distribution",
@@ -146,7 +146,8 @@ def learn_revisions(t: Play):
                                    f"{name}/accuracy": t.check(rollouts)}))
     revisions = join(learned)
     revisions.columns["outcome"] = t.check(revisions)
-    t.log("generator", {"stage": 1} | t.mean({
+    t.log(None, {"phase": "revisions"})
+    t.log("generator", t.mean({
         "critiques/unread": unread, "critiques/blamed": blamed, "revisions/cut": (~current.stopped).tolist(),
         "revisions/copied": [a == b for a, b in zip(responses.texts, current.texts, strict=True)]}))
     yield from learn_verdicts(t, "generator", (likelihood_parts(revisions, revisions.mask),
@@ -166,12 +167,13 @@ def learn_preferences(t: Play):
     outcomes, found = t.check(solutions), violations_of(t, solutions)
     solutions.columns = {"outcome": outcomes, "chance": chances, "violations": found}
     log_rewards(t, "generator", solutions, rewards)
-    t.log("generator", {"stage": 2} | t.mean({
+    t.log(None, {"phase": "preferences"})
+    t.log("generator", t.mean({
         "violated": [bool(row) for row in found],
         **{f"violations/{principle}": [principle in row for row in found] for principle in t.task.principles},
-        "rewards/outcome/mean": outcomes, "unjudged": [chance is None for chance in chances],
-        "chance_of_right": [c for c, o in zip(chances, outcomes, strict=True) if o is True],
-        "chance_of_wrong": [c for c, o in zip(chances, outcomes, strict=True) if o is False]}))
+        "rewards/outcome/mean": outcomes, "feedback/unread": [chance is None for chance in chances],
+        "feedback/right": [c for c, o in zip(chances, outcomes, strict=True) if o is True],
+        "feedback/wrong": [c for c, o in zip(chances, outcomes, strict=True) if o is False]}))
     advantages = source_advantages(terminal_rewards(rewards, solutions.lengths), solutions.group_id,
                                    solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
     yield Update("generator", [(solutions, advantages)])
