@@ -78,6 +78,8 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "marti": [],
     "alphaproof": [],
     **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), []),
+    "self_rewarding": [],
+    "constitutional_ai": [],
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), []),
     **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars"), [])}
@@ -103,6 +105,8 @@ NOTES = {  # whole sentences
     "debate_judge": "Not run with seeds.",
     "alphaproof": "Not run with seeds.",
     **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), "Not run with seeds."),
+    "self_rewarding": "Not run with seeds.",
+    "constitutional_ai": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
@@ -204,6 +208,13 @@ CHECKS = {  # tests that hold a recipe against its paper
     "marti": ["test_marti.py::test_shaped_rewards_at_the_corners",
               "test_marti.py::test_what_a_debate_earns_by_hand",
               "test_marti.py::test_what_a_chain_earns_by_hand"],
+    "constitutional_ai": [
+        "test_constitutional_ai.py::test_a_critique_is_the_first_step_that_breaks_the_principle",
+        "test_constitutional_ai.py::test_what_is_learned_are_the_revisions_behind_the_problem_alone",
+        "test_constitutional_ai.py::test_a_reward_is_the_mean_preference_over_the_others_of_the_group"],
+    "self_rewarding": ["test_self_rewarding.py::test_points_of_a_judgment",
+                       "test_self_rewarding.py::test_the_best_and_the_worst_of_a_group_are_a_pair",
+                       "test_self_rewarding.py::test_no_gold_answer_enters_an_update"],
     "cooper": ["test_cooper.py::test_the_pairs_update_takes_the_gradient_of_the_papers_loss",
                "test_cooper.py::test_where_no_solution_is_accepted_the_reward_model_learns_nothing"],
     "ppo": ["test_ppo.py::test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_outcomes",
@@ -245,6 +256,8 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "critique_grpo_verifier": "runs: not run with seeds",
     "dapo": "runs: not run with seeds",
     "score": "runs: its second turn corrects nothing here",
+    "constitutional_ai": "runs: not run with seeds",
+    "self_rewarding": "runs: not run with seeds",
     "ttrl": "works: it learns without answers where the majority is right",
     "coverrl": "runs: not run with seeds",
     "self_verify": "runs: not run with seeds",

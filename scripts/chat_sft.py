@@ -57,7 +57,8 @@ from tasks.conversations import load_conversations
 SAMPLED_FROM = 10_000_000
 # kinds of demonstrations beside solutions, and the template of the format that they stand behind
 DEMOS = {"refine": "refine_prompt", "propose": "propose_prompt", "argue": "reference_prompt", "first": "first_prompt",
-         "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt"}
+         "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt",
+         "revise": "refine_prompt"}
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}
 
 
@@ -89,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--demo-shares", nargs="+", default=[], metavar="KIND:SHARE",
                       help=f"generator: shares of the demonstrations that are of another kind than a solution, for "
                            f"recipes whose roles write these, such as refine:0.5. Kinds: {', '.join(DEMOS)}; refine: "
-                           f"a second attempt")
+                           f"a second attempt; revise: one that mends what is said of the first")
     data.add_argument("--verifier-form", default="steps",
                       help=f"verifier: how it judges, one of: {', '.join(FORMS)}; steps: one solution, as recipe tango "
                            f"has it, pair and solve_pair: two for rm_r1 or think_rm, graded: for think_rm, scores: for "

@@ -73,6 +73,7 @@ FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_ver
             "r1_searcher": "search_r1", "ssrl": "search_r1"}
             "r1_searcher": "search_r1", "ssrl": "search_r1",
             "ssp": "search_r1"}
+            "self_rewarding": "dpo"}
 
 
 def test_recipes_import_verbs_and_siblings_alone():

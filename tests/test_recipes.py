@@ -36,6 +36,8 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            **dict.fromkeys(("search_r1", "r1_searcher", "ssrl"), ["--task", "lookup"]),
            "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"],
            "ssp": ["--task", "lookup"]}
+           "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"],  # which also judges
+           "constitutional_ai": ["--model-tag", "tiny-ver", "--sl-steps", "1"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 
