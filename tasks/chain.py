@@ -13,10 +13,11 @@ are among the generator's, with the same wrong results. Those that only the gene
 """
 import random
 import re
+from dataclasses import replace
 
 from nanochat.common import BadInput
 from nanochat.rl.formats import COMPACT
-from tasks.common import Problem, draw_prompt, split_stream
+from tasks.common import Problem, draw_prompt, in_split, split_stream
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 # Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths,
@@ -24,6 +25,8 @@ OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b
 LONGER_SHARE = 0.1
 MOST_STEPS = 1000  # of a problem, before its test_out
 STEP = re.compile("([0-9])([-+*])([0-9]):([0-9])")
+EXPRESSION = re.compile("[0-9]([-+*][0-9])*")
+SPOILED_SHARE = 0.2  # of the demonstrations that propose a problem: what they propose is refused
 
 
 def misconceptions(seed: int, share: float, modulus: int) -> dict[tuple[int, str, int], int]:
@@ -67,6 +70,7 @@ class Chain:
     """The chain task. Its problems and misconceptions are a function of `seed` and the flags."""
     name = "chain"
     fmt = COMPACT
+    refusals = ("no_problem", "with_answer", "too_short", "too_long", "held_out")  # of a proposed problem
     principles = ("operands", "results", "complete")  # of a solution: see `violations`
 
     def __init__(self, args, seed: int):
@@ -100,9 +104,27 @@ class Chain:
         longer = split == "test_out" or split == "sft" and rng.random() < LONGER_SHARE
         low, high = (self.lengths[1] + 1, self.lengths[1] + 2) if longer else self.lengths
         num_steps = rng.randint(low, high)
-        digit = lambda: str(rng.randrange(self.modulus))
-        prompt = draw_prompt(lambda: digit() + "".join(rng.choice("+-*") + digit() for _ in range(num_steps)), split)
+        prompt = draw_prompt(lambda: self._expression(num_steps, rng), split)
         return Problem(split, index, prompt, self._answer(self._solve(prompt, {}, 0.0, rng)))
+
+    def hint_of(self, problem: Problem) -> str:
+        """What a proposer is shown of a reference problem."""
+        return problem.prompt
+
+    def read_problem(self, text: str, index: int) -> tuple[Problem | None, str]:
+        """A proposed problem as problem `index` of split "proposed", its gold answer worked out; or None, and which of
+        `refusals` is the reason. Total: any text gives one of the two.
+
+        It must be an expression and nothing else, as long as those of RL, and not of a test split's texts.
+        """
+        expression = re.split("[=:;]", text, maxsplit=1)[0]  # what stands before anything of a solution
+        is_one = EXPRESSION.fullmatch(expression) and all(int(digit) < self.modulus for digit in expression[::2])
+        num_steps = len(self._operations(expression))
+        wrong = (not is_one, expression != text, num_steps < self.lengths[0], num_steps > self.lengths[1],
+                 in_split(text, "test_in"))
+        if True in wrong:
+            return None, Chain.refusals[wrong.index(True)]
+        return Problem("proposed", index, text, self._answer(self._solve(text, {}, 0.0, random.Random(0)))), ""
 
     def check(self, problem: Problem, solution: str) -> bool | None:
         """The outcome: whether the solution's answer equals the gold answer."""
@@ -163,10 +185,30 @@ class Chain:
             worked.append(self._result(worked[-1], op, b))
         return self._render(problem.prompt, worked)
 
+    def variants(self, problem: Problem, rng: random.Random) -> Problem:
+        """A problem near this one, under its split and index: one digit or operation is another one."""
+        prompt, i = problem.prompt, rng.randrange(len(problem.prompt))
+        others = OPS if prompt[i] in OPS else map(str, range(self.modulus))
+        varied = prompt[:i] + rng.choice([other for other in others if other != prompt[i]]) + prompt[i + 1:]
+        return replace(problem, prompt=varied, answer=self._answer(self._solve(varied, {}, 0.0, rng)))
+
     def argue_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A solution that comes to an answer that was given, right or wrong, and that answer."""
         solution = self.corrupted_solution(problem, rng)
         return {"answer": self.fmt.answer(solution) or ""}, solution
+
+    def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
+        """A new problem behind a reference problem. A share of them is refused: too long, broken off, or with its
+        answer."""
+        low, high = self.lengths
+        spoiled = rng.choice(("too_long", "no_problem", "with_answer")) if rng.random() < SPOILED_SHARE else ""
+        num_steps = high + 1 if spoiled == "too_long" else rng.randint(low, high)
+        text = draw_prompt(lambda: self._expression(num_steps, rng), "sft")
+        if spoiled == "no_problem":
+            text = text[:-1]
+        elif spoiled == "with_answer":
+            text += self.fmt.answer_open + self._answer(self._solve(text, {}, 0.0, rng))
+        return {"hint": self.hint_of(problem)}, text
 
     def revise_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A solution; the number of the step where it first breaks a principle by what the verifier believes, "" where
@@ -221,6 +263,10 @@ class Chain:
         return [said == truth for said, truth in zip(analyses, truths, strict=False)]
 
     # How the arithmetic is done
+
+    def _expression(self, num_steps: int, rng: random.Random) -> str:
+        digit = lambda: str(rng.randrange(self.modulus))
+        return digit() + "".join(rng.choice("+-*") + digit() for _ in range(num_steps))
 
     def _operations(self, prompt: str) -> list[tuple[str, int]]:
         return [(op, int(b)) for op, b in re.findall("([-+*])([0-9])", prompt)]
