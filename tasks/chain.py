@@ -13,10 +13,11 @@ are among the generator's, with the same wrong results. Those that only the gene
 """
 import random
 import re
+from dataclasses import replace
 
 from nanochat.common import BadInput
 from nanochat.rl.formats import COMPACT
-from tasks.common import Problem, draw_prompt, split_stream
+from tasks.common import Problem, draw_prompt, in_split, split_stream
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 # Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths,
@@ -24,6 +25,8 @@ OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b
 LONGER_SHARE = 0.1
 MOST_STEPS = 1000  # of a problem, before its test_out
 STEP = re.compile("([0-9])([-+*])([0-9]):([0-9])")
+EXPRESSION = re.compile("[0-9]([-+*][0-9])*")
+SPOILED_SHARE = 0.2  # of the demonstrations that propose a problem: what they propose is refused
 
 
 def misconceptions(seed: int, share: float, modulus: int) -> dict[tuple[int, str, int], int]:
@@ -67,6 +70,8 @@ class Chain:
     """The chain task. Its problems and misconceptions are a function of `seed` and the flags."""
     name = "chain"
     fmt = COMPACT
+    refusals = ("no_problem", "with_answer", "too_short", "too_long", "held_out")  # of a proposed problem
+    principles = ("operands", "results", "complete")  # of a solution: see `violations`
 
     def __init__(self, args, seed: int):
         if not 2 <= args.chain_modulus <= 10:
@@ -99,9 +104,27 @@ class Chain:
         longer = split == "test_out" or split == "sft" and rng.random() < LONGER_SHARE
         low, high = (self.lengths[1] + 1, self.lengths[1] + 2) if longer else self.lengths
         num_steps = rng.randint(low, high)
-        digit = lambda: str(rng.randrange(self.modulus))
-        prompt = draw_prompt(lambda: digit() + "".join(rng.choice("+-*") + digit() for _ in range(num_steps)), split)
+        prompt = draw_prompt(lambda: self._expression(num_steps, rng), split)
         return Problem(split, index, prompt, self._answer(self._solve(prompt, {}, 0.0, rng)))
+
+    def hint_of(self, problem: Problem) -> str:
+        """What a proposer is shown of a reference problem."""
+        return problem.prompt
+
+    def read_problem(self, text: str, index: int) -> tuple[Problem | None, str]:
+        """A proposed problem as problem `index` of split "proposed", its gold answer worked out; or None, and which of
+        `refusals` is the reason. Total: any text gives one of the two.
+
+        It must be an expression and nothing else, as long as those of RL, and not of a test split's texts.
+        """
+        expression = re.split("[=:;]", text, maxsplit=1)[0]  # what stands before anything of a solution
+        is_one = EXPRESSION.fullmatch(expression) and all(int(digit) < self.modulus for digit in expression[::2])
+        num_steps = len(self._operations(expression))
+        wrong = (not is_one, expression != text, num_steps < self.lengths[0], num_steps > self.lengths[1],
+                 in_split(text, "test_in"))
+        if True in wrong:
+            return None, Chain.refusals[wrong.index(True)]
+        return Problem("proposed", index, text, self._answer(self._solve(text, {}, 0.0, random.Random(0)))), ""
 
     def check(self, problem: Problem, solution: str) -> bool | None:
         """The outcome: whether the solution's answer equals the gold answer."""
@@ -115,6 +138,19 @@ class Chain:
         """What is wrong with each step: "operands" (not its own, or it is no step at all), "result" or None."""
         return ["operands" if fact is None else None if self._result(*fact[:3]) == fact[3] else "result"
                 for fact in self._facts(problem.prompt, solution)]
+
+    def violations(self, problem: Problem, solution: str) -> list[str]:
+        """The principles that a solution breaks: each step copies its operands, each result follows from them, and no
+        step is skipped."""
+        kinds = {"operands": "operands", "result": "results"}
+        errors = self.step_errors(problem, solution)
+        broken = {kinds[error] for error in errors if error}
+        broken |= {"complete"} if len(errors) < len(self._operations(problem.prompt)) else set()
+        return [principle for principle in self.principles if principle in broken]
+
+    def principle_of(self, analysis: str) -> str:
+        """Which principle a step breaks that a verification calls wrong with this analysis."""
+        return "operands" if analysis.startswith("?") else "results"
 
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator, misconceptions included."""
@@ -149,10 +185,48 @@ class Chain:
             worked.append(self._result(worked[-1], op, b))
         return self._render(problem.prompt, worked)
 
+    def variants(self, problem: Problem, rng: random.Random) -> Problem:
+        """A problem near this one, under its split and index: one digit or operation is another one."""
+        prompt, i = problem.prompt, rng.randrange(len(problem.prompt))
+        others = OPS if prompt[i] in OPS else map(str, range(self.modulus))
+        varied = prompt[:i] + rng.choice([other for other in others if other != prompt[i]]) + prompt[i + 1:]
+        return replace(problem, prompt=varied, answer=self._answer(self._solve(varied, {}, 0.0, rng)))
+
     def argue_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A solution that comes to an answer that was given, right or wrong, and that answer."""
         solution = self.corrupted_solution(problem, rng)
         return {"answer": self.fmt.answer(solution) or ""}, solution
+
+    def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
+        """A new problem behind a reference problem. A share of them is refused: too long, broken off, or with its
+        answer."""
+        low, high = self.lengths
+        spoiled = rng.choice(("too_long", "no_problem", "with_answer")) if rng.random() < SPOILED_SHARE else ""
+        num_steps = high + 1 if spoiled == "too_long" else rng.randint(low, high)
+        text = draw_prompt(lambda: self._expression(num_steps, rng), "sft")
+        if spoiled == "no_problem":
+            text = text[:-1]
+        elif spoiled == "with_answer":
+            text += self.fmt.answer_open + self._answer(self._solve(text, {}, 0.0, rng))
+        return {"hint": self.hint_of(problem)}, text
+
+    def revise_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
+        """A solution; the number of the step where it first breaks a principle by what the verifier believes, "" where
+        it does not; and its revision, worked from there on by what the verifier believes."""
+        solution, principle = self._flawed(problem, rng), rng.choice(self.principles)
+        facts, beliefs = self._facts(problem.prompt, solution), (self.verifier_misconceptions, self.verifier_wrongness)
+        broken = ["operands" if fact is None else
+                  "" if self._believed(*fact[:3], *beliefs, rng) == fact[3] else "results" for fact in facts]
+        broken += ["complete"] * (len(facts) < len(self._operations(problem.prompt)))
+        if principle not in broken:
+            return {"solution": solution, "critique": ""}, solution
+        k = broken.index(principle)
+        steps = [self.fmt.step_body(solution[s:e]) for s, e in self.fmt.step_spans(solution)][:k]
+        results = [int(step[-1]) for step in steps]  # a flawed step ends in a result too
+        rest = f"{results[-1] if steps else problem.prompt[0]}{problem.prompt[1 + 2 * k:]}"
+        worked = self._solve(rest, *beliefs, rng)
+        revised = self.fmt.render_solution(steps + self._steps(rest, worked), self._answer(results + worked))
+        return {"solution": solution, "critique": str(k + 1)}, revised
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
@@ -190,6 +264,10 @@ class Chain:
 
     # How the arithmetic is done
 
+    def _expression(self, num_steps: int, rng: random.Random) -> str:
+        digit = lambda: str(rng.randrange(self.modulus))
+        return digit() + "".join(rng.choice("+-*") + digit() for _ in range(num_steps))
+
     def _operations(self, prompt: str) -> list[tuple[str, int]]:
         return [(op, int(b)) for op, b in re.findall("([-+*])([0-9])", prompt)]
 
@@ -211,11 +289,26 @@ class Chain:
         return "".join(map(str, results)) if self.answer_kind == "all" else str(results[-1])
 
     def _render(self, prompt: str, results: list[int]) -> str:
+        return self.fmt.render_solution(self._steps(prompt, results), self._answer(results))
+
+    def _steps(self, prompt: str, results: list[int]) -> list[str]:
         steps, value = [], int(prompt[0])
         for (op, b), result in zip(self._operations(prompt), results, strict=True):
             steps.append(f"{value}{op}{b}:{result}")
             value = result
-        return self.fmt.render_solution(steps, self._answer(results))
+        return steps
+
+    def _flawed(self, problem: Problem, rng: random.Random) -> str:
+        """A demonstration for the generator, of which one in three skips steps at the end, and one in three does not
+        copy an operand."""
+        results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
+        steps, kind = self._steps(problem.prompt, results), rng.randrange(3)
+        if kind == 0 and len(steps) > 1:
+            steps = steps[: rng.randrange(1, len(steps))]
+        if kind == 1:
+            k = rng.randrange(len(steps))
+            steps[k] = str((int(steps[k][0]) + rng.randrange(1, self.modulus)) % self.modulus) + steps[k][1:]
+        return self.fmt.render_solution(steps, self._answer(results[: len(steps)]))
 
     def _stated_result(self, step: str) -> int | None:
         match = STEP.fullmatch(self.fmt.step_body(step))

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from conftest import end_rank
+from conftest import on_two_ranks
 
 from nanochat.common import all_reduce
 from nanochat.engine import generate, row_key
@@ -459,16 +459,14 @@ def train_share(rank, world):
     return weights_of(model), metrics
 
 
-def run_rank(rank, world, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    torch.save(train_share(rank, world), f"{folder}/rank{rank}.pt")
-    end_rank()
+def save_share(folder):
+    rank = torch.distributed.get_rank()
+    torch.save(train_share(rank, 2), f"{folder}/rank{rank}.pt")
 
 
 def test_two_gloo_ranks_equal_one(tmp_path):
     expected, expected_metrics = train_share(0, 1)
-    torch.multiprocessing.spawn(run_rank, args=(2, str(tmp_path)), nprocs=2)
+    on_two_ranks(save_share, str(tmp_path))
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [m["skipped"] for m in expected_metrics] == [0, 0, 1]
     start = weights_of(tiny_model())

@@ -1,0 +1,199 @@
+"""
+MARS: packing, advantages and draws by hand, what a trajectory's prompts hold, what is trained.
+
+    python -m pytest tests/test_mars.py -q
+"""
+import random
+from collections import Counter
+
+import pytest
+import torch
+from test_dpo import parsed, random_play
+
+from nanochat import engine
+from nanochat.common import BadInput
+from nanochat.recipes import mars
+from nanochat.recipes.mars import (asked, balanced, balanced_rows, first_fit_decreasing, packed, run_episodes,
+                                   system_advantages)
+from nanochat.rl.advantages import PRESETS
+from nanochat.rl.formats import COMPACT, PAPER
+from tasks import make_task
+
+SMALL = ["--task", "lookup", "--lookup-noise", "3", "--chain-modulus", "3", "--max-new-tokens", "8", "--most-turns", "3",
+         "--condense-tokens", "2", "--most-bins", "2", "--bin-size", "6", "--num-samples", "4"]
+
+
+# Formulas
+
+@pytest.mark.parametrize("sizes, capacity, bins", [
+    ([4, 8, 1, 4, 2, 1], 10, [[1, 4], [0, 3, 2, 5]]),  # the textbook's: 8 2 and 4 4 1 1, both full
+    ([], 10, []), ([11], 10, [[0]]), ([11, 2, 10], 10, [[0], [2], [1]]), ([5, 5, 5], 10, [[0, 1], [2]]),
+    ([0, 0], 1, [[0, 1]])])
+def test_first_fit_decreasing_by_hand(sizes, capacity, bins):
+    assert first_fit_decreasing(sizes, capacity) == bins
+
+
+def test_documents_are_read_in_their_order_and_too_many_are_refused():
+    args = parsed("mars", "--task", "lookup", "--bin-size", "4", "--most-bins", "2")
+    assert packed(["a1", "b2c3d4", "e5"], args) == ["b2c3d4", "a1e5"] and packed([], args) == []
+    with pytest.raises(BadInput, match="--bin-size 4.* 3 prompts, and --most-bins is 2"):
+        packed(["a1b2c3", "d4e5f6", "g7"], args)
+
+
+def test_either_system_is_normalised_over_its_own_samples():
+    """Two trajectories, right and wrong, of which the right one asked three times and the wrong one once."""
+    two = system_advantages([True, False], [0, 0], PRESETS["grpo"])
+    torch.testing.assert_close(two, torch.tensor([0.5, -0.5]) / (0.5 ** 0.5 + 1e-6))
+    one = system_advantages([True, True, True, False], [0, 0, 0, 0], PRESETS["grpo"])
+    torch.testing.assert_close(one, torch.tensor([0.25, 0.25, 0.25, -0.75]) / (0.5 + 1e-6))  # std of 1 1 1 0: 1/2
+    rewards = [True, False, None, True, True]  # of two problems: what is not known abstains, equal ones teach nothing
+    assert system_advantages(rewards, [0, 0, 0, 1, 1], PRESETS["grpo"])[2:].tolist() == [0, 0, 0]
+    assert system_advantages([], [], PRESETS["grpo"]).shape == (0,)
+
+
+@pytest.mark.parametrize("eta", [0.0, 1.0, 2.0])
+def test_a_draw_has_the_wanted_number_and_repeats_only_where_it_must(eta):
+    for num in (1, 4, 5, 6, 11):
+        drawn = balanced([1.0, -0.5, 0.0, 0.25, -2.0], num, eta, random.Random(num))
+        times = Counter(drawn)
+        assert len(drawn) == num and drawn == sorted(drawn) and set(drawn) <= set(range(5))
+        assert max(times.values()) == 1 if num <= 5 else set(drawn) == set(range(5))
+    assert balanced([], 4, eta, random.Random(0)) == []
+
+
+def test_chances_go_with_the_size_of_the_advantage():
+    """eta 0: each alike; eta 1: 3 to 1 for one place; a sample without an advantage is then hardly ever drawn."""
+    count = lambda values, eta: Counter(balanced(values, 1, eta, random.Random(i))[0] for i in range(2000))
+    even, weighted = count([3.0, -1.0, 0.0], 0.0), count([-3.0, 1.0, 0.0], 1.0)
+    assert all(abs(even[i] / 2000 - 1 / 3) < 0.04 for i in range(3))  # over three standard errors
+    assert abs(weighted[0] / 2000 - 0.75) < 0.04 and weighted[2] < 10
+
+
+def test_a_problem_without_queries_draws_nothing_and_draws_do_not_depend_on_the_others():
+    rows = balanced_rows([1.0, 2.0, 3.0, 4.0, 5.0], [0, 0, 0, 2, 2], [7, 8, 9], 2, 0.0, "0-1")
+    assert len(rows) == 4 and {n < 3 for n in rows[:2]} == {True} and rows[2:] == [3, 4]
+    assert balanced_rows([1.0, 2.0, 3.0], [0, 0, 0], [7], 2, 0.0, "0-1") == rows[:2]  # as another rank has it
+
+
+@pytest.mark.parametrize("fmt, text, query", [
+    (COMPACT, "<c>", "c"), (COMPACT, "4+7:1;<g>", "g"), (COMPACT, "<a<c>", "c"), (COMPACT, "<>", ""),
+    (COMPACT, "", None), (COMPACT, "=3", None), (COMPACT, "<c", None), (COMPACT, "c>", None), (COMPACT, "<c>;", None),
+    (PAPER, "<think>a<q>b c</q>", "b c"), (PAPER, "<q>b</q> ", None)])
+def test_a_turn_ends_with_a_query_or_not(fmt, text, query):
+    assert asked(fmt, text) == query
+
+
+# Trajectories
+
+@pytest.fixture
+def t(base, monkeypatch):
+    """A step of random models whose turns mostly end with a query."""
+    return writing_words(random_play("mars", *SMALL), monkeypatch)
+
+
+def writing_words(t, monkeypatch):
+    """Each token of a completion is one of a few, by its place: most turns are "<a>", "<b>" or begin so."""
+    END, pick = t.tokenizer.stop_tokens[0], engine.pick
+    allowed = torch.full((4, t.tokenizer.vocab_size), float("-inf"))
+    for place, texts in enumerate(("<=", "ab", ">", ";")):
+        allowed[place, t.tokenizer.encode(texts)] = 0.0
+    allowed[2:, END] = torch.tensor([-1.0, 2.0])
+    monkeypatch.setattr(engine, "pick", lambda logits, keys, place, *rest: pick(
+        0.1 * logits + allowed[min(3, int(place))], keys, place, *rest))
+    t.task.facts |= {"a": "1", "b": "2"}
+    t.task.check = lambda problem, text: {"<": None, "=": text[1:2] == "a"}.get(text[:1], False)
+    return t
+
+
+def test_a_turn_stands_behind_what_was_asked_and_found_before(t):
+    problems = [p for p in t.problems() for _ in range(4)]
+    episodes = run_episodes(t, problems)
+    contexts, num_queries = [""] * len(problems), [0] * len(problems)
+    for k, ((turns, of_turn), (written, of_written)) in enumerate(zip(episodes.turns, episodes.condensed, strict=True)):
+        assert [p.ids for p in turns.prompts] == [
+            t.tokenizer.render_prompt(f"{COMPACT.quote(contexts[n])}|G|{problems[n].prompt}") for n in of_turn]
+        going_on = [n for n, text in zip(of_turn, turns.texts, strict=True) if asked(COMPACT, text) is not None]
+        if k == 2:
+            assert of_written == []
+            continue
+        said, found = dict(zip(of_turn, turns.texts, strict=True)), {n: "" for n in going_on}
+        expected = [(n, text) for n in going_on for text in packed(t.task.documents(asked(COMPACT, said[n])), t.args)]
+        assert of_written == [n for n, _ in expected] and written.columns["document"] == [text for _, text in expected]
+        assert [p.ids for p in written.prompts] == [
+            t.tokenizer.render_prompt(f"{text}|{COMPACT.quote(asked(COMPACT, said[n]))}|C") for n, text in expected]
+        for n, text in zip(of_written, written.texts, strict=True):
+            found[n] += text
+        for n in going_on:
+            contexts[n] += f"{said[n]}({found[n]});"
+            num_queries[n] += 1
+        assert episodes.turns[k + 1][1] == going_on
+    assert episodes.num_queries == num_queries and max(num_queries) == 2
+    assert episodes.last == [[text for (turns, of) in episodes.turns for m, text in zip(of, turns.texts, strict=True)
+                              if m == n][-1] for n in range(len(problems))]
+
+
+def test_the_last_turn_alone_is_checked(t):
+    seen = []
+    t.task.check = lambda problem, text: seen.append(text) or text.startswith("<")
+    episodes = run_episodes(t, [p for p in t.problems() for _ in range(4)])
+    outcomes = mars.outcomes_of_last(t, episodes)
+    assert sorted(seen) == sorted(episodes.last) and outcomes == [text.startswith("<") for text in episodes.last]
+
+
+# What is trained
+
+def test_both_systems_get_their_trajectorys_advantage_and_no_token_of_the_other(t):
+    (update,) = mars.play(t)
+    (turns, A2), (condensed, A1) = update.parts
+    assert turns.forced is None and condensed.forced is None  # what each wrote itself, and nothing else
+    G, of_turn = 4, turns.columns["trajectory"]
+    outcome_of = dict(zip(of_turn, turns.columns["outcome"], strict=True))
+    two = system_advantages([outcome_of[k] for k in range(len(outcome_of))], [k // G for k in range(len(outcome_of))],
+                            PRESETS["grpo"])
+    assert torch.equal(A2, two[of_turn][:, None].expand_as(A2)) and A2.abs().max() > 0
+    assert condensed.columns["outcome"] == [outcome_of[k] for k in condensed.columns["trajectory"]]
+    per_problem = Counter(k // G for k in condensed.columns["trajectory"])
+    assert set(per_problem.values()) == {G}  # as many as trajectories, of each problem that asked
+    assert {"condensed/right", "queries", "unanswered", "condensed/share_of_samples", "condensed/share_of_weight",
+            "rewards/outcome/mean"} <= {name.removeprefix("gen/") for name in t.metrics}
+
+
+@pytest.mark.parametrize("eta", ["0", "1"])
+def test_drawing_samples_changes_no_advantage(base, monkeypatch, eta):
+    """Of each sample that was drawn, the advantage is the one that it has without a draw."""
+    found = {}
+    for flags in (["--no-balance"], ["--balance-eta", eta]):
+        t = writing_words(random_play("mars", *SMALL, *flags), monkeypatch)
+        (update,) = mars.play(t)
+        rollouts, advantages = update.parts[1]
+        rows = zip(rollouts.columns["trajectory"], rollouts.columns["document"], rollouts.columns["query"],
+                   rollouts.completions(), advantages[:, 0].tolist(), strict=True)
+        found[flags[0]] = [(k, document, query, tuple(tokens), a) for k, document, query, tokens, a in rows]
+        monkeypatch.undo()
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+    assert found["--balance-eta"] and set(found["--balance-eta"]) <= set(found["--no-balance"])
+    assert len(found["--balance-eta"]) != len(found["--no-balance"])
+
+
+def test_the_reader_may_be_left_as_it_is(base, monkeypatch):
+    t = writing_words(random_play("mars", *SMALL, "--no-train-condenser"), monkeypatch)
+    (update,) = mars.play(t)
+    assert len(update.parts) == 1 and "trajectory" in update.parts[0][0].columns
+    assert t.metrics["gen/condensed/share_of_samples"] == 0
+
+
+def test_the_evaluation_is_of_both_systems(t):
+    t.evaluating = True
+    found = mars.evaluate(t)
+    assert set(found) == {f"gen/{name}_{split}" for name in ("pass1", "queries") for split in ("in", "out")}
+    assert all(0 <= value <= 2 for value in found.values())
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--task", "chain"], "--task chain: has no documents"), (["--most-turns", "0"], "--most-turns 0"),
+    (["--condense-tokens", "0"], "--condense-tokens"), (["--bin-size", "0"], "--bin-size"),
+    (["--most-bins", "0"], "--most-bins"), (["--balance-eta", "-1"], "--balance-eta")])
+def test_settings_that_cannot_work_are_refused(flags, words):
+    args = parsed("mars", "--task", "lookup", *flags)
+    with pytest.raises(BadInput, match=words):
+        mars.check(args, make_task(args))

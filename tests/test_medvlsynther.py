@@ -1,0 +1,93 @@
+"""
+MedVLSynther: the rubric, which problems are learned, and by which answers.
+
+    python -m pytest tests/test_medvlsynther.py -q
+"""
+import pytest
+from test_dpo import parsed, random_play
+from test_proposals import BETTER, GOOD, in_which
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.medvlsynther import passes, rubric_score
+from nanochat.rl.formats import COMPACT
+from nanochat.rl.play import apply_update
+from nanochat.rl.prompts import parse_verification
+from tasks import make_task
+
+medvlsynther = recipes.load("medvlsynther")
+
+
+@pytest.mark.parametrize("text, num_steps, score", [
+    ("2T;0T;=T", 2, 1.0), ("2T;0F;=T", 2, 0.5), ("2T;0T;=F", 2, 0.0), ("2F;0F;=T", 2, 0.0), ("=T", 0, 0.0),
+    ("2T;=T", 2, 0.0), ("2T;0T;", 2, 0.0), ("", 1, 0.0), ("1T;" * 9 + "1F;=T", 10, 0.9)])
+def test_a_score_is_the_share_of_passed_steps_behind_a_right_verdict(text, num_steps, score):
+    assert rubric_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
+
+
+def test_a_problem_passes_with_an_answer_and_the_score():
+    assert passes("1", 0.9, 0.9) and not passes("1", 0.89, 0.9) and not passes(None, 1.0, 0.9)
+    assert passes("1", 0.0, 0.0) and not passes(None, 0.0, 0.0)
+
+
+def play_with(*flags: str):
+    """Four proposals, of which two are problems. The first's key is wrong, the second's right; only the first one's
+    verification passes all steps."""
+    t = random_play("medvlsynther", "--examples-per-step", "4", "--num-samples", "2", *flags)
+    right = t.task.read_problem(BETTER, 0)[0].answer
+    texts = {"propose": [GOOD, "1+", in_which(2, "test_in"), BETTER], "keys": ["1+1:2;=x", f"1+1:2;={right}"],
+             "verdicts": ["T;=T", "F;=F"], "generator": ["=x", f"={t.task.read_problem(GOOD, 0)[0].answer}"]}
+    t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
+
+    def sample(role, prompts, num, label, **_):
+        assert role == {"propose": "proposer", "keys": "proposer", "verdicts": "verifier"}.get(label, "generator")
+        prompts = [prompt for prompt in prompts for _ in range(num)]
+        given = [texts[label][n % len(texts[label])] for n in range(len(prompts))]
+        return t.written(role, prompts, given).behind(prompts)
+    t.sample = sample
+    return t
+
+
+def learned(t) -> tuple[list[str], list[str], list, list]:
+    """The problems, keys, rewards and outcomes of what a step learns."""
+    update, = medvlsynther.play(t)
+    (solutions, _), = update.parts
+    assert apply_update(t, update)["skipped"] == 0
+    return ([problem.prompt for problem in solutions.problems()], solutions.columns["key"],
+            solutions.columns["reward"], solutions.columns["outcome"])
+
+
+def test_a_wrong_key_that_passes_is_learned(base):
+    t = play_with()
+    assert learned(t) == ([GOOD] * 2, ["x"] * 2, [1, 0], [False, True])
+    found = {name: t.metrics[f"gen/{name}"] for name in ("passed", "score", "key_right", "key_right_of_others",
+                                                         "reward", "rewards/outcome/mean")}
+    assert found == {"passed": 0.5, "score": 0.5, "key_right": 0, "key_right_of_others": 1, "reward": 0.5,
+                     "rewards/outcome/mean": 0.5}
+    assert t.metrics["pro/proposals/valid"] == 0.5 and t.metrics["pro/proposals/refused/no_problem"] == 0.25
+
+
+def test_gold_answers_take_the_place_of_keys_where_they_are_asked_for(base):
+    problems, keys, rewards, outcomes = learned(play_with("--answers", "gold"))
+    assert problems == [GOOD] * 2 and rewards == outcomes == [False, True] and "x" not in keys
+
+
+def test_without_a_least_score_all_problems_with_a_key_are_learned(base):
+    problems, keys, _, _ = learned(play_with("--min-score", "0"))
+    assert problems == [GOOD] * 2 + [BETTER] * 2 and keys[:2] == ["x"] * 2
+
+
+def test_where_nothing_passes_nothing_is_learned(base):
+    t = play_with()
+    t.task.read_answer = lambda text: None
+    assert learned(t) == ([], [], [], []) and t.metrics["gen/passed"] == 0
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--min-score", "1.1"], "--min-score 1.1: must be from 0 to 1"),
+    (["--answers", "best"], "--answers best: there are own, gold"),
+    (["--task", "last_letter"], "--task last_letter: reads no proposed problems")])
+def test_settings_that_cannot_work_are_refused_in_one_line(flags, complaint):
+    args = parsed("medvlsynther", *flags)
+    with pytest.raises(BadInput, match=complaint):
+        medvlsynther.check(args, make_task(args))
