@@ -82,7 +82,8 @@ def train(recipe: str, *more: str) -> None:
 
 
 def records(base, run: str, name: str = "metrics.jsonl") -> list[dict]:
-    lines = (base / "runs" / run / name).read_text().splitlines()
+    path = base / "runs" / run / name
+    lines = path.read_text().splitlines() if path.exists() else []  # no rollouts where no step had an update
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(MEASURED)} for line in lines]
 
 

@@ -92,9 +92,10 @@ def play(t: Play):
     solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
     log_rewards(t, "generator", solutions, rewards)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
-    yield Update("generator", [(solutions, source_advantages(
-        outcome_rewards(rewards, solutions.lengths), solutions.group_id, solutions.tokens.shape[1],
-        PRESETS[t.args.advantage], t.reduce))])
+    if t.metrics["gen/num_rollouts"]:  # something passed, on some rank
+        advantages = source_advantages(outcome_rewards(rewards, solutions.lengths), solutions.group_id,
+                                       solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+        yield Update("generator", [(solutions, advantages)])
 
 
 def log_problems(t: Play, proposals: Proposals, scores: list[float], passed: list[bool],
