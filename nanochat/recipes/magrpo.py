@@ -4,9 +4,9 @@ Both agents read the problem, and each writes a part of its solution without see
 completions. A joint action is a completion of either, and it earns 1 if the two together are right. --joint aligned
 takes the g-th completions of both. cross takes all G^2 pairs, and the return of a completion is then the sum over its
 pairs, as in the released code (OpenMLRL/CoMLRL). An agent's advantage is the return less the mean over its completions
-of the problem. The loss is -A log pi: a sum over tokens, a mean over completions, without ratio, clip or KL. Both agents
-learn in every step, each by an update of its own. With --frozen second the partner of the first agent stays as SFT left
-it. For a single agent this is REINFORCE with the group's mean as baseline.
+of the problem. The loss is -A log pi: a sum over tokens, a mean over completions, without ratio, clip or KL. Both
+agents learn in every step, each by an update of its own. With --frozen second the partner of the first agent stays as
+SFT left it. For a single agent this is REINFORCE with the group's mean as baseline.
 
 The released code has G 4, aligned, a learning rate of 5e-6, temperature and top-p 0.6, top-k 50, and two turns.
 

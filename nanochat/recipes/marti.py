@@ -1,8 +1,8 @@
 """MARTI (Zhang et al. 2026): a team debates or works in a chain, paid for its progress too. MAPoRL, arXiv 2502.18439.
 
-The paper is of ICLR 2026 (openreview E7jZqo0A50), its code TsinghuaC3I/MARTI, and the shaped reward is after MAPoRL. The
-agents answer in turns. With --graph debate there are --num-agents of them. Each answers, and then answers again behind
-another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers behind both.
+The paper is of ICLR 2026 (openreview E7jZqo0A50), its code TsinghuaC3I/MARTI, and the shaped reward is after MAPoRL.
+The agents answer in turns. With --graph debate there are --num-agents of them. Each answers, and then answers again
+behind another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers behind both.
 An answer earns R = 1 if it is right. A verification earns it if its verdict is right, which the code calls conditional
 quality. From the second turn on R becomes R + alpha Delta. Q is the mean of what the team has earned in the turns
 before. --shaping margin pays for being better: Delta = R - Q. quality pays for being right as before: Delta = Q R -
