@@ -9,7 +9,7 @@ before. --shaping margin pays for being better: Delta = R - Q. quality pays for 
 (1 - Q)(1 - R). alpha is 0.5 and margin the default, as in the code.
 
 Departures:
-1. One model plays all agents (their --shared_agents). By default theirs has one for each.
+1. One model plays all agents (theirs has a switch for that). By default theirs has one for each.
 2. An agent reads one other answer, that of the next agent. Theirs reads up to 5 in random order, its own among them.
 3. Q is the team's in both graphs, as in their present code. Their page and an older class have the agent's own.
 4. The baseline is that of a turn: its other rewards at the problem. Their trainer takes groups of n by their place in a
