@@ -6,11 +6,15 @@ import re
 from dataclasses import dataclass
 
 SHAPE = "--sequence-len 256 --depth 3 --n-embd 96 --n-head 3"
-SFT = f"{SHAPE} --num-steps 800"
-BOTH = f"--role both --from-stage sft --from-tag {{gen}} {SFT} --examples-per-step 48"  # a generator learns to verify
+GEN = f"--role generator {SHAPE} --num-steps"
+BOTH = f"--role both --from-stage sft --from-tag {{gen}} {SHAPE} --examples-per-step 48 --num-steps"
 RL = "--lr 2e-4 --kl-coef 0 --examples-per-step 16 --num-steps 60 --eval-every 10 --eval-examples 200"
-CHAIN = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
-ACCURACY = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems"}
+SOLVED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems"}
+# Facts that are shown wrongly so often that a wrong answer has the majority.
+MISLED = "--chain-answer final --chain-share 0.4 --chain-wrongness 0.8 --chain-min-steps 1 --chain-max-steps 4"
+BRIEF = "--model-tag {both} --max-new-tokens 48"
+JUDGED = f"{BRIEF} --verifier-max-new-tokens 56"
+TARGETS = "--recipe alphaproof --model-tag {gen} --targets-of test_out --num-targets 40"
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,36 @@ class Family:
 
 FAMILIES = {
     "no_labels": Family(
-        "without gold answers", CHAIN, {"gen": f"--role generator {SFT}"},
-        {"grpo": "--recipe grpo --model-tag {gen}", "ttrl": "--recipe ttrl --model-tag {gen}"},
-        "grpo", {**ACCURACY, "gen/label_accuracy": "pseudo labels that are right"}),
+        "votes in place of gold answers, where a wrong answer often has the majority; the verifier is taught rightly",
+        f"{MISLED} --chain-verifier-share 0.05", {"gen": f"{GEN} 500", "both": f"{BOTH} 500"},
+        {"grpo": f"--recipe grpo {BRIEF}", "ttrl": f"--recipe ttrl {BRIEF}", "coverrl": f"--recipe coverrl {JUDGED}",
+         "coverrl_own": f"--recipe coverrl --verifier-head own --verifier-tag {{both}} {JUDGED}"},
+        "grpo", {**SOLVED, "gen/label_accuracy": "pseudo labels that are right",
+                 "ver/balanced_acc_current": "balanced accuracy of the verifier"}),
+    "self_verify": Family(
+        "one model that solves and verifies, taught as much wrongly as a verifier as it is as a generator",
+        f"{MISLED} --chain-verifier-share 0.4 --chain-verifier-wrongness 0.8",
+        {"gen": f"{GEN} 500", "both": f"{BOTH} 500"},
+        {"generation": f"--recipe self_verify --verifier-steps 0 {JUDGED}",
+         "turns": f"--recipe self_verify --num-steps 72 {JUDGED}",  # as many generator steps
+         "verification": f"--recipe self_verify --warmup-steps 60 {JUDGED}",
+         "coverrl": f"--recipe coverrl {JUDGED}", "ttrl": f"--recipe ttrl {BRIEF}",
+         "few_labels": f"--recipe tango --verifier-head prompt --num-labelled 64 --warmup-steps 20 --alpha-start 0.7 "
+                       f"--alpha-end 0.7 {JUDGED}",
+         "grpo_few_labels": f"--recipe grpo --num-labelled 64 {BRIEF}"},
+        "generation", {**SOLVED, "ver/balanced_acc_fixed": "balanced accuracy, the start's solutions",
+                       "ver/balanced_acc_current": "balanced accuracy, present solutions"}),
+    "kernel": Family(
+        "proofs against a kernel that is never wrong", "--task rewrite", {"gen": f"{GEN} 800"},
+        {"grpo": "--recipe alphaproof --learner grpo --model-tag {gen}",
+         "expert_iteration": "--recipe alphaproof --model-tag {gen}",
+         "claim": "--recipe alphaproof --learner grpo --reward claim --model-tag {gen}",
+         "gold_steps": "--recipe gold_steps --combine rewards --model-tag {gen}",
+         "targets": f"{TARGETS} --num-steps 80",  # about as many tokens
+         "variants": f"{TARGETS} --curriculum variants",
+         "variants_alone": f"{TARGETS} --curriculum variants --target-share 0"},
+        "grpo", {"gen/pass1_in": "proved greedily", "gen/pass1_out": "proved greedily, longer",
+                 "gen/claimed_falsely": "claimed, not proved", "gen/targets/pass1": "targets proved greedily"}),
 }
 
 
