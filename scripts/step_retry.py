@@ -57,8 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-draws", type=int, default=32, help="random orders of each problem's votes")
     add_generator_args(parser.add_argument_group("solutions"), is_needed=True)
     add_task_args(parser)
-    parser.set_defaults(num_samples=32, num_verifications=1, temperature=1.0, calculator=False,
-                        **dict.fromkeys(task_flags()))
+    parser.set_defaults(num_samples=32, num_verifications=1, calculator=False, **dict.fromkeys(task_flags()))
     return parser
 
 
@@ -70,8 +69,8 @@ def check_args(args) -> None:
     if not 1 <= min(args.retries) <= max(args.retries) <= MOST_RETRIES or len(set(args.retries)) < len(args.retries):
         raise BadInput(f"--retries {' '.join(map(str, args.retries))}: must be numbers from 1 to {MOST_RETRIES}, each "
                        f"once; a single pass is there without being named")
-    if not args.temperature or not args.generator_temperature:
-        raise BadInput("--temperature or --generator-temperature 0: what is written again would be the same")
+    if not args.generator_temperature:
+        raise BadInput("--generator-temperature 0: what is written again would be the same")
     for name, only in (("num_verifications", 1), ("score", "final"), ("calculator", False)):
         if getattr(args, name) != only:
             raise BadInput(f"--{name.replace('_', '-')}: each step has one judgment, and is written without tools")
@@ -141,8 +140,8 @@ def take_verdict(tokenizer, fmt, attempt: Attempt, step: list[int], drawn: list[
 
 
 def solve_by_steps(problems: list[Problem], num: int, retries: int, generator, verifier, solver: Sampler,
-                   judge: Sampler) -> list[Attempt]:
-    """`num` attempts at each problem. solver, judge: how either model is sampled."""
+                   judge: Sampler, greedy: bool = False) -> list[Attempt]:
+    """`num` attempts at each problem. solver, judge: how either model is sampled; greedy: the verifier is not."""
     tokenizer, fmt = solver.tokenizer, solver.task.fmt
     attempts = [Attempt(problem, n, generator_prompt(tokenizer, fmt, problem.prompt)) for problem in problems
                 for n in range(num)]
@@ -154,18 +153,18 @@ def solve_by_steps(problems: list[Problem], num: int, retries: int, generator, v
         texts = [tokenizer.decode(a.ids + step) for a, step in asked]
         prompts = [Prompt(verifier_prompt(tokenizer, fmt, a.problem.prompt, text) + a.judged, a.problem, a.copy())
                    for (a, _), text in zip(asked, texts, strict=True)]
-        for (a, step), drawn in zip(asked, drawn_behind(verifier, prompts, judge, "judge"), strict=True):
+        for (a, step), drawn in zip(asked, drawn_behind(verifier, prompts, judge, "judge", greedy), strict=True):
             take_verdict(tokenizer, fmt, a, step, drawn, retries)
     return attempts
 
 
-def drawn_behind(model, prompts: list[Prompt], sampler: Sampler, stream: str) -> list[list[int]]:
+def drawn_behind(model, prompts: list[Prompt], sampler: Sampler, stream: str, greedy: bool = False) -> list[list[int]]:
     """A completion of each prompt, with its end token if it ended itself. Raises BadInput where there is no room."""
     room = model.config.sequence_len - max((len(prompt.ids) for prompt in prompts), default=0)
     limit = min(sampler.max_new_tokens, room)
     if limit < 1:
         raise BadInput("a prompt with what was written behind it fills the model's context: lower --max-new-tokens")
-    return sampler.sample(model, prompts, 1, ("step_retry", stream), limit).completions()
+    return sampler.sample(model, prompts, 1, ("step_retry", stream), limit, greedy).completions()
 
 
 # What it comes to
@@ -191,7 +190,7 @@ def solved_rows(args, task, generator, verifier, sampler: Sampler, device) -> li
         rows.append({"index": problem.index, "answers": answers, "outcomes": outcomes, "lengths": of_problem,
                      "verdicts": [[]] * n, "step_verdicts": [[]] * n, "verification_lengths": [[0]] * n, RETRY: {}})
     for retries in args.retries:
-        attempts = solve_by_steps(mine, k, retries, generator, verifier, solver, judge)
+        attempts = solve_by_steps(mine, k, retries, generator, verifier, solver, judge, args.temperature == 0)
         texts = [read_solution(sampler.tokenizer, task.fmt, a.ids).text for a in attempts]
         outcomes = outcomes_of(task, [a.problem for a in attempts], texts)
         for i, row in enumerate(rows):
