@@ -8,12 +8,12 @@ from nanochat.rl.formats import Format
 from tasks import brittle, chain, competition, gsm8k, halves, last_letter, mixture
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
-TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "last_letter": last_letter.LastLetter,
-         "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
-         "halves": halves.Halves,
+TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "halves": halves.Halves,
+         "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
 MODULES = (chain, brittle, halves, last_letter, mixture, gsm8k, competition)
-RESTS_ON = {"brittle": ("chain",), "halves": ("chain",)}  # tasks whose flags a task has beside its own; mixture may have those of all
+# tasks whose flags a task has beside its own; mixture may have those of all
+RESTS_ON = {"brittle": ("chain",), "halves": ("chain",)}
 # of a recorded flag, by its default
 EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
 # of a task, and what they are given

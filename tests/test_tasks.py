@@ -44,8 +44,8 @@ for by_task in (ALWAYS_RIGHT, EIGHT_STEPS):
     by_task["halves"] = by_task["chain"]
 
 PIECES = ("3+5:8;", "8*2:6;", "9*2:8;", "grape:e;", "lemon:en;", "fig:eng;", ";", "=", "=86", "=eng", "T", "F")
-ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|,ab") |
-            st.text("grapelmonfi:;= TF|") | st.lists(st.sampled_from(PIECES)).map("".join))
+ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|") |
+            st.text("0135,ab:;=") | st.text("grapelmonfi:;= TF|") | st.lists(st.sampled_from(PIECES)).map("".join))
 
 CHAIN = Problem("rl", 0, "3+5*2", "86")  # 3+5 = 8; 8*2 = 16, modulo 10 that is 6
 WORDS = Problem("rl", 0, "grape lemon fig", "eng")
