@@ -5,8 +5,8 @@ The agents answer in turns. With --graph debate there are --num-agents of them. 
 behind another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers
 behind both. An answer earns R = 1 if it is right. A verification earns it if its verdict is, which the code calls
 conditional quality. From the second turn on R becomes R + alpha Delta. Q is the mean of what the team has earned in the
-turns before. --shaping margin pays for being better: Delta = R - Q. quality pays for being right as before: Delta = Q R
-- (1 - Q)(1 - R). alpha is 0.5 and margin the default, as in the code.
+turns before. --shaping margin pays for being better: Delta = R - Q. quality pays for staying right: Delta = QR - (1 -
+Q)(1 - R). The code has alpha 0.5 and margin as defaults.
 
 Departures:
 1. One model plays all agents (their --shared_agents). By default theirs has one for each.
