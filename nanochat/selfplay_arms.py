@@ -14,6 +14,8 @@ SOLVED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems"}
 MISLED = "--chain-answer final --chain-share 0.4 --chain-wrongness 0.8 --chain-min-steps 1 --chain-max-steps 4"
 BRIEF = "--model-tag {both} --max-new-tokens 48"
 JUDGED = f"{BRIEF} --verifier-max-new-tokens 56"
+LONG_CHAIN = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
+FOUR = "--recipe grpo --updates-per-batch 4 --lr 1e-4 --model-tag {gen}"  # at one update there is nothing to clip
 TARGETS = "--recipe alphaproof --model-tag {gen} --targets-of test_out --num-targets 40"
 
 
@@ -63,6 +65,18 @@ FAMILIES = {
          "variants_alone": f"{TARGETS} --curriculum variants --target-share 0"},
         "grpo", {"gen/pass1_in": "proved greedily", "gen/pass1_out": "proved greedily, longer",
                  "gen/claimed_falsely": "claimed, not proved", "gen/targets/pass1": "targets proved greedily"}),
+    "optimisers": Family(
+        "optimisers of outcome rewards", LONG_CHAIN,
+        {"gen": f"{GEN} 800", "ver": f"--role verifier --verifier-tag {{ver}} {SHAPE} --num-steps 800"},
+        {"grpo": "--recipe grpo --num-steps 126 --model-tag {gen}",  # about as many tokens as dapo
+         "dapo": "--recipe dapo --model-tag {gen}",
+         "clip": FOUR, "clip_higher": f"{FOUR} --clip-high 0.28",
+         "cispo": f"{FOUR} --loss cispo --clip-low 1 --clip-high 0.28 --aggregation token",
+         "gspo": f"{FOUR} --sequence-ratio --clip-low 3e-4 --clip-high 4e-4",
+         "ppo": "--recipe ppo --aggregation token --model-tag {gen} --critic-tag {ver}",
+         "vapo": "--recipe ppo --aggregation token --gae-alpha 0.25 --value-pretrain 20 --lm-coef 0.1 --model-tag {gen} "
+                 "--critic-tag {ver}"},
+        "grpo", {**SOLVED, "gen/frac_reward_zero_std": "groups without signal", "gen/entropy": "entropy"}),
 }
 
 

@@ -2,11 +2,11 @@
 
 The paper is of ICLR 2026 (openreview E7jZqo0A50), its code TsinghuaC3I/MARTI, and the shaped reward is after MAPoRL.
 The agents answer in turns. With --graph debate there are --num-agents of them. Each answers, and then answers again
-behind another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers behind both.
-An answer earns R = 1 if it is right. A verification earns it if its verdict is right, which the code calls conditional
-quality. From the second turn on R becomes R + alpha Delta. Q is the mean of what the team has earned in the turns
-before. --shaping margin pays for being better: Delta = R - Q. quality pays for being right as before: Delta = Q R -
-(1 - Q)(1 - R). alpha is 0.5 and margin the default, as in the code.
+behind another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers
+behind both. An answer earns R = 1 if it is right. A verification earns it if its verdict is, which the code calls
+conditional quality. From the second turn on R becomes R + alpha Delta. Q is the mean of what the team has earned in the
+turns before. --shaping margin pays for being better: Delta = R - Q. quality pays for staying right: Delta = QR - (1 -
+Q)(1 - R). The code has alpha 0.5 and margin as defaults.
 
 Departures:
 1. One model plays all agents (theirs has a switch for that). By default theirs has one for each.
