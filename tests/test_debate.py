@@ -65,7 +65,7 @@ def test_the_best_and_the_worst_of_a_position_are_a_pair_and_a_draw_is_none():
 # The measurement
 
 def test_a_judge_that_is_undecided_counts_a_half():
-    assert [won(c) for c in (0.0, 0.49, 0.5, 0.51, 1.0)] == [0, 0, 0.5, 1, 1]
+    assert [won(c) for c in (0.0, 0.49, 0.5 + 1e-7, 0.51, 1.0)] == [0, 0, 0.5, 1, 1]
 
 
 def test_the_scores_of_two_questions_by_hand():
@@ -80,8 +80,8 @@ def test_the_scores_of_two_questions_by_hand():
 
 
 def test_against_itself_the_start_wins_half():
-    for c in (0.0, 0.3, 1.0):  # the same two arguments in both rounds
-        assert debate_scores([[c] * 5 + [1.0, 0.0]])["gen/win_rate_against_start"] == 0.5
+    for c in (0.0, 0.1, 0.3, 1.0):  # the same two arguments in both rounds, but for rounding
+        assert debate_scores([[c, c, c + 1e-7, c, c, 1.0, 0.0]])["gen/win_rate_against_start"] == 0.5
 
 
 @pytest.fixture(scope="module")

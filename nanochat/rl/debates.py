@@ -57,12 +57,14 @@ def quoted(t: Play, argument: str, answer: str) -> str:
     return t.task.fmt.render_solution(steps_of(t.task.fmt, argument)[: t.args.quoted_steps or None], answer)
 
 
-def verify(t: Play, debates: list[Debate], num_votes: int, greedy: bool = False) -> tuple[Rollouts, list[Lineup]]:
-    """`num_votes` verifications of each debate, then of each in the other order, and what each of them was shown."""
+def verify(t: Play, debates: list[Debate], num_votes: int) -> tuple[Rollouts, list[Lineup]]:
+    """`num_votes` verifications of each debate, then of each in the other order, and what each of them was shown. A
+    single one is greedy: then equal arguments have equal rewards."""
     shown = [Lineup(position.problem, [quoted(t, argument, position.answer), quoted(t, against, position.rival)],
                     0 if position.is_right else 1) for position, argument, against in debates]
     shown += turned(shown)
-    rollouts = t.sample("verifier", lineup_prompts(t, "pair", shown), num_votes, "verdicts", greedy=greedy)
+    rollouts = t.sample("verifier", lineup_prompts(t, "pair", shown), num_votes, "verdicts",
+                        greedy=num_votes == 1)
     return rollouts, [line for line in shown for _ in range(num_votes)]
 
 
@@ -85,9 +87,12 @@ def are_reached(t: Play, arguments: list[str], positions: list[Position]) -> lis
 
 # The measurement
 
+ROUNDING = 1e-4  # of a confidence, which is not the same to the bit in every batch
+
+
 def won(confidence: float) -> float:
-    """1 where the judge is for an answer, 0 where it is against, a half at exactly 0.5."""
-    return ((confidence > 0.5) + (confidence >= 0.5)) / 2
+    """1 where the judge is for an answer, 0 where it is against, a half at 0.5."""
+    return 0.5 if abs(confidence - 0.5) < ROUNDING else float(confidence > 0.5)
 
 
 def debate_scores(rows: list[list[float]]) -> dict[str, float | None]:
@@ -141,7 +146,7 @@ def debated(t: Play, split: str) -> list[list[float]]:
         right, wrong = texts[2 * i: 2 * i + 2]
         debates += [Debate(positions[2 * i], *said) for said in (
             (right, wrong), (right, start_wrong), (start_right, wrong), (right, ""), ("", wrong))]
-    found, unread = confidences(t, verify(t, debates, 1, greedy=True)[0], 1)
+    found, unread = confidences(t, verify(t, debates, 1)[0], 1)
     reached = are_reached(t, texts, positions)
     return [[*found[5 * i: 5 * i + 5], sum(reached[2 * i: 2 * i + 2]) / 2, sum(unread[5 * i: 5 * i + 5]) / 5]
             for i in range(len(rows))]
