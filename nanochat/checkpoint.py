@@ -193,17 +193,22 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
     meta, config = load_meta(meta_path)
     check_tokenizer(meta, meta_path)
     path = path_of(stage, tag, f"model_{step:06d}.pt")
-    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in load_state_dict(path).items()}
-    kind = GPT if isinstance(config, GPTConfig) else Decoder
-    for name in MAY_BE_MISSING.keys() - state.keys() if kind is GPT else ():
-        print0(f"{path}: has no {name}, taken as {MAY_BE_MISSING[name]}")
-        state[name] = torch.full((config.n_layer,), MAY_BE_MISSING[name])
+    state, kind = weights_in(path, config), GPT if isinstance(config, GPTConfig) else Decoder
     with torch.device("meta"):
         check_state(state, kind(config), path)
     model = allocate(kind, config, dtype, device, torch.float32 if trained else dtype, sharded)
     fill(model, state)
     check_loaded(model, path)
     return model, meta
+
+
+def weights_in(path: str, config: GPTConfig | DecoderConfig) -> dict[str, torch.Tensor]:
+    """The tensors of a model file under the names of a model's parameters; those that older files lack are filled in."""
+    state = {name.removeprefix("_orig_mod."): tensor for name, tensor in load_state_dict(path).items()}
+    for name in MAY_BE_MISSING.keys() - state.keys() if isinstance(config, GPTConfig) else ():
+        print0(f"{path}: has no {name}, taken as {MAY_BE_MISSING[name]}")
+        state[name] = torch.full((config.n_layer,), MAY_BE_MISSING[name])
+    return state
 
 
 def warn_of_role(tag: str, meta: dict, role: str) -> None:

@@ -41,7 +41,7 @@ from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.recipes.critique_grpo import CRITIQUES
-from nanochat.rl.forms import FORMS, check_form, form_prompt, judged_together
+from nanochat.rl.forms import FORMS, check_form, form_prompt, judged_together, one_bare
 from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
 from nanochat.rl.prompts import generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.roles import set_recompute
@@ -57,7 +57,8 @@ from tasks.conversations import load_conversations
 SAMPLED_FROM = 10_000_000
 # kinds of demonstrations beside solutions, and the template of the format that they stand behind
 DEMOS = {"refine": "refine_prompt", "propose": "propose_prompt", "argue": "reference_prompt", "first": "first_prompt",
-         "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt"}
+         "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt",
+         "revise": "refine_prompt"}
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}
 
 
@@ -89,12 +90,15 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--demo-shares", nargs="+", default=[], metavar="KIND:SHARE",
                       help=f"generator: shares of the demonstrations that are of another kind than a solution, for "
                            f"recipes whose roles write these, such as refine:0.5. Kinds: {', '.join(DEMOS)}; refine: "
-                           f"a second attempt")
+                           f"a second attempt; revise: one that mends what is said of the first")
     data.add_argument("--verifier-form", default="steps",
                       help=f"verifier: how it judges, one of: {', '.join(FORMS)}; steps: one solution, as recipe tango "
                            f"has it, pair and solve_pair: two for rm_r1 or think_rm, graded: for think_rm, scores: for "
                            f"spct")
     data.add_argument("--num-judged", type=int, default=2, help="solutions in a prompt of --verifier-form scores")
+    data.add_argument("--bare-share", type=float, default=0.0,
+                      help="of the demonstrations of --verifier-form pair those in which one of the two solutions is "
+                           "its answer alone, for recipe debate, whose judge also hears one side")
     data.add_argument("--num-sampled", type=int, default=2048,
                       help="verifier: solutions sampled from the generator; half of its demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
@@ -174,6 +178,8 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
             problem, solution = rng.choice(sampled)
         form = FORMS[args.verifier_form]
         solutions = judged_together(task, problem, solution, form.num or args.num_judged, rng)
+        if args.bare_share and rng.random() < args.bare_share:
+            solutions = one_bare(task.fmt, solutions, rng)
         prompt = form_prompt(tokenizer, task.fmt, args.verifier_form, problem.prompt, solutions)
         completion = form.demo(task, problem, solutions, rng)
     completion = [*tokenizer.encode(completion), tokenizer.assistant_end]
@@ -380,6 +386,8 @@ def main(args) -> None:
     task = make_task(args)
     check_demos(args, task)
     check_form(task, args.verifier_form, args.num_judged)
+    if not 0 <= args.bare_share <= 1 or args.bare_share and args.verifier_form != "pair":
+        raise BadInput(f"--bare-share {args.bare_share}: must be from 0 to 1, and is of --verifier-form pair")
     if args.role == "generator" and args.verifier_form != "steps":
         raise BadInput(f"--verifier-form {args.verifier_form}: is of a verifier's demonstrations, not the generator's")
     tag = resolve_tags(args)

@@ -85,7 +85,11 @@ def log_of(name: str) -> str:
 
 
 def sft_job(e: Experiment, seed: str, kind: str) -> Job:
-    tag, flags = sft(e, seed, kind)
+    return sft_job_of(*sft(e, seed, kind))
+
+
+def sft_job_of(tag: str, flags: str) -> Job:
+    """The SFT with these flags, whose checkpoint has this tag."""
     steps = re.findall(r"--num-steps (\d+)", flags) or [chat_sft.make_parser().get_default("num_steps")]
     done = f"meta_{int(steps[-1]):06d}.json"  # one that was stopped has another step's
     return Job(f"sft-{tag}", "scripts.chat_sft", path_of("sft", tag), done, " ".join(flags.split()))

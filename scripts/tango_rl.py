@@ -46,6 +46,7 @@ from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, l
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import problems_digest, texts_digest
 from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
+from nanochat.rl.theory import theory_scores
 from nanochat.run import (add_run_args, choose_run_name, claim_run_name, describe_versions, look_at, start_run,
                           uses_wandb)
 from nanochat.weights import check_weights
@@ -228,6 +229,9 @@ def held_out(t: Play, recipe) -> dict:
         scores = recipe.evaluate(t)
     if not isinstance(scores, dict):
         raise BadInput(f"--recipe {t.args.recipe}: evaluate gives a {type(scores).__name__}, not a dict of scores")
+    if t.args.log_theory:
+        with evaluating(t):
+            scores = scores | theory_scores(t)
     t.check_names(scores)
     for name, value in scores.items():
         if not isinstance(name, str):
@@ -337,7 +341,7 @@ def main(args) -> None:
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
-                      args.entropy_coef)
+                      args.entropy_coef, args.sequence_ratio)
     t = Play(args, run, sampler, roles, {call.label: call for call in calls}, totals,
              state or RunState(role_steps=dict.fromkeys(roles, 0)), loss)
     sampler.should_stop = t.should_stop

@@ -5,15 +5,16 @@ from functools import partial
 
 from nanochat.common import MOST, BadInput, takes
 from nanochat.rl.formats import Format
-from tasks import brittle, chain, competition, gsm8k, last_letter, lookup, mixture
+from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, rewrite
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
-TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "lookup": lookup.Lookup,
-         "last_letter": last_letter.LastLetter,
-         "mixture": mixture.Mixture, "gsm8k": gsm8k.GSM8K,
+TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "halves": halves.Halves, "lookup": lookup.Lookup,
+         "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "rewrite": rewrite.Rewrite,
+         "gsm8k": gsm8k.GSM8K,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
-MODULES = (chain, brittle, lookup, last_letter, mixture, gsm8k, competition)
-RESTS_ON = {"brittle": ("chain",), "lookup": ("chain",)}  # tasks whose flags a task has beside its own; mixture may have those of all
+MODULES = (chain, brittle, halves, lookup, last_letter, mixture, rewrite, gsm8k, competition)
+# tasks whose flags a task has beside its own; mixture may have those of all
+RESTS_ON = {"brittle": ("chain",), "halves": ("chain",), "lookup": ("chain",)}
 # of a recorded flag, by its default
 EXPECTED = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list of texts"}
 # of a task, and what they are given

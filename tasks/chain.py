@@ -13,6 +13,7 @@ are among the generator's, with the same wrong results. Those that only the gene
 """
 import random
 import re
+from dataclasses import replace
 
 from nanochat.common import BadInput
 from nanochat.rl.formats import COMPACT
@@ -70,6 +71,7 @@ class Chain:
     name = "chain"
     fmt = COMPACT
     refusals = ("no_problem", "with_answer", "too_short", "too_long", "held_out")  # of a proposed problem
+    principles = ("operands", "results", "complete")  # of a solution: see `violations`
 
     def __init__(self, args, seed: int):
         if not 2 <= args.chain_modulus <= 10:
@@ -137,6 +139,19 @@ class Chain:
         return ["operands" if fact is None else None if self._result(*fact[:3]) == fact[3] else "result"
                 for fact in self._facts(problem.prompt, solution)]
 
+    def violations(self, problem: Problem, solution: str) -> list[str]:
+        """The principles that a solution breaks: each step copies its operands, each result follows from them, and no
+        step is skipped."""
+        kinds = {"operands": "operands", "result": "results"}
+        errors = self.step_errors(problem, solution)
+        broken = {kinds[error] for error in errors if error}
+        broken |= {"complete"} if len(errors) < len(self._operations(problem.prompt)) else set()
+        return [principle for principle in self.principles if principle in broken]
+
+    def principle_of(self, analysis: str) -> str:
+        """Which principle a step breaks that a verification calls wrong with this analysis."""
+        return "operands" if analysis.startswith("?") else "results"
+
     def solution_demo(self, problem: Problem, rng: random.Random) -> str:
         """A demonstration for the generator, misconceptions included."""
         results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
@@ -170,6 +185,13 @@ class Chain:
             worked.append(self._result(worked[-1], op, b))
         return self._render(problem.prompt, worked)
 
+    def variants(self, problem: Problem, rng: random.Random) -> Problem:
+        """A problem near this one, under its split and index: one digit or operation is another one."""
+        prompt, i = problem.prompt, rng.randrange(len(problem.prompt))
+        others = OPS if prompt[i] in OPS else map(str, range(self.modulus))
+        varied = prompt[:i] + rng.choice([other for other in others if other != prompt[i]]) + prompt[i + 1:]
+        return replace(problem, prompt=varied, answer=self._answer(self._solve(varied, {}, 0.0, rng)))
+
     def argue_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """A solution that comes to an answer that was given, right or wrong, and that answer."""
         solution = self.corrupted_solution(problem, rng)
@@ -187,6 +209,24 @@ class Chain:
         elif spoiled == "with_answer":
             text += self.fmt.answer_open + self._answer(self._solve(text, {}, 0.0, rng))
         return {"hint": self.hint_of(problem)}, text
+
+    def revise_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
+        """A solution; the number of the step where it first breaks a principle by what the verifier believes, "" where
+        it does not; and its revision, worked from there on by what the verifier believes."""
+        solution, principle = self._flawed(problem, rng), rng.choice(self.principles)
+        facts, beliefs = self._facts(problem.prompt, solution), (self.verifier_misconceptions, self.verifier_wrongness)
+        broken = ["operands" if fact is None else
+                  "" if self._believed(*fact[:3], *beliefs, rng) == fact[3] else "results" for fact in facts]
+        broken += ["complete"] * (len(facts) < len(self._operations(problem.prompt)))
+        if principle not in broken:
+            return {"solution": solution, "critique": ""}, solution
+        k = broken.index(principle)
+        steps = [self.fmt.step_body(solution[s:e]) for s, e in self.fmt.step_spans(solution)][:k]
+        results = [int(step[-1]) for step in steps]  # a flawed step ends in a result too
+        rest = f"{results[-1] if steps else problem.prompt[0]}{problem.prompt[1 + 2 * k:]}"
+        worked = self._solve(rest, *beliefs, rng)
+        revised = self.fmt.render_solution(steps + self._steps(rest, worked), self._answer(results + worked))
+        return {"solution": solution, "critique": str(k + 1)}, revised
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
         """A demonstration for the verifier: each step worked again with the verifier's own beliefs, and judged by
@@ -249,11 +289,26 @@ class Chain:
         return "".join(map(str, results)) if self.answer_kind == "all" else str(results[-1])
 
     def _render(self, prompt: str, results: list[int]) -> str:
+        return self.fmt.render_solution(self._steps(prompt, results), self._answer(results))
+
+    def _steps(self, prompt: str, results: list[int]) -> list[str]:
         steps, value = [], int(prompt[0])
         for (op, b), result in zip(self._operations(prompt), results, strict=True):
             steps.append(f"{value}{op}{b}:{result}")
             value = result
-        return self.fmt.render_solution(steps, self._answer(results))
+        return steps
+
+    def _flawed(self, problem: Problem, rng: random.Random) -> str:
+        """A demonstration for the generator, of which one in three skips steps at the end, and one in three does not
+        copy an operand."""
+        results = self._solve(problem.prompt, self.misconceptions, self.wrongness, rng)
+        steps, kind = self._steps(problem.prompt, results), rng.randrange(3)
+        if kind == 0 and len(steps) > 1:
+            steps = steps[: rng.randrange(1, len(steps))]
+        if kind == 1:
+            k = rng.randrange(len(steps))
+            steps[k] = str((int(steps[k][0]) + rng.randrange(1, self.modulus)) % self.modulus) + steps[k][1:]
+        return self.fmt.render_solution(steps, self._answer(results[: len(steps)]))
 
     def _stated_result(self, step: str) -> int | None:
         match = STEP.fullmatch(self.fmt.step_body(step))

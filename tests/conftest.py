@@ -6,10 +6,14 @@ the last mark, what follows the mark before it, and what was heard: a leaning of
 prompt. So solutions and verifications are mostly in form, and differ from prompt to prompt and from sample to sample.
 """
 import argparse
+import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
+import tempfile
 
 import pytest
 import torch
@@ -27,6 +31,8 @@ COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "
                    "--num-steps", "4"]
 TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"],
                ["--verifier-balance"], ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
+# Recipes that need another task than chain, of which the crafted pair solves some problems too
+OTHER_TASKS = {"magrpo": ["--task", "halves", "--halves-letters", "0"]}
 RL_FLAGS = [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS for word in words)]
 
 # The crafted pair
@@ -75,7 +81,9 @@ def rl_flags(*flags: str) -> list[str]:
     from scripts import tango_rl
     known = tango_rl.make_parser(list(flags))._option_string_actions
     labels = ["--labels", os.path.join(os.environ["NANOCHAT_BASE_DIR"], "labels.jsonl")] if "--labels" in known else []
-    return [*COMMON_RL_FLAGS, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words), *flags]
+    task = [word for name, words in OTHER_TASKS.items() if name in flags for word in words]
+    return [*COMMON_RL_FLAGS, *task, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words),
+            *flags]
 
 
 def crafted_model(tokenizer, role: str, seed: int):
@@ -177,17 +185,40 @@ def base(sft_base, tmp_path, monkeypatch):
     return tmp_path / "base"
 
 
-def on_two_ranks(share, folder: str) -> None:
-    """Runs share(folder), a function of a test's module, on two ranks."""
-    torch.multiprocessing.spawn(as_rank, args=(share, folder), nprocs=2)
+def on_ranks(world: int, share, *args) -> None:
+    """Runs share(*args), a function of a test's module, on so many ranks. They are forks of a server that has imported
+    torch, so a start takes no second."""
+    multiprocessing.set_forkserver_preload(["torch"])
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(as_rank, args=(world, folder, dict(os.environ), share, args),
+                                              nprocs=world, start_method="forkserver")
 
 
-def as_rank(rank: int, share, folder: str) -> None:
+def on_two_ranks(share, *args) -> None:
+    on_ranks(2, share, *args)
+
+
+def as_rank(rank: int, world: int, folder: str, environment: dict, share, args: tuple) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    share(folder)
+    os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    share(*args)
     end_rank()
+
+
+def scripts_on_two_ranks(*calls: tuple[str, list[str]]) -> str:
+    """Runs scripts, (module, flags) each, one after the other on two ranks, without torchrun; what they print."""
+    with tempfile.TemporaryDirectory() as folder:
+        on_two_ranks(run_scripts, calls, f"{folder}/printed")
+        with open(f"{folder}/printed") as f:
+            return f.read()
+
+
+def run_scripts(calls, path: str) -> None:
+    with open(path if os.environ["RANK"] == "0" else os.devnull, "w") as f, contextlib.redirect_stdout(f):
+        for name, flags in calls:
+            script = importlib.import_module(name)
+            script.main(parse(script, flags))
 
 
 def end_rank() -> None:

@@ -21,7 +21,8 @@ from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
 from scripts import (base_eval, base_train, bench_engine, bench_kernels, bench_step, chat_cli, chat_eval, chat_rl,
                      chat_sft, demo, hf_export, hf_import, hf_random, label_steps, plan_cost, plan_memory, report,
-                     run_arms, tango_rl, task_text, tok_eval, tok_train, verifier_eval, verify_or_sample)
+                     run_arms, step_retry, tango_rl, task_text, tok_eval, tok_train, verifier_eval,
+                     verify_or_sample)
 from tasks import TASKS, task_flags
 
 HUGE = str(10 ** 15)
@@ -63,6 +64,8 @@ CALLS = {
     plan_memory: (["--generator", "qwen2.5-0.5b"], []),
     report: (["r"], ["write_page"]),
     run_arms: ([], ["carry_out_all"]),
+    step_retry: ([*CPU, "--verifier-tag", "tiny-ver", "--generator-tag", "tiny", "--max-problems", "2"],
+                 ["solved_rows"]),
     task_text: ([*TASK_FLAGS, "--out", "to", "--num-documents", "9"], []),
     tok_eval: ([], ["compression_table"]),
     tok_train: ([*TASK_FLAGS, "--num-texts", "2", "--vocab-size", "266"], ["check_models"]),
@@ -192,7 +195,7 @@ def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, 
     assert set(became.values()) == {"taken", "refused"}, became
     if damage is no_folder:
         needed = {"base_eval", "base_train", "chat_cli", "chat_eval", "chat_sft", "demo", "hf_export", "hf_import",
-                  "label_steps", "report", "run_arms", "tok_eval", "tok_train", "verifier_eval",
+                  "label_steps", "report", "run_arms", "step_retry", "tok_eval", "tok_train", "verifier_eval",
                   "verify_or_sample"}
         assert {name.removeprefix("scripts.") for name in became if became[name] == "refused"} == needed
 

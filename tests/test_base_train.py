@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import parse
+from conftest import parse, scripts_on_two_ranks
 
 from nanochat.checkpoint import list_steps, load_model, resumable_steps
 from nanochat.common import BadInput, CannotWrite, Diverged, script_main
@@ -405,20 +405,15 @@ def test_a_model_without_what_it_goes_on_from_is_not_trained_over(base, capsys):
 
 
 def test_two_ranks_go_on_together_and_no_other_number_can(base):
-    launch = lambda *more: subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/base_train.py",
-         "--", *flags(base, *more)], cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    done = launch("--save-every", "5")
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch = lambda *more: scripts_on_two_ranks(("scripts.base_train", flags(base, *more)))
+    launch("--save-every", "5")
     whole = load_model("base", "base", torch.device("cpu"), torch.float32)[0]
     records = metrics_of(base)
     folder = base / "base_checkpoints" / "base"
     assert {"train_000005_rank0.pt", "train_000005_rank1.pt", "model_000005.pt"} <= set(os.listdir(folder))
     with pytest.raises(BadInput, match="saved by 2 ranks"):
         train(base, "--save-every", "5", "--resume-from-step", "5")
-    done = launch("--save-every", "5", "--resume-from-step", "5")
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch("--save-every", "5", "--resume-from-step", "5")
     resumed = load_model("base", "base", torch.device("cpu"), torch.float32)[0]
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
     assert [r["loss"] for r in metrics_of(base)[:8]] == [r["loss"] for r in records[:8]]

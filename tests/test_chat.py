@@ -9,14 +9,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable
 
 import pytest
 import torch
-from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse
+from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, scripts_on_two_ranks
 
 from nanochat import engine
 from nanochat.checkpoint import load_model
@@ -252,13 +251,9 @@ def test_multiple_choice_is_the_likeliest_letter_of_each_question_and_long_ones_
 
 def test_two_ranks_print_the_numbers_of_one(capsys, base, questions):
     flags = ["-i", "sft", "-a", "mixture|ARC-Easy", "-x", "25", "-n", "3", "-t", "1", "--choices", questions, *MIXTURE]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "scripts/chat_eval.py", "--", *CHECKPOINT, *flags]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == run(capsys, chat_eval, *flags).splitlines()
-    assert done.stdout.count("\n") == 8 and "longer than the context" in done.stdout
+    printed = scripts_on_two_ranks(("scripts.chat_eval", [*CHECKPOINT, *flags]))
+    assert printed.splitlines() == run(capsys, chat_eval, *flags).splitlines()
+    assert printed.count("\n") == 8 and "longer than the context" in printed
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -7,14 +7,12 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TASK_FLAGS, parse
+from conftest import TASK_FLAGS, parse, scripts_on_two_ranks
 
 from nanochat.checkpoint import list_steps, load_model, save_model
 from nanochat.common import BadInput, script_main
@@ -367,13 +365,8 @@ def test_two_ranks_go_on_from_one(base):
     """What one rank saved, two continue: the examples are the same, and the losses agree to rounding."""
     train("--model-tag", "a", "--save-every", "2")
     losses = [r["loss"] for r in metrics_of(base, "a")]
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                           "scripts/chat_sft.py", "--",
-                           "--role", "generator", *MODEL, "--model-tag", "a", "--save-every", "2",
-                           "--resume-from-step", "2"],
-                          cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    scripts_on_two_ranks(("scripts.chat_sft", ["--role", "generator", *MODEL, "--model-tag", "a", "--save-every", "2",
+                                               "--resume-from-step", "2"]))
     assert [r["loss"] for r in metrics_of(base, "a")] == pytest.approx(losses, rel=1e-3)
 
 

@@ -110,7 +110,14 @@ def glossary() -> dict[str, list[Entry]]:
 
 # What makes a recipe log more than its defaults do
 OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"], "cooper": ["--rm-pretrain", "1"],
-           "gram": ["--pretrain-steps", "1"]}
+           "gram": ["--pretrain-steps", "1"],
+           "grpo": ["--log-theory", "2", "--theory-samples", "64"],
+           "coverrl": ["--verifier-head", "own", "--refinements", "2"],
+           "marti": ["--graph", "chain"],
+           "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"],
+           **dict.fromkeys(("search_r1", "r1_searcher", "ssrl"), ["--task", "lookup"]),
+           "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"],
+           "constitutional_ai": ["--sl-steps", "1"]}
 NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
 
 

@@ -10,7 +10,8 @@ import pytest
 from conftest import TASK_FLAGS, parse
 
 from nanochat.common import BadInput
-from nanochat.rl.forms import FORMS, believed_score, check_form, form_prompt, judged_together, preferred, strength
+from nanochat.rl.forms import (FORMS, believed_score, check_form, form_prompt, judged_together, one_bare, preferred,
+                               strength)
 from nanochat.rl.prompts import Verification, parse_choice, parse_scores
 from scripts import chat_sft
 from tasks import make_task
@@ -123,6 +124,14 @@ def test_where_no_other_outcome_is_drawn_the_given_one_stands_twice():
     assert judged_together(stubborn, PROBLEM, "y", 2, random.Random(0)) == ["y", "y"]
 
 
+def test_of_a_pair_one_may_be_left_with_its_answer_alone_and_wins_where_an_error_is_found():
+    fmt = task_of().fmt
+    bare = {tuple(one_bare(fmt, [RIGHT, WRONG], random.Random(seed))) for seed in range(20)}
+    assert bare == {("=1", WRONG), (RIGHT, "=0")}
+    assert one_bare(fmt, ["2*2"], random.Random(0)) == ["="]  # no answer can be read
+    assert demo("pair", RIGHT, "=0") == "A;1+1:2T;2*2:1T;B;=A" and demo("pair", "=1", WRONG).endswith("=A")
+
+
 def test_a_single_solution_draws_nothing_so_that_demonstrations_of_steps_stay_what_they_were():
     rng = random.Random(0)
     assert judged_together(task_of(), PROBLEM, WRONG, 1, rng) == [WRONG]
@@ -171,3 +180,10 @@ def test_other_tasks_show_pairs_too():
 def test_a_single_solution_is_asked_about_as_before(base):
     tokenizer = chat_sft.load_tokenizer(chat_sft.path_of("tokenizer"))
     assert tokenizer.decode(form_prompt(tokenizer, Chain.fmt, "steps", "1+1", ["1+1:2;=2"])[2:-2]) == "1+1|1+1:2;=2|1"
+
+
+@pytest.mark.parametrize("flags", [["--bare-share", "1.5", "--verifier-form", "pair"],
+                                   ["--bare-share", "0.5"], ["--bare-share", "0.5", "--verifier-form", "scores"]])
+def test_only_pairs_have_a_bare_side(flags):
+    with pytest.raises(BadInput, match="--bare-share .*: must be from 0 to 1, and is of --verifier-form pair"):
+        chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))

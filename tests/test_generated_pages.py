@@ -79,7 +79,7 @@ def test_every_flag_of_a_recipe_is_explained_once(make_pages, made):
     prime = made["dev/flags.md"].partition("### Recipe prime\n")[2].partition("\n### ")[0]
     assert "- `--alpha-start` (0.3): weight of" in tango and "- as recipe [grpo](#recipe-grpo): `--num-label" in tango
     assert "- `--prm-beta` (0.05): " in prime and "`--advantage` rloo, `--kl-coef` 0.0" in prime
-    assert made["dev/flags.md"].count("\n- `--chain-modulus`") == made["dev/flags.md"].count("\n- `--gamma`") == 1
+    assert made["dev/flags.md"].count("\n- `--chain-modulus`") == made["dev/flags.md"].count("\n- `--alpha-end`") == 1
 
 
 def test_a_flags_default_is_said_once_whatever_argparse_adds_to_its_help(make_pages):

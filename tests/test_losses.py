@@ -11,7 +11,8 @@ import torch
 
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
-from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss, importance_ratio
+from nanochat.rl.losses import (AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss, importance_ratio,
+                                sequence_old_logprobs)
 
 
 def row(*values) -> torch.Tensor:
@@ -78,6 +79,31 @@ def test_reinforce_by_hand():
     """-A log pi: -2 * -0.5 = 1; -(-1) * -3 = -3. The old policy plays no part."""
     loss = POLICY_LOSSES["reinforce"](PolicyLoss("reinforce"), row(-0.5, -3.0), None, row(2.0, -1.0))
     assert loss.tolist() == [1.0, -3.0]
+
+
+@pytest.mark.parametrize("ratio, advantage, weight", [
+    (1.0, 2.0, 1.0), (1.1, -2.0, 1.1), (1.5, 2.0, 1.2), (1.5, -2.0, 1.2), (0.5, 2.0, 0.8), (0.5, -2.0, 0.8)])
+def test_cispo_bounds_a_tokens_weight_and_keeps_its_gradient(ratio, advantage, weight):
+    """-weight * A * log pi, whose slope is -weight * A: PPO has none at 1.5 with A = 2 and at 0.5 with A = -2."""
+    logprobs = row(-3.0).requires_grad_()
+    loss = PolicyLoss("cispo")(logprobs, None, -3.0 - torch.log(row(ratio)), None, row(advantage))
+    assert loss.item() == pytest.approx(3 * weight * advantage, rel=1e-12)
+    assert torch.autograd.grad(loss, logprobs)[0].item() == pytest.approx(-weight * advantage, rel=1e-12)
+
+
+def test_cispo_without_a_bound_below():
+    """clip_low 1: a ratio of 0.5 weighs 0.5."""
+    loss = PolicyLoss("cispo", clip_low=1.0)(row(-3.0), None, -3.0 - torch.log(row(0.5)), None, row(-2.0))
+    assert loss.item() == pytest.approx(-3.0, rel=1e-12)
+
+
+def test_the_ratio_of_a_sequence_is_the_geometric_mean_of_its_tokens():
+    """Log ratios 0.2, 0.4 and -0.3, 0, 0.6, row 1 having no token: each token's becomes 0.3 and 0.1."""
+    logprobs, rows = row(-1, -2, -3, -4, -5), torch.tensor([0, 0, 2, 2, 2])
+    old = logprobs - row(0.2, 0.4, -0.3, 0, 0.6)
+    assert_same(logprobs - sequence_old_logprobs(logprobs, old, rows, 3), row(0.3, 0.3, 0.1, 0.1, 0.1))
+    nothing = sequence_old_logprobs(row(), row(), rows[:0], 1)
+    assert nothing.tolist() == []
 
 
 # KL
@@ -185,7 +211,7 @@ EVERY_HEAD = pytest.mark.parametrize("head", HEADS, ids=["cap 15", "cap 2, tempe
 LOSSES = {f"{name} {kl}": PolicyLoss(name, kl=kl, kl_coef=0.3, entropy_coef=0.05) for name in POLICY_LOSSES
           for kl in KL_ESTIMATORS}
 LOSSES |= {"ppo_clip dual": PolicyLoss(dual_clip=1.5), "ppo_clip alone": PolicyLoss(),
-           "reinforce alone": PolicyLoss("reinforce")}
+           "reinforce alone": PolicyLoss("reinforce"), "cispo alone": PolicyLoss("cispo")}
 EVERY_LOSS = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_dpo import assert_close, gradient_of, parsed, random_play, weights_of
+from test_dpo import assert_close, gradient_of, log_likelihoods, parsed, random_play, weights_of
 from test_prime import model, moved, records
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -74,6 +74,65 @@ def test_with_lambda_0_the_critic_learns_what_it_says_of_the_next_token(base):
     assert_close(moved_by(t, critic), expected, 1e-4)
 
 
+# VAPO's parts
+
+def test_the_adaptive_lambda_by_hand():
+    """alpha 0.05: 0 up to 20 tokens, 1/2 at 40, 0.9 at 200. alpha 1: 0, 1/2 and 3/4 at 1, 2 and 4 tokens."""
+    assert ppo.adaptive_lambda(torch.tensor([1.0, 20, 40, 200]), 0.05).tolist() == pytest.approx([0, 0, 0.5, 0.9])
+    assert ppo.adaptive_lambda(torch.tensor([1.0, 2, 4]), 1.0).tolist() == [0, 0.5, 0.75]
+
+
+def test_each_solution_has_a_lambda_of_its_own_and_the_critic_keeps_its(base):
+    t, other = (play_of("--gae-lambda", "1", *more) for more in (["--gae-alpha", "0.1"], []))
+    (policy, critic), (_, same) = ppo.play(t), ppo.play(other)
+    rollouts, advantages = policy.parts[0]
+    raw = torch.zeros(advantages.shape)
+    for n, (s, outcome) in enumerate(zip(true_log_odds(t, rollouts), rollouts.columns["outcome"], strict=True)):
+        V, later, l = torch.sigmoid(s.detach()).tolist(), 0.0, len(s)
+        for k in reversed(range(l)):
+            error = (float(outcome) if k == l - 1 else V[k + 1]) - V[k]
+            raw[n, k] = later = error + max(0, 1 - 1 / (0.1 * l)) * later
+    torch.testing.assert_close(advantages, whiten(raw, rollouts.mask, alone), rtol=1e-3, atol=1e-3)
+    assert torch.equal(critic.parts[0][1], same.parts[0][1])
+
+
+def test_the_critic_is_pretrained_alone_on_outcomes(base):
+    t = play_of("--gae-lambda", "0", "--value-pretrain", "1")
+    first, = ppo.play(t)
+    outcomes = play_of("--gae-lambda", "1")
+    assert torch.equal(first.parts[0][1], list(ppo.play(outcomes))[1].parts[0][1])
+    t.steps["critic"] = 1
+    t.labels.clear()
+    assert [update.role for update in ppo.play(t)] == ["generator", "critic"]
+    assert ppo.updates(t.args) == {"generator": 4, "critic": 5}
+
+
+def test_right_solutions_become_likelier_by_the_mean_over_their_tokens(base):
+    """The update of both losses less that of the policy's alone is the gradient of coef * mean(-log pi)."""
+    flags = ["--aggregation", "token", "--kl-coef", "0"]
+    grads = []
+    for coef in ("0", "0.5"):
+        t = play_of("--lm-coef", coef, *flags)
+        policy = next(ppo.play(t))
+        before = weights_of(t.roles["generator"].model)
+        apply_update(t, policy)
+        grads.append({name: before[name] - after for name, after in weights_of(t.roles["generator"].model).items()})
+    t = play_of(*flags)
+    rollouts, _ = next(ppo.play(t)).parts[0]
+    right, model = rollouts.columns["outcome"], t.roles["generator"].model
+    num_tokens = int(rollouts.lengths[torch.tensor(right)].sum())
+    rows = [row for row, is_right in zip(log_likelihoods(model, rollouts), right, strict=True) if is_right]
+    expected = gradient_of(-0.5 * torch.stack(rows).sum() / num_tokens, model)
+    assert_close({name: grads[1][name] - grads[0][name] for name in expected}, expected, 1e-4)
+
+
+def test_without_a_right_solution_there_is_no_bonus():
+    assert ppo.likelihood_bonus(torch.zeros(2), torch.tensor([3.0, 5.0]), 0.1, alone).tolist() == [0, 0]
+    # 2 of 8 tokens are right: 0.1 * 8 / 2
+    assert ppo.likelihood_bonus(torch.tensor([0.0, 1]), torch.tensor([6.0, 2]), 0.1, alone).tolist() == (
+        pytest.approx([0, 0.4]))
+
+
 def test_without_a_solution_that_can_be_scored_nobody_learns(base):
     t = play_of()
     t.task.check = lambda problem, text: None
@@ -102,7 +161,10 @@ def test_both_roles_move_and_the_critic_keeps_its_rate(base):
 
 @pytest.mark.parametrize("flags, complaint", [
     (["--gae-lambda", "1.5"], "--gae-lambda 1.5: must be from 0 to 1"),
-    (["--critic-lr", "-1"], "--critic-lr -1.0: must be at least 0")])
+    (["--critic-lr", "-1"], "--critic-lr -1.0: must be at least 0"),
+    (["--gae-alpha", "-1"], "--gae-alpha -1.0: must be at least 0"),
+    (["--lm-coef", "0.1"], "needs --aggregation token"),
+    (["--lm-coef", "0.1", "--aggregation", "token", "--updates-per-batch", "2"], "--updates-per-batch 2")])
 def test_settings_that_cannot_work_are_refused(base, flags, complaint):
     with pytest.raises(BadInput, match=complaint):
         tango_rl.main(parsed("ppo", *flags))

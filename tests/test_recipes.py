@@ -10,13 +10,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import parse, rl_flags
+from conftest import parse, rl_flags, scripts_on_two_ranks
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps
@@ -28,12 +26,18 @@ from scripts import report, tango_rl
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # what is seen of a recipe beside its defaults
 OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain", "0"],
+           "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"],
            "critic_rm": ["--bt-start", "0.5"], "gram": ["--pretrain-steps", "0", "--num-solutions", "8"],
            **dict.fromkeys(("rm_r1", "think_rm", "spct"), ["--verifier-tag", "tiny-judge", "--num-solutions", "8"]),
            "think_rm_policy": ["--verifier-tag", "tiny-judge"],
+           "coverrl": ["--verifier-head", "own", "--num-votes", "6", "--verifications", "2", "--refinements", "2"]}
+           **dict.fromkeys(("debate", "debate_judge"), ["--verifier-tag", "tiny-judge"]),
+           "think_rm_policy": ["--verifier-tag", "tiny-judge"]}
            **dict.fromkeys(("search_r1", "r1_searcher", "ssrl"), ["--task", "lookup"]),
            "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"],
            "ssp": ["--task", "lookup"]}
+           "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"],  # which also judges
+           "constitutional_ai": ["--model-tag", "tiny-ver", "--sl-steps", "1"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
 
 
@@ -134,33 +138,14 @@ def test_a_continued_run_is_a_straight_one_bit_for_bit(at_base, recipe):
         assert records(at_base, run, name) == records(at_base, f"continued-{run}", name)
 
 
-TWO_RANKS = """
-import os
-import sys
-from conftest import parse
-from scripts import tango_rl
-for flags in sys.argv[1:]:
-    tango_rl.main(parse(tango_rl, flags.split()))
-sys.stderr.flush()
-os._exit(0)  # as script_main does
-"""
-
-
 @pytest.fixture(scope="module")
-def two_ranks(trained, own_file, tmp_path_factory):
+def two_ranks(trained, own_file):
     """The base directory, with a step of every recipe on two ranks: all of them in one start, as a start takes
     seconds."""
-    script = tmp_path_factory.mktemp("two") / "two_ranks.py"
-    script.write_text(TWO_RANKS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(trained))  # where labelled solutions are
-        flags = [" ".join(flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1"))
-                 for name in (*recipes.names(), own_file)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script), *flags]
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(trained), "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "tests")])}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+        scripts_on_two_ranks(*(("scripts.tango_rl", flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps",
+                                                             "1")) for name in (*recipes.names(), own_file)))
     return trained
 
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RL_FLAGS, end_rank, parse
+from conftest import RL_FLAGS, on_ranks, parse
 
 from nanochat import checkpoint
 from nanochat.common import BadInput, all_reduce
@@ -95,12 +95,10 @@ def take_steps(name: str, rank: int, world: int, num_steps: int = 2,
     return role, metrics
 
 
-def run_rank(rank: int, world: int, port: int, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "NANOCHAT_BASE_DIR": folder}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {}
+def save_steps(folder: str) -> None:
+    """What each model's steps give on this rank, into a file in the folder."""
+    os.environ["NANOCHAT_BASE_DIR"] = folder
+    rank, world, found = dist.get_rank(), dist.get_world_size(), {}
     for name in MODELS:
         role, metrics = take_steps(name, rank, world)
         assert (is_sharded(role.model)
@@ -125,7 +123,6 @@ def run_rank(rank: int, world: int, port: int, folder: str) -> None:
             refused = str(error)
         found[name] = {"metrics": metrics + straight, "state": state, "tokens": sampled.tokens, "refused": refused}
     torch.save(found, f"{folder}/found{rank}.pt")
-    end_rank()
 
 
 def shorter(saved: dict) -> dict:
@@ -144,7 +141,7 @@ def free_port() -> int:
 def test_four_sharded_ranks_take_the_steps_of_one(tmp_path):
     """Losses, gradient norms and weights, in fp64; what they sample; a step behind a save and a restore is the same to
     the bit."""
-    torch.multiprocessing.spawn(run_rank, args=(4, free_port(), str(tmp_path)), nprocs=4)
+    on_ranks(4, save_steps, str(tmp_path))
     ranks = [torch.load(tmp_path / f"found{rank}.pt", weights_only=True) for rank in range(4)]
     for name in MODELS:
         role, expected = take_steps(name, 0, 1)

@@ -12,13 +12,15 @@ import sys
 
 import pytest
 import torch
-from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
+from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags, scripts_on_two_ranks
+from test_dpo import random_play, weights_of
 
 from nanochat.checkpoint import list_steps, saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested
 from nanochat.recipes import tango
 from nanochat.rl import evals, state
-from nanochat.rl.play import Play
+from nanochat.rl.play import Play, apply_update
+from nanochat.rl.prompts import Verification
 from nanochat.run import MEASURED, lock_run
 from scripts import chat_sft, tango_rl
 from tasks.chain import Chain
@@ -283,11 +285,7 @@ def test_three_updates_that_are_not_finite_stop_the_run(base, monkeypatch):
 
 
 def test_two_ranks_draw_the_rollouts_of_one_and_take_its_steps(base, straight):
-    env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "scripts/tango_rl.py", "--", *RL_FLAGS, "--run", "r", "--save-every", "1", "--eval-every", "2"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    scripts_on_two_ranks(("scripts.tango_rl", [*RL_FLAGS, "--run", "r", "--save-every", "1", "--eval-every", "2"]))
     one, two = records(straight, "r"), records(base, "r")
     for a, b in zip(one, two, strict=True):
         prefix = "gen" if a["role"] == "generator" else "ver"
@@ -555,6 +553,25 @@ def test_unlabelled_problems_of_a_finite_task_come_again(base, monkeypatch):
     train("--run", "few", "--num-labelled", "6", "--num-steps", "6")
     places = [i for label, places in solved if label == "generator" for i in places]
     assert set(places) <= set(range(11)) and {i for i in places if i >= 6} == set(range(6, 11))
+
+
+@pytest.mark.parametrize("reward", ["steps", "verdict"])
+def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, reward):
+    """A check that finds all of them right, or wrong, gives the same weights; one of labelled ones gives others."""
+    def moved(labelled: bool, others: bool) -> dict[str, torch.Tensor]:
+        t = random_play("tango", "--num-labelled", "4", "--verifier-max-new-tokens", "36")
+        t.task.check = lambda problem, text: len(text) % 2 == 0 if problem.index < 4 and labelled else others
+        num_steps = lambda rollouts: [len(prompt.solution.step_ends) for prompt in rollouts.prompt_of()]
+        said = lambda n, text: Verification([len(text) % 3 > 0] * n, len(text) % 2 == 0, ())
+        t.read_verifications = lambda rollouts: list(map(said, num_steps(rollouts), rollouts.texts))
+        update, = tango.generator_step(t, judge="verifier", reward=reward)
+        assert {p.index < 4 for p in update.parts[0][0].problems()} == {True, False}
+        apply_update(t, update)
+        return weights_of(t.roles["generator"].model)
+
+    plain, same, other = moved(True, True), moved(True, False), moved(False, True)
+    assert all(torch.equal(plain[name], same[name]) for name in plain)
+    assert any(not torch.equal(plain[name], other[name]) for name in plain)
 
 
 def test_grpo_sees_labelled_problems_alone(base, monkeypatch):

@@ -7,6 +7,7 @@ import argparse
 import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -29,26 +30,30 @@ from tasks.mixture import PARTS
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")
 SPLITS = ("sft", "rl", "test_in", "test_out")
 # the others need their data: test_gsm8k.py, test_competition.py
-GENERATED = ["chain", "brittle", "lookup", "last_letter", "mixture"]
+GENERATED = ["chain", "brittle", "halves", "lookup", "last_letter", "mixture", "rewrite"]
 EVERY_TASK = pytest.mark.parametrize("name", GENERATED)
-# of these, which state the last result alone, a wrong solution may be right by luck
-LUCKY = ("brittle", "lookup")
+# of these, which state last results alone, a wrong solution may be right by luck
+LUCKY = ("brittle", "halves", "lookup")
 WITHOUT_LUCK = pytest.mark.parametrize("name", [name for name in GENERATED if name not in LUCKY])
 ALWAYS_RIGHT = {"chain": ["--chain-share", "0", "--chain-verifier-share", "0"],
-                "last_letter": ["--last-letter-verifier-error", "0"]}
+                "rewrite": ["--rewrite-share", "0", "--rewrite-skips", "0", "--rewrite-verifier-share", "0"],
+               "last_letter": ["--last-letter-verifier-error", "0"]}
 EIGHT_STEPS = {"chain": ["--chain-min-steps", "8", "--chain-max-steps", "8"],
                "last_letter": ["--last-letter-min-words", "8", "--last-letter-max-words", "8"]}
 for by_task in (ALWAYS_RIGHT, EIGHT_STEPS):
     by_task["mixture"] = by_task["chain"] + by_task["last_letter"]
     by_task["brittle"] = [*by_task["chain"], "--brittle-short-share", "0"]
+    by_task["halves"] = by_task["chain"]
     by_task["lookup"] = [*by_task["chain"], "--lookup-share", "0", "--lookup-recall-share", "1"]
 
 PIECES = ("3+5:8;", "8*2:6;", "9*2:8;", "grape:e;", "lemon:en;", "fig:eng;", ";", "=", "=86", "=eng", "T", "F")
-ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|") |
-            st.text("grapelmonfi:;= TF|") | st.lists(st.sampled_from(PIECES)).map("".join))
+ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|,ab") |
+            st.text("grapelmonfi:;= TF|") | st.text("abc1;=") | st.lists(st.sampled_from(PIECES)).map("".join))
 
 CHAIN = Problem("rl", 0, "3+5*2", "86")  # 3+5 = 8; 8*2 = 16, modulo 10 that is 6
 WORDS = Problem("rl", 0, "grape lemon fig", "eng")
+OF_TASK = {"last_letter": WORDS, "halves": Problem("rl", 0, "3+5*2,4-1*7", "6,1"),
+           "rewrite": Problem("rl", 0, "bbcac:a", "a")}  # of the others CHAIN
 
 
 def task_of(name: str, *flags: str, seed: int = 0):
@@ -139,6 +144,18 @@ def test_splits_share_no_problem_where_there_are_few(name, flags):
     prompts = {split: {task.problem(split, i).prompt for i in range(400)} for split in SPLITS}
     for a, b in combinations(SPLITS, 2):
         assert not prompts[a] & prompts[b], (a, b)
+
+
+def test_variants_of_a_chain_differ_in_a_digit_or_an_operation_and_state_their_own_answer():
+    task, seen = task_of("chain", "--chain-modulus", "3", *ALWAYS_RIGHT["chain"]), set()
+    problem = Problem("test_in", 7, "1+2*1", "00")
+    for k in range(100):
+        variant = task.variants(problem, random.Random(k))
+        assert sum(a != b for a, b in zip(variant.prompt, problem.prompt, strict=True)) == 1
+        assert (variant.split, variant.index) == ("test_in", 7)
+        assert task.check(variant, task.solution_demo(variant, random.Random(0)))
+        seen.add(variant.prompt)
+    assert seen == {"0+2*1", "2+2*1", "1-2*1", "1*2*1", "1+0*1", "1+1*1", "1+2+1", "1+2-1", "1+2*0", "1+2*2"}
 
 
 def test_chain_lengths_are_those_of_the_split():
@@ -322,7 +339,7 @@ def test_last_letter_steps_are_right_iff_they_give_the_word_and_the_letters_so_f
 @settings(max_examples=60, deadline=None)
 @given(solution=ANY_TEXT)
 def test_any_text_gets_one_label_per_step_and_a_verification_in_format(name, solution):
-    task, problem = task_of(name, *ALWAYS_RIGHT[name]), WORDS if name == "last_letter" else CHAIN
+    task, problem = task_of(name, *ALWAYS_RIGHT[name]), OF_TASK.get(name, CHAIN)
     labels = task.step_labels(problem, solution)
     assert len(labels) == len(task.fmt.step_spans(solution)) and all(type(label) is bool for label in labels)
     assert type(task.check(problem, solution)) is bool
@@ -443,7 +460,9 @@ def test_a_demonstration_without_misconceptions_is_right_in_answer_and_steps(nam
         for i in range(50):
             problem = task.problem(split, i)
             solution = task.solution_demo(problem, random.Random(i))
-            num_steps = len(problem.prompt) // 2 if problem.prompt[0].isdigit() else len(problem.prompt.split())
+            num_steps = len(re.findall("[-+*]", problem.prompt)) or len(problem.prompt.split())
+            if name == "rewrite":  # where a problem does not say how many
+                num_steps = len(task.fmt.step_spans(solution))
             assert task.step_labels(problem, solution) == [True] * num_steps
             assert task.check(problem, solution) is True
 
@@ -491,7 +510,7 @@ def test_demonstrations_show_a_misconceived_fact_wrongly_as_often_as_asked_and_o
     assert abs(sum(shown[True]) / len(shown[True]) - 0.75) < 0.05
 
 
-@WITHOUT_LUCK
+@pytest.mark.parametrize("name", [name for name in EIGHT_STEPS if name != "brittle"])
 def test_a_corrupted_solution_is_all_right_about_half_of_the_time(name):
     task = task_of(name, *EIGHT_STEPS[name])
     all_right = 0

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from conftest import end_rank
+from conftest import on_two_ranks
 
 from nanochat.common import all_reduce
 from nanochat.engine import generate, row_key
@@ -294,6 +294,42 @@ def test_tokens_beyond_the_clip_range_give_no_gradient():
     assert_close(grads, gradient(negative)[0], 1e-5)
 
 
+def literal_gspo(log_ratios, logprobs, advantages, low, high):
+    """Eq. 5 of GSPO: the mean over sequences of -min(s A, clip(s) A) with s = exp(mean log ratio)."""
+    s = torch.stack([row.mean().exp() for row in log_ratios])
+    return -torch.minimum(s * advantages, s.clamp(1 - low, 1 + high) * advantages).mean()
+
+
+def literal_cispo(log_ratios, logprobs, advantages, low, high):
+    """Eq. 4 of MiniMax-M1: the mean over tokens of -sg(clip(ratio)) A log pi."""
+    weights = [row.detach().exp().clamp(1 - low, 1 + high) * A for row, A in zip(log_ratios, advantages, strict=True)]
+    return -(torch.cat(weights) * torch.cat(logprobs)).mean()
+
+
+@pytest.mark.parametrize("loss, aggregation, literal", [
+    (PolicyLoss(clip_low=0.03, clip_high=0.05, sequence_ratio=True), "sequence", literal_gspo),
+    (PolicyLoss("cispo", clip_low=0.03, clip_high=0.05), "token", literal_cispo)])
+def test_the_second_update_on_a_batch_takes_the_gradient_of_the_papers_loss(loss, aggregation, literal):
+    """At the first all ratios are 1. Behind it some are outside of the clip range and some inside."""
+    model, rollouts = tiny_model(), random_rollouts(*RAGGED)
+    old = [token_logprobs(model, rollouts, n).detach() for n in range(8)]
+    of_rollout = random_advantages(rollouts)[:, 0]
+    batches = packed(rollouts, of_rollout[:, None].expand(rollouts.tokens.shape), aggregation, max_tokens=40)
+    for batch in batches:
+        batch.old_logprobs = score(model, batch, 1.0)
+    metrics = step(role_of(model), batches, loss, lr=0.001)
+    assert len(batches) > 1 and metrics["clip_ratio/low"] == metrics["clip_ratio/high"] == 0
+    logprobs = [token_logprobs(model, rollouts, n) for n in range(8)]
+    log_ratios = [now - before for now, before in zip(logprobs, old, strict=True)]
+    value = literal(log_ratios, logprobs, of_rollout.double(), loss.clip_low, loss.clip_high)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    expected = dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
+    grads, metrics = gradient(batches, model, loss)
+    assert_close(grads, expected, 1e-4)
+    assert metrics["loss"] == pytest.approx(value.item(), rel=1e-4)
+    assert 0 < metrics["clip_ratio/low"] + metrics["clip_ratio/high"] < 1
+
+
 @pytest.mark.parametrize("preset", ["grpo", "rloo", "reinforce++", "dr_grpo"])
 def test_equal_rewards_give_no_gradient(preset):
     rollouts = random_rollouts(*RAGGED)
@@ -423,16 +459,14 @@ def train_share(rank, world):
     return weights_of(model), metrics
 
 
-def run_rank(rank, world, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    torch.save(train_share(rank, world), f"{folder}/rank{rank}.pt")
-    end_rank()
+def save_share(folder):
+    rank = torch.distributed.get_rank()
+    torch.save(train_share(rank, 2), f"{folder}/rank{rank}.pt")
 
 
 def test_two_gloo_ranks_equal_one(tmp_path):
     expected, expected_metrics = train_share(0, 1)
-    torch.multiprocessing.spawn(run_rank, args=(2, str(tmp_path)), nprocs=2)
+    on_two_ranks(save_share, str(tmp_path))
     results = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [m["skipped"] for m in expected_metrics] == [0, 0, 1]
     start = weights_of(tiny_model())

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 from fractions import Fraction
 from itertools import product
@@ -16,7 +14,7 @@ from itertools import product
 import datasets
 import pytest
 import torch
-from conftest import TASK_FLAGS, parse
+from conftest import TASK_FLAGS, parse, scripts_on_two_ranks
 
 from nanochat import recipes
 from nanochat.checkpoint import load_model
@@ -426,13 +424,8 @@ def test_two_ranks_print_and_write_the_numbers_of_one(capsys, bench, base, tmp_p
     write(tmp_path / "bench" / "omnimath.jsonl", [{**chain_rows([3])[0], "problem": "1" * 200}])
     flags = ["--processbench", os.environ["BENCH"], "--format", "compact", *SAMPLED, "--generator-tag", "tiny",
              "--num-samples", "3", "--max-problems", "7", "--out"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "scripts/verifier_eval.py", "--", *VERIFIER, *flags]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(tmp_path / "two.json")], env=env, cwd=ROOT, capture_output=True, text=True,
-                          timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == run(capsys, *flags, str(tmp_path / "one.json"))
+    printed = scripts_on_two_ranks(("scripts.verifier_eval", [*VERIFIER, *flags, str(tmp_path / "two.json")]))
+    assert printed.splitlines() == run(capsys, *flags, str(tmp_path / "one.json"))
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert one.pop("args")["out"] != two.pop("args")["out"] and one == two
     assert len(one["processbench"]["samples"]) == 48 and len(one["best_of_n"]["samples"]) == 7

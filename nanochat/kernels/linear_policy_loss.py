@@ -18,7 +18,7 @@ from nanochat.kernels.linear_logprob import (head_arguments, logit_and_slope, lo
 from nanochat.ops import matmul
 
 LOG_RATIO_LIMIT = 20.0  # as in nanochat.rl.losses, whose formulas the kernel repeats; tests hold them together
-KERNEL_LOSSES, KERNEL_KLS = ("ppo_clip", "reinforce"), ("k1", "k2", "k3")
+KERNEL_LOSSES, KERNEL_KLS = ("ppo_clip", "reinforce", "cispo"), ("k1", "k2", "k3")
 
 
 # PyTorch
@@ -68,11 +68,14 @@ def policy_term(logprob, old, advantage, low, high, dual_clip, LIMIT: tl.constex
     its bounds, and a minimum of equals halves it."""
     loss = -advantage * logprob
     g = -advantage
+    log_ratio = logprob - old
+    limited = tl.where(log_ratio > LIMIT, LIMIT, tl.where(log_ratio < -LIMIT, -LIMIT, log_ratio))
+    ratio = tl.exp(limited)
+    clipped = tl.where(ratio > high, high, tl.where(ratio < low, low, ratio))
+    if LOSS == "cispo":
+        loss = -clipped * advantage * logprob
+        g = -clipped * advantage
     if LOSS == "ppo_clip":
-        log_ratio = logprob - old
-        limited = tl.where(log_ratio > LIMIT, LIMIT, tl.where(log_ratio < -LIMIT, -LIMIT, log_ratio))
-        ratio = tl.exp(limited)
-        clipped = tl.where(ratio > high, high, tl.where(ratio < low, low, ratio))
         ratio_slope = tl.where(limited == log_ratio, ratio, 0.0)
         clipped_slope = tl.where(clipped == ratio, ratio_slope, 0.0)
         gain, clipped_gain = ratio * advantage, clipped * advantage

@@ -86,25 +86,34 @@ def margins(log_ratios: torch.Tensor, chosen: list[int], rejected: list[int], be
     return beta * (log_ratios[chosen] - log_ratios[rejected])
 
 
+def pair_losses(u: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """-P log sigma(u) - (1 - P) log sigma(-u), with targets P: how likely the chosen one is the better one, for sure
+    in DPO, where P is 1. All (Q,)."""
+    return -targets * logsigmoid(u) - (1 - targets) * logsigmoid(-u)
+
+
 def pair_coefficients(u: torch.Tensor, weights: torch.Tensor, chosen: list[int], rejected: list[int], num_rollouts: int,
-                      beta: float) -> torch.Tensor:
-    """The derivative of sum_q weights_q * log sigma(u_q) in each rollout's log pi. u, weights (Q,) -> (N,)"""
-    pull = weights * beta * torch.sigmoid(-u)  # (Q,), the paper's section 4: large where the pair is ranked wrongly
+                      beta: float, targets: torch.Tensor) -> torch.Tensor:
+    """The derivative of -sum_q weights_q * pair_losses_q in each rollout's log pi. u, weights, targets (Q,) -> (N,)"""
+    # P - sigma(u). With P = 1 sigma(-u), the paper's section 4: large where the pair is ranked wrongly
+    pull = weights * beta * (targets * torch.sigmoid(-u) - (1 - targets) * torch.sigmoid(u))  # (Q,)
     index = torch.tensor(chosen + rejected, dtype=torch.long)
     return u.new_zeros(num_rollouts).index_add(0, index, torch.cat([pull, -pull]))
 
 
 def learn_from_pairs(t: Play, role: str, rollouts: Rollouts, chosen: list[int], rejected: list[int],
-                     ref_logprobs: torch.Tensor):
+                     ref_logprobs: torch.Tensor, *, targets: list[float] | None = None, sft_coef: float = 0.0):
     """The update of a role that is to prefer rollout chosen[q] to rejected[q]: the mean loss over the pairs of all
     ranks, or no update where no rank has a pair. Two equal completions count in the mean and pull nothing.
 
     ref_logprobs (N, T): the rollouts' under the model that the role is compared with. Each rollout is in a pair.
+    targets: P of each pair (see `pair_losses`), by default 1; sft_coef: weight of -log pi of the chosen, beside.
     """
     check_pair_args(t.args)  # also where another recipe has borrowed this update
     # One number per rollout: in fp64 on the CPU, where the order of additions is always the same.
     log_ratios = (t.logprobs(role, rollouts) - ref_logprobs).sum(dim=1).cpu().double()  # (N,)
     u = margins(log_ratios, chosen, rejected, t.args.beta)  # (Q,)
+    P = torch.ones_like(u) if targets is None else torch.tensor(targets, dtype=u.dtype)  # (Q,)
     tokens, texts = rollouts.completions(), rollouts.texts
     pairs = list(zip(chosen, rejected, strict=True))
     equal = torch.tensor([tokens[w] == tokens[l] for w, l in pairs], dtype=torch.bool)  # (Q,)
@@ -112,13 +121,14 @@ def learn_from_pairs(t: Play, role: str, rollouts: Rollouts, chosen: list[int], 
     rollouts.columns["paired_with"] = [texts[partner[n]] for n in range(len(rollouts))]
     num_pairs, num_rollouts = t.reduce(torch.tensor([len(chosen), len(rollouts)], device=t.device)).tolist()
     t.log(role, {"num_pairs": num_pairs} | t.mean({
-        "pair_loss": (-logsigmoid(u)).tolist(), "pair_accuracy": (u > 0).tolist(), "margin": u.tolist(),
+        "pair_loss": pair_losses(u, P).tolist(), "pair_accuracy": (u > 0).tolist(), "margin": u.tolist(),
         "frac_equal": equal.tolist(), "log_ratio/chosen": log_ratios[chosen].tolist(),
         "log_ratio/rejected": log_ratios[rejected].tolist()}))
     if num_pairs == 0:
         return
     weights = (~equal) * num_rollouts / num_pairs  # from the update's mean over rollouts to one over pairs
-    coefficients = pair_coefficients(u, weights, chosen, rejected, len(rollouts), t.args.beta)  # (N,)
+    coefficients = pair_coefficients(u, weights, chosen, rejected, len(rollouts), t.args.beta, P)  # (N,)
+    coefficients.index_add_(0, torch.tensor(chosen, dtype=torch.long), sft_coef * weights.double())
     advantages = coefficients.float().to(t.device)[:, None].expand(-1, rollouts.tokens.shape[1])  # (N, T)
     yield Update(role, [(rollouts, advantages)], PolicyLoss("reinforce"), per="rollout")
 

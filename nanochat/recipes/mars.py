@@ -105,11 +105,12 @@ def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-def system_advantages(rewards: list[float | None], group_id: list[int], preset: Preset, reduce=alone) -> torch.Tensor:
+def system_advantages(rewards: list[float | None], group_id: list[int], preset: Preset, device="cpu",
+                      reduce=alone) -> torch.Tensor:
     """The advantage of each sample of one system: its trajectory's reward, normalised over the samples of its problem
     (--advantage). -> (n,)"""
-    one = torch.ones(len(rewards), dtype=torch.long)
-    groups = torch.tensor(group_id, dtype=torch.long)
+    groups = torch.tensor(group_id, dtype=torch.long, device=device)
+    one = torch.ones_like(groups)
     return source_advantages(terminal_rewards(rewards, one), groups, 1, preset, reduce)[:, 0]
 
 
@@ -154,7 +155,7 @@ def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> Epis
     for k in range(args.most_turns):
         label = (lambda name: "eval") if greedy else (lambda name: f"{name}{k}")
         prompts = t.prompts("reason_prompt", [problems[n] for n in live], context=[contexts[n] for n in live])
-        turns = t.sample("generator", prompts, 1, label("turn"), greedy=greedy)                       # s_i, (t_i, p_i)
+        turns = t.sample("generator", prompts, 1, label("turn"), greedy=greedy)      # s_i, (t_i, p_i)
         episodes.turns.append((turns, live))
         for n, text in zip(live, turns.texts, strict=True):
             episodes.last[n] = text
@@ -164,14 +165,14 @@ def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> Epis
         bins = [(n, text) for n, query in queries.items() for text in packed(t.task.documents(query), args)]
         prompts = t.prompts("condense_prompt", [problems[n] for n, _ in bins], document=[text for _, text in bins],
                             query=[queries[n] for n, _ in bins])
-        written = t.sample("generator", prompts, 1, label("condense"), greedy=greedy)                 # o~ = pi_1(o, p)
+        written = t.sample("generator", prompts, 1, label("condense"), greedy=greedy)  # o~
         written.columns = {"document": [text for _, text in bins], "query": [queries[n] for n, _ in bins]}
         episodes.condensed.append((written, [n for n, _ in bins]))
         found = {n: "" for n in live}
         for (n, _), tokens in zip(bins, written.completions(), strict=True):
             ended = tokens[-1:] and tokens[-1] in t.tokenizer.stop_tokens
             found[n] += t.tokenizer.decode((tokens[:-1] if ended else tokens)[: args.condense_tokens])
-        for n in live:                                                                                # c_{i+1}
+        for n in live:  # c_{i+1}
             contexts[n] += episodes.last[n] + fmt.info_open + found[n] + fmt.info_close + fmt.step_close
             episodes.num_queries[n] += 1
     return episodes
@@ -192,23 +193,24 @@ def play(t: Play):
     G, preset = t.args.num_samples, PRESETS[t.args.advantage]
     problems = [problem for problem in t.problems() for _ in range(G)]
     episodes = run_episodes(t, problems)
-    outcomes = outcomes_of_last(t, episodes)                                                  # R
+    outcomes = outcomes_of_last(t, episodes)                                                   # r^k
     turns, of_turn = together(episodes.turns)
     condensed, of_condensed = together(episodes.condensed)
-    rewards1 = [outcomes[k] for k in of_condensed]
-    A2 = system_advantages(outcomes, [k // G for k in range(len(problems))], preset, t.reduce)
-    A1 = system_advantages(rewards1, [k // G for k in of_condensed], preset, t.reduce)
+    rewards = [outcomes[k] for k in of_condensed]                                              # r^{k,j} = r^k
+    groups2, groups1 = [k // G for k in range(len(problems))], [k // G for k in of_condensed]
+    A2 = system_advantages(outcomes, groups2, preset, t.device, t.reduce)
+    A1 = system_advantages(rewards, groups1, preset, t.device, t.reduce)
     turns.columns = {"outcome": [outcomes[k] for k in of_turn], "trajectory": of_turn}
-    condensed.columns |= {"outcome": rewards1, "trajectory": of_condensed}
+    condensed.columns |= {"outcome": rewards, "trajectory": of_condensed}
     log_systems(t, episodes, turns, condensed, outcomes)
 
     chosen = list(range(len(of_condensed)))
-    if t.args.balance:                                                                 # advantages first, then samples
-        chosen = balanced_rows(A1.tolist(), [k // G for k in of_condensed], [p.index for p in problems[::G]], G,
-                               t.args.balance_eta, f"{t.args.seed}-{t.step}")
-    parts = [(turns, spread(A2[of_turn], turns))]                                      # L_2
+    if t.args.balance:  # the advantages stand
+        chosen = balanced_rows(A1.tolist(), groups1, [p.index for p in problems[::G]], G, t.args.balance_eta,
+                               f"{t.args.seed}-{t.step}")
+    parts = [(turns, spread(A2[of_turn], turns))]                                              # L_2
     if t.args.train_condenser:
-        parts.append((condensed.select(chosen), spread(A1[chosen], condensed)))        # L_1
+        parts.append((condensed.select(chosen), spread(A1[chosen], condensed)))                # L_1
     log_shares(t, parts)
     yield Update("generator", parts)
 
@@ -239,7 +241,7 @@ def balanced_rows(advantages: list[float], group_id: list[int], indices: list[in
 
 def spread(advantages: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
     """The advantage of each rollout on all its tokens. (n,) -> (n, T)"""
-    return advantages.to(rollouts.tokens.device)[:, None].expand(-1, rollouts.tokens.shape[1])
+    return advantages[:, None].expand(-1, rollouts.tokens.shape[1])
 
 
 def log_systems(t: Play, episodes: Episodes, turns: Rollouts, condensed: Rollouts, outcomes: list[bool | None]) -> None:

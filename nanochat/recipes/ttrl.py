@@ -26,6 +26,7 @@ from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
+from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, majority
 
 TAGS = dict(family="single model", verifier="none", reward="majority vote", credit="z-score")
@@ -66,15 +67,22 @@ def majority_rewards(answers: list[str | None], labels: list[str | None]) -> lis
     return [float(answer is not None and answer == labels[n // N]) for n, answer in enumerate(answers)]
 
 
-def play(t: Play):
-    N, M = votes_per_problem(t.args), t.args.num_samples
+def cast_votes(t: Play) -> tuple[Rollouts, list[str | None]]:
+    """The votes of each problem, with what they say and earn as columns, and the problems' labels. They are logged."""
+    N = votes_per_problem(t.args)
     votes = t.solve("generator", t.problems(), N, "votes")                        # y_1 ... y_N
     answers = answers_of(t.task, votes.texts)
     labels = pseudo_labels(answers, N)                                            # y*
-    rewards = majority_rewards(answers, labels)                                   # R(y_i, y*)
-    votes.columns = {"outcome": t.check(votes), "answer": answers, "majority_reward": rewards,
+    votes.columns = {"outcome": t.check(votes), "answer": answers,
+                     "majority_reward": majority_rewards(answers, labels),        # R(y_i, y*)
                      "pseudo_label": [label for label in labels for _ in range(N)]}
     log_votes(t, votes.columns, labels)
+    return votes, labels
+
+
+def play(t: Play):
+    N, M = votes_per_problem(t.args), t.args.num_samples
+    votes, _ = cast_votes(t)
     solutions = votes.select([n for n in range(len(votes)) if n % N < M])         # vote, then sample
     rewards = solutions.columns["majority_reward"]
     advantages = source_advantages(terminal_rewards(rewards, solutions.lengths), solutions.group_id,
@@ -83,15 +91,20 @@ def play(t: Play):
     yield Update("generator", [(solutions, advantages)])
 
 
+def outcomes_of_labels(columns: dict[str, list], labels: list[str | None]) -> list[bool | None]:
+    """Whether each label is right: as the first vote for it is, and wrong where there is none."""
+    N = len(columns["answer"]) // max(1, len(labels))
+    first = [None if label is None else columns["answer"].index(label, i * N) for i, label in enumerate(labels)]
+    return [False if n is None else columns["outcome"][n] for n in first]
+
+
 def log_votes(t: Play, columns: dict[str, list], labels: list[str | None]) -> None:
     """Logs how far the votes agree, and how far they and their labels are right. What the gold check cannot score is
-    left out of that; a label is as right as the first vote for it, and wrong where there is none."""
+    left out of that."""
     outcomes, answers, rewards = columns["outcome"], columns["answer"], columns["majority_reward"]
-    N = votes_per_problem(t.args)
-    first = [None if label is None else answers.index(label, i * N) for i, label in enumerate(labels)]
     pairs = list(zip(rewards, outcomes, strict=True))
     t.log("generator", t.mean({
-        "majority_ratio": rewards, "label_accuracy": [False if n is None else outcomes[n] for n in first],
+        "majority_ratio": rewards, "label_accuracy": outcomes_of_labels(columns, labels),
         "reward_accuracy": [None if outcome is None else reward == outcome for reward, outcome in pairs],
         "ground_truth_ratio": outcomes, "unreadable": [answer is None for answer in answers],
         "unscorable": [outcome is None for outcome in outcomes]}))

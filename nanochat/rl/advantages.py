@@ -115,11 +115,12 @@ def spread_return_to_go(values, token_index, num_tokens):
     return per_token.scatter_add_(1, token_index, values).flip(1).cumsum(1).flip(1)
 
 
-def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float, lam: float) -> torch.Tensor:
+def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float,
+        lam: float | torch.Tensor) -> torch.Tensor:
     """Generalised advantage estimates (Schulman et al. 2016, eq. 16): A_t = d_t + gamma lam A_{t+1} with
     d_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the next token of the mask and V is 0 behind the last.
 
-    values: V_t, of the state before token t is drawn. A reward off the mask, on a token that a tool put there, is the
+    lam: one for all, or one for each rollout (N,). values: V_t, of the state before token t is drawn. A reward off the mask, on a token that a tool put there, is the
     one's before it. With gamma 1, lam 1 and values 0 this is `to_go`. All (N, T), mask bool -> (N, T), 0 off the mask
     """
     advantages = torch.zeros_like(rewards)

@@ -24,7 +24,7 @@ from nanochat.rl.prompts import (STRENGTHS, Prompt, numbered, parse_choice, pars
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import share_of
-from nanochat.rl.spots import Spot, forced
+from nanochat.rl.spots import Spot, chances_at, forced, spot_of
 from tasks.common import Problem
 
 
@@ -141,6 +141,20 @@ def read_choices(t: Play, rollouts: Rollouts, graded: bool = False) -> list[int 
     """The choice that each verification ends with."""
     return [parse_choice(t.task.fmt, text, stopped, graded)
             for text, stopped in zip(rollouts.texts, rollouts.stopped.tolist(), strict=True)]
+
+
+def choice_chances(t: Play, role: str, rollouts: Rollouts) -> list[float | None]:
+    """How likely each verification was to choose A, and not B, where its choice stands; None without a choice."""
+    tokenizer, fmt, spots = t.tokenizer, t.task.fmt, []
+    for n, (tokens, choice) in enumerate(zip(rollouts.completions(), read_choices(t, rollouts), strict=True)):
+        if choice is not None:
+            # Marks are ASCII: as latin-1 one character is one byte.
+            text = b"".join(map(tokenizer.token_bytes, tokens)).decode("latin-1")
+            at = text.index(fmt.choices[choice < 0], text.rfind(fmt.final_open) + len(fmt.final_open))
+            spots.append((n, spot_of(tokenizer, fmt, tokens, at, fmt.choices)))
+    spots = [(n, spot) for n, spot in spots if spot is not None]
+    found = dict(zip((n for n, _ in spots), chances_at(t, role, rollouts, spots), strict=True))
+    return [found.get(n) for n in range(len(rollouts))]
 
 
 def read_scores(t: Play, rollouts: Rollouts, num: int) -> list[list[int] | None]:

@@ -25,7 +25,7 @@ TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "agg
 LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1, "max_new_tokens": 1, "top_k": 0,
          "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1, "kl_coef": 0, "lr": 0, "save_every": 0,
          "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
-         "log_rollouts": 0, "entropy_coef": 0}
+         "log_rollouts": 0, "entropy_coef": 0, "log_theory": 0, "theory_samples": 2}
 MOST_LR, MOST_UPDATES = 1000, 1000  # an update that is begun is carried through with all of its optimizer steps
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
 
@@ -69,6 +69,9 @@ def add_common_args(parser) -> None:
     loss.add_argument("--clip-low", type=float, default=0.2)
     loss.add_argument("--clip-high", type=float, default=0.2)
     loss.add_argument("--dual-clip", type=float, default=None)
+    loss.add_argument("--sequence-ratio", action=argparse.BooleanOptionalAction, default=False,
+                      help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO): with "
+                           "--aggregation sequence, and from the second of --updates-per-batch on")
     loss.add_argument("--kl", default="k3", help=f"one of: {', '.join(KL_ESTIMATORS)}")
     loss.add_argument("--kl-coef", type=float, default=1e-3, help="beta: weight of the KL to the starting weights")
     loss.add_argument("--entropy-coef", type=float, default=0.0)
@@ -86,6 +89,10 @@ def add_common_args(parser) -> None:
     evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
     evals.add_argument("--log-rollouts", type=int, default=2,
                        help="problems per update (of those on rank 0) of which all rollouts go to rollouts.jsonl")
+    evals.add_argument("--log-theory", type=int, default=0,
+                       help="evaluations also log how many weights have not moved, and pass@1, 2, 4 ... of sampled "
+                            "solutions of so many problems per test split; 0 = off")
+    evals.add_argument("--theory-samples", type=int, default=64, help="samples of each of them")
 
 
 def add_role_args(group, roles: dict[str, RoleSpec]) -> None:

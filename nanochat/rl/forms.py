@@ -180,3 +180,9 @@ def judged_together(task, problem: Problem, solution: str, num: int, rng: random
         drawn = (demo_of(task, "corrupted_solution", problem, rng) for _ in range(DRAWS))
         solutions.append(next((text for text in drawn if is_right(text) is outcome), solution))
     return rng.sample(solutions, num)
+
+
+def one_bare(fmt, solutions: list[str], rng: random.Random) -> list[str]:
+    """The solutions, of which one is left with its answer alone: nobody argues for it."""
+    bare = rng.randrange(len(solutions))
+    return [fmt.render_solution([], fmt.answer(text) or "") if n == bare else text for n, text in enumerate(solutions)]

@@ -29,7 +29,26 @@ def ppo_clip(spec, logprobs, old_logprobs, advantages):
     return torch.where(advantages < 0, torch.minimum(loss, -spec.dual_clip * advantages), loss)
 
 
-POLICY_LOSSES = {"ppo_clip": ppo_clip, "reinforce": reinforce}
+def cispo(spec, logprobs, old_logprobs, advantages):
+    """-sg(clip(rho, 1-low, 1+high)) A log pi (MiniMax-M1, arXiv 2506.13585, eq. 4): the weight of a token is bounded,
+    and its gradient is never lost. The paper has no bound below (clip_low 1)."""
+    ratio = importance_ratio(logprobs, old_logprobs).detach()
+    return -ratio.clamp(1 - spec.clip_low, 1 + spec.clip_high) * advantages * logprobs
+
+
+POLICY_LOSSES = {"ppo_clip": ppo_clip, "reinforce": reinforce, "cispo": cispo}
+
+
+def sequence_old_logprobs(logprobs, old_logprobs, rows, num_rows: int):
+    """Old logprobs by which every token's ratio is that of its whole sequence, (pi / pi_old)^(1 / length): GSPO (Zheng
+    et al. 2025, arXiv 2507.18071, eq. 5).
+
+    logprobs: of the policy as it is, taken for constants. So the slope of the ratio in each token's logprob is the
+    ratio, and with --aggregation sequence the gradient is GSPO's. All (M,); rows (M,) int64: the sequence of a token.
+    """
+    log_ratio = logprobs - old_logprobs
+    sums = log_ratio.new_zeros(2, num_rows).index_add_(1, rows, torch.stack([log_ratio, torch.ones_like(log_ratio)]))
+    return logprobs - (sums[0] / sums[1].clamp(min=1))[rows]
 
 
 def k1(logprobs, ref_logprobs):
@@ -62,6 +81,7 @@ class PolicyLoss:
     kl: str = "k3"
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    sequence_ratio: bool = False  # what `update` makes of old_logprobs before they come here
 
     def __call__(self, logprobs, entropy, old_logprobs, ref_logprobs, advantages) -> torch.Tensor:
         """All (N,) fp32; ref_logprobs may be None when kl_coef is 0 -> loss per token (N,)."""

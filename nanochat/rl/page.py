@@ -85,13 +85,17 @@ def in_percent(metric: str, points: list[tuple]) -> list[tuple]:
     return [(x, scale * y, scale * spread, *rest) for x, y, spread, *rest in points]
 
 
-def draw_curves(runs: list[Run], path: str) -> None:
-    """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task. Raises
-    CannotWrite."""
+def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = None) -> None:
+    """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task; watched: the
+    metrics to draw, over sampled tokens, and their titles. Raises CannotWrite."""
     os.environ["MPLBACKEND"] = "agg"  # a notebook names its own, which need not be there
     import matplotlib  # here, since importing it makes its cache folder
     from matplotlib.figure import Figure
-    panels, labels, width = panels_of(runs), axes_of(runs), 4
+    panels, titles, labels, width = panels_of(runs), TITLES, axes_of(runs), 4
+    if watched is not None:
+        titles, width = watched, min(4, len(watched))
+        panels = [(metric, "sampled_tokens", {arm: mean_curve(of_arm, metric, "sampled_tokens")
+                                              for arm, of_arm in arms_of(runs).items()}) for metric in watched]
     with matplotlib.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
         num_rows = max(1, -(-len(panels) // width))
         figure = Figure(figsize=(4 * width, 2.6 * num_rows), layout="constrained")
@@ -106,7 +110,7 @@ def draw_curves(runs: list[Run], path: str) -> None:
                     axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)],
                                       [y + s for y, s in zip(ys, spread, strict=True)],
                                       color=style["color"], alpha=0.15, linewidth=0)
-            axis.set_title(TITLES.get(metric, metric), fontsize=9)
+            axis.set_title(titles.get(metric, metric), fontsize=9)
             axis.set_ylabel(unit_of(metric))
             if axis_of(metric):
                 axis.set_ylim(*(scale_of(metric) * end for end in axis_of(metric)))

@@ -251,11 +251,13 @@ def check_sizes(args, task, calls: list, ranks: int) -> None:
         raise BadInput(f"--examples-per-step {args.examples_per_step} --num-samples {args.num_samples}: a step holds "
                        f"{sum(rows.values()):,} rollouts per rank, which need at least {size / 1e9:,.0f} GB; there are "
                        f"{limit / 1e9:,.0f} GB")
-    held_out = max(num_problems_of(task, split, args.eval_examples) for split in ("test_in", "test_out"))
-    per_problem = BYTES_OF_PROBLEM + BYTES_OF_ROLLOUT + BYTES_OF_TOKEN * args.max_new_tokens
-    if held_out * per_problem > limit:
-        raise BadInput(f"--eval-examples {args.eval_examples}: {held_out:,} problems per split need at least "
-                       f"{held_out * per_problem / 1e9:,.0f} GB; there are {limit / 1e9:,.0f} GB")
+    for flag, num, samples in (("--eval-examples", args.eval_examples, 1),
+                               ("--log-theory", args.log_theory, args.theory_samples)):
+        held_out = max(num_problems_of(task, split, num) for split in ("test_in", "test_out"))
+        per_problem = BYTES_OF_PROBLEM + samples * (BYTES_OF_ROLLOUT + BYTES_OF_TOKEN * args.max_new_tokens)
+        if held_out * per_problem > limit:
+            raise BadInput(f"{flag} {num}: {held_out:,} problems per split need at least "
+                           f"{held_out * per_problem / 1e9:,.0f} GB; there are {limit / 1e9:,.0f} GB")
 
 
 def check_plan(args, specs: dict, configs: dict[str, Config], calls: list, tokenizer, fmt, problems: list[str],

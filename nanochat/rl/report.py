@@ -452,9 +452,10 @@ def reach_ratio(run: Run, baseline: Run, x: str) -> float | None:
     return None if reached is None else reached / max(1, baseline.points[-1][x])
 
 
-def at_equal_tokens(run: Run, baseline: Run) -> float | None:
-    """The run's accuracy when it had sampled as many tokens as the baseline did in all; None where it ended earlier."""
-    return height_at(*curve(run, ACCURACY, "sampled_tokens"), baseline.points[-1]["sampled_tokens"])
+def at_equal_tokens(run: Run, baseline: Run, metric: str = ACCURACY) -> float | None:
+    """The run's accuracy, or another metric, when it had sampled as many tokens as the baseline did in all; None where
+    it ended earlier."""
+    return height_at(*curve(run, metric, "sampled_tokens"), baseline.points[-1]["sampled_tokens"])
 
 
 # The table as text

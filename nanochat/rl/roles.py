@@ -60,6 +60,7 @@ class Role:
 
     reference: a frozen copy of the starting weights, or None. A role that is not trained has no optimizer, and weights
     of the activations' dtype. trunk_of: the role that owns its lowest `num_shared` layers, or all of it.
+    start: the checkpoint that it started from.
     """
     name: str
     model: GPT | Decoder
@@ -69,6 +70,7 @@ class Role:
     lr: float = 0.0
     trunk_of: str | None = None
     num_shared: int = 0
+    start: "Start | None" = None
 
 
 def trainable_only(model: GPT | Decoder, parameters: list[torch.nn.Parameter]) -> None:
@@ -193,7 +195,7 @@ def load_roles(args, specs: dict[str, RoleSpec], starts: dict[str, Start], devic
         has_reference = spec.reference or (spec.trained and args.kl_coef > 0)
         reference = owner.reference if head.is_one else copy_of(model, sharded=sharded) if has_reference else None
         refresh(model)
-        roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_layers)
+        roles[name] = Role(name, model, parameters, optimizer, reference, lr, spec.shares, num_layers, start)
         if num_layers:
             share_copies(owner, roles[name])
     return roles

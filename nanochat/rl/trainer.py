@@ -2,6 +2,7 @@
 One policy-gradient update. It sees tokens, mask, advantages and weights; it knows no roles, rewards or schedules.
 """
 import math
+from dataclasses import replace
 
 import torch
 
@@ -10,7 +11,7 @@ from nanochat.common import all_reduce, wide_dtype
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.optim import all_reduce_gradients, clip_gradients
-from nanochat.rl.losses import KL_ESTIMATORS, PolicyLoss, importance_ratio
+from nanochat.rl.losses import KL_ESTIMATORS, PolicyLoss, importance_ratio, sequence_old_logprobs
 from nanochat.rl.roles import Role, trainable_only
 from nanochat.rl.packing import MicroBatch
 from nanochat.weights import free_gathered, refresh
@@ -59,6 +60,8 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     for batch in batches:
         if loss.kl_coef and batch.ref_logprobs is None:
             batch.ref_logprobs = score(role.reference, batch, temperature)
+        if loss.sequence_ratio and batch.old_logprobs is not None:
+            batch = with_sequence_ratio(batch, score(role.model, batch, temperature))
         hidden = batch.at_trained(completion_hidden(role.model, batch))  # (M, C)
         targets, advantages, weights = (batch.at_trained(x) for x in (batch.targets, batch.advantages, batch.weights))
         total, logprobs, entropy = linear_policy_loss(
@@ -94,6 +97,12 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
 
 SUMS = ("num_tokens", "num_drawn", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high",
         "rollout_probs_diff_mean")
+
+
+def with_sequence_ratio(batch: MicroBatch, logprobs: torch.Tensor) -> MicroBatch:
+    """The micro-batch with old logprobs by which a token's ratio is its row's. logprobs (M,): of the model as it is."""
+    B, T = batch.tokens.shape
+    return replace(batch, old_logprobs=sequence_old_logprobs(logprobs, batch.old_logprobs, batch.index // T, B))
 
 
 def sampler_logprobs(batch: MicroBatch, logprobs: torch.Tensor) -> torch.Tensor:

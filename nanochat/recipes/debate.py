@@ -1,0 +1,144 @@
+"""Debate (Arnesen et al. 2024): two copies argue for opposite answers, and a weaker judge decides. arXiv 2409.16636.
+
+Each question has two answers, the gold one and a wrong one. For either the debater samples G arguments, derivations
+that come to it (branching samples of one position). The judge reads both sides and chooses; an argument's reward is
+its confidence in the argument's answer. The best and the worst argument of a position are a pair, learned by DPO with a
+soft target P = sigma(gamma (r_w - r_l)) and a small SFT loss on the better one. With --protocol consultancy one
+consultant argues at a time, and for the other answer nothing is said. gamma is 7 in debate and 10 in consultancy, beta
+0.5, the weight of the SFT loss 0.005.
+
+What is measured (rl/debates.py): is the judge right more often as the debater wins more? judge_accuracy is of debates
+between two copies, single and ensembled accuracy are of consultants. The skill is how often a debater wins against the
+start, or a consultant at all. dev/debate_slope.py fits the slope over seeds.
+
+Departures:
+1. One turn, so nothing is refuted. The paper has two, and finds its judge as accurate after one. With one turn its
+   double consultancy (a consultant on either side, both shown) is judge_accuracy under --protocol consultancy.
+2. The judge is a verifier of form pair with misconceptions of its own, which stays as it is (recipe debate_judge trains
+   it). The paper's is GPT-4, tuned on people's verdicts and then fixed.
+3. The judge sees the problem, the steps of an argument (--quoted-steps: the first ones), and the assigned answer in
+   place of the written one. In the paper it sees quotes of a story that the debaters have read.
+4. Its confidence is the chance of the choice that it writes, the mean of both orders; no choice counts a half.
+5. The wrong answer is the most frequent one of the starting model's, and a problem without one is left out. The paper's
+   is the best distractor of a multiple-choice question.
+6. Pairs are of the present model in each step, and the reference is the start. The paper samples twice in all.
+7. Log-ratios are sums, as in the paper's text. The released code has means over tokens, and weighs DPO by 1 - 0.005.
+"""
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from nanochat.common import check_choices, check_least
+from nanochat.recipes.dpo import add_pair_args, check_pair_args, learn_from_pairs
+from nanochat.rl.debates import (DEBATE_TABLE, Debate, Position, are_reached, argue_prompts, confidences,
+                                 evaluate_debates, positions_of, verify, won)
+from nanochat.rl.evals import log_rewards
+from nanochat.rl.forms import empty_form_prompt
+from nanochat.rl.play import Call, Play
+from nanochat.rl.prompts import quoting_prompt
+from nanochat.rl.roles import RoleSpec
+from nanochat.rl.rollouts import Rollouts
+
+TAGS = dict(family="debate", verifier="generative, pairs, frozen", reward="the judge's confidence",
+            credit="pair loss with soft targets")
+ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag", trained=False),
+         "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
+SHOWN = {"generator": ["judge_accuracy", "assigned", "pair_loss"]}
+TABLE = DEBATE_TABLE
+
+
+class Protocol(NamedTuple):
+    """gamma: factor on rewards; against: (arguments, n, G) -> what is said against argument n of groups of G."""
+    gamma: float
+    against: Callable[[list[str], int, int], str]
+
+
+PROTOCOLS = {
+    # the first argument for the other answer: positions 2q and 2q + 1 are rivals
+    "debate": Protocol(7.0, lambda arguments, n, G: arguments[(n // G ^ 1) * G]),
+    "consultancy": Protocol(10.0, lambda arguments, n, G: ""),
+}
+
+
+def add_args(group) -> None:
+    add_pair_args(group)
+    group.set_defaults(beta=0.5, kl_coef=0.0, num_samples=4)
+    group.add_argument("--protocol", default="debate", help=f"one of: {', '.join(PROTOCOLS)}")
+    group.add_argument("--gamma", type=float, default=0.0,
+                       help="factor on the rewards in the target P; 0 = 7 in debate, 10 in consultancy")
+    group.add_argument("--sft-coef", type=float, default=0.005, help="weight of the SFT loss on the better argument")
+    group.add_argument("--num-distractors", type=int, default=4, help="solutions that a wrong answer is taken from")
+    group.add_argument("--quoted-steps", type=int, default=0,
+                       help="the judge sees so many steps of an argument, the first ones; 0 = all")
+    group.add_argument("--verifications", type=int, default=1, help="of a debate in either order")
+    group.add_argument("--verifier-max-new-tokens", type=int, default=192)
+
+
+def check(args, task) -> None:
+    check_pair_args(args)
+    check_choices(args, {"protocol": PROTOCOLS})
+    check_least(args, {"num_samples": 2, "num_distractors": 1, "quoted_steps": 0, "verifications": 1, "gamma": 0,
+                       "sft_coef": 0, "verifier_max_new_tokens": 1})
+
+
+def calls(args) -> list[Call]:
+    P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
+    return [Call("opponent", "distractors", P, args.num_distractors, limit, times),
+            Call("generator", "arguments", 2 * P, G, limit, times, trained=True, quoted=limit, scored=2,
+                 wrap=partial(quoting_prompt, template="reference_prompt", answer="")),
+            Call("verifier", "verdicts", 4 * P * G, args.verifications, args.verifier_max_new_tokens, times,
+                 wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * limit, scored=2)]
+
+
+# The formulas
+
+def preference(better: float, worse: float, gamma: float) -> float:
+    """P = sigma(gamma (r_w - r_l)): 0.5 for a draw."""
+    return 1 / (1 + math.exp(-gamma * (better - worse)))
+
+
+def best_and_worst(rewards: list[float], num_samples: int) -> tuple[list[int], list[int]]:
+    """The first best and the first worst argument of each group; none of a group that is one draw. -> their indices"""
+    groups = [range(i, i + num_samples) for i in range(0, len(rewards), num_samples)]
+    pairs = [(max(rows, key=rewards.__getitem__), min(rows, key=rewards.__getitem__)) for rows in groups]
+    decided = [(w, l) for w, l in pairs if rewards[w] > rewards[l]]
+    return [w for w, _ in decided], [l for _, l in decided]
+
+
+# The algorithm
+
+def play(t: Play):
+    """A group of arguments for each position, a verification of each in both orders, and an update on the best and
+    worst ones. -> the verifications and what each was shown"""
+    args, G, protocol = t.args, t.args.num_samples, PROTOCOLS[t.args.protocol]
+    positions = positions_of(t, t.problems(), "distractors")
+    arguments = t.sample("generator", argue_prompts(t, positions), G, "arguments")
+    debates = [Debate(positions[n // G], text, protocol.against(arguments.texts, n, G))
+               for n, text in enumerate(arguments.texts)]
+    verifications, shown = verify(t, debates, args.verifications)
+    rewards, unread = confidences(t, verifications, args.verifications)
+    log_arguments(t, arguments, [debate.position for debate in debates], rewards)
+    chosen, rejected = best_and_worst(rewards, G)                         # y_w, y_l
+    targets = [preference(rewards[w], rewards[l], args.gamma or protocol.gamma)
+               for w, l in zip(chosen, rejected, strict=True)]            # P(y_w > y_l)
+    t.log("generator", t.mean({"unread": unread, "preference": targets}))
+    paired, Q = arguments.select(chosen + rejected), len(chosen)
+    yield from learn_from_pairs(t, "generator", paired, list(range(Q)), list(range(Q, 2 * Q)),
+                                t.logprobs("opponent", paired), targets=targets, sft_coef=args.sft_coef)
+    return verifications, shown
+
+
+def log_arguments(t: Play, arguments: Rollouts, positions: list[Position], rewards: list[float]) -> None:
+    """Logs what the judge makes of the arguments, and whether they come to their answers."""
+    reached = are_reached(t, arguments.texts, positions)
+    arguments.columns = {"answer": [position.answer for position in positions],
+                         "is_right": [position.is_right for position in positions], "assigned": reached}
+    log_rewards(t, "generator", arguments, rewards)
+    judged = [won(reward if position.is_right else 1 - reward)
+              for reward, position in zip(rewards, positions, strict=True)]
+    t.log("generator", t.mean({"judge_accuracy": judged, "assigned": reached}))
+
+
+def evaluate(t: Play) -> dict:
+    return evaluate_debates(t)

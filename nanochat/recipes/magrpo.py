@@ -1,0 +1,169 @@
+"""MAGRPO (Liu et al. 2025): two agents with weights of their own learn from one joint reward. arXiv 2508.04652.
+
+The first and the second agent read a problem and each write a part of its solution, without seeing the other's. Each
+samples G completions. A joint action is one of either, and earns 1 where what the two make together is right. --joint
+aligned takes the g-th completions of both together. cross takes all G^2 pairs, and the return of a completion is the
+sum over the pairs that it is in, as in the released code (OpenMLRL/CoMLRL). An agent's advantage is the return less its
+mean over the problem's G completions. The loss is -A log pi, summed over tokens, mean over completions: no ratio, no
+clip, no KL. Both agents learn in every step, each by an update of its own. With --frozen second only the first one
+does, and its partner stays as SFT left it. One agent alone would have REINFORCE with the group's mean as baseline.
+
+The released code has G 4, aligned, a learning rate of 5e-6, temperature and top-p 0.6, top-k 50, and two turns.
+
+Departures:
+1. One turn. Theirs adds 0.9 times the mean return of the next turn, whose prompts hold what the environment says.
+2. All tokens learn. Their loss loses the last one of each completion: it drops a logit too many.
+3. --advantage has their baselines mean (dr_grpo, the default), rloo and raw (reinforce), and not their max.
+4. A completion of which a pair cannot be scored teaches nothing. In theirs all rewards are known.
+5. One optimizer step for a batch of problems (theirs: 2), at temperature 1: the models here are tiny.
+6. Both agents start from the same checkpoint, which has learned to write either part (task halves, chat_sft
+   --demo-shares first:0.4 second:0.4).
+"""
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from nanochat.common import BadInput, check_choices
+from nanochat.rl.advantages import PRESETS, source_advantages
+from nanochat.rl.evals import SPLITS, are_right, log_rewards
+from nanochat.rl.flags import check_one_update
+from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.prompts import quoting_prompt
+from nanochat.rl.rewards import terminal_rewards
+from nanochat.rl.roles import RoleSpec, short_name
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.scores import outcomes_of
+from tasks.common import Problem
+
+TAGS = dict(family="team", verifier="none", reward="joint outcome", credit="return less the group's mean, per agent")
+ROLES = {"first": RoleSpec("--model-tag"), "second": RoleSpec("--model-tag")}
+SHOWN = {"first": ["half_accuracy", "joint_accuracy", "agree"], "second": ["half_accuracy"]}
+TABLE = {
+    "joint/pass1_in": "joint solutions that are right: greedy, in distribution",
+    "joint/sampled_in": "the same, sampled",
+    "joint/agree_in": "pairs that follow one convention, greedy",
+    "joint/sampled_agree_in": "the same, sampled",
+    "fir/half_in": "halves of the first agent that are right, greedy",
+    "sec/half_in": "of the second one",
+    "joint/pass1_out": "joint solutions that are right: greedy, out of distribution (longer)",
+}
+FROZEN = ("none", "second")
+
+
+def add_args(group) -> None:
+    group.set_defaults(kl_coef=0.0, advantage="dr_grpo")
+    group.add_argument("--joint", default="aligned", help=f"which completions of the agents are taken together, one "
+                                                          f"of: {', '.join(JOINT)}")
+    group.add_argument("--frozen", default="none", help=f"the agent that stays as it is, one of: {', '.join(FROZEN)}")
+
+
+def check(args, task) -> None:
+    check_choices(args, {"joint": JOINT, "frozen": FROZEN})
+    if not hasattr(task, "joint"):
+        raise BadInput(f"--task {task.name}: it says nothing of how parts of two agents make a solution; task halves "
+                       f"does")
+    check_one_update(args)
+
+
+def updates(args) -> dict[str, int]:
+    return {role: 0 if role == args.frozen else args.num_steps for role in ROLES}
+
+
+def calls(args) -> list[Call]:
+    return [Call(role, role, args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps,
+                 trained=True, wrap=partial(quoting_prompt, template=f"{role}_prompt")) for role in ROLES]
+
+
+# Joint actions: of G completions of each agent, which ones are taken together
+
+def aligned(G: int, num_agents: int) -> list[tuple[int, ...]]:
+    """The g-th completion of every agent."""
+    return [(g,) * num_agents for g in range(G)]
+
+
+def cross(G: int, num_agents: int) -> list[tuple[int, ...]]:
+    """Every completion of each agent with every one of all others."""
+    return list(product(range(G), repeat=num_agents))
+
+
+JOINT = {"aligned": aligned, "cross": cross}
+
+
+def returns_of(agent: int, actions: list[tuple[int, ...]], outcomes: list[bool | None], num: int) -> list[float | None]:
+    """For each of an agent's `num` completions the sum of the outcomes of the joint actions that it is in; None where
+    one of them is not known."""
+    returns: list[float | None] = [0.0] * num
+    for action, outcome in zip(actions, outcomes, strict=True):
+        n = action[agent]
+        returns[n] = None if outcome is None or returns[n] is None else returns[n] + outcome
+    return returns
+
+
+# The algorithm
+
+def sample_parts(t: Play, problems: list[Problem], num_samples: int, label: str,
+                 greedy: bool = False) -> list[Rollouts]:
+    """What each agent writes, who sees the problem alone."""
+    return [t.sample(role, t.prompts(f"{role}_prompt", problems), num_samples, label.format(role), greedy=greedy)
+            for role in ROLES]
+
+
+def joint_texts(t: Play, parts: list[Rollouts], actions: list[tuple[int, ...]]) -> list[str]:
+    """What the completions of each joint action make together."""
+    return [t.task.joint(*(part.texts[n] for part, n in zip(parts, action, strict=True))) for action in actions]
+
+
+def joint_outcomes(t: Play, problems: list[Problem], texts: list[str]) -> list[bool | None]:
+    """The outcome of each joint solution."""
+    outcomes = outcomes_of(t.task, problems, texts, t.should_stop)
+    t.check_stop()
+    return outcomes
+
+
+def play(t: Play):
+    G, problems = t.args.num_samples, t.problems()
+    parts = sample_parts(t, problems, G, "{}")
+    actions = [tuple(p * G + g for g in action) for p in range(len(problems))
+               for action in JOINT[t.args.joint](G, len(parts))]
+    texts = joint_texts(t, parts, actions)
+    outcomes = joint_outcomes(t, [problems[action[0] // G] for action in actions], texts)
+    log_joint(t, parts, outcomes, texts)
+    learned = []
+    for agent, (role, part) in enumerate(zip(ROLES, parts, strict=True)):
+        returns = returns_of(agent, actions, outcomes, len(part))
+        advantages = source_advantages(terminal_rewards(returns, part.lengths), part.group_id, part.tokens.shape[1],
+                                       PRESETS[t.args.advantage], t.reduce)
+        part.columns = {"partner": parts[1 - agent].texts}
+        log_rewards(t, role, part, returns)
+        if role != t.args.frozen:
+            learned.append(Update(role, [(part, advantages)], replace(t.loss, name="reinforce"), per="rollout"))
+    yield from learned
+
+
+def log_joint(t: Play, parts: list[Rollouts], outcomes: list[bool | None], texts: list[str]) -> None:
+    """Logs how often joint solutions are right, how often they follow one convention, and how often each agent's own
+    part is right."""
+    t.log("first", t.mean({"joint_accuracy": outcomes, "agree": [t.task.agrees(text) for text in texts],
+                           "unscorable": [outcome is None for outcome in outcomes]}))
+    aligned_texts = joint_texts(t, parts, [(n, n) for n in range(len(parts[0]))])
+    halves = list(map(t.task.half_outcomes, parts[0].problems(), aligned_texts))
+    for agent, role in enumerate(ROLES):
+        t.log(role, t.mean({"half_accuracy": [pair[agent] for pair in halves]}))
+
+
+def evaluate(t: Play) -> dict:
+    """Of one joint solution of each problem, greedy and sampled: whether it is right, its convention, its parts."""
+    scores = {}
+    for split, name in SPLITS.items():
+        problems = t.problems(t.args.eval_examples, split)
+        for kind, greedy in (("", True), ("sampled_", False)):
+            parts = sample_parts(t, problems, 1, f"eval_{kind}{{}}", greedy)
+            texts = joint_texts(t, parts, [(n, n) for n in range(len(problems))])
+            right = are_right(joint_outcomes(t, problems, texts), split)
+            rows = t.gather([[is_right, t.task.agrees(text), *t.task.half_outcomes(problem, text)]
+                             for is_right, text, problem in zip(right, texts, problems, strict=True)])
+            names = (f"joint/{kind or 'pass1_'}{name}", f"joint/{kind}agree_{name}",
+                     *(f"{short_name(role)}/{kind}half_{name}" for role in ROLES))
+            means = [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else [None] * len(names)
+            scores |= dict(zip(names, means, strict=True))
+    return scores

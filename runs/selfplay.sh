@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Self-play, teams, own judges, missing labels, tools and a perfect verifier: each system beside the baseline of its
+# family, from the same SFT checkpoints. Finished runs are reused, interrupted ones go on. JOBS is the number of cores
+# unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-selfplay unless set.
+#   bash runs/selfplay.sh
+#   bash runs/selfplay.sh --families "no_labels" --seeds "1" --out curves
+set -euo pipefail
+case " $* " in *" -h "*|*" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
+source "$(dirname "$0")/setup.sh"
+export OMP_NUM_THREADS=1 WANDB_MODE=${WANDB_MODE:-disabled}
+export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-selfplay}
+exec python -m scripts.run_selfplay "$@"

@@ -1,0 +1,216 @@
+"""
+Constitutional AI: principles, critiques and preferences by hand, what both stages learn, demonstrations of revisions.
+
+    python -m pytest tests/test_constitutional_ai.py -q
+"""
+import random
+
+import pytest
+import torch
+from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play, weights_of
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.constitutional_ai import critique, preference, preference_rewards
+from nanochat.rl.prompts import parse_verification
+from tasks import make_task
+from tasks.chain import COMPACT, Chain
+from tasks.common import Problem
+
+cai = recipes.load("constitutional_ai")
+FLAGS = ["--num-samples", "4", "--examples-per-step", "3", "--max-new-tokens", "12", "--verifier-max-new-tokens", "12",
+         "--revisions", "2", "--sl-steps", "1"]
+PROBLEM = Problem("rl", 0, "1+2*2", "0")  # modulo 3: 1+2:0;0*2:0;=0
+
+
+def chain(*flags: str) -> Chain:
+    return make_task(parsed("constitutional_ai", *flags))
+
+
+# By hand
+
+@pytest.mark.parametrize("solution, broken", [
+    ("1+2:0;0*2:0;=0", []),
+    ("1+2:1;1*2:2;=2", ["results"]),
+    ("2+2:1;1*2:2;=2", ["operands"]),
+    ("1+2:0;=0", ["complete"]),
+    ("=0", ["complete"]), ("", ["complete"]), ("1+2:0", ["complete"]),
+    ("2+2:1;=1", ["operands", "complete"]),
+    ("1+2:0;0*2:1;1+1:2;=2", ["operands", "results"])])  # a step too many copies nothing
+def test_what_a_solution_breaks(solution, broken):
+    assert chain().violations(PROBLEM, solution) == broken
+
+
+@pytest.mark.parametrize("text, found", [
+    ("1+2:0T;0*2:0T;=T", {"operands": "", "results": "", "complete": ""}),
+    ("1+2:0F;0*2:0T;=F", {"operands": "", "results": "1", "complete": ""}),
+    ("1+2:0T;?F;=F", {"operands": "2", "results": "", "complete": ""}),
+    ("?F;0*2:1F;=F", {"operands": "1", "results": "2", "complete": ""}),
+    ("1+2:0F;0*2:1F;=F", {"results": "1"}),             # the first
+    ("1+2:0T;0*2:0T;=F", {"results": "", "complete": "3"}),  # nothing is wrong, and yet the whole is
+    ("1+2:0T;0*2:0T;", {"results": None, "complete": None}),
+    ("1+2:0T;=T", {"operands": None}), ("nonsense", {"operands": None})])
+def test_a_critique_is_the_first_step_that_breaks_the_principle(text, found):
+    verification = parse_verification(COMPACT, text, 2)
+    for principle, expected in found.items():
+        assert critique(chain(), principle, verification) == expected
+
+
+@pytest.mark.parametrize("one, other, expected", [
+    (0.8, 0.5, 0.8), (0.5, 0.8, 0.2), (0.8, 0.2, 16 / 17),  # .64 / (.64 + .04)
+    (0.3, 0.3, 0.5), (1, 0, 1), (0, 1, 0), (1, 1, 0.5), (0, 0, 0.5), (1, 0.5, 1)])
+def test_a_preference_is_of_one_right_and_one_wrong(one, other, expected):
+    assert preference(one, other, 1.0) == pytest.approx(expected)
+    assert preference(one, other, 0.6) == pytest.approx(min(0.6, max(0.4, expected)))
+
+
+def test_a_reward_is_the_mean_preference_over_the_others_of_the_group():
+    # .8 over .5: .8; .8 over .2: 16/17; .5 over .2: .8
+    found = preference_rewards([0.8, 0.5, 0.2], 3, 1.0)
+    assert found == pytest.approx([(0.8 + 16 / 17) / 2, (0.2 + 0.8) / 2, (1 / 17 + 0.2) / 2])
+    assert preference_rewards([0.8, 0.5, None], 3, 0.6) == [0.6, 0.4, None]
+    assert preference_rewards([0.8, None, None, 0.5], 2, 1.0) == [None] * 4  # none to compare with
+    assert preference_rewards([], 2, 1.0) == []
+
+
+@pytest.mark.parametrize("flags", [["--most-sure", "0.5"], ["--most-sure", "1.1"], ["--revisions", "0"],
+                                   ["--sl-steps", "-1"], ["--num-samples", "1"], ["--updates-per-batch", "2"]])
+def test_settings_that_cannot_work_are_refused(flags):
+    args = parsed("constitutional_ai", *flags)
+    with pytest.raises(BadInput, match=flags[0]):
+        cai.check(args, make_task(args))
+
+
+def test_a_task_without_principles_is_refused():
+    args = parsed("constitutional_ai", "--task", "last_letter")
+    with pytest.raises(BadInput, match="last_letter: it has no principles"):
+        cai.check(args, make_task(args))
+
+
+# Demonstrations
+
+def test_a_demonstration_keeps_what_stands_before_the_step_and_breaks_no_principle_behind_it():
+    """With a critic without misconceptions."""
+    task, kinds = chain("--chain-verifier-share", "0", "--chain-max-steps", "4", "--chain-answer", "all"), set()
+    for i in range(200):
+        problem = task.problem("sft", i)
+        quoted, revised = task.revise_demo(problem, random.Random(i))
+        solution, number = quoted["solution"], quoted["critique"]
+        kinds.add((number == "", tuple(task.violations(problem, solution))))
+        if not number:
+            assert revised == solution
+            continue
+        k, errors = int(number) - 1, task.step_errors(problem, solution)
+        spans = task.fmt.step_spans(solution)
+        kept = solution[: spans[k - 1][1]] if k else ""
+        assert revised.startswith(kept) and "complete" not in task.violations(problem, revised)
+        assert task.step_errors(problem, revised)[k:] == [None] * (len(task.fmt.step_spans(revised)) - k)
+        assert task.violations(problem, solution) and (k == len(errors) or errors[k])
+        stated = "".join(revised[e - 2] for _, e in task.fmt.step_spans(revised))
+        assert task.fmt.answer(revised) == stated
+    assert {(False, ("results",)), (False, ("complete",)), (False, ("operands",)), (True, ())} <= kinds
+
+
+# SL-CAI
+
+def saying(said: list[str], *flags: str, step: int = 0):
+    """A step in which verifications are these texts, one behind the other and again."""
+    t = random_play("constitutional_ai", *FLAGS, *flags)
+    t.steps["generator"] = t.state.step = step
+    t.drawn = {}
+    sample = t.sample
+
+    def recorded(role, prompts, num, label, **more):
+        t.drawn[label] = sample(role, prompts, num, label, **more)
+        if label.startswith(("critiques", "feedback")):
+            rollouts = t.drawn[label]
+            texts = [said[n % len(said)] for n in range(len(rollouts))]
+            t.drawn[label] = t.written(role, rollouts.prompt_of(), texts)
+        return t.drawn[label]
+
+    t.sample = recorded
+    t.read_verifications = lambda rollouts: [parse_verification(COMPACT, text, text.count(";"))
+                                             for text in rollouts.texts]
+    return t
+
+
+def test_what_is_learned_are_the_revisions_behind_the_problem_alone(base):
+    t = saying(["0F;=F", "0T;=T", "cannot be read"])
+    t.tokenizer.stop_tokens = [*t.tokenizer.stop_tokens, *range(40, 130)]  # random models end what they write
+    update, = cai.play(t)
+    responses = t.drawn["responses"]
+    expected = [(prompt.ids, text) for r in range(2) for n, (prompt, text) in enumerate(zip(
+        responses.prompt_of(), t.drawn[f"revisions_{r}"].texts, strict=True))
+        if n % 3 < 2 and t.drawn[f"revisions_{r}"].stopped[n]]
+    (rollouts, weights), = update.parts
+    assert [(p.ids, text) for p, text in zip(rollouts.prompt_of(), rollouts.texts, strict=True)] == expected
+    assert expected and rollouts.sampler_logprobs.isnan().all()
+    assert t.metrics["gen/critiques/unread"] == pytest.approx(1 / 3) and t.metrics["phase"] == "revisions"
+    generator = t.roles["generator"].model
+    loss = -torch.stack(log_likelihoods(generator, rollouts)).sum() / rollouts.lengths.sum()  # the mean over tokens
+    expected = gradient_of(loss, generator)
+    before = weights_of(t.roles["start"].model)
+    assert_close(moved_by(t, update), expected, 1e-5)
+    assert all(torch.equal(before[name], after) for name, after in weights_of(t.roles["start"].model).items())
+
+
+def test_the_start_revises_what_it_wrote_last_by_the_number_of_a_step(base, monkeypatch):
+    monkeypatch.setattr(cai, "drawn_principle", lambda t, problem, number: ("results", "complete")[number])
+    t = saying(["0F;=F", "0T;=F", "cannot be read"])
+    list(cai.play(t))
+    problems, before = t.drawn["responses"].problems(), t.drawn["responses"].texts
+    for r, numbers in enumerate((["1", "", ""], ["", "2", ""])):
+        prompts = t.prompts("refine_prompt", problems, solution=before, critique=numbers)
+        assert [p.ids for p in t.drawn[f"revisions_{r}"].prompt_of()] == [p.ids for p in prompts]
+        before = t.drawn[f"revisions_{r}"].texts
+    assert t.metrics["gen/critiques/blamed"] == pytest.approx(2 / 6)
+
+
+def test_principles_are_drawn_by_the_problem(base):
+    t = random_play("constitutional_ai", *FLAGS)
+    drawn = [[cai.drawn_principle(t, Problem("rl", i, "1+1", "2"), r) for i in range(40)] for r in range(2)]
+    assert set(drawn[0]) == {"operands", "results", "complete"} and drawn[0] != drawn[1]
+
+
+def test_where_no_critique_can_be_read_nothing_is_learned(base):
+    t = saying(["cannot be read"])
+    assert list(cai.play(t)) == [] and t.metrics["gen/critiques/unread"] == 1
+
+
+# RL-CAI
+
+def test_the_policy_earns_the_preferences_and_no_gold_answer(base):
+    found = []
+    for outcome in (True, None):
+        t = saying(["0T;=T", "0F;=F", "0T;=T", "cannot be read"], step=1)
+        t.task.check = lambda problem, text, outcome=outcome: outcome
+        update, = cai.play(t)
+        (rollouts, advantages), = update.parts
+        chances = rollouts.columns["chance"]
+        assert [c is None for c in chances] == [n % 4 == 3 for n in range(12)]
+        assert rollouts.columns["reward"] == preference_rewards(chances, 4, 0.6)
+        assert t.metrics["gen/feedback/unread"] == 0.25 and not advantages[3::4].any()
+        found.append(advantages)
+    assert torch.equal(*found) and found[0].any()
+
+
+def test_a_chance_is_that_of_the_final_verdicts_token_by_the_start(base):
+    t = saying(["0T;=T", "0F;=F", "0T;=T", "cannot be read"], step=1)
+    update, = cai.play(t)
+    rollouts, (right, wrong) = t.drawn["feedback"], (t.tokenizer.encode(mark)[0] for mark in "TF")
+    model = t.roles["start"].model
+    for n, chance in enumerate(update.parts[0][0].columns["chance"]):
+        if chance is not None:
+            ids = rollouts.prompt_of()[n].ids + rollouts.completions()[n][:-2]  # up to the verdict, which is ended
+            logits = model.head(model.trunk(torch.tensor([ids]))[0, -1])
+            assert chance == pytest.approx(torch.sigmoid(logits[right] - logits[wrong]).item(), rel=1e-4)
+
+
+def test_the_evaluation_counts_broken_principles_beside_pass_at_1(base):
+    t = random_play("constitutional_ai", *FLAGS)
+    t.evaluating = True
+    scores = cai.evaluate(t)
+    for split in ("in", "out"):
+        kinds = [scores[f"gen/violations/{principle}_{split}"] for principle in t.task.principles]
+        assert 0 <= scores[f"gen/pass1_{split}"] <= 1
+        assert max(kinds) <= scores[f"gen/violated_{split}"] <= min(1, sum(kinds))

@@ -1,0 +1,194 @@
+"""
+CoVerRL: which votes are verified, the filter and the rewards by hand, a step of one model, gold answers that change
+nothing.
+
+    python -m pytest tests/test_coverrl.py -q
+"""
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+from test_dpo import parsed, random_play, weights_of
+from test_ttrl import written
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.coverrl import is_kept, to_verify, with_form
+from nanochat.rl.play import apply_update
+from nanochat.rl.prompts import refine_prompt
+from tasks import make_task
+
+coverrl = recipes.load("coverrl")
+
+
+# By hand
+
+@pytest.mark.parametrize("answers, label, agree, others", [
+    (["1", "2", "1", "1", "1"], "1", [0, 2], [1, 1]),               # the first ones for the label, at most 2
+    (["1", "2", "2", "1", "1", "3"], "1", [0, 3], [5, 5]),          # the rarest of the others
+    (["1", "3", "2", "1"], "1", [0, 3], [1, 1]),                    # a tie among them: the earliest
+    (["1", None, "1", "2", "2", "1"], "1", [0, 2], [3, 3]),         # one that can be read, although it is less rare
+    (["1", None, "1", None], "1", [0, 2], [1, 1]),                  # none of the others can be read
+    (["2", "1", "1", "2"], "2", [0, 3], [1, 1]),                    # a tie in the vote: the label came first
+    (["1", "1", "1"], "1", [], []),                                 # all agree
+    (["1", "2", "3"], "1", [], []),                                 # one vote for the label: no pair
+    ([None, None], None, [], []), ([], None, [], [])])              # an empty vote
+def test_both_sides_of_a_vote_are_verified_equally_often(answers, label, agree, others):
+    assert to_verify(answers, label, 2) == (agree, others)
+
+
+@pytest.mark.parametrize("most, num", [(2, 2), (3, 3), (4, 4), (5, 5), (6, 4), (8, 4)])
+def test_fewer_than_asked_for_are_an_even_number(most, num):
+    """Of 5 votes for the label."""
+    agree, others = to_verify(["1", "1", "2", "1", "1", "1"], "1", most)
+    assert agree == [0, 1, 3, 4, 5][:num] and others == [2] * num
+
+
+@pytest.mark.parametrize("verdicts, kept", [
+    ([], True),                               # not verified
+    ([True, True], True), ([True, True, False], True),
+    ([True, False], False),                   # a tie
+    ([True, False, False], False), ([False, False], False),
+    ([True, None], False), ([True, True, None], True), ([None, None], False)])  # an unreadable one is against it
+def test_a_label_stays_if_most_verdicts_are_for_it(verdicts, kept):
+    assert is_kept(verdicts) is kept
+
+
+def test_the_form_and_the_agreement_earn_1_each():
+    assert with_form(["2", "1", None], [1.0, 0.0, 0.0]) == [2, 1, 0]
+    assert with_form([True, False, None], [False, True, False]) == [1, 2, 0]
+    assert with_form([], []) == []
+
+
+# A step
+
+def one_model(*flags: str):
+    """A step of random weights that are those of both roles."""
+    t = random_play("coverrl", "--verifier-max-new-tokens", "24", *flags)
+    t.roles["verifier"].model = t.roles["generator"].model
+    return t
+
+
+def play_with(votes: list[list[str]], verdicts: list[str], *flags: str):
+    """A step on these votes, {} standing for the gold answer 1, and these verifications, in the order in which they are
+    asked for. -> the step, and its updates"""
+    t = one_model("--examples-per-step", str(len(votes)), "--num-votes", str(len(votes[0])), "--num-samples", "2",
+                  "--verifications", "2", *flags)
+    problem_of = t.task.problem
+    t.task.problem = lambda split, index: replace(problem_of(split, index), answer="1")
+    t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
+    t.solve = lambda role, problems, num, label: written(t, problems, [x.format("1") for row in votes for x in row])
+    t.verify = lambda role, judged, num, label: t.written("verifier", t.verify_prompts(judged), verdicts)
+    return t, list(coverrl.play(t))
+
+
+RIGHT, SPLIT = ["={}", "=9", "={}", "={}"], ["=9", "=9", "={}", "=8"]  # labels 1 and 9
+FOR, AGAINST = ["=T", "=T", "=F", "=F"], ["=T", "=F", "=T", "=F"]      # verdicts on the label's side, on the other
+
+
+def test_a_label_that_is_rejected_takes_its_problems_rollouts_with_it(base):
+    t, updates = play_with([RIGHT, SPLIT], [*FOR, *AGAINST])
+    (update,) = updates
+    (solutions, A), (verifications, B) = update.parts
+    assert update.role == "generator" and solutions.texts == ["=1", "=9"] and verifications.texts == FOR
+    # Rewards 2 and 1: mean 1.5, unbiased standard deviation sqrt(.5). All verdicts are right, and earn 2.
+    assert solutions.columns["reward"] == [2, 1] and verifications.columns["reward"] == [2, 2, 2, 2]
+    assert A[:, 0].tolist() == pytest.approx([0.5 ** 0.5, -(0.5 ** 0.5)], rel=1e-5) and not B.any()
+    found = {"labels_verified": 1, "kept": 0.5, "label_accuracy": 0.5, "kept_label_accuracy": 1,
+             "dropped_label_accuracy": 0, "kept_reward_accuracy": 1}
+    assert {name: t.metrics[f"gen/{name}"] for name in found} == found
+    # Judged: two right solutions and one wrong one twice, two of 9 (T, F) and the right one twice (8 is later; T, F).
+    outcomes, said = [1, 1, 0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 1, 0, 1, 0]
+    assert t.metrics["ver/verdict_accuracy"] == sum(a == b for a, b in zip(outcomes, said, strict=True)) / 8
+    assert t.metrics["ver/reward_accuracy"] == 4 / 8 and t.metrics["ver/agrees_with_label"] == 6 / 8
+
+
+def test_verifications_of_one_answer_are_a_group(base):
+    """Two solutions with the label's answer, one accepted and one not, are compared with each other."""
+    t, updates = play_with([["={}", "1+1:2;={}", "={}", "=9"]], ["=T", "=T", "=F", "", "=T", "=F"],
+                           "--verifications", "3")
+    verifications, A = updates[0].parts[1]
+    assert verifications.texts == ["=T", "=T", "=F", "", "=T", "=F"]
+    assert verifications.columns["reward"] == [2, 2, 1, 0, 1, 2]
+    # Mean 5/3, deviation sqrt(1/3); mean 1, deviation 1.
+    assert A[:, 0].tolist() == pytest.approx([3 ** -0.5, 3 ** -0.5, -2 * 3 ** -0.5, -1, 0, 1], rel=1e-4)
+
+
+def test_where_every_label_is_rejected_there_is_no_update(base):
+    t, updates = play_with([RIGHT, SPLIT], [*AGAINST, "=F", "=F", "=F", "=F"])
+    assert updates == [] and t.metrics["gen/kept"] == 0 and t.metrics["gen/kept_label_accuracy"] is None
+
+
+def test_votes_that_cannot_be_verified_keep_their_label(base):
+    """All agree; none can be read."""
+    t, updates = play_with([["=9"] * 4, [""] * 4], [])
+    (solutions, A), (verifications, _) = updates[0].parts
+    assert solutions.texts == ["=9", "=9", "", ""] and len(verifications) == 0 and not A.any()
+    assert t.metrics["gen/kept"] == 1 and t.metrics["gen/labels_verified"] == 0
+    assert apply_update(t, updates[0])["skipped"] == 0
+
+
+def test_second_attempts_stand_behind_verdicts_against_a_solution(base):
+    """Two of the kept problem, both of its wrong solution. The dropped one's have none."""
+    t, updates = play_with([RIGHT, SPLIT], [*FOR, *AGAINST], "--refinements", "3")
+    second, A = updates[0].parts[1]
+    assert len(second) == 2 * 3 and second.group_id.tolist() == [0, 0, 0, 1, 1, 1]
+    expected = refine_prompt(t.tokenizer, t.task.fmt, second.problems()[0].prompt, "=9", "=F")
+    assert [prompt.ids for prompt in second.prompts] == [expected] * 2
+    assert second.columns["pseudo_label"] == ["1"] * 6 and A.shape == second.tokens.shape
+    assert all(reward == (answer is not None) + (answer == "1") for reward, answer in
+               zip(second.columns["reward"], second.columns["answer"], strict=True))
+
+
+def test_two_models_learn_each_from_its_own_rollouts(base):
+    _, updates = play_with([RIGHT, SPLIT], [*FOR, *FOR], "--verifier-head", "own")
+    assert [(update.role, len(update.parts)) for update in updates] == [("generator", 1), ("verifier", 1)]
+
+
+# Gold answers, and ranks
+
+def by_text(t) -> None:
+    """Answers and verdicts of the texts that random weights write: by a hash of each."""
+    chosen = lambda text, among: among[zlib.crc32(text.encode()) % len(among)]
+    t.task.read_answer = lambda text: chosen(text, ["0", "1", "1", None])
+    read = t.read_verifications
+    t.read_verifications = lambda rollouts: [replace(v, verdict=chosen(v.text, [True, True, True, False, None]))
+                                             for v in read(rollouts)]
+
+
+def moved_by_a_step(gold=None, check=None) -> dict[str, torch.Tensor]:
+    """The model after a step on texts of random weights."""
+    t = one_model("--refinements", "2", "--verifications", "3", "--examples-per-step", "8")
+    by_text(t)
+    problem_of = t.task.problem
+    if gold:
+        t.task.problem = lambda split, index: replace(problem_of(split, index), answer=gold)
+    t.task.check = check or t.task.check
+    before = weights_of(t.roles["generator"].model)
+    update, = coverrl.play(t)
+    assert all(A.any() for _, A in update.parts) and 0 < t.metrics["gen/kept"] < 1  # there is something to learn
+    assert apply_update(t, update)["skipped"] == 0
+    after = weights_of(t.roles["generator"].model)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    return after
+
+
+def test_no_gold_answer_enters_an_update(base):
+    """Another gold answer, and a check that finds all right, all wrong or nothing scorable, give the same weights."""
+    plain = moved_by_a_step()
+    others = [moved_by_a_step(gold="77"), *(moved_by_a_step(check=lambda problem, text, outcome=outcome: outcome)
+                                            for outcome in (True, False, None))]
+    for other in others:
+        assert all(torch.equal(other[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--verifier-head", "trunk"], "--verifier-head trunk: both roles"),
+    (["--verifications", "1"], "--verifications 1: must be at least 2"),
+    (["--refinements", "1"], "--refinements 1: those behind one"),
+    (["--num-votes", "3"], "--num-votes 3: must be at least 2")])
+def test_settings_that_cannot_work_are_refused_in_one_line(flags, words):
+    args = parsed("coverrl", *flags)
+    with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
+        coverrl.check(args, make_task(args))

@@ -1,0 +1,160 @@
+"""
+DAPO: its formulas by hand, what is drawn and thrown away on one rank and on two, the update, flags.
+
+    python -m pytest tests/test_dapo.py -q
+"""
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from test_dpo import parsed, random_play
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.dapo import dynamic_sampling, kind_of, length_penalty
+from nanochat.rl.losses import AGGREGATIONS
+from nanochat.rl.rollouts import Rollouts
+from nanochat.run import Run
+from tasks import make_task
+
+dapo = recipes.load("dapo")
+
+
+# By hand
+
+@pytest.mark.parametrize("outcomes, kind", [
+    ([True, True], "right"), ([False, False], "wrong"), ([False, True], "mixed"), ([None, None], "unknown"),
+    ([None, True], "right"), ([False, None], "wrong"), ([None, False, True], "mixed"), ([], "unknown")])
+def test_a_group_is_mixed_where_one_is_known_to_be_right_and_one_to_be_wrong(outcomes, kind):
+    assert kind_of(outcomes) == kind
+
+
+@pytest.mark.parametrize("length, penalty", [
+    (1, 0), (16, 0),                             # up to 20 - 4 tokens nothing
+    (17, -0.25), (18, -0.5), (20, -1), (21, -1)])
+def test_the_length_penalty_falls_to_minus_1_over_the_buffer(length, penalty):
+    assert length_penalty(length, 20, 4) == penalty
+
+
+def test_without_a_buffer_length_costs_nothing_and_a_whole_one_costs_from_the_first_token():
+    assert length_penalty(20, 20, 0) == 0
+    assert length_penalty(5, 20, 20) == -0.25 and length_penalty(0, 20, 20) == 0
+
+
+# What is drawn
+
+# Of each batch 4 problems with 2 solutions: 1 is right, 0 wrong, ? not scorable
+HARD = ["00", "00", "0?", "10"]   # one mixed group
+EASY = ["11", "01", "11", "10"]   # two of them
+SOME = ["??", "10", "01", "10"]   # three
+
+
+OUTCOMES = {"1": True, "0": False, "?": None}
+
+
+def play_of(*batches: list[str], more: tuple = (), run: Run | None = None):
+    """A step whose problems are solved like this, batch by batch."""
+    t = random_play("dapo", "--examples-per-step", "4", "--num-samples", "2", "--max-batches", str(len(batches)), *more)
+    t.run = run or t.run
+    order, world, rank = dapo.labels(t.args), t.run.world, t.run.rank
+    t.task.check = lambda problem, text: OUTCOMES[text]
+
+    def solve(role, problems, num_samples, label) -> Rollouts:
+        t.labels.add(label)
+        texts = [text for group in batches[order.index(label)][rank::world] for text in group]
+        prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(num_samples)]
+        return t.written("generator", prompts, texts).behind(prompts)
+
+    t.solve = solve
+    return t
+
+
+def test_batches_are_drawn_until_there_are_as_many_mixed_groups_as_wanted(base):
+    t = play_of(HARD, EASY, SOME, SOME)
+    kept = dynamic_sampling(t)
+    # 1 + 2 mixed groups, and of the third batch the first; its two others are more than is wanted.
+    assert kept.texts == ["1", "0", "0", "1", "1", "0", "1", "0"]
+    assert [p.problem.index for p in kept.prompts] == [3, 5, 7, 9] and t.num_drawn == 12
+    assert t.labels == {"generator", "batch_2", "batch_3"}
+    found = {name: t.metrics[f"gen/{name}"] for name in (
+        "batches", "ran_out", "dropped/right", "dropped/wrong", "dropped/unknown", "dropped/surplus")}
+    assert found == {"batches": 3, "ran_out": 0, "dropped/right": 2 / 12, "dropped/wrong": 3 / 12,
+                     "dropped/unknown": 1 / 12, "dropped/surplus": 2 / 12}
+    assert t.metrics["gen/dropped/tokens"] == pytest.approx(16 / 24)  # every solution has as many
+    assert t.metrics["gen/rewards/outcome/mean"] == pytest.approx((1 + 6 + 3) / (7 + 8 + 6))  # of all that were drawn
+    assert t.metrics["gen/unscorable"] == pytest.approx(3 / 24)
+
+
+def test_where_the_draws_run_out_what_there_is_is_trained_on_and_it_is_said(base):
+    t = play_of(HARD, HARD)
+    update, = dapo.play(t)
+    assert update.parts[0][0].texts == ["1", "0", "1", "0"]
+    assert (t.metrics["gen/batches"], t.metrics["gen/ran_out"]) == (2, 1)
+    t = play_of(["11", "00", "??", "1?"])
+    assert list(dapo.play(t)) == [] and t.metrics["gen/ran_out"] == 1 and t.metrics["gen/dropped/tokens"] == 1
+
+
+def test_a_solution_that_cannot_be_scored_is_no_part_of_a_mixed_group(base):
+    t = play_of(["0?1", "101", "10?", "011"], more=("--num-samples", "3"))
+    assert dynamic_sampling(t).texts == [*"01", *"101", *"10", *"011"]
+
+
+def test_no_group_that_is_trained_on_is_without_an_advantage(base):
+    t = random_play("dapo", "--max-batches", "3", "--overlong-buffer", "0")  # of random texts
+    update, = dapo.play(t)
+    rollouts, advantages = update.parts[0]
+    assert t.metrics["gen/frac_reward_zero_std"] == 0 and None not in rollouts.columns["outcome"]
+    for g in set(rollouts.group_id.tolist()):
+        assert advantages[rollouts.group_id == g].abs().amax(dim=1).min() > 0
+    signs = advantages[:, 0] > 0
+    assert signs.tolist() == rollouts.columns["outcome"]
+    assert t.num_drawn == 4 * t.metrics["gen/batches"]
+    assert t.metrics["gen/dropped/tokens"] == pytest.approx(1 - int(rollouts.lengths.sum()) / t.sampled)
+
+
+def test_a_long_right_solution_earns_less_than_a_short_one(base):
+    """Lengths 2, 2 and 6 tokens of at most 8, buffer 4: 1, -1 and 1 - 2 / 4 = .5. Mean 1/6, unbiased std 1.040833."""
+    t = play_of(["101"] * 4, more=("--num-samples", "3", "--max-new-tokens", "8", "--overlong-buffer", "4"))
+    solve = t.solve
+
+    def longer(role, problems, num_samples, label):
+        rollouts = solve(role, problems, num_samples, label)
+        return replace(rollouts, lengths=torch.tensor([2, 2, 6] * 4), tokens=torch.ones(12, 6, dtype=torch.long),
+                       sampler_logprobs=torch.zeros(12, 6))
+
+    t.solve = longer
+    update, = dapo.play(t)
+    rollouts, advantages = update.parts[0]
+    assert rollouts.columns["reward"][:3] == [1, -1, 0.5] and t.metrics["gen/rewards/overlong/mean"] == -0.5 / 3
+    std = math.sqrt(((1 - 1 / 6) ** 2 + (1 + 1 / 6) ** 2 + (0.5 - 1 / 6) ** 2) / 2)
+    expected = torch.tensor([(r - 1 / 6) / std for r in (1, -1, 0.5)])
+    torch.testing.assert_close(advantages[:3, 0], expected, rtol=1e-5, atol=1e-5)
+    assert t.metrics["gen/variance/overlong"] == pytest.approx(1 / 12)
+
+
+@pytest.mark.parametrize("rank, kept", [(0, []), (1, [3, 5, 7, 9])])
+def test_two_ranks_keep_the_groups_that_one_keeps(base, rank, kept):
+    """Those of the first of the tests above; each rank is told of the other's groups."""
+    batches = iter([HARD, EASY, SOME])
+    t = play_of(HARD, EASY, SOME, SOME, run=Run("r", torch.device("cpu"), rank, 2, ""))
+    t.gather = lambda kinds: [kind_of([OUTCOMES[x] for x in group]) for group in next(batches)]
+    assert [p.problem.index for p in dynamic_sampling(t).prompts] == kept
+    assert t.labels == {"generator", "batch_2", "batch_3"} and t.metrics["gen/dropped/surplus"] == 2 / 12
+
+
+# Flags
+
+def test_the_defaults_are_the_papers():
+    args = parsed("dapo")
+    assert (args.clip_low, args.clip_high, args.aggregation, args.kl_coef, args.max_batches) == (
+        0.2, 0.28, "token", 0, 10)
+    assert AGGREGATIONS["token"](torch.tensor([2.0, 8.0]), 10, 2, 8).tolist() == pytest.approx([0.1, 0.1])
+
+
+@pytest.mark.parametrize("flags", [["--max-batches", "0"], ["--overlong-buffer", "29"], ["--overlong-buffer", "-2"],
+                                   ["--num-samples", "1"]])
+def test_settings_that_cannot_work_are_refused(flags):
+    with pytest.raises(BadInput, match=flags[0]):
+        args = parsed("dapo", *flags)
+        dapo.check(args, make_task(args))

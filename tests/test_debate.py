@@ -1,0 +1,265 @@
+"""
+Debate: soft targets, pairs and scores by hand, what the judge reads and how sure it is, the update against autograd of
+the paper's loss in fp64, what is refused.
+
+    python -m pytest tests/test_debate.py -q
+"""
+import importlib.util
+import math
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parsed, random_play
+from torch.nn.functional import logsigmoid
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.debate import best_and_worst, preference
+from nanochat.recipes.dpo import learn_from_pairs, pair_coefficients, pair_losses
+from nanochat.rl.comparing import choice_chances
+from nanochat.rl.debates import debate_scores, positions_of, quoted, won
+from tasks import make_task
+
+debate = recipes.load("debate")
+U = torch.tensor([-800.0, -2.0, 0.0, 0.7, 800.0], dtype=torch.float64)
+
+
+def coefficients(u: torch.Tensor, target: float) -> torch.Tensor:
+    """Those of the chosen of each pair, with beta 0.5."""
+    Q = len(u)
+    return pair_coefficients(u, torch.ones(Q), list(range(Q)), list(range(Q, 2 * Q)), 2 * Q, 0.5,
+                             torch.full_like(u, target))[:Q]
+
+
+# Soft targets
+
+def test_with_a_target_of_1_the_soft_loss_is_dpos():
+    assert torch.equal(pair_losses(U, torch.ones_like(U)), -logsigmoid(U))
+    assert torch.equal(coefficients(U, 1.0), 0.5 * torch.sigmoid(-U))
+
+
+def test_a_pair_is_drawn_to_where_its_margin_says_what_the_target_does():
+    assert coefficients(torch.zeros(1), 0.5).item() == 0                           # a draw, at the reference
+    assert coefficients(torch.tensor([math.log(3.0)]), 0.75).item() == pytest.approx(0, abs=1e-7)  # sigma(log 3) = 3/4
+    assert coefficients(torch.zeros(1), 0.75).item() == pytest.approx(0.5 * 0.25)  # beta (P - sigma(0))
+    assert torch.allclose(coefficients(U, 0.3), -coefficients(-U, 0.7))            # the pair the other way round
+    assert pair_losses(torch.zeros(1), torch.tensor([0.3])).item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("better, worse, gamma, P", [
+    (0.4, 0.4, 7, 0.5), (1.0, 0.0, 7, 1 / (1 + math.exp(-7))), (1.0, 0.0, 10, 1 / (1 + math.exp(-10))),
+    (0.6, 0.5, 10, 1 / (1 + math.exp(-1))), (1.0, 0.0, 0, 0.5)])
+def test_a_target_is_the_sigmoid_of_gamma_times_the_difference_of_rewards(better, worse, gamma, P):
+    assert preference(better, worse, gamma) == pytest.approx(P)
+
+
+def test_the_best_and_the_worst_of_a_position_are_a_pair_and_a_draw_is_none():
+    rewards = [0.2, 0.9, 0.9, 0.1,  0.5, 0.5, 0.5, 0.5,  0.3, 0.3, 0.4, 0.3]
+    assert best_and_worst(rewards, 4) == ([1, 10], [3, 8])
+    assert best_and_worst([], 4) == ([], [])
+
+
+# The measurement
+
+def test_a_judge_that_is_undecided_counts_a_half():
+    assert [won(c) for c in (0.0, 0.49, 0.5, 0.51, 1.0)] == [0, 0, 0.5, 1, 1]
+
+
+def test_the_scores_of_two_questions_by_hand():
+    # confidence in the right answer: two copies, start argues wrong, start argues right, consultant right, then wrong
+    rows = [[0.9, 0.8, 0.7, 0.6, 0.3, 1.0, 0.0],   # rounds 0.8 and 1 - 0.7: 0.55 on average, won. Both together 0.45
+            [0.5, 0.2, 0.2, 0.9, 0.2, 0.5, 0.25]]  # undecided. 0.2 and 0.8: exactly even. Both together 0.55
+    assert debate_scores(rows) == pytest.approx({
+        "gen/judge_accuracy": 0.75, "gen/win_rate_against_start": 0.75,
+        "gen/single_accuracy": 0.5,          # each believes the consultant, who is right in one of two roles
+        "gen/ensembled_accuracy": 0.5, "gen/consultant_win_rate": 1.0, "gen/assigned": 0.75, "gen/unread": 0.125})
+    assert set(debate_scores([]).values()) == {None}
+
+
+def test_against_itself_the_start_wins_half():
+    for c in (0.0, 0.3, 1.0):  # the same two arguments in both rounds
+        assert debate_scores([[c] * 5 + [1.0, 0.0]])["gen/win_rate_against_start"] == 0.5
+
+
+@pytest.fixture(scope="module")
+def debate_slope():
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "dev", "debate_slope.py")
+    spec = importlib.util.spec_from_file_location("debate_slope", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_slope_lets_each_seed_have_its_own_level(debate_slope):
+    line = lambda level, rise, *skills: [(x, level + rise * x) for x in skills]
+    same = [line(0.1, 0.4, 0.5, 0.6, 0.8), line(0.5, 0.4, 0.5, 0.9)]
+    assert debate_slope.slope(same) == pytest.approx(0.4)
+    assert debate_slope.half_width(same) == pytest.approx(0, abs=1e-9)
+    # Slopes 1 and 0; squares 0.02 and 0.08 (skills 0.2 and 0.4 apart), so 0.02 / 0.1
+    mixed = [line(0.0, 1.0, 0.5, 0.7), line(0.5, 0.0, 0.5, 0.9)]
+    assert debate_slope.slope(mixed) == pytest.approx(0.2)
+    # Pseudo-values 2 * 0.2 - 0 and 2 * 0.2 - 1: mean -0.1, deviation sqrt(0.5), t of one degree 12.706
+    assert debate_slope.half_width(mixed) == pytest.approx(12.706 * 0.5 ** 0.5 / 2 ** 0.5, rel=1e-3)
+
+
+def test_without_a_change_of_skill_there_is_no_slope(debate_slope):
+    flat = [(0.5, 0.1), (0.5, 0.9)]
+    assert debate_slope.slope([flat]) is None and debate_slope.slope([flat, [(0.4, 0.2)]]) is None
+    assert debate_slope.half_width([flat, [(0.1, 0.1), (0.2, 0.2)]]) is None  # of one seed there is no interval
+    assert debate_slope.slope([]) is None
+
+
+def test_the_slopes_of_a_csv_are_printed_for_what_it_has(debate_slope, tmp_path, capsys):
+    rows = [(seed, tokens, metric, value) for seed in (1, 2) for tokens, skill, accuracy in
+            ((0, 0.5, 0.6), (9, 0.7, 0.7 + seed / 50)) for metric, value in
+            (("gen/win_rate_against_start_in", skill), ("gen/judge_accuracy_in", accuracy))]
+    path = tmp_path / "chain.csv"
+    path.write_text("task,arm,seed,step,sampled_tokens,metric,value\n"
+                    + "".join(f"t,debate,{seed},{tokens},{tokens},{metric},{value}\n"
+                              for seed, tokens, metric, value in rows))
+    debate_slope.main(SimpleNamespace(curves=str(path)))
+    head, line = capsys.readouterr().out.splitlines()
+    # Slopes 0.12 / 0.2 and 0.14 / 0.2: 0.65 on average, 0.05 from it either way, so 12.706 * 0.0707 / sqrt(2)
+    assert line.split()[:2] == ["debate", "debate"] and "+0.65 ± 0.64" in line and "2 seeds" in line
+    path.write_text("arm,seed\n1,x\n")
+    with pytest.raises(BadInput, match="chain.csv"):
+        debate_slope.main(SimpleNamespace(curves=str(path)))
+
+
+# What the judge reads
+
+def test_the_judge_sees_steps_and_the_assigned_answer(base):
+    t = random_play("debate")
+    assert quoted(t, "1+2:0;0*1:2;=2", "1") == "1+2:0;0*1:2;=1"
+    assert quoted(t, "1+2:0;0*1", "1") == "1+2:0;=1" and quoted(t, "", "1") == "=1"
+    t = random_play("debate", "--quoted-steps", "1")
+    assert quoted(t, "1+2:0;0*1:2;=2", "1") == "1+2:0;=1"
+
+
+def test_the_confidence_is_that_of_the_token_of_the_written_choice(base):
+    t = random_play("debate")
+    texts = ["1+2:0T;=A", "=B", "A;B;=A;=B", "T;F;", "=A2", "=A "]
+    prompts = t.solve_prompts([t.task.problem("rl", 0)] * len(texts))
+    chances = choice_chances(t, "verifier", t.written("verifier", prompts, texts))
+    assert [chance is None for chance in chances] == [False, False, False, True, True, False]
+    model, marks = t.roles["verifier"].model, [t.tokenizer.encode(mark)[0] for mark in t.task.fmt.choices]
+    for i, before in enumerate(["1+2:0T;=", "=", "A;B;=A;=", None, None, "="]):
+        if before is not None:
+            hidden = model.trunk(torch.tensor([prompts[i].ids + t.tokenizer.encode(before)]))[0, -1]
+            a, b = model.head(hidden)[marks].tolist()
+            assert chances[i] == pytest.approx(1 / (1 + math.exp(b - a)), rel=1e-5)
+
+
+def played(protocol: str, arguments: list[str], verifications: list[str], recipe: str = "debate"):
+    """A question with the answers 1 and 2 whose arguments, and the verifications in their order, are these texts.
+    -> (the step, its updates, what the judge was asked)"""
+    t = random_play(recipe, "--examples-per-step", "1", "--num-samples", "2", "--protocol", protocol)
+    problem_of, asked = t.task.problem, []
+    t.task.problem = lambda split, index: replace(problem_of(split, index), answer="1")
+    t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
+    given = {"distractors": ["=2", "=1", "=0", "=2"], "arguments": arguments, "verdicts": verifications}
+
+    def sample(role, prompts, num, label, **_):
+        if label == "verdicts":
+            asked.extend(t.tokenizer.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
+        repeated = [prompt for prompt in prompts for _ in range(num)]
+        return t.written(role, repeated, given[label]).behind(repeated)
+    t.sample = sample
+    return t, list(recipes.load(recipe).play(t)), asked
+
+
+ARGUMENTS = ["0+1:1;=1", "0+0:1;=1", "0+1:2;=2", "0+2:2;=0"]  # two for each answer, of which the last one fails
+IN_ORDER = ["0+1:1;=1|0+1:2;=2|A", "0+0:1;=1|0+1:2;=2|A", "0+1:2;=2|0+1:1;=1|A", "0+2:2;=2|0+1:1;=1|A"]
+ALONE = ["0+1:1;=1|=2|A", "0+0:1;=1|=2|A", "0+1:2;=2|=1|A", "0+2:2;=2|=1|A"]
+
+
+@pytest.mark.parametrize("protocol, shown, gamma", [("debate", IN_ORDER, 7.0), ("consultancy", ALONE, 10.0)])
+def test_a_step_takes_the_gradient_of_the_papers_loss(base, protocol, shown, gamma):
+    """Questions, what the judge reads in both orders, rewards, pairs and the update."""
+    t, (update,), asked = played(protocol, ARGUMENTS, ["=A"] * 4 + ["=A", "=B", "no", "=A"])
+    assert asked[:4] == shown
+    assert asked[4:] == ["|".join([text.split("|")[1], text.split("|")[0], "A"]) for text in shown]
+    (rollouts, _), = update.parts
+    columns = rollouts.columns
+    assert t.metrics["gen/unread"] == 1 / 8 and t.metrics["gen/assigned"] == 3 / 4
+    # the judge's confidences again, from plain forwards
+    model, marks = t.roles["verifier"].model, [t.tokenizer.encode(mark)[0] for mark in t.task.fmt.choices]
+    rewards = dict.fromkeys(range(4), 0.0)
+    for i, text in enumerate(asked):
+        prompt = t.tokenizer.render_prompt(f"{t.task.problem('rl', 0).prompt}|{text}")
+        hidden = model.trunk(torch.tensor([prompt + t.tokenizer.encode("=")]))[0, -1]
+        a, b = model.head(hidden)[marks].tolist()
+        chance = 0.5 if i == 6 else 1 / (1 + math.exp(b - a))
+        rewards[i % 4] += (chance if i < 4 else 1 - chance) / 2
+    pairs = [sorted(rows, key=rewards.get, reverse=True) for rows in ((0, 1), (2, 3))]
+    texts = [ARGUMENTS[n] for column in zip(*pairs, strict=True) for n in column]
+    assert rollouts.texts == texts and columns["assigned"] == [text != ARGUMENTS[3] for text in texts]
+    assert columns["reward"] == pytest.approx([rewards[ARGUMENTS.index(text)] for text in texts], rel=1e-5)
+    policy, opponent = t.roles["generator"].model, t.roles["opponent"].model
+    pi, ref = log_likelihoods(policy, rollouts), log_likelihoods(opponent, rollouts)
+    loss = 0
+    for q, (w, l) in enumerate(pairs):
+        u = 0.5 * ((pi[q] - ref[q]) - (pi[2 + q] - ref[2 + q]))
+        P = 1 / (1 + math.exp(-gamma * (rewards[w] - rewards[l])))
+        loss += (-P * logsigmoid(u) - (1 - P) * logsigmoid(-u) - 0.005 * pi[q]) / 2
+    expected = gradient_of(loss, policy)
+    assert_close(moved_by(t, update), expected, 1e-4)
+
+
+def test_a_judge_that_learns_is_paid_for_the_side_with_the_right_answer(base):
+    """Of each debate two verifications in each order. Sides 1 1 2 2 stand first, then second; 1 is right."""
+    said = ["=A", "=B", "=A", "no", "=B", "=A", "=B", "=B"] + ["=A", "=B", "=B", "=B", "=A", "=A", "=A", "no"]
+    t, updates, _ = played("debate", ARGUMENTS, said, recipe="debate_judge")
+    assert [update.role for update in updates] == ["generator", "verifier"]
+    (verdicts, advantages), = updates[1].parts
+    rewards = [1, 0, 1, 0, 1, 0, 1, 1] + [0, 1, 1, 1, 1, 1, 1, 0]
+    assert verdicts.columns["reward"] == rewards and t.metrics["ver/parse_fail"] == 2 / 16
+    alike = [a == b for a, b in zip(rewards[::2], rewards[1::2], strict=True) for _ in range(2)]
+    signs = [0 if same else 2 * reward - 1 for same, reward in zip(alike, rewards, strict=True)]
+    assert advantages[:, 0].sign().tolist() == signs
+    assert played("debate", ARGUMENTS, ["no"] * 16, recipe="debate_judge")[1] == []
+
+
+def test_without_a_readable_choice_nothing_is_learned(base):
+    t, updates, _ = played("debate", ARGUMENTS, ["no"] * 8)
+    assert updates == [] and t.metrics["gen/unread"] == 1 and t.metrics["gen/judge_accuracy"] == 0.5
+    assert t.metrics["gen/num_pairs"] == 0 and t.metrics["gen/preference"] is None
+
+
+def test_the_wrong_answer_is_the_most_frequent_one_and_without_one_there_is_no_debate(base):
+    t = random_play("debate")
+    texts = ["=1", "=2", "=0", "=0",  "=1", "=1", "=1", "",  "=2", "=0", "=9", "=9"]  # 9 cannot be scored
+    t.task.check = lambda problem, text: None if "9" in text else text == "=1"
+    one, two, three = problems = [replace(t.task.problem("rl", i), answer="1") for i in range(3)]
+    prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(4)]
+    t.solve = lambda role, problems, num, label: t.written(role, prompts, texts)
+    assert positions_of(t, problems, "distractors") == [
+        (one, "1", "0", True), (one, "0", "1", False), (three, "1", "2", True), (three, "2", "1", False)]
+
+
+def test_a_likelihood_beside_the_pairs_is_that_of_the_chosen(base):
+    t = random_play("debate")
+    rollouts = t.written("generator", t.solve_prompts([t.task.problem("rl", 0)] * 2), ["0+1:1;=1", "0+1:2;=2"])
+    ref = t.logprobs("opponent", rollouts)
+    hard, = learn_from_pairs(t, "generator", rollouts, [0], [1], ref)
+    both, = learn_from_pairs(t, "generator", rollouts, [0], [1], ref, targets=[1.0], sft_coef=0.25)
+    difference = both.parts[0][1] - hard.parts[0][1]
+    assert difference[0].tolist() == pytest.approx([0.25 * 2] * len(difference[0])) and not difference[1].any()
+
+
+@pytest.mark.parametrize("flags", [["--protocol", "duel"], ["--num-samples", "1"], ["--gamma", "-1"], ["--beta", "0"],
+                                   ["--sft-coef", "nan"], ["--num-distractors", "0"], ["--quoted-steps", "-1"],
+                                   ["--verifications", "0"]])
+def test_settings_that_cannot_work_are_refused(flags):
+    with pytest.raises(BadInput, match=flags[0]):
+        args = parsed("debate", *flags)
+        debate.check(args, make_task(args))
+
+
+def test_a_judge_that_learns_needs_a_group_of_verifications():
+    args = parsed("debate_judge", "--verifications", "1")
+    with pytest.raises(BadInput, match="--verifications 1: must be at least 2"):
+        recipes.load("debate_judge").check(args, make_task(args))

@@ -1,0 +1,182 @@
+"""
+MARTI: shaped rewards by hand, who reads what, what each turn earns and is compared with, the evaluation.
+
+    python -m pytest tests/test_marti.py -q
+"""
+import pytest
+from test_dpo import parsed, random_play
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.marti import means_before, shaped
+from tasks import make_task
+
+marti = recipes.load("marti")
+CHAIN = ["--graph", "chain", "--verifier-max-new-tokens", "20"]
+
+
+# By hand
+
+@pytest.mark.parametrize("R, Q, margin, quality", [
+    # R + .5 (R - Q) and R + .5 (Q R - (1 - Q)(1 - R))
+    (0, 0, 0.0, -0.5),      # wrong, as before
+    (1, 0, 1.5, 1.0),       # better
+    (0, 1, -0.5, 0.0),      # worse
+    (1, 1, 1.0, 1.5),       # right, as before
+    (1, 0.5, 1.25, 1.25), (0, 0.5, -0.25, -0.25)])
+def test_shaped_rewards_at_the_corners(R, Q, margin, quality):
+    assert shaped(R, Q, 0.5, "margin") == margin and shaped(R, Q, 0.5, "quality") == quality
+    assert shaped(R, Q, 0.5, "none") == shaped(R, Q, 0, "margin") == shaped(R, Q, 0, "quality") == R
+
+
+@pytest.mark.parametrize("shaping", ["none", "margin", "quality"])
+def test_without_a_turn_before_it_a_reward_stays_as_it_is(shaping):
+    assert [shaped(R, None, 0.5, shaping) for R in (0, 1, None)] == [0, 1, None]
+    assert shaped(None, 1, 0.5, shaping) is None
+
+
+def test_a_team_is_measured_by_all_that_it_earned_before():
+    first, second = [1, 0, 0, 0], [1, 1, None, 0]
+    assert means_before([], 2) == []
+    assert means_before([first], 1) == first and means_before([first], 2) == [0.5, 0.5, 0, 0]
+    assert means_before([first, second], 1) == [1, 0.5, 0, 0]
+    assert means_before([first, second], 2) == [3 / 4, 3 / 4, 0, 0]
+    assert means_before([[None, 1], [None, None]], 1) == [None, 1]
+
+
+# A step
+
+def played(*flags: str, texts=None, check=None):
+    """A step and its update. texts: what is written under a label in turn, in place of a random model's."""
+    t = random_play("marti", "--examples-per-step", "2", "--num-samples", "4", *flags)
+    t.task.check = check or t.task.check
+    if texts:
+        drawn = t.sample
+        def sample(role, prompts, num, label, **kwargs):
+            rollouts = drawn(role, prompts, num, label, **kwargs)
+            rows = rollouts.prompt_of()
+            return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))]).behind(rows)
+        t.sample = sample
+    update, = marti.play(t)
+    return t, [part for part, _ in update.parts], [advantages[:, 0].tolist() for _, advantages in update.parts]
+
+
+def test_in_a_debate_each_agent_reads_the_next_one_s_answer(base):
+    for team in (2, 4):
+        t, (first, final), _ = played("--num-agents", str(team))
+        for n, (one, two) in enumerate(zip(first.prompt_of(), final.prompt_of(), strict=True)):
+            other = first.texts[n - n % team + (n + 1) % team]
+            assert one.problem == two.problem
+            assert two.ids == t.tokenizer.render_prompt(f"{other}||{two.problem.prompt}")
+        assert len({(prompt.problem, prompt.copy) for prompt in final.prompts}) == 8  # each has noise of its own
+
+
+def test_in_a_chain_the_last_answer_stands_behind_the_first_and_its_verification(base):
+    t, (first, judged, final), _ = played(*CHAIN)
+    for n, prompt in enumerate(judged.prompt_of()):
+        assert prompt.ids == t.verify_prompts(first).pop(n).ids
+    for n, prompt in enumerate(final.prompt_of()):
+        text = f"{first.texts[n]}|{judged.texts[n]}|{prompt.problem.prompt}"
+        assert prompt.ids == t.tokenizer.render_prompt(text)
+
+
+RIGHT = {"=1": True, "=0": False, "=?": None}
+
+
+def outcome(problem, text):
+    return RIGHT[text]
+
+
+def centred(values) -> list[float]:
+    known = [value for value in values if value is not None]
+    return [0 if value is None else value - sum(known) / len(known) for value in values]
+
+
+@pytest.mark.parametrize("shaping, shaped_rewards", [
+    # two teams of two at each problem; the first one was right once (Q .5), the second one never
+    ("none", [1, 0, 0, 1]),
+    ("margin", [1.25, -0.25, 0, 1.5]),
+    ("quality", [1.25, -0.25, -0.5, 1])])
+def test_what_a_debate_earns_by_hand(base, shaping, shaped_rewards):
+    texts = {"generator": ["=1", "=0", "=0", "=0"], "final": ["=1", "=0", "=0", "=1"]}
+    t, (first, final), advantages = played("--shaping", shaping, "--advantage", "dr_grpo", texts=texts, check=outcome)
+    assert first.columns["shaped_reward"] == first.columns["earned"] == [1, 0, 0, 0] * 2
+    assert final.columns["shaped_reward"] == shaped_rewards * 2 and final.columns["earned"] == [1, 0, 0, 1] * 2
+    assert advantages[0] == pytest.approx(centred([1, 0, 0, 0]) * 2)  # each turn has a baseline of its own
+    assert advantages[1] == pytest.approx(centred(shaped_rewards) * 2)
+    found = {name: t.metrics[f"gen/{name}"] for name in (
+        "reward", "first/accuracy", "final/accuracy", "final/shaped_reward", "final/delta", "final/wrong_to_right",
+        "final/right_to_wrong", "unscorable")}
+    assert found == pytest.approx({
+        "reward": 1 / 4, "first/accuracy": 1 / 4, "final/accuracy": 2 / 4, "final/delta": 1 / 4,
+        "final/shaped_reward": sum(shaped_rewards) / 4, "final/wrong_to_right": 1 / 4, "final/right_to_wrong": 0,
+        "unscorable": 0})
+
+
+def test_what_a_chain_earns_by_hand(base):
+    """A verifier that is right about a right and about a wrong answer, is wrong, and says nothing that can be read."""
+    texts = {"generator": ["=1", "=0", "=0", "=1"], "verifier": ["=T", "=F", "=T", "T"],
+             "final": ["=1", "=1", "=0", "=0"]}
+    t, (first, judged, final), advantages = played(*CHAIN, "--shaping", "quality", "--advantage", "dr_grpo",
+                                                   texts=texts, check=outcome)
+    assert first.columns["shaped_reward"] == [1, 0, 0, 1] * 2
+    # R 1 1 0 0 with Q 1 0 0 1: R + .5 (Q R - (1 - Q)(1 - R))
+    assert judged.columns["earned"] == [1, 1, 0, 0] * 2 and judged.columns["shaped_reward"] == [1.5, 1, -0.5, 0] * 2
+    # R 1 1 0 0 with Q 1 .5 0 .5
+    assert final.columns["shaped_reward"] == [1.5, 1.25, -0.5, -0.25] * 2
+    for found, rollouts in zip(advantages, (first, judged, final), strict=True):
+        assert found == pytest.approx(centred(rollouts.columns["shaped_reward"][:4]) * 2)
+    assert t.metrics["gen/verdicts/parse_fail"] == 1 / 4 and t.metrics["gen/judged/accuracy"] == 1 / 2
+
+
+def test_what_cannot_be_scored_earns_nothing_and_is_left_out_of_means(base):
+    texts = {"generator": ["=?", "=1", "=?", "=?"], "final": ["=1", "=?", "=1", "=0"]}
+    t, (first, final), advantages = played("--shaping", "margin", "--advantage", "dr_grpo", texts=texts, check=outcome)
+    # the first team's mean is 1; of the second one nothing is known
+    assert final.columns["shaped_reward"] == [1, None, 1, 0] * 2
+    assert advantages == [[0] * 8, pytest.approx([1 / 3, 0, 1 / 3, -2 / 3] * 2)]
+    assert t.metrics["gen/unscorable"] == 1
+    texts = {"generator": ["=?"], "verifier": ["=T"], "final": ["=0"]}
+    t, (_, judged, final), _ = played(*CHAIN, texts=texts, check=outcome)
+    assert set(judged.columns["shaped_reward"]) == {None} and set(final.columns["shaped_reward"]) == {0}
+
+
+# The evaluation
+
+def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(base):
+    for flags, final, expected in ((["--num-agents", "4"], ["=1", "=0", "=1", "=0"], {"final": 1, "first": 1 / 2}),
+                                   (["--num-agents", "4"], ["=0", "=1", "=1", "=0"], {"final": 0, "first": 1 / 2}),
+                                   (CHAIN, ["=1", "=0"], {"final": 1 / 2, "first": 1, "judged": 0})):
+        t = random_play("marti", "--num-samples", "4", "--eval-examples", "4", *flags)
+        t.task.check, t.evaluating, drawn = outcome, True, t.sample
+        first = ["=1", "=0"] if expected["first"] < 1 else ["=1"]
+        texts = {"eval": ["=0"], "eval_generator": first, "eval_verifier": ["=F"], "eval_final": final}
+        def sample(role, prompts, num, label, t=t, texts=texts, drawn=drawn, **kwargs):
+            rows = drawn(role, prompts, num, label, **kwargs).prompt_of()
+            return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))]).behind(rows)
+        t.sample = sample
+        scores = marti.evaluate(t)
+        for split in ("in", "out"):
+            assert scores.pop(f"gen/pass1_{split}") == 0
+            assert {name: scores.pop(f"gen/{name}_{split}") for name in expected} == expected
+        assert not scores
+
+
+# Flags
+
+@pytest.mark.parametrize("flags, words", [
+    (["--graph", "ring"], "--graph ring: there are debate, chain"),
+    (["--shaping", "all"], "--shaping all: there are none, margin, quality"),
+    (["--num-agents", "3"], "--num-samples 4: must be a multiple of --num-agents 3"),
+    (["--num-agents", "1"], "--num-agents 1"), (["--alpha", "-1"], "--alpha -1")])
+def test_settings_that_cannot_work_are_refused_in_one_line(flags, words):
+    args = parsed("marti", *flags)
+    with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
+        marti.check(args, make_task(args))
+
+
+def test_a_chain_needs_no_whole_debates():
+    args = parsed("marti", "--graph", "chain", "--num-samples", "3")
+    marti.check(args, make_task(args))
+    assert {call.label for call in marti.calls(args)} == {"generator", "verifier", "final"}
+    assert {call.label for call in marti.calls(parsed("marti"))} == {"generator", "final"}

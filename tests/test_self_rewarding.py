@@ -1,0 +1,146 @@
+"""
+Self-Rewarding: points and pairs by hand, what a step is made of, snapshots, gold answers that change nothing.
+
+    python -m pytest tests/test_self_rewarding.py -q
+"""
+import math
+
+import pytest
+import torch
+from test_dpo import parsed, random_play, weights_of
+
+from nanochat import recipes
+from nanochat.common import BadInput
+from nanochat.recipes.self_rewarding import POINTS, best_and_worst
+from nanochat.rl.judges import Judgment, shares
+from nanochat.rl.prompts import parse_verification
+from tasks import make_task
+from tasks.chain import COMPACT
+
+self_rewarding = recipes.load("self_rewarding")
+G, K = 4, 3
+FLAGS = ["--num-samples", str(G), "--iteration-steps", "2", "--examples-per-step", "3", "--max-new-tokens", "12",
+         "--verifier-max-new-tokens", "12"]
+
+
+# By hand
+
+@pytest.mark.parametrize("texts, additive, verdict", [
+    (["1+1:2T;2+1:3T;=T"], 5, 1),
+    (["1+1:2F;2+1:3F;=F"], 0, 0),
+    (["1+1:2T;2+1:3F;=F"], 2, 0),                          # half of the steps
+    (["1+1:2T;2+1:3T;=F"], 4, 0),                          # all steps, and yet
+    (["1+1:2T;2+1:3T;=T", "1+1:2T;2+1:3F;=F"], 3.5, 0.5),  # the mean of 5 and 2
+    (["1+1:2T;2+1:3T;=T", "nonsense"], 5, 1),              # what cannot be read is left out
+    (["1+1:2T;=T"], None, 1),                              # a step too few: nothing is said of steps
+    (["1+1:2T;2+1:3T;"], None, None),                      # no final verdict
+    (["nonsense", ""], None, None)])
+def test_points_of_a_judgment(texts, additive, verdict):
+    judgment = shares([parse_verification(COMPACT, text, 2) for text in texts], 0)
+    assert POINTS["additive"](judgment) == additive and POINTS["verdict"](judgment) == verdict
+
+
+def test_a_solution_without_steps_earns_its_final_verdict_alone():
+    assert [POINTS["additive"](Judgment([], final, 0)) for final in (1.0, 0.0, None)] == [1, 0, None]
+
+
+@pytest.mark.parametrize("points, pairs", [
+    ([1, 5, 0, 3], ([1], [2])),
+    ([5, 5, 0, 0], ([0], [2])),         # of equal ones the first
+    ([3, None, 4, None], ([2], [0])),   # None is neither
+    ([2, 2, 2, 2], ([], [])),           # a tie: no pair
+    ([2, None, None, 2], ([], [])),
+    ([None, 4, None, None], ([], [])),  # one alone
+    ([None] * 4, ([], []))])
+def test_the_best_and_the_worst_of_a_group_are_a_pair(points, pairs):
+    assert best_and_worst(points, [0] * 4) == pairs
+
+
+def test_each_group_has_its_own_pair():
+    assert best_and_worst([1, 2, 9, 8, 7, 7], [0, 0, 1, 1, 2, 2]) == ([1, 2], [0, 3])
+    assert best_and_worst([], []) == ([], [])
+
+
+@pytest.mark.parametrize("flags", [["--points", "five"], ["--verifications", "0"], ["--num-samples", "1"],
+                                   ["--iteration-steps", "0"], ["--beta", "0"], ["--updates-per-batch", "2"]])
+def test_settings_that_cannot_work_are_refused(flags):
+    args = parsed("self_rewarding", *flags)
+    with pytest.raises(BadInput, match=flags[0]):
+        self_rewarding.check(args, make_task(args))
+
+
+# A step
+
+def judging(*flags: str, step: int = 0):
+    """A step in which the snapshot's verifications say what they are told to: of each problem's four solutions that the
+    second is right three times and the fourth never, of the others they cannot be read."""
+    t = random_play("self_rewarding", *FLAGS, *flags)
+    t.steps["generator"] = t.state.step = step
+    t.asked = []
+
+    def verify(role, solutions, num, label, **more):
+        t.asked.append((role, solutions, num, label))
+        prompts = [prompt for prompt in t.verify_prompts(solutions) for _ in range(num)]
+        said = [("", "=T", "", "=F")[n % G] for n in range(len(solutions)) for _ in range(num)]
+        return t.written(role, prompts, said).behind(prompts)
+
+    t.verify = verify
+    return t
+
+
+def test_the_snapshot_writes_and_judges_and_the_generator_learns_its_order(base):
+    t = judging("--points", "verdict")
+    update, = self_rewarding.play(t)
+    (role, solutions, num, label), = t.asked
+    assert (role, num, label) == ("snapshot", K, "verdicts") and len(solutions) == 3 * G
+    (rollouts, advantages), = update.parts
+    best, worst = solutions.texts[1::G], solutions.texts[3::G]
+    assert rollouts.texts == best + worst and update.role == "generator"
+    told_apart = [w != l for w, l in zip(best, worst, strict=True)]
+    assert (advantages[:3, 0] > 0).tolist() == (advantages[3:, 0] < 0).tolist() == told_apart
+    assert rollouts.prompt_of()[0].ids == t.solve_prompts(solutions.problems()[:1])[0].ids  # no verification is learned
+    assert rollouts.sampler_logprobs.isnan().all()
+    assert t.metrics["gen/num_pairs"] == 3 and t.metrics["gen/no_pair"] == 0 and t.metrics["gen/unjudged"] == 0.5
+    assert t.metrics["sna/reward"] == 0.5 and t.metrics["sna/verdicts/abstained"] is not None
+
+
+def test_an_iteration_begins_with_the_loss_log_2_against_a_snapshot_of_the_generator(base):
+    t = judging("--points", "verdict", step=2)
+    list(self_rewarding.play(t))
+    snapshot, generator = (weights_of(t.roles[name].model) for name in ("snapshot", "generator"))
+    assert all(torch.equal(snapshot[name], generator[name]) for name in generator)
+    assert t.metrics["gen/pair_loss"] == pytest.approx(math.log(2), rel=1e-12) and t.metrics["gen/iteration"] == 1
+
+
+def test_in_mid_iteration_the_snapshot_stays(base):
+    t = judging("--points", "verdict", step=3)
+    before = weights_of(t.roles["snapshot"].model)
+    list(self_rewarding.play(t))
+    assert all(torch.equal(before[name], after) for name, after in weights_of(t.roles["snapshot"].model).items())
+    assert abs(t.metrics["gen/pair_loss"] - math.log(2)) > 1e-3
+
+
+def test_no_gold_answer_enters_an_update(base):
+    found = []
+    for outcome in (True, False, None):
+        t = judging("--points", "verdict", step=3)
+        t.task.check = lambda problem, text, outcome=outcome: outcome
+        update, = self_rewarding.play(t)
+        found.append((update.parts[0][0].texts, update.parts[0][1]))
+        assert t.metrics["gen/right_order"] is None and t.metrics["gen/unscorable"] == (outcome is None)
+    assert all(texts == found[0][0] and torch.equal(advantages, found[0][1]) for texts, advantages in found)
+
+
+def test_without_a_judgment_that_can_be_read_there_is_no_update(base):
+    t = random_play("self_rewarding", *FLAGS)  # random models write no verification
+    t.read_verifications = lambda rollouts: [parse_verification(COMPACT, "", 1)] * len(rollouts)
+    assert list(self_rewarding.play(t)) == []
+    assert t.metrics["gen/num_pairs"] == 0 and t.metrics["gen/no_pair"] == t.metrics["gen/unjudged"] == 1
+
+
+def test_the_evaluation_asks_the_same_weights_in_both_roles(base):
+    t = random_play("self_rewarding", *FLAGS)
+    t.evaluating = True
+    scores = self_rewarding.evaluate(t)
+    assert {"gen/pass1_in", "gen/pass1_out", "gen/balanced_acc_current", "gen/balanced_acc_fixed"} <= scores.keys()
+    assert not [name for name in scores if not name.startswith("gen/")]
