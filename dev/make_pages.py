@@ -60,35 +60,35 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "prime": [Arm("systems/chain", "prime_2e-4", "2e-4", "process rewards")],
     "dpo": [Arm("systems/chain", "dpo", "4e-4", "pairs")],
     "spin": [Arm("systems/chain", "spin", "3e-5", "SFT's demonstrations")],
-    "debate": [],
-    "debate_judge": [],
     "critique_grpo": [Arm("systems/chain_refine", "critique_grpo_2e-4", "2e-4", "two attempts", "grpo_2e-4")],
     "critique_grpo_verifier": [],
     "score": [],
     "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")],
-    "dapo": [],
-    "coverrl": [],
-    "self_verify": [],
     **dict.fromkeys(("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor"), []),
     "rm_r1": [],
     "think_rm": [],
     "think_rm_policy": [],
     "spct": [],
-    "magrpo": [],
-    "marti": [],
-    "alphaproof": [],
-    **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), []),
-    "self_rewarding": [],
-    "constitutional_ai": [],
-    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), [])}
     **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), []),
-    **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars"), [])}
+    **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), []),
+    **dict.fromkeys(("magrpo", "marti", "debate", "debate_judge"), []),
+    **dict.fromkeys(("self_rewarding", "constitutional_ai", "coverrl", "self_verify"), []),
+    **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars", "alphaproof", "dapo"), [])}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
-    "verifiers-of-every-kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
+    "Verifiers of every kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
                                  "spct", "supervisor", "think_rm_policy"),
-    "reward-models-that-learn-with-the-policy": ("cooper", "ppo", "refit", "simulated_judge",
-                                                 "progress_rewards")}
-NOT_COMPARED = {"score": "not compared", "ttrl": "without answers", "fixed_generator": "step F1 alone"}
+    "Reward models that learn with the policy": ("cooper", "ppo", "refit", "simulated_judge",
+                                                 "progress_rewards"),
+    "Two turns, many players, no labels": ("multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "debate",
+                                         "debate_judge", "self_rewarding", "constitutional_ai", "coverrl",
+                                         "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof",
+                                         "dapo")}
+def anchor(title: str) -> str:
+    """The link to a part of a page."""
+    return title.lower().replace(",", "").replace(" ", "-")
+
+
+NOT_COMPARED = ("score", "ttrl", "fixed_generator")
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
     "fixed_generator": "The generator does not learn, so its pass@1 is not compared. The rate is the verifier's, which "
@@ -100,26 +100,12 @@ NOTES = {  # whole sentences
     "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
     "critique_grpo_verifier": "Not run with seeds.",
-    "dapo": "Not run with seeds.",
-    "debate": "Not run with seeds.",
-    "debate_judge": "Not run with seeds.",
-    "alphaproof": "Not run with seeds.",
-    **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), "Not run with seeds."),
-    "self_rewarding": "Not run with seeds.",
-    "constitutional_ai": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
             "beside it know 64 or 256 answers.",
-    "coverrl": "Not run with seeds.",
-    "self_verify": "Not run with seeds.",
-    "magrpo": "Not run with seeds.",
-    "marti": "Not run with seeds.",
-    **dict.fromkeys(BESIDE["verifiers-of-every-kind"],
-                    "Its figures are in [results.md](results.md#verifiers-of-every-kind)."),
-    **dict.fromkeys(BESIDE["reward-models-that-learn-with-the-policy"],
-                    "Its figures are in [results.md](results.md#reward-models-that-learn-with-the-policy)."),
-    **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars"), "Not run with seeds.")}
+    **{name: f"Its figures are in [results.md](results.md#{anchor(part)})." for part, names in BESIDE.items()
+       for name in names}}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -282,13 +268,14 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
                         "the policy",
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three",
     "magrpo": "runs: not run with seeds",
-    "marti": "runs: not run with seeds"}
+    "marti": "runs: not run with seeds",
     "alphaproof": "runs: not run with seeds",
-    "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three"}
     "search_r1": "runs: not run with seeds",
     "r1_searcher": "runs: not run with seeds",
     "ssrl": "runs: not run with seeds",
     "mars": "runs: not run with seeds"}
+
+
 # Text
 
 def prose(text: str) -> str:
@@ -547,17 +534,15 @@ def quoted(names: list[str]) -> str:
 def readme_table() -> str:
     rows, links = [], {}
     beside = [name for names in BESIDE.values() for name in names]
-    not_run = [name for name, arms in RESULTS.items() if not arms and name not in ("score", *beside)]
-    for name, arms in ((name, arms) for name, arms in RESULTS.items() if name not in (*not_run, *beside)):
+    others = [name for name in RESULTS if name in NOT_COMPARED or not RESULTS[name] and name not in beside]
+    for name, arms in ((name, arms) for name, arms in RESULTS.items() if name not in (*others, *beside)):
         system = re.split(r" \(|:", recipes.load(name).__doc__)[0]
         paper = re.search(r"arXiv (\d{4}\.\d{5})", recipes.load(name).__doc__)[1]
         links[paper] = f"https://arxiv.org/abs/{paper}"
-        seeds = f"{len(runs_of(arms[0], arms[0].name))} seeds" if arms else {"score": "1 seed"}.get(name, "not run")
-        compared = ["the baseline" if name == "grpo" else "-", "-"]
-        if arms and arms[0].baseline:
+        seeds = f"{len(runs_of(arms[0], arms[0].name))} seeds"
+        compared = ["the baseline", "-"]
+        if arms[0].baseline:
             compared = [difference(arms[0], at_tokens=False), difference(arms[0])]
-        elif name in NOT_COMPARED:
-            seeds += ", " + NOT_COMPARED[name]
         rows.append([system, f"`{name}`", f"[{paper}]", trained(name), seeds, *compared])
     grpo, tango = RESULTS["grpo"][0], RESULTS["tango"][0]
     final, tokens = ends(runs_of(grpo, grpo.name))
@@ -567,9 +552,9 @@ def readme_table() -> str:
              "it gets there). The setting is harder than above: only the last result is the answer, so a wrong "
              f"solution can be right by luck. GRPO ends at {final.partition(' ')[0]}% there. Of its {tokens} tokens "
              f"Tango spends {warm_up(tango):.2f}M before the generator's first update. ± is half of the 95% interval "
-             "over paired seeds. More of each recipe: [dev/recipes.md](dev/recipes.md). [Compared "
-             f"elsewhere](dev/results.md#verifiers-of-every-kind): {quoted(beside)}. Not run with seeds yet: "
-             f"{quoted(not_run)}.")
+             "over paired seeds. Others are compared in settings of their own. "
+             + " ".join(f"[{part}](dev/results.md#{anchor(part)}): {quoted(names)}." for part, names in BESIDE.items())
+             + f" Not compared: {quoted(others)}. All: [dev/recipes.md](dev/recipes.md).")
     columns = ("system", "recipe", "paper", "what is trained", "measured", "at equal steps", "at GRPO's tokens")
     return "\n\n".join([wrapped(words), table(columns, rows), "\n".join(f"[{a}]: {b}" for a, b in links.items())])
 

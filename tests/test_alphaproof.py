@@ -176,6 +176,13 @@ def test_a_variant_that_is_a_target_is_drawn_again(base):
     assert not {problem.prompt for problem in of_targets(t)} & {target.prompt for target in targets}
 
 
+def test_a_target_whose_variants_are_all_targets_is_an_error_and_no_endless_loop(base):
+    t = at_targets("--target-share", "0")
+    t.task.variants = lambda problem, rng: problem
+    with pytest.raises(BadInput, match="task rewrite: 1000 variants of .* are targets too; lower --num-targets"):
+        of_targets(t)
+
+
 def test_a_proved_target_is_left_alone_and_so_are_its_variants(base):
     t, varied = at_targets("--target-share", "0.2", proved=[0, 5]), []
     make = t.task.variants

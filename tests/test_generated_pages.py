@@ -58,14 +58,13 @@ def test_every_recipe_is_on_every_page_and_has_a_check(make_pages, made):
     assert re.findall("^## (.*)$", made["dev/recipes.md"], re.MULTILINE)[1:] == list(make_pages.RESULTS)
     assert re.findall("^### Recipe (.*)$", made["dev/flags.md"], re.MULTILINE) == list(make_pages.RESULTS)
     in_table = re.findall(r"^\| [^|]+ \| `(\w+)` \|", made["README.md"], re.MULTILINE)
-    lists = re.search(r"\[Compared\s+elsewhere\]\(\S+\):\s+(.*?)\. Not\s+run\s+with\s+seeds\s+yet:\s+(.*?)\.$",
-                      made["README.md"], re.MULTILINE | re.DOTALL)
-    beside, not_run = (re.findall(r"`(\w+)`", names) for names in lists.groups())
-    assert {name for name, arms in make_pages.RESULTS.items() if arms} <= set(in_table)
+    lists = re.search(r"in\s+settings\s+of\s+their\s+own\.(.*?)Not\s+compared:(.*?)\. All:", made["README.md"], re.DOTALL)
+    beside, not_compared = (re.findall(r"`(\w+)`", names) for names in lists.groups())
+    assert {name for name, arms in make_pages.RESULTS.items() if arms} <= {*in_table, *not_compared}
     assert [name for name in make_pages.RESULTS if name in in_table] == in_table
     assert beside == [name for names in make_pages.BESIDE.values() for name in names]
-    assert [name for name in make_pages.RESULTS if name not in (*in_table, *beside)] == not_run
-    assert len({*in_table, *beside, *not_run}) == len(in_table) + len(beside) + len(not_run) == len(names)
+    assert [name for name in make_pages.RESULTS if name not in (*in_table, *beside)] == not_compared
+    assert len({*in_table, *beside, *not_compared}) == len(in_table) + len(beside) + len(not_compared) == len(names)
     assert all(make_pages.CHECKS.values())
 
 

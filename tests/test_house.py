@@ -65,15 +65,9 @@ def test_the_ground_imports_nothing_of_ours(module):
 FAMILIES = {"tango": "tango", "grpo": "tango", "gold_steps": "tango", "fixed_verifier": "tango",
             "fixed_generator": "tango", "outcome_verifier": "tango", "spin": "dpo", "dpo": "dpo",
             "critique_grpo_verifier": "critique_grpo", "refit": "tango", "simulated_judge": "tango",
-            "think_rm_policy": "think_rm",
-            "coverrl": "ttrl",
-            "self_verify": "tango"}
-            "marti": "score"}
-            "debate": "dpo", "debate_judge": "dpo"}
-            "r1_searcher": "search_r1", "ssrl": "search_r1"}
-            "r1_searcher": "search_r1", "ssrl": "search_r1",
-            "ssp": "search_r1"}
-            "self_rewarding": "dpo"}
+            "think_rm_policy": "think_rm", "coverrl": "ttrl", "self_verify": "tango", "marti": "score",
+            "debate": "dpo", "debate_judge": "dpo", "self_rewarding": "dpo", "r1_searcher": "search_r1",
+            "ssrl": "search_r1", "ssp": "search_r1"}
 
 
 def test_recipes_import_verbs_and_siblings_alone():

@@ -29,13 +29,10 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"],
            "critic_rm": ["--bt-start", "0.5"], "gram": ["--pretrain-steps", "0", "--num-solutions", "8"],
            **dict.fromkeys(("rm_r1", "think_rm", "spct"), ["--verifier-tag", "tiny-judge", "--num-solutions", "8"]),
-           "think_rm_policy": ["--verifier-tag", "tiny-judge"],
-           "coverrl": ["--verifier-head", "own", "--num-votes", "6", "--verifications", "2", "--refinements", "2"]}
-           **dict.fromkeys(("debate", "debate_judge"), ["--verifier-tag", "tiny-judge"]),
-           "think_rm_policy": ["--verifier-tag", "tiny-judge"]}
-           **dict.fromkeys(("search_r1", "r1_searcher", "ssrl"), ["--task", "lookup"]),
+           **dict.fromkeys(("think_rm_policy", "debate", "debate_judge"), ["--verifier-tag", "tiny-judge"]),
+           "coverrl": ["--verifier-head", "own", "--num-votes", "6", "--verifications", "2", "--refinements", "2"],
+           **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "ssp"), ["--task", "lookup"]),
            "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"],
-           "ssp": ["--task", "lookup"]}
            "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"],  # which also judges
            "constitutional_ai": ["--model-tag", "tiny-ver", "--sl-steps", "1"]}
 SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference

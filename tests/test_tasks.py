@@ -47,8 +47,8 @@ for by_task in (ALWAYS_RIGHT, EIGHT_STEPS):
     by_task["lookup"] = [*by_task["chain"], "--lookup-share", "0", "--lookup-recall-share", "1"]
 
 PIECES = ("3+5:8;", "8*2:6;", "9*2:8;", "grape:e;", "lemon:en;", "fig:eng;", ";", "=", "=86", "=eng", "T", "F")
-ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|,ab") |
-            st.text("grapelmonfi:;= TF|") | st.text("abc1;=") | st.lists(st.sampled_from(PIECES)).map("".join))
+ANY_TEXT = (st.binary().map(lambda sampled: sampled.decode("utf-8", errors="replace")) | st.text("0123459+-*:;=TF|,ab")
+            | st.text("grapelmonfi:;= TF|") | st.text("abc1;=") | st.lists(st.sampled_from(PIECES)).map("".join))
 
 CHAIN = Problem("rl", 0, "3+5*2", "86")  # 3+5 = 8; 8*2 = 16, modulo 10 that is 6
 WORDS = Problem("rl", 0, "grape lemon fig", "eng")
@@ -510,7 +510,7 @@ def test_demonstrations_show_a_misconceived_fact_wrongly_as_often_as_asked_and_o
     assert abs(sum(shown[True]) / len(shown[True]) - 0.75) < 0.05
 
 
-@pytest.mark.parametrize("name", [name for name in EIGHT_STEPS if name != "brittle"])
+@pytest.mark.parametrize("name", [name for name in EIGHT_STEPS if name not in LUCKY])
 def test_a_corrupted_solution_is_all_right_about_half_of_the_time(name):
     task = task_of(name, *EIGHT_STEPS[name])
     all_right = 0

@@ -81,11 +81,11 @@ def check(args, task) -> None:
 
 
 def calls(args) -> list[Call]:
-    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    found = Call("generator", "proofs", args.num_proofs, 1, limit, args.num_steps, trained=True, given=True)
-    learns_from_window = args.learner == "expert_iteration"
-    attempts = Call("generator", "generator", P, G, limit, args.num_steps, trained=not learns_from_window)
-    return [attempts, found] if learns_from_window else [attempts]
+    P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
+    split = args.targets_of if args.curriculum == "variants" else "rl"  # a variant is about as long as its target
+    attempts = Call("generator", "generator", P, G, limit, times, trained=args.learner == "grpo", split=split)
+    found = Call("generator", "proofs", args.num_proofs, 1, limit, times, trained=True, given=True, split=split)
+    return [attempts] if args.learner == "grpo" else [attempts, found]
 
 
 # What earns something, and what is tried
@@ -115,11 +115,12 @@ def of_targets(t: Play) -> list[Problem]:
 
 
 def variant_of(task, target: Problem, targets: list[Problem], rng: random.Random) -> Problem:
-    """A variant of a target that is no target itself."""
+    """A variant of a target that is no target itself. Raises BadInput where a thousand are."""
     prompts = {other.prompt for other in targets}
-    while (variant := task.variants(target, rng)).prompt in prompts:
-        pass
-    return variant
+    for _ in range(1000):
+        if (variant := task.variants(target, rng)).prompt not in prompts:
+            return variant
+    raise BadInput(f"task {task.name}: 1000 variants of {target.prompt!r} are targets too; lower --num-targets")
 
 
 CURRICULA = {"rl": Play.problems, "variants": of_targets}

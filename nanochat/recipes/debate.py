@@ -1,11 +1,11 @@
 """Debate (Arnesen et al. 2024): two copies argue for opposite answers, and a weaker judge decides. arXiv 2409.16636.
 
-Each question has two answers, the gold one and a wrong one. For either the debater samples G arguments, derivations
-that come to it (branching samples of one position). The judge reads both sides and chooses; an argument's reward is
-its confidence in the argument's answer. The best and the worst argument of a position are a pair, learned by DPO with a
-soft target P = sigma(gamma (r_w - r_l)) and a small SFT loss on the better one. With --protocol consultancy one
-consultant argues at a time, and for the other answer nothing is said. gamma is 7 in debate and 10 in consultancy, beta
-0.5, the weight of the SFT loss 0.005.
+A problem has two answers, the gold one and a wrong one. For either the debater samples G arguments, derivations that
+come to it (branching samples of one position, 2 in the paper). The judge reads both sides and chooses; an argument's
+reward is its confidence in the argument's answer. The best and the worst argument of a position are a pair, unless they
+are a draw. It is learned by DPO with a soft target P = sigma(gamma (r_w - r_l)) and a small SFT loss on the better one.
+With --protocol consultancy one consultant argues at a time, and for the other answer nothing is said. gamma is 7 in
+debate and 10 in consultancy, beta 0.5, the weight of the SFT loss 0.005.
 
 What is measured (rl/debates.py): is the judge right more often as the debater wins more? judge_accuracy is of debates
 between two copies, single and ensembled accuracy are of consultants. The skill is how often a debater wins against the
@@ -23,6 +23,7 @@ Departures:
    is the best distractor of a multiple-choice question.
 6. Pairs are of the present model in each step, and the reference is the start. The paper samples twice in all.
 7. Log-ratios are sums, as in the paper's text. The released code has means over tokens, and weighs DPO by 1 - 0.005.
+8. AdamW at a constant --lr. The paper has 1e-5, most of the released settings 1e-4 (written 10e-5), with LoRA.
 """
 import math
 from collections.abc import Callable

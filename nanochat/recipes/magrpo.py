@@ -1,12 +1,12 @@
 """MAGRPO (Liu et al. 2025): two agents with weights of their own learn from one joint reward. arXiv 2508.04652.
 
-The first and the second agent read a problem and each write a part of its solution, without seeing the other's. Each
-samples G completions. A joint action is one of either, and earns 1 where what the two make together is right. --joint
-aligned takes the g-th completions of both together. cross takes all G^2 pairs, and the return of a completion is the
-sum over the pairs that it is in, as in the released code (OpenMLRL/CoMLRL). An agent's advantage is the return less its
-mean over the problem's G completions. The loss is -A log pi, summed over tokens, mean over completions: no ratio, no
-clip, no KL. Both agents learn in every step, each by an update of its own. With --frozen second only the first one
-does, and its partner stays as SFT left it. One agent alone would have REINFORCE with the group's mean as baseline.
+Both agents read the problem, and each writes a part of its solution without seeing the other's. Each samples G
+completions. A joint action is a completion of either, and it earns 1 if the two together are right. --joint aligned
+takes the g-th completions of both. cross takes all G^2 pairs, and the return of a completion is then the sum over its
+pairs, as in the released code (OpenMLRL/CoMLRL). An agent's advantage is the return less the mean over its completions
+of the problem. The loss is -A log pi: a sum over tokens, a mean over completions, without ratio, clip or KL. Both
+agents learn in every step, each by an update of its own. With --frozen second the partner of the first agent stays as
+SFT left it. For a single agent this is REINFORCE with the group's mean as baseline.
 
 The released code has G 4, aligned, a learning rate of 5e-6, temperature and top-p 0.6, top-k 50, and two turns.
 
@@ -103,7 +103,7 @@ def returns_of(agent: int, actions: list[tuple[int, ...]], outcomes: list[bool |
 
 def sample_parts(t: Play, problems: list[Problem], num_samples: int, label: str,
                  greedy: bool = False) -> list[Rollouts]:
-    """What each agent writes, who sees the problem alone."""
+    """What each agent writes, which reads nothing but the problem."""
     return [t.sample(role, t.prompts(f"{role}_prompt", problems), num_samples, label.format(role), greedy=greedy)
             for role in ROLES]
 

@@ -1,23 +1,24 @@
 """MARTI (Zhang et al. 2026): a team debates or works in a chain, paid for its progress too. MAPoRL, arXiv 2502.18439.
 
-The paper is of ICLR 2026 (openreview E7jZqo0A50), its code TsinghuaC3I/MARTI, and the shaped reward after MAPoRL. The
-agents answer in turns. --graph debate: --num-agents of them answer, and each answers again behind another one's answer.
---graph chain: a generator answers, a verifier judges that, and a refiner answers behind both. An answer earns R, 1 if
-it is right; a verification if its verdict is ("conditional quality" in their code). From the second turn on R becomes
-R + alpha Delta, where Q is the mean of what the team has earned in the turns before. --shaping margin pays for being
-better, Delta = R - Q. quality pays for being as right as before, Delta = Q R - (1 - Q)(1 - R). alpha is 0.5, and margin
-the default, as in their code.
+The paper is of ICLR 2026 (openreview E7jZqo0A50), its code TsinghuaC3I/MARTI, and the shaped reward is after MAPoRL.
+The agents answer in turns. With --graph debate there are --num-agents of them. Each answers, and then answers again
+behind another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers behind both.
+An answer earns R = 1 if it is right. A verification earns it if its verdict is right, which the code calls conditional
+quality. From the second turn on R becomes R + alpha Delta. Q is the mean of what the team has earned in the turns
+before. --shaping margin pays for being better: Delta = R - Q. quality pays for being right as before: Delta = Q R -
+(1 - Q)(1 - R). alpha is 0.5 and margin the default, as in the code.
 
 Departures:
-1. One model plays all agents (their --shared_agents). By default theirs has one for each.
+1. One model plays all agents (theirs has a switch for that). By default theirs has one for each.
 2. An agent reads one other answer, that of the next agent. Theirs reads up to 5 in random order, its own among them.
-3. The baseline is that of a turn: its other rewards at the problem. Their trainer takes groups of n by place in a list
-   of all agents' turns.
-4. A verification without a readable verdict earns 0, as theirs, and is counted. One of an unknown outcome has no
+3. Q is the team's in both graphs, as in their present code. Their page and an older class have the agent's own.
+4. The baseline is that of a turn: its other rewards at the problem. Their trainer takes groups of n by their place in a
+   list of all agents' turns.
+5. A verification without a readable verdict earns 0, as theirs, and is counted. One of an unknown outcome has no
    reward. In their present code verifications are graded as answers are; the rule for them is of an older class.
-5. Graph `mixture`, the final outcome as a part of the reward (`_with_outcome`), their implicit reward model of agents
-   and tree search are left out.
-6. A tiny model learns the form of a further answer by SFT first (chat_sft --demo-shares refine:0.3, and --role both for
+6. Graph mixture, the final outcome as a part of the reward, the implicit reward model of agents and tree search are
+   left out.
+7. A tiny model learns the form of a further answer by SFT first (chat_sft --demo-shares refine:0.3, and --role both for
    the chain's verifier).
 """
 from collections.abc import Callable

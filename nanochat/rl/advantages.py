@@ -120,8 +120,9 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
     """Generalised advantage estimates (Schulman et al. 2016, eq. 16): A_t = d_t + gamma lam A_{t+1} with
     d_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the next token of the mask and V is 0 behind the last.
 
-    lam: one for all, or one for each rollout (N,). values: V_t, of the state before token t is drawn. A reward off the mask, on a token that a tool put there, is the
-    one's before it. With gamma 1, lam 1 and values 0 this is `to_go`. All (N, T), mask bool -> (N, T), 0 off the mask
+    lam: one for all rollouts, or one for each (N,). values: V_t, of the state before token t is drawn. A reward off the
+    mask, on a token that a tool put there, is the one's before it. With gamma 1, lam 1 and values 0 this is `to_go`.
+    All others (N, T), mask bool -> (N, T), 0 off the mask
     """
     advantages = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[:, 0])  # rewards behind the token that are not yet another one's
