@@ -32,7 +32,8 @@ COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "
 TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"],
                ["--verifier-balance"], ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
 # Recipes that need another task than chain, of which the crafted pair solves some problems too
-OTHER_TASKS = {"magrpo": ["--task", "halves", "--halves-letters", "0"]}
+OTHER_TASKS = {"magrpo": ["--task", "halves", "--halves-letters", "0"],
+               **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars", "ssp"), ["--task", "lookup"])}
 RL_FLAGS = [*COMMON_RL_FLAGS, *(word for words in TANGO_FLAGS for word in words)]
 
 # The crafted pair

@@ -20,6 +20,8 @@ Departures:
 """
 from dataclasses import replace
 
+import torch
+
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, pass_at_1
@@ -92,7 +94,7 @@ def play(t: Play):
     solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
     log_rewards(t, "generator", solutions, rewards)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
-    if t.metrics["gen/num_rollouts"]:  # something passed, on some rank
+    if t.reduce(torch.tensor(len(solutions), device=t.device)):  # something passed, on some rank
         advantages = source_advantages(outcome_rewards(rewards, solutions.lengths), solutions.group_id,
                                        solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
         yield Update("generator", [(solutions, advantages)])
