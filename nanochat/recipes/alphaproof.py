@@ -11,8 +11,8 @@ whatever states what was to be proved.
 Test-time RL (Methods, "Scaling with TTRL") trains a specialist on targets and their variants. The targets are theorems
 of --targets-of that the start proves neither greedily nor in --num-samples attempts. With --curriculum variants a place
 of a batch has a target with chance --target-share, else a variant of one. A target that is proved is left alone, and so
-are its variants. With --target-share 0 no target is trained on. --curriculum rl is the control: the same targets and
-ordinary training.
+are its variants. With --target-share 0 no target is trained on, but other held-out theorems may be among the variants:
+gen/targets/* is what counts. --curriculum rl is the control: the same targets and ordinary training.
 
 Departures:
 1. No tree search, no value, no tactics: a proof is written as a whole, and --num-samples are tried.
