@@ -67,7 +67,7 @@ FAMILIES = {
                  "gen/claimed_falsely": "claimed, not proved", "gen/targets/pass1": "targets proved greedily"}),
     "optimisers": Family(
         "optimisers of outcome rewards", LONG_CHAIN,
-        {"gen": f"{GEN} 800", "ver": f"--role verifier --verifier-tag {{ver}} {SHAPE} --num-steps 800"},
+        {"gen": f"{GEN} 800", "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 800"},
         {"grpo": "--recipe grpo --num-steps 126 --model-tag {gen}",  # about as many tokens as dapo
          "dapo": "--recipe dapo --model-tag {gen}",
          "clip": FOUR, "clip_higher": f"{FOUR} --clip-high 0.28",

@@ -45,8 +45,9 @@ def run_job(name: str, arm: str, seed: str) -> Job:
 
 
 def start_job(name: str, start: str, seed: str) -> Job:
-    tag = f"{name}-{start}-s{seed}"
-    return sft_job_of(tag, flags_of(name, seed, f"--model-tag {tag} {FAMILIES[name].starts[start]}"))
+    tag, flags = f"{name}-{start}-s{seed}", FAMILIES[name].starts[start]
+    saved_as = "--verifier-tag" if "--role verifier" in flags else "--model-tag"
+    return sft_job_of(tag, flags_of(name, seed, f"{saved_as} {tag} {flags}"))
 
 
 def stages_of(arms: dict[str, list[str]], seeds: list[str]) -> list[list[Job]]:
