@@ -58,13 +58,18 @@ FAMILIES = {
         "proofs against a kernel that is never wrong", "--task rewrite", {"gen": f"{GEN} 800"},
         {"grpo": "--recipe alphaproof --learner grpo --model-tag {gen}",
          "expert_iteration": "--recipe alphaproof --model-tag {gen}",
-         "claim": "--recipe alphaproof --learner grpo --reward claim --model-tag {gen}",
          "gold_steps": "--recipe gold_steps --combine rewards --model-tag {gen}",
          "targets": f"{TARGETS} --num-steps 80",  # about as many tokens
          "variants": f"{TARGETS} --curriculum variants",
          "variants_alone": f"{TARGETS} --curriculum variants --target-share 0"},
         "grpo", {"gen/pass1_in": "proved greedily", "gen/pass1_out": "proved greedily, longer",
-                 "gen/claimed_falsely": "claimed, not proved", "gen/targets/pass1": "targets proved greedily"}),
+                 "gen/targets/pass1": "targets proved greedily"}),
+    "claims": Family(
+        "proofs, or what is only claimed to be proved, from demonstrations that leave out a third of the steps",
+        "--task rewrite --rewrite-skips 0.3", {"gen": f"{GEN} 800"},
+        {"kernel": "--recipe alphaproof --learner grpo --model-tag {gen}",
+         "claim": "--recipe alphaproof --learner grpo --reward claim --model-tag {gen}"},
+        "kernel", {"gen/pass1_in": "proved greedily", "gen/claimed_falsely": "claimed, not proved"}),
     "optimisers": Family(
         "optimisers of outcome rewards", LONG_CHAIN,
         {"gen": f"{GEN} 800", "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 800"},
