@@ -218,10 +218,10 @@ class Lookup(Chain):
         return "".join(dict.fromkeys(op for op, _ in self._terms(problem.prompt)))
 
     def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
-        """A search that leads to the problem, behind its answer: ({"hint": "3"}, "<c>(7);4+7:1;<g>(3);1*3:3;=4+c*g"). A
-        wrong memory leads elsewhere."""
-        steps, mark, _ = self.solution_demo(problem, rng).partition(self.fmt.answer_open)
-        return {"hint": self.hint_of(problem)}, steps + mark + problem.prompt
+        """A search that leads to the problem, behind the answer that it comes to: ({"hint": "3"},
+        "<c>(7);4+7:1;<g>(3);1*3:3;=4+c*g"). By a wrong memory that is not the true answer."""
+        steps, mark, answer = self.solution_demo(problem, rng).partition(self.fmt.answer_open)
+        return {"hint": answer}, steps + mark + problem.prompt
 
     def reason_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
         """One turn of a solution, up to a query or to the end, behind the turns before it and what they found, without

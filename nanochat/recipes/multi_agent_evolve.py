@@ -63,7 +63,7 @@ def add_args(group) -> None:
     group.add_argument("--judge-reward", default="format", help=f"one of: {', '.join(JUDGE_REWARDS)}")
     group.add_argument("--num-attempts", type=int, default=3, help="n: solutions by which a proposal is rewarded")
     group.add_argument("--pool-size", type=int, default=1024, help="proposed problems that are kept, the last ones")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112, help="of a judge's verification")
+    group.add_argument("--verifier-max-new-tokens", type=int, default=96, help="of a judge's verification")
 
 
 def check(args, task) -> None:
@@ -75,7 +75,7 @@ def check(args, task) -> None:
 def calls(args) -> list[Call]:
     P, G, n, times = args.examples_per_step, args.num_samples, args.num_attempts, args.num_steps
     limit, judged = args.max_new_tokens, args.verifier_max_new_tokens
-    verify = dict(wrap=empty_verifier_prompt, quoted=limit)
+    verify = dict(wrap=empty_verifier_prompt, quoted=max(limit, judged))  # a role's evaluations have its longest limit
     return [Call("generator", "propose", P, G, limit, times, trained=True, wrap=propose_prompt),
             Call("generator", "attempts", P * G, n, limit, times),
             Call("generator", "attempt_scores", P * G * n, 1, judged, times, **verify),
