@@ -16,6 +16,15 @@ BRIEF = "--model-tag {both} --max-new-tokens 48"
 JUDGED = f"{BRIEF} --verifier-max-new-tokens 56"
 LONG_CHAIN = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
 FOUR = "--recipe grpo --updates-per-batch 4 --lr 1e-4 --model-tag {gen}"  # at one update there is nothing to clip
+PLAIN = "--chain-answer final --chain-share 0.45 --chain-min-steps 2 --chain-max-steps 5"
+BY_JUDGE = f"{BRIEF} --verifier-max-new-tokens 64"
+MAE = "--recipe multi_agent_evolve --model-tag {both} --examples-per-step 8 --num-samples 4 --max-new-tokens 72 " \
+      "--verifier-max-new-tokens 72"
+KEYS = "--task lookup --chain-min-steps 1 --chain-max-steps 3"
+SEARCHING = "--model-tag {gen} --max-new-tokens 48"
+READING = "--recipe mars --model-tag {gen} --max-new-tokens 24"
+DEBATE = "--recipe debate --model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifier-max-new-tokens 120 " \
+         "--lr 1e-4 --num-samples 4"
 TARGETS = "--recipe alphaproof --model-tag {gen} --targets-of test_out --num-targets 40"
 
 
@@ -70,6 +79,84 @@ FAMILIES = {
         {"kernel": "--recipe alphaproof --learner grpo --model-tag {gen}",
          "claim": "--recipe alphaproof --learner grpo --reward claim --model-tag {gen}"},
         "kernel", {"gen/pass1_in": "proved greedily", "gen/claimed_falsely": "claimed, not proved"}),
+    "proposers": Family(
+        "problems of one's own", PLAIN,
+        {"gen": f"{GEN} 500", "both": f"{BOTH} 500 --demo-shares propose:0.3",
+         "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 500"},
+        {"grpo": f"--recipe grpo {BRIEF}", "mae": MAE, "mae_grounded": f"{MAE} --judge-reward grounded",
+         "mae_grounded_azr": f"{MAE} --judge-reward grounded --proposer-reward azr",
+         "medvlsynther": f"--recipe medvlsynther {BY_JUDGE} --verifier-tag {{ver}} --examples-per-step 64",
+         "medvlsynther_unfiltered": f"--recipe medvlsynther {BY_JUDGE} --verifier-tag {{ver}} --min-score 0"},
+        "grpo", {**SOLVED, "gen/proposals/valid": "proposals that are problems",
+                 "gen/proposals/difficulty": "difficulty", "gen/judge/score": "judge's score",
+                 "gen/rewards/outcome/mean": "right by gold", "gen/balanced_acc_current": "judge, balanced accuracy"}),
+    "search_self_play": Family(
+        "questions of one's own, with a search",
+        "--task lookup --chain-modulus 5 --chain-share 0.2 --lookup-share 0.2 --lookup-key-share 0.8 "
+        "--lookup-recall-share 0.1 --chain-min-steps 2 --chain-max-steps 3",
+        {"gen": f"{GEN} 1200 --demo-shares propose:0.5"},
+        {"search_r1": f"--recipe search_r1 {SEARCHING} --num-samples 5 --examples-per-step 24",
+         "ssp": f"--recipe ssp {SEARCHING} --num-samples 5 --examples-per-step 24 --kl-coef 0.01",
+         "ssp_no_filter": f"--recipe ssp --no-filter {SEARCHING} --num-samples 5 --examples-per-step 24 "
+                          f"--kl-coef 0.01",
+         "ssp_parabola": f"--recipe ssp --proposer-reward parabola {SEARCHING} --num-samples 5 --examples-per-step 24 "
+                         f"--kl-coef 0.01"},
+        "search_r1", {**SOLVED, "gen/proposals/valid": "questions that pass",
+                      "gen/proposals/solved": "answered rightly", "gen/proposals/queries": "keys in a question"}),
+    "tools": Family(
+        "what must be looked up, where memory is half wrong",
+        f"{KEYS} --chain-share 0 --lookup-share 0.5 --lookup-recall-share 0.6", {"gen": f"{GEN} 1000"},
+        {"grpo": f"--recipe grpo {SEARCHING}",  # from memory: nothing answers its queries
+         "search_r1": f"--recipe search_r1 {SEARCHING}",
+         "search_r1_no_mask": f"--recipe search_r1 --no-mask-information {SEARCHING}",
+         "r1_searcher": f"--recipe r1_searcher --stage1-steps 20 {SEARCHING}",
+         "ssrl": f"--recipe ssrl {SEARCHING}"},
+        "grpo", {**SOLVED, "gen/search_pass1_in": "with the search that training lacked",
+                 "gen/memory_pass1_in": "without the search", "gen/queries": "queries"}),
+    "readers": Family(
+        "a reasoner and a reader of noisy documents", f"{KEYS} --chain-share 0 --lookup-noise 5",
+        {"gen": f"{GEN} 1200 --demo-shares reason:0.6 condense:0.3"},
+        {"reasoner": f"{READING} --no-train-condenser", "mars": READING, "mars_unbalanced": f"{READING} --no-balance",
+         "search_o1": f"{READING} --num-steps 0"},
+        "reasoner", {**SOLVED, "gen/condensed/right": "documents read rightly", "gen/queries_in": "queries"}),
+    "teams": Family(
+        "two agents with one reward", "--task halves --chain-share 0.2 --chain-min-steps 1 --chain-max-steps 3",
+        {"gen": f"{GEN} 800 --demo-shares first:0.4 second:0.4"},
+        {"frozen_partner": "--recipe magrpo --frozen second --model-tag {gen} --max-new-tokens 36 --num-steps 150",
+         "aligned": "--recipe magrpo --model-tag {gen} --max-new-tokens 36 --num-steps 150",
+         "cross": "--recipe magrpo --joint cross --num-samples 4 --model-tag {gen} --max-new-tokens 36 "
+                  "--examples-per-step 32 --num-steps 150"},
+        "frozen_partner", {"joint/sampled_in": "right together, sampled", "joint/pass1_in": "right together, greedy",
+                           "joint/sampled_agree_in": "one convention, sampled"}),
+    "rounds": Family(
+        "answers behind the others' answers, or behind a verification", PLAIN,
+        {"gen": f"{GEN} 500", "both": f"{BOTH} 500 --demo-shares refine:0.4"},
+        {"grpo": f"--recipe grpo {BRIEF}",
+         **{f"debate_{shaping}": f"--recipe marti --graph debate --shaping {shaping} {BY_JUDGE}"
+            for shaping in ("none", "margin", "quality")},
+         "chain_margin": f"--recipe marti --graph chain --shaping margin {BY_JUDGE}"},
+        "grpo", {**SOLVED, "gen/final_in": "last answers that are right", "gen/first_in": "first answers"}),
+    "debates": Family(
+        "arguments for opposite answers before a judge", f"{PLAIN} --chain-verifier-share 0.2",
+        {"gen": f"{GEN} 600 --demo-shares argue:0.4",
+         "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 600",
+         "pair": f"--role verifier --model-tag {{gen}} --from-stage sft --from-tag {{ver}} {SHAPE} --num-steps 400 "
+                 f"--verifier-form pair --bare-share 0.4"},
+        {"debate": DEBATE, "consultancy": f"{DEBATE} --protocol consultancy",
+         "debate_judge": "--recipe debate_judge --model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 "
+                         "--verifier-max-new-tokens 120 --lr 1e-4"},
+        "debate", {"gen/judge_accuracy_in": "judge right, debate",
+                   "gen/win_rate_against_start_in": "wins against the start",
+                   "gen/single_accuracy_in": "judge right, one consultant",
+                   "gen/consultant_win_rate_in": "consultant's wins"}),
+    "own_judge": Family(
+        "what a model makes of its own judgments", f"{PLAIN} --chain-verifier-share 0.1",
+        {"gen": f"{GEN} 500", "both": f"{BOTH} 500 --demo-shares revise:0.3"},
+        {"grpo": f"--recipe grpo {BRIEF}",
+         "self_rewarding": f"--recipe self_rewarding {BY_JUDGE} --num-samples 4 --iteration-steps 20",
+         "constitutional_ai": f"--recipe constitutional_ai {BY_JUDGE} --num-samples 4 --sl-steps 30"},
+        "grpo", {**SOLVED, "gen/violated_in": "solutions that break a principle",
+                 "gen/balanced_acc_current": "as a judge, balanced accuracy"}),
     "optimisers": Family(
         "optimisers of outcome rewards", LONG_CHAIN,
         {"gen": f"{GEN} 800", "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 800"},
@@ -79,8 +166,8 @@ FAMILIES = {
          "cispo": f"{FOUR} --loss cispo --clip-low 1 --clip-high 0.28 --aggregation token",
          "gspo": f"{FOUR} --sequence-ratio --clip-low 3e-4 --clip-high 4e-4",
          "ppo": "--recipe ppo --aggregation token --model-tag {gen} --critic-tag {ver}",
-         "vapo": "--recipe ppo --aggregation token --gae-alpha 0.25 --value-pretrain 20 --lm-coef 0.1 --model-tag {gen} "
-                 "--critic-tag {ver}"},
+         "vapo": "--recipe ppo --aggregation token --model-tag {gen} --critic-tag {ver} --gae-alpha 0.25 "
+                 "--value-pretrain 20 --lm-coef 0.1"},
         "grpo", {**SOLVED, "gen/frac_reward_zero_std": "groups without signal", "gen/entropy": "entropy"}),
 }
 
