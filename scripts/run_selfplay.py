@@ -117,7 +117,7 @@ def report(name: str, jobs: list[Job], out: str, first_line: str) -> bool:
     for job in jobs:
         if not job.is_done():
             print(f"not finished, left out: {job.name}", file=sys.stderr, flush=True)
-    runs = [read_run(job.folder) for job in jobs if job.is_done()]
+    runs = [read_run(job.folder, watched=list(FAMILIES[name].watched)) for job in jobs if job.is_done()]
     if runs:
         text = "\n\n".join([first_line, f"{name}: {FAMILIES[name].words}", table_of(name, runs),
                             provenance(runs)]) + "\n"

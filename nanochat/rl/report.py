@@ -115,9 +115,10 @@ def run_folder(run: str) -> str:
     return folder
 
 
-def read_run(folder: str, so_far: dict | None = None) -> Run:
+def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple = ()) -> Run:
     """Reads a run's folder. so_far: of a run that is under way, what stands in its summary.json at the end: minutes and
-    the evaluation `before`. Raises BadInput where it is no finished run, or its files hold what no report can show."""
+    the evaluation `before`; watched: metrics that its points have beside those of every report. Raises BadInput where
+    it is no finished run, or its files hold what no report can show."""
     name = os.path.basename(os.path.abspath(folder))
     of_config, of_summary, of_records, of_rollouts = (
         os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"))
@@ -154,7 +155,7 @@ def read_run(folder: str, so_far: dict | None = None) -> Run:
     match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
     task, seed = config["args"]["task"], config["args"]["seed"]
     task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == seed else (task, name)
-    points = evaluated(records, first, last, config.get("shown") or ())
+    points = evaluated(records, first, last, config.get("shown") or (), watched)
     return Run(name, task, arm, seed, config, summary, points, records, rollouts, roles)
 
 
@@ -208,10 +209,10 @@ def is_number(value) -> bool:
 
 
 def evaluated(records: list[dict], first: dict, last: dict | None,
-              indicators: list[str] | tuple = ()) -> list[dict]:
+              indicators: list[str] | tuple = (), watched: list[str] | tuple = ()) -> list[dict]:
     """The points of a run: its first evaluation, those among its records, its last one (None: it is under way); each
     with the mean of every indicator since the one before. first and last: counts and scores; indicators: those that the
-    recipe shows besides."""
+    recipe shows besides; watched: further scores and indicators."""
     counts = [name for name in first if is_count(name) and name != "sampled_tokens"]
     solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
     known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}
@@ -221,8 +222,9 @@ def evaluated(records: list[dict], first: dict, last: dict | None,
     always = [name for name in scores if name in first and name in end]
     marks = [f"{solver}/pass1_in"] if f"{solver}/pass1_in" in always else always  # what only evaluations have
     drawn = {name: name for name in EVALS}  # -> its name in the records
-    drawn |= {known_as.get(name, name): name for name in scores if name.partition("/")[2] not in NOT_DRAWN}
-    indicators = [name for name in dict.fromkeys((*INDICATORS, *indicators)) if name not in drawn]
+    drawn |= {known_as.get(name, name): name for name in scores
+              if name in watched or name.partition("/")[2] not in NOT_DRAWN}
+    indicators = [name for name in dict.fromkeys((*INDICATORS, *indicators, *watched)) if name not in drawn]
     points, since = [], []
     for record in [first, *records, *([] if last is None else [last])]:
         is_end = record is first or record is last  # the first record repeats the first evaluation
