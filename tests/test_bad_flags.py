@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
 from test_bad_input import files_under
+from test_recipes import OPTIONS
 
 from nanochat import dataloader, recipes
 from nanochat.checkpoint import load_model, save_model
@@ -203,7 +204,7 @@ def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_every_flag_of_every_recipe_is_taken_or_refused_in_one_line(recipe, place, monkeypatch, capsys):
     monkeypatch.setattr(tango_rl, "check_problems", begin)
-    flags = rl_flags("--recipe", recipe)
+    flags = rl_flags("--recipe", recipe, *OPTIONS.get(recipe, []))
     shared = set() if recipe == "tango" else {action.dest for action in chat_rl.make_parser()._actions} - {"lr"}
     is_tested = lambda name: name not in shared and name not in task_flags() and name != "recipe"
     assert failures(tango_rl, tango_rl.make_parser(flags), flags, place, capsys, is_tested) == []

@@ -194,7 +194,8 @@ def test_the_evaluation_is_of_both_systems(t):
 @pytest.mark.parametrize("flags, words", [
     (["--task", "chain"], "--task chain: has no documents"), (["--most-turns", "0"], "--most-turns 0"),
     (["--condense-tokens", "0"], "--condense-tokens"), (["--bin-size", "0"], "--bin-size"),
-    (["--most-bins", "0"], "--most-bins"), (["--balance-eta", "-1"], "--balance-eta")])
+    (["--most-bins", "0"], "--most-bins"), (["--balance-eta", "-1"], "--balance-eta"),
+    (["--balance-eta", "11"], "--balance-eta"), (["--most-turns", "1001"], "--most-turns 1001")])
 def test_settings_that_cannot_work_are_refused(flags, words):
     args = parsed("mars", "--task", "lookup", *flags)
     with pytest.raises(BadInput, match=words):

@@ -31,7 +31,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, check_least, check_most
 from nanochat.rl.advantages import PRESETS, Preset, alone, source_advantages
 from nanochat.rl.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.play import Call, Play, Update
@@ -66,6 +66,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_least(args, {"most_turns": 1, "condense_tokens": 1, "bin_size": 1, "most_bins": 1, "balance_eta": 0})
+    check_most(args, {"most_turns": 1000, "balance_eta": 10})
     if not hasattr(task, "documents"):
         raise BadInput(f"--task {args.task}: has no documents to search, which this recipe needs; lookup has them")
 
