@@ -22,7 +22,7 @@ Departures:
 """
 import random
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, check_least, check_most
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.flags import check_one_update
@@ -59,6 +59,7 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_least(args, {"sl_steps": 0, "revisions": 1, "num_samples": 2, "verifier_max_new_tokens": 1})
+    check_most(args, {"revisions": 1000})
     if not 0.5 < args.most_sure <= 1:
         raise BadInput(f"--most-sure {args.most_sure}: must be above .5, and at most 1")
     if not hasattr(task, "violations"):
