@@ -79,10 +79,10 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
                                  "spct", "supervisor", "think_rm_policy"),
     "Reward models that learn with the policy": ("cooper", "ppo", "refit", "simulated_judge",
                                                  "progress_rewards"),
-    "Two turns, many players, no labels": ("multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "debate",
-                                         "debate_judge", "self_rewarding", "constitutional_ai", "coverrl",
-                                         "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof",
-                                         "dapo")}
+    "Two turns, many players, no labels": ("coverrl", "alphaproof")}
+NOT_RUN = ("critique_grpo_verifier", "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "debate",
+           "debate_judge", "self_rewarding", "constitutional_ai", "self_verify", "search_r1", "r1_searcher", "ssrl",
+           "mars", "dapo")
 def anchor(title: str) -> str:
     """The link to a part of a page."""
     return title.lower().replace(",", "").replace(" ", "-")
@@ -99,13 +99,13 @@ NOTES = {  # whole sentences
              + RATE_SEEN,
     "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
-    "critique_grpo_verifier": "Not run with seeds.",
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
             "beside it know 64 or 256 answers.",
     **{name: f"Its figures are in [results.md](results.md#{anchor(part)})." for part, names in BESIDE.items()
-       for name in names}}
+       for name in names},
+    **dict.fromkeys(NOT_RUN, "Not run with seeds.")}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
          "test_advantages.py::test_grpo_is_eq_4_to_7", "test_advantages.py::test_tango_blend_by_hand"]
 VERDICTS = ["test_rewards.py::test_the_verdict_reward_is_agreement_plus_gamma_times_format",
@@ -245,7 +245,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "constitutional_ai": "runs: not run with seeds",
     "self_rewarding": "runs: not run with seeds",
     "ttrl": "works: it learns without answers where the majority is right",
-    "coverrl": "runs: not run with seeds",
+    "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
     "self_verify": "runs: not run with seeds",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
     "orm": "runs: best of 8 is above the majority vote, and it ranks solutions (AUC 63); no gain as a reward is shown",
@@ -269,7 +269,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three",
     "magrpo": "runs: not run with seeds",
     "marti": "runs: not run with seeds",
-    "alphaproof": "runs: not run with seeds",
+    "alphaproof": "works: proofs rise from 38 to 92% on three seeds, and no reward can be had without one",
     "search_r1": "runs: not run with seeds",
     "r1_searcher": "runs: not run with seeds",
     "ssrl": "runs: not run with seeds",

@@ -122,10 +122,10 @@ FAMILIES = {
     "teams": Family(
         "two agents with one reward", "--task halves --chain-share 0.2 --chain-min-steps 1 --chain-max-steps 3",
         {"gen": f"{GEN} 800 --demo-shares first:0.4 second:0.4"},
-        {"frozen_partner": "--recipe magrpo --frozen second --model-tag {gen} --max-new-tokens 36 --num-steps 240",
-         "aligned": "--recipe magrpo --model-tag {gen} --max-new-tokens 36 --num-steps 240",
+        {"frozen_partner": "--recipe magrpo --frozen second --model-tag {gen} --max-new-tokens 36 --num-steps 150",
+         "aligned": "--recipe magrpo --model-tag {gen} --max-new-tokens 36 --num-steps 150",
          "cross": "--recipe magrpo --joint cross --num-samples 4 --model-tag {gen} --max-new-tokens 36 "
-                  "--examples-per-step 32 --num-steps 240"},
+                  "--examples-per-step 32 --num-steps 150"},
         "frozen_partner", {"joint/sampled_in": "right together, sampled", "joint/pass1_in": "right together, greedy",
                            "joint/sampled_agree_in": "one convention, sampled"}),
     "rounds": Family(

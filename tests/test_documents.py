@@ -115,8 +115,6 @@ OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"], "
            "coverrl": ["--verifier-head", "own", "--refinements", "2"],
            "marti": ["--graph", "chain"],
            "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"],
-           **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "ssp"), ["--task", "lookup"]),
-           "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"],
            "constitutional_ai": ["--sl-steps", "1"]}
 NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
 

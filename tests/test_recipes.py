@@ -31,11 +31,9 @@ OPTIONS = {"fixed_verifier": ["--num-labelled", "6"], "cooper": ["--rm-pretrain"
            **dict.fromkeys(("rm_r1", "think_rm", "spct"), ["--verifier-tag", "tiny-judge", "--num-solutions", "8"]),
            **dict.fromkeys(("think_rm_policy", "debate", "debate_judge"), ["--verifier-tag", "tiny-judge"]),
            "coverrl": ["--verifier-head", "own", "--num-votes", "6", "--verifications", "2", "--refinements", "2"],
-           **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "ssp"), ["--task", "lookup"]),
-           "mars": ["--task", "lookup", "--most-turns", "2", "--condense-tokens", "4", "--most-bins", "1"],
            "self_rewarding": ["--model-tag", "tiny-ver", "--points", "verdict"],  # which also judges
            "constitutional_ai": ["--model-tag", "tiny-ver", "--sl-steps", "1"]}
-SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01"]  # with a reference
+SHORT = ["--num-steps", "3", "--save-every", "1", "--kl-coef", "0.01", "--max-new-tokens", "16"]  # with a reference
 
 
 def example() -> str:
@@ -363,7 +361,8 @@ def test_a_path_may_start_with_a_tilde(monkeypatch, own):
 
 
 @pytest.mark.parametrize("flag, words", [
-    ("--alpha", "a flag of recipe progress_rewards, score, not of tango; did you mean --alpha-start or --alpha-end?"),
+    ("--alpha", "a flag of recipe marti, progress_rewards, score, not of tango; did you mean --alpha-start or "
+                "--alpha-end?"),
     ("--nmu-steps", "unrecognized arguments: --nmu-steps 5; did you mean --num-steps?"),
     ("--zzz", "unrecognized arguments: --zzz 5\n")])
 def test_a_flag_that_is_like_a_known_one_is_explained(capsys, flag, words):
