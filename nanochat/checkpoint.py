@@ -203,7 +203,7 @@ def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | Non
 
 
 def weights_in(path: str, config: GPTConfig | DecoderConfig) -> dict[str, torch.Tensor]:
-    """The tensors of a model file under the names of a model's parameters; those that older files lack are filled in."""
+    """The tensors of a model file under the names of a model's parameters; what older files lack is filled in."""
     state = {name.removeprefix("_orig_mod."): tensor for name, tensor in load_state_dict(path).items()}
     for name in MAY_BE_MISSING.keys() - state.keys() if isinstance(config, GPTConfig) else ():
         print0(f"{path}: has no {name}, taken as {MAY_BE_MISSING[name]}")

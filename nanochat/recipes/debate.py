@@ -72,7 +72,8 @@ def add_args(group) -> None:
     group.add_argument("--num-distractors", type=int, default=4, help="solutions that a wrong answer is taken from")
     group.add_argument("--quoted-steps", type=int, default=0,
                        help="the judge sees so many steps of an argument, the first ones; 0 = all")
-    group.add_argument("--verifications", type=int, default=1, help="of a debate in either order; a single one is greedy")
+    group.add_argument("--verifications", type=int, default=1,
+                       help="of a debate in either order; a single one is greedy")
     group.add_argument("--verifier-max-new-tokens", type=int, default=192)
 
 
