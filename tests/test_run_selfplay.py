@@ -10,6 +10,7 @@ from conftest import parse
 
 from nanochat import recipes, selfplay_arms
 from nanochat.common import script_main
+from nanochat.rl.page import mean_curve
 from nanochat.rl.report import Run
 from nanochat.selfplay_arms import FAMILIES, Family, needed, starts_of
 from scripts import chat_sft, run_selfplay, tango_rl
@@ -93,6 +94,15 @@ def test_the_table_pairs_with_the_baseline_at_the_end_and_at_its_tokens(monkeypa
     assert other["minus base"].startswith("+35.0 ± ")         # 0.8 - 0.5 and 1.0 - 0.6
     assert other["at base's tokens"] == "+0.0 (1 pairs)"      # seed 1: 0.5 at 100 tokens; seed 2 ended at 50
     assert other["solved, first -> last"] == "20.0 -> 90.0" and base["shown, first -> last"] == "35.0 -> 35.0"
+
+
+def test_curves_of_runs_that_skipped_updates_meet_at_each_evaluation():
+    runs = [run_of("base", 1, (0.2, 0.5), (0, 100), (None, 0.3)), run_of("base", 2, (0.4, 0.7), (0, 300), (None, 0.5))]
+    runs[1].points[1]["gen_step"] = 7  # the other one has made 1
+    assert [row[:2] for row in mean_curve(runs, "gen/pass1_in", "sampled_tokens", in_order=True)] == [
+        (0, pytest.approx(0.3)), (200, pytest.approx(0.6))]
+    assert len(mean_curve(runs, "gen/pass1_in", "sampled_tokens")) == 3
+    assert mean_curve(runs, "gen/shown", "sampled_tokens", in_order=True)[0][:2] == (200, pytest.approx(0.4))
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -29,13 +29,15 @@ RELOAD_SECONDS = 20  # how often the page of a run that is under way reloads its
 MOST_ROLLOUTS = 600
 
 
-def mean_curve(runs: list[Run], metric: str, x: str) -> list[tuple[float, float, float, int, int]]:
+def mean_curve(runs: list[Run], metric: str, x: str, in_order: bool = False) -> list[tuple]:
     """(mean x, mean, standard deviation, number of seeds, the first run's record) of an arm's runs, wherever any of
-    them was evaluated: runs meet where all roles have made as many steps."""
+    them was evaluated: runs meet where all roles have made as many steps, or in_order at each one's n-th evaluation,
+    as a role may have skipped updates."""
     at: dict[tuple, list[dict]] = {}
-    for point in (point for run in runs for point in run.points if point.get(metric) is not None and x in point):
+    for n, point in ((n, point) for run in runs for n, point in enumerate(run.points)
+                     if point.get(metric) is not None and x in point):
         steps = tuple(count for name, count in point.items() if is_count(name) and name.endswith("_step"))
-        at.setdefault(steps, []).append(point)
+        at.setdefault((n,) if in_order else steps, []).append(point)
     rows = []
     for _, here in sorted(at.items()):
         values = [point[metric] for point in here]
@@ -94,7 +96,7 @@ def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = Non
     panels, titles, labels, width = panels_of(runs), TITLES, axes_of(runs), 4
     if watched is not None:
         titles, width = watched, min(4, len(watched))
-        panels = [(metric, "sampled_tokens", {arm: mean_curve(of_arm, metric, "sampled_tokens")
+        panels = [(metric, "sampled_tokens", {arm: mean_curve(of_arm, metric, "sampled_tokens", in_order=True)
                                               for arm, of_arm in arms_of(runs).items()}) for metric in watched]
     with matplotlib.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
         num_rows = max(1, -(-len(panels) // width))
