@@ -78,7 +78,8 @@ def test_only_what_the_arms_need_is_made(empty, monkeypatch):
 
 
 def run_of(arm: str, seed: int, finals: tuple, tokens: tuple, shown: tuple) -> Run:
-    points = [{"gen_step": i, "record": i, "sampled_tokens": t, "gen/pass1_in": f, "gen/pass1_out": None, "gen/shown": s}
+    points = [{"gen_step": i, "record": i, "sampled_tokens": t, "gen/pass1_in": f, "gen/pass1_out": None,
+               "gen/shown": s}
               for i, (f, t, s) in enumerate(zip(finals, tokens, shown, strict=True))]
     return Run(f"small-{arm}-s{seed}", "small", arm, seed, {}, {}, points, [], [], ["generator"])
 
