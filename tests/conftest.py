@@ -67,8 +67,8 @@ SLOW = 15                                 # the channel of a head's queries and 
 
 @pytest.fixture(autouse=True, scope="session")
 def few_problems():
-    """The trainer looks at few problems when it starts. All 400 that stand for an endless task take a third of a short
-    run's time."""
+    """The trainer looks at few problems when it starts. All 400 that stand for an endless task take a quarter of a
+    short run's time."""
     look_at_few_problems()
 
 
