@@ -181,13 +181,17 @@ def moved_by_a_step(gold=None, check=None) -> dict[str, torch.Tensor]:
     return after
 
 
-def test_no_gold_answer_enters_an_update(base):
+def assert_gold_answers_change_nothing(moved_by_a_step) -> None:
     """Another gold answer, and a check that finds all right, all wrong or nothing scorable, give the same weights."""
     plain = moved_by_a_step()
     others = [moved_by_a_step(gold="77"), *(moved_by_a_step(check=lambda problem, text, outcome=outcome: outcome)
                                             for outcome in (True, False, None))]
     for other in others:
         assert all(torch.equal(other[name], plain[name]) for name in plain)
+
+
+def test_no_gold_answer_enters_an_update(base):
+    assert_gold_answers_change_nothing(moved_by_a_step)
 
 
 # Ranks
