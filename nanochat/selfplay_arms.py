@@ -22,9 +22,9 @@ MAE = "--recipe multi_agent_evolve --model-tag {both} --examples-per-step 8 --nu
       "--verifier-max-new-tokens 72"
 KEYS = "--task lookup --chain-min-steps 1 --chain-max-steps 3"
 SEARCHING = "--model-tag {gen} --max-new-tokens 48"
-READING = "--recipe mars --model-tag {gen} --max-new-tokens 24"
+READING = "--recipe mars --model-tag {gen} --max-new-tokens 24 --condense-tokens 4 --most-turns 4 --bin-size 6"
 DEBATE = "--recipe debate --model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifier-max-new-tokens 120 " \
-         "--lr 1e-4 --num-samples 4"
+         "--lr 5e-5 --num-samples 8 --num-steps 120 --eval-every 20"
 TARGETS = "--recipe alphaproof --model-tag {gen} --targets-of test_out --num-targets 40"
 
 
@@ -85,7 +85,7 @@ FAMILIES = {
          "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 500"},
         {"grpo": f"--recipe grpo {BRIEF}", "mae": MAE, "mae_grounded": f"{MAE} --judge-reward grounded",
          "mae_grounded_azr": f"{MAE} --judge-reward grounded --proposer-reward azr",
-         "medvlsynther": f"--recipe medvlsynther {BY_JUDGE} --verifier-tag {{ver}} --examples-per-step 64",
+         "medvlsynther": f"--recipe medvlsynther {BY_JUDGE} --verifier-tag {{ver}} --examples-per-step 128",
          "medvlsynther_unfiltered": f"--recipe medvlsynther {BY_JUDGE} --verifier-tag {{ver}} --min-score 0"},
         "grpo", {**SOLVED, "gen/proposals/valid": "proposals that are problems",
                  "gen/proposals/difficulty": "difficulty", "gen/judge/score": "judge's score",
@@ -115,7 +115,7 @@ FAMILIES = {
                  "gen/memory_pass1_in": "without the search", "gen/queries": "queries"}),
     "readers": Family(
         "a reasoner and a reader of noisy documents", f"{KEYS} --chain-share 0 --lookup-noise 5",
-        {"gen": f"{GEN} 1200 --demo-shares reason:0.6 condense:0.3"},
+        {"gen": f"{GEN} 1600 --demo-shares reason:0.7 condense:0.2"},
         {"reasoner": f"{READING} --no-train-condenser", "mars": READING, "mars_unbalanced": f"{READING} --no-balance",
          "search_o1": f"{READING} --num-steps 0"},
         "reasoner", {**SOLVED, "gen/condensed/right": "documents read rightly", "gen/queries_in": "queries"}),
@@ -137,14 +137,14 @@ FAMILIES = {
          "chain_margin": f"--recipe marti --graph chain --shaping margin {BY_JUDGE}"},
         "grpo", {**SOLVED, "gen/final_in": "last answers that are right", "gen/first_in": "first answers"}),
     "debates": Family(
-        "arguments for opposite answers before a judge", f"{PLAIN} --chain-verifier-share 0.2",
+        "arguments for opposite answers before a judge", f"{PLAIN} --chain-verifier-share 0.1",
         {"gen": f"{GEN} 600 --demo-shares argue:0.4",
          "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 600",
          "pair": f"--role verifier --model-tag {{gen}} --from-stage sft --from-tag {{ver}} {SHAPE} --num-steps 400 "
                  f"--verifier-form pair --bare-share 0.4"},
         {"debate": DEBATE, "consultancy": f"{DEBATE} --protocol consultancy",
          "debate_judge": "--recipe debate_judge --model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 "
-                         "--verifier-max-new-tokens 120 --lr 1e-4"},
+                         "--verifier-max-new-tokens 120 --lr 5e-5 --num-samples 8 --num-steps 120 --eval-every 20"},
         "debate", {"gen/judge_accuracy_in": "judge right, debate",
                    "gen/win_rate_against_start_in": "wins against the start",
                    "gen/single_accuracy_in": "judge right, one consultant",
