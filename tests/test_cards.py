@@ -101,6 +101,14 @@ def test_a_solution_of_a_role_of_another_name_is_its_own():
     assert card({**ROLLOUT, "role": "policy"}, solver="policy")["advantage"] == -2.0
 
 
+@pytest.mark.parametrize("said, player", [
+    ({"call": "judge"}, "generator: judge"), ({"call": "generator"}, "generator"), ({"call": ""}, "generator"),
+    ({}, "generator")])  # older records do not say
+def test_a_role_that_is_asked_for_several_things_is_several_players(said, player):
+    shown = card({**ROLLOUT, **said})
+    assert (shown["player"], shown["role"], shown["facts"]) == (player, "generator", {})
+
+
 def test_an_unjudged_rollout_without_steps_is_shown_too():
     shown = card({**ROLLOUT, "solution": "<b>", "step_spans": [], "step_ends": [], "step_labels": [],
                   "token_ends": [3], "advantages": [0.25], "verification": None, "step_verdicts": None,

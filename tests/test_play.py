@@ -83,6 +83,8 @@ def test_selected_rollouts_keep_their_tokens_texts_columns_and_prompts():
     assert chosen.texts == ["text 3", "text 0"] and chosen.columns == {"outcome": [True, True]}
     assert [p.ids for p in chosen.prompt_of()] == [rollouts.prompts[1].ids, rollouts.prompts[0].ids]
     assert torch.equal(chosen.sampler_logprobs, rollouts.sampler_logprobs[[3, 0]])
+    rollouts.calls = ["attempts", "attempts", "", "judge"]
+    assert rollouts.select([3, 0]).calls == ["judge", "attempts"] and chosen.calls == []
     alone = rollouts.select([2])
     assert len(alone.prompts) == 1 and alone.group_id.tolist() == [0]
     nobody = rollouts.select([])
@@ -96,7 +98,8 @@ def test_joined_rollouts_behind_one_prompt_are_one_group():
     assert whole.group_id.tolist() == [0, 0, 1, 1, 1, 1, 2, 2] and len(whole.prompts) == 3
     assert whole.tokens.shape == (8, 7) and whole.completions() == rollouts.completions() + more.completions()
     assert whole.texts[4] == "text 0" and whole.columns["outcome"] == [True, False, None, True] * 2
-    more.columns = {}
+    more.columns, more.calls = {}, ["judge"] * 4
+    assert join([rollouts, more]).calls == [""] * 4 + ["judge"] * 4
     assert join([rollouts, more]).columns == {}  # what only one part says is nothing of the whole
 
 

@@ -133,6 +133,12 @@ def test_a_continued_run_is_a_straight_one_bit_for_bit(at_base, recipe):
         assert records(at_base, run, name) == records(at_base, f"continued-{run}", name)
 
 
+def test_every_rollout_says_what_was_asked_for(at_base, recipe):
+    """The label of a declared call; a given text has none."""
+    labels = {call.label for call in recipes.load(recipe).calls(parse(tango_rl, flags_of(recipe)))}
+    assert {rollout["call"] for rollout in records(at_base, straight(at_base, recipe), "rollouts.jsonl")} <= labels | {""}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(trained, own_file):
     """The base directory, with a step of every recipe on two ranks: all of them in one start, as a start takes

@@ -5,8 +5,8 @@ from statistics import mean
 
 # What a card shows of a logged rollout in places of its own, of which of report.KINDS; other columns are facts. Older
 # runs do not say where tokens end.
-SHOWN = {"step": "a whole number", "role": "a text", "problem": "a text", "gold": "a text", "solution": "a text",
-         "outcome": "true or false or null", "step_labels": "a list of true, false and null",
+SHOWN = {"step": "a whole number", "role": "a text", "call": "a text or null", "problem": "a text", "gold": "a text",
+         "solution": "a text", "outcome": "true or false or null", "step_labels": "a list of true, false and null",
          "step_spans": "a list of pairs of whole numbers", "step_ends": "a list of whole numbers",
          "token_ends": "a list of whole numbers or null", "finish_reason": "a text",
          "advantages": "a list of numbers and nulls", "completion": "a text or null", "verification": "a text or null",
@@ -36,6 +36,12 @@ def mean_of(advantages: list[float | None]) -> float | None:
     return round(mean(numbers), 3) if numbers else None
 
 
+def player_of(rollout: dict) -> str:
+    """The role, and of one that is asked for more than one thing, the label of what it was asked for."""
+    role, call = rollout["role"], rollout.get("call")
+    return f"{role}: {call}" if call and call != role else role
+
+
 def card(rollout: dict, solver: str = "generator") -> dict:
     """A logged rollout as a card: its solution step by step, each step with verdict, gold label and mean advantage, and
     the texts behind it. The text that was learned from is cut where its advantage changes. solver: the role whose
@@ -58,8 +64,8 @@ def card(rollout: dict, solver: str = "generator") -> dict:
     tail = advantages[rollout["step_ends"][-1] + 1 if is_own and spans else 0:]  # of another text: all of it
     texts = {name: segments(value, 0, len(value), *((ends, advantages) if learned == name else ([], [])))
              for name, value in (("completion", completion), ("verification", verification)) if value is not None}
-    return {"role": rollout["role"], "step": rollout["step"], "problem": rollout["problem"], "gold": rollout["gold"],
-            "turns": rollout.get("turns") or [], "steps": steps,
+    return {"role": rollout["role"], "player": player_of(rollout), "step": rollout["step"],
+            "problem": rollout["problem"], "gold": rollout["gold"], "turns": rollout.get("turns") or [], "steps": steps,
             "answer": segments(text, at, len(text), *of_solution), **texts, "learned": learned,
             "advantage": mean_of(tail), "outcome": rollout.get("outcome"),
             "reward": rollout.get("reward"), "judged": verification is not None, "verdict": rollout.get("verdict"),

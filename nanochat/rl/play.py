@@ -183,6 +183,7 @@ class Play:
         stream = (label,) if self.evaluating else (label, self.step)
         limit = self._limit(role, label, len(prompts), num_samples)
         rollouts = self.sampler.sample(self.roles[role].model, prompts, num_samples, stream, limit, greedy, tool)
+        rollouts.calls = [label] * len(rollouts)
         self.check_stop()
         if not self.evaluating:
             self.sampled += int(rollouts.lengths.sum())

@@ -12,10 +12,11 @@ from nanochat.rl.scores import labels_of
 def rollout_records(t: Play, update: Update) -> list[dict]:
     """All rollouts of the first --log-rollouts problems of each part of an update, for rollouts.jsonl.
 
-    problem, gold: the problem and its answer; solution: what the rollout is, or what its prompt quotes, and then
-    completion is what was written behind it. step_spans: characters [start, end) of the solution's steps; step_ends:
-    their last tokens, where the solution is the rollout; step_labels: gold. token_ends: where each token of the rollout
-    ends in its text, in characters; advantages: of each token. Beside these the recipe's columns.
+    call: the label of the draw, "" of a given text. problem, gold: the problem and its answer; solution: what the
+    rollout is, or what its prompt quotes, and then completion is what was written behind it. step_spans: characters
+    [start, end) of the solution's steps; step_ends: their last tokens, where the solution is the rollout; step_labels:
+    gold. token_ends: where each token of the rollout ends in its text, in characters; advantages: of each token. Beside
+    these the recipe's columns.
     """
     records, fmt = [], t.task.fmt
     for rollouts, advantages in update.parts:
@@ -25,7 +26,8 @@ def rollout_records(t: Play, update: Update) -> list[dict]:
             solution = prompt.solution or read_solution(t.tokenizer, fmt, tokens)
             is_quoted = prompt.solution is not None and "verification" not in rollouts.columns
             records.append({
-                "role": update.role, "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
+                "role": update.role, "call": rollouts.calls[n] if rollouts.calls else "",
+                "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
                 "solution": solution.text, "outcome": None,
                 "step_labels": labels_of(t.task, prompt.problem, solution.text),
                 "step_spans": fmt.step_spans(solution.text), "step_ends": solution.step_ends,
