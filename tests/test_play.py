@@ -22,7 +22,7 @@ from nanochat.rl.packing import pack
 from nanochat.rl.play import Call, Play, Update, apply_update, check_loss
 from nanochat.rl.pool import completions_of, extended
 from nanochat.rl.progress import health_warnings
-from nanochat.rl.prompts import Prompt
+from nanochat.rl.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.roles import Role
 from nanochat.rl.rollouts import Rollouts, join
 from nanochat.rl.sampling import Sampler
@@ -395,6 +395,18 @@ def test_evaluations_take_no_problem_from_training():
     assert drawn() == drawn() == [0, 1] and t.num_drawn == 0
     t.evaluating = False
     assert drawn() == [0, 1] and drawn(3) == [2, 3, 4] and t.num_drawn == 5
+
+
+def test_an_evaluation_has_the_limit_of_what_it_asks_for():
+    """Of its label where that is declared, else of the calls with such prompts, else of all of the role's."""
+    t = play_of(generator=tiny_model())
+    calls = [Call("generator", "generator", 4, 2, 8, 1), Call("generator", "second", 4, 2, 6, 1, wrap=refine_prompt),
+             Call("generator", "judge", 4, 2, 12, 1, wrap=empty_verifier_prompt), Call("verifier", "eval", 4, 2, 20, 1)]
+    t.calls, t.evaluating = {call.label: call for call in calls}, True
+    limit = lambda *asked: t._limit("generator", *asked, 9, 9)
+    assert limit("second", None) == 6 and limit("judge", generator_prompt) == 12
+    assert limit("eval", generator_prompt) == 8 and limit("eval", empty_verifier_prompt) == 12
+    assert limit("eval", None) == limit("eval", quoting_prompt) == 12
 
 
 def test_a_snapshot_carries_its_step_through():

@@ -31,11 +31,9 @@ from dataclasses import replace
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, pass_at_k
@@ -167,8 +165,7 @@ def expert_iteration(t: Play, attempts: Rollouts, rewards: list):
 
 def grpo(t: Play, attempts: Rollouts, rewards: list):
     """One step of the policy gradient, of proofs against failed attempts."""
-    advantages = source_advantages(terminal_rewards(rewards, attempts.lengths), attempts.group_id,
-                                   attempts.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+    advantages = t.advantages(attempts, rewards)
     yield Update("generator", [(attempts, advantages)])
 
 

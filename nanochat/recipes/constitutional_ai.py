@@ -23,13 +23,11 @@ Departures:
 import random
 
 from nanochat.common import BadInput, check_least, check_most
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, refine_prompt
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts, join
 from nanochat.rl.spots import chances_at, verdict_spots
@@ -175,8 +173,7 @@ def learn_preferences(t: Play):
         "rewards/outcome/mean": outcomes, "feedback/unread": [chance is None for chance in chances],
         "feedback/right": [c for c, o in zip(chances, outcomes, strict=True) if o is True],
         "feedback/wrong": [c for c, o in zip(chances, outcomes, strict=True) if o is False]}))
-    advantages = source_advantages(terminal_rewards(rewards, solutions.lengths), solutions.group_id,
-                                   solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+    advantages = t.advantages(solutions, rewards)
     yield Update("generator", [(solutions, advantages)])
 
 

@@ -32,11 +32,9 @@ import torch
 from nanochat.common import BadInput, check_least
 from nanochat.recipes import ttrl
 from nanochat.recipes.ttrl import outcomes_of_labels, votes_per_problem
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, refine_prompt
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of
@@ -156,8 +154,7 @@ def learned(t: Play, role: str, rollouts: Rollouts, groups: torch.Tensor,
 
 def advantages_of(t: Play, rollouts: Rollouts, groups: torch.Tensor, rewards: list[float]) -> torch.Tensor:
     """Advantages (N, T) within groups (N,) that need not be those of the prompts."""
-    return source_advantages(terminal_rewards(rewards, rollouts.lengths), groups, rollouts.tokens.shape[1],
-                             PRESETS[t.args.advantage], t.reduce)
+    return t.advantages(rollouts, rewards, groups=groups)
 
 
 def second_attempts(t: Play, first: Rollouts, verifications: Rollouts) -> tuple[Rollouts, torch.Tensor]:

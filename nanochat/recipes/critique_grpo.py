@@ -22,12 +22,10 @@ from dataclasses import replace
 import torch
 
 from nanochat.common import BadInput
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import refine_prompt
-from nanochat.rl.rewards import outcome_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts, join
 from nanochat.rl.scores import first_error, labels_of
@@ -119,8 +117,7 @@ def play(t: Play, criticise=by_rule):
     solutions = t.solve("generator", t.problems(), G, "generator")
     outcomes = t.check(solutions)
     critiques = criticise(t, solutions, outcomes)
-    prompts = t.refine_prompts(solutions, critiques)
-    refined = t.sample("generator", prompts, 1, "refined", tool=t.sampler.calculator_tool())
+    refined = t.refine("generator", solutions, critiques, 1, "refined")
     refined_outcomes = t.check(refined)
 
     best = first_best(refined_outcomes, G)  # (P)
@@ -132,8 +129,7 @@ def play(t: Play, criticise=by_rule):
     mixed = join([solutions, off_policy]).select(rows)  # (N, T)
     mixed_outcomes = [(outcomes + [refined_outcomes[n] for n in best])[row] for row in rows]
 
-    advantages = source_advantages(outcome_rewards(mixed_outcomes, mixed.lengths), mixed.group_id,
-                                   mixed.tokens.shape[1], PRESETS[t.args.advantage], t.reduce).clone()
+    advantages = t.advantages(mixed, mixed_outcomes).clone()
     logprobs, slots = t.logprobs("generator", off_policy), [p * G for p in replaced]  # before the update
     width = logprobs.shape[1]
     advantages[slots, :width] = shaped(advantages[slots, :width], logprobs[replaced], t.args.shaping)

@@ -18,7 +18,6 @@ Departures:
 import torch
 
 from nanochat.common import BadInput, check_least, check_most
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, log_variances, pass_at_1
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.rewards import terminal_rewards
@@ -82,8 +81,7 @@ def play(t: Play):
     outcome = [1.0 if right else -1.0 for right in solutions.columns["outcome"]]                 # eq. 7
     overlong = [length_penalty(n, solutions.limit, buffer) for n in solutions.lengths.tolist()]  # eq. 13
     rewards = [a + b for a, b in zip(outcome, overlong, strict=True)]
-    advantages = source_advantages(terminal_rewards(rewards, solutions.lengths), solutions.group_id,
-                                   solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)  # eq. 9
+    advantages = t.advantages(solutions, rewards)  # eq. 9
     log_rewards(t, "generator", solutions, rewards)
     log_variances(t, "generator", solutions, {name: terminal_rewards(values, solutions.lengths)
                                               for name, values in (("outcome", outcome), ("overlong", overlong))})

@@ -24,12 +24,10 @@ from functools import partial
 from itertools import product
 
 from nanochat.common import BadInput, check_choices
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import quoting_prompt
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec, short_name
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import outcomes_of
@@ -131,8 +129,7 @@ def play(t: Play):
     learned = []
     for agent, (role, part) in enumerate(zip(ROLES, parts, strict=True)):
         returns = returns_of(agent, actions, outcomes, len(part))
-        advantages = source_advantages(terminal_rewards(returns, part.lengths), part.group_id, part.tokens.shape[1],
-                                       PRESETS[t.args.advantage], t.reduce)
+        advantages = t.advantages(part, returns)
         part.columns = {"partner": parts[1 - agent].texts}
         log_rewards(t, role, part, returns)
         if role != t.args.frozen:

@@ -27,11 +27,9 @@ from typing import NamedTuple
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.recipes.score import changes
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, gathered_verdict_scores, log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import empty_verifier_prompt, refine_prompt
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, majority, share_of
@@ -167,8 +165,7 @@ def play(t: Play):
         Qs = means_before(earned, team_size(t.args)) or [None] * len(first)
         rewards = [shaped(R, Q, t.args.alpha, t.args.shaping) for R, Q in zip(turn.rewards, Qs, strict=True)]
         # All texts of a turn at a problem are one group, although later ones have prompts of their own.
-        advantages = source_advantages(terminal_rewards(rewards, turn.rollouts.lengths), first.group_id,
-                                       turn.rollouts.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+        advantages = t.advantages(turn.rollouts, rewards, groups=first.group_id)
         turn.rollouts.columns = {"turn": [turn.name] * len(first), "earned": turn.rewards, "shaped_reward": rewards}
         parts.append((turn.rollouts, advantages))
         earned.append(turn.rewards)

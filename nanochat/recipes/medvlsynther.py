@@ -23,12 +23,10 @@ from dataclasses import replace
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Verification, empty_verifier_prompt
 from nanochat.rl.proposals import Proposals, check_reads_problems, log_proposals, propose, propose_prompt
-from nanochat.rl.rewards import outcome_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.scores import answers_of
 
@@ -95,8 +93,7 @@ def play(t: Play):
     log_rewards(t, "generator", solutions, rewards)
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
     if t.reduce(torch.tensor(len(solutions), device=t.device)):  # something passed, on some rank
-        advantages = source_advantages(outcome_rewards(rewards, solutions.lengths), solutions.group_id,
-                                       solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+        advantages = t.advantages(solutions, rewards)
         yield Update("generator", [(solutions, advantages)])
 
 

@@ -25,7 +25,7 @@ Departures:
 import torch
 
 from nanochat.common import check_choices, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages, whiten
+from nanochat.rl.advantages import whiten
 from nanochat.rl.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
 from nanochat.rl.forms import believed_score
 from nanochat.rl.play import Call, Play, Update
@@ -106,10 +106,8 @@ def solver_reward(score: float, form: float) -> float:
 def role_advantages(rewards: list[float | None], rollouts: Rollouts, reduce) -> torch.Tensor:
     """Each token's later rewards, whitened over all tokens of a role: Task-Relative REINFORCE++. A rollout without a
     reward takes no part. -> (N, T)"""
-    returns = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id,
-                                rollouts.tokens.shape[1], PRESETS["reinforce"])
-    known = torch.tensor([reward is not None for reward in rewards], dtype=torch.bool, device=returns.device)
-    return whiten(returns, rollouts.mask & known[:, None], reduce)
+    earned = terminal_rewards(rewards, rollouts.lengths)  # (N, 1)
+    return whiten(earned.values.expand(rollouts.tokens.shape), rollouts.mask & earned.valid, reduce)
 
 
 # The algorithm

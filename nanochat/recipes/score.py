@@ -20,13 +20,11 @@ Departures:
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.flags import check_one_update
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import refine_prompt
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 
@@ -97,8 +95,7 @@ def changes(outcomes: list) -> dict[str, list]:
 
 def second_attempts(t: Play, first: Rollouts, label: str, greedy: bool = False) -> Rollouts:
     """Another attempt behind each, about which nothing is said."""
-    prompts = t.refine_prompts(first, [""] * len(first))
-    return t.sample("generator", prompts, 1, label, greedy=greedy, tool=t.sampler.calculator_tool())
+    return t.refine("generator", first, [""] * len(first), 1, label, greedy=greedy)
 
 
 def play(t: Play):
@@ -113,8 +110,7 @@ def play(t: Play):
     parts = []
     for turn, rollouts, values, beta in zip((1, 2), (first, second), rewards, betas, strict=True):
         # Second attempts at a problem are one group too, although each has a prompt of its own.
-        advantages = source_advantages(terminal_rewards(values, rollouts.lengths), first.group_id,
-                                       rollouts.tokens.shape[1], PRESETS["rloo"], t.reduce)
+        advantages = t.advantages(rollouts, values, groups=first.group_id, preset="rloo")
         log_ratio = t.logprobs("generator", rollouts) - t.logprobs("generator", rollouts, reference=True)  # (N, T)
         parts.append((rollouts, with_kl(advantages, log_ratio, beta)))
         kl = log_ratio.sum(dim=1).tolist()  # of a whole attempt

@@ -19,10 +19,8 @@ import re
 from dataclasses import replace
 
 from nanochat.common import BadInput, check_least
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, labels_of
@@ -92,8 +90,7 @@ def log_queries(t: Play, solutions: Rollouts, num_queries: list[int]) -> None:
 
 def learn(t: Play, solutions: Rollouts, rewards: list[float | None]) -> Update:
     """An update on solutions and what each of them earns at its end."""
-    advantages = source_advantages(terminal_rewards(rewards, solutions.lengths), solutions.group_id,
-                                   solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+    advantages = t.advantages(solutions, rewards)
     log_rewards(t, "generator", solutions, rewards)
     return Update("generator", [(solutions, advantages)])
 

@@ -23,12 +23,10 @@ from dataclasses import replace
 from nanochat.common import check_choices, check_least
 from nanochat.recipes import search_r1
 from nanochat.recipes.search_r1 import add_search_args, log_queries, no_search, read_queries, scores_of_both, search_of
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns, gathered,
                                    log_proposals, propose, propose_prompt, spread)
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from tasks.common import Problem
 
@@ -108,11 +106,9 @@ def play(t: Play):
     log_rewards(t, "generator", solutions, outcomes)
     t.memory["pool"] = pool + gathered(t, proposals, proposals.valid if t.args.filter else [], 1)
 
-    raw, grpo = PRESETS["reinforce"], PRESETS[t.args.advantage]
-    parts = [(proposals.rollouts, earned, raw), (solutions, outcomes, grpo)]
-    yield Update("generator", [(rollouts, source_advantages(
-        terminal_rewards(rewards, rollouts.lengths), rollouts.group_id, rollouts.tokens.shape[1], preset, t.reduce))
-        for rollouts, rewards, preset in parts])
+    yield Update("generator", [
+        (proposals.rollouts, t.advantages(proposals.rollouts, earned, preset="reinforce")),
+        (solutions, t.advantages(solutions, outcomes))])
 
 
 def log_questions(t: Play, read: Proposals, proposals: Proposals, asked: list[Problem | None],

@@ -24,7 +24,7 @@ from dataclasses import asdict
 import torch
 
 from nanochat.common import BadInput, check_choices, check_least, wide_dtype
-from nanochat.rl.advantages import COMBINE, PRESETS, source_advantages
+from nanochat.rl.advantages import COMBINE, PRESETS
 from nanochat.rl.evals import (gathered_verdict_scores, log_rewards, log_variances, mean_advantages, passed_by_error,
                                scores_of_pair, verification_columns)
 from nanochat.rl.judge_evals import judge_scores
@@ -361,8 +361,7 @@ def verifier_step(t: Play):
     verifications, outcomes = t.read_verifications(rollouts), [outcomes[n] for n in chosen for _ in range(G)]
     pairs = list(zip(verifications, outcomes, strict=True))
     rewards = [verdict_reward(v.verdict, o, v.unmet, t.args.gamma) for v, o in pairs]                           # eq. 8
-    advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id,
-                                   rollouts.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+    advantages = t.advantages(rollouts, rewards)
     if t.args.class_weights:                                                                                     # eq. 9
         weights = ClassWeights(**t.memory.get("class_weights", {}))
         counts = torch.tensor([outcomes.count(True) / G, outcomes.count(False) / G], device=t.device)

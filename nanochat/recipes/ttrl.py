@@ -21,10 +21,8 @@ Departures:
    (else 0.6): the models here are tiny.
 """
 from nanochat.common import BadInput
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, majority
@@ -85,8 +83,7 @@ def play(t: Play):
     votes, _ = cast_votes(t)
     solutions = votes.select([n for n in range(len(votes)) if n % N < M])         # vote, then sample
     rewards = solutions.columns["majority_reward"]
-    advantages = source_advantages(terminal_rewards(rewards, solutions.lengths), solutions.group_id,
-                                   solutions.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)
+    advantages = t.advantages(solutions, rewards)
     log_rewards(t, "generator", solutions, rewards)
     yield Update("generator", [(solutions, advantages)])
 

@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.evals import SPLITS, log_rewards
 from nanochat.rl.forms import empty_form_prompt, form_prompt
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.progress import warn_once
 from nanochat.rl.prompts import (STRENGTHS, Prompt, numbered, parse_choice, parse_scores, read_solution,
                                  top_score)
-from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import share_of
 from nanochat.rl.spots import Spot, chances_at, forced, spot_of
@@ -173,8 +171,7 @@ def learn_to_judge(t: Play, rollouts: Rollouts, rewards: list[float]):
     log_rewards(t, "verifier", rollouts, rewards)
     if not int(t.reduce(torch.tensor(len(rollouts), device=t.device))):
         return
-    advantages = source_advantages(terminal_rewards(rewards, rollouts.lengths), rollouts.group_id,
-                                   rollouts.tokens.shape[1], PRESETS[t.args.advantage], t.reduce)  # (N, T)
+    advantages = t.advantages(rollouts, rewards)  # (N, T)
     yield Update("verifier", [(rollouts, advantages)])
 
 

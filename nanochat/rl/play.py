@@ -14,11 +14,14 @@ import torch
 
 from nanochat.common import MOST, BadInput, all_reduce, gather_lists, mean_over_ranks
 from nanochat.engine import Tool
+from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
-from nanochat.rl.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, generator_prompt, numbered,
-                                 quoting_prompt, refine_prompts, solve_prompt, verify_prompts)
+from nanochat.rl.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
+                                 generator_prompt, numbered, quoting_prompt, refine_prompts, solve_prompt,
+                                 verify_prompts)
 from nanochat.rl.heads import copy_shared_lambdas
+from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import Role, short_name
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.sampling import Sampler, read_solutions, read_verifications
@@ -151,9 +154,10 @@ class Play:
         self.check_stop()
         return found
 
-    def solve_prompts(self, problems: list[Problem]) -> list[Prompt]:
-        """The generator's prompts."""
-        return numbered(self.each(lambda problem: solve_prompt(self.tokenizer, self.task.fmt, problem), problems))
+    def solve_prompts(self, problems: list[Problem], copies: list[int] | None = None) -> list[Prompt]:
+        """The generator's prompts. copies: how often each problem has come before; None counts on this rank."""
+        prompts = self.each(lambda problem: solve_prompt(self.tokenizer, self.task.fmt, problem), problems)
+        return numbered(prompts, copies)
 
     def verify_prompts(self, solutions: Rollouts, copies: list[int] | None = None) -> list[Prompt]:
         """The verifier's prompts, one for each solution. copies: see `verify_prompts` of rl.prompts."""
@@ -176,12 +180,13 @@ class Play:
     # Sampling
 
     def sample(self, role: str, prompts: list[Prompt], num_samples: int, label: str, *, greedy: bool = False,
-               tool: Tool | None = None) -> Rollouts:
+               tool: Tool | None = None, wrap: Callable | None = None) -> Rollouts:
         """`num_samples` completions of each prompt, drawn from a role. label names the draw; the recipe's `calls`
-        declare it. Raises BadInput for more than was declared."""
+        declare it. In an evaluation any label will do: the limit is that of the calls with this label, else with this
+        `wrap`, else of all of the role. Raises BadInput for more than was declared."""
         started = time.time()
         stream = (label,) if self.evaluating else (label, self.step)
-        limit = self._limit(role, label, len(prompts), num_samples)
+        limit = self._limit(role, label, wrap, len(prompts), num_samples)
         rollouts = self.sampler.sample(self.roles[role].model, prompts, num_samples, stream, limit, greedy, tool)
         rollouts.calls = [label] * len(rollouts)
         self.check_stop()
@@ -190,17 +195,25 @@ class Play:
             self.add_seconds(short_name(role), started)
         return rollouts
 
-    def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *,
-              greedy: bool = False, tool: Tool | None = None) -> Rollouts:
+    def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *, greedy: bool = False,
+              tool: Tool | None = None, copies: list[int] | None = None) -> Rollouts:
         """`num_samples` solutions of each problem, with a tool: by default the calculator, where --calculator says
         so."""
         tool = tool or self.sampler.calculator_tool()
-        return self.sample(role, self.solve_prompts(problems), num_samples, label, greedy=greedy, tool=tool)
+        return self.sample(role, self.solve_prompts(problems, copies), num_samples, label, greedy=greedy, tool=tool,
+                           wrap=generator_prompt)
+
+    def refine(self, role: str, solutions: Rollouts, critiques: list[str], num_samples: int, label: str, *,
+               greedy: bool = False) -> Rollouts:
+        """`num_samples` further attempts behind each solution and its critique, with the calculator as in `solve`."""
+        return self.sample(role, self.refine_prompts(solutions, critiques), num_samples, label, greedy=greedy,
+                           tool=self.sampler.calculator_tool())
 
     def verify(self, role: str, solutions: Rollouts, num_samples: int, label: str, *, greedy: bool = False,
                copies: list[int] | None = None) -> Rollouts:
         """`num_samples` verifications of each solution."""
-        return self.sample(role, self.verify_prompts(solutions, copies), num_samples, label, greedy=greedy)
+        return self.sample(role, self.verify_prompts(solutions, copies), num_samples, label, greedy=greedy,
+                           wrap=empty_verifier_prompt)
 
     def written(self, role: str, prompts: list[Prompt], completions: list[str] | list[list[int]]) -> Rollouts:
         """Given completions as rollouts of a role, one for each prompt. Text is encoded as ordinary text and ended;
@@ -224,12 +237,14 @@ class Play:
                         torch.tensor(lengths, dtype=torch.long, device=self.device),
                         torch.tensor(stopped, dtype=torch.bool, device=self.device), limit=limit, texts=texts)
 
-    def _limit(self, role: str, label: str, num_prompts: int, num_samples: int) -> int:
+    def _limit(self, role: str, label: str, wrap: Callable | None, num_prompts: int, num_samples: int) -> int:
         """Tokens that a completion may have. Raises BadInput for what the recipe has not declared."""
         if role not in self.roles:
             raise BadInput(f"the recipe samples of a role {role!r}: there are {', '.join(self.roles)}")
         if self.evaluating:
-            return max((call.max_new_tokens for call in self.calls.values() if call.role == role), default=0)
+            of_role = [call for call in self.calls.values() if call.role == role]
+            alike = [call for call in of_role if call.label == label] or [call for call in of_role if call.wrap is wrap]
+            return max((call.max_new_tokens for call in alike or of_role), default=0)
         call = self.calls.get(label)
         most = -(-call.num_prompts // self.run.world) if call else 0
         if label in self.labels:
@@ -245,7 +260,11 @@ class Play:
 
     def check(self, rollouts: Rollouts) -> list[bool | None]:
         """The outcome of each solution by the task's gold check; None where it cannot be scored."""
-        outcomes = outcomes_of(self.task, rollouts.problems(), rollouts.texts, self.should_stop)
+        return self.check_texts(rollouts.problems(), rollouts.texts)
+
+    def check_texts(self, problems: list[Problem], texts: list[str]) -> list[bool | None]:
+        """The same of given texts, one for each problem."""
+        outcomes = outcomes_of(self.task, problems, texts, self.should_stop)
         self.check_stop()
         return outcomes
 
@@ -257,7 +276,15 @@ class Play:
         """The completions read as verifications."""
         return read_verifications(self.task.fmt, rollouts)
 
-    # Scoring and weights
+    # Credit, scoring and weights
+
+    def advantages(self, rollouts: Rollouts, rewards: list[float | None], *, preset: str = "",
+                   groups: torch.Tensor | None = None) -> torch.Tensor:
+        """Advantages of one reward at the end of each rollout, by --advantage or a preset. None takes no part. groups
+        (N,): in place of the prompts' groups. -> (N, T)"""
+        return source_advantages(terminal_rewards(rewards, rollouts.lengths),
+                                 rollouts.group_id if groups is None else groups, rollouts.tokens.shape[1],
+                                 PRESETS[preset or self.args.advantage], self.reduce)
 
     def micro_batches(self, rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor,
                       keep_idle: bool) -> list[MicroBatch]:
