@@ -38,6 +38,9 @@ def refused(capsys, base, script, *flags: str) -> str:
 @pytest.mark.parametrize("flags, words", [
     (["--num-samples", "1"], ["--num-samples 1", "grpo", "at least 2"]),
     (["--num-samples", "1", "--advantage", "rloo"], ["--num-samples 1", "rloo"]),
+    (["--sequence-ratio"], ["--sequence-ratio", "--updates-per-batch above 1"]),
+    (["--sequence-ratio", "--updates-per-batch", "2", "--aggregation", "token"], ["--aggregation sequence"]),
+    (["--sequence-ratio", "--updates-per-batch", "2", "--loss", "reinforce"], ["a --loss with a ratio"]),
     (["--task", "sudoku"], ["--task sudoku", "chain", "last_letter"]),
     (["--advantage", "gae"], ["--advantage gae", "grpo", "rloo", "reinforce++", "dr_grpo"]),
     (["--recipe", "nobody"], ["--recipe nobody", "tango", "grpo"]),

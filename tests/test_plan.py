@@ -231,6 +231,10 @@ def test_seconds_of_a_draw_go_with_its_size():
     # Three updates on one batch are three times that, and a forward for the old logprobs.
     assert (draw_seconds(config, draw, Held(reference=False), Setting(updates_per_batch=3), Speed(), 1100)["update"]
             == pytest.approx(alone["update"] * 10 / 3))
+    # A sequence's ratio takes a forward in each of the three.
+    with_ratio = Setting(updates_per_batch=3, sequence_ratio=True)
+    assert (draw_seconds(config, draw, Held(reference=False), with_ratio, Speed(), 1100)["update"]
+            == pytest.approx(alone["update"] * 13 / 3))
 
 
 def test_plan_memory_prints_what_fits(capsys):

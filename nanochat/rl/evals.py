@@ -173,15 +173,18 @@ def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
     """pass@1, pass@k, maj@k over k sampled solutions, and how many groups carry no signal: the health of RL's start."""
     k = t.args.num_samples
     rollouts = t.solve(role, t.problems(min(num_problems, t.args.eval_examples), "test_in"), k, "health")
-    right, stopped, rows = are_right(t.check(rollouts), "test_in"), rollouts.stopped.tolist(), []
-    for i in range(0, len(right), k):
+    outcomes, stopped, rows = t.check(rollouts), rollouts.stopped.tolist(), []
+    for i in range(0, len(outcomes), k):
         answers = answers_of(t.task, rollouts.texts[i: i + k])
         vote = majority(answers)
-        rows.append([sum(right[i: i + k]), vote is not None and right[i + answers.index(vote)], sum(stopped[i: i + k])])
+        rows.append([outcomes[i: i + k], None if vote is None else answers.index(vote),
+                     sum(stopped[i: i + k])])
     rows = t.gather(rows)
-    n = len(rows)
-    return {"pass@1": sum(c for c, _, _ in rows) / (n * k),
-            f"pass@{k}": sum(pass_at_k(k, c, k) for c, _, _ in rows) / n,
-            f"maj@{k}": sum(m for _, m, _ in rows) / n,
-            "frac_reward_zero_std": sum(c in (0, k) for c, _, _ in rows) / n,
+    n, right = len(rows), are_right([outcome for row, _, _ in rows for outcome in row], "test_in")
+    groups = [right[i: i + k] for i in range(0, len(right), k)]
+    voted = [place is not None and group[place] for group, (_, place, _) in zip(groups, rows, strict=True)]
+    return {"pass@1": sum(right) / (n * k),
+            f"pass@{k}": sum(pass_at_k(k, sum(group), k) for group in groups) / n,
+            f"maj@{k}": sum(voted) / n,
+            "frac_reward_zero_std": sum(sum(group) in (0, k) for group in groups) / n,
             "end_token_rate": sum(s for _, _, s in rows) / (n * k)}

@@ -70,8 +70,8 @@ def add_common_args(parser) -> None:
     loss.add_argument("--clip-high", type=float, default=0.2)
     loss.add_argument("--dual-clip", type=float, default=None)
     loss.add_argument("--sequence-ratio", action=argparse.BooleanOptionalAction, default=False,
-                      help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO): with "
-                           "--aggregation sequence, and from the second of --updates-per-batch on")
+                      help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO); needs "
+                           "--aggregation sequence and --updates-per-batch above 1")
     loss.add_argument("--kl", default="k3", help=f"one of: {', '.join(KL_ESTIMATORS)}")
     loss.add_argument("--kl-coef", type=float, default=1e-3, help="beta: weight of the KL to the starting weights")
     loss.add_argument("--entropy-coef", type=float, default=0.0)
@@ -128,6 +128,10 @@ def check_args(args, world: int) -> None:
     if args.examples_per_step % world or args.eval_examples < world:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the {world} ranks (and "
                        f"--eval-examples at least that)")
+    has_ratio = args.updates_per_batch > 1 and args.loss != "reinforce"
+    if args.sequence_ratio and (not has_ratio or args.aggregation != "sequence"):
+        raise BadInput("--sequence-ratio: needs --updates-per-batch above 1, --aggregation sequence and a --loss with "
+                       "a ratio")
     if args.num_samples < 2 and PRESETS[args.advantage].scope == "group" and PRESETS[args.advantage].center != "none":
         raise BadInput(f"--num-samples 1: --advantage {args.advantage} compares the rollouts of a group and needs at "
                        f"least 2")

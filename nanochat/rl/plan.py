@@ -43,6 +43,7 @@ class Setting:
     micro_batch_tokens: int = 4096
     max_rows: int = 1024
     updates_per_batch: int = 1
+    sequence_ratio: bool = False
 
     @property
     def shards(self) -> int:
@@ -329,9 +330,10 @@ def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed
     model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
     sampling = 0.0 if draw.given else sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed)
     # a forward pass is a third of an update; a reference runs forward, as a block that is run again, and the old
-    # logprobs of several updates
+    # logprobs of several updates and the present ones of a sequence's ratio
     updates = setting.updates_per_batch
-    passes = draw.scored + (updates * (3 + setting.recompute) + held.reference + (updates > 1)) * draw.trained
+    of_update = updates * (3 + setting.recompute + setting.sequence_ratio) + held.reference + (updates > 1)
+    passes = draw.scored + of_update * draw.trained
     tokens = P * draw.prompt_tokens + P * draw.samples * new
     update = tokens * flops_per_token(model, context) * passes / 3 / (speed.limits[0] * speed.mfu)
     return {"sampling": sampling, "update": update}
@@ -372,7 +374,7 @@ def private_size(config: Config, num_layers: int, is_one: bool = False) -> int:
 def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Setting:
     """The setting that tango_rl's flags mean."""
     return Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows,
-                   args.updates_per_batch)
+                   args.updates_per_batch, args.sequence_ratio)
 
 
 def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:

@@ -64,8 +64,10 @@ def num_unchanged(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 def solved(t: Play, role: str, split: str) -> list[int]:
     """How many of --theory-samples solutions of each of --log-theory problems are right."""
     n, problems = t.args.theory_samples, t.problems(t.args.log_theory, split)
-    right = are_right(t.check(t.solve(role, problems, n, "theory")), split)
-    return t.gather([sum(right[i: i + n]) for i in range(0, len(right), n)])
+    outcomes = t.check(t.solve(role, problems, n, "theory"))
+    rows = t.gather([outcomes[i: i + n] for i in range(0, len(outcomes), n)])
+    right = are_right([outcome for row in rows for outcome in row], split)
+    return [sum(right[i: i + n]) for i in range(0, len(right), n)]
 
 
 def sampled(counts: list[int], num_samples: int) -> dict[str, float | None]:
