@@ -1,6 +1,5 @@
 """
-The pages, README.md and dev/*.md: the glossary has what is logged, commands have flags that exist, links lead
-somewhere, and lines are short.
+The pages, README.md and dev/*.md: commands have flags that exist, links lead somewhere, and lines are short.
 
     python -m pytest tests/test_documents.py
 """
@@ -10,7 +9,6 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-import json
 import os
 import re
 import shutil
@@ -20,16 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
-from conftest import TASK_FLAGS, parse, rl_flags
 from torch.distributed.run import get_args_parser
 
 from nanochat import recipes
 from nanochat.common import BadInput, script_main
-from nanochat.recipes import tango
-from nanochat.rl.progress import LARGEST_GAP
-from nanochat.rl.rewards import FORMAT_PENALTY, ClassWeights
-from scripts import base_train, chat_sft, tango_rl, task_text
+from scripts import tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "dev").glob("*.md"))]
@@ -51,173 +44,6 @@ def without_code(text: str) -> str:
     text = re.sub(r"^( *)(```+|~~~+).*?^ *\2[^\n]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"(?<=\n\n)(?: {4}.*\n?)+", "", text)
     return re.sub(r"(`+)(?!`)(?:(?!\n\n).)+?(?<!`)\1(?!`)", "", text, flags=re.DOTALL)
-
-
-# The glossary of metrics
-
-class Entry(NamedTuple):
-    """A name of the glossary. pattern: what it is logged as; recipes: those that its table names, empty for all."""
-    name: str
-    pattern: str
-    recipes: tuple[str, ...] = ()
-
-
-# The first cell of a table's head -> which log its names are of; None: words that other names are made of.
-HEADS = {"name": "rl", "behind a role's prefix": "rl", "where a score stands": "rl", "in summary.json": "summary",
-         "in chat_sft": "chat_sft", "in base_train": "base_train", "role prefix": None, "verifier score": None}
-# In the glossary, and in no run of this file: why
-UNSEEN = {"peak_memory_gb": "needs CUDA"}
-
-
-def tables_of(text: str) -> list[tuple[str, list[str]]]:
-    """The tables of a page: the first cell of the head, and all names in backticks in the first cells below it."""
-    found = []
-    for block in re.findall(r"^\|.*\n\|[ :|-]+\|\n(?:\|.*\n?)+", text, re.MULTILINE):
-        head, _, *rows = [line.strip("|").split(" | ")[0].strip() for line in block.splitlines()]
-        found.append((head, [name for row in rows for name in re.findall("`([^`]+)`", row)]))
-    return found
-
-
-def spelled_out(name: str) -> list[str]:
-    """a{b,c} as ab and ac."""
-    parts = [part.split(",") if i % 2 else [part] for i, part in enumerate(re.split(r"\{([^}]*)\}", name))]
-    return ["".join(chosen) for chosen in itertools.product(*parts)]
-
-
-def glossary_of(text: str) -> dict[str, list[Entry]]:
-    """The entries of each log."""
-    tables, entries = tables_of(text), {}
-    words = {head: "|".join(name for h, names in tables if h == head for name in names)
-             for head in ("role prefix", "verifier score")}
-    for head, names in tables:
-        of_recipes = re.fullmatch(r"in recipes? ([\w ]+)", head)
-        log = "rl" if of_recipes else HEADS[head]
-        for name in itertools.chain(*map(spelled_out, names)) if log else ():
-            pattern = re.escape(name).replace(r"\*", "[^/]+")
-            if head == "behind a role's prefix":
-                pattern = f"({words['role prefix']})/{pattern}"
-            for score in words["verifier score"].split("|") if "<score>" in name else [""]:
-                chosen = tuple(of_recipes[1].split(" and ")) if of_recipes else ()
-                entries.setdefault(log, []).append(
-                    Entry(name.replace("<score>", score), pattern.replace("<score>", score), chosen))
-    return entries
-
-
-@pytest.fixture(scope="module")
-def glossary() -> dict[str, list[Entry]]:
-    return glossary_of((ROOT / "dev" / "metrics.md").read_text(encoding="utf-8"))
-
-
-# What makes a recipe log more than its defaults do
-OPTIONS = {"prime": ["--prm-update", "before", "--accuracy-filter", "0", "1"], "cooper": ["--rm-pretrain", "1"],
-           "gram": ["--pretrain-steps", "1"],
-           "grpo": ["--log-theory", "2", "--theory-samples", "64"],
-           "coverrl": ["--verifier-head", "own", "--refinements", "2"],
-           "marti": ["--graph", "chain"],
-           "alphaproof": ["--curriculum", "variants", "--targets-of", "test_in"],
-           "constitutional_ai": ["--sl-steps", "1"]}
-NO_UPDATE = ["--accuracy-filter", "0.3", "0.3"]  # of 4 solutions no share is right
-
-
-def keys_of(path: Path) -> set[str]:
-    """The names in a metrics.jsonl."""
-    return {name for line in path.read_text().splitlines() for name in json.loads(line)}
-
-
-@pytest.fixture(scope="module")
-def logged(sft_base, tmp_path_factory) -> dict[str, dict[str, set[str]]]:
-    """Log -> run -> the names in it. A run of RL is that of a recipe and has its name; summary.json's scores are with
-    the names of RL."""
-    base = tmp_path_factory.mktemp("logged") / "base"
-    shutil.copytree(sft_base, base)
-    found = {"rl": {}, "summary": {}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(base))
-        for name in recipes.names():
-            for run, flags in ((name, OPTIONS.get(name, [])), *([("idle", NO_UPDATE)] if name == "prime" else ())):
-                tango_rl.main(parse(tango_rl, rl_flags("--recipe", name, "--run", run, "--num-steps", "2",
-                                                       "--eval-examples", "4", *flags)))
-                summary = json.loads((base / "runs" / run / "summary.json").read_text())
-                found["rl"][run] = (keys_of(base / "runs" / run / "metrics.jsonl")
-                                    | summary["before"].keys() | summary["after"].keys())
-                found["summary"][run] = set(summary)
-        size = ["--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2"]
-        chat_sft.main(parse(chat_sft, ["--role", "generator", "--model-tag", "one", "--num-steps", "2",
-                                       "--sequence-len", "128", *TASK_FLAGS, *size]))
-        task_text.main(parse(task_text, ["--out", str(base / "text"), "--num-documents", "100"]))
-        base_train.main(parse(base_train, ["--data", str(base / "text"), "--model-tag", "one", "--num-iterations", "2",
-                                           "--sequence-len", "32", "--window-pattern", "L", "--total-batch-size", "64",
-                                           "--device-batch-size", "2", "--eval-tokens", "64", *size]))
-    for log, folder in (("chat_sft", "chatsft_checkpoints"), ("base_train", "base_checkpoints")):
-        found[log] = {"one": keys_of(base / folder / "one" / "metrics.jsonl")}
-    return found
-
-
-LOGS = ("rl", "summary", "chat_sft", "base_train")
-
-
-@pytest.mark.parametrize("log", LOGS)
-def test_all_that_is_logged_is_in_the_glossary(glossary, logged, log):
-    names = set().union(*logged[log].values())
-    assert len(names) > 5
-    assert not {name for name in names if not any(re.fullmatch(e.pattern, name) for e in glossary[log])}
-
-
-@pytest.mark.parametrize("log", LOGS)
-def test_what_is_in_the_glossary_is_logged(glossary, logged, log):
-    """By a recipe that its table names, if it names any."""
-    seen = {entry.name for entry in glossary[log] for run, names in logged[log].items()
-            if not entry.recipes or run in entry.recipes
-            if any(re.fullmatch(entry.pattern, name) for name in names)}
-    assert {entry.name for entry in glossary[log]} - seen == (UNSEEN.keys() if log == "rl" else set())
-
-
-def test_a_name_is_explained_once(glossary):
-    for entries in glossary.values():
-        names = [entry.pattern for entry in entries]
-        assert not {name for name in names if names.count(name) > 1}
-
-
-def test_the_figures_of_the_glossary_are_those_of_the_code():
-    text = " ".join((ROOT / "dev" / "metrics.md").read_text(encoding="utf-8").split())
-    fp32, bf16 = LARGEST_GAP[torch.float32], LARGEST_GAP[torch.bfloat16]
-    for words in (f"`gen/wrong_passed` is above {tango.LENIENT};", f"1, less {FORMAT_PENALTY} for each criterion",
-                  f"0 to {ClassWeights().cap:.0f} |", f"above {fp32} in fp32 or {bf16} in bf16"):
-        assert words in text
-
-
-GLOSSARY = """
-| role prefix | role |
-| --- | --- |
-| `gen` | a |
-| `ver` | b |
-
-| verifier score | range |
-| --- | :-: |
-| `f1` | share |
-| `auc` | share |
-
-| where a score stands | of |
-| --- | --- |
-| `ver/<score>_{in,out}` | `not_a_name` |
-
-| behind a role's prefix | unit |
-| --- | --- |
-| `errors/*`, `lr` | |
-
-| in recipes dpo and spin | unit |
-| --- | --- |
-| `gen/{a,b}` | |
-"""
-
-
-def test_a_glossary_is_read_as_it_says():
-    entries = glossary_of(GLOSSARY)["rl"]
-    assert [e.name for e in entries] == ["ver/f1_in", "ver/auc_in", "ver/f1_out", "ver/auc_out", "errors/*", "lr",
-                                         "gen/a", "gen/b"]
-    assert [bool(re.fullmatch(entries[4].pattern, name)) for name in
-            ("gen/errors/x", "ver/errors/y", "errors/x", "gen/errors/x/y")] == [True, True, False, False]
-    assert entries[-1].recipes == ("dpo", "spin") and entries[0].recipes == ()
 
 
 # Commands
@@ -563,13 +389,3 @@ def test_flags_exist(page):
     text = page.read_text(encoding="utf-8")
     own = set(re.findall(r'add_argument\("(--[a-z-]+)"', text))  # of a recipe that the page shows
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) <= flags_there_are() | own
-
-
-@every_page_of_today
-def test_metrics_exist(logged, page):
-    """Names in backticks that begin with a role's prefix, or with timing_s."""
-    names = re.findall(r"`((?:gen|ver|prm|opp|timing_s)/[^`\s]+)`", page.read_text(encoding="utf-8"))
-    keys = set().union(*logged["rl"].values())
-    for name in itertools.chain(*map(spelled_out, names)):
-        pattern = re.sub(r"\\\*|<\w+>", ".+", re.escape(name))
-        assert any(re.fullmatch(pattern, key) for key in keys), name

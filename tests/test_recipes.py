@@ -5,6 +5,7 @@ repository is one too.
     python -m pytest tests/test_recipes.py
 """
 import gc
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import parse, rl_flags, scripts_on_two_ranks
+from test_documents import TODAY
+from test_glossary import keys_of, spelled_out, unexplained, unseen
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps
@@ -136,7 +139,8 @@ def test_a_continued_run_is_a_straight_one_bit_for_bit(at_base, recipe):
 def test_every_rollout_says_what_was_asked_for(at_base, recipe):
     """The label of a declared call; a given text has none."""
     labels = {call.label for call in recipes.load(recipe).calls(parse(tango_rl, flags_of(recipe)))}
-    assert {rollout["call"] for rollout in records(at_base, straight(at_base, recipe), "rollouts.jsonl")} <= labels | {""}
+    rollouts = records(at_base, straight(at_base, recipe), "rollouts.jsonl")
+    assert {rollout["call"] for rollout in rollouts} <= labels | {""}
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +163,46 @@ def test_two_ranks_do_what_one_does(at_base, two_ranks, recipe):
             assert two[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
         elif "diff" not in name:
             assert two[name] == value, name
+
+
+# What makes a recipe log more: further runs of it
+MORE = {"prime": (["--prm-update", "before", "--accuracy-filter", "0", "1"], ["--accuracy-filter", "0.3", "0.3"]),
+        "cooper": (["--rm-pretrain", "1"],), "gram": (["--pretrain-steps", "1"],), "marti": (["--graph", "chain"],),
+        "grpo": (["--log-theory", "2", "--theory-samples", "64"],)}  # of 4 solutions no share is .3: no update
+
+
+@pytest.fixture(scope="module")
+def logged(trained) -> dict[str, dict[str, set[str]]]:
+    """Log -> recipe -> the names in it. The scores of summary.json are with those of RL."""
+    found = {"rl": {}, "summary": {}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(trained))
+        for name in recipes.names():
+            runs = [straight(trained, name)]
+            for i, flags in enumerate(MORE.get(name, ())):
+                runs.append(f"more-{name}-{i}")
+                train(name, "--run", runs[-1], "--num-steps", "2", *flags)
+            for run in runs:
+                summary = json.loads((trained / "runs" / run / "summary.json").read_text())
+                found["rl"].setdefault(name, set()).update(keys_of(trained / "runs" / run / "metrics.jsonl"),
+                                                           summary["before"], summary["after"])
+                found["summary"].setdefault(name, set()).update(summary)
+    return found
+
+
+@pytest.mark.parametrize("log", ["rl", "summary"])
+def test_what_is_logged_is_in_the_glossary_and_what_is_there_is_logged(logged, log):
+    assert unexplained(log, logged[log]) == unseen(log, logged[log]) == set()
+
+
+@pytest.mark.parametrize("page", TODAY, ids=lambda page: page.name)
+def test_metrics_that_a_page_names_are_logged(logged, page):
+    """Names in backticks that begin with a role's prefix, or with timing_s."""
+    names = re.findall(r"`((?:gen|ver|prm|opp|timing_s)/[^`\s]+)`", page.read_text(encoding="utf-8"))
+    keys = set().union(*logged["rl"].values())
+    for name in itertools.chain(*map(spelled_out, names)):
+        pattern = re.sub(r"\\\*|<\w+>", ".+", re.escape(name))
+        assert any(re.fullmatch(pattern, key) for key in keys), name
 
 
 def test_every_recipe_is_planned(at_base, recipe, capsys):
