@@ -392,13 +392,13 @@ def test_two_processes_compile_once_and_leave_one_file(tmp_path):
 
 
 @KERNELS
-@pytest.mark.parametrize("size", [0, 100, -1000])
-def test_a_damaged_library_is_compiled_again(tmp_path, size):
+def test_a_damaged_library_is_compiled_again(tmp_path):
     assert start(tmp_path).communicate() == ("True 64.0\n", "")
     path = next((tmp_path / "nanochat" / "kernels").iterdir())
     whole = path.read_bytes()
-    path.write_bytes(whole[:size])
-    assert start(tmp_path).communicate() == ("True 64.0\n", "") and len(path.read_bytes()) == len(whole)
+    for size in (0, 100, -1000):
+        path.write_bytes(whole[:size])
+        assert start(tmp_path).communicate() == ("True 64.0\n", "") and len(path.read_bytes()) == len(whole)
 
 
 @pytest.mark.parametrize("env, problem", [({"CC": "false", "PATH": "/usr/bin:/bin"}, "false"),

@@ -51,8 +51,9 @@ def test_a_task_that_can_score_nothing_is_warned_of_once_and_the_run_goes_on(bas
     assert told == (1 if unscored else 0)
     if recipe == "grpo":
         assert len(unscored) == 2 and all(r["gen/frac_reward_zero_std"] == 1 for r in unscored)
-    train(*flags, "--num-steps", "3", "--resume-from-step", "auto")
-    assert len(read_records(metrics)) > len(first)
+    if recipe in ("grpo", "tango", "coverrl", "multi_agent_evolve", "ppo"):  # what they keep has seen no outcome
+        train(*flags, "--num-steps", "3", "--resume-from-step", "auto")
+        assert len(read_records(metrics)) > len(first)
 
 
 # What a task gives wrongly
