@@ -8,9 +8,10 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import itertools
-import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -260,6 +261,23 @@ def test_shell_scripts_are_shell(path):
     assert done.returncode == 0, done.stderr
 
 
+def said_for_help(mode: tuple[str, ...]) -> tuple[int | str, str]:
+    """The exit code of a tool that is asked for help, and what it prints; an import that fails is its code."""
+    out = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    said = lambda: out.buffer.getvalue().decode()
+    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*mode, "--help"])
+        patch.setattr(sys, "path", [str(ROOT / "dev"), *sys.path])
+        patch.setenv("COLUMNS", "200")
+        try:
+            runpy.run_path(str(ROOT / mode[0]), run_name="__main__")
+        except SystemExit as stop:
+            return stop.code, said()
+        except ModuleNotFoundError as error:
+            return str(error), said()
+    return "it has no --help", said()
+
+
 def test_tools_of_developers_tell_their_flags(commands):
     """Each dev/*.py that a page runs exits with 0 for --help, whose usage has the flags that the page gives."""
     given = {}  # a tool with what chooses its mode -> flags
@@ -269,13 +287,10 @@ def test_tools_of_developers_tell_their_flags(commands):
             own = itertools.takewhile(lambda word: word != "--", command.words)  # behind it is another command
             given.setdefault(mode, set()).update(word for word in own if word.startswith("--"))
     assert given
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    running = {mode: subprocess.Popen([sys.executable, *mode, "--help"], cwd=ROOT, env=env, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for mode in given}
-    said = {mode: process.communicate()[0] for mode, process in running.items()}
-    optional = {mode: text for mode, text in said.items() if "No module named" in text}
-    assert not {mode: text[-300:] for mode, text in said.items() if running[mode].returncode and mode not in optional}
-    usage = {mode: text.partition("\n\n")[0] for mode, text in said.items() if mode not in optional}
+    said = {mode: said_for_help(mode) for mode in given}
+    optional = {mode: code for mode, (code, _) in said.items() if "No module named" in str(code)}
+    assert not {mode: code for mode, (code, _) in said.items() if code and mode not in optional}
+    usage = {mode: text.partition("\n\n")[0] for mode, (_, text) in said.items() if mode not in optional}
     lacking = {mode: given[mode] - set(re.findall(r"--[\w-]+", text)) for mode, text in usage.items()}
     assert not {mode: flags for mode, flags in lacking.items() if flags}
     if optional:
