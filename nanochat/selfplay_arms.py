@@ -21,7 +21,7 @@ BY_JUDGE = f"{BRIEF} --verifier-max-new-tokens 64"
 MAE = "--recipe multi_agent_evolve --model-tag {both} --examples-per-step 8 --num-samples 4 --max-new-tokens 72 " \
       "--verifier-max-new-tokens 72"
 KEYS = "--task lookup --chain-min-steps 1 --chain-max-steps 3"
-SEARCHING = "--model-tag {gen} --max-new-tokens 48"
+SEARCHING = "--model-tag {gen} --max-new-tokens 96"
 READING = "--recipe mars --model-tag {gen} --max-new-tokens 24 --condense-tokens 4 --most-turns 4 --bin-size 6"
 DEBATE = "--recipe debate --model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifier-max-new-tokens 120 " \
          "--lr 5e-5 --num-samples 8 --num-steps 60 --eval-every 15"
@@ -105,7 +105,8 @@ FAMILIES = {
                       "gen/proposals/solved": "answered rightly", "gen/proposals/queries": "keys in a question"}),
     "tools": Family(
         "what must be looked up, where memory is half wrong",
-        f"{KEYS} --chain-share 0 --lookup-share 0.5 --lookup-recall-share 0.6", {"gen": f"{GEN} 1000"},
+        f"{KEYS} --chain-share 0 --lookup-keys 200 --lookup-share 0.5 --lookup-recall-share 0.6",
+        {"gen": f"{GEN} 1000"},
         {"grpo": f"--recipe grpo {SEARCHING}",  # from memory: nothing answers its queries
          "search_r1": f"--recipe search_r1 {SEARCHING}",
          "search_r1_no_mask": f"--recipe search_r1 --no-mask-information {SEARCHING}",
