@@ -49,6 +49,8 @@ class Lookup(Chain):
     """The lookup task, a chain task of the same flags and seed. Its facts are a function of the seed and the flags."""
     name = "lookup"
     refusals = ("no_problem", "too_short", "too_long", "held_out")
+    # Chain's read digits alone, so this task has none.
+    variants = violations = principle_of = revise_demo = property()
 
     def __init__(self, args, seed: int):
         super().__init__(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)
