@@ -118,6 +118,11 @@ class Lookup(Chain):
 
     # The search
 
+    @property
+    def queries(self) -> list[str]:
+        """All that can be asked."""
+        return list(self.facts)
+
     def find(self, query: str) -> str:
         """The information about a key, "" about what is none."""
         return "".join(self.documents(query))
