@@ -49,6 +49,8 @@ class Lookup(Chain):
     """The lookup task, a chain task of the same flags and seed. Its facts are a function of the seed and the flags."""
     name = "lookup"
     refusals = ("no_problem", "too_short", "too_long", "held_out")
+    # Chain's read digits alone, so this task has none.
+    variants = violations = principle_of = revise_demo = property()
 
     def __init__(self, args, seed: int):
         super().__init__(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)
@@ -115,6 +117,11 @@ class Lookup(Chain):
         return [key for _, operand in self._terms(prompt) for key, _ in self._fetched(operand)[0]]
 
     # The search
+
+    @property
+    def queries(self) -> list[str]:
+        """All that can be asked."""
+        return list(self.facts)
 
     def find(self, query: str) -> str:
         """The information about a key, "" about what is none."""

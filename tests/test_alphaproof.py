@@ -56,7 +56,7 @@ def play_with(*flags: str, texts: list[str] | None = None, check=None):
     t = random_play("alphaproof", "--examples-per-step", "2", "--num-samples", "4", *flags)
     t.task.check = check or t.task.check
     if texts:
-        def solve(role, problems, num, label, greedy=False):
+        def solve(role, problems, num, label, greedy=False, copies=None):
             prompts = [prompt for prompt in t.solve_prompts(problems) for _ in texts]
             return t.written("generator", prompts, texts * len(problems)).behind(prompts)
         t.solve = solve
@@ -67,14 +67,24 @@ def test_expert_iteration_is_the_cross_entropy_of_the_found_proofs(base):
     """Per token over all proofs, and failed attempts teach nothing."""
     t = play_with("--examples-per-step", "4", "--num-samples", "8")
     update, = alphaproof.play(t)
-    (proofs, advantages), = update.parts
-    assert len(proofs) > 1 and (advantages == 1).all() and len(set(proofs.problems())) == len(proofs)
+    (proofs, _), = update.parts
+    assert len(proofs) > 1 and len(set(proofs.problems())) == len(proofs)
     assert all(t.task.check(problem, text) is True for problem, text in zip(proofs.problems(), proofs.texts,
                                                                              strict=True))
     model = t.roles["generator"].model
     loss = -torch.stack(log_likelihoods(model, proofs)).sum() / proofs.lengths.sum()
     expected = gradient_of(loss, model)
     assert_close(moved_by(t, update), expected, 1e-5)
+
+
+def test_the_shortest_proof_is_that_of_the_fewest_characters(base):
+    """As the window has it, also where another one has fewer tokens."""
+    t = play_with(texts=["=22", "=2"], check=lambda problem, text: True)
+    written = t.written
+    t.written = lambda role, prompts, texts: replace(
+        written(role, prompts, texts), lengths=torch.tensor([1 + (text == "=2") for text in texts]))
+    list(alphaproof.play(t))
+    assert [proof for _, proof in t.memory["proofs"].values()] == ["=2", "=2"]
 
 
 def test_with_one_found_proof_it_alone_is_learned_and_it_is_remembered(base):
@@ -160,7 +170,7 @@ def test_a_batch_is_of_variants_and_of_targets_as_often_as_asked(base):
     for share, low, high in (("0", 0, 0), ("1", 40, 40), ("0.5", 10, 30)):
         t = at_targets("--target-share", share)
         targets = [t.task.problem("test_out", i) for i in (0, 4, 5)]
-        problems = of_targets(t)
+        problems, _ = of_targets(t)
         variants = [problem for problem in problems if problem not in targets]
         assert len(problems) == 40 and low <= 40 - len(variants) <= high
         assert not {v.prompt for v in variants} & {target.prompt for target in targets}
@@ -173,7 +183,7 @@ def test_a_variant_that_is_a_target_is_drawn_again(base):
     targets, make = [t.task.problem("test_out", i) for i in (0, 4, 5)], t.task.variants
     t.task.variants = lambda problem, rng: (replace(problem, prompt=targets[1].prompt) if rng.random() < 0.5
                                             else make(problem, rng))
-    assert not {problem.prompt for problem in of_targets(t)} & {target.prompt for target in targets}
+    assert not {problem.prompt for problem in of_targets(t)[0]} & {target.prompt for target in targets}
 
 
 def test_a_target_whose_variants_are_all_targets_is_an_error_and_no_endless_loop(base):
@@ -187,13 +197,20 @@ def test_a_proved_target_is_left_alone_and_so_are_its_variants(base):
     t, varied = at_targets("--target-share", "0.2", proved=[0, 5]), []
     make = t.task.variants
     t.task.variants = lambda problem, rng: varied.append(problem.index) or make(problem, rng)
-    assert {problem.index for problem in of_targets(t) if problem.split == "test_out"} == {4} == set(varied)
+    assert {problem.index for problem in of_targets(t)[0] if problem.split == "test_out"} == {4} == set(varied)
 
 
 def test_where_all_targets_are_proved_nothing_is_tried(base):
     t = at_targets(proved=[0, 4, 5])
-    assert of_targets(t) == [] and list(alphaproof.play(t)) == []
-    assert t.metrics["gen/targets/left"] == 0
+    assert of_targets(t) == ([], []) and list(alphaproof.play(t)) == []
+    assert t.metrics["gen/targets/left"] == 0 and t.told == {"all targets are proved, and nothing more is learned"}
+
+
+def test_a_start_that_proves_all_leaves_nothing_to_train_on(base):
+    t = at_targets()
+    t.memory["targets"] = []
+    with pytest.raises(BadInput, match="--targets-of test_out: .* there is no target"):
+        list(alphaproof.play(t))
 
 
 def test_a_target_that_is_proved_in_training_is_noted_and_a_variant_is_not(base):
@@ -201,6 +218,16 @@ def test_a_target_that_is_proved_in_training_is_noted_and_a_variant_is_not(base)
     t.task.check = lambda problem, text: problem.split == "variants" or problem.index == 4
     list(alphaproof.play(t))
     assert t.memory["proved"] == [4] and t.metrics["gen/targets/left"] == 2 and t.metrics["gen/targets/tried"] > 3
+
+
+def test_unknown_outcomes_of_an_evaluation_are_counted_over_all_ranks(base, capsys):
+    t = play_with()
+    t.evaluating, t.task.check, gather = True, lambda problem, text: None, t.gather
+    t.gather = lambda rows: gather(rows) * 2  # a second rank with the same
+    alphaproof.evaluate(t)
+    n = 2 * t.args.eval_examples
+    said = capsys.readouterr().out
+    assert f"{n} of {n} solutions of test_in" in said and f"{4 * n} of {4 * n} solutions of test_out" in said
 
 
 def test_the_start_chooses_the_targets_and_they_stay(base):
@@ -238,9 +265,30 @@ def test_two_ranks_do_what_one_does(base, tmp_path):
     assert first["metrics"] == pytest.approx(one["metrics"], rel=1e-9)
 
 
+def play_targets(folder: str) -> None:
+    """What is tried in steps on one and two targets, some of whose places are on another rank."""
+    found = []
+    for step, targets in enumerate(([0], [0, 4])):
+        t = at_targets("--examples-per-step", "6", "--target-share", "0.8", "--learner", "grpo")
+        t.state.step, t.memory["targets"] = step, targets
+        update, = alphaproof.play(t)
+        attempts = update.parts[0][0]
+        found += [[step, prompt.problem.prompt, prompt.copy, text]
+                  for prompt, text in zip(attempts.prompt_of(), attempts.texts, strict=True)]
+    torch.save(found, f"{folder}/{t.run.rank}of{t.run.world}.pt")
+
+
+def test_a_target_that_a_batch_has_on_two_ranks_is_tried_anew_on_each(base, tmp_path):
+    play_targets(str(tmp_path))
+    on_two_ranks(play_targets, str(tmp_path))
+    one, first, second = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("0of1", "0of2", "1of2"))
+    assert sorted(first + second) == sorted(one) and max(copy for _, _, copy, _ in one) > 2
+
+
 @pytest.mark.parametrize("flags", [
     ["--learner", "search"], ["--reward", "answer"], ["--curriculum", "rl2"], ["--window", "0"], ["--num-proofs", "0"],
-    ["--target-share", "1.5"], ["--targets-of", "rl"], ["--num-targets", "0"], ["--curriculum", "variants"],
+    ["--updates-per-batch", "2"], ["--target-share", "1.5"], ["--targets-of", "rl"], ["--num-targets", "0"],
+    ["--curriculum", "variants"],
     ["--curriculum", "variants", "--targets-of", "test_in", "--task", "last_letter"]])  # which makes none
 def test_settings_that_cannot_work_are_refused_in_one_line(flags):
     args = parsed("alphaproof", *flags)

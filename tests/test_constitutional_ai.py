@@ -214,3 +214,11 @@ def test_the_evaluation_counts_broken_principles_beside_pass_at_1(base):
         kinds = [scores[f"gen/violations/{principle}_{split}"] for principle in t.task.principles]
         assert 0 <= scores[f"gen/pass1_{split}"] <= 1
         assert max(kinds) <= scores[f"gen/violated_{split}"] <= min(1, sum(kinds))
+
+
+def test_solutions_that_cannot_be_scored_count_as_wrong_and_it_is_said(base, capsys):
+    t = random_play("constitutional_ai", *FLAGS)
+    t.evaluating, t.task.check = True, lambda problem, text: None
+    assert cai.evaluate(t)["gen/pass1_in"] == 0
+    n = t.args.eval_examples
+    assert f"WARNING: {n} of {n} solutions of test_in cannot be scored and count as wrong" in capsys.readouterr().out

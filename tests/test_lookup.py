@@ -77,6 +77,12 @@ def test_a_digit_beyond_the_modulus_and_an_unknown_key_make_no_problem():
     assert by_hand("--lookup-keys", "60").answer_of("4+c") is None  # of two letters, here
 
 
+def test_what_chain_reads_of_digits_alone_is_not_there():
+    """So a recipe or demonstrations that need it refuse the task."""
+    task = by_hand()
+    assert not [part for part in ("variants", "violations", "principle_of", "revise_demo") if hasattr(task, part)]
+
+
 # What a search finds
 
 def test_what_is_found():

@@ -13,8 +13,8 @@ from test_dpo import parsed, random_play
 from nanochat import engine
 from nanochat.common import BadInput
 from nanochat.recipes import mars
-from nanochat.recipes.mars import (asked, balanced, balanced_rows, first_fit_decreasing, packed, run_episodes,
-                                   system_advantages)
+from nanochat.recipes.mars import (asked, balanced, balanced_rows, first_fit_decreasing, last_turns, packed,
+                                   run_episodes, system_advantages)
 from nanochat.rl.advantages import PRESETS
 from nanochat.rl.formats import COMPACT, PAPER
 from tasks import make_task
@@ -33,11 +33,13 @@ def test_first_fit_decreasing_by_hand(sizes, capacity, bins):
     assert first_fit_decreasing(sizes, capacity) == bins
 
 
-def test_documents_are_read_in_their_order_and_too_many_are_refused():
-    args = parsed("mars", "--task", "lookup", "--bin-size", "4", "--most-bins", "2")
+def test_documents_are_read_in_their_order_and_too_many_or_too_long_ones_are_refused():
+    args = parsed("mars", "--task", "lookup", "--bin-size", "6", "--most-bins", "2")
     assert packed(["a1", "b2c3d4", "e5"], args) == ["b2c3d4", "a1e5"] and packed([], args) == []
-    with pytest.raises(BadInput, match="--bin-size 4.* 3 prompts, and --most-bins is 2"):
+    with pytest.raises(BadInput, match="--bin-size 6.* 3 prompts, and --most-bins is 2"):
         packed(["a1b2c3", "d4e5f6", "g7"], args)
+    with pytest.raises(BadInput, match="--bin-size 6: a document has 8 characters"):
+        packed(["a1", "b2c3d4e5"], args)
 
 
 def test_either_system_is_normalised_over_its_own_samples():
@@ -70,9 +72,9 @@ def test_chances_go_with_the_size_of_the_advantage():
 
 
 def test_a_problem_without_queries_draws_nothing_and_draws_do_not_depend_on_the_others():
-    rows = balanced_rows([1.0, 2.0, 3.0, 4.0, 5.0], [0, 0, 0, 2, 2], [7, 8, 9], 2, 0.0, "0-1")
-    assert len(rows) == 4 and {n < 3 for n in rows[:2]} == {True} and rows[2:] == [3, 4]
-    assert balanced_rows([1.0, 2.0, 3.0], [0, 0, 0], [7], 2, 0.0, "0-1") == rows[:2]  # as another rank has it
+    rows = balanced_rows([1.0, 2.0, 3.0, 4.0, 5.0], [0, 0, 0, 2, 2], [7, 8, 9], {0: 2, 1: 2, 2: 3}, 0.0, "0-1")
+    assert len(rows) == 5 and {n < 3 for n in rows[:2]} == {True} and set(rows[2:]) == {3, 4}
+    assert balanced_rows([1.0, 2.0, 3.0], [0, 0, 0], [7], {0: 2}, 0.0, "0-1") == rows[:2]  # as another rank has it
 
 
 @pytest.mark.parametrize("fmt, text, query", [
@@ -108,37 +110,39 @@ def writing_words(t, monkeypatch):
 
 def test_a_turn_stands_behind_what_was_asked_and_found_before(t):
     problems = [p for p in t.problems() for _ in range(6)]
-    episodes = run_episodes(t, problems)
-    contexts, num_queries = [""] * len(problems), [0] * len(problems)
-    for k, ((turns, of_turn), (written, of_written)) in enumerate(zip(episodes.turns, episodes.condensed, strict=True)):
-        assert [p.ids for p in turns.prompts] == [
-            t.tokenizer.render_prompt(f"{COMPACT.quote(contexts[n])}|G|{problems[n].prompt}") for n in of_turn]
-        going_on = [n for n, text in zip(of_turn, turns.texts, strict=True) if asked(COMPACT, text) is not None]
-        if k == 2:
-            assert of_written == []
-            continue
-        said, found = dict(zip(of_turn, turns.texts, strict=True)), {n: "" for n in going_on}
-        expected = [(n, text) for n in going_on for text in packed(t.task.documents(asked(COMPACT, said[n])), t.args)]
-        assert of_written == [n for n, _ in expected] and written.columns["document"] == [text for _, text in expected]
-        assert [p.ids for p in written.prompts] == [
-            t.tokenizer.render_prompt(f"{text}|{COMPACT.quote(asked(COMPACT, said[n]))}|C") for n, text in expected]
-        for n, text in zip(of_written, written.texts, strict=True):
-            found[n] += text
-        for n in going_on:
-            contexts[n] += f"{said[n]}({found[n]});"
-            num_queries[n] += 1
-        assert episodes.turns[k + 1][1] == going_on
-    assert episodes.num_queries == num_queries and max(num_queries) == 2
-    assert episodes.last == [[text for (turns, of) in episodes.turns for m, text in zip(of, turns.texts, strict=True)
-                              if m == n][-1] for n in range(len(problems))]
+    turns, condensed = run_episodes(t, problems)
+    contexts, nums, last = [""] * len(problems), [0] * len(problems), [""] * len(problems)
+    live = list(range(len(problems)))
+    for k in range(3):
+        said, written = (rollouts.select([n for n, call in enumerate(rollouts.calls) if call == f"{label}{k}"])
+                         for rollouts, label in ((turns, "turn"), (condensed, "condense")))
+        assert said.columns["trajectory"] == live
+        assert [p.ids for p in said.prompt_of()] == [
+            t.tokenizer.render_prompt(f"{COMPACT.quote(contexts[n])}|G|{problems[n].prompt}") for n in live]
+        texts = dict(zip(live, said.texts, strict=True))
+        for n, text in texts.items():
+            last[n] = text
+        live = [n for n, text in texts.items() if asked(COMPACT, text) is not None] if k < 2 else []
+        expected = [(n, text) for n in live for text in packed(t.task.documents(asked(COMPACT, texts[n])), t.args)]
+        of_written = written.columns["trajectory"]
+        assert list(zip(of_written, written.columns["document"], strict=True)) == expected
+        assert [p.ids for p in written.prompt_of()] == [t.tokenizer.render_prompt(
+            f"{text}|{COMPACT.quote(asked(COMPACT, texts[n]))}|C") for n, text in expected]
+        for n in live:
+            found = "".join(text for m, text in zip(of_written, written.texts, strict=True) if m == n)
+            contexts[n] += f"{texts[n]}({found});"
+            nums[n] += 1
+    assert mars.num_queries(turns) == nums and max(nums) == 2
+    assert last_turns(turns).texts == last and last_turns(turns).problems() == problems
 
 
 def test_the_last_turn_alone_is_checked(t):
     seen = []
     t.task.check = lambda problem, text: seen.append(text) or text.startswith("<")
-    episodes = run_episodes(t, [p for p in t.problems() for _ in range(6)])
-    outcomes = mars.outcomes_of_last(t, episodes)
-    assert sorted(seen) == sorted(episodes.last) and outcomes == [text.startswith("<") for text in episodes.last]
+    (update,) = mars.play(t)
+    turns, _ = update.parts[0]
+    last = last_turns(turns)
+    assert sorted(seen) == sorted(last.texts) and last.columns["outcome"] == [x.startswith("<") for x in last.texts]
 
 
 # What is trained
@@ -153,8 +157,10 @@ def test_both_systems_get_their_trajectorys_advantage_and_no_token_of_the_other(
                             PRESETS["grpo"])
     assert torch.equal(A2, two[of_turn][:, None].expand_as(A2)) and A2.abs().max() > 0
     assert condensed.columns["outcome"] == [outcome_of[k] for k in condensed.columns["trajectory"]]
-    per_problem = Counter(k // G for k in condensed.columns["trajectory"])
-    assert set(per_problem.values()) == {G}  # as many as trajectories, of each problem that asked
+    num_condensed, num_turns = (Counter(k // G for k in numbers) for numbers in (condensed.columns["trajectory"],
+                                                                                of_turn))
+    assert num_condensed == num_turns and max(num_turns.values()) > G  # of each problem; all of them ask
+    assert t.metrics["gen/condensed/share_of_samples"] == 0.5
     assert {"condensed/right", "queries", "unanswered", "condensed/share_of_samples", "condensed/share_of_weight",
             "rewards/outcome/mean"} <= {name.removeprefix("gen/") for name in t.metrics}
 
@@ -184,9 +190,15 @@ def test_the_reader_may_be_left_as_it_is(base, monkeypatch):
     assert t.metrics["gen/condensed/share_of_samples"] == 0
 
 
-def test_the_evaluation_is_of_both_systems(t):
-    t.evaluating = True
+@pytest.mark.parametrize("condense", ["2", "12"])
+def test_the_evaluation_is_of_both_systems_each_with_its_own_limit(base, monkeypatch, condense):
+    t = writing_words(random_play("mars", *SMALL, "--condense-tokens", condense), monkeypatch)
+    t.evaluating, limits = True, set()
+    sample = t.sampler.sample
+    t.sampler.sample = lambda model, prompts, num, stream, limit, *rest: (
+        limits.add((stream[0][:-1], limit)) or sample(model, prompts, num, stream, limit, *rest))
     found = mars.evaluate(t)
+    assert limits == {("turn", 8), ("condense", int(condense))}
     assert set(found) == {f"gen/{name}_{split}" for name in ("pass1", "queries") for split in ("in", "out")}
     assert all(0 <= value <= 2 for value in found.values())
 
@@ -195,7 +207,10 @@ def test_the_evaluation_is_of_both_systems(t):
     (["--task", "chain"], "--task chain: has no documents"), (["--most-turns", "0"], "--most-turns 0"),
     (["--condense-tokens", "0"], "--condense-tokens"), (["--bin-size", "0"], "--bin-size"),
     (["--most-bins", "0"], "--most-bins"), (["--balance-eta", "-1"], "--balance-eta"),
-    (["--balance-eta", "11"], "--balance-eta"), (["--most-turns", "1001"], "--most-turns 1001")])
+    (["--balance-eta", "11"], "--balance-eta"), (["--most-turns", "1001"], "--most-turns 1001"),
+    (["--calculator"], "--calculator: .* one tool"),
+    (["--lookup-noise", "12", "--bin-size", "6"], "--bin-size 6: .* --most-bins is 4"),  # of what any key finds
+    (["--lookup-keys", "100", "--lookup-noise", "3", "--bin-size", "6"], "--bin-size 6: a document has")])
 def test_settings_that_cannot_work_are_refused(flags, words):
     args = parsed("mars", "--task", "lookup", *flags)
     with pytest.raises(BadInput, match=words):

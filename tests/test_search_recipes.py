@@ -165,7 +165,8 @@ def test_a_step_pays_and_masks_as_it_should(stepped, recipe, stage):
     if recipe == "ssrl":
         assert (rollouts.forced == information_mask(t.tokenizer, COMPACT, rollouts)).all()
     logged = {name.removeprefix("gen/") for name in t.metrics}
-    assert {"queries", "searched", "bad_marks", "unreadable", "unscorable", "masked", "step_label_mean"} <= logged
+    assert {"queries", "searched", "bad_marks", "unreadable", "unscorable", "masked", "step_label_mean",
+            "rewards/outcome/mean"} <= logged
     assert 0 < t.metrics["gen/masked"] < 1 and t.metrics.get("gen/stage", 0) == stage
 
 
@@ -206,7 +207,8 @@ def test_both_ways_are_evaluated(stepped, monkeypatch, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("flags, words", [(["--task", "chain"], "--task chain: has no search"),
-                                          (["--task", "lookup", "--most-queries", "0"], "--most-queries 0")])
+                                          (["--task", "lookup", "--most-queries", "0"], "--most-queries 0"),
+                                          (["--task", "lookup", "--calculator"], "--calculator: .* one tool")])
 def test_settings_that_cannot_work_are_refused(recipe, flags, words):
     args = parsed(recipe, *flags)
     with pytest.raises(BadInput, match=words):

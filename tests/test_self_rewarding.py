@@ -44,6 +44,11 @@ def test_a_solution_without_steps_earns_its_final_verdict_alone():
     assert [POINTS["additive"](Judgment([], final, 0)) for final in (1.0, 0.0, None)] == [1, 0, None]
 
 
+def test_points_do_not_depend_on_the_order_of_the_steps():
+    """Thirds that add up to the same are no pair."""
+    assert len({POINTS["additive"](Judgment(steps, 0.0, 0)) for steps in ([1 / 3, 1, 1], [1, 1, 1 / 3])}) == 1
+
+
 @pytest.mark.parametrize("points, pairs", [
     ([1, 5, 0, 3], ([1], [2])),
     ([5, 5, 0, 0], ([0], [2])),         # of equal ones the first
@@ -139,8 +144,12 @@ def test_without_a_judgment_that_can_be_read_there_is_no_update(base):
 
 
 def test_the_evaluation_asks_the_same_weights_in_both_roles(base):
-    t = random_play("self_rewarding", *FLAGS)
-    t.evaluating = True
+    t = random_play("self_rewarding", *FLAGS, "--verifier-max-new-tokens", "14")
+    t.evaluating, limits = True, []
+    sample = t.sampler.sample
+    t.sampler.sample = lambda model, prompts, num, stream, limit, *rest: (
+        limits.append((stream[0], limit)) or sample(model, prompts, num, stream, limit, *rest))
     scores = self_rewarding.evaluate(t)
     assert {"gen/pass1_in", "gen/pass1_out", "gen/balanced_acc_current", "gen/balanced_acc_fixed"} <= scores.keys()
     assert not [name for name in scores if not name.startswith("gen/")]
+    assert set(limits) == {("fixed", 12), ("current", 12), ("eval", 12), ("eval", 14)}  # a solution, a verification

@@ -5,8 +5,9 @@ expert iteration of Polu et al. 2022. All that is claimed here is what a verifie
 
 The reward is the task's check: of task rewrite, a kernel. As in AlphaProof the model learns the found proofs by
 cross-entropy, drawn from a window of the last ones, and failed attempts teach nothing (Methods, "Main RL"). The window
-has one proof of each theorem, the shortest. --learner grpo learns from failures too. --reward claim, a control, pays
-whatever states what was to be proved.
+has one proof of each theorem, the shortest. The loss is its own: --advantage, --loss, --aggregation, --kl-coef and
+--entropy-coef have no say. They have with --learner grpo, which learns from failures too. --reward claim, a control,
+pays whatever states what was to be proved.
 
 Test-time RL (Methods, "Scaling with TTRL") trains a specialist on targets and their variants. The targets are theorems
 of --targets-of that the start proves neither greedily nor in --num-samples attempts. With --curriculum variants a place
@@ -32,11 +33,14 @@ import torch
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.evals import SPLITS, are_right, log_rewards
-from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.flags import check_one_update
+from nanochat.rl.log_odds import learn_likelihood
 from nanochat.rl.play import Call, Play, Update
+from nanochat.rl.progress import warn_once
+from nanochat.rl.prompts import count_copies
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import answers_of, pass_at_k
+from nanochat.rl.scores import answers_of, pass_at_k, share_of
 from tasks.common import Problem
 
 TAGS = dict(family="single model", verifier="kernel", reward="proof", credit="likelihood of proofs, or z-score")
@@ -56,7 +60,8 @@ def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0)  # the paper has none
     group.add_argument("--learner", default="expert_iteration", help=f"one of: {', '.join(LEARNERS)}")
     group.add_argument("--reward", default="kernel", help=f"one of: {', '.join(REWARDS)}")
-    group.add_argument("--window", type=int, default=1024, help="theorems whose proofs are kept, the last ones proved")
+    group.add_argument("--window", type=int, default=1024,
+                       help="theorems whose proofs are kept: the last ones that got a proof, or a shorter one")
     group.add_argument("--num-proofs", type=int, default=64, help="proofs that an update of expert iteration draws")
     group.add_argument("--curriculum", default="rl", help=f"what is trained on, one of: {', '.join(CURRICULA)}")
     group.add_argument("--targets-of", default="", help=f"split whose unproved theorems are the targets, one of: "
@@ -69,6 +74,8 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     check_choices(args, {"learner": LEARNERS, "reward": REWARDS, "curriculum": CURRICULA})
     check_least(args, {"window": 1, "num_proofs": 1, "num_targets": 1})
+    if args.learner == "expert_iteration":
+        check_one_update(args)
     if not 0 <= args.target_share <= 1:
         raise BadInput(f"--target-share {args.target_share}: must be from 0 to 1")
     if args.targets_of not in ("", *SPLITS):
@@ -94,22 +101,28 @@ def claims(t: Play, attempts: Rollouts) -> list[bool]:
     return [answer == problem.answer for answer, problem in zip(answers, attempts.problems(), strict=True)]
 
 
-REWARDS = {"kernel": lambda t, attempts: attempts.columns["outcome"],
-           "claim": lambda t, attempts: attempts.columns["claimed"]}
+REWARDS = {"kernel": "outcome", "claim": "claimed"}  # columns of the attempts
 
 
-def of_targets(t: Play) -> list[Problem]:
-    """This rank's share of a batch of targets that are still to be proved and variants of them."""
+def of_targets(t: Play) -> tuple[list[Problem], list[int]]:
+    """This rank's share of a batch of targets that are still to be proved and variants of them, and how often each has
+    come before in the whole batch. Raises BadInput where there never was a target."""
     args, rng = t.args, random.Random(f"variants-{t.args.seed}-{t.step}")
     targets = [t.task.problem(args.targets_of, i) for i in t.memory["targets"]]
+    if not targets:
+        raise BadInput(f"--targets-of {args.targets_of}: the start leaves none of its first {args.eval_examples} "
+                       f"theorems unproved, so there is no target")
     left = [target for target in targets if target.index not in t.memory["proved"]]
+    if not left:
+        warn_once(t, "all targets are proved, and nothing more is learned")
     drawn = [rng.choice(left) for _ in range(args.examples_per_step)] if left else []
     problems = [target if rng.random() < args.target_share else variant_of(t.task, target, targets, rng)
                 for target in drawn]
     # A place of its own in the noise for every variant.
     problems = [problem if problem in targets else replace(problem, split="variants", index=t.step * len(drawn) + p)
                 for p, problem in enumerate(problems)]
-    return problems[t.run.rank:: t.run.world]
+    share = slice(t.run.rank, None, t.run.world)
+    return problems[share], count_copies(problems)[share]
 
 
 def variant_of(task, target: Problem, targets: list[Problem], rng: random.Random) -> Problem:
@@ -121,7 +134,7 @@ def variant_of(task, target: Problem, targets: list[Problem], rng: random.Random
     raise BadInput(f"task {task.name}: 1000 variants of {target.prompt!r} are targets too; lower --num-targets")
 
 
-CURRICULA = {"rl": Play.problems, "variants": of_targets}
+CURRICULA = {"rl": lambda t: (t.problems(), None), "variants": of_targets}
 
 
 # The learners
@@ -147,7 +160,7 @@ def remembered(window: dict[str, list], found: list[list], most: int) -> dict[st
 
 def expert_iteration(t: Play, attempts: Rollouts, rewards: list):
     """One step of cross-entropy on proofs drawn from the window."""
-    best = shortest(rewards, attempts.lengths.tolist(), attempts.group_id.tolist())
+    best = shortest(rewards, [len(text) for text in attempts.texts], attempts.group_id.tolist())
     rows = [[attempts.prompts[g].problem.prompt, attempts.prompts[g].problem.answer, attempts.texts[best[g]]]
             if g in best else None for g in range(len(attempts.prompts))]
     found = [row for row in t.gather(rows) if row]
@@ -159,8 +172,7 @@ def expert_iteration(t: Play, attempts: Rollouts, rewards: list):
     drawn = rng.sample(list(window.items()), min(t.args.num_proofs, len(window)))[t.run.rank:: t.run.world]
     problems = [Problem("proofs", i, theorem, answer) for i, (theorem, (answer, _)) in enumerate(drawn)]
     proofs = t.written("generator", t.solve_prompts(problems), [proof for _, (_, proof) in drawn])
-    yield Update("generator", [(proofs, torch.ones(proofs.tokens.shape, device=t.device))], PolicyLoss("reinforce"),
-                 per="token")
+    yield from learn_likelihood(t, "generator", proofs)
 
 
 def grpo(t: Play, attempts: Rollouts, rewards: list):
@@ -176,10 +188,11 @@ LEARNERS = {"expert_iteration": expert_iteration, "grpo": grpo}
 
 def play(t: Play):
     """Attempts at a batch of theorems, what the kernel says of them, and a step of the learner."""
-    attempts = t.solve("generator", CURRICULA[t.args.curriculum](t), t.args.num_samples, "generator")
+    theorems, copies = CURRICULA[t.args.curriculum](t)
+    attempts = t.solve("generator", theorems, t.args.num_samples, "generator", copies=copies)
     attempts.columns["outcome"] = t.check(attempts)
     attempts.columns["claimed"] = claims(t, attempts)
-    rewards = REWARDS[t.args.reward](t, attempts)
+    rewards = attempts.columns[REWARDS[t.args.reward]]
     log_rewards(t, "generator", attempts, rewards)
     log_proofs(t, attempts)
     if t.reduce(torch.tensor(len(attempts), device=t.device)):  # none where every target is proved
@@ -217,9 +230,11 @@ def evaluate(t: Play) -> dict:
     scores, k = {}, t.args.num_samples
     for split, name in SPLITS.items():
         problems = t.problems(t.args.eval_examples, split)
-        greedy = are_right(t.check(t.solve("generator", problems, 1, "eval", greedy=True)), split)
-        sampled = are_right(t.check(t.solve("generator", problems, k, "eval_sampled")), split)
-        rows = t.gather([[right, sum(sampled[i * k: (i + 1) * k])] for i, right in enumerate(greedy)])
+        greedy = are_right(t.gather(t.check(t.solve("generator", problems, 1, "eval", greedy=True))), split)
+        outcomes = t.check(t.solve("generator", problems, k, "eval_sampled"))
+        groups = t.gather([outcomes[n: n + k] for n in range(0, len(outcomes), k)])
+        sampled = are_right([outcome for group in groups for outcome in group], split)
+        rows = [[right, sum(sampled[i * k: i * k + k])] for i, right in enumerate(greedy)]
         scores |= proved_of(rows, k, "gen/{}_" + name)
         if split == t.args.targets_of:
             unproved = [i for i, (right, num) in enumerate(rows) if not right and not num]
@@ -231,5 +246,5 @@ def evaluate(t: Play) -> dict:
 
 def proved_of(rows: list[list], k: int, names: str) -> dict[str, float | None]:
     """The shares of theorems that are proved greedily and in k attempts, from [greedily, number of k]; None of none."""
-    found = {"pass1": [float(right) for right, _ in rows], "pass_k": [pass_at_k(k, num, k) for _, num in rows]}
-    return {names.format(key): sum(values) / len(values) if values else None for key, values in found.items()}
+    return {names.format("pass1"): share_of([right for right, _ in rows]),
+            names.format("pass_k"): share_of([pass_at_k(k, num, k) for _, num in rows])}

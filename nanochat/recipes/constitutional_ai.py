@@ -23,14 +23,15 @@ Departures:
 import random
 
 from nanochat.common import BadInput, check_least, check_most
-from nanochat.rl.evals import SPLITS, log_rewards
+from nanochat.rl.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.flags import check_one_update
-from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
+from nanochat.rl.log_odds import learn_likelihood
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts, join
-from nanochat.rl.spots import chances_at, verdict_spots
+from nanochat.rl.scores import share_of
+from nanochat.rl.spots import written_chances
 from tasks.common import Problem
 
 TAGS = dict(family="single model, two turns", verifier="the model itself, its start", reward="none: AI preferences",
@@ -109,7 +110,7 @@ def preference_rewards(chances: list[float | None], num_samples: int, most: floa
         first = n - n % num_samples
         others = [chances[m] for m in range(first, first + num_samples) if m != n and chances[m] is not None]
         over = [] if chance is None else [preference(chance, other, most) for other in others]
-        rewards.append(sum(over) / len(over) if over else None)
+        rewards.append(share_of(over))
     return rewards
 
 
@@ -125,32 +126,41 @@ def play(t: Play):
 def learn_revisions(t: Play):
     """SL-CAI: responses, each criticised and revised several times, and SFT on the revisions."""
     responses = current = t.solve("start", t.problems(), 1, "responses")
-    problems, plain, learned, unread, blamed = responses.problems(), responses.prompt_of(), [], [], []
-    for r in range(t.args.revisions):
-        principles = [drawn_principle(t, problem, r) for problem in problems]
-        said = t.read_verifications(t.verify("start", current, 1, f"critiques_{r}"))
-        critiques = [critique(t.task, *pair) for pair in zip(principles, said, strict=True)]
-        prompts = t.prompts("refine_prompt", problems, solution=current.texts, critique=[c or "" for c in critiques])
-        revised = t.sample("start", prompts, 1, f"revisions_{r}", tool=t.sampler.calculator_tool())
-        revised.columns = {"turns": [[["before", text], [f"critique: {principle}", c or ""]] for text, principle, c
-                                     in zip(current.texts, principles, critiques, strict=True)]}
-        kept = [n for n, c in enumerate(critiques) if c is not None and revised.stopped[n]]
-        learned.append(revised.behind(plain).select(kept))  # the problem alone
-        unread += [c is None for c in critiques]
-        blamed += [bool(c) for c in critiques]
-        current = revised
-    for name, rollouts in (("responses", responses), ("revisions", current)):
-        found = violations_of(t, rollouts)
-        t.log("generator", t.mean({f"{name}/violated": [bool(row) for row in found],
-                                   f"{name}/accuracy": t.check(rollouts)}))
-    revisions = join(learned)
-    revisions.columns["outcome"] = t.check(revisions)
+    responses.columns["outcome"] = t.check(responses)
+    critiques, learned = [], []
+    for number in range(t.args.revisions):
+        current, said = revise(t, current, number)
+        kept = [n for n, c in enumerate(said) if c is not None and current.stopped[n]]
+        learned.append(current.behind(responses.prompt_of()).select(kept))  # the problem alone
+        critiques += said
+    log_revisions(t, responses, critiques, current)
+    yield from learn_likelihood(t, "generator", join(learned))
+
+
+def revise(t: Play, solutions: Rollouts, number: int) -> tuple[Rollouts, list[str | None]]:
+    """Revisions of solutions, each behind a critique by its own principle, and these critiques."""
+    problems = solutions.problems()
+    principles = [drawn_principle(t, problem, number) for problem in problems]
+    said = t.read_verifications(t.verify("start", solutions, 1, f"critiques_{number}"))
+    critiques = [critique(t.task, *pair) for pair in zip(principles, said, strict=True)]
+    prompts = t.prompts("refine_prompt", problems, solution=solutions.texts, critique=[c or "" for c in critiques])
+    revised = t.sample("start", prompts, 1, f"revisions_{number}", tool=t.sampler.calculator_tool())
+    turns = [[["before", text], [f"critique: {principle}", c or ""]]
+             for text, principle, c in zip(solutions.texts, principles, critiques, strict=True)]
+    revised.columns = {"turns": turns, "outcome": t.check(revised)}
+    return revised, critiques
+
+
+def log_revisions(t: Play, responses: Rollouts, critiques: list[str | None], revisions: Rollouts) -> None:
+    """Logs what the last revisions have made of the responses, and what all critiques say."""
+    for name, rollouts in (("responses", responses), ("revisions", revisions)):
+        t.log("generator", t.mean({f"{name}/violated": [bool(row) for row in violations_of(t, rollouts)],
+                                   f"{name}/accuracy": rollouts.columns["outcome"]}))
     t.log(None, {"phase": "revisions"})
     t.log("generator", t.mean({
-        "critiques/unread": unread, "critiques/blamed": blamed, "revisions/cut": (~current.stopped).tolist(),
-        "revisions/copied": [a == b for a, b in zip(responses.texts, current.texts, strict=True)]}))
-    yield from learn_verdicts(t, "generator", (likelihood_parts(revisions, revisions.mask),
-                                               revisions.num_trained().sum().item()))
+        "critiques/unread": [c is None for c in critiques], "critiques/blamed": [bool(c) for c in critiques],
+        "revisions/cut": (~revisions.stopped).tolist(),
+        "revisions/copied": [a == b for a, b in zip(responses.texts, revisions.texts, strict=True)]}))
 
 
 def drawn_principle(t: Play, problem: Problem, number: int) -> str:
@@ -181,10 +191,7 @@ def feedback(t: Play, solutions: Rollouts) -> list[float | None]:
     """The chance that each solution is right, by the starting model: that of its final verdict, behind its analysis;
     None where that cannot be read."""
     rollouts = t.verify("start", solutions, 1, "feedback")
-    rows = zip(rollouts.completions(), t.read_verifications(rollouts), strict=True)
-    spots = [verdict_spots(t.tokenizer, t.task.fmt, tokens, said, len(said.step_verdicts))[-1] for tokens, said in rows]
-    found = iter(chances_at(t, "start", rollouts, [(n, spot) for n, spot in enumerate(spots) if spot]))
-    return [next(found) if spot else None for spot in spots]
+    return [row[-1] for row in written_chances(t, "start", rollouts)]
 
 
 def violations_of(t: Play, rollouts: Rollouts) -> list[list[str]]:
@@ -197,9 +204,8 @@ def evaluate(t: Play) -> dict:
     scores = {}
     for split, name in SPLITS.items():
         solutions = t.solve("generator", t.problems(t.args.eval_examples, split), 1, "eval", greedy=True)
-        rows = t.gather([[outcome is True, found] for outcome, found
-                         in zip(t.check(solutions), violations_of(t, solutions), strict=True)])
-        kinds = {"pass1": [right for right, _ in rows], "violated": [bool(found) for _, found in rows],
-                 **{f"violations/{p}": [p in found for _, found in rows] for p in t.task.principles}}
-        scores |= {f"gen/{kind}_{name}": sum(row) / len(row) if row else None for kind, row in kinds.items()}
+        right, found = are_right(t.gather(t.check(solutions)), split), t.gather(violations_of(t, solutions))
+        kinds = {"pass1": right, "violated": [bool(row) for row in found],
+                 **{f"violations/{p}": [p in row for row in found] for p in t.task.principles}}
+        scores |= {f"gen/{kind}_{name}": share_of(row) for kind, row in kinds.items()}
     return scores

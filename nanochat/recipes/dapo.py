@@ -13,7 +13,6 @@ Departures:
 3. Where --max-batches do not suffice, the groups that there are are trained on, and ran_out is 1. The released code
    stops the run.
 4. Solutions that cannot be scored are left out, so a group may have fewer.
-5. A finite task may give a problem twice in a step: all its solutions are then one group.
 """
 import torch
 

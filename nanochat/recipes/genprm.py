@@ -24,7 +24,7 @@ from nanochat.rl.judge_evals import add_judged_args, check_judged_args, judged_c
 from nanochat.rl.judges import written_call
 from nanochat.rl.labelled import (Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step,
                                   quoting_labelled)
-from nanochat.rl.log_odds import learn_verdicts, likelihood_parts
+from nanochat.rl.log_odds import learn_likelihood
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import Verification
 from nanochat.rl.roles import RoleSpec
@@ -83,7 +83,7 @@ def play(t: Play):
     log_rewards(t, "verifier", rollouts, agree)
     kept = rollouts.select(kept_rows(agree, G, t.args.kept_per_solution))                  # consensus filtering
     t.log("verifier", {"kept": t.reduce(torch.tensor(len(kept), device=t.device)).item()})
-    yield from learn_verdicts(t, "verifier", (likelihood_parts(kept, kept.mask), kept.lengths.sum().item()))
+    yield from learn_likelihood(t, "verifier", kept)
 
 
 def evaluate(t: Play) -> dict:

@@ -29,7 +29,7 @@ from nanochat.rl.forms import empty_form_prompt
 from nanochat.rl.judges import VERDICT_TOKENS
 from nanochat.rl.labelled import (Labelled, add_label_args, by_problem, check_labels, check_pairs, dealt,
                                   labelled_of_run, longest_labelled, pairs_of_step, quoting_labelled, read_labelled)
-from nanochat.rl.log_odds import bce_coefficients, learn_verdicts, likelihood_parts, log_margins
+from nanochat.rl.log_odds import bce_coefficients, learn_likelihood, learn_verdicts, log_margins
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import listed, numbered, solve_prompt
 from nanochat.rl.roles import RoleSpec
@@ -91,7 +91,7 @@ def pretrain(t: Play):
     prompts = numbered([solve_prompt(t.tokenizer, t.task.fmt, one.problem) for one, _ in twos])
     rollouts = t.written("verifier", prompts, [listed(t.task.fmt, [one.solution, two.solution]) for one, two in twos])
     t.log("verifier", t.mean({"solution_nll": (-t.logprobs("verifier", rollouts))[rollouts.mask].tolist()}))
-    yield from learn_verdicts(t, "verifier", (likelihood_parts(rollouts, rollouts.mask), rollouts.lengths.sum().item()))
+    yield from learn_likelihood(t, "verifier", rollouts)
 
 
 def smoothed_coefficients(s: torch.Tensor, labels: torch.Tensor, smoothing: float) -> torch.Tensor:

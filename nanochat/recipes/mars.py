@@ -6,8 +6,8 @@ query (condense_prompt). That stands in the next turn's prompt. The last turn's 
 that of every turn and of everything that System 1 wrote on the way.
 
 Advantages are z-scores within a problem, of each system by itself: System 2's over its trajectories, System 1's over
-all that it wrote for them. After that, System 1's samples are drawn to be as many as System 2's trajectories, without
-repeats where there are more, with some twice where there are fewer. A sample is drawn with a chance in proportion to
+all that it wrote for them. After that, System 1's samples are drawn to be as many as System 2's, without repeats where
+there are more, with some twice where there are fewer. A sample is drawn with a chance in proportion to
 (|A| + 1e-6) ** --balance-eta. 0 is the paper's first version, which draws evenly. The second says "advantage-weighted"
 in its abstract; its formula was not found, so what is above 0 is a guess. No code of the authors was found.
 
@@ -17,16 +17,19 @@ from System 2's samples alone. It shares System 1's weights, so that is no froze
 
 Departures:
 1. A turn is a completion of its own. In the paper a trajectory is one, in which what System 1 wrote is masked. Here it
-   stands in a prompt, so no token of it gets a gradient from System 2's samples.
+   stands in a prompt, so no token of it gets a gradient from System 2's samples. So System 2's samples are turns:
+   System 1's are drawn to as many, and a trajectory weighs as much as it has turns. In the paper all weigh the same.
 2. A turn asks one query, and there is no purpose beside it. The paper's ask several tools, a Python interpreter among
    them.
-3. Both losses are parts of one mean (--aggregation), not a sum of two means.
+3. Both losses are parts of one mean (--aggregation), not a sum of two means. The draw gives them equal numbers of
+   samples, but for problems of which no trajectory asks.
 4. Both systems learn their form by SFT first (chat_sft --demo-shares reason:0.4 condense:0.4). The paper starts from a
    pretrained model without SFT.
 """
 import argparse
 import random
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -37,8 +40,9 @@ from nanochat.rl.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import quoting_prompt
 from nanochat.rl.rewards import terminal_rewards
-from nanochat.rl.roles import RoleSpec, short_name
+from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts, join
+from nanochat.rl.scores import share_of
 from tasks.common import Problem
 
 TAGS = dict(family="single model, two prompts, turns", verifier="none", reward="outcome, shared",
@@ -54,10 +58,10 @@ def add_args(group) -> None:
     group.add_argument("--most-turns", type=int, default=6, help="turns of a trajectory; the last one has to answer")
     group.add_argument("--condense-tokens", type=int, default=8, help="of what System 1 writes")
     group.add_argument("--bin-size", type=int, default=16,
-                       help="characters of documents that System 1 reads at once; a longer one is read alone")
+                       help="characters of documents that System 1 reads at once, at least those of the longest one")
     group.add_argument("--most-bins", type=int, default=4, help="prompts of System 1 that a query may take")
     group.add_argument("--balance", action=argparse.BooleanOptionalAction, default=True,
-                       help="draw as many samples of System 1 as there are trajectories")
+                       help="draw as many samples of System 1 as System 2 has turns")
     group.add_argument("--balance-eta", type=float, default=0.0,
                        help="draw them by |advantage| to this power; 0 draws evenly")
     group.add_argument("--train-condenser", action=argparse.BooleanOptionalAction, default=True,
@@ -69,6 +73,10 @@ def check(args, task) -> None:
     check_most(args, {"most_turns": 1000, "balance_eta": 10})
     if not hasattr(task, "documents"):
         raise BadInput(f"--task {args.task}: has no documents to search, which this recipe needs; lookup has them")
+    if args.calculator:
+        raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
+    for query in getattr(task, "queries", ()):
+        packed(task.documents(query), args)  # refuses what some step would
 
 
 def calls(args) -> list[Call]:
@@ -138,50 +146,51 @@ def asked(fmt, text: str) -> str | None:
 
 # A trajectory
 
-@dataclass
-class Episodes:
-    """Trajectories, one of each problem. turns, condensed: rollouts of System 2 and System 1, each with the numbers of
-    their trajectories, in the order of sampling. last: the last turn's text of each trajectory."""
-    problems: list[Problem]
-    last: list[str]
-    num_queries: list[int]
-    turns: list[tuple[Rollouts, list[int]]] = field(default_factory=list)
-    condensed: list[tuple[Rollouts, list[int]]] = field(default_factory=list)
-
-
-def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> Episodes:
-    """A trajectory of each problem. Every rank goes through all turns, also with none left."""
-    episodes, fmt, args = Episodes(problems, [""] * len(problems), [0] * len(problems)), t.task.fmt, t.args
+def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> tuple[Rollouts, Rollouts]:
+    """A trajectory of each problem: System 2's turns and what System 1 wrote, in the order of sampling, each with the
+    number of its trajectory. Every rank goes through all turns, also with none left."""
+    fmt, args, turns, condensed = t.task.fmt, t.args, [], []
     contexts, live = [""] * len(problems), list(range(len(problems)))
     for k in range(args.most_turns):
-        label = (lambda name: "eval") if greedy else (lambda name: f"{name}{k}")
         prompts = t.prompts("reason_prompt", [problems[n] for n in live], context=[contexts[n] for n in live])
-        turns = t.sample("generator", prompts, 1, label("turn"), greedy=greedy)      # s_i, (t_i, p_i)
-        episodes.turns.append((turns, live))
-        for n, text in zip(live, turns.texts, strict=True):
-            episodes.last[n] = text
-        queries = {n: query for n, text in zip(live, turns.texts, strict=True)
+        said = t.sample("generator", prompts, 1, f"turn{k}", greedy=greedy)            # s_i, (t_i, p_i)
+        said.columns = {"trajectory": live}
+        texts = dict(zip(live, said.texts, strict=True))
+        queries = {n: query for n, text in texts.items()
                    if k + 1 < args.most_turns and (query := asked(fmt, text)) is not None}
-        live = list(queries)
         bins = [(n, text) for n, query in queries.items() for text in packed(t.task.documents(query), args)]
-        prompts = t.prompts("condense_prompt", [problems[n] for n, _ in bins], document=[text for _, text in bins],
-                            query=[queries[n] for n, _ in bins])
-        written = t.sample("generator", prompts, 1, label("condense"), greedy=greedy)  # o~
-        written.columns = {"document": [text for _, text in bins], "query": [queries[n] for n, _ in bins]}
-        episodes.condensed.append((written, [n for n, _ in bins]))
-        found = {n: "" for n in live}
-        for (n, _), tokens in zip(bins, written.completions(), strict=True):
-            ended = tokens[-1:] and tokens[-1] in t.tokenizer.stop_tokens
-            found[n] += t.tokenizer.decode((tokens[:-1] if ended else tokens)[: args.condense_tokens])
-        for n in live:  # c_{i+1}
-            contexts[n] += episodes.last[n] + fmt.info_open + found[n] + fmt.info_close + fmt.step_close
-            episodes.num_queries[n] += 1
-    return episodes
+        columns = {"trajectory": [n for n, _ in bins], "document": [text for _, text in bins],
+                   "query": [queries[n] for n, _ in bins]}
+        prompts = t.prompts("condense_prompt", [problems[n] for n, _ in bins], document=columns["document"],
+                            query=columns["query"])
+        written = t.sample("generator", prompts, 1, f"condense{k}", greedy=greedy)     # o~
+        written.columns = columns
+        live, found = list(queries), dict.fromkeys(queries, "")
+        for (n, _), text in zip(bins, written.texts, strict=True):
+            found[n] += text
+        for n in live:                                                                 # c_{i+1}
+            contexts[n] += texts[n] + fmt.info_open + found[n] + fmt.info_close + fmt.step_close
+        turns.append(said)
+        condensed.append(written)
+    return join(turns), join(condensed)
+
+
+def last_turns(turns: Rollouts) -> Rollouts:
+    """The last turn of each trajectory."""
+    return turns.select(list({k: n for n, k in enumerate(turns.columns["trajectory"])}.values()))
+
+
+def num_queries(turns: Rollouts) -> list[int]:
+    """How many queries of each trajectory were answered: behind each another turn follows."""
+    return [num - 1 for num in Counter(turns.columns["trajectory"]).values()]
 
 
 def packed(documents: list[str], args) -> list[str]:
-    """Documents as the texts that System 1 reads. Raises BadInput where they are too many."""
-    bins = first_fit_decreasing([len(document) for document in documents], args.bin_size)
+    """Documents as the texts that System 1 reads. Raises BadInput where one is too long, or they are too many."""
+    sizes = [len(document) for document in documents]
+    if max(sizes, default=0) > args.bin_size:
+        raise BadInput(f"--bin-size {args.bin_size}: a document has {max(sizes)} characters")
+    bins = first_fit_decreasing(sizes, args.bin_size)
     if len(bins) > args.most_bins:
         raise BadInput(f"--bin-size {args.bin_size}: what a query finds fills {len(bins)} prompts, and --most-bins is "
                        f"{args.most_bins}")
@@ -192,23 +201,21 @@ def packed(documents: list[str], args) -> list[str]:
 
 def play(t: Play):
     G, preset = t.args.num_samples, PRESETS[t.args.advantage]
-    problems = [problem for problem in t.problems() for _ in range(G)]
-    episodes = run_episodes(t, problems)
-    outcomes = outcomes_of_last(t, episodes)                                                   # r^k
-    turns, of_turn = together(episodes.turns)
-    condensed, of_condensed = together(episodes.condensed)
-    rewards = [outcomes[k] for k in of_condensed]                                              # r^{k,j} = r^k
-    groups2, groups1 = [k // G for k in range(len(problems))], [k // G for k in of_condensed]
+    problems = t.problems()
+    turns, condensed = run_episodes(t, [problem for problem in problems for _ in range(G)])
+    of_turn, of_condensed = turns.columns["trajectory"], condensed.columns["trajectory"]
+    outcomes = t.check(last_turns(turns))                                                      # r^k
+    turns.columns["outcome"] = [outcomes[k] for k in of_turn]
+    condensed.columns["outcome"] = [outcomes[k] for k in of_condensed]                         # r^{k,j} = r^k
+    groups2, groups1 = [k // G for k in range(len(outcomes))], [k // G for k in of_condensed]
     A2 = system_advantages(outcomes, groups2, preset, t.device, t.reduce)
-    A1 = system_advantages(rewards, groups1, preset, t.device, t.reduce)
-    turns.columns = {"outcome": [outcomes[k] for k in of_turn], "trajectory": of_turn}
-    condensed.columns |= {"outcome": rewards, "trajectory": of_condensed}
-    log_systems(t, episodes, turns, condensed, outcomes)
+    A1 = system_advantages(condensed.columns["outcome"], groups1, preset, t.device, t.reduce)
+    log_systems(t, turns, condensed, outcomes)
 
     chosen = list(range(len(of_condensed)))
     if t.args.balance:  # the advantages stand
-        chosen = balanced_rows(A1.tolist(), groups1, [p.index for p in problems[::G]], G, t.args.balance_eta,
-                               f"{t.args.seed}-{t.step}")
+        chosen = balanced_rows(A1.tolist(), groups1, [problem.index for problem in problems],
+                               Counter(k // G for k in of_turn), t.args.balance_eta, f"{t.args.seed}-{t.step}")
     parts = [(turns, spread(A2[of_turn], turns))]                                              # L_2
     if t.args.train_condenser:
         parts.append((condensed.select(chosen), spread(A1[chosen], condensed)))                # L_1
@@ -216,26 +223,14 @@ def play(t: Play):
     yield Update("generator", parts)
 
 
-def outcomes_of_last(t: Play, episodes: Episodes) -> list[bool | None]:
-    """The outcome of each trajectory: that of its last turn. What stands in a prompt does not count."""
-    turns, of_turn = together(episodes.turns)
-    last = {k: n for n, k in enumerate(of_turn)}  # a later turn takes the place of an earlier one
-    return t.check(turns.select([last[k] for k in range(len(episodes.problems))]))
-
-
-def together(parts: list[tuple[Rollouts, list[int]]]) -> tuple[Rollouts, list[int]]:
-    """All rollouts of a system, and the trajectory of each."""
-    return join([rollouts for rollouts, _ in parts]), [k for _, numbers in parts for k in numbers]
-
-
-def balanced_rows(advantages: list[float], group_id: list[int], indices: list[int], num: int, eta: float,
+def balanced_rows(advantages: list[float], group_id: list[int], indices: list[int], nums: dict[int, int], eta: float,
                   seed: str) -> list[int]:
-    """The samples of System 1 that are trained: of each problem `num`, if it has any. indices: of the problems, which
-    key the draws, so that they are the same on any number of ranks."""
+    """The samples of System 1 that are trained: of each problem `nums` of them, if it has any. indices: of the
+    problems, which key the draws, so that they are the same on any number of ranks."""
     rows = []
     for g, index in enumerate(indices):
         mine = [n for n, group in enumerate(group_id) if group == g]
-        drawn = balanced([advantages[n] for n in mine], num, eta, random.Random(f"{seed}-{index}"))
+        drawn = balanced([advantages[n] for n in mine], nums[g], eta, random.Random(f"{seed}-{index}"))
         rows += [mine[i] for i in drawn]
     return rows
 
@@ -245,18 +240,18 @@ def spread(advantages: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
     return advantages[:, None].expand(-1, rollouts.tokens.shape[1])
 
 
-def log_systems(t: Play, episodes: Episodes, turns: Rollouts, condensed: Rollouts, outcomes: list[bool | None]) -> None:
+def log_systems(t: Play, turns: Rollouts, condensed: Rollouts, outcomes: list[bool | None]) -> None:
     """Logs the trajectories, and what either system wrote for them."""
     G, columns = t.args.num_samples, condensed.columns
     of_problem = torch.tensor([k // G for k in turns.columns["trajectory"]], dtype=torch.long, device=t.device)
     log_rewards(t, "generator", replace(turns, group_id=of_problem), turns.columns["outcome"])
     serves = getattr(t.task, "serves", lambda document, query: None)
     served = [serves(*row) for row in zip(columns["document"], columns["query"], strict=True)]
-    unanswered = [asked(t.task.fmt, text) is not None for text in episodes.last]
+    last, nums = last_turns(turns).texts, num_queries(turns)
     t.log("generator", t.mean({
-        "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes], "queries": episodes.num_queries,
-        "searched": [num > 0 for num in episodes.num_queries], "unanswered": unanswered,
-        "unreadable": [t.task.fmt.answer(text) is None for text in episodes.last],
+        "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes], "queries": nums,
+        "searched": [num > 0 for num in nums], "unanswered": [asked(t.task.fmt, text) is not None for text in last],
+        "unreadable": [t.task.fmt.answer(text) is None for text in last],
         "condensed/right": [None if best is None else text == best
                             for text, best in zip(condensed.texts, served, strict=True)],
         "condensed/empty": [text == "" for text in condensed.texts],
@@ -278,9 +273,7 @@ def evaluate(t: Play) -> dict:
     """Greedy pass@1 of both systems together."""
     scores = {}
     for split, name in SPLITS.items():
-        episodes = run_episodes(t, t.problems(t.args.eval_examples, split), greedy=True)
-        right = are_right(t.gather(outcomes_of_last(t, episodes)), split)
-        queries = t.gather(episodes.num_queries)
-        scores |= {f"{short_name('generator')}/pass1_{name}": sum(right) / len(right) if right else None,
-                   f"{short_name('generator')}/queries_{name}": sum(queries) / len(queries) if queries else None}
+        turns, _ = run_episodes(t, t.problems(t.args.eval_examples, split), greedy=True)
+        right = are_right(t.gather(t.check(last_turns(turns))), split)
+        scores |= {f"gen/pass1_{name}": share_of(right), f"gen/queries_{name}": share_of(t.gather(num_queries(turns)))}
     return scores

@@ -1,10 +1,10 @@
 """R1-Searcher (Song et al. 2025): first the use of a search is rewarded, then the answer. arXiv 2503.05592.
 
-Stage 1 pays 0.5 for a solution that searches and 0.5 for its form, whatever it answers. Stage 2 pays the answer, 1 or
-0, and takes 2 off for a bad form; it no longer asks for a search. The form: every query has the information that the
-search gave it, and there is one answer, at the end, that is no query. The information is masked from the loss. The
-advantage is REINFORCE++'s (Hu 2025), normalised over the batch. The authors' scripts have 16 samples, a learning rate
-of 2e-6 and no KL.
+Stage 1 pays 0.5 for a solution that searches and whose marks pair up, and 0.5 for its form, whatever it answers. Stage
+2 pays the answer, 1 or 0, and takes 2 off for a bad form; it no longer asks for a search. The form: every query has the
+information that the search gave it, and there is one answer, at the end, that is no query. The information is masked
+from the loss. The advantage is REINFORCE++'s (Hu 2025), normalised over the batch. The authors' scripts have 16
+samples, a learning rate of 2e-6 and no KL.
 
 The released rewards differ from the paper's. Stage 1 also pays 1 for a right answer and takes 1 off for a wrong one
 (--stage1-answer 1); stage 2 takes 1 off for a bad form with Llama (--format-penalty 1). With Qwen there is one stage
@@ -79,7 +79,7 @@ def play(t: Play):
         rewards = [stage2_reward(*row, t.args.format_penalty) for row in zip(formed, outcomes, strict=True)]
     solutions.columns = {"outcome": outcomes}
     log_queries(t, solutions, num_queries)
-    t.log("generator", {"stage": stage} | t.mean({"rewards/outcome/mean": outcomes, "rewards/format/mean": formed}))
+    t.log("generator", {"stage": stage} | t.mean({"rewards/format/mean": formed}))
     yield learn(t, solutions, rewards)
 
 

@@ -44,6 +44,8 @@ def check(args, task) -> None:
     check_least(args, {"most_queries": 1})
     if not hasattr(task, "tool"):
         raise BadInput(f"--task {args.task}: has no search, which this recipe needs; lookup has one")
+    if args.calculator:
+        raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
 
 
 def calls(args) -> list[Call]:
@@ -83,6 +85,7 @@ def log_queries(t: Play, solutions: Rollouts, num_queries: list[int]) -> None:
         "queries": num_queries, "searched": [num > 0 for num in num_queries],
         "bad_marks": [read_queries(t.task.fmt, text) is None for text in solutions.texts],
         "unreadable": [answer is None for answer in answers_of(t.task, solutions.texts)],
+        "rewards/outcome/mean": solutions.columns["outcome"],
         "unscorable": [outcome is None for outcome in solutions.columns["outcome"]],
         "step_label_mean": [x for row in labels for x in row],
         "masked": masked.tolist()}))

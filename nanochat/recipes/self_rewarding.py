@@ -53,7 +53,8 @@ def additive_points(judgment: Judgment) -> float | None:
     """From 0 to 5, as in the paper: up to 4 for the share of the steps that are right, and 1 for the final verdict."""
     if judgment.steps is None or judgment.final is None:
         return None
-    return 4 * sum(judgment.steps) / max(1, len(judgment.steps)) + judgment.final
+    points = 4 * sum(judgment.steps) / max(1, len(judgment.steps)) + judgment.final
+    return round(points, 9)  # a sum of thirds depends on their order, and equal points are no pair
 
 
 POINTS = {"additive": additive_points, "verdict": verdict_points}
@@ -78,11 +79,9 @@ def calls(args) -> list[Call]:
     P, G, times, limit = args.examples_per_step, args.num_samples, args.num_steps, args.max_new_tokens
     judge = Call("snapshot", "verdicts", P * G, args.verifications, args.verifier_max_new_tokens, times,
                  wrap=empty_verifier_prompt, quoted=limit)
-    longest = max(limit, args.verifier_max_new_tokens)  # that an evaluation lets the generator write
     return [Call("snapshot", "candidates", P, G, limit, times), judge,
             Call("generator", "pairs", P, 2, limit, times, trained=True, given=True, scored=2),
-            judge._replace(role="generator", label="judging", num_samples=1, max_new_tokens=longest, times=0,
-                           quoted=longest)]
+            judge._replace(role="generator", label="judging", num_samples=1, times=0)]  # in an evaluation alone
 
 
 def best_and_worst(points: list[float | None], group_id: list[int]) -> tuple[list[int], list[int]]:

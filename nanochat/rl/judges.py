@@ -19,7 +19,7 @@ from nanochat.rl.log_odds import end_read, ended, log_odds, steps_read
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, solve_prompt
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.spots import chances_at, forced_verdicts, verdict_spots
+from nanochat.rl.spots import chances_at, forced_verdicts, written_chances
 
 
 @dataclass
@@ -94,13 +94,10 @@ def at_verdict(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
 def analysed(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     """GenPRM, GenRM-CoT: p(T) / (p(T) + p(F)) at the place of each verdict in k sampled verifications, the mean over
     them. A verdict that is not there counts .5 (as in GenPRM's code)."""
-    k, fmt = t.args.verifications, t.task.fmt
+    k = t.args.verifications
     rollouts = t.verify(role, solutions, k, "verdicts")
-    lengths, verifications = rollouts.lengths.tolist(), t.read_verifications(rollouts)
-    spots = [verdict_spots(t.tokenizer, fmt, tokens, v, len(prompt.solution.step_ends)) for tokens, v, prompt
-             in zip(rollouts.completions(), verifications, rollouts.prompt_of(), strict=True)]
-    found = iter(chances_at(t, role, rollouts, [(n, spot) for n, row in enumerate(spots) for spot in row if spot]))
-    said = [[next(found) if spot else 0.5 for spot in row] for row in spots]  # (N k, K + 1)
+    lengths, chances = rollouts.lengths.tolist(), written_chances(t, role, rollouts)
+    said = [[0.5 if chance is None else chance for chance in row] for row in chances]  # (N k, K + 1)
     means = [[sum(column) / k for column in zip(*said[i: i + k], strict=True)] for i in range(0, len(said), k)]
     return [Judgment(row[:-1], row[-1], sum(lengths[n * k: n * k + k])) for n, row in enumerate(means)]
 

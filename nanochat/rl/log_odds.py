@@ -199,3 +199,9 @@ def learn_verdicts(t: Play, role: str, *losses: tuple[Parts, float]):
     check_one_update(t.args)
     if nums.any():
         yield Update(role, sum_of(t, *losses), PolicyLoss("reinforce"), per="rollout")
+
+
+def learn_likelihood(t: Play, role: str, rollouts: Rollouts):
+    """SFT: the update of a role on the mean -log pi of the rollouts' tokens over all ranks, or none where there are
+    none."""
+    yield from learn_verdicts(t, role, (likelihood_parts(rollouts, rollouts.mask), rollouts.num_trained().sum().item()))

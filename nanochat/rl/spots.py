@@ -108,6 +108,16 @@ def chances_at(t: Play, role: str, rollouts: Rollouts, spots: list[tuple[int, Sp
     return torch.sigmoid(log_odds_at(t, role, rollouts, spots)).tolist()
 
 
+def written_chances(t: Play, role: str, rollouts: Rollouts) -> list[list[float | None]]:
+    """p(right) / (p(right) + p(wrong)) at the verdicts on K steps and the final one of verifications that were written,
+    None for those that are not there. -> (N, K + 1)"""
+    rows = zip(rollouts.completions(), t.read_verifications(rollouts), rollouts.prompt_of(), strict=True)
+    spots = [verdict_spots(t.tokenizer, t.task.fmt, tokens, said, len(prompt.solution.step_ends))
+             for tokens, said, prompt in rows]
+    found = iter(chances_at(t, role, rollouts, [(n, spot) for n, row in enumerate(spots) for spot in row if spot]))
+    return [[next(found) if spot else None for spot in row] for row in spots]
+
+
 def spot_parts(rollouts: Rollouts, spots: list[tuple[int, Spot]], coefficients: torch.Tensor) -> Parts:
     """The parts of an Update that moves s at each spot by its coefficient (Q,): up where that is positive."""
     filled = torch.zeros(rollouts.tokens.shape, device=rollouts.tokens.device)  # (N, T)
