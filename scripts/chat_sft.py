@@ -56,7 +56,7 @@ from tasks.conversations import load_conversations
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
 # kinds of demonstrations beside solutions, and the template of the format that they stand behind
-DEMOS = {"refine": "refine_prompt", "propose": "propose_prompt", "argue": "reference_prompt", "first": "first_prompt",
+DEMOS = {"refine": "refine_prompt", "propose": "propose_prompt", "argue": "argue_prompt", "first": "first_prompt",
          "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt",
          "revise": "refine_prompt"}
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}

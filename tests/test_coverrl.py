@@ -180,6 +180,7 @@ def test_no_gold_answer_enters_an_update(base):
 
 @pytest.mark.parametrize("flags, words", [
     (["--verifier-head", "trunk"], "--verifier-head trunk: both roles"),
+    (["--verifier-optimizer", "own"], "--verifier-optimizer own: one model learns from both roles"),
     (["--verifications", "1"], "--verifications 1: must be at least 2"),
     (["--refinements", "1"], "--refinements 1: those behind one"),
     (["--num-votes", "3"], "--num-votes 3: must be at least 2")])

@@ -17,10 +17,12 @@ from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.debate import best_and_worst, preference
+from nanochat.recipes.debate import preference
 from nanochat.recipes.dpo import learn_from_pairs, pair_coefficients, pair_losses
 from nanochat.rl.comparing import choice_chances
-from nanochat.rl.debates import debate_scores, positions_of, quoted, won
+from nanochat.rl import debates
+from nanochat.rl.debates import Position, are_reached, debate_scores, positions_of, quoted, won
+from nanochat.rl.formats import COMPACT, PAPER
 from tasks import make_task
 
 debate = recipes.load("debate")
@@ -54,12 +56,6 @@ def test_a_pair_is_drawn_to_where_its_margin_says_what_the_target_does():
     (0.6, 0.5, 10, 1 / (1 + math.exp(-1))), (1.0, 0.0, 0, 0.5)])
 def test_a_target_is_the_sigmoid_of_gamma_times_the_difference_of_rewards(better, worse, gamma, P):
     assert preference(better, worse, gamma) == pytest.approx(P)
-
-
-def test_the_best_and_the_worst_of_a_position_are_a_pair_and_a_draw_is_none():
-    rewards = [0.2, 0.9, 0.9, 0.1,  0.5, 0.5, 0.5, 0.5,  0.3, 0.3, 0.4, 0.3]
-    assert best_and_worst(rewards, 4) == ([1, 10], [3, 8])
-    assert best_and_worst([], 4) == ([], [])
 
 
 # The measurement
@@ -187,13 +183,14 @@ def test_a_step_takes_the_gradient_of_the_papers_loss(base, protocol, shown, gam
     assert t.metrics["gen/unread"] == 1 / 8 and t.metrics["gen/assigned"] == 3 / 4
     # the judge's confidences again, from plain forwards
     model, marks = t.roles["verifier"].model, [t.tokenizer.encode(mark)[0] for mark in t.task.fmt.choices]
-    rewards = dict.fromkeys(range(4), 0.0)
+    sums = [0.0] * 4
     for i, text in enumerate(asked):
         prompt = t.tokenizer.render_prompt(f"{t.task.problem('rl', 0).prompt}|{text}")
         hidden = model.trunk(torch.tensor([prompt + t.tokenizer.encode("=")]))[0, -1]
         a, b = model.head(hidden)[marks].tolist()
         chance = 0.5 if i == 6 else 1 / (1 + math.exp(b - a))
-        rewards[i % 4] += (chance if i < 4 else 1 - chance) / 2
+        sums[i % 4] += (chance if i < 4 else 1 - chance) / 2
+    rewards = {n: round(reward, 4) for n, reward in enumerate(sums)}
     pairs = [sorted(rows, key=rewards.get, reverse=True) for rows in ((0, 1), (2, 3))]
     texts = [ARGUMENTS[n] for column in zip(*pairs, strict=True) for n in column]
     assert rollouts.texts == texts and columns["assigned"] == [text != ARGUMENTS[3] for text in texts]
@@ -223,10 +220,45 @@ def test_a_judge_that_learns_is_paid_for_the_side_with_the_right_answer(base):
     assert played("debate", ARGUMENTS, ["no"] * 16, recipe="debate_judge")[1] == []
 
 
+def test_equal_arguments_are_no_pair_although_their_confidences_differ_in_the_last_bit(base, monkeypatch):
+    """As they do where verifications are packed with others."""
+    noisy = lambda t, role, verifications: [0.3 + 1e-8 * n for n in range(len(verifications))]
+    monkeypatch.setattr(debates, "choice_chances", noisy)
+    t, updates, _ = played("debate", ["=1", "=1", "=2", "=2"], ["=A"] * 8)
+    assert updates == [] and t.metrics["gen/num_pairs"] == 0 and t.metrics["gen/frac_reward_zero_std"] == 1
+
+
 def test_without_a_readable_choice_nothing_is_learned(base):
     t, updates, _ = played("debate", ARGUMENTS, ["no"] * 8)
     assert updates == [] and t.metrics["gen/unread"] == 1 and t.metrics["gen/judge_accuracy"] == 0.5
     assert t.metrics["gen/num_pairs"] == 0 and t.metrics["gen/preference"] is None
+
+
+def test_an_argument_for_the_right_answer_comes_to_it_in_any_form_that_is_right(base):
+    t = random_play("debate")
+    t.task.check = lambda problem, text: {"=1": True, "=4": True, "=9": None}.get(text, False)
+    sides = Position(t.task.problem("rl", 0), "1", "2", True), Position(t.task.problem("rl", 0), "2", "1", False)
+    texts = ["=1", "=4", "=2", "=9", "no"]
+    assert are_reached(t, texts, [sides[0]] * 5) == [True, True, False, False, False]
+    assert are_reached(t, texts, [sides[1]] * 5) == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("calculator", [True, False])
+def test_arguments_may_call_what_solutions_may(base, calculator):
+    t, tools = random_play("debate", "--max-new-tokens", "12", "--verifier-max-new-tokens", "24"), {}
+    t.sampler.calculator, draw = calculator, t.sample
+    t.sample = lambda *args, tool=None, **options: tools.update({args[3]: tool}) or draw(*args, tool=tool, **options)
+    list(debate.play(t))
+    t.evaluating = True
+    debate.evaluate(t)
+    asked = ("distractors", "arguments", "held_out", "start", "eval")
+    assert [tools[label] is not None for label in asked] == [calculator] * 5 and tools["verdicts"] is None
+
+
+def test_a_debater_is_told_to_argue():
+    assert COMPACT.argue_prompt.format(problem="1+1", answer="2") == "2|1+1"
+    asked = PAPER.argue_prompt.format(problem="1+1", answer="2")
+    assert "Argue that the answer is 2" in asked and "<answer>\\boxed{...}</answer>" in asked
 
 
 def test_the_wrong_answer_is_the_most_frequent_one_and_without_one_there_is_no_debate(base):

@@ -5,9 +5,11 @@ MAGRPO: joint actions and returns by hand, an update against the literal loss, a
 """
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import on_two_ranks
 from test_dpo import assert_close, gradient_of, log_likelihoods, parsed, random_play, weights_of
 
 from nanochat import recipes
@@ -151,7 +153,8 @@ def test_the_evaluation_is_of_one_joint_solution_of_each_problem(base):
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer=answers[index])
     texts = {("first", True): "a0+1:1;=1", ("first", False): "a0+1:1;=1",
              ("second", True): "a1*0:0;=0", ("second", False): "b1*0:0;=0"}
-    t.sample = lambda role, prompts, num, label, greedy: t.written(role, prompts, [texts[role, greedy]] * len(prompts))
+    t.sample = lambda role, prompts, num, label, greedy, tool: t.written(
+        role, prompts, [texts[role, greedy]] * len(prompts))
     scores = magrpo.evaluate(t)
     for split in ("in", "out"):
         assert {name: scores.pop(f"{name}_{split}") for name in ("joint/pass1", "joint/agree", "fir/half", "sec/half")
@@ -159,6 +162,30 @@ def test_the_evaluation_is_of_one_joint_solution_of_each_problem(base):
         names = ("joint/sampled", "joint/sampled_agree", "fir/sampled_half", "sec/sampled_half")
         assert [scores.pop(f"{name}_{split}") for name in names] == [0, 0, 1 / 2, 1 / 2]
     assert not scores
+
+
+def evaluate_share(folder: str) -> None:
+    """The evaluation of this rank's share of 4 problems, of which the second and the last cannot be scored."""
+    t = play_with("--eval-examples", "4", "--max-new-tokens", "8")
+    t.task.agrees, t.evaluating = (lambda text: True), True
+    t.task.check = lambda problem, text: None if problem.index % 2 else True
+    scores = magrpo.evaluate(t)
+    assert scores["joint/pass1_in"] == scores["joint/sampled_out"] == 1 / 2
+
+
+def test_what_no_rank_can_score_is_said(base, tmp_path, capfd):
+    """Rank 0 of two can score all of its share."""
+    on_two_ranks(evaluate_share, str(tmp_path))
+    assert capfd.readouterr().out.count("WARNING: 2 of 4 solutions of test_in cannot be scored") == 2
+
+
+@pytest.mark.parametrize("calculator", [True, False])
+def test_agents_may_call_what_solutions_may(base, calculator):
+    t, tools = play_with("--max-new-tokens", "8"), []
+    t.sampler.calculator, draw = calculator, t.sample
+    t.sample = lambda *args, tool=None, **options: tools.append(tool) or draw(*args, tool=tool, **options)
+    list(magrpo.play(t))
+    assert [tool is not None for tool in tools] == [calculator] * 2
 
 
 # Flags
@@ -171,3 +198,10 @@ def test_settings_that_cannot_work_are_refused_in_one_line(flags, words):
     args = parsed("magrpo", *HALVES, *flags)
     with pytest.raises(BadInput, match=f"^{words}[^\n]*$"):
         magrpo.check(args, make_task(args))
+
+
+@pytest.mark.parametrize("name", ["joint", "half_outcomes", "agrees"])
+def test_a_task_that_lacks_a_part_of_joint_solutions_is_refused(name):
+    had = dict.fromkeys({"joint", "half_outcomes", "agrees"} - {name}, None)
+    with pytest.raises(BadInput, match=f"^--task mine: it says nothing .*it has no {name}.; task halves does$"):
+        magrpo.check(parsed("magrpo", *HALVES), SimpleNamespace(name="mine", **had))

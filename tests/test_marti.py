@@ -37,11 +37,11 @@ def test_without_a_turn_before_it_a_reward_stays_as_it_is(shaping):
 
 def test_a_team_is_measured_by_all_that_it_earned_before():
     first, second = [1, 0, 0, 0], [1, 1, None, 0]
-    assert means_before([], 2) == []
-    assert means_before([first], 1) == first and means_before([first], 2) == [0.5, 0.5, 0, 0]
-    assert means_before([first, second], 1) == [1, 0.5, 0, 0]
-    assert means_before([first, second], 2) == [3 / 4, 3 / 4, 0, 0]
-    assert means_before([[None, 1], [None, None]], 1) == [None, 1]
+    assert means_before([], 2, 2) == [None, None] and means_before([[]], 0, 2) == []
+    assert means_before([first], 4, 1) == first and means_before([first], 4, 2) == [0.5, 0.5, 0, 0]
+    assert means_before([first, second], 4, 1) == [1, 0.5, 0, 0]
+    assert means_before([first, second], 4, 2) == [3 / 4, 3 / 4, 0, 0]
+    assert means_before([[None, 1], [None, None]], 2, 1) == [None, 1]
 
 
 # A step
@@ -143,23 +143,32 @@ def test_what_cannot_be_scored_earns_nothing_and_is_left_out_of_means(base):
 
 # The evaluation
 
-def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(base):
-    for flags, final, expected in ((["--num-agents", "4"], ["=1", "=0", "=1", "=0"], {"final": 1, "first": 1 / 2}),
-                                   (["--num-agents", "4"], ["=0", "=1", "=1", "=0"], {"final": 0, "first": 1 / 2}),
-                                   (CHAIN, ["=1", "=0"], {"final": 1 / 2, "first": 1, "judged": 0})):
-        t = random_play("marti", "--num-samples", "4", "--eval-examples", "4", *flags)
-        t.task.check, t.evaluating, drawn = outcome, True, t.sample
-        first = ["=1", "=0"] if expected["first"] < 1 else ["=1"]
-        texts = {"eval": ["=0"], "eval_generator": first, "eval_verifier": ["=F"], "eval_final": final}
-        def sample(role, prompts, num, label, t=t, texts=texts, drawn=drawn, **kwargs):
-            rows = drawn(role, prompts, num, label, **kwargs).prompt_of()
-            return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))]).behind(rows)
-        t.sample = sample
-        scores = marti.evaluate(t)
-        for split in ("in", "out"):
-            assert scores.pop(f"gen/pass1_{split}") == 0
-            assert {name: scores.pop(f"gen/{name}_{split}") for name in expected} == expected
-        assert not scores
+TEAM = ["--num-agents", "4"]
+
+
+@pytest.mark.parametrize("flags, first, final, expected, num_unknown", [
+    (TEAM, ["=1", "=0"], ["=1", "=0", "=1", "=0"], {"pass1": 0, "final": 1, "first": 1 / 2}, 0),
+    (TEAM, ["=1", "=0"], ["=0", "=1", "=1", "=0"], {"pass1": 0, "final": 0, "first": 1 / 2}, 0),
+    (TEAM, ["=1", "=?"], ["=?"], {"pass1": 0, "final": 0, "first": 1 / 2}, 2),
+    (CHAIN, ["=1"], ["=1", "=0"], {"pass1": 1, "final": 1 / 2, "first": 1, "judged": 0}, 0),
+    # of the verdicts those on "=0" are right, and those on "=?" are neither
+    (CHAIN, ["=1", "=0", "=?", "=?"], ["=0"], {"pass1": 1 / 4, "final": 0, "first": 1 / 4, "judged": 1 / 2}, 1)])
+def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(base, capsys, flags, first, final,
+                                                                              expected, num_unknown):
+    t = random_play("marti", "--num-samples", "4", "--eval-examples", "4", *flags)
+    t.task.check, t.evaluating, drawn, limits = outcome, True, t.sample, {}
+    texts = {"eval": ["=0"], "generator": first, "verifier": ["=F"], "final": final}
+
+    def sample(role, prompts, num, label, **kwargs):
+        rollouts = drawn(role, prompts, num, label, **kwargs)
+        rows, limits[label] = rollouts.prompt_of(), rollouts.limit
+        return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))]).behind(rows)
+    t.sample = sample
+    scores = marti.evaluate(t)
+    for split in ("in", "out"):
+        assert {name: scores.pop(f"gen/{name}_{split}") for name in expected} == expected
+    assert not scores and capsys.readouterr().out.count("of test_in cannot be scored") == num_unknown
+    assert limits.pop("verifier", 20) == 20 and set(limits.values()) == {28}  # as in training
 
 
 # Flags

@@ -67,6 +67,13 @@ def test_a_wrong_key_that_passes_is_learned(base):
     assert t.metrics["pro/proposals/valid"] == 0.5 and t.metrics["pro/proposals/refused/no_problem"] == 0.25
 
 
+def test_unscorable_are_rollouts_that_take_no_part(base):
+    t = play_with()
+    t.task.check = lambda problem, text: None if problem.answer == "x" and "x" in text else text == f"={problem.answer}"
+    assert learned(t)[2:] == ([None, 0], [False, True])
+    assert t.metrics["gen/unscorable"] == 0.5
+
+
 def test_gold_answers_take_the_place_of_keys_where_they_are_asked_for(base):
     problems, keys, rewards, outcomes = learned(play_with("--answers", "gold"))
     assert problems == [GOOD] * 2 and rewards == outcomes == [False, True] and "x" not in keys

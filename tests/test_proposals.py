@@ -6,6 +6,7 @@ Evolve.
 """
 import random
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,7 +90,9 @@ def test_rewards_by_the_share_of_right_solutions(p, rewards):
     ("2T;0T;=T", 2, 1.0),            # 10
     ("2T;0F;=F", 2, (4 - 1) / 9),    # half of the steps right: 9 // 2 = 4
     ("2F;0F;=F", 2, 0.0),            # 0, which is below 1
-    ("2T;0T;=F", 2, (9 - 1) / 9), ("2T;0T;", 2, 0.5), ("2T;=T", 2, 0.5), ("", 2, 0.5), ("2;0T;=T", 2, 0.5)])
+    ("2T;0T;=F", 2, (4 - 1) / 9),    # no step is blamed, and one must be wrong
+    ("2T;=F", 1, 0.0), ("=F", 0, 0.0), ("=T", 0, 1.0),
+    ("2T;0T;", 2, 0.5), ("2T;=T", 2, 0.5), ("", 2, 0.5), ("2;0T;=T", 2, 0.5)])
 def test_a_score_by_hand(text, num_steps, score):
     assert judge_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
 
@@ -206,6 +209,20 @@ def test_the_pool_is_what_the_solver_is_asked_and_references_stand_in(base):
     assert (found.split, found.index, found.prompt) == ("proposed", 10, GOOD) and rest == [None]
 
 
+def test_a_text_that_was_proposed_several_times_is_asked_once(base):
+    t = play_with(TEXTS)
+    found, *rest = drawn(t, [[10, GOOD], [11, GOOD], [12, GOOD]])
+    assert (found.prompt, rest) == (GOOD, [None])
+
+
+def test_an_evaluation_has_the_limits_of_solutions_and_of_verifications(base):
+    t, limits = random_play("multi_agent_evolve", "--max-new-tokens", "8", "--verifier-max-new-tokens", "20"), []
+    t.evaluating, draw = True, t.sample
+    t.sample = lambda *args, **options: limits.append((rollouts := draw(*args, **options)).limit) or rollouts
+    mae.evaluate(t)
+    assert limits == [8] * 5 + [20] * 3  # the start's solutions, pass@1 and the present ones; then what is judged
+
+
 def test_a_completion_without_an_end_is_no_problem(base):
     t = play_with(TEXTS)
     written = t.written
@@ -269,3 +286,12 @@ def test_settings_that_cannot_work_are_refused_in_one_line(flags, complaint):
     args = parsed("multi_agent_evolve", *flags)
     with pytest.raises(BadInput, match=complaint):
         mae.check(args, make_task(args))
+
+
+@pytest.mark.parametrize("name", ["read_problem", "hint_of", "refusals"])
+def test_a_task_that_lacks_a_part_of_reading_problems_is_refused(name):
+    args = parsed("multi_agent_evolve")
+    had = {part: getattr(make_task(args), part) for part in ("name", "read_problem", "hint_of", "refusals")}
+    task = SimpleNamespace(**{part: value for part, value in had.items() if part != name})
+    with pytest.raises(BadInput, match=f"--task chain: reads no proposed problems .it has no {name}.$"):
+        mae.check(args, task)

@@ -61,8 +61,11 @@ def test_a_verdict_alone_is_rewarded_and_right_and_wrong_solutions_are_balanced(
     assert args.verifier_head == "prompt" and self_verify.updates(args) == {"generator": 4, "verifier": 0}
 
 
-def test_two_models_are_refused_in_one_line():
+def test_two_models_and_two_optimizers_are_refused_in_one_line():
     for head in ("own", "frozen", "trunk"):
         args = parsed("self_verify", "--verifier-head", head)
         with pytest.raises(BadInput, match=f"^--verifier-head {head}: this recipe is about one model[^\n]*$"):
             self_verify.check(args, make_task(args))
+    args = parsed("self_verify", "--verifier-optimizer", "own")
+    with pytest.raises(BadInput, match="^--verifier-optimizer own: both kinds of steps are updates of one[^\n]*$"):
+        self_verify.check(args, make_task(args))

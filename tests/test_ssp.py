@@ -143,7 +143,8 @@ def test_a_step_by_hand(base):
 def test_an_older_question_takes_the_place_of_a_filtered_one_until_the_pool_is_emptied(base):
     for step, asked in ((1, 4), (10, 2)):
         t = play_with(good_and_bad, ["=3", "=1"])
-        t.state.step, t.memory["pool"] = step, [[i, good_and_bad(t.task)[0]] for i in (77, 78)]
+        old, _ = good_and_bad(t.task)
+        t.state.step, t.memory["pool"] = step, [[77, old], [78, old.replace("=4", "=5")]]
         update, = ssp.play(t)
         assert len(t.asked["generator"]) == asked and update.parts[0][0].columns["solved"] == [0.5, None]
         assert len(t.memory["pool"]) == (3 if step == 1 else 1)
@@ -199,9 +200,18 @@ def test_information_is_no_token_of_a_proposer(base):
 @pytest.mark.parametrize("flags, complaint", [
     (["--proposer-reward", "judge"], "--proposer-reward judge: there are one_minus, azr, parabola"),
     (["--pool-steps", "0"], "--pool-steps 0: must be at least 1"),
+    (["--pool-steps", "1001"], "--pool-steps 1001: must be at most 1000"),
     (["--least-queries", "-1"], "--least-queries -1: must be at least 0"),
     (["--task", "chain"], "--task chain: has no search")])
 def test_settings_that_cannot_work_are_refused_in_one_line(flags, complaint):
     args = parsed("ssp", *FLAGS, *flags)
     with pytest.raises(BadInput, match=complaint):
         ssp.check(args, make_task(args))
+
+
+def test_a_task_that_cannot_say_what_a_question_needs_is_refused(monkeypatch):
+    args = parsed("ssp", *FLAGS)
+    task = make_task(args)
+    monkeypatch.delattr(type(task), "queries_of")
+    with pytest.raises(BadInput, match="--task lookup: .*queries_of"):
+        ssp.check(args, task)

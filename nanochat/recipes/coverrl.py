@@ -66,6 +66,8 @@ def check(args, task) -> None:
     if args.verifier_head not in ("prompt", "own"):
         raise BadInput(f"--verifier-head {args.verifier_head}: both roles learn from each step; give prompt, for one "
                        f"model, or own, for two")
+    if args.verifier_optimizer != "shared":
+        raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: one model learns from both roles at once")
     if args.refinements == 1:
         raise BadInput("--refinements 1: those behind one verification are compared; give 0, or at least 2")
 
@@ -117,57 +119,52 @@ def play(t: Play):
     """Votes, verifications of both sides of each vote, the filter, second attempts, and an update on all."""
     N, M = votes_per_problem(t.args), t.args.num_samples
     votes, labels = ttrl.cast_votes(t)
-    answers = votes.columns["answer"]
-    sides = [to_verify(answers[i * N: (i + 1) * N], label, t.args.verifications) for i, label in enumerate(labels)]
-    problems = [i for i, (agree, others) in enumerate(sides) for _ in agree + others]  # of each verification
-    judged = votes.select([i * N + n for i, (agree, others) in enumerate(sides) for n in agree + others])
-    agrees = [reward == 1 for reward in judged.columns["majority_reward"]]
-    verifications = t.verify("verifier", judged, 1, "verifications")
-    read = t.read_verifications(verifications)
-    verdicts = [v.verdict for v in read]
-    rows = list(zip(problems, agrees, verdicts, strict=True))
-    kept = [is_kept([v for j, agree, v in rows if j == i and agree]) for i in range(len(labels))]
-    log_filter(t, votes, labels, kept, sides)
-    log_verifications(t, judged, read)
+    judged, verifications, of_label = verified(t, votes, labels)
+    verdicts, agrees = verifications.columns["verdict"], [reward == 1 for reward in judged.columns["majority_reward"]]
+    kept = [is_kept([v for j, agree, v in zip(of_label, agrees, verdicts, strict=True) if j == i and agree])
+            for i in range(len(labels))]
+    log_filter(t, votes, labels, kept, of_label)
 
     solutions = votes.select([n for n in range(len(votes)) if n % N < M and kept[n // N]])
     rewards = with_form(solutions.columns["answer"], solutions.columns["majority_reward"])
-    parts = {"generator": [learned(t, "generator", solutions, solutions.group_id, rewards)]}
-    trained = [q for q, i in enumerate(problems) if kept[i]]
+    log_rewards(t, "generator", solutions, rewards)
+    parts = {"generator": [(solutions, t.advantages(solutions, rewards))]}
+    trained = [q for q, i in enumerate(of_label) if kept[i]]
     if t.args.refinements:
         blamed = [q for q in trained if verdicts[q] is False]
         parts["generator"].append(second_attempts(t, judged.select(blamed), verifications.select(blamed)))
-    verifications.columns = {"outcome": judged.columns["outcome"]} | verification_columns(read)
-    anchors = torch.tensor([2 * i + agree for i, agree, _ in rows], dtype=torch.long, device=t.device)
-    rewards = with_form(verdicts, [v == agree for _, agree, v in rows])
-    parts["verifier"] = [learned(t, "verifier", verifications.select(trained), anchors[trained],
-                                 [rewards[q] for q in trained])]
+    learned = verifications.select(trained)
+    rewards = with_form(learned.columns["verdict"], [verdicts[q] == agrees[q] for q in trained])
+    anchors = torch.tensor([2 * of_label[q] + agrees[q] for q in trained], dtype=torch.long, device=t.device)
+    log_rewards(t, "verifier", replace(learned, group_id=anchors), rewards)
+    parts["verifier"] = [(learned, t.advantages(learned, rewards, groups=anchors))]
     yield from learn(t, parts)
 
 
-def learned(t: Play, role: str, rollouts: Rollouts, groups: torch.Tensor,
-            rewards: list[float]) -> tuple[Rollouts, torch.Tensor]:
-    """A part of the update: rollouts and their advantages within `groups` (N,). The rewards are logged."""
-    log_rewards(t, role, replace(rollouts, group_id=groups), rewards)
-    return rollouts, advantages_of(t, rollouts, groups, rewards)
-
-
-def advantages_of(t: Play, rollouts: Rollouts, groups: torch.Tensor, rewards: list[float]) -> torch.Tensor:
-    """Advantages (N, T) within groups (N,) that need not be those of the prompts."""
-    return t.advantages(rollouts, rewards, groups=groups)
+def verified(t: Play, votes: Rollouts, labels: list[str | None]) -> tuple[Rollouts, Rollouts, list[int]]:
+    """The votes that are verified, as often as they are; their verifications; and of which label each is."""
+    N, answers = votes_per_problem(t.args), votes.columns["answer"]
+    places = [(i, i * N + n) for i, label in enumerate(labels)
+              for side in to_verify(answers[i * N: (i + 1) * N], label, t.args.verifications) for n in side]
+    judged = votes.select([n for _, n in places])
+    verifications = t.verify("verifier", judged, 1, "verifications")
+    read = t.read_verifications(verifications)
+    verifications.columns = {"outcome": judged.columns["outcome"]} | verification_columns(read)
+    log_verifications(t, judged, read)
+    return judged, verifications, [i for i, _ in places]
 
 
 def second_attempts(t: Play, first: Rollouts, verifications: Rollouts) -> tuple[Rollouts, torch.Tensor]:
     """A group of second attempts behind each of these solutions and its verification, rewarded by the label."""
-    R, tool = t.args.refinements, t.sampler.calculator_tool()
-    second = t.sample("generator", t.refine_prompts(first, verifications.texts), R, "refinements", tool=tool)
+    R = t.args.refinements
+    second = t.refine("generator", first, verifications.texts, R, "refinements")
     answers, outcomes = answers_of(t.task, second.texts), t.check(second)
     labels = [label for label in first.columns["pseudo_label"] for _ in range(R)]
     rewards = with_form(answers, [a is not None and a == label for a, label in zip(answers, labels, strict=True)])
     second.columns = {"outcome": [o for o in first.columns["outcome"] for _ in range(R)], "second_outcome": outcomes,
                       "answer": answers, "pseudo_label": labels, "reward": rewards}
     t.log("generator", t.mean({"second/accuracy": outcomes, "second/reward": rewards}))
-    return second, advantages_of(t, second, second.group_id, rewards)
+    return second, t.advantages(second, rewards)
 
 
 def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
@@ -181,12 +178,13 @@ def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
 
 # The log, which alone knows gold answers
 
-def log_filter(t: Play, votes: Rollouts, labels: list[str | None], kept: list[bool], sides: list) -> None:
+def log_filter(t: Play, votes: Rollouts, labels: list[str | None], kept: list[bool],
+               of_label: list[int]) -> None:
     """How many labels are kept, and how far they are right; recipe ttrl logs the same of all."""
     right, rewarded = outcomes_of_labels(votes.columns, labels), votes.columns["majority_reward"]
     stays = [k for k in kept for _ in range(votes_per_problem(t.args))]
     t.log("generator", t.mean({
-        "labels_verified": [agree != [] for agree, _ in sides], "kept": kept,
+        "labels_verified": [i in of_label for i in range(len(labels))], "kept": kept,
         "kept_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if k],
         "dropped_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if not k],
         "kept_reward_accuracy": [reward == outcome for reward, outcome, k in

@@ -8,8 +8,11 @@ With --protocol consultancy one consultant argues at a time, and for the other a
 debate and 10 in consultancy, beta 0.5, the weight of the SFT loss 0.005.
 
 What is measured (rl/debates.py): is the judge right more often as the debater wins more? judge_accuracy is of debates
-between two copies, single and ensembled accuracy are of consultants. The skill is how often a debater wins against the
-start, or a consultant at all. dev/debate_slope.py fits the slope over seeds.
+between two copies, but in a step under --protocol consultancy of one consultant. Single and ensembled accuracy are of
+consultants. The skill is how often a debater wins against the start, or a consultant at all. dev/debate_slope.py fits
+the slope over seeds.
+
+The debater's loss is that of the pairs: --advantage, --loss, --aggregation, --kl-coef and --entropy-coef have no say.
 
 Departures:
 1. One turn, so nothing is refuted. The paper has two, and finds its judge as accurate after one. With one turn its
@@ -31,9 +34,9 @@ from functools import partial
 from typing import NamedTuple
 
 from nanochat.common import check_choices, check_least
-from nanochat.recipes.dpo import add_pair_args, check_pair_args, learn_from_pairs
-from nanochat.rl.debates import (DEBATE_TABLE, Debate, Position, are_reached, argue_prompts, confidences,
-                                 evaluate_debates, positions_of, verify, won)
+from nanochat.recipes.dpo import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
+from nanochat.rl.debates import (DEBATE_TABLE, Debate, Position, are_reached, argue, confidences, evaluate_debates,
+                                 positions_of, verify, won)
 from nanochat.rl.evals import log_rewards
 from nanochat.rl.forms import empty_form_prompt
 from nanochat.rl.play import Call, Play
@@ -88,7 +91,7 @@ def calls(args) -> list[Call]:
     P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
     return [Call("opponent", "distractors", P, args.num_distractors, limit, times),
             Call("generator", "arguments", 2 * P, G, limit, times, trained=True, quoted=limit, scored=2,
-                 wrap=partial(quoting_prompt, template="reference_prompt", answer="")),
+                 wrap=partial(quoting_prompt, template="argue_prompt", answer="")),
             Call("verifier", "verdicts", 4 * P * G, args.verifications, args.verifier_max_new_tokens, times,
                  wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * limit, scored=2)]
 
@@ -100,14 +103,6 @@ def preference(better: float, worse: float, gamma: float) -> float:
     return 1 / (1 + math.exp(-gamma * (better - worse)))
 
 
-def best_and_worst(rewards: list[float], num_samples: int) -> tuple[list[int], list[int]]:
-    """The first best and the first worst argument of each group; none of a group that is one draw. -> their indices"""
-    groups = [range(i, i + num_samples) for i in range(0, len(rewards), num_samples)]
-    pairs = [(max(rows, key=rewards.__getitem__), min(rows, key=rewards.__getitem__)) for rows in groups]
-    decided = [(w, l) for w, l in pairs if rewards[w] > rewards[l]]
-    return [w for w, _ in decided], [l for _, l in decided]
-
-
 # The algorithm
 
 def play(t: Play):
@@ -115,15 +110,15 @@ def play(t: Play):
     worst ones. -> the verifications and what each was shown"""
     args, G, protocol = t.args, t.args.num_samples, PROTOCOLS[t.args.protocol]
     positions = positions_of(t, t.problems(), "distractors")
-    arguments = t.sample("generator", argue_prompts(t, positions), G, "arguments")
+    arguments = argue(t, "generator", positions, G, "arguments")
     debates = [Debate(positions[n // G], text, protocol.against(arguments.texts, n, G))
                for n, text in enumerate(arguments.texts)]
     verifications, shown = verify(t, debates, args.verifications)
     rewards, unread = confidences(t, verifications, args.verifications)
     log_arguments(t, arguments, [debate.position for debate in debates], rewards)
-    chosen, rejected = best_and_worst(rewards, G)                         # y_w, y_l
+    chosen, rejected = best_and_worst(rewards, arguments.group_id.tolist())  # y_w, y_l
     targets = [preference(rewards[w], rewards[l], args.gamma or protocol.gamma)
-               for w, l in zip(chosen, rejected, strict=True)]            # P(y_w > y_l)
+               for w, l in zip(chosen, rejected, strict=True)]                 # P(y_w > y_l)
     t.log("generator", t.mean({"unread": unread, "preference": targets}))
     paired, Q = arguments.select(chosen + rejected), len(chosen)
     yield from learn_from_pairs(t, "generator", paired, list(range(Q)), list(range(Q, 2 * Q)),

@@ -79,6 +79,18 @@ def right_and_wrong(outcomes: list[bool | None], group_id: list[int], most: int 
     return [w for w, _ in pairs], [l for _, l in pairs]
 
 
+def best_and_worst(rewards: list[float | None], group_id: list[int]) -> tuple[list[int], list[int]]:
+    """Of each group the rollouts with the highest and with the lowest reward, of equal ones the first. None is neither,
+    and a group of equal rewards has no pair. -> the indices of the chosen, those of the rejected"""
+    groups: dict[int, list[int]] = {}
+    for n, (g, reward) in enumerate(zip(group_id, rewards, strict=True)):
+        if reward is not None:
+            groups.setdefault(g, []).append(n)
+    pairs = [(max(group, key=rewards.__getitem__), min(group, key=rewards.__getitem__)) for group in groups.values()]
+    pairs = [(w, l) for w, l in pairs if rewards[w] > rewards[l]]
+    return [w for w, _ in pairs], [l for _, l in pairs]
+
+
 # What all pair losses share. Q pairs among N rollouts, which may be in several
 
 def margins(log_ratios: torch.Tensor, chosen: list[int], rejected: list[int], beta: float) -> torch.Tensor:

@@ -4,9 +4,9 @@ Both agents read the problem, and each writes a part of its solution without see
 completions. A joint action is a completion of either, and it earns 1 if the two together are right. --joint aligned
 takes the g-th completions of both. cross takes all G^2 pairs, and the return of a completion is then the sum over its
 pairs, as in the released code (OpenMLRL/CoMLRL). An agent's advantage is the return less the mean over its completions
-of the problem. The loss is -A log pi: a sum over tokens, a mean over completions, without ratio, clip or KL. Both
-agents learn in every step, each by an update of its own. With --frozen second the partner of the first agent stays as
-SFT left it. For a single agent this is REINFORCE with the group's mean as baseline.
+of the problem. The loss is -A log pi: a sum over tokens, a mean over completions, without ratio, clip or KL, so --loss
+and --aggregation have no say. Both agents learn in every step, each by an update of its own. With --frozen second the
+partner of the first agent stays as SFT left it. For a single agent this is REINFORCE with the group's mean as baseline.
 
 The released code has G 4, aligned, a learning rate of 5e-6, temperature and top-p 0.6, top-k 50, and two turns.
 
@@ -30,7 +30,7 @@ from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import quoting_prompt
 from nanochat.rl.roles import RoleSpec, short_name
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import outcomes_of
+from nanochat.rl.scores import share_of
 from tasks.common import Problem
 
 TAGS = dict(family="team", verifier="none", reward="joint outcome", credit="return less the group's mean, per agent")
@@ -57,9 +57,9 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_choices(args, {"joint": JOINT, "frozen": FROZEN})
-    if not hasattr(task, "joint"):
-        raise BadInput(f"--task {task.name}: it says nothing of how parts of two agents make a solution; task halves "
-                       f"does")
+    if missing := [name for name in ("joint", "half_outcomes", "agrees") if not hasattr(task, name)]:
+        raise BadInput(f"--task {task.name}: it says nothing of how parts of two agents make a solution (it has no "
+                       f"{', '.join(missing)}); task halves does")
     check_one_update(args)
 
 
@@ -102,20 +102,13 @@ def returns_of(agent: int, actions: list[tuple[int, ...]], outcomes: list[bool |
 def sample_parts(t: Play, problems: list[Problem], num_samples: int, label: str,
                  greedy: bool = False) -> list[Rollouts]:
     """What each agent writes, which reads nothing but the problem."""
-    return [t.sample(role, t.prompts(f"{role}_prompt", problems), num_samples, label.format(role), greedy=greedy)
-            for role in ROLES]
+    return [t.sample(role, t.prompts(f"{role}_prompt", problems), num_samples, label.format(role), greedy=greedy,
+                     tool=t.sampler.calculator_tool()) for role in ROLES]
 
 
 def joint_texts(t: Play, parts: list[Rollouts], actions: list[tuple[int, ...]]) -> list[str]:
     """What the completions of each joint action make together."""
     return [t.task.joint(*(part.texts[n] for part, n in zip(parts, action, strict=True))) for action in actions]
-
-
-def joint_outcomes(t: Play, problems: list[Problem], texts: list[str]) -> list[bool | None]:
-    """The outcome of each joint solution."""
-    outcomes = outcomes_of(t.task, problems, texts, t.should_stop)
-    t.check_stop()
-    return outcomes
 
 
 def play(t: Play):
@@ -124,17 +117,14 @@ def play(t: Play):
     actions = [tuple(p * G + g for g in action) for p in range(len(problems))
                for action in JOINT[t.args.joint](G, len(parts))]
     texts = joint_texts(t, parts, actions)
-    outcomes = joint_outcomes(t, [problems[action[0] // G] for action in actions], texts)
+    outcomes = t.check_texts([problems[action[0] // G] for action in actions], texts)
     log_joint(t, parts, outcomes, texts)
-    learned = []
     for agent, (role, part) in enumerate(zip(ROLES, parts, strict=True)):
         returns = returns_of(agent, actions, outcomes, len(part))
-        advantages = t.advantages(part, returns)
         part.columns = {"partner": parts[1 - agent].texts}
         log_rewards(t, role, part, returns)
         if role != t.args.frozen:
-            learned.append(Update(role, [(part, advantages)], replace(t.loss, name="reinforce"), per="rollout"))
-    yield from learned
+            yield Update(role, [(part, t.advantages(part, returns))], replace(t.loss, name="reinforce"), per="rollout")
 
 
 def log_joint(t: Play, parts: list[Rollouts], outcomes: list[bool | None], texts: list[str]) -> None:
@@ -156,11 +146,10 @@ def evaluate(t: Play) -> dict:
         for kind, greedy in (("", True), ("sampled_", False)):
             parts = sample_parts(t, problems, 1, f"eval_{kind}{{}}", greedy)
             texts = joint_texts(t, parts, [(n, n) for n in range(len(problems))])
-            right = are_right(joint_outcomes(t, problems, texts), split)
-            rows = t.gather([[is_right, t.task.agrees(text), *t.task.half_outcomes(problem, text)]
-                             for is_right, text, problem in zip(right, texts, problems, strict=True)])
-            names = (f"joint/{kind or 'pass1_'}{name}", f"joint/{kind}agree_{name}",
-                     *(f"{short_name(role)}/{kind}half_{name}" for role in ROLES))
-            means = [sum(column) / len(rows) for column in zip(*rows, strict=True)] if rows else [None] * len(names)
-            scores |= dict(zip(names, means, strict=True))
+            right = are_right(t.gather(t.check_texts(problems, texts)), split)
+            halves = t.gather(list(map(t.task.half_outcomes, problems, texts)))
+            scores |= {f"joint/{kind or 'pass1_'}{name}": share_of(right),
+                       f"joint/{kind}agree_{name}": share_of(t.gather(list(map(t.task.agrees, texts))))}
+            scores |= {f"{short_name(role)}/{kind}half_{name}": share_of([pair[agent] for pair in halves])
+                       for agent, role in enumerate(ROLES)}
     return scores

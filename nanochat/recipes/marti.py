@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.recipes.score import changes
-from nanochat.rl.evals import SPLITS, gathered_verdict_scores, log_rewards, pass_at_1
+from nanochat.rl.evals import SPLITS, are_right, gathered_verdict_scores, log_rewards, pass_at_1
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import empty_verifier_prompt, refine_prompt
 from nanochat.rl.roles import RoleSpec
@@ -59,61 +59,49 @@ SHAPING: dict[str, Callable[[float, float], float]] = {
 
 def shaped(R: float | None, Q: float | None, alpha: float, shaping: str) -> float | None:
     """R + alpha Delta; R itself where no turn before it is known."""
-    return R if R is None or Q is None else R + alpha * SHAPING[shaping](R, Q)
+    return None if R is None else R + (0.0 if Q is None else alpha * SHAPING[shaping](R, Q))
 
 
-def means_before(turns: list[list[float | None]], team: int) -> list[float | None]:
-    """Q of each rollout of the next turn: the mean of the known rewards of its team, so many in a row, in all turns so
-    far; None where there are none. turns: the rewards of each (N,)"""
+def means_before(turns: list[list[float | None]], num: int, team: int) -> list[float | None]:
+    """Q of each of the `num` rollouts of the next turn: the mean of the known rewards of its team, so many in a row, in
+    all turns so far; None where there are none. turns: the rewards of each (N,)"""
     means = []
-    for n in range(len(turns[0]) if turns else 0):
+    for n in range(num):
         start = n - n % team
         known = [R for turn in turns for R in turn[start: start + team] if R is not None]
         means.append(sum(known) / len(known) if known else None)
     return means
 
 
-# Graphs: (t, problems, samples of each, what labels begin with, greedy) -> turns
+# Graphs: (t, problems, samples of each, greedy) -> turns
 
 class Turn(NamedTuple):
-    """One turn of all teams: its name, what was written, and what each text earns by itself, None = not scorable."""
+    """One turn of all teams: its name, what was written, and what each text earns by itself: whether it is right, None
+    = not scorable."""
     name: str
     rollouts: Rollouts
-    rewards: list[float | None]
+    rewards: list[bool | None]
 
 
-def answered(t: Play, name: str, rollouts: Rollouts) -> Turn:
-    """A turn of answers."""
-    return Turn(name, rollouts, [None if outcome is None else float(outcome) for outcome in t.check(rollouts)])
-
-
-def debate(t: Play, problems: list[Problem], num_samples: int, prefix: str = "", greedy: bool = False) -> list[Turn]:
+def debate(t: Play, problems: list[Problem], num_samples: int, greedy: bool = False) -> list[Turn]:
     """Answers, and answers behind that of the next agent of the team."""
-    first = t.solve("generator", problems, num_samples, f"{prefix}generator", greedy=greedy)
-    team = t.args.num_agents
+    first, team = t.solve("generator", problems, num_samples, "generator", greedy=greedy), t.args.num_agents
     others = first.select([n - n % team + (n + 1) % team for n in range(len(first))])
-    return [answered(t, "first", first), answered(t, "final", again(t, others, [""] * len(first), prefix, greedy))]
+    final = t.refine("generator", others, [""] * len(first), 1, "final", greedy=greedy)
+    return [Turn("first", first, t.check(first)), Turn("final", final, t.check(final))]
 
 
-def chain(t: Play, problems: list[Problem], num_samples: int, prefix: str = "", greedy: bool = False) -> list[Turn]:
+def chain(t: Play, problems: list[Problem], num_samples: int, greedy: bool = False) -> list[Turn]:
     """Answers, verifications of them, and answers behind both."""
-    first = t.solve("generator", problems, num_samples, f"{prefix}generator", greedy=greedy)
-    answers = answered(t, "first", first)
-    written = t.verify("generator", first, 1, f"{prefix}verifier", greedy=greedy)
-    verifications = t.read_verifications(written)
-    judged = [None if R is None else float(v.verdict == R) for v, R in zip(verifications, answers.rewards, strict=True)]
-    if not prefix:
-        found = gathered_verdict_scores(t, first, [None if R is None else R == 1 for R in answers.rewards],
-                                        verifications)
+    first = t.solve("generator", problems, num_samples, "generator", greedy=greedy)
+    written = t.verify("generator", first, 1, "verifier", greedy=greedy)
+    verifications, outcomes = t.read_verifications(written), t.check(first)
+    judged = [None if R is None else v.verdict == R for v, R in zip(verifications, outcomes, strict=True)]
+    if not t.evaluating:
+        found = gathered_verdict_scores(t, first, outcomes, verifications)
         t.log("generator", {f"verdicts/{name}": value for name, value in found.items()})
-    final = again(t, first, [v.text for v in verifications], prefix, greedy)
-    return [answers, Turn("judged", written, judged), answered(t, "final", final)]
-
-
-def again(t: Play, quoted: Rollouts, critiques: list[str], prefix: str, greedy: bool) -> Rollouts:
-    """An answer behind each of these solutions and what is said of it."""
-    prompts = t.refine_prompts(quoted, critiques)
-    return t.sample("generator", prompts, 1, f"{prefix}final", greedy=greedy, tool=t.sampler.calculator_tool())
+    final = t.refine("generator", first, [v.text for v in verifications], 1, "final", greedy=greedy)
+    return [Turn("first", first, outcomes), Turn("judged", written, judged), Turn("final", final, t.check(final))]
 
 
 GRAPHS = {"debate": debate, "chain": chain}
@@ -162,7 +150,7 @@ def play(t: Play):
     turns = GRAPHS[t.args.graph](t, t.problems(), t.args.num_samples)
     first, earned, parts = turns[0].rollouts, [], []
     for turn in turns:
-        Qs = means_before(earned, team_size(t.args)) or [None] * len(first)
+        Qs = means_before(earned, len(first), team_size(t.args))
         rewards = [shaped(R, Q, t.args.alpha, t.args.shaping) for R, Q in zip(turn.rewards, Qs, strict=True)]
         # All texts of a turn at a problem are one group, although later ones have prompts of their own.
         advantages = t.advantages(turn.rollouts, rewards, groups=first.group_id)
@@ -180,16 +168,18 @@ def play(t: Play):
 
 def evaluate(t: Play) -> dict:
     """Greedy pass@1 of one agent alone, and what a team answers at last: a debate, whose agents are sampled, the
-    majority of its last answers; a chain, greedy, its refiner's."""
-    scores, team = pass_at_1(t, "generator"), team_size(t.args)
+    majority of its last answers; a chain, greedy, its refiner's. A verdict on what cannot be scored is left out."""
+    team = team_size(t.args)
+    scores = pass_at_1(t, "generator") if team > 1 else {}  # the first answer of a chain is that
     for split, name in SPLITS.items():
-        turns = GRAPHS[t.args.graph](t, t.problems(t.args.eval_examples, split), team, "eval_", greedy=team == 1)
-        answers, final = answers_of(t.task, turns[-1].rollouts.texts), turns[-1].rewards
-        voted = []
+        turns = GRAPHS[t.args.graph](t, t.problems(t.args.eval_examples, split), team, greedy=team == 1)
+        answers, final, voted = answers_of(t.task, turns[-1].rollouts.texts), turns[-1].rewards, []
         for i in range(0, len(final), team):
             vote = majority(answers[i: i + team])
-            voted.append(vote is not None and final[answers.index(vote, i)] == 1)
-        scores[f"gen/final_{name}"] = share_of(t.gather(voted))
-        for turn in turns[:-1]:
-            scores[f"gen/{turn.name}_{name}"] = share_of(t.gather([R == 1 for R in turn.rewards]))
+            voted.append(False if vote is None else final[answers.index(vote, i)])
+        outcomes = {turn.name: t.gather(turn.rewards) for turn in turns[:-1]} | {"final": t.gather(voted)}
+        judged = [R for R in outcomes.pop("judged", []) if R is not None]
+        scores |= {f"gen/{turn}_{name}": share_of(are_right(found, split)) for turn, found in outcomes.items()}
+        if team == 1:
+            scores |= {f"gen/pass1_{name}": scores[f"gen/first_{name}"], f"gen/judged_{name}": share_of(judged)}
     return scores

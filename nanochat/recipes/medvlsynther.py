@@ -91,10 +91,9 @@ def play(t: Play):
                                          for prompt in solutions.prompt_of()]))
     solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
     log_rewards(t, "generator", solutions, rewards)
-    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [r is None for r in rewards]}))
     if t.reduce(torch.tensor(len(solutions), device=t.device)):  # something passed, on some rank
-        advantages = t.advantages(solutions, rewards)
-        yield Update("generator", [(solutions, advantages)])
+        yield Update("generator", [(solutions, t.advantages(solutions, rewards))])
 
 
 def log_problems(t: Play, proposals: Proposals, scores: list[float], passed: list[bool],

@@ -5,7 +5,7 @@ verification and so gives a score s from 1 to 10, worth (s - 1) / 9, or 0.5 wher
 (quality + difficulty + format) / 3 with difficulty = 1 - the mean score of n = 3 solutions; with a quality below 0.7 no
 difficulty, and the problem stays out of the pool; 0 for what is no problem. The solver earns half its score and half
 its format, the judge its format alone. Advantages are whitened within the batch of each role, then all roles share one
-update. These are rewards of the authors' code (reward_managers.py); its script samples n = 5.
+update: --advantage has no say. These are rewards of the authors' code (reward_managers.py); its script samples n = 5.
 
 No gold answer enters an update by default. Nothing then holds the judge's scores to the truth, and the log shows how
 far they part: judge/score beside rewards/outcome/mean. Variants use gold answers: --judge-reward grounded pays the
@@ -13,7 +13,7 @@ judge as Tango does, --proposer-reward one_minus, azr and parabola pay the propo
 
 Departures:
 1. A score comes from a written verification of a solution: 10 where its verdict is right, else less by the share of the
-   wrong steps. The authors ask for a number.
+   wrong steps, of which there is at least one. The authors ask for a number.
 2. The quality of a problem is the highest score of its n solutions. The authors ask the judge about the problem itself,
    which no demonstration teaches here.
 3. Whether a text is a problem is read by the task, so its format is 1 or it earns 0. A text of a test split is refused
@@ -29,7 +29,7 @@ from nanochat.rl.advantages import whiten
 from nanochat.rl.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
 from nanochat.rl.forms import believed_score
 from nanochat.rl.play import Call, Play, Update
-from nanochat.rl.prompts import Verification, empty_verifier_prompt
+from nanochat.rl.prompts import TOP_SCORE, Verification, empty_verifier_prompt
 from nanochat.rl.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns, gathered,
                                    log_proposals, propose, propose_prompt, spread)
 from nanochat.rl.rewards import format_reward, terminal_rewards, verdict_reward
@@ -75,7 +75,7 @@ def check(args, task) -> None:
 def calls(args) -> list[Call]:
     P, G, n, times = args.examples_per_step, args.num_samples, args.num_attempts, args.num_steps
     limit, judged = args.max_new_tokens, args.verifier_max_new_tokens
-    verify = dict(wrap=empty_verifier_prompt, quoted=max(limit, judged))  # a role's evaluations have its longest limit
+    verify = dict(wrap=empty_verifier_prompt, quoted=limit)
     return [Call("generator", "propose", P, G, limit, times, trained=True, wrap=propose_prompt),
             Call("generator", "attempts", P * G, n, limit, times),
             Call("generator", "attempt_scores", P * G * n, 1, judged, times, **verify),
@@ -89,14 +89,16 @@ def judge_score(verification: Verification) -> float:
     """(s - 1) / 9 of the score s from 1 to 10 that a verification comes to, 0.5 where it cannot be read."""
     if verification.verdict is None or verification.usable_steps is None:
         return NEUTRAL
-    s = believed_score(verification, num_solutions=2)  # out of 10, as of several
+    s, K = believed_score(verification, num_solutions=2), len(verification.step_verdicts)  # out of 10, as of several
+    if not verification.verdict:  # a wrong whole has a wrong step, also where none is blamed
+        s = min(s, (TOP_SCORE - 1) * (K - 1) // max(1, K))
     return min(1.0, max(0.0, (s - 1) / 9))
 
 
-def proposer_reward(scores: list[float], form: float = 1.0) -> float:
-    """What a problem earns whose solutions have these scores."""
+def proposer_reward(scores: list[float]) -> float:
+    """What a problem earns whose solutions have these scores; its format is 1."""
     quality, difficulty = max(scores), 1 - sum(scores) / len(scores)
-    return (quality + difficulty * (quality >= LEAST_QUALITY) + form) / 3
+    return (quality + difficulty * (quality >= LEAST_QUALITY) + 1) / 3
 
 
 def solver_reward(score: float, form: float) -> float:

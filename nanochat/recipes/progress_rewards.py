@@ -21,7 +21,7 @@ from nanochat.rl.prefixes import prompt_behind
 from nanochat.rl.rewards import at_step_ends, outcome_rewards
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import outcomes_of, pass_at_k
+from nanochat.rl.scores import pass_at_k
 from nanochat.rl.step_labels import METHODS, run_plans
 
 TAGS = dict(family="generator-prover", verifier="continuations", reward="outcome + progress",
@@ -102,8 +102,7 @@ def prefix_values(t: Play, prefixes: dict, value: str) -> dict:
     begun = [begun for _, begun in prefixes.values() for _ in range(N)]
     texts = [t.tokenizer.decode([*before, *tokens[: len(tokens) - stopped]]) for before, tokens, stopped in zip(
         begun, rollouts.completions(), rollouts.stopped.tolist(), strict=True)]
-    outcomes = outcomes_of(t.task, rollouts.problems(), texts, t.should_stop)
-    t.check_stop()
+    outcomes = t.check_texts(rollouts.problems(), texts)
     known = [[o for o in outcomes[i: i + N] if o is not None] for i in range(0, len(outcomes), N)]
     return {key: pass_at_k(len(row), sum(row), K) if len(row) >= K else None
             for key, row in zip(prefixes, known, strict=True)}

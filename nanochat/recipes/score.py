@@ -26,7 +26,6 @@ from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import refine_prompt
 from nanochat.rl.roles import RoleSpec
-from nanochat.rl.rollouts import Rollouts
 
 TAGS = dict(family="single model, two turns", verifier="none", reward="outcome + progress", credit="RLOO per turn")
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
@@ -93,16 +92,11 @@ def changes(outcomes: list) -> dict[str, list]:
 
 # The algorithm
 
-def second_attempts(t: Play, first: Rollouts, label: str, greedy: bool = False) -> Rollouts:
-    """Another attempt behind each, about which nothing is said."""
-    return t.refine("generator", first, [""] * len(first), 1, label, greedy=greedy)
-
-
 def play(t: Play):
     """Two attempts in a row at each problem, G times, and one update on both."""
     args, stage = t.args, 1 if t.steps["generator"] < t.args.stage1_steps else 2
     first = t.solve("generator", t.problems(), args.num_samples, "generator")
-    second = second_attempts(t, first, "second")
+    second = t.refine("generator", first, [""] * len(first), 1, "second")  # about the first one nothing is said
     outcomes = list(zip(t.check(first), t.check(second), strict=True))
     rewards = list(zip(*(turn_rewards(a, b, stage, args.alpha, args.credit) for a, b in outcomes), strict=True))
     betas = (args.beta2 if stage == 1 else args.beta1), args.beta1
@@ -133,7 +127,7 @@ def evaluate(t: Play) -> dict:
     scores = {}
     for split, name in SPLITS.items():
         first = t.solve("generator", t.problems(t.args.eval_examples, split), 1, "eval", greedy=True)
-        second = second_attempts(t, first, "eval_second", greedy=True)
+        second = t.refine("generator", first, [""] * len(first), 1, "eval_second", greedy=True)
         pairs = t.gather([[a is True, b is True] for a, b in zip(t.check(first), t.check(second), strict=True)])
         found = {"pass1": [a for a, _ in pairs], "turn2": [b for _, b in pairs], **changes(pairs)}
         scores |= {f"gen/{key}_{name}": sum(values) / len(values) if pairs else None for key, values in found.items()}

@@ -20,7 +20,7 @@ Departures:
 6. AdamW at a constant --lr, not 1e-6 decaying to 1e-7: the models here are tiny.
 """
 from nanochat.common import check_choices, check_least
-from nanochat.recipes.dpo import add_pair_args, check_pair_args, learn_from_pairs
+from nanochat.recipes.dpo import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
 from nanochat.rl.evals import log_rewards, scores_of_pair
 from nanochat.rl.judge_evals import judge_scores
 from nanochat.rl.judges import Judgment, generative
@@ -82,18 +82,6 @@ def calls(args) -> list[Call]:
     return [Call("snapshot", "candidates", P, G, limit, times), judge,
             Call("generator", "pairs", P, 2, limit, times, trained=True, given=True, scored=2),
             judge._replace(role="generator", label="judging", num_samples=1, times=0)]  # in an evaluation alone
-
-
-def best_and_worst(points: list[float | None], group_id: list[int]) -> tuple[list[int], list[int]]:
-    """Of each group the rollouts with the most and with the fewest points, of equal ones the first. None is neither,
-    and a group of equal points has no pair. -> the indices of the chosen, those of the rejected"""
-    groups: dict[int, list[int]] = {}
-    for n, (g, value) in enumerate(zip(group_id, points, strict=True)):
-        if value is not None:
-            groups.setdefault(g, []).append(n)
-    pairs = [(max(group, key=points.__getitem__), min(group, key=points.__getitem__)) for group in groups.values()]
-    pairs = [(w, l) for w, l in pairs if points[w] > points[l]]
-    return [w for w, _ in pairs], [l for _, l in pairs]
 
 
 def play(t: Play):

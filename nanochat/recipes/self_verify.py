@@ -40,6 +40,9 @@ def check(args, task) -> None:
     if args.verifier_head != "prompt":
         raise BadInput(f"--verifier-head {args.verifier_head}: this recipe is about one model in both roles, which is "
                        f"--verifier-head prompt; recipe tango has the others")
+    if args.verifier_optimizer != "shared":
+        raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: both kinds of steps are updates of one role; "
+                       f"recipe tango has one for each")
 
 
 def updates(args) -> dict[str, int]:

@@ -13,14 +13,15 @@ Departures:
    the one that was shown. In the paper a model answers from the proposer's documents and four others.
 2. One update for both roles; the script makes one for each in turn (combine_update).
 3. The filter's limits are the task's: theirs are 10 words and 1000 characters.
-4. Without a pool the place of a filtered question stays empty. Theirs asks a dummy question there.
+4. Where the pool has no question left the place of a filtered one stays empty. Theirs asks a dummy question there. With
+   --no-filter nothing is pooled, for an older question would be read anew and with its true answer.
 5. --proposer-reward azr is Absolute Zero's; one_minus and parabola are the script's 1-acc and intermediate_difficulty.
 6. Advantages do not see the clip range (theirs: 0.2 and 0.285), for one optimizer step is made of a batch.
 """
 import argparse
 from dataclasses import replace
 
-from nanochat.common import check_choices, check_least
+from nanochat.common import BadInput, check_choices, check_least, check_most
 from nanochat.recipes import search_r1
 from nanochat.recipes.search_r1 import add_search_args, log_queries, no_search, read_queries, scores_of_both, search_of
 from nanochat.rl.evals import log_rewards
@@ -52,7 +53,10 @@ def check(args, task) -> None:
     search_r1.check(args, task)
     check_choices(args, {"proposer_reward": BY_ACCURACY})
     check_least(args, {"least_queries": 0, "pool_steps": 1})
+    check_most(args, {"pool_steps": 1000})
     check_reads_problems(task)
+    if not hasattr(task, "queries_of"):
+        raise BadInput(f"--task {task.name}: cannot tell what a question needs (it has no queries_of)")
 
 
 def calls(args) -> list[Call]:

@@ -11,7 +11,6 @@ from nanochat.rl.comparing import Lineup, choice_chances, lineup_prompts, turned
 from nanochat.rl.evals import SPLITS
 from nanochat.rl.forms import steps_of
 from nanochat.rl.play import Play
-from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.scores import answers_of, majority, share_of
 from tasks.common import Problem
@@ -46,10 +45,12 @@ def positions_of(t: Play, problems: list[Problem], label: str) -> list[Position]
     return found
 
 
-def argue_prompts(t: Play, positions: list[Position]) -> list[Prompt]:
-    """The debater's prompts."""
-    return t.prompts("reference_prompt", [position.problem for position in positions],
-                     answer=[position.answer for position in positions])
+def argue(t: Play, role: str, positions: list[Position], num_samples: int, label: str,
+          greedy: bool = False) -> Rollouts:
+    """`num_samples` arguments of a role for each position."""
+    prompts = t.prompts("argue_prompt", [position.problem for position in positions],
+                        answer=[position.answer for position in positions])
+    return t.sample(role, prompts, num_samples, label, greedy=greedy, tool=t.sampler.calculator_tool())
 
 
 def quoted(t: Play, argument: str, answer: str) -> str:
@@ -68,31 +69,33 @@ def verify(t: Play, debates: list[Debate], num_votes: int) -> tuple[Rollouts, li
     return rollouts, [line for line in shown for _ in range(num_votes)]
 
 
+DIGITS = 4  # of a confidence: further ones depend on which verifications are scored together
+
+
 def confidences(t: Play, verifications: Rollouts, num_votes: int) -> tuple[list[float], list[float]]:
     """The judge's confidence in the position of each debate: the mean of its verifications in both orders, of which
     those without a choice say a half. And the share of these."""
     chances, D = choice_chances(t, "verifier", verifications), len(verifications) // 2
     firsts, seconds = ([row[i: i + num_votes] for i in range(0, D, num_votes)] for row in (chances[:D], chances[D:]))
     total = lambda row: sum(0.5 if chance is None else chance for chance in row)
-    return ([(total(first) + num_votes - total(second)) / (2 * num_votes)
+    return ([round((total(first) + num_votes - total(second)) / (2 * num_votes), DIGITS)
              for first, second in zip(firsts, seconds, strict=True)],
             [(first + second).count(None) / (2 * num_votes) for first, second in zip(firsts, seconds, strict=True)])
 
 
 def are_reached(t: Play, arguments: list[str], positions: list[Position]) -> list[bool]:
-    """Whether each argument comes to the answer of its position."""
-    answers = answers_of(t.task, arguments)
-    return [answer == position.answer for answer, position in zip(answers, positions, strict=True)]
+    """Whether each argument comes to the answer of its position: it has its text, or is right where that is."""
+    answers, outcomes = answers_of(t.task, arguments), t.check_texts([p.problem for p in positions], arguments)
+    return [answer == position.answer or position.is_right and outcome is True
+            for answer, outcome, position in zip(answers, outcomes, positions, strict=True)]
 
 
 # The measurement
 
-ROUNDING = 1e-4  # of a confidence, which is not the same to the bit in every batch
-
-
 def won(confidence: float) -> float:
     """1 where the judge is for an answer, 0 where it is against, a half at 0.5."""
-    return 0.5 if abs(confidence - 0.5) < ROUNDING else float(confidence > 0.5)
+    lead = round(confidence - 0.5, DIGITS)
+    return (lead > 0) + (lead == 0) / 2
 
 
 def debate_scores(rows: list[list[float]]) -> dict[str, float | None]:
@@ -129,7 +132,7 @@ def held_out(t: Play, split: str) -> list[list]:
     kept = t.memory.setdefault("held_out", {})
     if split not in kept:
         positions = positions_of(t, t.problems(t.args.eval_examples, split), "held_out")
-        texts = t.sample("opponent", argue_prompts(t, positions), 1, "start", greedy=True).texts
+        texts = argue(t, "opponent", positions, 1, "start", greedy=True).texts
         kept[split] = sorted(t.gather([[right.problem.index, right.answer, right.rival, *texts[2 * i: 2 * i + 2]]
                                        for i, right in enumerate(positions[::2])]))
     return kept[split]
@@ -141,7 +144,7 @@ def debated(t: Play, split: str) -> list[list[float]]:
     for index, right, wrong, *_ in rows:
         problem = t.task.problem(split, index)
         positions += [Position(problem, right, wrong, True), Position(problem, wrong, right, False)]
-    texts = t.sample("generator", argue_prompts(t, positions), 1, "eval", greedy=True).texts
+    texts = argue(t, "generator", positions, 1, "eval", greedy=True).texts
     for i, (*_, start_right, start_wrong) in enumerate(rows):
         right, wrong = texts[2 * i: 2 * i + 2]
         debates += [Debate(positions[2 * i], *said) for said in (

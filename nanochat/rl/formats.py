@@ -41,6 +41,7 @@ class Format:
     graded_prompt: str         # which of two is better, and by how much
     scores_prompt: str         # a score of each
     # further roles: templates with {problem} and what else they name
+    argue_prompt: str          # a solution that comes to a given {answer}
     propose_prompt: str        # a problem of one's own, behind a {hint}: a problem to vary, or the answer it is to have
     first_prompt: str          # of two agents that work on one problem, what the first one is to write
     second_prompt: str         # and the second
@@ -155,6 +156,8 @@ PAPER = Format(
                   "then score each from 0 to 10, or a single one 1 if it is right and 0 if not, in this form: "
                   "<step_verification><step>...</step>...</step_verification>"
                   "<final_verification>\\boxed{{...,...}}</final_verification>",
+    argue_prompt="{problem}\n\nArgue that the answer is {answer}: write a derivation that comes to it, step by "
+                 "step, in this form: <think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
     propose_prompt="{hint}\n\nWrite a new problem that fits what stands above: one that can be solved, has one answer, "
                    "and does not give it away. Write the problem alone.",
     first_prompt="{problem}\n\nYou and a partner solve this together, each without seeing what the other writes. "
@@ -179,7 +182,8 @@ COMPACT = Format(
     choices=("A", "B"), scores_open="", scores_close="", listed="|{solution}",
     pair_prompt="{problem}{solutions}|A", solve_pair_prompt="{problem}{solutions}|WA",
     graded_prompt="{problem}{solutions}|AS", scores_prompt="{problem}{solutions}|S",
-    propose_prompt="{hint}|P", first_prompt="{problem}|L", second_prompt="{problem}|R",
+    argue_prompt="{answer}|{problem}", propose_prompt="{hint}|P",
+    first_prompt="{problem}|L", second_prompt="{problem}|R",
     reason_prompt="{context}|G|{problem}", condense_prompt="{document}|{query}|C",
     query_open="<", query_close=">", info_open="(", info_close=")",
 )

@@ -70,8 +70,8 @@ def spread(values: list, places: list) -> list:
 
 def check_reads_problems(task) -> None:
     """Raises BadInput for a task that cannot read proposed problems."""
-    if not hasattr(task, "read_problem"):
-        raise BadInput(f"--task {task.name}: reads no proposed problems (it has no read_problem)")
+    if missing := [name for name in ("read_problem", "hint_of", "refusals") if not hasattr(task, name)]:
+        raise BadInput(f"--task {task.name}: reads no proposed problems (it has no {', '.join(missing)})")
 
 
 def propose_prompt(tokenizer, fmt, problem: str) -> list[int]:
@@ -123,9 +123,10 @@ def gathered(t: Play, found: Proposals, places: list[int], num: int) -> list[lis
 
 
 def drawn(t: Play, pool: list[list]) -> list[Problem | None]:
-    """This rank's share of --examples-per-step different problems of a pool, None in the place of each that it has not
+    """This rank's share of --examples-per-step different texts of a pool, None in the place of each that it has not
     got."""
     P, rank, world = t.args.examples_per_step, t.run.rank, t.run.world
-    rows = random.Random(f"{t.args.seed}-{t.step}").sample(pool, min(P, len(pool)))
+    different = list({text: [index, text] for index, text in pool}.values())
+    rows = random.Random(f"{t.args.seed}-{t.step}").sample(different, min(P, len(different)))
     problems = [t.task.read_problem(text, index)[0] for index, text in rows]
     return (problems + [None] * (P - len(rows)))[rank::world]
