@@ -19,6 +19,7 @@ from nanochat.rl.log_odds import end_read, ended, log_odds, steps_read
 from nanochat.rl.play import Call, Play
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, solve_prompt
 from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.scores import share_of
 from nanochat.rl.spots import chances_at, forced_verdicts, written_chances
 
 
@@ -54,7 +55,7 @@ def shares(verifications: list[Verification], tokens: int) -> Judgment:
     steps = [v.usable_steps for v in verifications if v.usable_steps is not None]
     finals = [v.verdict for v in verifications if v.verdict is not None]
     return Judgment([sum(column) / len(steps) for column in zip(*steps, strict=True)] if steps else None,
-                    sum(finals) / len(finals) if finals else None, tokens)
+                    share_of(finals), tokens)
 
 
 def read_by_log_odds(t: Play, role: str, solutions: Rollouts) -> tuple[Rollouts, list[list[float]], list[float]]:
@@ -131,8 +132,7 @@ def together(t: Play, role: str, solutions: Rollouts, form: str) -> list[Judgmen
             tokens[n] += length / num
     for n in (n for rows in shown if is_draw(rows) for n in rows):
         given[n] += [0.5] * k
-    return [Judgment(None, sum(row) / len(row) if row else None, spent)
-            for row, spent in zip(given, tokens, strict=True)]
+    return [Judgment(None, share_of(row), spent) for row, spent in zip(given, tokens, strict=True)]
 
 
 def num_together(args, form: str) -> int:

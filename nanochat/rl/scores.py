@@ -163,8 +163,8 @@ def ranking_reversed(outcomes: list[bool | None], advantages: list[float], num_s
     return reversed_groups
 
 
-def share_of(hits: list[bool]) -> float | None:
-    """The share that is True; None of nothing."""
+def share_of(hits: list[float]) -> float | None:
+    """The share that is True, or the mean of numbers; None of nothing."""
     return sum(hits) / len(hits) if hits else None
 
 
