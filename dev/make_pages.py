@@ -48,6 +48,13 @@ COMMANDS = {  # how the runs of a csv were made
     "systems/chain_refine": 'bash runs/fig4.sh --start refine --arms "grpo_2e-4 critique_grpo_2e-4"',
     "labels/small_chain_n64": 'bash runs/pays.sh --dial labels --settings "n64 n256" --seeds "21 22 23 24 25" '
                               '--arms "grpo ttrl fixed_merged gentle_merged"'}
+BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
+    "Verifiers of every kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "rm_r1", "think_rm",
+                                "think_rm_policy", "spct"),
+    "Reward models that learn with the policy": ("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
+    "Two turns, many players, no labels": ("magrpo", "coverrl", "alphaproof")}
+NOT_RUN = ("critique_grpo_verifier", "multi_agent_evolve", "ssp", "medvlsynther", "marti", "debate", "debate_judge",
+           "self_rewarding", "constitutional_ai", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "dapo")
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -61,28 +68,11 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "dpo": [Arm("systems/chain", "dpo", "4e-4", "pairs")],
     "spin": [Arm("systems/chain", "spin", "3e-5", "SFT's demonstrations")],
     "critique_grpo": [Arm("systems/chain_refine", "critique_grpo_2e-4", "2e-4", "two attempts", "grpo_2e-4")],
-    "critique_grpo_verifier": [],
     "score": [],
     "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")],
-    **dict.fromkeys(("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor"), []),
-    "rm_r1": [],
-    "think_rm": [],
-    "think_rm_policy": [],
-    "spct": [],
-    **dict.fromkeys(("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"), []),
-    **dict.fromkeys(("multi_agent_evolve", "ssp", "medvlsynther"), []),
-    **dict.fromkeys(("magrpo", "marti", "debate", "debate_judge"), []),
-    **dict.fromkeys(("self_rewarding", "constitutional_ai", "coverrl", "self_verify"), []),
-    **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "mars", "alphaproof", "dapo"), [])}
-BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
-    "Verifiers of every kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "think_rm", "rm_r1",
-                                 "spct", "supervisor", "think_rm_policy"),
-    "Reward models that learn with the policy": ("cooper", "ppo", "refit", "simulated_judge",
-                                                 "progress_rewards"),
-    "Two turns, many players, no labels": ("coverrl", "alphaproof")}
-NOT_RUN = ("critique_grpo_verifier", "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "debate",
-           "debate_judge", "self_rewarding", "constitutional_ai", "self_verify", "search_r1", "r1_searcher", "ssrl",
-           "mars", "dapo")
+    **{name: [] for names in (*BESIDE.values(), NOT_RUN) for name in names}}
+
+
 def anchor(title: str) -> str:
     """The link to a part of a page."""
     return title.lower().replace(",", "").replace(" ", "-")
@@ -267,7 +257,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "progress_rewards": "runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as "
                         "the policy",
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three",
-    "magrpo": "runs: not run with seeds",
+    "magrpo": "works: the agents find one convention on three seeds, and with a frozen partner they do not",
     "marti": "runs: not run with seeds",
     "alphaproof": "works: proofs rise from 38 to 92% on three seeds, and no reward can be had without one",
     "search_r1": "runs: not run with seeds",
