@@ -27,11 +27,12 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
 
 
 def judge_scores(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:
-    """`judged_scores` of judgments of solutions, `num` of each problem one behind the other, over all ranks."""
-    problems = solutions.problems()
+    """`judged_scores` of judgments of solutions, `num` of each problem one behind the other, over all ranks. Solutions
+    with a column of outcomes are not checked again."""
+    problems, outcomes = solutions.problems(), solutions.columns.get("outcome") or t.check(solutions)
     labels = [labels_of(t.task, problem, text) for problem, text in zip(problems, solutions.texts, strict=True)]
     rows = [[*row, j.steps, j.final, j.tokens] for *row, j in zip(
-        answers_of(t.task, solutions.texts), t.check(solutions), labels, judgments, strict=True)]
+        answers_of(t.task, solutions.texts), outcomes, labels, judgments, strict=True)]
     return judged_scores(t.gather([rows[i: i + num] for i in range(0, len(rows), num)]))
 
 
