@@ -566,6 +566,11 @@ def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, reward):
         t.read_verifications = lambda rollouts: list(map(said, num_steps(rollouts), rollouts.texts))
         update, = tango.generator_step(t, judge="verifier", reward=reward)
         assert {p.index < 4 for p in update.parts[0][0].problems()} == {True, False}
+        solutions = update.parts[0][0]
+        hidden = [verdict for problem, verdict in zip(solutions.problems(), solutions.columns["verdict"], strict=True)
+                  if problem.index >= 4]
+        assert t.metrics["gen/unlabelled/outcome/mean"] == others
+        assert t.metrics["gen/unlabelled/verdict_accuracy"] == pytest.approx(hidden.count(others) / len(hidden))
         apply_update(t, update)
         return weights_of(t.roles["generator"].model)
 

@@ -239,11 +239,11 @@ def labelled_problems(t: Play, and_others: bool = False) -> list[Problem]:
     return [t.task.problem("rl", i) for i in places]
 
 
-def known_outcomes(t: Play, solutions: Rollouts) -> list[bool | None]:
-    """The outcomes by the gold answers that there are; None without one."""
+def known_outcomes(t: Play, solutions: Rollouts, gold: list[bool | None]) -> list[bool | None]:
+    """The outcomes by the gold answers that there are; None without one. gold: as if all were known."""
     N = vars(t.args).get("num_labelled", 0) or math.inf
     return [outcome if problem.index < N else None
-            for problem, outcome in zip(solutions.problems(), t.check(solutions), strict=True)]
+            for problem, outcome in zip(solutions.problems(), gold, strict=True)]
 
 
 def play(t: Play, reward: str = "steps"):
@@ -273,7 +273,8 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     """
     problems = labelled_problems(t, and_others=judge == "verifier")
     solutions = t.solve("generator", problems, t.args.num_samples, "generator")
-    outcomes, steps = known_outcomes(t, solutions), t.read_solutions(solutions)
+    gold = t.check(solutions)
+    outcomes, steps = known_outcomes(t, solutions, gold), t.read_solutions(solutions)
     labels = [labels_of(t.task, problem, text)
               for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
     solutions.columns = {"outcome": outcomes}
@@ -306,6 +307,11 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
         scores |= passed_by_error(t, solutions, verifications)
         t.log("generator", {f"verdicts/{name}": value for name, value in scores.items()})
         watch_leniency(t, scores)
+        if vars(t.args).get("num_labelled"):  # the gold answers of the others enter the log alone
+            hidden = [(v.verdict, g) for v, o, g in zip(verifications, outcomes, gold, strict=True)
+                      if o is None and g is not None]
+            t.log("generator", t.mean({"unlabelled/outcome/mean": [g for _, g in hidden],
+                                       "unlabelled/verdict_accuracy": [v == g for v, g in hidden]}))
     if wants_pool(t.args):
         t.memory["pool"] = extended(t.memory.get("pool"), scored_solutions(t, solutions, outcomes), t.args.replay_size)
     yield Update("generator", [(solutions, advantages)])                                                        # eq. 1
