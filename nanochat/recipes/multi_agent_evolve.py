@@ -134,7 +134,7 @@ def play(t: Play):
     solutions.columns = {"outcome": outcomes, "judge_score": scores}
     judgments.columns = {"outcome": outcomes, "reward": judged} | verification_columns(verifications)
     log_rewards(t, "generator", solutions, solved)
-    log_judge(t, solutions, judgments, verifications, scores)
+    log_judge(t, solutions, judgments, verifications)
     t.memory["pool"] = (pool + gathered(t, proposals, kept, G))[-t.args.pool_size:]
     t.log("generator", {"pool_size": len(pool)})
     parts = [(proposals.rollouts, earned), (solutions, solved), (judgments, judged)]
@@ -162,12 +162,11 @@ def rewarded(t: Play, proposals: Proposals) -> tuple[list[float | None], list[in
     return earned, kept
 
 
-def log_judge(t: Play, solutions: Rollouts, judgments: Rollouts, verifications: list[Verification],
-              scores: list[float]) -> None:
+def log_judge(t: Play, solutions: Rollouts, judgments: Rollouts, verifications: list[Verification]) -> None:
     """Logs how right the solutions are by gold, and how right the judge is about them."""
     outcomes = solutions.columns["outcome"]
     found = gathered_verdict_scores(t, solutions, outcomes, verifications) | t.mean({
-        "score": scores, "reward": judgments.columns["reward"],
+        "score": solutions.columns["judge_score"], "reward": judgments.columns["reward"],
         "accuracy": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True) if o is not None]})
     t.log("generator", {f"judge/{name}": value for name, value in found.items()})
     t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
