@@ -52,9 +52,9 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
     "Verifiers of every kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "rm_r1", "think_rm",
                                 "think_rm_policy", "spct"),
     "Reward models that learn with the policy": ("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
-    "Two turns, many players, no labels": ("magrpo", "coverrl", "alphaproof")}
+    "Two turns, many players, no labels": ("magrpo", "self_rewarding", "constitutional_ai", "coverrl", "alphaproof")}
 NOT_RUN = ("critique_grpo_verifier", "multi_agent_evolve", "ssp", "medvlsynther", "marti", "debate", "debate_judge",
-           "self_rewarding", "constitutional_ai", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "dapo")
+           "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "dapo")
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -232,8 +232,9 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "critique_grpo_verifier": "runs: not run with seeds",
     "dapo": "runs: not run with seeds",
     "score": "runs: its second turn corrects nothing here",
-    "constitutional_ai": "runs: not run with seeds",
-    "self_rewarding": "runs: not run with seeds",
+    "constitutional_ai": "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer",
+    "self_rewarding": "runs: it gains in its first iteration on three seeds and loses that in the next two, as it "
+                      "forgets how to judge",
     "ttrl": "works: it learns without answers where the majority is right",
     "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
     "self_verify": "runs: not run with seeds",

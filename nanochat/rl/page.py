@@ -117,6 +117,7 @@ def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = Non
             if axis_of(metric):
                 axis.set_ylim(*(scale_of(metric) * end for end in axis_of(metric)))
             axis.set_xlabel(labels[x])
+            axis.locator_params(axis="x", nbins=5)
             axis.grid(alpha=0.25)
         for axis in axes[len(panels):]:
             axis.set_visible(False)
