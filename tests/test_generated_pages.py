@@ -58,7 +58,7 @@ def test_every_recipe_is_on_every_page_and_has_a_check(make_pages, made):
     assert re.findall("^## (.*)$", made["dev/recipes.md"], re.MULTILINE)[1:] == list(make_pages.RESULTS)
     assert re.findall("^### Recipe (.*)$", made["dev/flags.md"], re.MULTILINE) == list(make_pages.RESULTS)
     in_table = re.findall(r"^\| [^|]+ \| `(\w+)` \|", made["README.md"], re.MULTILINE)
-    lists = re.search(r"in\s+settings\s+of\s+their\s+own\.(.*?)Not\s+compared:(.*?)\. All:", made["README.md"],
+    lists = re.search(r"in\s+settings\s+of\s+their\s+own\.(.*?)Not\s+compared:(.*?)\.\s+All:", made["README.md"],
                       re.DOTALL)
     beside, not_compared = (re.findall(r"`(\w+)`", names) for names in lists.groups())
     assert {name for name, arms in make_pages.RESULTS.items() if arms} <= {*in_table, *not_compared}
