@@ -18,16 +18,21 @@ from typing import NamedTuple
 
 import scripts
 from nanochat import recipes
-from nanochat.common import BadInput, flag_defaults, print0, script_main
+from nanochat.common import BadInput, flag_defaults, parse_flags, print0, script_main
+from nanochat.rl.forms import form_of
+from nanochat.rl.heads import is_joint
+from nanochat.rl.prompts import DEMOS, template_of
+from nanochat.rl.roles import head_of
 from nanochat.rl.report import ACCURACY, Run, at_equal_tokens, change, filled, interval, spread
 from scripts import tango_rl
-from tasks import add_task_args
+from tasks import add_task_args, make_task
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 WIDTH = 120
 BEGIN, END = "<!-- recipes: written by dev/make_pages.py -->", "<!-- end of recipes -->"
 WRITTEN = "Written by `python dev/make_pages.py`. Do not edit it by hand."
 STEP_F1 = "ver/step_f1_fixed"
+GENERATED = ("chain", "lookup", "halves", "rewrite", "last_letter")  # tasks that need no files
 
 
 # What was run, and what is checked
@@ -52,10 +57,10 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
     "Verifiers of every kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "rm_r1", "think_rm",
                                 "think_rm_policy", "spct"),
     "Reward models that learn with the policy": ("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
-    "Two turns, many players, no labels": ("ssp", "magrpo", "self_rewarding", "constitutional_ai", "coverrl",
-                                           "search_r1", "r1_searcher", "ssrl", "alphaproof")}
-NOT_RUN = ("critique_grpo_verifier", "multi_agent_evolve", "medvlsynther", "marti", "debate", "debate_judge",
-           "self_verify", "mars", "dapo")
+    "Two turns, many players, no labels": (
+        "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "self_rewarding", "constitutional_ai", "coverrl",
+        "search_r1", "r1_searcher", "ssrl", "alphaproof")}
+NOT_RUN = ("critique_grpo_verifier", "marti", "debate", "debate_judge", "self_verify", "mars", "dapo")
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -250,9 +255,9 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "think_rm": "runs: RL leaves it where SFT did on three seeds, at 56% of pairs",
     "rm_r1": "works: RL raises the pairs judged rightly from 56 to 75% on three seeds",
     "spct": "runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta filter",
-    "multi_agent_evolve": "runs: not run with seeds",
+    "multi_agent_evolve": "runs: it learns without an answer for 30 steps on three seeds, then collapses on one",
     "ssp": "works: the solver gains on three seeds, and without the filter it does not, as in the paper",
-    "medvlsynther": "differs: without images; not run with seeds",
+    "medvlsynther": "differs: without images; its filter keeps better keys on three seeds, and no gain of it is shown",
     "critic_rm": "runs: it finds more first errors on two seeds of three, its verdicts on steps get worse",
     "gram": "runs: it judges pairs about as well as chance on three seeds",
     "supervisor": "runs: its gains find errors about as an ORM does on three seeds, far behind Monte-Carlo labels",
@@ -468,6 +473,38 @@ def trained(name: str, is_trained: bool = True) -> str:
     return ", ".join(role for role, spec in recipes.load(name).ROLES.items() if spec.trained == is_trained)
 
 
+def starts_from(name: str) -> str:
+    """What the SFT of its roles must have, by what it samples with its defaults, and the task where only some will
+    do."""
+    module, words = recipes.load(name), ["--recipe", name]
+    args = parse_flags(tango_rl.make_parser(words), words)
+    if hasattr(args, "labels"):
+        return "labelled solutions (`--labels`), and any model"
+    calls = [call for call in module.calls(args) if not call.given]
+    templates, kinds = {template_of(call.wrap) for call in calls}, {}
+    for kind, template in DEMOS.items():
+        kinds.setdefault(template, []).append(kind)
+    shares = [f"{'|'.join(of_one)}:SHARE" for template, of_one in kinds.items() if template in templates]
+    is_one = {role: spec.tag == "--model-tag" or is_joint(head_of(args, spec)) for role, spec in module.ROLES.items()}
+    joint = [call for call in calls if form_of(call.wrap) and is_one[call.role]]
+    forms = sorted({form_of(call.wrap) for call in calls if call not in joint} - {"", "steps"})
+    tasks = [task for task in GENERATED if takes_task(module, args, task)]
+    needs = [f"task: {' or '.join(tasks)}"] if len(tasks) < len(GENERATED) else []
+    sft = ["`--role both`"] * bool(joint) + [f"`--demo-shares {' '.join(shares)}`"] * bool(shares)
+    sft += [f"`--verifier-form {form}` for its judge" for form in forms]
+    return "; ".join(needs + [f"SFT: {', '.join(sft)}"] * bool(sft))
+
+
+def takes_task(module, args, task: str) -> bool:
+    """Whether a recipe has nothing against a task."""
+    given = argparse.Namespace(**vars(args) | {"task": task})
+    try:
+        getattr(module, "check", lambda *_: None)(given, make_task(given))
+    except BadInput:
+        return False
+    return True
+
+
 def status_of(name: str) -> str:
     """*works*: why."""
     word, _, why = STATUS[name].partition(": ")
@@ -486,7 +523,8 @@ def recipe_section(name: str) -> list[str]:
     facts = [f"trained: {trained(name)}" + (f"; not trained: {fixed}" if fixed else ""),
              "; ".join(f"{key}: {value}" for key, value in module.TAGS.items()),
              f"[flags of its own](flags.md#recipe-{name}): "
-             f"{', '.join(f'`{action.option_strings[0]}`' for action in flags) or 'none'}"]
+             f"{', '.join(f'`{action.option_strings[0]}`' for action in flags) or 'none'}",
+             *[f"starts from: {words}" for words in [starts_from(name)] if words]]
     return [f"## {name}", wrapped(f"{title} File: [{name}.py](../nanochat/recipes/{name}.py)."), wrapped(prose(text)),
             items(facts), wrapped(f"**Status**: {status_of(name)}"),
             wrapped(f"**Departures from the paper**{departures}"),

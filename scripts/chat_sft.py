@@ -43,7 +43,7 @@ from nanochat.optim import muon_adamw, optimize, warmup_cosine
 from nanochat.recipes.critique_grpo import CRITIQUES
 from nanochat.rl.forms import FORMS, check_form, form_prompt, judged_together, one_bare
 from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
-from nanochat.rl.prompts import generator_prompt, quoting_prompt, refine_prompt
+from nanochat.rl.prompts import DEMOS, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.roles import set_recompute
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import outcomes_of, problems_digest, texts_digest
@@ -55,10 +55,6 @@ from tasks.conversations import load_conversations
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
-# kinds of demonstrations beside solutions, and the template of the format that they stand behind
-DEMOS = {"refine": "refine_prompt", "propose": "propose_prompt", "argue": "argue_prompt", "first": "first_prompt",
-         "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt",
-         "revise": "refine_prompt"}
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}
 
 
@@ -88,9 +84,11 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--conversations-share", type=float, default=0.5,
                       help="share of the examples that are conversations, if there are any")
     data.add_argument("--demo-shares", nargs="+", default=[], metavar="KIND:SHARE",
-                      help=f"generator: shares of the demonstrations that are of another kind than a solution, for "
-                           f"recipes whose roles write these, such as refine:0.5. Kinds: {', '.join(DEMOS)}; refine: "
-                           f"a second attempt; revise: one that mends what is said of the first")
+                      help="generator: shares of the demonstrations that are of another kind than a solution, for "
+                           "recipes whose roles write these, such as refine:0.5. refine: a second attempt; revise: "
+                           "one that mends what is said of the first (constitutional_ai); propose: a problem; argue: "
+                           "a solution for a given answer (debate); first, second: half of a solution (magrpo); "
+                           "reason, condense: a query, and what is found in short (mars)")
     data.add_argument("--verifier-form", default="steps",
                       help=f"verifier: how it judges, one of: {', '.join(FORMS)}; steps: one solution, as recipe tango "
                            f"has it, pair and solve_pair: two for rm_r1 or think_rm, graded: for think_rm, scores: for "

@@ -12,7 +12,7 @@ from nanochat.rl.forms import FORMS, form_of
 from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, is_joint
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.play import Call
-from nanochat.rl.prompts import check_fit, longest_problem
+from nanochat.rl.prompts import DEMOS, check_fit, longest_problem, template_of
 from nanochat.rl.resume import MAY_CHANGE
 from nanochat.rl.roles import RoleSpec, Start, head_of, name_of
 from nanochat.rl.schedules import LR_SCHEDULES
@@ -215,9 +215,9 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
 
 
 def warn_of_starts(starts: dict[str, Start], calls: list[Call]) -> None:
-    """Says so where a starting checkpoint was trained in another role, or was taught another form of verification, than
-    it is asked in. A verifier that reads solutions as the generator's prompts have them may start from either role.
-    What RL has trained does not say which form it was taught."""
+    """Says so where a starting checkpoint was trained in another role, was taught another form of verification, or no
+    demonstrations of the kind that it is asked for. A verifier that reads solutions as the generator's prompts have
+    them may start from either role. What RL has trained does not say what it was taught."""
     for name, start in starts.items():
         meta, _ = load_meta(start.path("meta.json"))
         asked = {form_of(call.wrap) for call in calls if call.role == name} - {""}
@@ -227,6 +227,16 @@ def warn_of_starts(starts: dict[str, Start], calls: list[Call]) -> None:
         if meta["user_config"].get("role") in ("verifier", "both") and taught in FORMS and asked - {taught}:
             print0(f"WARNING: {start.tag} was taught verifications of form {taught} (chat_sft --verifier-form), and is "
                    f"asked for form {min(asked - {taught})} here")
+        if name != "verifier" and asked and meta["user_config"].get("role") == "generator":
+            print0(f"WARNING: the SFT of {start.tag} had no verifications (chat_sft --role both), and here it is asked "
+                   f"for them")
+        if isinstance(shares := meta["user_config"].get("demo_shares"), list):
+            known = {DEMOS.get(str(text).partition(":")[0]) for text in shares}
+            wanted = {template_of(call.wrap) for call in calls if call.role == name and not call.given} - known
+            for template in sorted(wanted & set(DEMOS.values())):
+                kinds = " or ".join(kind for kind, of_kind in DEMOS.items() if of_kind == template)
+                print0(f"WARNING: the SFT of {start.tag} had no demonstrations of kind {kinds} (chat_sft "
+                       f"--demo-shares), and here it is asked for them")
 
 
 def first_problems(task) -> list[tuple[str, str]]:

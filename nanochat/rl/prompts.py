@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from string import ascii_uppercase
 
@@ -90,6 +91,16 @@ def quoting_prompt(tokenizer, fmt, problem: str, template: str, **quoted: str) -
     of a judgment cannot stand in that."""
     texts = {name: fmt.quote(text) for name, text in quoted.items()}
     return tokenizer.render_prompt(getattr(fmt, template).format(problem=problem, **texts))
+
+
+# Kinds of demonstrations beside solutions (chat_sft --demo-shares), and the template that they stand behind
+DEMOS = {"refine": "refine_prompt", "revise": "refine_prompt", "propose": "propose_prompt", "argue": "argue_prompt",
+         "first": "first_prompt", "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt"}
+
+
+def template_of(wrap: Callable) -> str:
+    """The name of the template that a call's prompts (`Call.wrap`) have."""
+    return wrap.keywords.get("template", "") if isinstance(wrap, partial) else wrap.__name__
 
 
 def generator_prompt(tokenizer, fmt, problem: str) -> list[int]:
