@@ -2,8 +2,8 @@
 Is a judge right more often as debaters get better? The slope of its accuracy on their skill over the evaluations of
 recipe debate's runs, with a 95% interval over seeds.
 
-    python -m scripts.report --out dev/curves/debate debate-s1 debate-s2 debate-s3 consultancy-s1 ...
-    python dev/debate_slope.py dev/curves/debate/chain.csv
+    bash runs/selfplay.sh --families debates
+    python dev/debate_slope.py dev/curves/selfplay/debates.csv
 """
 import argparse
 import csv
@@ -50,14 +50,20 @@ def points_of(path: str) -> dict[str, dict[int, dict[int, dict[str, float]]]]:
             for row in csv.DictReader(f):
                 scores = found.setdefault(row["arm"], {}).setdefault(int(row["seed"]), {})
                 scores.setdefault(int(row["sampled_tokens"]), {})[row["metric"]] = float(row["value"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path}: {type(error).__name__}: {error}") from None
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror}") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadInput(f"{path}: is no csv of curves ({type(error).__name__}: {error})") from None
+    if not any(name in row for runs in found.values() for run in runs.values() for row in run.values()
+               for _, name in PAIRS.values()):
+        raise BadInput(f"{path}: has no judge's accuracy, so no run of recipe debate")
     return found
 
 
 def main(args) -> None:
+    curves = points_of(args.curves)
     print0(f"{'arm':24s} {'accuracy of':24s} {'first':>6s} {'last':>6s} {'skill':>14s}  slope, 95% interval")
-    for arm, runs in points_of(args.curves).items():
+    for arm, runs in curves.items():
         for name, (skill, accuracy) in PAIRS.items():
             seeds = [[(row[skill], row[accuracy]) for _, row in sorted(run.items()) if skill in row and accuracy in row]
                      for run in runs.values()]
@@ -72,7 +78,7 @@ def main(args) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("curves", help="a csv of scripts.report")
     return parser
 

@@ -241,7 +241,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "constitutional_ai": "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer",
     "self_rewarding": "runs: it gains in its first iteration on three seeds and loses that in the next two, as it "
                       "forgets how to judge",
-    "ttrl": "works: it learns without answers where the majority is right",
+    "ttrl": "runs: where a wrong answer often has the majority it learns nothing, on three seeds; elsewhere not run",
     "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
     "self_verify": "runs: not run with seeds",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
@@ -479,7 +479,7 @@ def starts_from(name: str) -> str:
     module, words = recipes.load(name), ["--recipe", name]
     args = parse_flags(tango_rl.make_parser(words), words)
     if hasattr(args, "labels"):
-        return "labelled solutions (`--labels`), and any model"
+        return "labelled solutions (`--labels`)"
     calls = [call for call in module.calls(args) if not call.given]
     templates, kinds = {template_of(call.wrap) for call in calls}, {}
     for kind, template in DEMOS.items():

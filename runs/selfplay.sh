@@ -4,6 +4,8 @@
 # unless set; all of it is in NANOCHAT_BASE_DIR, ~/.cache/nanochat-tango-selfplay unless set.
 #   bash runs/selfplay.sh
 #   bash runs/selfplay.sh --families "no_labels" --seeds "1" --out curves
+#   bash runs/selfplay.sh --families teams --arms "aligned"
+#   bash runs/selfplay.sh --list    prints the families, their arms and all flags
 set -euo pipefail
 case " $* " in *" -h "*|*" --help "*) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit ;; esac
 source "$(dirname "$0")/setup.sh"

@@ -100,8 +100,8 @@ def centred(values) -> list[float]:
 def test_what_a_debate_earns_by_hand(base, shaping, shaped_rewards):
     texts = {"generator": ["=1", "=0", "=0", "=0"], "final": ["=1", "=0", "=0", "=1"]}
     t, (first, final), advantages = played("--shaping", shaping, "--advantage", "dr_grpo", texts=texts, check=outcome)
-    assert first.columns["shaped_reward"] == first.columns["earned"] == [1, 0, 0, 0] * 2
-    assert final.columns["shaped_reward"] == shaped_rewards * 2 and final.columns["earned"] == [1, 0, 0, 1] * 2
+    assert first.columns["shaped_reward"] == first.columns["outcome"] == [1, 0, 0, 0] * 2
+    assert final.columns["shaped_reward"] == shaped_rewards * 2 and final.columns["outcome"] == [1, 0, 0, 1] * 2
     assert advantages[0] == pytest.approx(centred([1, 0, 0, 0]) * 2)  # each turn has a baseline of its own
     assert advantages[1] == pytest.approx(centred(shaped_rewards) * 2)
     found = {name: t.metrics[f"gen/{name}"] for name in (
@@ -121,7 +121,7 @@ def test_what_a_chain_earns_by_hand(base):
                                                    texts=texts, check=outcome)
     assert first.columns["shaped_reward"] == [1, 0, 0, 1] * 2
     # R 1 1 0 0 with Q 1 0 0 1: R + .5 (Q R - (1 - Q)(1 - R))
-    assert judged.columns["earned"] == [1, 1, 0, 0] * 2 and judged.columns["shaped_reward"] == [1.5, 1, -0.5, 0] * 2
+    assert judged.columns["outcome"] == [1, 1, 0, 0] * 2 and judged.columns["shaped_reward"] == [1.5, 1, -0.5, 0] * 2
     # R 1 1 0 0 with Q 1 .5 0 .5
     assert final.columns["shaped_reward"] == [1.5, 1.25, -0.5, -0.25] * 2
     for found, rollouts in zip(advantages, (first, judged, final), strict=True):

@@ -555,6 +555,18 @@ def test_unlabelled_problems_of_a_finite_task_come_again(base, monkeypatch):
     assert set(places) <= set(range(11)) and {i for i in places if i >= 6} == set(range(6, 11))
 
 
+def test_a_start_that_was_not_taught_what_it_is_asked_for_is_warned_of(base, capsys):
+    """The pair's generator has learned solutions alone."""
+    train("--run", "r", "--recipe", "multi_agent_evolve", "--dry-run")
+    out = capsys.readouterr().out
+    assert "WARNING: the SFT of tiny had no verifications (chat_sft --role both)" in out
+    assert "WARNING: the SFT of tiny had no demonstrations of kind propose (chat_sft --demo-shares)" in out
+    train("--run", "r", "--recipe", "marti", "--dry-run")
+    assert "kind refine or revise" in capsys.readouterr().out
+    train("--run", "r", "--dry-run")
+    assert "the SFT of" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("reward", ["steps", "verdict"])
 def test_no_gold_answer_of_an_unlabelled_problem_enters_an_update(base, reward):
     """A check that finds all of them right, or wrong, gives the same weights; one of labelled ones gives others."""

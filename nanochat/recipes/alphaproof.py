@@ -80,9 +80,10 @@ def check(args, task) -> None:
         raise BadInput(f"--target-share {args.target_share}: must be from 0 to 1")
     if args.targets_of not in ("", *SPLITS):
         raise BadInput(f"--targets-of {args.targets_of}: there are {', '.join(SPLITS)}")
-    if args.curriculum == "variants" and not (args.targets_of and hasattr(task, "variants")):
-        raise BadInput(f"--curriculum variants: needs --targets-of and a task that makes variants; task {task.name} "
-                       f"{'makes them' if hasattr(task, 'variants') else 'makes none'}")
+    if args.curriculum == "variants" and not args.targets_of:
+        raise BadInput(f"--curriculum variants: of which theorems? --targets-of is one of: {', '.join(SPLITS)}")
+    if args.curriculum == "variants" and not hasattr(task, "variants"):
+        raise BadInput(f"--curriculum variants: task {task.name} makes none (it has no variants)")
 
 
 def calls(args) -> list[Call]:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from nanochat.common import check_choices, check_least
 from nanochat.recipes.dpo import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
-from nanochat.rl.debates import (DEBATE_TABLE, Debate, Position, are_reached, argue, confidences, evaluate_debates,
+from nanochat.rl.debates import (DEBATE_TABLE, Debate, are_reached, argue, confidences, evaluate_debates,
                                  positions_of, verify, won)
 from nanochat.rl.evals import log_rewards
 from nanochat.rl.forms import empty_form_prompt
@@ -115,7 +115,7 @@ def play(t: Play):
                for n, text in enumerate(arguments.texts)]
     verifications, shown = verify(t, debates, args.verifications)
     rewards, unread = confidences(t, verifications, args.verifications)
-    log_arguments(t, arguments, [debate.position for debate in debates], rewards)
+    log_arguments(t, arguments, debates, verifications.texts, rewards)
     chosen, rejected = best_and_worst(rewards, arguments.group_id.tolist())  # y_w, y_l
     targets = [preference(rewards[w], rewards[l], args.gamma or protocol.gamma)
                for w, l in zip(chosen, rejected, strict=True)]                 # P(y_w > y_l)
@@ -126,11 +126,17 @@ def play(t: Play):
     return verifications, shown
 
 
-def log_arguments(t: Play, arguments: Rollouts, positions: list[Position], rewards: list[float]) -> None:
-    """Logs what the judge makes of the arguments, and whether they come to their answers."""
+def log_arguments(t: Play, arguments: Rollouts, debates: list[Debate], verdicts: list[str],
+                  rewards: list[float]) -> None:
+    """Logs what the judge makes of the arguments, and whether they come to their answers. The outcome of an argument is
+    whether its answer is the right one. verdicts: what the judge wrote, first of all debates, then of all turned."""
+    positions, D = [debate.position for debate in debates], len(debates)
+    votes = [verdicts[i: i + t.args.verifications] for i in range(0, len(verdicts), t.args.verifications)]
     reached = are_reached(t, arguments.texts, positions)
-    arguments.columns = {"answer": [position.answer for position in positions],
-                         "is_right": [position.is_right for position in positions], "assigned": reached}
+    arguments.columns = {"outcome": [position.is_right for position in positions],
+                         "answer": [position.answer for position in positions],
+                         "against": [debate.against for debate in debates], "assigned": reached,
+                         "judge": [first + turned for first, turned in zip(votes[:D], votes[D:], strict=True)]}
     log_rewards(t, "generator", arguments, rewards)
     judged = [won(reward if position.is_right else 1 - reward)
               for reward, position in zip(rewards, positions, strict=True)]

@@ -1,8 +1,8 @@
 """Debate with a judge that learns (RL Tango, Zha et al. 2025): it is paid for being right. arXiv 2505.15034.
 
-Recipe debate, whose judge takes a step too, on the verifications that it gave the debaters' rewards with: 1 where it
-chooses the side with the right answer, else 0, also where no choice can be read (--advantage within the verifications
-of a debate in one order). The debaters see no gold answer beside the two that they argue for.
+Recipe debate, and the judge takes a step too. It learns from the verifications by which it has just rewarded the
+debaters. One earns 1 if it chooses the side with the right answer, and else 0, also where no choice can be read. It is
+compared (--advantage) with the other verifications of the same debate in the same order. The debaters see no gold answer beside the two that they argue for.
 
 Departures:
 1. Arnesen et al. (arXiv 2409.16636) keep the judge as it is: this variant is none of theirs. Tango's verifier judges

@@ -121,7 +121,8 @@ def play(t: Play):
     log_joint(t, parts, outcomes, texts)
     for agent, (role, part) in enumerate(zip(ROLES, parts, strict=True)):
         returns = returns_of(agent, actions, outcomes, len(part))
-        part.columns = {"partner": parts[1 - agent].texts}
+        part.columns = {"partner": parts[1 - agent].texts,
+                        "outcome": outcomes if t.args.joint == "aligned" else [None] * len(part)}
         log_rewards(t, role, part, returns)
         if role != t.args.frozen:
             yield Update(role, [(part, t.advantages(part, returns))], replace(t.loss, name="reinforce"), per="rollout")

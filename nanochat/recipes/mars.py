@@ -154,7 +154,7 @@ def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> tupl
     for k in range(args.most_turns):
         prompts = t.prompts("reason_prompt", [problems[n] for n in live], context=[contexts[n] for n in live])
         said = t.sample("generator", prompts, 1, f"turn{k}", greedy=greedy)            # s_i, (t_i, p_i)
-        said.columns = {"trajectory": live}
+        said.columns = {"trajectory": live, "turns": [[["so far", contexts[n]]] if k else [] for n in live]}
         texts = dict(zip(live, said.texts, strict=True))
         queries = {n: query for n, text in texts.items()
                    if k + 1 < args.most_turns and (query := asked(fmt, text)) is not None}

@@ -12,8 +12,8 @@ Departures:
 1. One model plays all agents (theirs has a switch for that). By default theirs has one for each.
 2. An agent reads one other answer, that of the next agent. Theirs reads up to 5 in random order, its own among them.
 3. Q is the team's in both graphs, as in their present code. Their page and an older class have the agent's own.
-4. The baseline is that of a turn: its other rewards at the problem. Their trainer takes groups of n by their place in a
-   list of all agents' turns.
+4. A text is compared with the other texts of its turn about the same problem. Their trainer takes groups of n by their
+   place in a list of all agents' turns.
 5. A verification without a readable verdict earns 0, as theirs, and is counted. One of an unknown outcome has no
    reward. In their present code verifications are graded as answers are; the rule for them is of an older class.
 6. Graph mixture, the final outcome as a part of the reward, the implicit reward model of agents and tree search are
@@ -127,6 +127,8 @@ def add_args(group) -> None:
 def check(args, task) -> None:
     check_choices(args, {"graph": GRAPHS, "shaping": SHAPING})
     check_least(args, {"num_agents": 2, "alpha": 0, "verifier_max_new_tokens": 1})
+    if args.graph == "chain" and args.num_agents != 2:
+        raise BadInput(f"--num-agents {args.num_agents}: a chain has two, who solves and who verifies")
     if args.num_samples % team_size(args):
         raise BadInput(f"--num-samples {args.num_samples}: must be a multiple of --num-agents {args.num_agents}")
 
@@ -154,7 +156,7 @@ def play(t: Play):
         rewards = [shaped(R, Q, t.args.alpha, t.args.shaping) for R, Q in zip(turn.rewards, Qs, strict=True)]
         # All texts of a turn at a problem are one group, although later ones have prompts of their own.
         advantages = t.advantages(turn.rollouts, rewards, groups=first.group_id)
-        turn.rollouts.columns = {"turn": [turn.name] * len(first), "earned": turn.rewards, "shaped_reward": rewards}
+        turn.rollouts.columns = {"outcome": turn.rewards, "shaped_reward": rewards}
         parts.append((turn.rollouts, advantages))
         earned.append(turn.rewards)
         t.log("generator", t.mean({f"{turn.name}/accuracy": turn.rewards, f"{turn.name}/shaped_reward": rewards,

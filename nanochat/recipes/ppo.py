@@ -25,7 +25,6 @@ import torch
 from nanochat.common import BadInput, check_least, wide_dtype
 from nanochat.rl.advantages import gae, whiten
 from nanochat.rl.evals import log_rewards, log_variances, pass_at_1
-from nanochat.rl.flags import check_one_update
 from nanochat.rl.log_odds import bce_coefficients, log_judgments, log_odds, mean_over, verdict_parts
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.play import Call, Play, Update
@@ -51,10 +50,8 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     check_least(args, {"critic_lr": 0, "gae_alpha": 0, "value_pretrain": 0, "lm_coef": 0})
-    if args.lm_coef:
-        check_one_update(args)
-        if args.aggregation != "token":
-            raise BadInput(f"--lm-coef {args.lm_coef}: is a mean over tokens, and needs --aggregation token")
+    if args.lm_coef and (args.aggregation != "token" or args.updates_per_batch > 1):
+        raise BadInput(f"--lm-coef {args.lm_coef}: needs --aggregation token and --updates-per-batch 1")
     if not 0 <= args.gae_lambda <= 1:
         raise BadInput(f"--gae-lambda {args.gae_lambda}: must be from 0 to 1")
 

@@ -54,6 +54,9 @@ def check(args, task) -> None:
     check_choices(args, {"proposer_reward": BY_ACCURACY})
     check_least(args, {"least_queries": 0, "pool_steps": 1})
     check_most(args, {"pool_steps": 1000})
+    if args.least_queries > args.most_queries:
+        raise BadInput(f"--least-queries {args.least_queries}: more than --most-queries {args.most_queries}, so no "
+                       f"question would pass")
     check_reads_problems(task)
     if not hasattr(task, "queries_of"):
         raise BadInput(f"--task {task.name}: cannot tell what a question needs (it has no queries_of)")
