@@ -119,8 +119,8 @@ def add_schedule_args(group) -> None:
 def add_label_args(group) -> None:
     group.add_argument("--num-labelled", type=int, default=0,
                        help="only the first so many problems of RL have gold answers, and these come again and again; "
-                       "where there is a verifier it alone rewards half of each batch, which has none; 0 = all have "
-                       "them")
+                            "with a verifier half of each batch is of the others, which its verdicts alone reward; 0 = "
+                            "all have them")
 
 
 def add_alpha_args(group) -> None:
