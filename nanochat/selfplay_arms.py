@@ -46,7 +46,7 @@ class Family:
 FAMILIES = {
     "votes": Family(
         "votes in place of gold answers, where the right answer mostly has the majority",
-        DOUBTED, {"gen": f"{GEN} 500"},
+        DOUBTED, {"gen": f"{GEN} 1200"},
         {"grpo": "--recipe grpo --model-tag {gen} --max-new-tokens 48",
          "ttrl": "--recipe ttrl --model-tag {gen} --max-new-tokens 48"},
         "grpo", {**SOLVED, "gen/label_accuracy": "pseudo labels that are right"}),
