@@ -10,9 +10,8 @@ GEN = f"--role generator {SHAPE} --num-steps"
 BOTH = f"--role both --from-stage sft --from-tag {{gen}} {SHAPE} --examples-per-step 48 --num-steps"
 RL = "--lr 2e-4 --kl-coef 0 --examples-per-step 16 --num-steps 60 --eval-every 10 --eval-examples 200"
 SOLVED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems"}
-# Facts that are shown wrongly so often that a wrong answer has the majority, or so rarely that the right one has it.
-SHORT = "--chain-answer final --chain-share 0.4 --chain-min-steps 1 --chain-max-steps 4"
-MISLED, DOUBTED = f"{SHORT} --chain-wrongness 0.8", f"{SHORT} --chain-wrongness 0.3"
+# Facts that are shown wrongly so often that a wrong answer has the majority.
+MISLED = "--chain-answer final --chain-share 0.4 --chain-wrongness 0.8 --chain-min-steps 1 --chain-max-steps 4"
 BRIEF = "--model-tag {both} --max-new-tokens 48"
 JUDGED = f"{BRIEF} --verifier-max-new-tokens 56"
 LONG_CHAIN = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
@@ -44,12 +43,6 @@ class Family:
 
 
 FAMILIES = {
-    "votes": Family(
-        "votes in place of gold answers, where the right answer mostly has the majority",
-        DOUBTED, {"gen": f"{GEN} 1200"},
-        {"grpo": "--recipe grpo --model-tag {gen} --max-new-tokens 48",
-         "ttrl": "--recipe ttrl --model-tag {gen} --max-new-tokens 48"},
-        "grpo", {**SOLVED, "gen/label_accuracy": "pseudo labels that are right"}),
     "no_labels": Family(
         "votes in place of gold answers, where a wrong answer often has the majority; the verifier is taught rightly",
         f"{MISLED} --chain-verifier-share 0.05", {"gen": f"{GEN} 500", "both": f"{BOTH} 500"},
