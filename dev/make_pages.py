@@ -58,9 +58,9 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
                                 "think_rm_policy", "spct"),
     "Reward models that learn with the policy": ("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
     "Two turns, many players, no labels": (
-        "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "self_rewarding", "constitutional_ai", "coverrl",
-        "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof")}
-NOT_RUN = ("critique_grpo_verifier", "marti", "debate", "debate_judge", "self_verify", "dapo")
+        "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "self_rewarding", "constitutional_ai",
+        "coverrl", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof")}
+NOT_RUN = ("critique_grpo_verifier", "debate", "debate_judge", "self_verify", "dapo")
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -265,7 +265,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
                         "the policy",
     "think_rm_policy": "runs: it learns where its judge judges, which is on one seed of three",
     "magrpo": "works: the agents find one convention on three seeds, and with a frozen partner they do not",
-    "marti": "runs: not run with seeds",
+    "marti": "runs: behind GRPO at equal tokens on three seeds; last answers are no better than first ones",
     "alphaproof": "works: proofs rise from 38 to 92% on three seeds, and no reward can be had without one",
     "search_r1": "works: ahead of GRPO from memory on three seeds; the mask makes no difference there",
     "r1_searcher": "works: its first stage raises the share that searches, its second the accuracy, on three seeds",
