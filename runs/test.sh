@@ -3,4 +3,4 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} WANDB_MODE=disabled
-python -m pytest -q -n 2 --dist loadfile "$@"  # a process per core: OMP_NUM_THREADS is 1
+python -m pytest -q -n 3 --dist loadfile "$@"  # one more than CI has cores: tests that start processes wait for them
