@@ -59,8 +59,8 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
     "Reward models that learn with the policy": ("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
     "Two turns, many players, no labels": (
         "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "self_rewarding", "constitutional_ai",
-        "coverrl", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof")}
-NOT_RUN = ("critique_grpo_verifier", "debate", "debate_judge", "self_verify", "dapo")
+        "coverrl", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof")}
+NOT_RUN = ("critique_grpo_verifier", "debate", "debate_judge", "dapo")
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -243,7 +243,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
                       "forgets how to judge",
     "ttrl": "runs: where a wrong answer often has the majority it learns nothing, on three seeds; elsewhere not run",
     "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
-    "self_verify": "runs: not run with seeds",
+    "self_verify": "works: verifying lifts solving on three seeds and solving not verifying; turns are not shown to pay",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
     "orm": "runs: best of 8 is above the majority vote, and it ranks solutions (AUC 63); no gain as a reward is shown",
     "genrm": "works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown",
