@@ -243,7 +243,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
                       "forgets how to judge",
     "ttrl": "runs: where a wrong answer often has the majority it learns nothing, on three seeds; elsewhere not run",
     "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
-    "self_verify": "works: verifying lifts solving on three seeds and solving not verifying; turns are not shown to pay",
+    "self_verify": "works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
     "orm": "runs: best of 8 is above the majority vote, and it ranks solutions (AUC 63); no gain as a reward is shown",
     "genrm": "works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown",
