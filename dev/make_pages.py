@@ -59,8 +59,9 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
     "Reward models that learn with the policy": ("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
     "Two turns, many players, no labels": (
         "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "self_rewarding", "constitutional_ai",
-        "coverrl", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof")}
-NOT_RUN = ("critique_grpo_verifier", "debate", "debate_judge", "dapo")
+        "coverrl", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof",
+        "dapo")}
+NOT_RUN = ("critique_grpo_verifier", "debate", "debate_judge")
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -236,7 +237,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "debate_judge": "runs: not run with seeds",
     "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
     "critique_grpo_verifier": "runs: not run with seeds",
-    "dapo": "runs: not run with seeds",
+    "dapo": "works: every group has signal, it is ahead of GRPO at equal steps and behind at equal tokens",
     "score": "runs: its second turn corrects nothing here",
     "constitutional_ai": "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer",
     "self_rewarding": "runs: it gains in its first iteration on three seeds and loses that in the next two, as it "
