@@ -536,8 +536,8 @@ def recipe_section(name: str) -> list[str]:
 
 def recipes_page() -> str:
     intro = (f"{WRITTEN} A recipe is a system of the field in one file, started with `python -m scripts.tango_rl "
-             "--recipe NAME`. What was learned from these runs is in [results.md](results.md). Whole commands, with the "
-             "SFT that a recipe starts from: `bash runs/selfplay.sh --list`, and `bash runs/fig4.sh --list flags`.")
+             "--recipe NAME`. What was learned from these runs is in [results.md](results.md). Whole commands, with "
+             "the SFT that a recipe starts from: `bash runs/selfplay.sh --list`, and `bash runs/fig4.sh --list flags`.")
     how = ("The task is chain where only the final result is the answer, so a wrong solution can be right by luck. "
            "A model has 4 layers of width 128. A run makes 60 updates of the generator, of 32 problems x 8 samples "
            "each, without a KL. Arms with a verifier have `--alpha-start 0.5 --alpha-end 0.05`; a verifier that is "
