@@ -23,7 +23,7 @@ MAE = "--recipe multi_agent_evolve --model-tag {both} --examples-per-step 8 --nu
 KEYS = "--task lookup --chain-min-steps 1 --chain-max-steps 3"
 SEARCHING = "--model-tag {gen} --max-new-tokens 96"
 READING = "--recipe mars --model-tag {gen} --max-new-tokens 24 --condense-tokens 4 --most-turns 4 --bin-size 6"
-DEBATE = "--recipe debate --model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifier-max-new-tokens 120 " \
+ARGUING = "--model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifier-max-new-tokens 120 " \
          "--lr 5e-5 --num-samples 8 --num-steps 60 --eval-every 15"
 TARGETS = "--recipe alphaproof --model-tag {gen} --targets-of test_out --num-targets 40"
 
@@ -143,9 +143,8 @@ FAMILIES = {
          "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 600",
          "pair": f"--role verifier --model-tag {{gen}} --from-stage sft --from-tag {{ver}} {SHAPE} --num-steps 400 "
                  f"--verifier-form pair --bare-share 0.4"},
-        {"debate": DEBATE, "consultancy": f"{DEBATE} --protocol consultancy",
-         "debate_judge": "--recipe debate_judge --model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 "
-                         "--verifier-max-new-tokens 120 --lr 5e-5 --num-samples 8 --num-steps 60 --eval-every 15"},
+        {"debate": f"--recipe debate {ARGUING}", "consultancy": f"--recipe debate {ARGUING} --protocol consultancy",
+         "debate_judge": f"--recipe debate_judge {ARGUING}"},
         "debate", {"gen/judge_accuracy_in": "judge right, debate",
                    "gen/win_rate_against_start_in": "wins against the start",
                    "gen/single_accuracy_in": "judge right, one consultant",

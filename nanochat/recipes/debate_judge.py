@@ -2,7 +2,8 @@
 
 Recipe debate, and the judge takes a step too. It learns from the verifications by which it has just rewarded the
 debaters. One earns 1 if it chooses the side with the right answer, and else 0, also where no choice can be read. It is
-compared (--advantage) with the other verifications of the same debate in the same order. The debaters see no gold answer beside the two that they argue for.
+compared (--advantage) with the other verifications of the same debate in the same order. The debaters see no gold
+answer beside the two that they argue for.
 
 Departures:
 1. Arnesen et al. (arXiv 2409.16636) keep the judge as it is: this variant is none of theirs. Tango's verifier judges
