@@ -7,6 +7,7 @@ A model writes <|python_start|>12/60<|python_end|>, and the sampler forces <|out
 import ast
 import operator
 import string
+import threading
 from collections import deque
 
 MAX_LENGTH = 200     # characters of an expression; bounds its depth too
@@ -15,6 +16,8 @@ ARITHMETIC = set("0123456789*+-/.() ")
 COUNTING = set(string.ascii_letters + string.digits + "'\"()._ ")
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
              ast.FloorDiv: operator.floordiv}
+# Python 3.11 counts the depth of all threads' trees together: where one stops in the middle, it raises SystemError.
+PARSING = threading.Lock()
 
 
 def number(node: ast.expr) -> int | float:
@@ -55,7 +58,8 @@ def calculate(expression: str) -> str | None:
     if len(text) > MAX_LENGTH or not (set(text) <= ARITHMETIC or set(text) <= COUNTING):
         return None
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with PARSING:
+            tree = ast.parse(text.strip(), mode="eval").body
         return str(number(tree) if set(text) <= ARITHMETIC else count(tree))
     except (SyntaxError, ValueError, ArithmeticError,
             RecursionError, MemoryError):  # the last two: the parser's word for too deep

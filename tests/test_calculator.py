@@ -5,7 +5,10 @@ tool calls in a row.
     python -m pytest tests/test_calculator.py -q
 """
 import ast
+import gc
 import inspect
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -125,6 +128,31 @@ def test_threads_may_calculate():
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(calculate, [f"{i}*3" for i in range(200)])) == [str(3 * i) for i in range(200)]
         assert list(pool.map(calculate, HOSTILE * 3)) == list(map(calculate, HOSTILE)) * 3
+
+
+class Garbage:
+    """A cycle whose end lets other threads run, also in the middle of a parse."""
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        time.sleep(0)
+
+
+def test_threads_may_calculate_while_garbage_is_collected():
+    def work(i: int) -> str | None:
+        for _ in range(3):
+            Garbage()
+        return calculate("1+" * 60 + str(i))
+    thresholds, interval = gc.get_threshold(), sys.getswitchinterval()
+    gc.set_threshold(20)
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(work, range(500))) == [str(60 + i) for i in range(500)]
+    finally:
+        gc.set_threshold(*thresholds)
+        sys.setswitchinterval(interval)
 
 
 # The tool in rows of tokens
