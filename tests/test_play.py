@@ -21,7 +21,7 @@ from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.packing import pack
 from nanochat.rl.play import Call, Play, Update, apply_update, check_loss
 from nanochat.rl.pool import completions_of, extended
-from nanochat.rl.progress import health_warnings
+from nanochat.rl.progress import health_warnings, print_step
 from nanochat.rl.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.roles import Role
 from nanochat.rl.rollouts import Rollouts, join
@@ -429,3 +429,15 @@ def test_a_loss_that_needs_a_start_which_is_not_kept_is_refused():
     check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=True)
     with pytest.raises(BadInput, match="a KL to its start, which is not kept"):
         check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=False)
+
+
+def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):
+    """It says why: here that no group has a pair."""
+    record = {"step": 3, "gen/no_pair": 1.0, "gen/pair_loss": None, "gen/entropy": 0.5, "timing_s/step": 2.0}
+    print_step(record, [], {"generator": ["pair_loss", "no_pair"]}, 60)
+    print_step(record, ["generator"], {"generator": ["no_pair"]}, 60)
+    print_step(record, [], {}, 60)
+    assert [line.split(" | ") for line in capsys.readouterr().out.splitlines()] == [
+        ["step    3 no update", "pair loss -", "no pair 1.000", "2.0s, 1.0 min left"],
+        ["step    3 generator", "entropy 0.500", "grad -", "no pair 1.000", "2.0s, 1.0 min left"],
+        ["step    3 no update", "2.0s, 1.0 min left"]]

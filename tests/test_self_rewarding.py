@@ -107,6 +107,7 @@ def test_the_snapshot_writes_and_judges_and_the_generator_learns_its_order(base)
     assert rollouts.sampler_logprobs.isnan().all()
     assert t.metrics["gen/num_pairs"] == 3 and t.metrics["gen/no_pair"] == 0 and t.metrics["gen/unjudged"] == 0.5
     assert t.metrics["sna/reward"] == 0.5 and t.metrics["sna/verdicts/abstained"] is not None
+    assert rollouts.columns["judgments"] == [["=T"] * K] * 3 + [["=F"] * K] * 3  # what the judge wrote is logged
 
 
 def test_an_iteration_begins_with_the_loss_log_2_against_a_snapshot_of_the_generator(base):

@@ -31,7 +31,7 @@ import torch
 
 from nanochat.common import BadInput, check_least
 from nanochat.recipes import ttrl
-from nanochat.recipes.ttrl import outcomes_of_labels, votes_per_problem
+from nanochat.recipes.ttrl import votes_per_problem
 from nanochat.rl.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
 from nanochat.rl.play import Call, Play, Update
 from nanochat.rl.prompts import Verification, empty_verifier_prompt, refine_prompt
@@ -123,7 +123,7 @@ def play(t: Play):
     verdicts, agrees = verifications.columns["verdict"], [reward == 1 for reward in judged.columns["majority_reward"]]
     kept = [is_kept([v for j, agree, v in zip(of_label, agrees, verdicts, strict=True) if j == i and agree])
             for i in range(len(labels))]
-    log_filter(t, votes, labels, kept, of_label)
+    log_filter(t, votes, kept, of_label)
 
     solutions = votes.select([n for n in range(len(votes)) if n % N < M and kept[n // N]])
     rewards = with_form(solutions.columns["answer"], solutions.columns["majority_reward"])
@@ -178,13 +178,12 @@ def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
 
 # The log, which alone knows gold answers
 
-def log_filter(t: Play, votes: Rollouts, labels: list[str | None], kept: list[bool],
-               of_label: list[int]) -> None:
+def log_filter(t: Play, votes: Rollouts, kept: list[bool], of_label: list[int]) -> None:
     """How many labels are kept, and how far they are right; recipe ttrl logs the same of all."""
-    right, rewarded = outcomes_of_labels(votes.columns, labels), votes.columns["majority_reward"]
-    stays = [k for k in kept for _ in range(votes_per_problem(t.args))]
+    N, rewarded = votes_per_problem(t.args), votes.columns["majority_reward"]
+    right, stays = votes.columns["label_outcome"][::N], [k for k in kept for _ in range(N)]
     t.log("generator", t.mean({
-        "labels_verified": [i in of_label for i in range(len(labels))], "kept": kept,
+        "labels_verified": [i in of_label for i in range(len(kept))], "kept": kept,
         "kept_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if k],
         "dropped_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if not k],
         "kept_reward_accuracy": [reward == outcome for reward, outcome, k in

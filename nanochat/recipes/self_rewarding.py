@@ -92,7 +92,7 @@ def play(t: Play):
     judgments = generative(t, "snapshot", solutions)
     points = [POINTS[t.args.points](judgment) for judgment in judgments]           # r^1 ... r^N
     outcomes = t.check(solutions)
-    solutions.columns = {"outcome": outcomes, "points": points}
+    solutions.columns = {"outcome": outcomes, "points": points, "judgments": [j.texts for j in judgments]}
     log_rewards(t, "snapshot", solutions, points)
     chosen, rejected = best_and_worst(points, solutions.group_id.tolist())         # y^w, y^l
     log_judgments(t, judgments, solutions, chosen, rejected)

@@ -74,7 +74,9 @@ def cast_votes(t: Play) -> tuple[Rollouts, list[str | None]]:
     votes.columns = {"outcome": t.check(votes), "answer": answers,
                      "majority_reward": majority_rewards(answers, labels),        # R(y_i, y*)
                      "pseudo_label": [label for label in labels for _ in range(N)]}
-    log_votes(t, votes.columns, labels)
+    of_label = outcomes_of_labels(votes.columns, labels)
+    votes.columns["label_outcome"] = [outcome for outcome in of_label for _ in range(N)]
+    log_votes(t, votes.columns)
     return votes, labels
 
 
@@ -95,13 +97,13 @@ def outcomes_of_labels(columns: dict[str, list], labels: list[str | None]) -> li
     return [False if n is None else columns["outcome"][n] for n in first]
 
 
-def log_votes(t: Play, columns: dict[str, list], labels: list[str | None]) -> None:
+def log_votes(t: Play, columns: dict[str, list]) -> None:
     """Logs how far the votes agree, and how far they and their labels are right. What the gold check cannot score is
     left out of that."""
     outcomes, answers, rewards = columns["outcome"], columns["answer"], columns["majority_reward"]
     pairs = list(zip(rewards, outcomes, strict=True))
     t.log("generator", t.mean({
-        "majority_ratio": rewards, "label_accuracy": outcomes_of_labels(columns, labels),
+        "majority_ratio": rewards, "label_accuracy": columns["label_outcome"],  # of each problem as often
         "reward_accuracy": [None if outcome is None else reward == outcome for reward, outcome in pairs],
         "ground_truth_ratio": outcomes, "unreadable": [answer is None for answer in answers],
         "unscorable": [outcome is None for outcome in outcomes]}))

@@ -7,7 +7,7 @@ N solutions, T tokens, K steps.
 """
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,10 +28,11 @@ class Judgment:
     """steps: the chance that each reasoning step is right, None where nothing is said of steps; final: that the
     solution is, None where that is not said; tokens: that were sampled for it, and one for each verdict that was asked
     for by its log-odds; solutions that are judged together share them. Reading the solution costs all judges alike and
-    is not counted."""
+    is not counted; texts: the verifications, for people who read a rollout."""
     steps: list[float] | None
     final: float | None
     tokens: float
+    texts: list[str] = field(default_factory=list, compare=False)
 
 
 # What a solution's steps make of it
@@ -55,7 +56,7 @@ def shares(verifications: list[Verification], tokens: int) -> Judgment:
     steps = [v.usable_steps for v in verifications if v.usable_steps is not None]
     finals = [v.verdict for v in verifications if v.verdict is not None]
     return Judgment([sum(column) / len(steps) for column in zip(*steps, strict=True)] if steps else None,
-                    share_of(finals), tokens)
+                    share_of(finals), tokens, [v.text for v in verifications])
 
 
 def read_by_log_odds(t: Play, role: str, solutions: Rollouts) -> tuple[Rollouts, list[list[float]], list[float]]:

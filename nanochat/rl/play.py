@@ -18,8 +18,8 @@ from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 from nanochat.rl.packing import MicroBatch, batch_sizes, pack, pad_batches
 from nanochat.rl.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
-                                 generator_prompt, numbered, quoting_prompt, refine_prompts, solve_prompt,
-                                 verify_prompts)
+                                 generator_prompt, numbered, quoting_prompt, refine_prompt, refine_prompts,
+                                 solve_prompt, verify_prompts)
 from nanochat.rl.heads import copy_shared_lambdas
 from nanochat.rl.rewards import terminal_rewards
 from nanochat.rl.roles import Role, short_name
@@ -207,7 +207,7 @@ class Play:
                greedy: bool = False) -> Rollouts:
         """`num_samples` further attempts behind each solution and its critique, with the calculator as in `solve`."""
         return self.sample(role, self.refine_prompts(solutions, critiques), num_samples, label, greedy=greedy,
-                           tool=self.sampler.calculator_tool())
+                           tool=self.sampler.calculator_tool(), wrap=refine_prompt)
 
     def verify(self, role: str, solutions: Rollouts, num_samples: int, label: str, *, greedy: bool = False,
                copies: list[int] | None = None) -> Rollouts:

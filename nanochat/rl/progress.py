@@ -50,23 +50,34 @@ def warn_of_no_signal(t: Play, record: dict) -> None:
 
 
 def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
-    """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it."""
+    """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it; all of
+    them stand behind `no update`, where there was nothing to learn from."""
     parts = [step_of_role(record, role, shown.get(role, [])) for role in roles]
+    idle = "no update" + "".join(shown_of(record, role, shown[role]) for role in shown)
     left = f"{record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left"
-    print0(f"step {record['step']:4d} {' || '.join(parts) or 'no update'} | {left}")
+    print0(f"step {record['step']:4d} {' || '.join(parts) or idle} | {left}")
+
+
+def shown_of(record: dict, role: str, names: list[str]) -> str:
+    """Metrics of a role as parts of a step's line."""
+    values = {name: record.get(f"{short_name(role)}/{name}") for name in names}
+    return "".join(f" | {name.replace('_', ' ')} {number(value)}" for name, value in values.items())
+
+
+def number(value: float | str | None, digits: int = 3) -> str:
+    return "-" if value is None else value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
 def step_of_role(record: dict, role: str, shown: list[str]) -> str:
     """A role's part of a step's line."""
     get = lambda name: record.get(f"{short_name(role)}/{name}")
-    number = lambda name, digits=3: ("-" if get(name) is None else get(name) if isinstance(get(name), str)
-                                     else f"{get(name):.{digits}f}")
     text = f"{role:9s}"
     if get("num_rollouts") is not None:
-        text += f" | reward {number('reward')} ± {number('reward_std')} | no signal {number('frac_reward_zero_std', 2)}"
-        text += f" | len {number('completions/mean_length', 1)}"
-    text += f" | entropy {number('entropy')} | grad {number('grad_norm', 2)}"
-    text += "".join(f" | {name.replace('_', ' ')} {number(name)}" for name in shown)
+        text += f" | reward {number(get('reward'))} ± {number(get('reward_std'))}"
+        text += f" | no signal {number(get('frac_reward_zero_std'), 2)}"
+        text += f" | len {number(get('completions/mean_length'), 1)}"
+    text += f" | entropy {number(get('entropy'))} | grad {number(get('grad_norm'), 2)}"
+    text += shown_of(record, role, shown)
     text += " | WARNING: lenient verifier" if get("lenient") else ""
     text += " | WARNING: constant verifier" if get("pred_pos_rate") in (0.0, 1.0) else ""
     return text + (" | SKIPPED: not finite" if get("skipped") else "")
