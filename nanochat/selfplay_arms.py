@@ -25,7 +25,10 @@ SEARCHING = "--model-tag {gen} --max-new-tokens 96"
 READING = "--recipe mars --model-tag {gen} --max-new-tokens 24 --condense-tokens 4 --most-turns 4 --bin-size 6"
 ARGUING = "--model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifier-max-new-tokens 120 " \
          "--lr 5e-5 --num-samples 8 --num-steps 60 --eval-every 15"
-TARGETS = "--recipe alphaproof --model-tag {gen} --targets-of test_out --num-targets 40"
+LOGGED = "--eval-every 20 --log-theory 50"
+THEORY = f"{BRIEF} {LOGGED}"
+PROVING = "--model-tag {gen} --eval-every 20"  # an evaluation has 8 attempts at each theorem beside the greedy one
+TARGETS = f"--recipe alphaproof {PROVING} --targets-of test_out --num-targets 40"
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,9 @@ FAMILIES = {
                        "ver/balanced_acc_current": "balanced accuracy, present solutions"}),
     "kernel": Family(
         "proofs against a kernel that is never wrong", "--task rewrite", {"gen": f"{GEN} 800"},
-        {"grpo": "--recipe alphaproof --learner grpo --model-tag {gen}",
-         "expert_iteration": "--recipe alphaproof --model-tag {gen}",
-         "gold_steps": "--recipe gold_steps --combine rewards --model-tag {gen}",
+        {"grpo": f"--recipe alphaproof --learner grpo {PROVING}",
+         "expert_iteration": f"--recipe alphaproof {PROVING}",
+         "gold_steps": f"--recipe gold_steps --combine rewards {PROVING}",
          "targets": f"{TARGETS} --num-steps 80",  # about as many tokens
          "variants": f"{TARGETS} --curriculum variants",
          "variants_alone": f"{TARGETS} --curriculum variants --target-share 0"},
@@ -157,6 +160,15 @@ FAMILIES = {
          "constitutional_ai": f"--recipe constitutional_ai {BY_JUDGE} --num-samples 4 --sl-steps 30"},
         "grpo", {**SOLVED, "gen/violated_in": "solutions that break a principle",
                  "gen/balanced_acc_current": "as a judge, balanced accuracy"}),
+    "theory": Family(
+        "how much of a model moves, and whether it solves what it could not: RL on given problems, self-play, and "
+        "cross-entropy on its own right solutions",
+        PLAIN, {"gen": f"{GEN} 500", "both": f"{BOTH} 500 --demo-shares propose:0.3"},
+        {"grpo": f"--recipe grpo {THEORY}", "expert_iteration": f"--recipe alphaproof {THEORY}",
+         "mae_grounded": f"{MAE} --judge-reward grounded {LOGGED}"},
+        "grpo", {**SOLVED, "gen/pass_at_64_in": "pass@64", "gen/pass_at_64_out": "pass@64, longer problems",
+                 "gen/update_sparsity": "weights that stay", "gen/update_sparsity_bf16": "weights that stay, in bf16",
+                 "gen/outcome_variance_in": "variance of outcomes", "gen/entropy": "entropy"}),
     "optimisers": Family(
         "optimisers of outcome rewards", LONG_CHAIN,
         {"gen": f"{GEN} 800", "ver": f"--role verifier --model-tag {{gen}} {SHAPE} --num-steps 800"},
