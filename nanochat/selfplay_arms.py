@@ -22,12 +22,14 @@ MAE = "--recipe multi_agent_evolve --model-tag {both} --examples-per-step 8 --nu
       "--verifier-max-new-tokens 72"
 KEYS = "--task lookup --chain-min-steps 1 --chain-max-steps 3"
 SEARCHING = "--model-tag {gen} --max-new-tokens 96"
-READING = "--recipe mars --model-tag {gen} --max-new-tokens 24 --condense-tokens 4 --most-turns 4 --bin-size 6"
+READING = "--recipe mars --model-tag {gen} --max-new-tokens 24 --condense-tokens 4 --most-turns 4 --bin-size 9"
 ARGUING = "--model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifier-max-new-tokens 120 " \
          "--lr 5e-5 --num-samples 8 --num-steps 60 --eval-every 15"
 LOGGED = "--eval-every 20 --log-theory 50"
 THEORY = f"{BRIEF} {LOGGED}"
 PROVING = "--model-tag {gen} --eval-every 20"  # an evaluation has 8 attempts at each theorem beside the greedy one
+MAJORITY_WRONG = "--chain-wrongness 0.7"
+SAMPLED = "--max-new-tokens 48 --eval-every 20 --log-theory 100 --theory-samples 16"
 TARGETS = f"--recipe alphaproof {PROVING} --targets-of test_out --num-targets 40"
 
 
@@ -53,6 +55,19 @@ FAMILIES = {
          "coverrl_own": f"--recipe coverrl --verifier-head own --verifier-tag {{both}} {JUDGED}"},
         "grpo", {**SOLVED, "gen/label_accuracy": "pseudo labels that are right",
                  "ver/balanced_acc_current": "balanced accuracy of the verifier"}),
+    "votes": Family(
+        "majority votes that are right, and such that are wrong: each fact is taught wrongly, in 30% of its "
+        "demonstrations or in 70%",
+        "--chain-answer final --chain-modulus 5 --chain-share 1 --chain-wrongness 0.3 --chain-min-steps 1 "
+        "--chain-max-steps 3",
+        {"gen": f"{GEN} 800", "misled": f"{GEN} 800 {MAJORITY_WRONG}"},
+        {"ttrl": f"--recipe ttrl --model-tag {{gen}} {SAMPLED}",
+         "grpo": f"--recipe grpo --model-tag {{gen}} {SAMPLED}",
+         "ttrl_misled": f"--recipe ttrl --model-tag {{misled}} {SAMPLED} {MAJORITY_WRONG}",
+         "grpo_misled": f"--recipe grpo --model-tag {{misled}} {SAMPLED} {MAJORITY_WRONG}"},
+        "ttrl", {"gen/pass_at_1_in": "pass@1, sampled", "gen/pass_at_1_out": "pass@1, sampled, longer problems",
+                 "gen/pass1_in": "greedy pass@1", "gen/label_accuracy": "pseudo labels that are right",
+                 "gen/majority_ratio": "votes for the majority"}),
     "self_verify": Family(
         "one model that solves and verifies, taught as much wrongly as a verifier as it is as a generator",
         f"{MISLED} --chain-verifier-share 0.4 --chain-verifier-wrongness 0.8",
@@ -118,7 +133,7 @@ FAMILIES = {
         "grpo", {**SOLVED, "gen/search_pass1_in": "with the search that training lacked",
                  "gen/memory_pass1_in": "without the search", "gen/queries": "queries"}),
     "readers": Family(
-        "a reasoner and a reader of noisy documents", f"{KEYS} --chain-share 0 --lookup-noise 5",
+        "a reasoner and a reader of noisy documents", f"{KEYS} --chain-share 0 --lookup-keys 200 --lookup-noise 5",
         {"gen": f"{GEN} 1600 --demo-shares reason:0.7 condense:0.2"},
         {"reasoner": f"{READING} --no-train-condenser", "mars": READING, "mars_unbalanced": f"{READING} --no-balance",
          "search_o1": f"{READING} --num-steps 0"},
