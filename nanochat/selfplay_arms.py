@@ -16,6 +16,7 @@ BRIEF = "--model-tag {both} --max-new-tokens 48"
 JUDGED = f"{BRIEF} --verifier-max-new-tokens 56"
 LONG_CHAIN = "--chain-answer final --chain-share 0.45 --chain-min-steps 3 --chain-max-steps 10"
 FOUR = "--recipe grpo --updates-per-batch 4 --lr 1e-4 --model-tag {gen}"  # at one update there is nothing to clip
+CRITIC = "--recipe ppo --aggregation token --model-tag {gen} --critic-tag {ver} --critic-lr 1e-3"
 PLAIN = "--chain-answer final --chain-share 0.45 --chain-min-steps 2 --chain-max-steps 5"
 BY_JUDGE = f"{BRIEF} --verifier-max-new-tokens 64"
 MAE = "--recipe multi_agent_evolve --model-tag {both} --examples-per-step 8 --num-samples 4 --max-new-tokens 72 " \
@@ -192,9 +193,7 @@ FAMILIES = {
          "clip": FOUR, "clip_higher": f"{FOUR} --clip-high 0.28",
          "cispo": f"{FOUR} --loss cispo --clip-low 1 --clip-high 0.28 --aggregation token",
          "gspo": f"{FOUR} --sequence-ratio --clip-low 3e-4 --clip-high 4e-4",
-         "ppo": "--recipe ppo --aggregation token --model-tag {gen} --critic-tag {ver}",
-         "vapo": "--recipe ppo --aggregation token --model-tag {gen} --critic-tag {ver} --gae-alpha 0.25 "
-                 "--value-pretrain 20 --lm-coef 0.1"},
+         "ppo": CRITIC, "vapo": f"{CRITIC} --gae-alpha 0.25 --value-pretrain 20 --lm-coef 0.1"},
         "grpo", {**SOLVED, "gen/frac_reward_zero_std": "groups without signal", "gen/entropy": "entropy"}),
 }
 
