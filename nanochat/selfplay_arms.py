@@ -154,7 +154,9 @@ FAMILIES = {
         {"grpo": f"--recipe grpo {BRIEF}",
          **{f"debate_{shaping}": f"--recipe marti --graph debate --shaping {shaping} {BY_JUDGE}"
             for shaping in ("none", "margin", "quality")},
-         "chain_margin": f"--recipe marti --graph chain --shaping margin {BY_JUDGE}"},
+         "chain_margin": f"--recipe marti --graph chain --shaping margin {BY_JUDGE}",
+         "critique_grpo": f"--recipe critique_grpo {BRIEF}",
+         "critique_grpo_verifier": f"--recipe critique_grpo_verifier --verifier-tag {{both}} {BY_JUDGE}"},
         "grpo", {**SOLVED, "gen/final_in": "last answers that are right", "gen/first_in": "first answers"}),
     "debates": Family(
         "arguments for opposite answers before a judge", f"{PLAIN} --chain-verifier-share 0.1",
