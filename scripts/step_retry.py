@@ -126,16 +126,17 @@ def take_verdict(tokenizer, fmt, attempt: Attempt, step: list[int], drawn: list[
     """Reads the judgment of a step, and keeps the step or not."""
     whole, k = attempt.judged + drawn, attempt.num_steps
     ends = judgment_ends(tokenizer, fmt, whole)
-    verdict, judged = None, []  # unread: the verifier begins anew with the next step
-    if len(ends) > k:
-        judged = whole[: ends[k]]
-        verdict = parse_verification(fmt, tokenizer.decode(judged), k + 1).step_verdicts[k]
-    attempt.spent += len(judged or whole) - len(attempt.judged)
+    judged = whole[: ends[k]] if len(ends) > k else whole
+    said = parse_verification(fmt, tokenizer.decode(judged), k + 1).step_verdicts
+    is_read = len(said) > k and len(ends) > k  # a final judgment may stand before that of the step
+    verdict = said[k] if is_read else None
+    attempt.spent += len(judged) - len(attempt.judged)
     attempt.said.append(verdict)
     if verdict is False and attempt.tries < retries:
         attempt.tries += 1
         return
-    attempt.ids, attempt.judged = attempt.ids + step, judged
+    attempt.ids = attempt.ids + step
+    attempt.judged = judged if is_read else []  # what is unread: the verifier begins anew with the next step
     attempt.num_steps, attempt.tries = k + 1, 0
 
 

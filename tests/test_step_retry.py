@@ -64,7 +64,8 @@ def test_a_judgment_ends_with_its_closing_mark(tokenizer):
     ("0*2:1F;=F", False, 1, False, "1T;"),           # written again, behind the same
     ("0*2:1F;=F", False, 2, True, "1T;0*2:1F;"),     # the last try stays
     ("0*2;=F", None, 0, True, "1T;0*2;"),            # a judgment without a verdict rejects nothing
-    ("nonsense", None, 0, True, "")])                # nor does what is none: the verifier begins anew
+    ("=T;0F;=F", None, 0, True, ""),                 # nor does a final judgment in its place: the verifier begins anew
+    ("nonsense", None, 0, True, "")])                # nor does what is none
 def test_what_is_rejected_is_written_again(tokenizer, drawn, verdict, tries, kept, judged):
     one, step = attempt(tokenizer, "1+2:0;", "1T;", tries=tries), tokenizer.encode("0*2:0;")
     take_verdict(tokenizer, COMPACT, one, step, tokenizer.encode(drawn), 2)
