@@ -30,7 +30,7 @@ LOGGED = "--eval-every 20 --log-theory 50"
 THEORY = f"{BRIEF} {LOGGED}"
 PROVING = "--model-tag {gen} --eval-every 20"  # an evaluation has 8 attempts at each theorem beside the greedy one
 MAJORITY_WRONG = "--chain-wrongness 0.7"
-SAMPLED = "--max-new-tokens 48 --eval-every 20 --log-theory 100 --theory-samples 16"
+SAMPLED = "--lr 5e-5 --max-new-tokens 48 --eval-every 20 --log-theory 100 --theory-samples 16"
 TARGETS = f"--recipe alphaproof {PROVING} --targets-of test_out --num-targets 40"
 
 
@@ -63,6 +63,7 @@ FAMILIES = {
         "--chain-max-steps 3",
         {"gen": f"{GEN} 800", "misled": f"{GEN} 800 {MAJORITY_WRONG}"},
         {"ttrl": f"--recipe ttrl --model-tag {{gen}} {SAMPLED}",
+         "ttrl_fast": f"--recipe ttrl --model-tag {{gen}} {SAMPLED} --lr 2e-4",
          "grpo": f"--recipe grpo --model-tag {{gen}} {SAMPLED}",
          "ttrl_misled": f"--recipe ttrl --model-tag {{misled}} {SAMPLED} {MAJORITY_WRONG}",
          "grpo_misled": f"--recipe grpo --model-tag {{misled}} {SAMPLED} {MAJORITY_WRONG}"},
