@@ -97,6 +97,9 @@ def make_parser() -> argparse.ArgumentParser:
     data.add_argument("--bare-share", type=float, default=0.0,
                       help="of the demonstrations of --verifier-form pair those in which one of the two solutions is "
                            "its answer alone, for recipe debate, whose judge also hears one side")
+    data.add_argument("--cut-share", type=float, default=0.0,
+                      help="of the demonstrations of --verifier-form steps those that judge the beginning of a "
+                           "solution, for scripts.step_retry")
     data.add_argument("--num-sampled", type=int, default=2048,
                       help="verifier: solutions sampled from the generator; half of its demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
@@ -174,6 +177,8 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
         solution = demo_of(task, "corrupted_solution", problem, rng)
         if sampled and rng.random() < 0.5:
             problem, solution = rng.choice(sampled)
+        if args.cut_share and rng.random() < args.cut_share:
+            solution = beginning(task.fmt, solution, rng)
         form = FORMS[args.verifier_form]
         solutions = judged_together(task, problem, solution, form.num or args.num_judged, rng)
         if args.bare_share and rng.random() < args.bare_share:
@@ -185,6 +190,12 @@ def demonstration(args, task, tokenizer, index: int, sampled: list, context: int
         raise BadInput(f"the context (--sequence-len {context}) is too short: demonstration {index} of {task.name} "
                        f"has {len(prompt) + len(completion)} tokens")
     return prompt + completion, [0] * len(prompt) + [1] * len(completion)
+
+
+def beginning(fmt, solution: str, rng: random.Random) -> str:
+    """A solution up to the end of one of its steps, each as likely; all of one that has none."""
+    ends = [end for _, end in fmt.step_spans(solution)]
+    return solution[: rng.choice(ends)] if ends else solution
 
 
 def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
@@ -386,6 +397,8 @@ def main(args) -> None:
     check_form(task, args.verifier_form, args.num_judged)
     if not 0 <= args.bare_share <= 1 or args.bare_share and args.verifier_form != "pair":
         raise BadInput(f"--bare-share {args.bare_share}: must be from 0 to 1, and is of --verifier-form pair")
+    if not 0 <= args.cut_share <= 1 or args.cut_share and args.verifier_form != "steps":
+        raise BadInput(f"--cut-share {args.cut_share}: must be from 0 to 1, and is of --verifier-form steps")
     if args.role == "generator" and args.verifier_form != "steps":
         raise BadInput(f"--verifier-form {args.verifier_form}: is of a verifier's demonstrations, not the generator's")
     tag = resolve_tags(args)

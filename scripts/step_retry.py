@@ -16,7 +16,8 @@ Departures:
 1. In the plan a rejected step stays in the conversation, with the verifier's words, and the generator is told to try
    again. Here it tries again behind the steps before: it was never taught to read a rejection.
 2. The plan names no limit for retries and compares with a single pass at whatever tokens.
-3. Both models are small ones from chat_sft. The plan's are QLoRAs of Phi-2 or Phi-3, of GSM8K and of PRM800K.
+3. A verifier that was shown whole solutions alone rejects most beginnings: chat_sft --cut-share shows it some.
+4. Both models are small ones from chat_sft. The plan's are QLoRAs of Phi-2 or Phi-3, of GSM8K and of PRM800K.
 
     python -m scripts.step_retry --generator-tag d4 --verifier-tag d4-ver --retries 1 2 4 --out retries.json
     torchrun --standalone --nproc_per_node=8 scripts/step_retry.py -- --generator-tag d4 --verifier-tag d4-ver

@@ -12,7 +12,7 @@ from conftest import TASK_FLAGS, parse
 from nanochat.common import BadInput
 from nanochat.rl.forms import (FORMS, believed_score, check_form, form_prompt, judged_together, one_bare, preferred,
                                strength)
-from nanochat.rl.prompts import Verification, parse_choice, parse_scores
+from nanochat.rl.prompts import Verification, parse_choice, parse_scores, parse_verification
 from scripts import chat_sft
 from tasks import make_task
 from tasks.chain import Chain
@@ -187,3 +187,30 @@ def test_a_single_solution_is_asked_about_as_before(base):
 def test_only_pairs_have_a_bare_side(flags):
     with pytest.raises(BadInput, match="--bare-share .*: must be from 0 to 1, and is of --verifier-form pair"):
         chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
+
+
+# Unfinished solutions
+
+@pytest.mark.parametrize("flags", [["--cut-share", "-0.1"], ["--cut-share", "1.5"],
+                                   ["--cut-share", "0.5", "--verifier-form", "pair"]])
+def test_only_single_solutions_are_cut(flags):
+    with pytest.raises(BadInput, match="--cut-share .*: must be from 0 to 1, and is of --verifier-form steps"):
+        chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
+
+
+def test_a_beginning_ends_behind_any_of_the_steps():
+    fmt = task_of().fmt
+    cut = {chat_sft.beginning(fmt, "1+1:2;2*2:4;=4", random.Random(seed)) for seed in range(20)}
+    assert cut == {"1+1:2;", "1+1:2;2*2:4;"}
+    assert chat_sft.beginning(fmt, "=4", random.Random(0)) == "=4"  # no step to end behind
+
+
+@pytest.mark.parametrize("task", ["chain", "last_letter", "lookup", "rewrite"])
+def test_all_steps_of_a_beginning_are_judged_and_as_a_whole_it_is_wrong(base, task):
+    whole, cut = demonstration("--task", task), demonstration("--task", task, "--cut-share", "1")
+    solution, beginning = whole.split("|")[1], cut.split("|")[1]
+    fmt = task_of("--task", task).fmt
+    num_steps = len(fmt.step_spans(beginning))
+    assert solution.startswith(beginning) and 0 < num_steps and fmt.answer(beginning) is None
+    said = parse_verification(fmt, cut.split("|")[2][1:], num_steps)
+    assert said.unmet == () and said.verdict is False
