@@ -59,9 +59,8 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
     "Reward models that learn with the policy": ("cooper", "ppo", "refit", "progress_rewards", "simulated_judge"),
     "Two turns, many players, no labels": (
         "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "debate", "self_rewarding", "constitutional_ai",
-        "coverrl", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof",
-        "dapo")}
-NOT_RUN = ("critique_grpo_verifier", "debate_judge")
+        "coverrl", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof", "dapo", "debate_judge")}
+NOT_RUN = ("critique_grpo_verifier",)
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -234,7 +233,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "dpo": "works: it learns, behind GRPO at equal tokens",
     "spin": "works: it stays at the fixed point that its demonstrations are",
     "debate": "works: debaters win more on three seeds; that the judge gets righter with them is not shown",
-    "debate_judge": "runs: not run with seeds",
+    "debate_judge": "runs: on three seeds its judge gets no righter than one that stays as it is",
     "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
     "critique_grpo_verifier": "runs: not run with seeds",
     "dapo": "works: every group has signal, it is ahead of GRPO at equal steps and behind at equal tokens",
@@ -271,7 +270,8 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "search_r1": "works: ahead of GRPO from memory on three seeds; the mask makes no difference there",
     "r1_searcher": "works: its first stage raises the share that searches, its second the accuracy, on three seeds",
     "ssrl": "runs: what it learns with its own memory holds with the real search; its memory is behind plain GRPO",
-    "mars": "runs: ahead of a frozen reader on three seeds, by too little to be shown"}
+    "mars": "runs: its reasoner goes on asking on three seeds, and stops beside a frozen reader; its reader does not "
+            "learn to read"}
 
 
 # Text
