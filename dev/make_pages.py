@@ -249,7 +249,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "genrm": "works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown",
     "genprm": "works: step F1 rises on three seeds, and as a reward it is shown ahead of GRPO",
     "cooper": "runs: its frozen arm is gamed on three seeds, Cooper at most mildly, but it is behind the rule on two",
-    "ppo": "runs: as GRPO on three seeds, no use of the critic is shown",
+    "ppo": "runs: as GRPO or behind it, on three seeds in either setting; its critics explain little",
     "refit": "runs: as GRPO on three seeds, no use of the refitted verifier is shown",
     "simulated_judge": "runs: at equal accuracy the judge with more ties taught better, where slower was expected",
     "think_rm": "runs: RL leaves it where SFT did on three seeds, at 56% of pairs",
