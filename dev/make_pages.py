@@ -98,7 +98,8 @@ NOTES = {  # whole sentences
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
     "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
             "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
-            "beside it know 64 or 256 answers.",
+            "beside it know 64 or 256 answers. With right and with wrong majorities it is, in "
+            f"[results.md](results.md#{anchor('Where the majority is right, and where it is wrong')}).",
     **{name: f"Its figures are in [results.md](results.md#{anchor(part)})." for part, names in BESIDE.items()
        for name in names}}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
@@ -240,7 +241,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "constitutional_ai": "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer",
     "self_rewarding": "runs: it gains in its first iteration on three seeds and loses that in the next two, as it "
                       "forgets how to judge",
-    "ttrl": "runs: where a wrong answer often has the majority it learns nothing, on three seeds; elsewhere not run",
+    "ttrl": "works: where the majority is right sampled pass@1 rises on three seeds, where it is wrong it falls",
     "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
     "self_verify": "works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
