@@ -29,8 +29,11 @@ ARGUING = "--model-tag {gen} --verifier-tag {pair} --max-new-tokens 48 --verifie
 LOGGED = "--eval-every 20 --log-theory 50"
 THEORY = f"{BRIEF} {LOGGED}"
 PROVING = "--model-tag {gen} --eval-every 20"  # an evaluation has 8 attempts at each theorem beside the greedy one
-MAJORITY_WRONG = "--chain-wrongness 0.7"
-SAMPLED = "--lr 5e-5 --max-new-tokens 48 --eval-every 20 --log-theory 100 --theory-samples 16"
+VOTING = "--chain-answer final --chain-modulus 5 --chain-share 1 --chain-min-steps 1 --chain-max-steps 3"
+SAMPLED = "--model-tag {gen} --lr 5e-5 --max-new-tokens 48 --eval-every 20 --log-theory 100 --theory-samples 16"
+VOTED = {"gen/pass_at_1_in": "pass@1, sampled", "gen/pass_at_1_out": "pass@1, sampled, longer problems",
+         "gen/pass1_in": "greedy pass@1", "gen/label_accuracy": "pseudo labels that are right",
+         "gen/majority_ratio": "votes for the majority"}
 TARGETS = f"--recipe alphaproof {PROVING} --targets-of test_out --num-targets 40"
 
 
@@ -57,19 +60,14 @@ FAMILIES = {
         "grpo", {**SOLVED, "gen/label_accuracy": "pseudo labels that are right",
                  "ver/balanced_acc_current": "balanced accuracy of the verifier"}),
     "votes": Family(
-        "majority votes that are right, and such that are wrong: each fact is taught wrongly, in 30% of its "
-        "demonstrations or in 70%",
-        "--chain-answer final --chain-modulus 5 --chain-share 1 --chain-wrongness 0.3 --chain-min-steps 1 "
-        "--chain-max-steps 3",
-        {"gen": f"{GEN} 800", "misled": f"{GEN} 800 {MAJORITY_WRONG}"},
-        {"ttrl": f"--recipe ttrl --model-tag {{gen}} {SAMPLED}",
-         "ttrl_fast": f"--recipe ttrl --model-tag {{gen}} {SAMPLED} --lr 2e-4",
-         "grpo": f"--recipe grpo --model-tag {{gen}} {SAMPLED}",
-         "ttrl_misled": f"--recipe ttrl --model-tag {{misled}} {SAMPLED} {MAJORITY_WRONG}",
-         "grpo_misled": f"--recipe grpo --model-tag {{misled}} {SAMPLED} {MAJORITY_WRONG}"},
-        "ttrl", {"gen/pass_at_1_in": "pass@1, sampled", "gen/pass_at_1_out": "pass@1, sampled, longer problems",
-                 "gen/pass1_in": "greedy pass@1", "gen/label_accuracy": "pseudo labels that are right",
-                 "gen/majority_ratio": "votes for the majority"}),
+        "majority votes that are right: each fact is taught wrongly, in 30% of its demonstrations",
+        f"{VOTING} --chain-wrongness 0.3", {"gen": f"{GEN} 800"},
+        {"grpo": f"--recipe grpo {SAMPLED}", "ttrl": f"--recipe ttrl {SAMPLED}",
+         "ttrl_fast": f"--recipe ttrl {SAMPLED} --lr 2e-4"}, "grpo", VOTED),
+    "wrong_votes": Family(
+        "majority votes that are wrong: each fact is taught wrongly, in 70% of its demonstrations",
+        f"{VOTING} --chain-wrongness 0.7", {"gen": f"{GEN} 800"},
+        {"grpo": f"--recipe grpo {SAMPLED}", "ttrl": f"--recipe ttrl {SAMPLED}"}, "grpo", VOTED),
     "self_verify": Family(
         "one model that solves and verifies, taught as much wrongly as a verifier as it is as a generator",
         f"{MISLED} --chain-verifier-share 0.4 --chain-verifier-wrongness 0.8",
