@@ -99,7 +99,7 @@ def make_parser() -> argparse.ArgumentParser:
                            "its answer alone, for recipe debate, whose judge also hears one side")
     data.add_argument("--cut-share", type=float, default=0.0,
                       help="of the demonstrations of --verifier-form steps those that judge the beginning of a "
-                           "solution, for scripts.step_retry")
+                           "solution, which as a whole is wrong, for scripts.step_retry")
     data.add_argument("--num-sampled", type=int, default=2048,
                       help="verifier: solutions sampled from the generator; half of its demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
@@ -397,8 +397,9 @@ def main(args) -> None:
     check_form(task, args.verifier_form, args.num_judged)
     if not 0 <= args.bare_share <= 1 or args.bare_share and args.verifier_form != "pair":
         raise BadInput(f"--bare-share {args.bare_share}: must be from 0 to 1, and is of --verifier-form pair")
-    if not 0 <= args.cut_share <= 1 or args.cut_share and args.verifier_form != "steps":
-        raise BadInput(f"--cut-share {args.cut_share}: must be from 0 to 1, and is of --verifier-form steps")
+    if not 0 <= args.cut_share <= 1 or args.cut_share and (args.verifier_form != "steps" or args.role == "generator"):
+        raise BadInput(f"--cut-share {args.cut_share}: must be from 0 to 1, and is of a verifier's demonstrations, of "
+                       f"--verifier-form steps")
     if args.role == "generator" and args.verifier_form != "steps":
         raise BadInput(f"--verifier-form {args.verifier_form}: is of a verifier's demonstrations, not the generator's")
     tag = resolve_tags(args)

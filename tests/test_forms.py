@@ -192,9 +192,10 @@ def test_only_pairs_have_a_bare_side(flags):
 # Unfinished solutions
 
 @pytest.mark.parametrize("flags", [["--cut-share", "-0.1"], ["--cut-share", "1.5"],
-                                   ["--cut-share", "0.5", "--verifier-form", "pair"]])
+                                   ["--cut-share", "0.5", "--verifier-form", "pair"],
+                                   ["--cut-share", "0.5", "--role", "generator"]])
 def test_only_single_solutions_are_cut(flags):
-    with pytest.raises(BadInput, match="--cut-share .*: must be from 0 to 1, and is of --verifier-form steps"):
+    with pytest.raises(BadInput, match="--cut-share .*: must be from 0 to 1, and is of a verifier's demonstrations"):
         chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
 
 

@@ -409,6 +409,17 @@ def test_an_evaluation_has_the_limit_of_what_it_asks_for():
     assert limit("eval", None) == limit("eval", quoting_prompt) == 12
 
 
+def test_a_second_attempt_has_the_limit_of_second_attempts():
+    t = play_of(generator=tiny_model())
+    t.calls = {"second": Call("generator", "second", 4, 2, 6, 1, wrap=refine_prompt),
+               "generator": Call("generator", "generator", 4, 2, 8, 1)}
+    t.evaluating, t.refine_prompts = True, lambda solutions, critiques: []
+    asked = []
+    t.sampler.sample = lambda model, prompts, num, stream, limit, *more: asked.append(limit) or rollouts_of()
+    t.refine("generator", rollouts_of(), [], 1, "eval")
+    assert asked == [6]
+
+
 def test_a_snapshot_carries_its_step_through():
     t = play_of(generator=tiny_model(), opponent=tiny_model(1))
     t.copy_weights("generator", "opponent")
@@ -438,6 +449,6 @@ def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):
     print_step(record, ["generator"], {"generator": ["no_pair"]}, 60)
     print_step(record, [], {}, 60)
     assert [line.split(" | ") for line in capsys.readouterr().out.splitlines()] == [
-        ["step    3 no update", "pair loss -", "no pair 1.000", "2.0s, 1.0 min left"],
+        ["step    3 no update || generator", "pair loss -", "no pair 1.000", "2.0s, 1.0 min left"],
         ["step    3 generator", "entropy 0.500", "grad -", "no pair 1.000", "2.0s, 1.0 min left"],
         ["step    3 no update", "2.0s, 1.0 min left"]]

@@ -103,7 +103,7 @@ def log_votes(t: Play, columns: dict[str, list]) -> None:
     outcomes, answers, rewards = columns["outcome"], columns["answer"], columns["majority_reward"]
     pairs = list(zip(rewards, outcomes, strict=True))
     t.log("generator", t.mean({
-        "majority_ratio": rewards, "label_accuracy": columns["label_outcome"],  # of each problem as often
+        "majority_ratio": rewards, "label_accuracy": columns["label_outcome"],  # each label N times
         "reward_accuracy": [None if outcome is None else reward == outcome for reward, outcome in pairs],
         "ground_truth_ratio": outcomes, "unreadable": [answer is None for answer in answers],
         "unscorable": [outcome is None for outcome in outcomes]}))

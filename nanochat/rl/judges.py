@@ -26,9 +26,9 @@ from nanochat.rl.spots import chances_at, forced_verdicts, written_chances
 @dataclass
 class Judgment:
     """steps: the chance that each reasoning step is right, None where nothing is said of steps; final: that the
-    solution is, None where that is not said; tokens: that were sampled for it, and one for each verdict that was asked
-    for by its log-odds; solutions that are judged together share them. Reading the solution costs all judges alike and
-    is not counted; texts: the verifications, for people who read a rollout."""
+    solution is, None where that is not said; texts: the verifications of `generative`, else none; tokens: that were
+    sampled for it, and one for each verdict that was asked for by its log-odds; solutions that are judged together
+    share them. Reading the solution costs all judges alike and is not counted."""
     steps: list[float] | None
     final: float | None
     tokens: float
