@@ -50,9 +50,7 @@ COMMANDS = {  # how the runs of a csv were made
     "chain": "bash runs/fig4.sh",
     "merged/chain": 'bash runs/fig4.sh --arms "grpo tango fixed_verifier tango_merged fixed_merged gold_steps"',
     "systems/chain": 'bash runs/fig4.sh --arms "grpo prime_2e-4 dpo spin"',
-    "systems/chain_refine": 'bash runs/fig4.sh --start refine --arms "grpo_2e-4 critique_grpo_2e-4"',
-    "labels/small_chain_n64": 'bash runs/pays.sh --dial labels --settings "n64 n256" --seeds "21 22 23 24 25" '
-                              '--arms "grpo ttrl fixed_merged gentle_merged"'}
+    "systems/chain_refine": 'bash runs/fig4.sh --start refine --arms "grpo_2e-4 critique_grpo_2e-4"'}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "Verifiers of every kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "rm_r1", "think_rm",
                                 "think_rm_policy", "spct"),
@@ -60,7 +58,7 @@ BESIDE = {  # a part of results.md -> recipes that are compared there, on anothe
     "Two turns, many players, no labels": (
         "multi_agent_evolve", "ssp", "medvlsynther", "magrpo", "marti", "debate", "self_rewarding", "constitutional_ai",
         "coverrl", "self_verify", "search_r1", "r1_searcher", "ssrl", "mars", "alphaproof", "dapo", "debate_judge",
-        "critique_grpo_verifier")}
+        "critique_grpo_verifier", "ttrl")}
 DEFAULTS, PAPERS = "default step rewards", "the paper's step rewards"
 RESULTS = {  # in the order of the pages; the README has the first arm of each recipe
     "grpo": [Arm("chain", "grpo", "4e-4", "GRPO", "")],
@@ -75,7 +73,6 @@ RESULTS = {  # in the order of the pages; the README has the first arm of each r
     "spin": [Arm("systems/chain", "spin", "3e-5", "SFT's demonstrations")],
     "critique_grpo": [Arm("systems/chain_refine", "critique_grpo_2e-4", "2e-4", "two attempts", "grpo_2e-4")],
     "score": [],
-    "ttrl": [Arm("labels/small_chain_n64", "ttrl", "2e-4", "small chain, no answers", "")],
     **{name: [] for names in BESIDE.values() for name in names}}
 
 
@@ -84,7 +81,7 @@ def anchor(title: str) -> str:
     return title.lower().replace(",", "").replace(" ", "-")
 
 
-NOT_COMPARED = ("score", "ttrl", "fixed_generator")
+NOT_COMPARED = ("score", "fixed_generator")
 RATE_SEEN = "The rate was set after a look at these seeds, so the figures are not independent of it."
 NOTES = {  # whole sentences
     "fixed_generator": "The generator does not learn, so its pass@1 is not compared. The rate is the verifier's, which "
@@ -96,10 +93,6 @@ NOTES = {  # whole sentences
     "critique_grpo": "Both arms start from a second SFT, which teaches the form of a second attempt. Without it no "
                      "second attempt was right (0 of 256 sampled). " + RATE_SEEN,
     "score": "One seed, so it is not compared. Its figures are in [tuning.md](tuning.md#score-corrects-nothing).",
-    "ttrl": "This is another experiment. The model has 3 layers of width 96. A run makes 120 updates, of 16 problems x "
-            "8 samples each. Pass@1 is that of 200 problems. TTRL knows no answer. It is not compared: the GRPO runs "
-            "beside it know 64 or 256 answers. With right and with wrong majorities it is, in "
-            f"[results.md](results.md#{anchor('Where the majority is right, and where it is wrong')}).",
     **{name: f"Its figures are in [results.md](results.md#{anchor(part)})." for part, names in BESIDE.items()
        for name in names}}
 STEPS = ["test_rewards.py::test_a_step_reward_is_plus_or_minus_one_over_the_number_of_steps",
@@ -233,15 +226,16 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "dpo": "works: it learns, behind GRPO at equal tokens",
     "spin": "works: it stays at the fixed point that its demonstrations are",
     "debate": "works: debaters win more on three seeds; that the judge gets righter with them is not shown",
-    "debate_judge": "runs: on three seeds its judge gets no righter than one that stays as it is",
+    "debate_judge": "runs: that its judge gets righter is not shown, on three seeds",
     "critique_grpo": "runs: no use of a refinement is shown at equal tokens",
-    "critique_grpo_verifier": "runs: on three seeds it ends where GRPO does, with three times its tokens",
+    "critique_grpo_verifier": "runs: at GRPO's tokens it is behind on three seeds, at equal steps that is not shown",
     "dapo": "works: every group has signal, it is ahead of GRPO at equal steps and behind at equal tokens",
     "score": "runs: its second turn corrects nothing here",
     "constitutional_ai": "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer",
     "self_rewarding": "runs: it gains in its first iteration on three seeds and loses that in the next two, as it "
                       "forgets how to judge",
-    "ttrl": "works: where the majority is right sampled pass@1 rises on three seeds, where it is wrong it falls",
+    "ttrl": "works: where the majority is right sampled pass@1 rises on three seeds and greedy pass@1 falls; where it "
+            "is wrong sampled pass@1 falls",
     "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
     "self_verify": "works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
@@ -249,7 +243,7 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "genrm": "works: best of 8 beats the majority vote on three seeds; no gain as a reward is shown",
     "genprm": "works: step F1 rises on three seeds, and as a reward it is shown ahead of GRPO",
     "cooper": "runs: its frozen arm is gamed on three seeds, Cooper at most mildly, but it is behind the rule on two",
-    "ppo": "runs: as GRPO or behind it, on three seeds in either setting; its critics explain little",
+    "ppo": "runs: as GRPO or behind it in two settings of three seeds each; its critics explain little",
     "refit": "runs: as GRPO on three seeds, no use of the refitted verifier is shown",
     "simulated_judge": "runs: at equal accuracy the judge with more ties taught better, where slower was expected",
     "think_rm": "runs: RL leaves it where SFT did on three seeds, at 56% of pairs",
@@ -270,8 +264,8 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "search_r1": "works: ahead of GRPO from memory on three seeds; the mask makes no difference there",
     "r1_searcher": "works: its first stage raises the share that searches, its second the accuracy, on three seeds",
     "ssrl": "runs: what it learns with its own memory holds with the real search; its memory is behind plain GRPO",
-    "mars": "runs: its reasoner goes on asking on three seeds, and stops beside a frozen reader; its reader does not "
-            "learn to read"}
+    "mars": "runs: its reasoner asks on, and all but stops beside a frozen reader, on three seeds; its reader gets no "
+            "better"}
 
 
 # Text
