@@ -40,7 +40,7 @@ from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import answers_of, outcomes_of, problems_of
 from nanochat.rl.voting import SCORES
 from scripts.verifier_eval import (Help, add_generator_args, add_verifier_args, check_players, gathered, load_players,
-                                   shown)
+                                   shown, warn_of_malformed)
 from scripts.verify_or_sample import (VOTE, Lead, Way, best_way, expected, lead_of, points_of, powers, tokens_of,
                                       voting_at)
 from tasks import add_task_args, task_flags
@@ -66,15 +66,19 @@ def check_args(args) -> None:
     check_least(args, {"num_draws": 1, "num_attempts": 1})
     check_most(args, {"num_draws": 10 ** 5, "num_attempts": 10 ** 4})
     check_name("--generator-tag", args.generator_tag)
-    check_players(args, PARTS)
     if not 1 <= min(args.retries) <= max(args.retries) <= MOST_RETRIES or len(set(args.retries)) < len(args.retries):
         raise BadInput(f"--retries {' '.join(map(str, args.retries))}: must be numbers from 1 to {MOST_RETRIES}, each "
                        f"once; a single pass is there without being named")
     if not args.generator_temperature:
         raise BadInput("--generator-temperature 0: what is written again would be the same")
-    for name, only in (("num_verifications", 1), ("score", "final"), ("calculator", False)):
+    for name, only, reason in (("num_verifications", 1, "each step has one judgment"),
+                               ("score", "final", "a step has a verdict, and no score"),
+                               ("calculator", False, "steps are written without tools")):
         if getattr(args, name) != only:
-            raise BadInput(f"--{name.replace('_', '-')}: each step has one judgment, and is written without tools")
+            raise BadInput(f"--{name.replace('_', '-')}: {reason}")
+    if args.max_problems == 1:
+        raise BadInput("--max-problems 1: the interval of a lead takes at least two problems")
+    check_players(args, PARTS)
     if args.num_samples not in powers(args.num_samples):
         raise BadInput(f"--num-samples {args.num_samples}: must be a power of two")
 
@@ -254,6 +258,7 @@ def main(args) -> None:
         numbers = " ".join(f"{shown(x):>6s}" for x in (one.verified, one.voted, one.lead, one.half))
         said = judgments[str(retries)]
         print0(f"{retries:>8d} {one.tokens:>8.1f} {numbers} {shown(said['rejected']):>9s} {shown(said['unread']):>7s}")
+    warn_of_malformed(max(said["unread"] or 0 for said in judgments.values()))
     if len(rows) < len(samples):
         print0(f"left out: {len(samples) - len(rows)} problems with a solution that cannot be scored")
     if args.out and rank_and_world()[0] == 0:

@@ -449,6 +449,6 @@ def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):
     print_step(record, ["generator"], {"generator": ["no_pair"]}, 60)
     print_step(record, [], {}, 60)
     assert [line.split(" | ") for line in capsys.readouterr().out.splitlines()] == [
-        ["step    3 no update || generator", "pair loss -", "no pair 1.000", "2.0s, 1.0 min left"],
+        ["step    3 no update (generator", "pair loss -", "no pair 1.000)", "2.0s, 1.0 min left"],
         ["step    3 generator", "entropy 0.500", "grad -", "no pair 1.000", "2.0s, 1.0 min left"],
         ["step    3 no update", "2.0s, 1.0 min left"]]

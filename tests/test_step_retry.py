@@ -125,10 +125,17 @@ def test_a_run_reports_accuracy_against_tokens(base, tmp_path, capsys):
 
 @pytest.mark.parametrize("flags, words", [
     (["--retries", "0"], "--retries 0: must be numbers from 1"), (["--retries", "2", "2"], "--retries 2 2"),
-    (["--num-samples", "6"], "--num-samples 6: must be a power of two"), (["--generator-temperature", "0"], "temp"),
-    (["--num-verifications", "2"], "--num-verifications"), (["--calculator"], "--calculator"),
-    (["--num-attempts", "0"], "--num-attempts 0"), (["--generator-tag", "nobody"], "nobody")])
+    (["--num-samples", "6"], "--num-samples 6: must be a power of two"),
+    (["--generator-temperature", "0"], "temp"), (["--num-verifications", "2"], "--num-verifications: each step has one"),
+    (["--calculator"], "--calculator: steps are written"), (["--score", "steps"], "--score: a step has a verdict"),
+    (["--max-problems", "1"], "--max-problems 1: the interval"), (["--num-attempts", "0"], "--num-attempts 0"), (["--generator-tag", "nobody"], "nobody")])
 def test_the_script_refuses(base, capsys, flags, words):
     with pytest.raises(SystemExit) as stop:
         run(*flags)
     assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_verifier_that_writes_no_judgments_is_warned_of(base, capsys):
+    """The generator in its place."""
+    run("--verifier-tag", "tiny")
+    assert "% of the verifications are malformed" in capsys.readouterr().out

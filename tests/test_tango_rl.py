@@ -561,6 +561,8 @@ def test_a_start_that_was_not_taught_what_it_is_asked_for_is_warned_of(base, cap
     out = capsys.readouterr().out
     assert "WARNING: the SFT of tiny had no verifications (chat_sft --role both)" in out
     assert "WARNING: the SFT of tiny had no demonstrations of kind propose (chat_sft --demo-shares)" in out
+    train("--run", "r", "--recipe", "self_rewarding", "--dry-run")  # two roles from one checkpoint
+    assert capsys.readouterr().out.count("had no verifications") == 1
     train("--run", "r", "--recipe", "marti", "--dry-run")
     assert "kind refine or revise" in capsys.readouterr().out
     train("--run", "r", "--dry-run")

@@ -218,6 +218,7 @@ def warn_of_starts(starts: dict[str, Start], calls: list[Call]) -> None:
     """Says so where a starting checkpoint was trained in another role, was taught another form of verification, or no
     demonstrations of the kind that it is asked for. A verifier that reads solutions as the generator's prompts have
     them may start from either role. What RL has trained does not say what it was taught."""
+    warnings = []
     for name, start in starts.items():
         meta, _ = load_meta(start.path("meta.json"))
         asked = {form_of(call.wrap) for call in calls if call.role == name} - {""}
@@ -225,18 +226,20 @@ def warn_of_starts(starts: dict[str, Start], calls: list[Call]) -> None:
             warn_of_role(start.tag, meta, name)
         taught = meta["user_config"].get("verifier_form")
         if meta["user_config"].get("role") in ("verifier", "both") and taught in FORMS and asked - {taught}:
-            print0(f"WARNING: {start.tag} was taught verifications of form {taught} (chat_sft --verifier-form), and is "
-                   f"asked for form {min(asked - {taught})} here")
+            warnings.append(f"{start.tag} was taught verifications of form {taught} (chat_sft --verifier-form), and is "
+                            f"asked for form {min(asked - {taught})} here")
         if name != "verifier" and asked and meta["user_config"].get("role") == "generator":
-            print0(f"WARNING: the SFT of {start.tag} had no verifications (chat_sft --role both), and here it is asked "
-                   f"for them")
+            warnings.append(f"the SFT of {start.tag} had no verifications (chat_sft --role both), and here it is asked "
+                            f"for them")
         if isinstance(shares := meta["user_config"].get("demo_shares"), list):
             known = {DEMOS.get(str(text).partition(":")[0]) for text in shares}
             wanted = {template_of(call.wrap) for call in calls if call.role == name and not call.given} - known
             for template in sorted(wanted & set(DEMOS.values())):
                 kinds = " or ".join(kind for kind, of_kind in DEMOS.items() if of_kind == template)
-                print0(f"WARNING: the SFT of {start.tag} had no demonstrations of kind {kinds} (chat_sft "
-                       f"--demo-shares), and here it is asked for them")
+                warnings.append(f"the SFT of {start.tag} had no demonstrations of kind {kinds} (chat_sft "
+                                f"--demo-shares), and here it is asked for them")
+    for text in dict.fromkeys(warnings):  # two roles may start from one checkpoint
+        print0(f"WARNING: {text}")
 
 
 def first_problems(task) -> list[tuple[str, str]]:

@@ -46,14 +46,14 @@ def warn_of_no_signal(t: Play, record: dict) -> None:
     for role in t.roles:
         if record.get(f"{short_name(role)}/num_rollouts") and record.get(f"{short_name(role)}/reward") is None:
             warn_once(t, f"no rollout of the {role} could be scored in a step, so it learned nothing from rewards "
-                         f"there: does the task's check() give None?")
+                         f"there: does the task's check() give None, or can no judgment be read?")
 
 
 def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
     """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it, by role; all
     of them stand behind `no update`, where there was nothing to learn from."""
     parts = [step_of_role(record, role, shown.get(role, [])) for role in roles]
-    idle = " || ".join(["no update", *(f"{role:9s}{shown_of(record, role, shown[role])}" for role in shown)])
+    idle = "no update" + "".join(f" ({role}{shown_of(record, role, shown[role])})" for role in shown)
     left = f"{record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left"
     print0(f"step {record['step']:4d} {' || '.join(parts) or idle} | {left}")
 
