@@ -234,8 +234,8 @@ STATUS = {  # works: its check passed; runs: its formulas are tested, its check 
     "constitutional_ai": "works: broken principles fall from 83 to 22% on three seeds, pass@1 rises without an answer",
     "self_rewarding": "runs: it gains in its first iteration on three seeds and loses that in the next two, as it "
                       "forgets how to judge",
-    "ttrl": "works: where the majority is right sampled pass@1 rises on three seeds and greedy pass@1 falls; where it "
-            "is wrong sampled pass@1 falls",
+    "ttrl": "works: where the majority is right sampled pass@1 rises on six seeds and greedy pass@1 falls; where it is "
+            "wrong sampled pass@1 falls",
     "coverrl": "works: where wrong answers have the majority it learns on three seeds, and TTRL does not",
     "self_verify": "works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay",
     "prm": "works: on gold labels the best judge of all kinds, on three seeds; as a reward it was gamed on one of them",
