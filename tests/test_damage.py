@@ -180,7 +180,7 @@ def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(tmp_path):
     save_atomic(saved, str(path))
     refused, size = 0, path.stat().st_size
     directory = path.read_bytes().index(b"PK\x01\x02")
-    for place, bit in [(i, bit) for i in range(size) for bit in ((i % 8, (i + 5) % 8) if i >= directory else [4])]:
+    for place, bit in [(i, bit) for i in range(size) for bit in (range(8) if i >= directory else [4])]:
         shutil.copy(path, copy)
         damaged(copy, place, bit)
         try:

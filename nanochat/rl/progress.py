@@ -50,8 +50,8 @@ def warn_of_no_signal(t: Play, record: dict) -> None:
 
 
 def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
-    """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it, by role; all
-    of them stand behind `no update`, where there was nothing to learn from."""
+    """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it, by
+    role; all of them stand behind `no update`, where there was nothing to learn from."""
     parts = [step_of_role(record, role, shown.get(role, [])) for role in roles]
     idle = "no update" + "".join(f" ({role}{shown_of(record, role, shown[role])})" for role in shown)
     left = f"{record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left"
