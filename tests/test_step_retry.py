@@ -126,7 +126,8 @@ def test_a_run_reports_accuracy_against_tokens(base, tmp_path, capsys):
 @pytest.mark.parametrize("flags, words", [
     (["--retries", "0"], "--retries 0: must be numbers from 1"), (["--retries", "2", "2"], "--retries 2 2"),
     (["--num-samples", "6"], "--num-samples 6: must be a power of two"),
-    (["--generator-temperature", "0"], "temp"), (["--num-verifications", "2"], "--num-verifications: each step has one"),
+    (["--generator-temperature", "0"], "temp"),
+    (["--num-verifications", "2"], "--num-verifications: each step has one"),
     (["--calculator"], "--calculator: steps are written"), (["--score", "steps"], "--score: a step has a verdict"),
     (["--max-problems", "1"], "--max-problems 1: the interval"), (["--num-attempts", "0"], "--num-attempts 0"),
     (["--generator-tag", "nobody"], "nobody")])
