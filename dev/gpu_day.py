@@ -51,8 +51,8 @@ STAGES = {
                    ["s_per_step", "gen_s", "verify_s", "update_s", "floor_s", "peak_mem_mb", "planned_mem_mb"]),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
                  "SCALE=tiny NPROC=1 bash runs/speedrun.sh", None),
-    "sharded": (150, f"torchrun --standalone --nproc_per_node=gpu scripts/tango_rl.py --run sharded {TINY_MODEL}",
-                f"torchrun --standalone --nproc_per_node=1 scripts/tango_rl.py --run sharded --device-type cpu "
+    "sharded": (150, f"torchrun --standalone --nproc_per_node=gpu scripts/tango_rl.py -- --run sharded {TINY_MODEL}",
+                f"torchrun --standalone --nproc_per_node=1 scripts/tango_rl.py -- --run sharded --device-type cpu "
                 f"{TINY_MODEL}", None),
 }
 
