@@ -1,0 +1,188 @@
+"""
+Attention of one new query per row over the row's own keys and over those of the prompt that it continues.
+
+Decoding is bound by reading keys and values. A program reads a range of one row's keys for all query heads that share
+them. Where rows and key heads are too few to fill the GPU, a row's keys are split over several programs, whose results
+a second kernel joins (flash-decoding, Dao et al. 2023). Everything that changes from token to token is read on the
+device, so that a CUDA graph can replay the call.
+
+B rows, S prompts, Hkv key heads, `group` query heads of each, D head size.
+"""
+import functools
+
+import torch
+
+from nanochat.kernels.launch import jit, power_of_two, tl
+
+LOG2_E = 1.4426950408889634  # exp(x) = 2^(x log2 e): the GPU has an instruction for 2^x
+LEAST_KEYS = 256             # keys from which another split of a row pays
+
+
+# Triton
+
+@jit
+def update_softmax(q, k_block, v_block, columns, first, last, largest, total, out, k_stride, v_stride,
+                   scale, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One step of the online softmax, over the keys `columns` of which first .. last - 1 are seen, at least one.
+
+    largest, total (rows,): the maximum of the scores in units of log 2, and the sum of 2^(score - largest); out (rows,
+    BLOCK_D) the sum of these times the values, all fp32. The probabilities of a product are rounded to the values'
+    dtype once.
+    """
+    channels = tl.arange(0, BLOCK_D)
+    seen = (columns >= first) & (columns < last)
+    inside = seen[:, None] & (channels < D)[None, :]
+    k = tl.load(k_block + columns[:, None].to(tl.int64) * k_stride + channels[None, :], mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    p = tl.exp2(scores - new_largest[:, None])
+    rescale = tl.exp2(largest - new_largest)
+    v = tl.load(v_block + columns[:, None].to(tl.int64) * v_stride + channels[None, :], mask=inside, other=0.0)
+    out = out * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return new_largest, total * rescale + tl.sum(p, axis=1), out
+
+
+@jit(do_not_specialize=["window", "splits"],
+     do_not_specialize_on_alignment=["lengths", "prefix_lengths", "slots", "out", "partial", "partial_lse"])
+def decode_rows(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial, partial_lse,
+                q_row, q_head, q_member, k_row, k_head, k_column, v_row, v_head, v_column,
+                prefix_k_row, prefix_k_head, prefix_k_column, prefix_v_row, prefix_v_head, prefix_v_column,
+                window, scale, splits, Hkv: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
+                BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr):
+    """One program per row and key head (axis 0) and split of its keys (axis 1). Blocks of keys start at multiples of
+    BLOCK in the prompt and among own keys, from the first block that the window reaches; each split takes as many."""
+    row = (tl.program_id(0) // Hkv).to(tl.int64)
+    head = (tl.program_id(0) % Hkv).to(tl.int64)
+    split = tl.program_id(1)
+    length = tl.load(lengths + row).to(tl.int32)
+    slot = tl.load(slots + row)
+    before = tl.load(prefix_lengths + slot, mask=length > 0, other=0).to(tl.int32)
+    first = before + length - 1 - window  # the earliest position that is seen
+    prefix_start = tl.minimum(tl.maximum(first, 0), before) // BLOCK
+    own_start = tl.minimum(tl.maximum(first - before, 0), length) // BLOCK
+    prefix_blocks = tl.cdiv(before, BLOCK) - prefix_start
+    if first >= before:
+        prefix_blocks = 0
+    blocks = prefix_blocks + tl.cdiv(length, BLOCK) - own_start
+    share = tl.cdiv(blocks, splits)
+    start = tl.minimum(split * share, blocks)
+    end = tl.minimum(start + share, blocks)
+
+    members, channels = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    inside = (members < GROUP)[:, None] & (channels < D)[None, :]
+    q = tl.load(q + row * q_row + head * q_head + members[:, None] * q_member + channels[None, :], mask=inside,
+                other=0.0)
+    largest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    sums = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    prefix_k += slot * prefix_k_row + head * prefix_k_head
+    prefix_v += slot * prefix_v_row + head * prefix_v_head
+    for block in range(start, tl.minimum(end, prefix_blocks)):
+        columns = (prefix_start + block) * BLOCK + tl.arange(0, BLOCK)
+        largest, total, sums = update_softmax(q, prefix_k, prefix_v, columns, first, before, largest, total, sums,
+                                              prefix_k_column, prefix_v_column, scale, D, BLOCK_D)
+    k += row * k_row + head * k_head
+    v += row * v_row + head * v_head
+    for block in range(tl.maximum(start, prefix_blocks), end):
+        columns = (own_start + block - prefix_blocks) * BLOCK + tl.arange(0, BLOCK)
+        largest, total, sums = update_softmax(q, k, v, columns, first - before, length, largest, total, sums,
+                                              k_column, v_column, scale, D, BLOCK_D)
+    sums = sums / tl.where(total > 0, total, 1.0)[:, None]  # no keys: zeros
+    place = tl.program_id(0).to(tl.int64) * GROUP + members
+    if SPLIT:
+        place += split.to(tl.int64) * tl.num_programs(0) * GROUP
+        tl.store(partial + place[:, None] * D + channels[None, :], sums, mask=inside)
+        tl.store(partial_lse + place, largest + tl.log2(total), mask=members < GROUP)
+    else:
+        tl.store(out + place[:, None] * D + channels[None, :], sums.to(out.dtype.element_ty), mask=inside)
+
+
+@jit(do_not_specialize=["splits", "rows"], do_not_specialize_on_alignment=["partial", "partial_lse", "out"])
+def join_splits(partial, partial_lse, out, splits, rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program per row and query head: the results of the splits, weighted by their shares of the softmax."""
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, BLOCK_D)
+    largest = float("-inf")
+    for split in range(0, splits):
+        largest = tl.maximum(largest, tl.load(partial_lse + row + split * rows))
+    largest = tl.where(largest == float("-inf"), 0.0, largest)  # no keys: zeros
+    total = 0.0
+    sums = tl.zeros([BLOCK_D], tl.float32)
+    for split in range(0, splits):
+        place = row + split * rows
+        weight = tl.exp2(tl.load(partial_lse + place) - largest)
+        sums += weight * tl.load(partial + place * D + channels, mask=channels < D, other=0.0)
+        total += weight
+    sums = sums / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * D + channels, sums.to(out.dtype.element_ty), mask=channels < D)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def num_splits(programs: int, columns: int, multiprocessors: int) -> int:
+    """Into how many parts to split the keys of a row, so that each multiprocessor gets about four programs, but none
+    less than LEAST_KEYS of a full row. By sizes alone: a graph keeps it whatever the lengths."""
+    return max(1, min(4 * multiprocessors // max(1, programs), columns // LEAST_KEYS))
+
+
+def tiles(group: int, D: int, dtype: torch.dtype) -> dict:
+    """What a program holds: all query heads of a key head, and 64 keys or at most 16 KiB of them."""
+    BLOCK_D = max(16, power_of_two(D))
+    return dict(BLOCK_G=max(16, power_of_two(group)), BLOCK_D=BLOCK_D,
+                BLOCK=max(16, min(64, 2 ** 14 // (BLOCK_D * dtype.itemsize))))
+
+
+def decode_attention(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int,
+                     splits: int | None = None):
+    """Attention of one query per row, the newest of its tokens.
+
+    q (B, Hkv, group, D); k, v (B, Hkv, capacity, D): own keys and values of which lengths (B,) int64 columns are
+    filled, the query's own included; 0: an idle row, whose output is 0. prefix_k, prefix_v (S, Hkv, Tp, D), of which
+    prefix_lengths (S,) int64 columns are filled; slots (B,) int64: the prompt that a row continues. Any strides, the
+    last one 1. The query sees itself and the `window` positions before it. splits None: by sizes.
+    -> (B, Hkv, group, D) of q's dtype. Scores are scaled by 1/sqrt(D).
+
+    `group` is padded to 16, the least that a matrix instruction takes. Its work is still below what the GPU does in the
+    time of reading the keys: 16 multiplications a byte in bf16.
+    """
+    B, Hkv, group, D = q.shape
+    assert all(x.stride(-1) == 1 for x in (q, k, v, prefix_k, prefix_v))
+    out = torch.empty(B, Hkv, group, D, dtype=q.dtype, device=q.device)
+    if splits is None:
+        splits = num_splits(B * Hkv, k.shape[2] + prefix_k.shape[2], num_multiprocessors(q.device))
+    partial, partial_lse = out, out
+    if splits > 1:
+        partial = torch.empty(splits, B, Hkv, group, D, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(splits, B, Hkv, group, dtype=torch.float32, device=q.device)
+    sizes = tiles(group, D, k.dtype)
+    strides = (stride for x in (q, k, v, prefix_k, prefix_v) for stride in x.stride()[:3])
+    decode_rows[(B * Hkv, splits)](q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial,
+                                   partial_lse, *strides, window, D ** -0.5 * LOG2_E, splits, Hkv=Hkv, GROUP=group,
+                                   D=D, SPLIT=splits > 1, **sizes, num_warps=4, num_stages=3)
+    if splits > 1:
+        join_splits[(B * Hkv * group,)](partial, partial_lse, out, splits, B * Hkv * group, D=D,
+                                        BLOCK_D=sizes["BLOCK_D"], num_warps=1)
+    return out
+
+
+# PyTorch
+
+def decode_attention_plain(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int):
+    """As decode_attention, by its definition."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    columns = torch.cat([torch.arange(prefix_k.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)])
+    is_own = torch.arange(len(columns), device=q.device) >= prefix_k.shape[2]
+    before = prefix_lengths[slots][:, None]                                       # (B, 1)
+    filled = torch.where(is_own, lengths[:, None], before) > columns              # (B, Tp + capacity)
+    positions = columns + before * is_own
+    seen = filled & (positions >= before + lengths[:, None] - 1 - window) & (lengths > 0)[:, None]
+    keys, values = (torch.cat([x[slots], y], dim=2) for x, y in ((prefix_k, k), (prefix_v, v)))
+    scores = (q.to(wide) @ keys.to(wide).mT * q.shape[3] ** -0.5).masked_fill(~seen[:, None, None], float("-inf"))
+    largest = scores.amax(dim=-1, keepdim=True)
+    p = torch.exp(scores - torch.where(largest == float("-inf"), 0.0, largest))  # (B, Hkv, group, Tp + capacity)
+    values = values.to(wide).masked_fill(~seen[:, None, :, None], 0.0)  # what lies in free columns may be anything
+    return (p.to(v.dtype).to(wide) @ values / p.sum(dim=-1, keepdim=True).clamp_min(1e-30)).to(q.dtype)
