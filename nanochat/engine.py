@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.common import BadInput, wide_dtype
 from nanochat.kernels import cpu
+from nanochat.kernels.draw import draw
+from nanochat.kernels.launch import takes_triton
 from nanochat.weights import inference_model
 
 COMPACT_BELOW = 0.8    # drop finished rows once less than this share of the batch is alive
@@ -71,6 +73,9 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     logits (B, V) fp32, keys (B,) int64 -> tokens (B,) int64, logprobs (B,) fp32. temperature 0 is greedy (logprobs at
     temperature 1); top_k 0 is the full softmax.
     """
+    if takes_triton(logits):
+        return draw(logits, keys, position, vocab_size=logits.shape[1], softcap=None, temperature=temperature,
+                    top_k=top_k)
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return tokens, logprobs
@@ -97,6 +102,13 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     tokens = block * BLOCK + _first_above(inside, target)
     logprobs = logits.gather(1, tokens) - highest - totals[:, -1:].log().float()
     return tokens[:, 0], logprobs[:, 0]
+
+
+def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float, top_k: int):
+    """As pick of model.head(hidden). On CUDA the kernel reads the LM head's outputs: no fp32 logits are made."""
+    if takes_triton(hidden):
+        return draw(model.lm_head(hidden), keys, position, top_k=top_k, **model.head_options(temperature))
+    return pick(model.head(hidden), keys, position, temperature, top_k)
 
 
 def _draw_kernel(logits, noise):
