@@ -17,6 +17,8 @@ from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.common import BadInput, wide_dtype
 from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
+from nanochat.kernels.draw import draw
+from nanochat.kernels.launch import takes_triton
 from nanochat.seats import Seats
 from nanochat.weights import inference_model
 
@@ -71,6 +73,9 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     logits (B, V) fp32, keys (B,) int64 -> tokens (B,) int64, logprobs (B,) fp32. temperature 0 is greedy (logprobs at
     temperature 1); top_k 0 is the full softmax.
     """
+    if takes_triton(logits):
+        return draw(logits, keys, position, vocab_size=logits.shape[1], softcap=None, temperature=temperature,
+                    top_k=top_k)
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return tokens, logprobs
@@ -97,6 +102,13 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     tokens = block * BLOCK + _first_above(inside, target)
     logprobs = logits.gather(1, tokens) - highest - totals[:, -1:].log().float()
     return tokens[:, 0], logprobs[:, 0]
+
+
+def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float, top_k: int):
+    """As pick of model.head(hidden). On CUDA the kernel reads the LM head's outputs: no fp32 logits are made."""
+    if takes_triton(hidden):
+        return draw(model.lm_head(hidden), keys, position, top_k=top_k, **model.head_options(temperature))
+    return pick(model.head(hidden), keys, position, temperature, top_k)
 
 
 def _draw_kernel(logits, noise):
@@ -168,10 +180,10 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     last_hidden = torch.zeros(seats.num_slots, model.config.n_embd, dtype=model.compute_dtype, device=device)
     row, token, drawn = (torch.full((seats.num_places,), value, device=device) for value in (N, 0, 1))
 
-    def record(logits, rows, t):
-        """Draws the next token of each row, which has t (n,) already, and writes it down. -> tokens, rows, with N in
+    def record(hidden, rows, t):
+        """Draws the next token of each row, which has t (n,) already, and writes it down. hidden (n, C). -> tokens, rows, with N in
         place of those that have ended"""
-        tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
+        tokens, logprobs = pick_behind(model, hidden, keys[rows], t, temperature, top_k)
         if tool:
             out.forced[rows, t] = is_forced = due[rows] >= 0
             tokens, logprobs = torch.where(is_forced, due[rows], tokens), logprobs.masked_fill(is_forced, 0.0)
@@ -191,13 +203,13 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         rows, places, slots = (torch.tensor(x, device=device) for x in (rows, places, slots))
         cache.begin(places, slots)
         drawn[places] = 1
-        token[places], row[places] = record(model.head(last_hidden[slots]), rows, torch.zeros_like(rows))
+        token[places], row[places] = record(last_hidden[slots], rows, torch.zeros_like(rows))
 
     def step(places):
         """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
         rows, t = row[places], drawn[places]
         hidden = model.trunk(token[places, None], positions=cache.advance(places, t)[:, None], cache=cache)  # (n, 1, C)
-        token[places], row[places] = record(model.head(hidden[:, 0]), rows, t)
+        token[places], row[places] = record(hidden[:, 0], rows, t)
         drawn[places] = (t + 1).clamp_(max=capacity)
 
     graphs = Graphs(step) if uses_graphs(device) else None
