@@ -1,6 +1,7 @@
 """
 Everything that only a GPU can tell, stage by stage: each has its own time limit, a failed one does not stop the next,
-and each adds a row to the table "GPU days" of dev/BENCH.md as soon as it has ended. runs/gpu_day.sh sets up and calls it.
+and each adds a row to the table "GPU days" of dev/BENCH.md as soon as it has ended. runs/gpu_day.sh sets up and calls
+it.
 
     python dev/gpu_day.py                             one GPU of 80 GB, at most 30 minutes
     python dev/gpu_day.py --scale tiny                a rehearsal on a CPU, in a few minutes
@@ -9,6 +10,7 @@ and each adds a row to the table "GPU days" of dev/BENCH.md as soon as it has en
 Whole outputs go to --out, a folder. The exit code is 1 when a stage failed.
 """
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -46,7 +48,8 @@ STAGES = {
                 "results.transformers.decode_tok_per_s"]),
     "step": (150, f"python -m scripts.bench_step {BIG} {STEP}", f"python -m scripts.bench_step {SMALL} {TINY_STEP}",
              ["s_per_step", "gen_s", "update_s", "floor_s", "completion_tok_per_s", "peak_mem_mb", "planned_mem_mb"]),
-    "tango step": (240, f"python -m scripts.bench_step {BIG} {STEP} --role generator --verification-len 256 --recompute",
+    "tango step": (240, f"python -m scripts.bench_step {BIG} {STEP} --role generator --verification-len 256 "
+                        "--recompute",
                    f"python -m scripts.bench_step {SMALL} {TINY_STEP} --role generator",
                    ["s_per_step", "gen_s", "verify_s", "update_s", "floor_s", "peak_mem_mb", "planned_mem_mb"]),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
@@ -70,10 +73,8 @@ def run_stage(command: str, limit: float, log: str, env: dict) -> tuple[str, flo
         except subprocess.TimeoutExpired:
             problem = f"stopped after {limit:.0f} s"
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     return problem, time.perf_counter() - started
 

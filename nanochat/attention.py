@@ -215,7 +215,8 @@ def _contiguous(*tensors):
 
 
 class _AttendKernel(torch.autograd.Function):
-    """As _Attend, all queries at once. Holds the scores of a few queries at a time, and computes them again in the backward pass."""
+    """As _Attend, for all queries. Holds the scores of a few at a time, and computes them again in the backward
+    pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):

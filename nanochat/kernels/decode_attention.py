@@ -162,8 +162,8 @@ def decode_attention(q, k, v, places, lengths, prefix_k, prefix_v, prefix_length
     sizes = tiles(group, D, k.dtype)
     strides = (stride for x in (q, k, v, prefix_k, prefix_v) for stride in x.stride()[:3])
     decode_rows[(n * Hkv, splits)](q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, out,
-                                   partial, partial_lse, *strides, window, D ** -0.5 * LOG2_E, splits, Hkv=Hkv, GROUP=group,
-                                   D=D, SPLIT=splits > 1, **sizes, num_warps=4, num_stages=3)
+                                   partial, partial_lse, *strides, window, D ** -0.5 * LOG2_E, splits, Hkv=Hkv,
+                                   GROUP=group, D=D, SPLIT=splits > 1, **sizes, num_warps=4, num_stages=3)
     if splits > 1:
         join_splits[(n * Hkv * group,)](partial, partial_lse, out, splits, n * Hkv * group, D=D,
                                         BLOCK_D=sizes["BLOCK_D"], num_warps=1)
