@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import PADDING_POSITION, KVCache, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.gpt import Linear, at_ends, attend_all
-from nanochat.ops import rotate, to_units
+from nanochat.kernels.block import split_heads
+from nanochat.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
 
 
 @dataclass
@@ -99,7 +99,11 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return norm(x, self.weight.to(x.dtype), self.eps)
+
+    def after_adding(self, x, delta):
+        """x + delta, and its norm."""
+        return add_norm(x, delta, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -116,6 +120,8 @@ class Attention(nn.Module):
     def heads(self, x, cos_sin, units: int):
         """Queries, keys and values as attention wants them. x (B, T, C) -> q (U, Hkv, R, group, T, D),
         k and v (U, Hkv, R, T, D)."""
+        if takes_block(x):
+            return self.heads_in_one(x, cos_sin, units)
         apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         q, k, v = apart(self.q_proj(x)), apart(self.k_proj(x)), apart(self.v_proj(x))
         if hasattr(self, "q_norm"):
@@ -123,6 +129,17 @@ class Attention(nn.Module):
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
+
+    def heads_in_one(self, x, cos_sin, units: int):
+        """The same on CUDA without gradients: biases, norms, rotation and layout in one launch behind the products."""
+        cast = lambda *weights: [weight.to(x.dtype) for weight in weights]
+        layers = self.q_proj, self.k_proj, self.v_proj
+        parts = [linear(x, *cast(layer.weight)) for layer in layers]
+        options = {} if layers[0].bias is None else dict(biases=cast(*(layer.bias for layer in layers)))
+        if hasattr(self, "q_norm"):
+            options |= dict(norm="before", weights=cast(self.q_norm.weight, self.k_norm.weight),
+                            epsilon=self.q_norm.eps)
+        return split_heads(*parts, *cos_sin, units, self.n_kv_head, **options)
 
     def forward(self, x, layer, cos_sin, mask, cache, prefix, ends):
         B = len(x)
@@ -139,7 +156,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -157,8 +174,8 @@ class Block(nn.Module):
 
     def run(self, x, layer, cos_sin, mask, cache, prefix, ends):
         y = self.self_attn(self.input_layernorm(x), layer, cos_sin, mask, cache, prefix, ends)
-        x = (x if ends is None else at_ends(x, ends)) + y
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x, normed = self.post_attention_layernorm.after_adding(x if ends is None else at_ends(x, ends), y)
+        return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):
