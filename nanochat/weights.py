@@ -62,7 +62,7 @@ def inference_model(model):
         return copied
     versions = [(p.data_ptr(), p._version) for p in model.parameters()]
     if copied is None:
-        copied = copy_of(model)
+        copied = copy_to_sample_from(model)
     elif known != versions:
         copy_weights(copied, model)
     model.__dict__["inference_copy"] = (versions, copied)  # not a submodule: state_dict does not see it
@@ -75,9 +75,17 @@ def refresh(model) -> None:
     if is_sharded(model):
         _, copied = model.__dict__.get("inference_copy", (None, None))
         if copied is None:
-            model.__dict__["inference_copy"] = (None, copy_of(model))
+            model.__dict__["inference_copy"] = (None, copy_to_sample_from(model))
         else:
             copy_weights(copied, model)
+
+
+def copy_to_sample_from(model):
+    """A whole copy whose weights lie as sampling wants them. A collective for a sharded model."""
+    copied = copy_of(model)
+    if copied.lm_head.weight.is_cuda and hasattr(copied, "join_weights"):
+        copied.join_weights()
+    return copied
 
 
 def copy_of(model, sharded: bool = False):

@@ -106,7 +106,25 @@ class Norm(nn.Module):
         return add_norm(x, delta, self.weight.to(x.dtype), self.eps)
 
 
+def join(layers: list[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Lays the weights and biases of layers that read the same input side by side, so that one product serves all: the
+    layers' own become views of what is returned."""
+    weight, bias = torch.cat([layer.weight for layer in layers]), None
+    if layers[0].bias is not None:
+        bias = torch.cat([layer.bias for layer in layers])
+    start = 0
+    for layer in layers:
+        end = start + len(layer.weight)
+        layer.weight = nn.Parameter(weight[start:end], requires_grad=False)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias[start:end], requires_grad=False)
+        start = end
+    return weight, bias
+
+
 class Attention(nn.Module):
+    qkv = None  # of a model to sample from: the weights of its projections in one (Decoder.join_weights)
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
@@ -134,7 +152,8 @@ class Attention(nn.Module):
         """The same on CUDA without gradients: biases, norms, rotation and layout in one launch behind the products."""
         cast = lambda *weights: [weight.to(x.dtype) for weight in weights]
         layers = self.q_proj, self.k_proj, self.v_proj
-        parts = [linear(x, *cast(layer.weight)) for layer in layers]
+        parts = ([linear(x, *cast(layer.weight)) for layer in layers] if self.qkv is None
+                 else linear(x, self.qkv).split([len(layer.weight) for layer in layers], dim=-1))
         options = {} if layers[0].bias is None else dict(biases=cast(*(layer.bias for layer in layers)))
         if hasattr(self, "q_norm"):
             options |= dict(norm="before", weights=cast(self.q_norm.weight, self.k_norm.weight),
@@ -216,8 +235,15 @@ class Decoder(nn.Module):
                 p.normal_(0.0, std, generator=generator)
 
     def joined_projections(self):
-        """Nothing is joined here: at these sizes the products outweigh their calls."""
+        """Nothing is joined for a while: `join_weights` joins for good."""
         return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def join_weights(self) -> None:
+        """For a copy to sample from on CUDA: queries, keys and values become one product. Parameters stay, as views."""
+        for block in self.blocks:
+            attention = block.self_attn
+            attention.qkv, _ = join([attention.q_proj, attention.k_proj, attention.v_proj])
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus.
