@@ -106,20 +106,13 @@ class Norm(nn.Module):
         return add_norm(x, delta, self.weight.to(x.dtype), self.eps)
 
 
-def join(layers: list[Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Lays the weights and biases of layers that read the same input side by side, so that one product serves all: the
-    layers' own become views of what is returned."""
-    weight, bias = torch.cat([layer.weight for layer in layers]), None
-    if layers[0].bias is not None:
-        bias = torch.cat([layer.bias for layer in layers])
-    start = 0
-    for layer in layers:
-        end = start + len(layer.weight)
-        layer.weight = nn.Parameter(weight[start:end], requires_grad=False)
-        if bias is not None:
-            layer.bias = nn.Parameter(bias[start:end], requires_grad=False)
-        start = end
-    return weight, bias
+def join(layers: list[Linear]) -> torch.Tensor:
+    """Lays the weights of layers that read the same input side by side, so that one product serves all. -> the joined
+    weight, of which the layers' own become views"""
+    weight = torch.cat([layer.weight for layer in layers])
+    for layer, part in zip(layers, weight.split([len(layer.weight) for layer in layers]), strict=True):
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    return weight
 
 
 class Attention(nn.Module):
@@ -243,7 +236,7 @@ class Decoder(nn.Module):
         """For a copy to sample from on CUDA: queries, keys and values become one product. Parameters stay, as views."""
         for block in self.blocks:
             attention = block.self_attn
-            attention.qkv, _ = join([attention.q_proj, attention.k_proj, attention.v_proj])
+            attention.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus.
