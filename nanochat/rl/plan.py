@@ -16,15 +16,17 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.flops import decode_floor, prefill_floor
-from nanochat.engine import COLUMNS_CUDA, COMPACT_BELOW_CUDA, PREFILL_TOKENS
+from nanochat.engine import PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.kernels.launch import round_up
 from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.rl.heads import is_joint, num_shared, shared_names
 from nanochat.rl.prompts import longest_problem
 from nanochat.rl.roles import head_of
 from nanochat.rl.scores import num_problems_of
+from nanochat.seats import Seats
 from tasks import flags_of_others
 
 # bytes/s of a GPU's memory, from the vendor's data sheets
@@ -126,26 +128,27 @@ def cache_bytes_per_token(config: Config, setting: Setting) -> int:
     return 2 * config.n_layer * config.n_kv_head * config.head_dim * setting.dtype.itemsize
 
 
-def sampling_bytes(config: Config, setting: Setting, prompts: int, rows: int, prompt_tokens: int,
+def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int, prompt_tokens: int,
                    new_tokens: int) -> int:
-    """The peak of sampling on one rank: the caches of prompts and rows, logits, and one prefill's activations."""
-    rows, narrow = min(rows, setting.max_rows), setting.dtype.itemsize
-    prompts = min(prompts, rows)
+    """The peak of sampling on one rank: keys and values of all places and slots, from the start on; the results; and
+    the logits of a decoding step or what prompts that are run hold, on CUDA both: the graphs keep theirs."""
+    rows, narrow, C = prompts * samples, setting.dtype.itemsize, config.n_embd
+    seats = Seats([(p, range(samples)) for p in range(prompts)], min(rows, setting.max_rows))
     per_token = cache_bytes_per_token(config, setting)
-    prefix = prompts * prompt_tokens * per_token
-    logits = rows * config.vocab_size * (4 + 4 + (narrow if narrow < 4 else 0))
-    if setting.device_type == "cuda":
-        columns = min(new_tokens, -(-new_tokens // COLUMNS_CUDA) * COLUMNS_CUDA)
-        # compacting holds the old and the new one
-        caches = (prefix + rows * columns * per_token) * (1 + COMPACT_BELOW_CUDA)
-    else:
-        caches = prefix + rows * new_tokens * per_token * (1 + 2 / (2 * config.n_layer))  # columns move layer by layer
-    width = 2 * 4 * config.n_embd if isinstance(config, GPTConfig) else 3 * config.intermediate_size
-    prefill = min(PREFILL_TOKENS, prompts * prompt_tokens) * narrow * (width + 4 * config.n_embd)
+    # The CPU kernel reads a prompt's keys in vectors of 16.
+    of_slot = prompt_tokens if setting.device_type == "cuda" else round_up(prompt_tokens, 16)
+    cached = per_token * (seats.num_slots * of_slot + seats.num_places * max(1, new_tokens - 1))
+    results = rows * new_tokens * (8 + 4)
+    # in fp32, and two on the way through the softcap, or one for a temperature
+    logits = seats.num_places * config.vocab_size * 4 * (3 if isinstance(config, GPTConfig) else 2)
+    width = 2 * 4 * C if isinstance(config, GPTConfig) else 3 * config.intermediate_size
+    # New prompts fill at most all places with their rows.
+    piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-seats.num_places // samples) * prompt_tokens))
+    running = piece * (narrow * (width + 4 * C) + per_token)
     # queries, keys and values as one matrix (GPT.joined_projections)
     joined_heads = 0 if isinstance(config, DecoderConfig) else config.n_head + 2 * config.n_kv_head
-    joined = config.n_layer * config.n_embd * joined_heads * config.head_dim
-    return int(max(caches + logits, prefix + prefill) + narrow * joined)
+    joined = narrow * config.n_layer * C * joined_heads * config.head_dim
+    return cached + results + (logits + running if setting.device_type == "cuda" else max(logits, running)) + joined
 
 
 def block_activations(config: Config, setting: Setting, seen: float) -> float:
@@ -214,7 +217,7 @@ def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[D
     phases: dict[str, int] = {}
     for draw in (draw for draw in draws if not draw.given):
         P = max(1, draw.prompts // setting.ranks)
-        size = sampling_bytes(configs[draw.role], setting, P, P * draw.samples, draw.prompt_tokens, draw.new_tokens)
+        size = sampling_bytes(configs[draw.role], setting, P, draw.samples, draw.prompt_tokens, draw.new_tokens)
         phases[f"sampling {draw.label}: {P} x {draw.samples} of the {draw.role}"] = size
     for draw in draws:
         if draw.trained:
