@@ -29,7 +29,8 @@ from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.state import load_set
 from nanochat.rl.trainer import update
 from nanochat.run import MEASURED
-from nanochat.weights import allocate, copy_of, fill, inference_model, is_sharded, refresh, whole_state
+from nanochat.weights import (allocate, copy_of, fill, inference_model, is_sharded, local_optimizer_state, refresh,
+                              whole_state)
 from scripts import tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -107,7 +108,7 @@ def save_steps(folder: str) -> None:
         sampled = generate(inference_model(role.model), [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0],
                            keys=[1, 2], temperature=0.0)
         # Saved here and restored into a fresh role: the next step is the same.
-        checkpoint.save_optimizer("rl", name, 3, role.optimizer, rank)
+        checkpoint.save_optimizer("rl", name, 3, local_optimizer_state(role.optimizer), rank)
         fresh = make_role(name, sharded=True)
         whole = [state]
         dist.broadcast_object_list(whole)

@@ -17,6 +17,7 @@ from nanochat.rl.resume import MAY_CHANGE
 from nanochat.rl.roles import RoleSpec, Start, head_of, name_of
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import problems_of
+from nanochat.run import add_keep_arg
 from tasks import make_task, recorded_value, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem
 
@@ -24,8 +25,8 @@ TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "agg
           "lr_schedule": LR_SCHEDULES}
 LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1, "max_new_tokens": 1, "top_k": 0,
          "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1, "kl_coef": 0, "lr": 0, "save_every": 0,
-         "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
-         "log_rollouts": 0, "entropy_coef": 0, "log_theory": 0, "theory_samples": 2}
+         "keep": 0, "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1,
+         "max_grad_norm": 0, "log_rollouts": 0, "entropy_coef": 0, "log_theory": 0, "theory_samples": 2}
 MOST_LR, MOST_UPDATES = 1000, 1000  # an update that is begun is carried through with all of its optimizer steps
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
 
@@ -42,6 +43,7 @@ def add_common_args(parser) -> None:
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
+    add_keep_arg(parser)
     parser.add_argument("--num-steps", type=int, default=200, help="updates of the recipe's first role that is trained")
     models = parser.add_argument_group("models")
     models.add_argument("--model-tag", default="", help="SFT checkpoint of the generator; default: the largest d<N>")

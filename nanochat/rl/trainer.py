@@ -46,18 +46,20 @@ def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
 
 
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float,
-           temperature: float, device, check_stop=lambda: None) -> dict:
+           temperature: float, device, check_stop=lambda: None, breaks_off=lambda: False) -> dict:
     """One optimizer step on all micro-batches of all ranks; returns its metrics.
 
     Gradients are summed over micro-batches and ranks: the denominators are in the weights. When the loss or the
     gradient is not finite on any rank, no rank steps and the metrics say skipped = 1. check_stop is called on all ranks
-    before the step.
+    before the step; breaks_off, before each micro-batch, says whether the rest is left out since check_stop will raise.
     """
     trainable_only(role.model, role.parameters)
     role.optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
     gap = torch.zeros((), device=device)
     for batch in batches:
+        if breaks_off():
+            break
         if loss.kl_coef and batch.ref_logprobs is None:
             batch.ref_logprobs = score(role.reference, batch, temperature)
         if loss.sequence_ratio and batch.old_logprobs is not None:
