@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
-from nanochat.gpt import Linear, at_ends
+from nanochat.gpt import GPT, Linear, at_ends, run_passes
 from nanochat.ops import rotate, to_units
 
 
@@ -123,10 +123,10 @@ class Attention(nn.Module):
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
-    def forward(self, x, cos_sin, mask, cache_keys_and_values, prefix, ends):
+    def forward(self, x, cos_sin, mask, cache, prefix, ends):
         B = len(x)
-        q, k, v = self.heads(x, cos_sin, B if prefix is None else len(prefix[0]))
-        parts, shared = cache_keys_and_values(k, v), prefix or ()
+        q, k, v = self.heads(x, cos_sin, B if prefix.cache is None else len(prefix.cache.positions))
+        parts, shared = cache.append(k, v), prefix.shared()
         if ends is not None:  # one query per row, behind all keys
             q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
             parts, shared = [(k[..., :0, :], v[..., :0, :])], (k[:, :, 0], v[:, :, 0])
@@ -153,13 +153,17 @@ class Block(nn.Module):
         self.input_layernorm, self.self_attn = Norm(config.n_embd, config.norm_eps), Attention(config)
         self.post_attention_layernorm, self.mlp = Norm(config.n_embd, config.norm_eps), MLP(config)
 
-    def forward(self, x, *context):
+    def forward(self, *passes):
+        """The block's outputs, one (B, T, C) for each pass's arguments of `run`."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.run, x, *context, use_reentrant=False, preserve_rng_state=False)
-        return self.run(x, *context)
+            return checkpoint(self.run_all, *passes, use_reentrant=False, preserve_rng_state=False)
+        return self.run_all(*passes)
 
-    def run(self, x, cos_sin, mask, cache_keys_and_values, prefix, ends):
-        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache_keys_and_values, prefix, ends)
+    def run_all(self, *passes):
+        return [self.run(*arguments) for arguments in passes]
+
+    def run(self, x, cos_sin, mask, cache, prefix, ends):
+        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache, prefix, ends)
         x = (x if ends is None else at_ends(x, ends)) + y
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -219,6 +223,13 @@ class Decoder(nn.Module):
     def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
               last_only: bool = False):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
+        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only)])[0]
+
+    trunk_behind = GPT.trunk_behind
+
+    def steps(self, ids, positions, cache: KVCache | None, prefix: KVCache | None, last_only: bool):
+        """A forward pass (gpt.run_passes) with trunk's arguments. The cache's positions and length are set as soon as
+        it begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
         if positions is None:
@@ -231,16 +242,15 @@ class Decoder(nn.Module):
         context = self.config.sequence_len
         cos_sin, mask = self.rotary(positions), make_mask(T, context, context, cache, prefix, positions, x.dtype)
         ends = None
-        for i, block in enumerate(self.blocks):
+        if cache is not None:
+            cache.length += T
+        for i in range(self.config.n_layer):
             if i == self.config.n_layer - 1 and last_only and T > 1:
                 # The last real token of each row; padding (PADDING_POSITION) stands behind it.
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
-            shared = (prefix.k[i][:, :, 0], prefix.v[i][:, :, 0]) if prefix is not None else None
-            x = block(x, cos_sin, mask, LayerCache(cache, i), shared, ends)
-        if cache is not None:
-            cache.length += T
-        return self.model.norm(x)
+            x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends
+        yield self.model.norm(x)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, fp32. hidden (..., C) -> (..., V)."""
@@ -256,13 +266,18 @@ class Decoder(nn.Module):
 
 
 class LayerCache:
-    """Puts a layer's new keys and values into a cache, if there is one; gives those of all columns."""
+    """A layer's part of a cache, or of none."""
 
     def __init__(self, cache: KVCache | None, layer: int):
         self.cache, self.layer, self.called = cache, layer, False
 
-    def __call__(self, k, v):
+    def append(self, k, v):
+        """Stores new keys and values; gives those of all columns."""
         if self.cache is None or self.called:  # called again: the block is run once more for its backward pass
             return [(k, v)]
         self.called = True
         return self.cache.append(self.layer, k, v)
+
+    def shared(self) -> tuple:
+        """Keys and values (U, Hkv, T, D) of a prefix; empty without one."""
+        return () if self.cache is None else tuple(x[self.layer][:, :, 0] for x in (self.cache.k, self.cache.v))
