@@ -173,7 +173,9 @@ def activation_bytes(config: Config, setting: Setting, samples: int, prompt_toke
     of_prompt = block_activations(config, setting, 1)
     of_trained = block_activations(config, setting, (prompt_tokens + new_tokens) / new_tokens)
     passing = 0 if isinstance(config, GPTConfig) else 2 * config.intermediate_size  # gradients inside one block
-    if setting.recompute:  # inputs of blocks, keys and values of prompts; one block in full
+    if setting.recompute:
+        # inputs of blocks, keys and values of prompts; one block in full, whose prompts take less than the logits that
+        # are gone by then
         kept = (prompts + trained) * L * C + prompts * L * keys + trained * of_trained
     else:  # a prompt's last layer gives keys and values alone
         kept = prompts * ((L - 1) * of_prompt + 2 * C + keys) + trained * L * of_trained
@@ -418,8 +420,7 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
             total += draw.times * sum(seconds.values())
             shown.append(f"{draw.label} {sum(seconds.values()):.1f}s x {draw.times}")
         lines.append(f"{total / 3600:.2f} hours if completions run to {words}: {', '.join(shown)}, evaluation apart")
-    on_disk = sum((12 if held[name].trained else dtype.itemsize) * sizes_of(config).total
-                  for name, config in configs.items())
+    on_disk = sum((12 if held[name].trained else 4) * sizes_of(config).total for name, config in configs.items())
     lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); "
                  f"--save-every {args.save_every}, none is removed")
     return [*lines,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 import torch
 
 from nanochat.checkpoint import (checksum, load_file, load_meta, load_optimizer, load_state, restore_model, save_model,
-                                 save_optimizer, save_state, saved_steps)
+                                 save_optimizer, save_state, saved_steps, weights_in)
 from nanochat.common import BadInput, all_reduce, gather_lists, print0, rank_and_world
 from nanochat.files import path_of
 from nanochat.rl.roles import short_name
@@ -87,7 +87,7 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
         check_weights(role.model, name)
     written = []  # (role, path) by this rank
     for name, role in roles.items():
-        tag, weights = tag_of(run.name, name), whole_state(role.model, keep=run.rank == 0)
+        tag, weights = tag_of(run.name, name), weights_to_save(role, run.rank == 0)
         if run.rank == 0:
             meta = {"run": run.name, "role": name, "user_config": vars(args), "tokenizer": run.tokenizer}
             written.append((name, save_model("rl", tag, state.step, role.model, meta, weights)))
@@ -101,6 +101,17 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
                   "checksums": checksums}
         # not asdict: it would make two of what stands in the memory twice
         save_state(run.name, state.step, {f.name: getattr(state, f.name) for f in fields(state)} | extras)
+
+
+def weights_to_save(role, keep: bool) -> dict[str, torch.Tensor]:
+    """The whole state dict of a role (weights.whole_state). One that is not trained may have narrower weights than the
+    checkpoint that it started from; where it still is that, its tensors are taken, so that nothing is lost."""
+    state = whole_state(role.model, keep)
+    if role.optimizer is not None or not keep or role.start is None or not os.path.exists(role.start.path("model.pt")):
+        return state
+    start = weights_in(role.start.path("model.pt"), role.model.config)
+    is_start = all(torch.equal(p.cpu(), start[name].to(p.dtype)) for name, p in state.items())
+    return start if is_start else state
 
 
 def name_in_set(role: str, path: str) -> str:
