@@ -1,6 +1,9 @@
 """
 What a model's work and memory traffic cost: FLOPs per token, and the seconds that sampling takes at least.
 """
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 
 # Dense bf16 FLOP/s by what a device's name holds; from the vendors' data sheets.
@@ -22,6 +25,13 @@ def flops_per_token(model, length: int | None = None) -> float:
     config = model.config
     seen = sum(min(window, length or config.sequence_len) for window in model.windows)
     return 6 * matrix_parameters(model) + 12 * config.n_head * config.head_dim * seen
+
+
+def muon_flops(shapes: Iterable[tuple[int, int]], ranks: int = 1) -> int:
+    """FLOPs of an optimizer step of Muon on the rank that has most to do, for matrices of these shapes: five iterations
+    of A x B x A, A x A x A and A x A x B (optim.Muon)."""
+    num = Counter(tuple(sorted(shape)) for shape in shapes)
+    return sum(-(-n // ranks) * 5 * (4 * a * a * b + 2 * a ** 3) for (a, b), n in num.items())
 
 
 def peak_flops(device: torch.device) -> float | None:

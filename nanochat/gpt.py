@@ -63,6 +63,17 @@ def has_value_embedding(layer: int, n_layer: int) -> bool:
     return layer % 2 == (n_layer - 1) % 2
 
 
+def run_passes(blocks, passes: list) -> list[torch.Tensor]:
+    """Runs forward passes together, block by block, so that a block's weights are gathered once for all of them.
+
+    A pass is a generator: it yields each block's arguments, is sent the block's output, and yields its result at last.
+    """
+    states = [next(steps) for steps in passes]
+    for block in blocks:
+        states = [steps.send(x) for steps, x in zip(passes, block(*states), strict=True)]
+    return states
+
+
 def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The column `ends` (B,) of each row of x (B, T, ...) -> (B, 1, ...)."""
     return x[torch.arange(len(x), device=x.device), ends].unsqueeze(1)
@@ -135,7 +146,11 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, normed, value_embedding, cos_sin, mask, cache, prefix, ends=None):
+    def forward(self, *passes):
+        """The block's outputs, those of `run` for each pass's arguments."""
+        return [self.run(*arguments) for arguments in passes]
+
+    def run(self, x, normed, value_embedding, cos_sin, mask, cache, prefix, ends):
         """x and what is to be added to it, from x and its norm: the addition is one operation with what follows."""
         y = self.attn(normed, value_embedding, cos_sin, mask, cache, prefix, ends)
         x, normed = add_norm(x if ends is None else at_ends(x, ends), y)
@@ -235,6 +250,22 @@ class GPT(nn.Module):
         last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
         the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
         """
+        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only)])[0]
+
+    def trunk_behind(self, prompt_ids, prompt_positions, ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
+        one.
+
+        prompt_ids, prompt_positions (U, Tp), ids and positions (B, T), all int64. -> (U, 1, C), (B, T, C)
+        """
+        prefix = KVCache(self.config.n_layer)
+        prompts, rows = run_passes(self.blocks, [self.steps(prompt_ids, prompt_positions, prefix, None, True),
+                                                 self.steps(ids, positions, None, prefix, False)])
+        return prompts, rows
+
+    def steps(self, ids, positions, cache: KVCache | None, prefix: KVCache | None, last_only: bool):
+        """A forward pass (run_passes) with trunk's arguments. The cache's positions and length are set as soon as it
+        begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
         if positions is None:
@@ -263,25 +294,25 @@ class GPT(nn.Module):
                  for w in set(self.windows)}
         x0, delta, final, middle = x, None, self.config.n_layer - 1, self.config.n_layer // 2
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
-        for i, block in enumerate(self.blocks):
+        if cache is not None and not decoding:
+            cache.length += T
+        for i in range(self.config.n_layer):
             resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
             x, normed = mix_norm(x, delta, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             if i == final and last_only and T > 1:
                 mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends),
                                  x.dtype)
-                x, delta = block(x, normed, embeds, cos_sin, mask, cache, prefix, ends)
+                x, delta = yield x, normed, embeds, cos_sin, mask, cache, prefix, ends
             else:
-                x, delta = block(x, normed, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
+                x, delta = yield x, normed, embeds, cos_sin, masks[self.windows[i]], cache, prefix, None
             if i == middle:
                 x, delta = x + delta, None
                 backout = x
-        if cache is not None and not decoding:
-            cache.length += T
         if backout.shape[1] > x.shape[1]:
             backout = at_ends(backout, ends)
         x = x if delta is None else x + delta
-        return norm(x - self.backout_lambda.to(x.dtype) * backout)
+        yield norm(x - self.backout_lambda.to(x.dtype) * backout)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the real vocabulary, softcapped, fp32. hidden (..., C) -> (..., V)."""

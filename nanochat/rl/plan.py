@@ -177,7 +177,9 @@ def activation_bytes(config: Config, setting: Setting, samples: int, prompt_toke
     of_prompt = block_activations(config, setting, 1)
     of_trained = block_activations(config, setting, (prompt_tokens + new_tokens) / new_tokens)
     passing = 0 if isinstance(config, GPTConfig) else 2 * config.intermediate_size  # gradients inside one block
-    if setting.recompute:  # inputs of blocks, keys and values of prompts; one block in full
+    if setting.recompute:
+        # inputs of blocks, keys and values of prompts; one block in full, whose prompts take less than the logits that
+        # are gone by then
         kept = (prompts + trained) * L * C + prompts * L * keys + trained * of_trained
     else:  # a prompt's last layer gives keys and values alone
         kept = prompts * ((L - 1) * of_prompt + 2 * C + keys) + trained * L * of_trained
@@ -349,10 +351,8 @@ def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed
 
 def saved_bytes(configs: dict[str, Config], held: dict[str, Held], setting: Setting) -> tuple[int, int]:
     """Bytes of a checkpoint set that rank 0 writes, and that each other rank writes: weights, whole and of rank 0, in
-    fp32 where they are trained; AdamW's two moments, of sharded models each rank's part. A rank copies them to the host
-    first."""
-    weights = sum((4 if held[name].trained else setting.dtype.itemsize) * sizes_of(config).total
-                  for name, config in configs.items())
+    fp32; AdamW's two moments, of sharded models each rank's part. A rank copies them to the host first."""
+    weights = sum(4 * sizes_of(config).total for config in configs.values())
     moments = sum(8 * sizes_of(config).total for name, config in configs.items() if held[name].trained)
     return weights + moments // setting.shards, moments // setting.shards if setting.shard else 0
 

@@ -10,7 +10,7 @@ import torch
 
 from nanochat.checkpoint import (begin_set, checksum, drop_old_sets, load_file, load_meta, load_optimizer, load_state,
                                  restore_model, save_model, save_optimizer, save_state, saved_steps,
-                                 steps_started_from)
+                                 steps_started_from, weights_in)
 from nanochat.common import BadInput, all_reduce, print0, rank_and_world
 from nanochat.files import path_of
 from nanochat.rl.roles import short_name
@@ -90,7 +90,7 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
             check_weights(role.model, name)
         to_host, rank, step, held = run.writer.to_host, run.rank, state.step, []
         for name, role in roles.items():
-            weights, is_mine = whole_state(role.model, rank == 0, to_host), rank == 0 or args.shard
+            weights, is_mine = weights_to_save(role, rank == 0, to_host), rank == 0 or args.shard
             moments = local_optimizer_state(role.optimizer, to_host) if role.optimizer and is_mine else None
             held.append((name, role.model, weights, moments))
         meta = {"run": run.name, "user_config": dict(vars(args)), "tokenizer": run.tokenizer}
@@ -119,6 +119,17 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
                 drop_old_sets(run, path_of("runs", run.name, "state_{}.pt"), [path_of("rl", tag) for tag in tags],
                               args.keep, step, {run.resumed_from} | steps_started_from("rl", tags))
         run.writer.start(write, mark)
+
+
+def weights_to_save(role, keep: bool, to_host) -> dict[str, torch.Tensor]:
+    """The whole state dict of a role (weights.whole_state). One that is not trained may have narrower weights than the
+    checkpoint that it started from; where it still is that, its tensors are taken, so that nothing is lost."""
+    state = whole_state(role.model, keep, to_host)
+    if role.optimizer is not None or not keep or role.start is None or not os.path.exists(role.start.path("model.pt")):
+        return state
+    start = weights_in(role.start.path("model.pt"), role.model.config)
+    is_start = all(torch.equal(p.cpu(), start[name].to(p.dtype)) for name, p in state.items())
+    return start if is_start else state
 
 
 def name_in_set(role: str, path: str) -> str:
