@@ -160,7 +160,7 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
     if one:
         return _attend_one(q, parts, mask, prefix_k, prefix_v)
     k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
         return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
     y, before = [], k.shape[3] - q.shape[4]
     for start in range(0, q.shape[4], QUERIES):

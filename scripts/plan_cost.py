@@ -15,7 +15,7 @@ import torch
 
 from nanochat.common import BadInput, check_least, check_most, print0, script_main
 from nanochat.gpt import GPT, config_of
-from nanochat.flops import PEAK_FLOPS, flops_per_token
+from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
 from nanochat.rl.plan import BANDWIDTH, Held, Setting, Speed, draw_seconds, draws_of, sampling_seconds
 from nanochat.recipes import grpo, tango
 from nanochat.rl.prompts import empty_verifier_prompt
@@ -23,6 +23,10 @@ from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
 COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
+ASSUMED = """counted: 6 FLOPs per token and weight of matrices and LM head, attention to the tokens that causal windows let see,
+Muon's products; not embeddings, which are looked up, nor what masks throw away, norms or the collectives
+assumed, not measured: --mfu, which those must make up for, --decode-efficiency, --dollars and the mean lengths;
+from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -69,10 +73,9 @@ def parse(script, flags: str, *required: str):
 def pretraining_flops(args, base, model) -> tuple[float, str]:
     rules = base_train.apply_rules(base, model, args.gpus)
     tokens = rules["num_steps"] * rules["batch"]
-    # Muon: 5 iterations of three products per matrix; every GPU makes all of them.
-    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3)
-               for name, p in model.named_parameters() if ".c_" in name)
-    total = tokens * flops_per_token(model) + rules["num_steps"] * muon * args.gpus
+    # The GPUs share Muon's matrices, and wait for the one that has most.
+    muon = args.gpus * muon_flops([p.shape for p in model.blocks.parameters()], args.gpus)
+    total = tokens * flops_per_token(model) + rules["num_steps"] * muon
     return total, f"{rules['num_steps']:,} steps of {rules['batch']:,} tokens, {tokens / 1e9:.2f}B"
 
 
@@ -135,6 +138,7 @@ def main(args) -> None:
            f"solutions that the verifier's SFT samples")
     for name, seconds, what in [*rows, ("in all, of these", total, ""), grpo]:
         print0(f"{name:28s} {seconds / 3600:6.3f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
+    print0(ASSUMED)
 
 
 if __name__ == "__main__":
