@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-# Dense bf16 FLOP/s (half of what is printed with sparsity) by what a device's name holds, the longest name first; from
-# the vendor's data sheets: nvidia.com/en-us/data-center/{gb200-nvl72, hgx, h200, h100, a100, l40s}, and for the 4090 the
+# Dense bf16 FLOP/s (half of what is printed with sparsity) by what a device's name holds, the longest name first. From
+# the vendor's data sheets: nvidia.com/en-us/data-center/{gb200-nvl72, hgx, h200, h100, a100, l40s}; the 4090's from the
 # Ada white paper (fp32 accumulation).
 PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12,
               "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}

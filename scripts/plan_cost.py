@@ -23,10 +23,10 @@ from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
 COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
-ASSUMED = """counted: 6 FLOPs per token and weight of matrices and LM head, attention to the tokens that causal windows let see,
-Muon's products; not embeddings, which are looked up, nor what masks throw away, norms or the collectives
-assumed, not measured: --mfu, which those must make up for, --decode-efficiency, --dollars and the mean lengths;
-from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth"""
+ASSUMED = """counted: 6 FLOPs per token and weight of the matrices and the LM head, attention to the tokens that causal
+windows let see, Muon's products; not embeddings, which are looked up, nor what is computed and masked
+from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth
+assumed, not measured: --mfu, which makes up for all that is not counted, --decode-efficiency, --dollars, lengths"""
 
 
 def make_parser() -> argparse.ArgumentParser:

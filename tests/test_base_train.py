@@ -1,6 +1,6 @@
 """
-Pretraining: the rules from --depth by hand, bits per byte by hand, the compiled trunk, and the script end to end with resume,
-signals, ranks and bad input.
+Pretraining: the rules from --depth by hand, bits per byte by hand, the compiled trunk, and the script end to end with
+resume, signals, ranks and bad input.
 
     python -m pytest tests/test_base_train.py -q
 """
@@ -111,7 +111,8 @@ def test_bits_per_byte_counts_bytes_of_ordinary_tokens_alone():
 
 def trained(model, trunk) -> list[torch.Tensor]:
     """Loss and gradients of two rows."""
-    loss = supervised_loss(model, torch.randint(265, (2, 193), generator=torch.Generator().manual_seed(0)), None, 384.0, trunk)
+    ids = torch.randint(265, (2, 193), generator=torch.Generator().manual_seed(0))
+    loss = supervised_loss(model, ids, None, 384.0, trunk)
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
@@ -217,7 +218,8 @@ def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
     weights = 12 * 12 * 768 ** 2 + 6 * 6 * 12 + 32768 * 768 + 24
     per_token = 6 * weights + 12 * 768 * 12 * 2049 / 2
     # 4 square matrices, the MLP's two per layer and six gates 6 x 12: a fourth on each GPU, of the gates two
-    muon = 3 * 5 * (4 * 6 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3)) + 2 * 5 * (4 * 6 ** 2 * 12 + 2 * 6 ** 3)
+    muon = 3 * 5 * (4 * 6 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))
+    muon += 2 * 5 * (4 * 6 ** 2 * 12 + 2 * 6 ** 3)
     flops = 100 * (2 ** 19 * per_token + 4 * muon)
     hours = flops / (4 * 989e12 * 0.5) / 3600
     assert f"{flops:.2e} FLOPs" in lines[1] and f"{hours:6.3f} h  ${hours * 8:7.2f}" in lines[1]
