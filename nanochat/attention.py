@@ -93,7 +93,7 @@ def attend(q, k, v, mask: Mask, prefix_k=None, prefix_v=None):
     """
     if cpu.takes(q):
         return run(_AttendKernel, q, k, v, prefix_k, prefix_v, None if mask.causal else mask.own, mask.prefix)
-    if q.device.type != "cpu":
+    if q.device.type != "cpu" or torch.compiler.is_compiling():
         return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
     y, before = [], k.shape[3] - q.shape[4]
     for start in range(0, q.shape[4], QUERIES):

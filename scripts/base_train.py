@@ -36,7 +36,7 @@ from nanochat.run import add_keep_arg, add_run_args, describe_versions, look_at,
 from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
-MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "eval_every", "eval_tokens",
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens",
               "sample_every", "save_every", "keep"}
 
 
@@ -66,6 +66,9 @@ def make_parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     training.add_argument("--device-batch-size", type=int, default=32,
                           help="rows that go through the model at once, per rank; changes no result")
+    training.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
+                          help="compile the forward and backward pass of training (torch.compile), which rounds "
+                               "differently; default: on CUDA")
     training.add_argument("--total-batch-size", type=int, default=-1,
                           help="tokens per step over all ranks; -1 = by the rule")
     training.add_argument("--matrix-lr", type=float, default=0.02,
@@ -178,13 +181,20 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
         print0(f"  sample: {tokenizer.decode(prompt[1:])!r} -> {tokenizer.decode(row[:length])!r}")
 
 
-def train_step(args, model, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
+def training_trunk(args, model, device: torch.device):
+    """model.trunk, compiled where --compile asks for it: for rows of one length, by as many kernels as there are
+    numbers of rows. Evaluation and samples use the model as it is."""
+    wanted = device.type == "cuda" if args.compile is None else args.compile
+    return torch.compile(model.trunk, dynamic=False) if wanted else model.trunk
+
+
+def train_step(args, model, trunk, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
     """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate
     factor."""
     loss, num_tokens = torch.zeros((), device=device), float(rules["batch"])
     rows = on_all_ranks(batches.next_batch, device)
     for part in rows.to(device).split(args.device_batch_size):
-        part_loss = supervised_loss(model, part, None, num_tokens)
+        part_loss = supervised_loss(model, part, None, num_tokens, trunk)
         part_loss.backward()
         loss += part_loss.detach()
     factor = warmup_warmdown(step, rules["num_steps"], args.warmup_steps, args.warmdown_ratio, args.final_lr_frac)
@@ -198,7 +208,7 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
     """Runs the steps behind state["step"]; state holds step, seconds and the number of steps skipped in a row."""
     speed = peak_flops(run.device)
     speed = speed * run.world if speed else machine_speed(run.device, model.compute_dtype)[0]
-    num_steps, flops = rules["num_steps"], flops_per_token(model)
+    num_steps, flops, trunk = rules["num_steps"], flops_per_token(model), training_trunk(args, model, run.device)
     while state["step"] < num_steps:
         run.check_stop()
         step, started = state["step"], time.time()
@@ -206,7 +216,8 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
         if args.eval_every > 0 and step % args.eval_every == 0:
             record["val_bpb"] = evaluate()
         trained_from = time.time()
-        loss, grad_norm, factor = train_step(args, model, optimizers, batches, rules, step, run.device)
+        loss, grad_norm, factor = train_step(args, model, trunk, optimizers, batches, rules, step,
+                                               run.device)
         seconds = time.time() - trained_from
         tokens_per_s = rules["batch"] / seconds
         state |= {"step": step + 1, "seconds": state["seconds"] + time.time() - started,

@@ -15,7 +15,7 @@ import torch
 
 from nanochat.common import BadInput, check_least, check_most, print0, script_main
 from nanochat.gpt import GPT, config_of
-from nanochat.flops import PEAK_FLOPS, flops_per_token
+from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
 from nanochat.rl.plan import (BANDWIDTH, DISK_SPEED, Draw, Held, Setting, Speed, describe_stop, draw_seconds, draws_of,
                               sampling_seconds)
 from nanochat.recipes import grpo, tango
@@ -24,6 +24,10 @@ from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
 COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
+ASSUMED = """counted: 6 FLOPs per token and weight of the matrices and the LM head, attention to the tokens that causal
+windows let see, Muon's products; not embeddings, which are looked up, nor what is computed and masked
+from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth
+assumed, not measured: --mfu, which makes up for all that is not counted, --decode-efficiency, --dollars, lengths"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,10 +76,9 @@ def parse(script, flags: str, *required: str):
 def pretraining_flops(args, base, model) -> tuple[float, str]:
     rules = base_train.apply_rules(base, model, args.gpus)
     tokens = rules["num_steps"] * rules["batch"]
-    # Muon: 5 iterations of three products per matrix; every GPU makes all of them.
-    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3)
-               for name, p in model.named_parameters() if ".c_" in name)
-    total = tokens * flops_per_token(model) + rules["num_steps"] * muon * args.gpus
+    # The GPUs share Muon's matrices, and wait for the one that has most.
+    muon = args.gpus * muon_flops([p.shape for p in model.blocks.parameters()], args.gpus)
+    total = tokens * flops_per_token(model) + rules["num_steps"] * muon
     return total, f"{rules['num_steps']:,} steps of {rules['batch']:,} tokens, {tokens / 1e9:.2f}B"
 
 
@@ -152,6 +155,7 @@ def main(args) -> None:
     print0("RL Tango: " + describe_stop(dict.fromkeys(roles, model.config), dict.fromkeys(roles, Held()),
                                         draws_in(args, rl, tango), setting_of(args, rl), speed,
                                         1e9 * args.disk_speed))
+    print0(ASSUMED)
 
 
 if __name__ == "__main__":

@@ -163,17 +163,16 @@ def test_a_missing_gradient_counts_as_0():
 SHAPES = [(24, 8), (8, 24), (16, 16), (16, 16), (24, 8), (2, 12), (16, 16)]
 
 
-def muon_steps(kind, rule: str, decay: float = 0.1, nesterov: bool = True, batch: int = 10 ** 9):
-    """Three steps from the same start and gradients -> parameters, how far PyTorch's would move them at most, and the
-    optimizer."""
+def muon_steps(kind, rule: str, decay: float = 0.1, nesterov: bool = True, batch: int = 10 ** 9, device="cpu"):
+    """Three steps from the same start and gradients -> the parameters and the optimizer."""
     draw = torch.Generator().manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(shape, generator=draw)) for shape in SHAPES]
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in SHAPES]
     optimizer = kind(parameters, lr=0.1, weight_decay=decay, adjust_lr_fn=rule, nesterov=nesterov)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(optim, "BATCH", batch)
         for _ in range(3):
             for p in parameters:
-                p.grad = torch.randn(p.shape, generator=draw)
+                p.grad = torch.randn(p.shape, generator=draw).to(device)
             optimizer.step()
     return parameters, optimizer
 
@@ -231,6 +230,12 @@ def test_a_batch_is_orthogonalised_as_its_matrices_are():
     for batch in (x, x.mT):
         alone = torch.stack([orthogonal(matrix, *options) for matrix in batch])
         torch.testing.assert_close(orthogonal(batch, *options), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gpus_batches_are_pytorchs_steps_to_bf16s_rounding():
+    (ours, _), (theirs, _) = (muon_steps(kind, "original", device="cuda") for kind in (Muon, torch.optim.Muon))
+    assert all((p - q).norm() < 0.02 * q.norm() for p, q in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("device, has_products, dtype", [

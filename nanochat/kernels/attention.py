@@ -257,8 +257,8 @@ class _Attention(torch.autograd.Function):
             options = tiles(D, q.dtype)[0]
             num = -(-T // options["BLOCK_M"])
             attention_forward[(U * Hkv * R * group * num,)](
-                q, k, v, *((prefix_k, prefix_v) if Tp else (k, v)), prefix_lengths, out, lse, Tp, Tk, T, R, Hkv, window, num,
-                D ** -0.5 * LOG2_E, GROUP=group, D=D, HAS_PREFIX=Tp > 0, **options)
+                q, k, v, *((prefix_k, prefix_v) if Tp else (k, v)), prefix_lengths, out, lse, Tp, Tk, T, R, Hkv, window,
+                num, D ** -0.5 * LOG2_E, GROUP=group, D=D, HAS_PREFIX=Tp > 0, **options)
         ctx.save_for_backward(q, k, v, prefix_k, prefix_v, prefix_lengths, out, lse)
         ctx.window = window
         return out.permute(0, 3, 1, 4, 2, 5)
