@@ -43,7 +43,7 @@ def test_a_failed_stage_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
 
 
 def test_rows_go_behind_the_tables_last_one(tmp_path, monkeypatch):
-    _, page = day(tmp_path, monkeypatch, {"one": (60, "", "echo a | b", None)})
+    _, page = day(tmp_path, monkeypatch, {"one": (60, "", "echo 'a | b'", None)})
     lines = page.splitlines()
     at = lines.index("| old |")
     assert lines[at + 1].startswith("| 20") and "| last line | a / b |" in lines[at + 1] and "seconds" in lines[at + 2]
