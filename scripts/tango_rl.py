@@ -339,7 +339,8 @@ def main(args) -> None:
     run = open_run(args, recipe, task, problems, starts, device, dtype, world, resume_step, seen)
     run.tokenizer, run.resumed_from = tokenizer.mark(), resume_step
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
-                      calculator=args.calculator, max_rows=args.max_rows)
+                      calculator=args.calculator, max_rows=args.max_rows,
+                      max_cached_tokens=args.max_cached_tokens)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
                       args.entropy_coef, args.sequence_ratio)
     t = Play(args, run, sampler, roles, {call.label: call for call in calls}, totals,

@@ -26,7 +26,7 @@ from nanochat.rl.heads import is_joint, num_shared, shared_names
 from nanochat.rl.prompts import longest_problem
 from nanochat.rl.roles import head_of
 from nanochat.rl.scores import num_problems_of
-from nanochat.seats import Seats
+from nanochat.seats import num_places, num_slots
 from tasks import flags_of_others
 
 # bytes/s of a GPU's memory, from the vendor's data sheets
@@ -45,6 +45,7 @@ class Setting:
     device_type: str = "cuda"
     micro_batch_tokens: int = 4096
     max_rows: int = 1024
+    max_cached_tokens: int = 0
     updates_per_batch: int = 1
     sequence_ratio: bool = False
 
@@ -134,17 +135,18 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     """The peak of sampling on one rank: keys and values of all places and slots, from the start on; the results; and
     the logits of a decoding step or what prompts that are run hold, on CUDA both: the graphs keep theirs."""
     rows, narrow, C = prompts * samples, setting.dtype.itemsize, config.n_embd
-    seats = Seats([(p, range(samples)) for p in range(prompts)], min(rows, setting.max_rows))
+    places = num_places(prompts, samples, prompt_tokens, new_tokens, setting.max_rows, setting.max_cached_tokens)
     per_token = cache_bytes_per_token(config, setting)
     # The CPU kernel reads a prompt's keys in vectors of 16.
     of_slot = prompt_tokens if setting.device_type == "cuda" else round_up(prompt_tokens, 16)
-    cached = per_token * (seats.num_slots * of_slot + seats.num_places * max(1, new_tokens - 1))
+    cached = per_token * (num_slots(prompts, places, samples) * of_slot + places * max(1, new_tokens - 1))
     results = rows * new_tokens * (8 + 4)
-    # in fp32, and two on the way through the softcap, or one for a temperature
-    logits = seats.num_places * config.vocab_size * 4 * (3 if isinstance(config, GPTConfig) else 2)
+    # in fp32, and two on the way through the softcap, or one for a temperature; on CUDA as the head gives them
+    numbers = 4 * (3 if isinstance(config, GPTConfig) else 2) if setting.device_type != "cuda" else narrow
+    logits = places * config.vocab_size * numbers
     width = 2 * 4 * C if isinstance(config, GPTConfig) else 3 * config.intermediate_size
     # New prompts fill at most all places with their rows.
-    piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-seats.num_places // samples) * prompt_tokens))
+    piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-places // samples) * prompt_tokens))
     running = piece * (narrow * (width + 4 * C) + per_token)
     # queries, keys and values as one matrix (GPT.joined_projections)
     joined_heads = 0 if isinstance(config, DecoderConfig) else config.n_head + 2 * config.n_kv_head
@@ -420,7 +422,7 @@ def private_size(config: Config, num_layers: int, is_one: bool = False) -> int:
 def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Setting:
     """The setting that tango_rl's flags mean."""
     return Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows,
-                   args.updates_per_batch, args.sequence_ratio)
+                   args.max_cached_tokens, args.updates_per_batch, args.sequence_ratio)
 
 
 def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:

@@ -11,7 +11,8 @@ from nanochat.files import path_of, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
 MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "keep", "eval_every", "log_rollouts",
-              "micro_batch_tokens", "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
+              "micro_batch_tokens", "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows",
+              "max_cached_tokens", "dry_run"}
 
 
 def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> int | None:
