@@ -1,5 +1,6 @@
 """
-The one attention call: causal, behind a shared prefix, and cached.
+The one attention call of training and of prompts: causal, behind a shared prefix, and cached. (Decoding:
+decode_cache.py.)
 
 Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt), whose keys exist once. In a row,
 columns stand at consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding
@@ -13,93 +14,33 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanochat.kernels import cpu
+from nanochat.kernels.attention import attention, takes_attention
 from nanochat.ops import run
 
 PADDING_POSITION = 1 << 30  # position of a padding column
-RECENT = 16    # columns of a cache's buffer for new ones
-RECENT_KERNEL = 64  # the same where CPU kernels read it
 QUERIES = 64   # queries whose scores are computed together on CPU
 
 
 class KVCache:
-    """Keys and values of the tokens run so far.
+    """Keys and values of the tokens run so far: those of prompts, and of rows that go on in pieces.
 
     k[i], v[i]: (U, Hkv, R, T, D) of layer i; positions (U, T) int64 of a prefix (R = 1); last_embedding (U*R, 1, C):
-    what the smear of the next token looks back at. Columns that come one by one are first put into `recent`, buffers of
-    a few columns, and moved behind the others when these are full: without kernels, reading a tensor is three times as
-    fast while it has no gaps. With `capacity`, buffers of that many columns are written in place, one at a time, at a
-    column that is read on the device (CUDA graphs).
+    what the smear of the next token looks back at; length: columns filled before the current forward.
     """
 
-    def __init__(self, num_layers: int, capacity: int | None = None):
+    def __init__(self, num_layers: int):
         self.k: list = [None] * num_layers
         self.v: list = [None] * num_layers
-        self.recent: list = [None] * num_layers  # keys and values, each (U, Hkv, R, columns, D)
-        self.filled = [0] * num_layers           # columns of it in use
         self.positions = None
         self.last_embedding = None
-        self.length = 0  # columns filled before the current forward (with capacity: whether there are any)
-        self.capacity = capacity
-        self.column = None  # with capacity: `length` as a tensor (1,) int64 on the device
+        self.length = 0
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Stores the keys and values (U, Hkv, R, T, D) of new columns; returns those of all columns, in one piece or
-        two."""
-        if self.capacity is not None:
-            return self._write(layer, k, v)
-        columns = RECENT_KERNEL if cpu.takes(k) else RECENT
-        if k.shape[3] > 1 or self.k[layer] is None or self.filled[layer] == columns:
-            before = self.parts(layer)
-            self.k[layer] = torch.cat([*(part for part, _ in before), k], dim=3) if before else k
-            self.v[layer] = torch.cat([*(part for _, part in before), v], dim=3) if before else v
-            self.filled[layer] = 0
-        else:
-            if self.recent[layer] is None:
-                self.recent[layer] = [k.new_empty(*k.shape[:3], columns, k.shape[4]) for _ in range(2)]
-            for buffer, new in zip(self.recent[layer], (k, v), strict=True):
-                buffer.narrow(3, self.filled[layer], 1).copy_(new)
-            self.filled[layer] += 1
-        return self.parts(layer)
-
-    def parts(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The keys and values of a layer: the moved columns, and the recent ones if there are."""
-        if self.k[layer] is None:
-            return []
-        moved, filled = [(self.k[layer], self.v[layer])], self.filled[layer]
-        return moved + [tuple(x.narrow(3, 0, filled) for x in self.recent[layer])] if filled else moved
-
-    def _write(self, layer, k, v):
-        if self.k[layer] is None:
-            shape = (*k.shape[:3], self.capacity, k.shape[4])
-            self.k[layer], self.v[layer] = k.new_zeros(shape), v.new_zeros(shape)
-        self.k[layer].index_copy_(3, self.column, k)
-        self.v[layer].index_copy_(3, self.column, v)
-        return [(self.k[layer], self.v[layer])]
-
-    def reserve(self, columns: int) -> None:
-        """Makes room for so many more columns, with capacity."""
-        self.capacity += columns
-        for side in (self.k, self.v):
-            for layer, x in enumerate(side):
-                side[layer] = F.pad(x, (0, 0, 0, columns))
-
-    def select(self, rows: torch.Tensor) -> "KVCache":
-        """A cache of the rows (U', R') int64, each the place u * R + r of an old one; they may repeat. Itself when it
-        is empty or nothing moves."""
-        if (not self.length
-                or rows.shape[1] == self.k[0].shape[2]
-                and torch.equal(rows.flatten(), torch.arange(len(self.last_embedding)))):
-            return self
-        rows = rows.to(self.last_embedding.device)
-        cache = KVCache(len(self.k), self.capacity)
-        cache.length, cache.column = self.length, self.column
-        for i in range(len(self.k)):
-            columns = (torch.cat(part, dim=3) for part in zip(*self.parts(i), strict=True))
-            cache.k[i], cache.v[i] = (x.transpose(1, 2).flatten(0, 1)[rows].transpose(1, 2).contiguous()
-                                      for x in columns)  # (U', Hkv, R', T, D)
-        cache.last_embedding = self.last_embedding[rows.flatten()]
-        cache.positions = None if self.positions is None else self.positions[rows.flatten()]
-        return cache
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the keys and values (U, Hkv, R, T, D) of new columns; returns those of all columns."""
+        if self.k[layer] is not None:
+            k, v = torch.cat([self.k[layer], k], dim=3), torch.cat([self.v[layer], v], dim=3)
+        self.k[layer], self.v[layer] = k, v
+        return k, v
 
 
 @dataclass
@@ -108,11 +49,13 @@ class Mask:
     single query).
 
     own (T, Tk) over the row's own columns; prefix (U, 1 or T, Tp) over the unit's prefix. causal: own is the plain
-    lower triangle.
+    lower triangle. The GPU's kernel takes no such numbers, but `window`, and prefix_lengths (U,) int64 without padding.
     """
     own: torch.Tensor | None = None
     prefix: torch.Tensor | None = None
     causal: bool = False
+    window: int | None = None
+    prefix_lengths: torch.Tensor | None = None
 
 
 def bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -126,14 +69,15 @@ def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: 
 
     context: no row is longer than that. positions (B, T) of the new tokens, the same for all rows of a unit.
     """
-    mask = Mask()
     start = cache.length if cache is not None else 0
-    moving = cache is not None and cache.column is not None
-    end = cache.capacity if moving else start + T
-    if T > 1 or moving or end - 1 > window:
+    end = start + T
+    if takes_attention(positions.device, dtype):
+        lengths = None if prefix is None else (prefix.positions < PADDING_POSITION).sum(dim=1)
+        return Mask(causal=T == end <= window + 1, window=window, prefix_lengths=lengths)
+    mask = Mask()
+    if T > 1 or end - 1 > window:
         columns = torch.arange(end, device=positions.device)
-        queries = cache.column + torch.arange(T, device=positions.device) if moving else columns[start:]
-        distance = queries[:, None] - columns  # (T, Tk)
+        distance = columns[start:, None] - columns  # (T, Tk)
         mask.own = bias((distance >= 0) & (distance <= window), dtype)
         mask.causal = T == end <= window + 1
     if prefix is not None:
@@ -146,22 +90,20 @@ def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: 
     return mask
 
 
-def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
+def attend(q, k, v, mask: Mask, prefix_k=None, prefix_v=None):
     """Attention of queries over their own keys and, with a prefix, over those that the rows of a unit share.
 
-    q (U, Hkv, R, group, T, D): `group` query heads read each key head; parts: own keys and values, pairs of (U, Hkv, R,
-    T', D) whose columns follow one another; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are
-    scaled by 1/sqrt(D).
+    q (U, Hkv, R, group, T, D): `group` query heads read each key head; k, v (U, Hkv, R, Tk, D): own keys and values,
+    the queries' own last; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are scaled by
+    1/sqrt(D).
     """
-    one = q.shape[4] == 1 and not torch.is_grad_enabled()
-    if cpu.takes(q):
-        return (_decode_kernel(q, parts, mask, prefix_k, prefix_v) if one
-                else _attend_kernel(q, parts, mask, prefix_k, prefix_v))
-    if one:
-        return _attend_one(q, parts, mask, prefix_k, prefix_v)
-    k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
-    if q.device.type != "cpu":
+    is_plain = mask.causal and prefix_k is None
+    if mask.window is not None and not is_plain:
+        return attention(q, k, v, prefix_k, prefix_v, mask.prefix_lengths, mask.window)
+    if q.device.type != "cpu" or mask.window is not None:
         return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
+    if cpu.takes(q):
+        return run(_AttendKernel, q, k, v, prefix_k, prefix_v, None if mask.causal else mask.own, mask.prefix)
     y, before = [], k.shape[3] - q.shape[4]
     for start in range(0, q.shape[4], QUERIES):
         # Queries see no later keys: a block of them needs the keys up to its end.
@@ -171,30 +113,6 @@ def attend(q, parts, mask: Mask, prefix_k=None, prefix_v=None):
         y.append(run(_Attend, q[..., block, :].contiguous(), k[..., seen, :].contiguous(), v[..., seen, :].contiguous(),
                      None if mask.own is None else mask.own[block, seen], prefix_k, prefix_v, prefix_bias))
     return y[0] if len(y) == 1 else torch.cat(y, dim=4)
-
-
-def _attend_one(q, parts, mask, prefix_k, prefix_v):
-    """One query per row, without gradients: decoding. Bound by reading keys and values, those of a prefix once per
-    unit."""
-    q = q * q.shape[5] ** -0.5
-    scores = [(_rows(q) @ _rows(k).mT).view(*q.shape[:5], k.shape[3]) for k, _ in parts]
-    if mask.own is not None:
-        for part, own in zip(scores, mask.own.split([part.shape[-1] for part in scores], dim=-1), strict=True):
-            part += own
-    if prefix_k is not None:
-        shared = (_units(q) @ prefix_k.flatten(0, 1).mT).view(*q.shape[:5], -1)
-        if mask.prefix is not None:
-            shared += mask.prefix[:, None, None, None]
-        scores.append(shared)
-    sizes = [part.shape[-1] for part in scores]
-    probs = [part.contiguous() for part in torch.softmax(torch.cat(scores, dim=-1), dim=-1).split(sizes, dim=-1)]
-    y = torch.zeros_like(q) if prefix_k is None else (_units(probs.pop()) @ prefix_v.flatten(0, 1)).view_as(q)
-    for weights, (_, v) in zip(probs, parts, strict=True):
-        if v.shape[3] <= RECENT and weights.shape[3] == 1:  # too small for a batched product
-            y += (weights.transpose(-1, -2) * v.unsqueeze(3)).sum(dim=-2, keepdim=True)
-        else:
-            y += (_rows(weights) @ _rows(v)).view_as(q)
-    return y
 
 
 def _attend_sdpa(q, k, v, mask, prefix_k, prefix_v):
@@ -277,24 +195,18 @@ class _Attend(torch.autograd.Function):
 class _Spec(ctypes.Structure):
     """`Attention` of cpu_attention.c."""
     _fields_ = ([(name, ctypes.c_void_p)
-                 for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias", "recent_k", "recent_v")]
-                + [(name, ctypes.c_long)
-                   for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows", "recent")]
-                + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4),
-                   ("recent_strides", ctypes.c_long * 4)])
+                 for name in ("q", "k", "v", "prefix_k", "prefix_v", "own_bias", "prefix_bias")]
+                + [(name, ctypes.c_long) for name in ("U", "H", "R", "G", "T", "Tk", "Tp", "D", "prefix_bias_rows")]
+                + [("q_strides", ctypes.c_long * 5), ("k_strides", ctypes.c_long * 4)])
 
 
-def _spec(q, parts, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
+def _spec(q, k, v, prefix_k, prefix_v, own_bias, prefix_bias) -> _Spec:
     """The struct of tensors that are laid out as the kernels want them. The caller keeps them alive."""
-    assert len(parts) <= 2 and all(x is None or x.dtype == torch.float32
-                                   for x in (*sum(parts, ()), prefix_k, prefix_v, own_bias, prefix_bias))
-    (k, v), (recent_k, recent_v) = parts[0], parts[1] if len(parts) > 1 else (None, None)
-    addresses = (None if x is None else x.data_ptr()
-                 for x in (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias, recent_k, recent_v))
+    tensors = (q, k, v, prefix_k, prefix_v, own_bias, prefix_bias)
+    assert all(x is None or x.dtype == torch.float32 for x in tensors)
+    addresses = (None if x is None else x.data_ptr() for x in tensors)
     Tp, bias_rows = 0 if prefix_k is None else prefix_k.shape[2], 1 if prefix_bias is None else prefix_bias.shape[1]
-    recent, strides = (0, (0, 0, 0, 0)) if recent_k is None else (recent_k.shape[3], recent_k.stride()[:4])
-    return _Spec(*addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, recent, q.stride()[:5],
-                 k.stride()[:4], strides)
+    return _Spec(*addresses, *q.shape[:5], k.shape[3], Tp, q.shape[5], bias_rows, q.stride()[:5], k.stride()[:4])
 
 
 def _dense(q):
@@ -311,29 +223,14 @@ def _contiguous(*tensors):
     return [None if x is None else x.contiguous() for x in tensors]
 
 
-def _decode_kernel(q, parts, mask, prefix_k, prefix_v):
-    """As _attend_one."""
-    q, parts = _dense(q), [_like_each_other(*part) for part in parts]
-    shared = _contiguous(prefix_k, prefix_v, mask.own, mask.prefix)
-    y = torch.empty_like(q)
-    cpu.call("attend_one", ctypes.byref(_spec(q, parts, *shared)), y)
-    return y
-
-
-def _attend_kernel(q, parts, mask, prefix_k, prefix_v):
-    """As _Attend, all queries at once."""
-    k, v = parts[0] if len(parts) == 1 else (torch.cat(part, dim=3) for part in zip(*parts, strict=True))
-    return run(_AttendKernel, q, k, v, prefix_k, prefix_v, None if mask.causal else mask.own, mask.prefix)
-
-
 class _AttendKernel(torch.autograd.Function):
-    """Holds the scores of a few queries at a time, and computes them again in the backward pass."""
+    """As _Attend, all queries at once. Holds the scores of a few queries at a time, and computes them again in the backward pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):
         q, (k, v), shared = _dense(q), _like_each_other(k, v), _contiguous(prefix_k, prefix_v, own_bias, prefix_bias)
         y, lse = torch.empty_like(q), q.new_empty(q.shape[:5])
-        cpu.call("attend_forward", ctypes.byref(_spec(q, [(k, v)], *shared)), y, lse)
+        cpu.call("attend_forward", ctypes.byref(_spec(q, k, v, *shared)), y, lse)
         ctx.save_for_backward(q, k, v, *shared, y, lse)
         return y
 
@@ -344,7 +241,7 @@ class _AttendKernel(torch.autograd.Function):
         if grad.stride() != q.stride():
             grad = torch.empty_like(q).copy_(grad)
         grads = [torch.empty_like(q), *(None if x is None else x.new_zeros(x.shape) for x in (k, v, *shared[:2]))]
-        cpu.call("attend_backward", ctypes.byref(_spec(q, [(k, v)], *shared)), y, lse, grad, *grads)
+        cpu.call("attend_backward", ctypes.byref(_spec(q, k, v, *shared)), y, lse, grad, *grads)
         return *grads, None, None
 
 

@@ -1,10 +1,10 @@
 """
 Sampling: many ragged prompts x G rows in one batch.
 
-Each prompt is run once (twice where max_rows splits its rows), and its rows read its keys where they are; rows that end
-leave the batch; the logprobs of exactly the distribution that was sampled are recorded. Noise is a function of (row
-key, position) alone, so that the rows of a batch may be split over ranks, reordered or resumed without changing what
-they draw.
+Each prompt is run once, and its rows read its keys where they are; a row that ends leaves its place to the next one
+that waits; the logprobs of exactly the distribution that was sampled are recorded. Noise is a function of (row key,
+position) alone, so that the rows of a batch may be split over ranks, reordered or resumed without changing what they
+draw.
 """
 import hashlib
 from collections.abc import Callable
@@ -15,14 +15,16 @@ import torch.nn.functional as F
 
 from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.common import BadInput, wide_dtype
+from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
+from nanochat.kernels.draw import draw
+from nanochat.kernels.launch import takes_triton
+from nanochat.seats import Seats
 from nanochat.weights import inference_model
 
-COMPACT_BELOW = 0.8    # drop finished rows once less than this share of the batch is alive
-MAX_FILLED = 1.1       # rows of a batch per live one that sharing prompts may cost
+COMPACT_BELOW = 0.9    # drop places whose row has ended once less than this share of a batch is alive
 CHECK_EVERY_CUDA = 16  # there, tokens between looks at which rows have ended; on CPU looking is free
-COMPACT_BELOW_CUDA = 0.5
-COLUMNS_CUDA = 256     # columns by which a cache grows there; each growth costs a new graph
+LEAST_ROWS_CUDA = 8    # there a batch has all places or a half, a quarter, ... of them, as each size is a graph
 PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
@@ -71,6 +73,9 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     logits (B, V) fp32, keys (B,) int64 -> tokens (B,) int64, logprobs (B,) fp32. temperature 0 is greedy (logprobs at
     temperature 1); top_k 0 is the full softmax.
     """
+    if takes_triton(logits):
+        return draw(logits, keys, position, vocab_size=logits.shape[1], softcap=None, temperature=temperature,
+                    top_k=top_k)
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return tokens, logprobs
@@ -99,6 +104,13 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     return tokens[:, 0], logprobs[:, 0]
 
 
+def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float, top_k: int):
+    """As pick of model.head(hidden). On CUDA the kernel reads the LM head's outputs: no fp32 logits are made."""
+    if takes_triton(hidden):
+        return draw(model.lm_head(hidden), keys, position, top_k=top_k, **model.head_options(temperature))
+    return pick(model.head(hidden), keys, position, temperature, top_k)
+
+
 def _draw_kernel(logits, noise):
     assert noise.shape == logits.shape[:1] and noise.dtype == torch.float64
     tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
@@ -120,9 +132,8 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
 
     keys: one int64 per row (P * num_samples), see `row_key`. max_rows bounds the rows that decode together. When
     should_stop() turns true the call returns at once with unfinished rows, for the caller to throw away. tool: told the
-    tokens that rows just got, it says which rows must get which token next (calculator.Calculator); the device then
-    waits for it at every token. Raises BadInput for an empty prompt and for one that does not fit the context with its
-    completion.
+    tokens that rows got, one after the other, it says which token they must get next (calculator.Calculator). Raises
+    BadInput for an empty prompt and for one that does not fit the context with its completion.
     """
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
@@ -143,173 +154,207 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
 
 def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
               should_stop, tool) -> Samples:
-    """As generate, with one row more than there are: where rows write that have ended."""
-    device = model.lm_head.weight.device
-    N = len(keys)
+    """As generate, with one row more than there are: where places write whose row has ended."""
+    device, N = model.lm_head.weight.device, len(keys)
     out = Samples(torch.zeros(N + 1, max_new_tokens, dtype=torch.long, device=device),
                   torch.zeros(N + 1, max_new_tokens, device=device),
                   torch.zeros(N + 1, dtype=torch.long, device=device),
                   torch.zeros(N + 1, dtype=torch.bool, device=device))
     if tool:
         out.forced = torch.zeros(N + 1, max_new_tokens, dtype=torch.bool, device=device)
+    if N == 0:
+        return out
     keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-    # Prompts of like length go together, so that little is padding.
-    order = sorted(range(N), key=lambda n: (len(prompts[n // num_samples]), n))
-    for start in range(0, N, max_rows):
-        if should_stop():
-            break
-        units: dict[int, list[int]] = {}  # prompt -> its rows
-        for n in order[start: start + max_rows]:
-            units.setdefault(n // num_samples, []).append(n)
-        _decode(model, [prompts[p] for p in units], list(units.values()), out, keys, stop_tokens, temperature, top_k,
-                max_rows, should_stop, tool)
-    return out
+    # Prompts of like length sit down together, so that little is padding when they are run.
+    order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p]), p))
+    seats = Seats([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], min(max_rows, N))
+    capacity = max(1, max_new_tokens - 1)  # the last token's keys are never read
+    cache = DecodeCache(model.config, seats.num_places, seats.num_slots, num_samples, max(map(len, prompts)), capacity,
+                        model.compute_dtype, device)
+    # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
+    # last token that it drew, how many it has drawn.
+    last_hidden = torch.zeros(seats.num_slots, model.config.n_embd, dtype=model.compute_dtype, device=device)
+    row, token, drawn = (torch.full((seats.num_places,), value, device=device) for value in (N, 0, 1))
+    desk = ToolDesk(tool, seats.num_places, model.vocab_size, max_new_tokens, device) if tool else None
 
-
-def _decode(model, prompts, units, out, keys, stop_tokens, temperature, top_k, max_rows, should_stop, tool):
-    """Fills rows of `out` with completions of these prompts; units[i] are the rows of prompt i."""
-    ended, max_new_tokens = len(out.lengths) - 1, out.tokens.shape[1]
-    graphs = uses_graphs(out.tokens.device)
-    check_every, compact_below = (CHECK_EVERY_CUDA, COMPACT_BELOW_CUDA) if graphs else (1, COMPACT_BELOW)
-    prefix, hidden = prefill(model, prompts)
-    unit, table = arrange(units, ended, max_rows)
-    prefix, rows = prefix.select(unit), table.flatten().to(hidden.device)  # (U, 1), (U * R,)
-    unit = unit.repeat_interleave(table.shape[1]).to(hidden.device)        # (U * R,)
-    positions = torch.tensor([[len(prompt)] for prompt in prompts], device=hidden.device)[unit]  # (B, 1)
-    cache = KVCache(model.config.n_layer, capacity=min(COLUMNS_CUDA, max_new_tokens) if graphs else None)
-    # the token that a row must get next, -1 for none
-    due = torch.full((ended + 1,), -1, device=hidden.device) if tool else None
-
-    def record(logits, rows, t):
-        """Draws the next token of every row, writes it down and sends rows that have ended to the spare one. -> tokens,
-        rows"""
-        tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
-        if tool:
-            out.forced[rows, t] = is_forced = due[rows] >= 0
-            tokens, logprobs = torch.where(is_forced, due[rows], tokens), logprobs.masked_fill(is_forced, 0.0)
+    def draw_next(hidden, places, rows, t):
+        """Draws the next token of the rows in these places, which have t (n,) already, and writes it down. hidden (n,
+        C). A row that ends leaves N in its place."""
+        tokens, logprobs = pick_behind(model, hidden, keys[rows], t, temperature, top_k)
+        if desk:
+            tokens, is_forced = desk.force(places, tokens)
+            out.forced[rows, t], logprobs = is_forced, logprobs.masked_fill(is_forced, 0.0)
         out.tokens[rows, t], out.logprobs[rows, t] = tokens, logprobs
         out.lengths[rows] = t + 1
         stopped = (tokens[:, None] == stop_tokens).any(dim=1)
         out.stopped[rows] = stopped
-        return tokens, rows.masked_fill(stopped, ended)
+        token[places], drawn[places] = tokens, (t + 1).clamp(max=capacity)
+        row[places] = rows.masked_fill(stopped | (t == max_new_tokens - 1), N)
 
-    def step(tokens, rows, positions, t, last_embedding):
-        """One more token for every row; t (1,) tokens have been drawn. A function of device tensors alone."""
-        cache.last_embedding = last_embedding
-        if cache.capacity is not None:
-            cache.column = t - 1
-        hidden = model.trunk(tokens[:, None], positions=positions, cache=cache, prefix=prefix)  # (B, 1, C)
-        return *record(model.head(hidden[:, 0]), rows, t), positions + 1, t + 1, cache.last_embedding
+    def admit():
+        """Gives free places to waiting rows, and draws their first tokens."""
+        rows, places, slots, new = seats.admit()
+        for some in in_pieces(new, [len(prompts[p]) for p, _ in new]):
+            at = torch.tensor([slot for _, slot in some], device=device)
+            cached, last_hidden[at] = run_prompts(model, [prompts[p] for p, _ in some])
+            cache.put(at, cached)
+        rows, places, slots = (torch.tensor(x, device=device) for x in (rows, places, slots))
+        cache.begin(places, slots)
+        if desk:
+            desk.begin(places)
+        draw_next(last_hidden[slots], places, rows, torch.zeros_like(rows))
 
-    state = (*record(model.head(hidden)[unit], rows, torch.zeros(1, dtype=torch.long, device=rows.device)), positions,
-             torch.ones(1, dtype=torch.long, device=rows.device), None)
-    replay = Replay(step) if graphs else step
-    for drawn in range(1, max_new_tokens):
-        if drawn % check_every == 0:
-            is_live = state[1] < ended
-            alive = int(is_live.sum())
-            if alive == 0 or should_stop():
-                return
-            if alive < compact_below * len(is_live):
-                is_live = is_live.tolist()
-                R = len(is_live) // len(prefix.positions)
-                live = [[p for p in range(u, u + R) if is_live[p]] for u in range(0, len(is_live), R)]
-                unit, table = arrange(live, is_live.index(False), len(is_live))
-                cache.last_embedding = state[4]
-                prefix, cache = prefix.select(unit), cache.select(table)
-                kept = table.flatten().to(state[0].device)
-                state = (*(x[kept] for x in state[:3]), state[3], cache.last_embedding)
-                replay = Replay(step) if graphs else step
-        if cache.capacity is not None and drawn > cache.capacity:
-            cache.reserve(min(COLUMNS_CUDA, max_new_tokens - cache.capacity))
-            replay = Replay(step)
-        if tool:
-            ask_tool(tool, *state[:2], due)
-        state = replay(*state)
+    def step(places):
+        """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
+        rows, t, before = row[places], drawn[places], token[places]
+        hidden = model.trunk(before[:, None], positions=cache.advance(places, t)[:, None], cache=cache)[:, 0]  # (n, C)
+        if not desk:
+            return draw_next(hidden, places, rows, t)
+        waits = desk.waits[places]  # such a row has run the same token as before, and goes on as it was
+        draw_next(hidden, places, rows.masked_fill(waits, N), t)
+        token[places], drawn[places] = torch.where(waits, before, token[places]), torch.where(waits, t, drawn[places])
+        row[places] = torch.where(waits, rows, row[places])
+
+    graphs = Graphs(step) if uses_graphs(device) else None
+    batch = None  # the places that decode together
+    while not should_stop():
+        if seats.may_admit():
+            admit()
+            batch = None
+        rows = row.tolist()
+        seats.release([place for place in seats.live if rows[place] == N])
+        if seats.may_admit():  # rows have ended with their first token
+            continue
+        if not seats.live:
+            break
+        size = size_of_batch(seats, len(batch) if batch is not None else None, graphs)
+        if batch is None or size < len(batch):
+            batch = torch.tensor(seats.batch(size), device=device)
+        if desk:
+            desk.ask(row, drawn, out.tokens)
+        for _ in range(CHECK_EVERY_CUDA if graphs else 1):
+            (graphs or step)(batch)
+    return out
 
 
-def ask_tool(tool: Tool, tokens: torch.Tensor, rows: torch.Tensor, due: torch.Tensor) -> None:
-    """Tells a tool what the live rows got, and leaves in `due` what they must get next. tokens, rows (B,); due has a
-    place per row, the last for ended ones."""
-    live = [(row, token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if row < len(due) - 1]
-    forced = tool([row for row, _ in live], [token for _, token in live])
-    due.fill_(-1)
-    for row, token in forced.items():
-        due[row] = token
+def size_of_batch(seats: Seats, size: int | None, graphs) -> int:
+    """How many places should decode together, of `size` that do (None: not yet)."""
+    alive = len(seats.live)
+    if not graphs:
+        return alive if size is None or alive < COMPACT_BELOW * size else size
+    size = size or seats.num_places
+    while size // 2 >= max(alive, LEAST_ROWS_CUDA):
+        size //= 2
+    return size
+
+
+class ToolDesk:
+    """Where rows wait for a tool, so that the device need not wait for the host at every token.
+
+    A row that draws a token at which the tool may act (tool.triggers; any token, where the tool does not say) stands
+    still until the host has asked the tool. What the tool then puts behind it, token by token, is queued here.
+    """
+
+    def __init__(self, tool: Tool, num_places: int, vocab_size: int, max_new_tokens: int, device):
+        self.tool, self.num_told = tool, {}  # of each row: tokens that the tool has heard of
+        triggers = getattr(tool, "triggers", None)
+        self.is_trigger = torch.full((vocab_size,), triggers is None, device=device)
+        if triggers:
+            self.is_trigger[torch.tensor(triggers, device=device)] = True
+        # Of each place: whether its row waits, the tokens that it must get, and how many of these it has got.
+        self.waits = torch.zeros(num_places, dtype=torch.bool, device=device)
+        self.queue = torch.full((num_places, max_new_tokens + 1), -1, device=device)
+        self.num_got = torch.zeros(num_places, dtype=torch.long, device=device)
+
+    def begin(self, places: torch.Tensor) -> None:
+        """New rows have these places."""
+        self.waits[places], self.queue[places], self.num_got[places] = False, -1, 0
+
+    def force(self, places: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What rows get that have drawn these tokens (n,), and where that is not what they drew."""
+        waits, num_got = self.waits[places], self.num_got[places]
+        queued = self.queue[places, num_got]
+        is_forced = (queued >= 0) & ~waits
+        self.num_got[places] = num_got + is_forced
+        tokens = torch.where(is_forced, queued, drawn)
+        self.waits[places] = waits | (self.is_trigger[tokens] & ~is_forced)
+        return tokens, is_forced
+
+    def ask(self, row: torch.Tensor, drawn: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tells the tool what waiting rows have got, queues what it puts behind that, and lets them go on. row, drawn
+        (B,) of each place; tokens (N + 1, T) of each row, the last of no row."""
+        places = self.waits.nonzero()[:, 0].tolist()
+        for place, n, length in zip(places, row[places].tolist(), drawn[places].tolist(), strict=True):
+            if n == len(tokens) - 1:
+                continue  # it has ended
+            due, queue = None, []
+            for token in tokens[n, self.num_told.get(n, 0): length].tolist():
+                due = self.tool([n], [token]).get(n)
+            while due is not None and len(queue) < self.queue.shape[1] - 1:
+                queue.append(due)
+                due = self.tool([n], [due]).get(n)
+            self.num_told[n] = length + len(queue)
+            self.queue[place] = -1
+            self.queue[place, : len(queue)] = torch.tensor(queue, dtype=torch.long, device=self.queue.device)
+            self.num_got[place] = 0
+        self.waits[places] = False
 
 
 def uses_graphs(device) -> bool:
     return device.type == "cuda"
 
 
-class Replay:
-    """A step on CUDA: run once as it is, then captured as a CUDA graph and replayed, so that its thousand launches cost
-    one.
-
-    The tensors that the second call gets are the graph's: every replay reads them and writes the results over them.
-    """
+class Graphs:
+    """A step on CUDA: for each size of a batch it runs once as it is, then is captured as a CUDA graph and replayed, so
+    that its thousand launches cost one. The graphs share one pool of memory."""
 
     def __init__(self, step: Callable):
-        self.step, self.calls, self.graph = step, 0, None
+        self.step, self.pool = step, None
+        self.places: dict[int, torch.Tensor] = {}  # by size: what the graph reads
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def __call__(self, *state):
-        self.calls += 1
-        if self.calls == 1:
-            return tuple(x.clone() for x in self.step(*state))  # the graph's tensors, shared with nothing
-        if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                for old, new in zip(state, self.step(*state), strict=True):
-                    old.copy_(new)
-        self.graph.replay()
-        return state
+    def __call__(self, places: torch.Tensor) -> None:
+        size = len(places)
+        if size not in self.places:
+            self.places[size] = places.clone()
+            self.step(places)
+            return
+        self.places[size].copy_(places)
+        if size not in self.graphs:
+            self.graphs[size] = self.capture(self.places[size])
+        self.graphs[size].replay()
 
-
-def prefill(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
-    """Runs prompts, sorted by length, in pieces of PREFILL_TOKENS. -> their cache, the hidden state (P, C) of each
-    prompt's last token."""
-    device, whole, hidden = model.lm_head.weight.device, KVCache(model.config.n_layer), []
-    whole.length = width = max(map(len, prompts))
-    start = 0
-    while start < len(prompts):
-        end = start + 1
-        while end < len(prompts) and (end + 1 - start) * len(prompts[end]) <= PREFILL_TOKENS:
-            end += 1
-        ids, positions = pad_prompts(prompts[start:end], device)
-        piece = KVCache(model.config.n_layer)
-        states = model.trunk(ids, positions=positions, cache=piece, last_only=True)  # (p, 1, C)
-        hidden.append(states[:, 0])
-        if end - start == len(prompts):
-            return piece, hidden[0]
-        for name in ("k", "v"):
-            for i, part in enumerate(getattr(piece, name)):
-                if start == 0:
-                    getattr(whole, name)[i] = part.new_zeros(len(prompts), *part.shape[1:3], width, part.shape[4])
-                getattr(whole, name)[i][start:end, ..., : ids.shape[1], :] = part
-        if start == 0:
-            whole.positions = positions.new_full((len(prompts), width), PADDING_POSITION)
-            whole.last_embedding = states.new_zeros(len(prompts), *piece.last_embedding.shape[1:])
-        whole.positions[start:end, : ids.shape[1]] = positions
-        whole.last_embedding[start:end] = piece.last_embedding
-        start = end
-    return whole, torch.cat(hidden)
+    def capture(self, places: torch.Tensor):
+        """Records a step, without running it. torch.cuda.graph would give all cached memory back first."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self.pool)
+            try:
+                self.step(places)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
 
 
-def arrange(units: list[list[int]], filler: int, max_places: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lays out the members of units as a table, all rows of a line from one unit; units may take several lines, or
-    none.
+def in_pieces(items: list, lengths: list[int]) -> list[list]:
+    """Cuts items, sorted by length, so that a piece padded to its longest has at most PREFILL_TOKENS, or one item."""
+    cut, start = [], 0
+    for end in range(1, len(items) + 1):
+        if end == len(items) or (end + 1 - start) * lengths[end] > PREFILL_TOKENS:
+            cut.append(items[start:end])
+            start = end
+    return cut
 
-    The lines are as long as they can be (so that keys of a prefix are read once for many rows) with at most MAX_FILLED
-    places per member and `max_places` in all; places to spare hold `filler`. -> the unit of each line (U', 1) int64,
-    the table (U', R) int64, both on CPU.
-    """
-    total = sum(map(len, units))
-    widths = range(max(map(len, units)), 0, -1)
-    R = next(r for r in widths if r * sum(-(-len(unit) // r) for unit in units) <= min(MAX_FILLED * total, max_places))
-    lines = [(u, unit[i: i + R]) for u, unit in enumerate(units) for i in range(0, len(unit), R)]
-    return torch.tensor([[u] for u, _ in lines]), torch.tensor([members + [filler] * (R - len(members))
-                                                                for _, members in lines])
+
+def run_prompts(model, prompts: list[list[int]]) -> tuple[KVCache, torch.Tensor]:
+    """Runs prompts at once. -> their cache, the hidden state (P, C) of each prompt's last token"""
+    ids, positions = pad_prompts(prompts, model.lm_head.weight.device)
+    cache = KVCache(model.config.n_layer)
+    return cache, model.trunk(ids, positions=positions, cache=cache, last_only=True)[:, 0]
 
 
 def pad_prompts(prompts: list[list[int]], device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ import torch.nn as nn
 
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
+from nanochat.decode_cache import DecodeCache
 from nanochat.ops import add_norm, linear, mix, norm, relu_squared, split_heads
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
@@ -67,6 +68,20 @@ def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x[torch.arange(len(x), device=x.device), ends].unsqueeze(1)
 
 
+def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, prefix: tuple, ends):
+    """Attention of new queries over what came before and over their own keys, which are put into the cache, if there is
+    one. Shapes as attention.attend's; mask: of a DecodeCache the window; prefix: its keys and values, or nothing; ends
+    (B,): one query per row, which stands there, behind all keys."""
+    if isinstance(cache, DecodeCache):
+        return cache.attend(layer, q, k, v, mask)
+    if cache is not None:
+        k, v = cache.append(layer, k, v)
+    if ends is not None:
+        q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
+        k, v, prefix = k[..., :0, :], v[..., :0, :], (k[:, :, 0], v[:, :, 0])
+    return attend(q, k, v, mask, *prefix)
+
+
 class Attention(nn.Module):
     c_qkv = None  # while sampling, the weights of c_q, c_k and c_v in one (GPT.joined_projections)
 
@@ -99,12 +114,8 @@ class Attention(nn.Module):
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
         q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE,
                               U, self.n_head, self.n_kv_head)  # (U, Hkv, R, group, T, D) and twice (U, Hkv, R, T, D)
-        parts = [(k, v)] if cache is None else cache.append(self.layer, k, v)
-        shared = (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0]) if prefix is not None else ()
-        if ends is not None:  # one query per row, behind all keys
-            q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
-            parts, shared = [(k[..., :0, :], v[..., :0, :])], (k[:, :, 0], v[:, :, 0])
-        y = attend(q, parts, mask, *shared)                                     # (U, Hkv, R, group, T, D)
+        shared = () if prefix is None else (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0])
+        y = attend_all(self.layer, cache, q, k, v, mask, shared, ends)          # (U, Hkv, R, group, T, D)
         return self.c_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, C))
 
 
@@ -212,13 +223,14 @@ class GPT(nn.Module):
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
         return x + gate * previous, x
 
-    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
+    def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
               last_only: bool = False):
         """Hidden states of tokens, after the final norm.
 
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
         PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
         rows each continue. cache: where keys and values are kept; a second forward into it goes on behind its columns.
+        A DecodeCache takes one token of each row in its places.
         last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
         the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
         """
@@ -226,14 +238,18 @@ class GPT(nn.Module):
         B, T = ids.shape
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
-        last = None
-        if cache is not None and cache.last_embedding is not None:
+        last, decoding = None, isinstance(cache, DecodeCache)
+        if decoding:
+            last = cache.last_embedding[cache.places]
+        elif cache is not None and cache.last_embedding is not None:
             last = cache.last_embedding
         elif prefix is not None:
             assert prefix.length == prefix.positions.shape[1], "a prefix is run in one forward"
             last = prefix.last_embedding.repeat_interleave(B // len(prefix.positions), dim=0)
         x, unsmeared = self.embed(ids, last)
-        if cache is not None:
+        if decoding:
+            cache.last_embedding[cache.places] = unsmeared
+        elif cache is not None:
             if T > 1:
                 # the last real token of each row; padding (PADDING_POSITION) stands behind it
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
@@ -242,7 +258,7 @@ class GPT(nn.Module):
             if cache.length == 0 and prefix is None:
                 cache.positions = positions
         cos_sin = rotary(positions, self.config.head_dim, x.dtype)
-        masks = {w: make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype)
+        masks = {w: w if decoding else make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype)
                  for w in set(self.windows)}
         x0, final, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
@@ -258,7 +274,7 @@ class GPT(nn.Module):
                 x = block(x, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
             if i == middle:
                 backout = x
-        if cache is not None:
+        if cache is not None and not decoding:
             cache.length += T
         if backout.shape[1] > x.shape[1]:
             backout = at_ends(backout, ends)

@@ -56,7 +56,7 @@ tiny)
     NPROC=${NPROC:-2}
     TAG=tiny
     DATA=$NANOCHAT_BASE_DIR/text
-    DEVICE="--device-type cpu"
+    DEVICE=${DEVICE:---device-type cpu}
     VOCAB=265  # bytes, no merges
     # 1M parameters, 1M tokens. The learning rates are four times the defaults and the weight decay is 0: the rules are
     # for longer runs (dev/LOG.md).

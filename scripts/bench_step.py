@@ -4,7 +4,7 @@ Times full RL steps on a stated workload, with a random-init model and completio
 --role plain is a GRPO step: sample, update. generator and verifier are the steps of tango_rl: one verification of every
 solution goes with a generator step, one solution per problem with a verifier step, whose groups are its verifications.
 Rewards are random numbers. The last line is JSON: medians over --steps (one step before them is not counted), the
-memory of all ranks, and the floor that this machine's measured matrix-product and copy speeds set.
+memory of all ranks and what the planner says of one, and the floor that this machine's measured matrix-product and copy speeds set.
 
     python -m scripts.bench_step --vocab-size 512 --prompt-len 64 --completion-len 128
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 scripts/bench_step.py --vocab-size 512
@@ -26,7 +26,8 @@ from nanochat.flops import decode_floor, matrix_weights, prefill_floor, prompt_w
 from nanochat.kernels import cpu
 from nanochat.optim import adamw
 from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role
+from nanochat.rl.plan import Draw, Held, Setting, memory_plan
+from nanochat.rl.roles import Role, set_recompute
 from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
@@ -45,6 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
                         help="tokens the verifier writes; its prompt is a prompt and a completion")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 16384 on a GPU")
+    parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together")
+    parser.add_argument("--recompute", action="store_true",
+                        help="run blocks again in the backward pass; for --shape alone")
     parser.add_argument("--profile", action="store_true",
                         help="also print where the time of one more step goes, by operation")
     add_model_args(parser)
@@ -61,13 +65,15 @@ def peak_memory_mb(device) -> float:
 
 def make_role(args, name: str, context: int, device) -> Role:
     model = random_model(args, context, device)
+    set_recompute(model, args.recompute, name)
     parameters = list(model.parameters())
     return Role(name, model, parameters, adamw(parameters, 1e-4))
 
 
 def sample(args, role: Role, prompts, num_samples: int, length: int, stream: tuple) -> Rollouts:
     keys = [row_key(args.seed, *stream, n) for n in range(len(prompts) * num_samples)]
-    out = generate(role.model, prompts, num_samples, max_new_tokens=length, stop_tokens=[], keys=keys)
+    out = generate(role.model, prompts, num_samples, max_new_tokens=length, stop_tokens=[], keys=keys,
+                   max_rows=args.max_rows)
     assert out.tokens.shape == (len(prompts) * num_samples, length)
     group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
     return Rollouts([Prompt(ids) for ids in prompts], group_id, out.tokens, out.logprobs, out.lengths, out.stopped)
@@ -116,7 +122,7 @@ def sampling_floor(model, prompts: int, rows: int, prompt_len: int, completion_l
 
 def floor_seconds(args, model, speed) -> float:
     """The floor of a whole step: sampling, and three times the forward pass of each distinct training token."""
-    P, G = args.examples_per_step, args.num_samples
+    P, G, config = args.examples_per_step, args.num_samples, model.config
     prompt, completion = args.prompt_len, args.completion_len
     if args.role == "verifier":
         sampling = sampling_floor(model, P, P, prompt, completion, speed)
@@ -126,16 +132,34 @@ def floor_seconds(args, model, speed) -> float:
         sampling = sampling_floor(model, P, P * G, prompt, completion, speed)
         if args.role == "generator":
             sampling += sampling_floor(model, P * G, P * G, prompt + completion, args.verification_len, speed)
-    attention = 2 * args.n_embd * ((args.depth - 1) * P * prompt ** 2
-                                   + args.depth * P * G * completion * (2 * prompt + completion))
+    attention = 2 * config.n_head * config.head_dim * (
+        (config.n_layer - 1) * P * prompt ** 2 + config.n_layer * P * G * completion * (2 * prompt + completion))
     trunk = 2 * P * (prompt_weights(model) * prompt + matrix_weights(model) * G * completion) + attention
     head = 2 * model.lm_head.weight.numel() * P * G * completion
     return sampling + 3 * (trunk + head) / speed[0]
 
 
+def planned_bytes(args, roles: dict[str, Role], device) -> int:
+    """The peak of one rank by the planner (rl/plan.py)."""
+    prompt, completion, verification = args.prompt_len, args.completion_len, args.verification_len
+    P, G = args.examples_per_step, args.num_samples
+    solutions = Draw("generator", "solutions", P, 1 if args.role == "verifier" else G, prompt, completion,
+                     trained=args.role != "verifier")
+    verifications = {"plain": [], "generator": [Draw("verifier", "verifications", P * G, 1, prompt + completion,
+                                                     verification)],
+                     "verifier": [Draw("verifier", "verifications", P, G, prompt + completion, verification,
+                                       trained=True)]}[args.role]
+    setting = Setting(rank_and_world()[1], False, args.recompute, DTYPES[args.dtype], device.type,
+                      args.micro_batch_tokens, args.max_rows)
+    trained = "verifier" if args.role == "verifier" else "generator"  # the other's optimizer never steps
+    held = {name: Held(reference=False, moments=None if name == trained else 0) for name in roles}
+    configs = {name: role.model.config for name, role in roles.items()}
+    return memory_plan(configs, held, [solutions, *verifications], setting)["peak"]
+
+
 def main(args) -> None:
     check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1,
-                       "verification_len": 1, "steps": 1, "micro_batch_tokens": 0, **MODEL_LEAST})
+                       "verification_len": 1, "steps": 1, "max_rows": 1, "micro_batch_tokens": 0, **MODEL_LEAST})
     check_most(args, {"examples_per_step": 10 ** 6, "num_samples": 10 ** 5, "prompt_len": 10 ** 6,
                       "completion_len": 10 ** 6, "verification_len": 10 ** 6, "steps": 10 ** 6, **MODEL_MOST})
     if args.examples_per_step % rank_and_world()[1]:
@@ -161,7 +185,8 @@ def main(args) -> None:
     sampled += verifications * args.verification_len
     print0(json.dumps({
         **medians, "completion_tok_per_s": round(args.examples_per_step * sampled / medians["s_per_step"]),
-        "peak_mem_mb": round(peak, 1), "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4),
+        "peak_mem_mb": round(peak, 1),
+        "planned_mem_mb": round(planned_bytes(args, roles, device) / 2 ** 20, 1), "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4),
         "matmul_gflop_per_s": round(speed[0] / 1e9), "copy_gb_per_s": round(speed[1] / 1e9, 1),
         "cpu_kernels": device.type == "cpu" and cpu.library() is not None,
         "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__,

@@ -3,6 +3,9 @@ The kernels as GPU code: compiled for one anywhere; run on one, in bf16, where t
 
     python -m pytest tests/test_kernels_gpu.py -q
 """
+import ast
+import glob
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +13,11 @@ import sys
 import pytest
 import torch
 from test_advantages import sparse_case
+from test_draw import distance_to_bounds, plain as plain_pick
 from test_kernels import assert_close, entropy_and_square, full_logprobs, in_fp64, plain, run
 
+from nanochat.engine import pick, row_key, uniform_noise
+from nanochat.kernels.draw import draw
 from nanochat.kernels.linear_logprob import linear_logprob, logprob_rows
 from nanochat.kernels.linear_policy_loss import linear_policy_loss, policy_rows
 from nanochat.rl.advantages import PRESETS, blend, whiten
@@ -38,40 +44,52 @@ print(hidden.grad.shape)
     assert done.stdout == "torch.Size([2, 3])\n", done.stderr
 
 
-def compile_kernels() -> None:
-    """Compiles every variant for a Hopper GPU; needs none."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    fp32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs"],
-                         "*fp32")
-    types = fp32 | {"targets": "*i64", "stride": "i32", "vocab_size": "i32"}
-
-    def compiled(kernel, z_type="*bf16", **constants):
-        signature = {name: "constexpr" if name in constants
-                     else types.get(name, z_type if name == "z_pointer" else "fp32") for name in kernel.arg_names}
-        at = kernel.arg_names.index
-        aligned = {(at(name),): [["tt.divisibility", 16]] for name in signature if name in ("z_pointer", "stride")}
-        source = ASTSource(kernel, signature, {(at(name),): value for name, value in constants.items()}, aligned)
-        return compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8)).asm["ptx"]
-
-    for z_type, has_softcap in (("*bf16", True), ("*bf16", False), ("*fp32", True)):
-        head = dict(HAS_SOFTCAP=has_softcap, BLOCK=2048)
-        assert "ld.global.v4.b32" in compiled(logprob_rows, z_type, **head)
-        for flags in (dict(LOSS="ppo_clip", KL="k3", HAS_OLD=True), dict(LOSS="reinforce", KL="", HAS_OLD=False)):
-            ptx = compiled(policy_rows, z_type, LIMIT=20.0, HAS_DUAL_CLIP=has_softcap, WITH_GRADIENT=True, **head,
-                           **flags)
-            assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # 16 bytes a thread
-    print("compiled")
-
-
-def test_the_kernels_compile_for_hopper_without_one(tmp_path):
-    """Rows are read and written 16 bytes a thread."""
+def without_interpreter(code: str, cache) -> str:
+    """What a Python program prints that compiles kernels; it needs no GPU."""
     env = ({name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-           | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ROOT})
-    done = subprocess.run([sys.executable, "-c", "import test_kernels_gpu; test_kernels_gpu.compile_kernels()"],
-                          cwd=os.path.dirname(__file__), env=env, capture_output=True, text=True)
-    assert done.stdout == "compiled\n", done.stderr[-2000:]
+           | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "dev")])})
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper_and_blackwell_and_spills_nothing(tmp_path):
+    """What threads read of rows is 16 bytes each, and so is what they write over them."""
+    rows = [json.loads(line) for line in without_interpreter("""
+import json, kernel_resources
+for row in kernel_resources.rows():
+    print(json.dumps(row))
+""", tmp_path).splitlines()]
+    assert {row["sm"] for row in rows} == {90, 100}
+    names = {row["kernel"] for row in rows}
+    assert names == {name for path in glob.glob(os.path.join(ROOT, "nanochat", "kernels", "*.py"))
+                     for name in launched_kernels(path)}
+    for row in rows:
+        assert row["spilled"] == 0 and row["registers"] * row["warps"] * 32 <= 65536, row
+        assert row["shared"] <= 227 * 1024 and row["wide_loads"], row
+        assert row["wide_stores"] or row["kernel"] in ("logprob_rows", "segment_statistics", "draw_rows"), row
+
+
+def launched_kernels(path: str) -> set[str]:
+    """The functions of a module that are launched, kernel[grid](...)."""
+    with open(path) as f:
+        calls = [node.func.value.id for node in ast.walk(ast.parse(f.read()))
+                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+                 and isinstance(node.func.value, ast.Name)]
+    return set(calls) - {"dict", "list", "set", "tuple"}
+
+
+def test_spills_show_in_the_resources(tmp_path):
+    """A warp cannot hold 2^13 columns, which are 256 registers a thread."""
+    assert int(without_interpreter("""
+from nanochat.kernels.draw import segment_statistics
+from nanochat.kernels.resources import compile_for, resources
+from kernel_resources import DRAW, TYPES
+constants = dict(HAS_SOFTCAP=False, HAS_TOP_K=False, SEGMENT=2 ** 13)
+types = {name: (TYPES | DRAW)[name] for name in segment_statistics.arg_names if name not in constants}
+print(resources(compile_for(segment_statistics, 90, types, constants, num_warps=1)).spilled)
+""", tmp_path)) > 0
 
 
 # On a GPU
@@ -152,3 +170,79 @@ def test_memory_is_one_chunk_and_the_gradients():
     chunk, gradients = (512 * 50304 * 2,
                         2 * hidden.nbytes + weight.nbytes + weight.numel() * 4)  # the sum over chunks is in fp32
     assert torch.cuda.max_memory_allocated() - before < chunk + gradients + 2 ** 20
+
+
+# Drawing
+
+def drawing_case(B: int = 256, V: int = 50304):
+    """Raw outputs of a head, keys and a position on the device."""
+    generator = torch.Generator("cuda").manual_seed(B)
+    z = 3 * torch.randn(B, V, generator=generator, device="cuda", dtype=torch.bfloat16)
+    keys = torch.tensor([row_key("gpu", i) for i in range(B)], device="cuda")
+    return z, keys, torch.full((1,), 7, device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("V, softcap", [(50304, 15.0), (151936, None)])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 50), (0, 0)])
+def test_draws_are_those_of_the_pytorch_version(V, softcap, temperature, top_k):
+    """The same tokens, but where the noise lies within 1e-6 of the bound between two; logprobs to 1e-5."""
+    z, keys, position = drawing_case(V=V)
+    logits = z.float() if softcap is None else softcap * torch.tanh(z.float() / softcap)
+    options = dict(temperature=temperature, top_k=top_k)
+    expected, expected_logprobs = plain_pick(logits, keys, position, **options)
+    for tokens, logprobs in (draw(z, keys, position, vocab_size=V, softcap=softcap, **options),
+                             pick(logits, keys, position, **options)):
+        same = tokens == expected
+        assert same.float().mean() > 0.98
+        torch.testing.assert_close(logprobs[same], expected_logprobs[same], rtol=0, atol=1e-5)
+        if temperature:
+            noise = uniform_noise(keys, position)
+            assert (distance_to_bounds(logits, tokens, noise, temperature, top_k) < 1e-6).all()
+
+
+@gpu
+def test_draws_follow_the_softmax():
+    """Chi-square of 100,000 draws over 8 tokens in three segments, 7 degrees of freedom: P < 4e-4."""
+    values, places = (torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, 0.1], device="cuda"),
+                      torch.tensor([0, 5, 4095, 4096, 4100, 8191, 8192, 8999], device="cuda"))
+    z = torch.full((9000,), -float("inf"), device="cuda")
+    z[places] = values
+    tokens, _ = draw(z.expand(100000, -1), torch.arange(100000, device="cuda"), 5, vocab_size=9000, softcap=None,
+                     temperature=0.7)
+    expected = 100000 * torch.softmax(values / 0.7, dim=0)
+    counts = torch.bincount(tokens, minlength=9000)[places]
+    assert counts.sum() == 100000 and ((counts - expected) ** 2 / expected).sum() < 27
+
+
+@gpu
+def test_drawing_waits_for_nothing_and_replays_in_a_graph():
+    z, keys, position = drawing_case()
+    work = lambda: [draw(z, keys, position, vocab_size=50304, softcap=15.0, temperature=t, top_k=k)
+                    for t, k in ((1.0, 0), (0, 0), (0.7, 20))]
+    work()  # compiling may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+        pick(z.float(), keys, 3, 1.0, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    position += 1
+    graph.replay()
+    for a, b in zip(captured, work(), strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@gpu
+def test_drawing_makes_no_logits():
+    """256 rows of 50304 bf16 are 26 MB, in fp32 twice that."""
+    z, keys, position = drawing_case()
+    work = lambda: draw(z, keys, position, vocab_size=50304, softcap=15.0, temperature=1.0)
+    work()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    assert torch.cuda.max_memory_allocated() - before < 2 ** 18

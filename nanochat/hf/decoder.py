@@ -14,8 +14,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
-from nanochat.gpt import Linear, at_ends
+from nanochat.attention import PADDING_POSITION, KVCache, make_mask
+from nanochat.decode_cache import DecodeCache
+from nanochat.gpt import Linear, at_ends, attend_all
 from nanochat.ops import rotate, to_units
 
 
@@ -123,14 +124,10 @@ class Attention(nn.Module):
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
-    def forward(self, x, cos_sin, mask, cache_keys_and_values, prefix, ends):
+    def forward(self, x, layer, cos_sin, mask, cache, prefix, ends):
         B = len(x)
         q, k, v = self.heads(x, cos_sin, B if prefix is None else len(prefix[0]))
-        parts, shared = cache_keys_and_values(k, v), prefix or ()
-        if ends is not None:  # one query per row, behind all keys
-            q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
-            parts, shared = [(k[..., :0, :], v[..., :0, :])], (k[:, :, 0], v[:, :, 0])
-        y = attend(q, parts, mask, *shared)                                            # (U, Hkv, R, group, T, D)
+        y = attend_all(layer, cache, q, k, v, mask, prefix or (), ends)                # (U, Hkv, R, group, T, D)
         return self.o_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, self.n_head * self.head_dim))
 
 
@@ -158,8 +155,8 @@ class Block(nn.Module):
             return checkpoint(self.run, x, *context, use_reentrant=False, preserve_rng_state=False)
         return self.run(x, *context)
 
-    def run(self, x, cos_sin, mask, cache_keys_and_values, prefix, ends):
-        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache_keys_and_values, prefix, ends)
+    def run(self, x, layer, cos_sin, mask, cache, prefix, ends):
+        y = self.self_attn(self.input_layernorm(x), layer, cos_sin, mask, cache, prefix, ends)
         x = (x if ends is None else at_ends(x, ends)) + y
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -216,7 +213,7 @@ class Decoder(nn.Module):
         cos, sin = angles.cos() * self.rope_factor, -angles.sin() * self.rope_factor
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
-    def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
+    def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
               last_only: bool = False):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
@@ -224,12 +221,13 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
         x = self.model.embed_tokens(ids).to(self.compute_dtype)  # (B, T, C)
-        if cache is not None:
+        context, decoding = self.config.sequence_len, isinstance(cache, DecodeCache)
+        if cache is not None and not decoding:
             cache.last_embedding = x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
             if cache.length == 0 and prefix is None:
                 cache.positions = positions
-        context = self.config.sequence_len
-        cos_sin, mask = self.rotary(positions), make_mask(T, context, context, cache, prefix, positions, x.dtype)
+        cos_sin = self.rotary(positions)
+        mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, x.dtype)
         ends = None
         for i, block in enumerate(self.blocks):
             if i == self.config.n_layer - 1 and last_only and T > 1:
@@ -237,8 +235,8 @@ class Decoder(nn.Module):
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
             shared = (prefix.k[i][:, :, 0], prefix.v[i][:, :, 0]) if prefix is not None else None
-            x = block(x, cos_sin, mask, LayerCache(cache, i), shared, ends)
-        if cache is not None:
+            x = block(x, i, cos_sin, mask, cache if decoding or cache is None else Once(cache), shared, ends)
+        if cache is not None and not decoding:
             cache.length += T
         return self.model.norm(x)
 
@@ -255,14 +253,15 @@ class Decoder(nn.Module):
         return self.head(self.trunk(ids))
 
 
-class LayerCache:
-    """Puts a layer's new keys and values into a cache, if there is one; gives those of all columns."""
+class Once:
+    """A cache that a block writes to once: run again for its backward pass, the block has its keys and values from
+    itself."""
 
-    def __init__(self, cache: KVCache | None, layer: int):
-        self.cache, self.layer, self.called = cache, layer, False
+    def __init__(self, cache: KVCache):
+        self.cache, self.called = cache, False
 
-    def __call__(self, k, v):
-        if self.cache is None or self.called:  # called again: the block is run once more for its backward pass
-            return [(k, v)]
+    def append(self, layer: int, k, v):
+        if self.called:
+            return k, v
         self.called = True
-        return self.cache.append(self.layer, k, v)
+        return self.cache.append(layer, k, v)

@@ -2,7 +2,8 @@
 The CPU kernels of cpu_attention.c and cpu_block.c: compiled by the machine's C compiler when first needed, called by
 address.
 
-Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py and engine.py, and serve where
+Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py, decode_cache.py and
+engine.py, and serve where
 there is no compiler, for other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in
 nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name made of all that went into it; where that folder is not
 ours alone, each process compiles for itself.
@@ -26,7 +27,7 @@ NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-mar
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
 POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
 ARGUMENTS = {  # of each kernel, before the number of threads
-    "attend_forward": POINTERS(3), "attend_backward": POINTERS(9), "attend_one": POINTERS(2),
+    "attend_forward": POINTERS(3), "attend_backward": POINTERS(9), "decode": POINTERS(2),
     "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(5) + LONG + LONG,
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
     "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,

@@ -1,8 +1,10 @@
 /* Attention on CPU in fp32; D is a multiple of 16.
  *
- * Called from attention.py, where its PyTorch twins are and the shapes get their names.
+ * Called from attention.py and decode_cache.py, where its PyTorch twins are and the shapes get their names.
  * "Strides" count floats. The order of sums does not depend on the number of threads.
  */
+#include <string.h>
+
 #include "cpu.h"
 
 #define BLOCK 32 /* queries whose scores are held at a time */
@@ -79,13 +81,10 @@ static void transpose(float *out, const float *x, long stride, long n, long D, f
 /* The tensors of an attention: _Spec of attention.py. */
 typedef struct {
     const float *q, *k, *v, *prefix_k, *prefix_v, *own_bias, *prefix_bias;
-    const float *recent_k, *recent_v; /* decoding: more own keys and values, that follow the others */
     long U, H, R, G, T, Tk, Tp, D;
     long prefix_bias_rows;  /* 1, or T */
-    long recent;            /* keys there */
     long q_strides[5];      /* u, h, r, g, t: of q and of what lies like it */
     long k_strides[4];      /* u, h, r, t: of own keys and values */
-    long recent_strides[4]; /* the same */
 } Attention;
 
 static inline long at_query(const Attention *s, long u, long h, long r, long g, long t)
@@ -301,58 +300,92 @@ static void add_values(float *y, const float *p, const float *v, long stride, lo
     }
 }
 
-/* Decoding: one query per row (T = 1) over the prefix, own keys and the recent ones behind those.
- * All rows of a unit read its prefix together. */
-void attend_one(const Attention *s, float *y, long threads)
+/* The tensors of decoding: _DecodeSpec of decode_cache.py. Each row has one query, and a place where its own keys and
+ * values are; rows of one slot continue the same prompt, whose keys come transposed where many rows read them. */
+typedef struct {
+    const float *q, *new_k, *new_v; /* (n, H, G, D), (n, H, D) twice */
+    float *k, *v;                   /* (places, H, capacity, D) */
+    const float *prefix_k, *prefix_v; /* (slots, H, Tp, D), or keys (slots, H, D, Tp) */
+    const long *places, *lengths, *slots, *prefix_lengths; /* (n), (places), (places), (slots) */
+    long n, H, G, D, capacity, Tp, transposed, window;
+    long q_row, q_head, q_group, kv_row, kv_head; /* strides of q, new_k and new_v */
+} Decoding;
+
+/* Scores of a row's own keys behind those of its prompt, from `own` on; then weights, and 1 / their sum.
+ * The query sees `window` positions before its own. */
+static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *v,
+                                const float *prefix_k, const float *next_k, long length, long Tp)
 {
-    long D = s->D, Tp = s->Tp, Tk = s->Tk, Tpp = up(Tp), Tkp = up(Tk);
-    long recent = s->recent, width = Tpp + Tkp + up(recent), rows = s->R * s->G;
+    long D = s->D, Tpp = up(Tp), sees = length - 1 - s->window; /* own column from which the query sees */
+    float highest;
+    if (Tp && !s->transposed)
+        dots(row, q, prefix_k, D, Tp, D, prefix_k, k);
+    for (long j = Tp; j < Tpp; j++)
+        row[j] = -INFINITY;
+    for (long j = 0; j < Tp && j < Tp + sees; j++)
+        row[j] = -INFINITY;
+    dots(row + Tpp, q, k, D, length, D, v, next_k);
+    for (long j = 0; j < sees; j++)
+        row[Tpp + j] = -INFINITY;
+    return 1 / softmax(row, Tpp + up(length), &highest);
+}
+
+/* Decoding: puts the new keys and values behind each row's own, which are `lengths` then, and attends to all of them.
+ * y (n, H, G, D). Consecutive rows of one slot read its keys together; what a row gets depends on no other row. */
+void decode(const Decoding *s, float *y, long threads)
+{
+    long n = s->n, H = s->H, G = s->G, D = s->D, longest = 1;
+    long *starts = malloc((n + 1) * sizeof(long)), runs = 0;
+    for (long i = 0; i < n; i++) {
+        long place = s->places[i];
+        if (i == 0 || s->slots[place] != s->slots[s->places[i - 1]])
+            starts[runs++] = i;
+        longest = s->lengths[place] > longest ? s->lengths[place] : longest;
+    }
+    starts[runs] = n;
     float scale = 1 / sqrtf(D);
 #pragma omp parallel num_threads(threads)
     {
-        float *scores = floats(BLOCK * width), *prefix_kt = floats(D * Tpp);
-        float *q = floats(BLOCK * D), *out = floats(BLOCK * D);
-#pragma omp for schedule(static)
-        for (long unit = 0; unit < s->U * s->H; unit++) {
-            long u = unit / s->H, h = unit % s->H;
-            transpose(prefix_kt, s->prefix_k + unit * Tp * D, D, Tp, D, 1, s->prefix_v + unit * Tp * D);
-            for (long first = 0; first < rows; first += BLOCK) {
-                long m = rows - first < BLOCK ? rows - first : BLOCK;
+        long width = up(s->Tp) + up(longest);
+        float *scores = floats(BLOCK * width), *q = floats(BLOCK * D), *out = floats(BLOCK * D);
+#pragma omp for schedule(dynamic)
+        for (long unit = 0; unit < runs * H; unit++) {
+            long run = unit / H, h = unit % H, slot = s->slots[s->places[starts[run]]], Tp = s->prefix_lengths[slot];
+            long first = starts[run] * G, end = starts[run + 1] * G, at_prompt = (slot * H + h) * s->Tp * D;
+            const float *prefix_k = s->prefix_k + at_prompt, *prefix_v = s->prefix_v + at_prompt;
+            for (; first < end; first += BLOCK) {
+                long m = end - first < BLOCK ? end - first : BLOCK;
                 float inverse[BLOCK];
-                for (long i = 0; i < m; i++)
-                    for (long d = 0; d < D; d++)
-                        q[i * D + d] = scale * s->q[at_query(s, u, h, (first + i) / s->G, (first + i) % s->G, 0) + d];
-                product(scores, width, q, D, prefix_kt, Tpp, m, Tpp, D, 0);
                 for (long i = 0; i < m; i++) {
-                    long r = (first + i) / s->G;
-                    long key = at_key(s->k_strides, u, h, r), late = at_key(s->recent_strides, u, h, r);
-                    float *row = scores + i * width, highest;
-                    long next = i + 1 < m ? (first + i + 1) / s->G : r, part = up(Tp / m + 1) * D;
-                    if (unit + 1 < s->U * s->H)
-                        prefetch(s->prefix_k + (unit + 1) * Tp * D + i * part, part);
-                    dots(row + Tpp, q + i * D, s->k + key, s->k_strides[3], Tk, D,
-                         s->v + key, s->k + at_key(s->k_strides, u, h, next));
-                    dots(row + Tpp + Tkp, q + i * D, s->recent_k + late, s->recent_strides[3], recent, D,
-                         s->recent_v + late, s->recent_k + at_key(s->recent_strides, u, h, next));
-                    add_bias(row, s->prefix_bias ? s->prefix_bias + u * Tp : NULL, Tp);
-                    add_bias(row + Tpp, s->own_bias, Tk);
-                    add_bias(row + Tpp + Tkp, s->own_bias ? s->own_bias + Tk : NULL, recent);
-                    for (long j = Tp; j < Tpp; j++)
-                        row[j] = -INFINITY;
-                    inverse[i] = 1 / softmax(row, width, &highest);
+                    long r = (first + i) / G, g = (first + i) % G, place = s->places[r];
+                    const float *from = s->q + r * s->q_row + h * s->q_head + g * s->q_group;
+                    for (long d = 0; d < D; d++)
+                        q[i * D + d] = scale * from[d];
+                    if (g)
+                        continue;
+                    long to = ((place * H + h) * s->capacity + s->lengths[place] - 1) * D;
+                    memcpy(s->k + to, s->new_k + r * s->kv_row + h * s->kv_head, D * sizeof(float));
+                    memcpy(s->v + to, s->new_v + r * s->kv_row + h * s->kv_head, D * sizeof(float));
                 }
-                product(out, D, scores, width, s->prefix_v + unit * Tp * D, D, m, D, Tp, 0);
+                if (s->transposed)
+                    product(scores, width, q, D, prefix_k, s->Tp, m, up(Tp), D, 0);
                 for (long i = 0; i < m; i++) {
-                    long r = (first + i) / s->G, at = at_query(s, u, h, r, (first + i) % s->G, 0);
-                    float *row = scores + i * width;
-                    add_values(out + i * D, row + Tpp, s->v + at_key(s->k_strides, u, h, r), s->k_strides[3], Tk, D);
-                    add_values(out + i * D, row + Tpp + Tkp, s->recent_v + at_key(s->recent_strides, u, h, r),
-                               s->recent_strides[3], recent, D);
+                    long place = s->places[(first + i) / G], next = s->places[(first + i + 1 < n * G ? first + i + 1
+                                                                                                     : first + i) / G];
+                    long at = (place * H + h) * s->capacity * D;
+                    inverse[i] = row_weights(s, scores + i * width, q + i * D, s->k + at, s->v + at, prefix_k,
+                                             s->k + (next * H + h) * s->capacity * D, s->lengths[place], Tp);
+                }
+                product(out, D, scores, width, prefix_v, D, m, D, Tp, 0);
+                for (long i = 0; i < m; i++) {
+                    long r = (first + i) / G, place = s->places[r], at = (place * H + h) * s->capacity * D;
+                    add_values(out + i * D, scores + i * width + up(Tp), s->v + at, D, s->lengths[place], D);
                     for (long d = 0; d < D; d++)
-                        y[at + d] = out[i * D + d] * inverse[i];
+                        y[((r * H + h) * G + (first + i) % G) * D + d] = out[i * D + d] * inverse[i];
                 }
             }
         }
-        free(scores), free(prefix_kt), free(q), free(out);
+        free(scores), free(q), free(out);
     }
+    free(starts);
 }

@@ -6,7 +6,7 @@ them. Where rows and key heads are too few to fill the GPU, a row's keys are spl
 a second kernel joins (flash-decoding, Dao et al. 2023). Everything that changes from token to token is read on the
 device, so that a CUDA graph can replay the call.
 
-B rows, S prompts, Hkv key heads, `group` query heads of each, D head size.
+n rows in some of B places, S prompts, Hkv key heads, `group` query heads of each, D head size.
 """
 import functools
 
@@ -51,8 +51,8 @@ def decode_block(q, k, v, k_column, v_column, start, first, last, largest, total
 
 
 @jit(do_not_specialize=["window", "splits"],
-     do_not_specialize_on_alignment=["lengths", "prefix_lengths", "slots", "out", "partial", "partial_lse"])
-def decode_rows(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial, partial_lse,
+     do_not_specialize_on_alignment=["places", "lengths", "prefix_lengths", "slots", "out", "partial", "partial_lse"])
+def decode_rows(q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial, partial_lse,
                 q_row, q_head, q_member, k_row, k_head, k_column, v_row, v_head, v_column,
                 prefix_k_row, prefix_k_head, prefix_k_column, prefix_v_row, prefix_v_head, prefix_v_column,
                 window, scale, splits, Hkv: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SPLIT: tl.constexpr,
@@ -62,8 +62,9 @@ def decode_rows(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, out
     row = (tl.program_id(0) // Hkv).to(tl.int64)
     head = (tl.program_id(0) % Hkv).to(tl.int64)
     split = tl.program_id(1)
-    length = tl.load(lengths + row).to(tl.int32)
-    slot = tl.load(slots + row)
+    place = tl.load(places + row)
+    length = tl.load(lengths + place).to(tl.int32)
+    slot = tl.load(slots + place)
     before = tl.load(prefix_lengths + slot, mask=length > 0, other=0).to(tl.int32)
     first = before + length - 1 - window  # the earliest position that is seen
     prefix_start = tl.minimum(tl.maximum(first, 0), before) // BLOCK
@@ -89,19 +90,19 @@ def decode_rows(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, out
         largest, total, sums = decode_block(q, prefix_k, prefix_v, prefix_k_column, prefix_v_column,
                                             (prefix_start + block) * BLOCK, first, before, largest, total, sums, scale,
                                             D, BLOCK, BLOCK_D)
-    k += row * k_row + head * k_head
-    v += row * v_row + head * v_head
+    k += place * k_row + head * k_head
+    v += place * v_row + head * v_head
     for block in range(tl.maximum(start, prefix_blocks), end):
         largest, total, sums = decode_block(q, k, v, k_column, v_column, (own_start + block - prefix_blocks) * BLOCK,
                                             first - before, length, largest, total, sums, scale, D, BLOCK, BLOCK_D)
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]  # no keys: zeros
-    place = tl.program_id(0).to(tl.int64) * GROUP + members
+    to = tl.program_id(0).to(tl.int64) * GROUP + members
     if SPLIT:
-        place += split.to(tl.int64) * tl.num_programs(0) * GROUP
-        tl.store(partial + place[:, None] * D + channels[None, :], sums, mask=inside)
-        tl.store(partial_lse + place, largest + tl.log2(total), mask=members < GROUP)
+        to += split.to(tl.int64) * tl.num_programs(0) * GROUP
+        tl.store(partial + to[:, None] * D + channels[None, :], sums, mask=inside)
+        tl.store(partial_lse + to, largest + tl.log2(total), mask=members < GROUP)
     else:
-        tl.store(out + place[:, None] * D + channels[None, :], sums.to(out.dtype.element_ty), mask=inside)
+        tl.store(out + to[:, None] * D + channels[None, :], sums.to(out.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["splits", "rows"], do_not_specialize_on_alignment=["partial", "partial_lse", "out"])
@@ -140,54 +141,65 @@ def keys_of_block(D: int, dtype: torch.dtype) -> int:
     return 64 if dtype != torch.float32 and D <= 128 else 32
 
 
-def decode_attention(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int,
+def decode_attention(q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int,
                      splits: int | None = None):
     """Attention of one query per row, the newest of its tokens.
 
-    q (B, Hkv, group, D); k, v (B, Hkv, capacity, D): own keys and values of which lengths (B,) int64 columns are
-    filled, the query's own included; 0: an idle row, whose output is 0. prefix_k, prefix_v (S, Hkv, Tp, D), of which
-    prefix_lengths (S,) int64 columns are filled; slots (B,) int64: the prompt that a row continues. Any strides, the
-    last one 1. The query sees itself and the `window` positions before it. splits None: by sizes.
-    -> (B, Hkv, group, D) of q's dtype. Scores are scaled by 1/sqrt(D).
+    q (n, Hkv, group, D); places (n,) int64: where among B places a row's own keys and values are. k, v (B, Hkv,
+    capacity, D): of these, lengths (B,) int64 columns are filled, the query's own included; 0: an idle place, whose
+    output is 0. prefix_k, prefix_v (S, Hkv, Tp, D), of which prefix_lengths (S,) int64 columns are filled; slots (B,)
+    int64: the prompt that a place's row continues. Any strides, the last one 1. The query sees itself and the `window`
+    positions before it. splits None: by sizes. -> (n, Hkv, group, D) of q's dtype. Scores are scaled by 1/sqrt(D).
 
     `group` is padded to 16, the least that a matrix instruction takes. Its work is still below what the GPU does in the
     time of reading the keys: 16 multiplications a byte in bf16.
     """
-    B, Hkv, group, D = q.shape
+    n, Hkv, group, D = q.shape
     assert all(x.stride(-1) == 1 for x in (q, k, v, prefix_k, prefix_v))
-    out = torch.empty(B, Hkv, group, D, dtype=q.dtype, device=q.device)
+    out = torch.empty(n, Hkv, group, D, dtype=q.dtype, device=q.device)
     if splits is None:
-        splits = num_splits(B * Hkv, k.shape[2] + prefix_k.shape[2], num_multiprocessors(q.device))
+        splits = num_splits(n * Hkv, k.shape[2] + prefix_k.shape[2], num_multiprocessors(q.device))
     partial, partial_lse = out, out
     if splits > 1:
-        partial = torch.empty(splits, B, Hkv, group, D, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(splits, B, Hkv, group, dtype=torch.float32, device=q.device)
+        partial = torch.empty(splits, n, Hkv, group, D, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(splits, n, Hkv, group, dtype=torch.float32, device=q.device)
     BLOCK_D = max(16, power_of_two(D))
     strides = (stride for x in (q, k, v, prefix_k, prefix_v) for stride in x.stride()[:3])
-    decode_rows[(B * Hkv, splits)](q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial,
+    decode_rows[(n * Hkv, splits)](q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial,
                                    partial_lse, *strides, window, D ** -0.5 * LOG2_E, splits, Hkv=Hkv, GROUP=group,
                                    D=D, SPLIT=splits > 1, BLOCK_G=max(16, power_of_two(group)), BLOCK_D=BLOCK_D,
                                    BLOCK=keys_of_block(D, k.dtype), num_warps=4, num_stages=3)
     if splits > 1:
-        join_splits[(B * Hkv * group,)](partial, partial_lse, out, splits, B * Hkv * group, D=D,
-                                        BLOCK_D=BLOCK_D, num_warps=1)
+        join_splits[(n * Hkv * group,)](partial, partial_lse, out, splits, n * Hkv * group, D=D, BLOCK_D=BLOCK_D,
+                                        num_warps=1)
     return out
 
 
 # PyTorch
 
-def decode_attention_plain(q, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int):
-    """As decode_attention, by its definition."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    columns = torch.cat([torch.arange(prefix_k.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)])
-    is_own = torch.arange(len(columns), device=q.device) >= prefix_k.shape[2]
-    before = prefix_lengths[slots][:, None]                                       # (B, 1)
-    filled = torch.where(is_own, lengths[:, None], before) > columns              # (B, Tp + capacity)
-    positions = columns + before * is_own
-    seen = filled & (positions >= before + lengths[:, None] - 1 - window) & (lengths > 0)[:, None]
-    keys, values = (torch.cat([x[slots], y], dim=2) for x, y in ((prefix_k, k), (prefix_v, v)))
-    scores = (q.to(wide) @ keys.to(wide).mT * q.shape[3] ** -0.5).masked_fill(~seen[:, None, None], float("-inf"))
-    largest = scores.amax(dim=-1, keepdim=True)
-    p = torch.exp(scores - torch.where(largest == float("-inf"), 0.0, largest))  # (B, Hkv, group, Tp + capacity)
-    values = values.to(wide).masked_fill(~seen[:, None, :, None], 0.0)  # what lies in free columns may be anything
-    return (p.to(v.dtype).to(wide) @ values / p.sum(dim=-1, keepdim=True).clamp_min(1e-30)).to(q.dtype)
+def decode_attention_plain(q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int):
+    """As decode_attention, in a few products. Rows of one prompt that follow one another read it together. Columns that
+    are not filled are read too: they must be numbers."""
+    if not k.is_cuda:  # there it would wait
+        k, v = (x[:, :, : max(1, int(lengths[places].max()))] for x in (k, v))
+    k, v, lengths, slots = (x[places] for x in (k, v, lengths, slots))
+    before = prefix_lengths[slots]
+    first = before + lengths - 1 - window  # the earliest position that each row sees
+    prefix, own = (torch.arange(x.shape[2], device=q.device) for x in (prefix_k, k))
+    seen = torch.cat([(prefix >= first[:, None]) & (prefix < before[:, None]),
+                      (own >= (first - before)[:, None]) & (own < lengths[:, None])], dim=1)
+    seen = (seen & (lengths > 0)[:, None])[:, None, None]                         # (n, 1, 1, Tp + columns)
+    units, unit, counts = slots.unique_consecutive(return_inverse=True, return_counts=True)
+    member = torch.arange(len(q), device=q.device) - (counts.cumsum(0) - counts)[unit]
+    table = q.new_zeros(len(units), int(counts.max()), *q.shape[1:])              # (U, R, Hkv, group, D)
+    table[unit, member] = q
+    queries = table.transpose(1, 2)
+    of_prefix = queries.flatten(2, 3) @ prefix_k[units].mT                        # (U, Hkv, R * group, Tp)
+    of_prefix = of_prefix.unflatten(2, queries.shape[2:4]).transpose(1, 2)[unit, member]
+    scores = torch.cat([of_prefix, q @ k.mT], dim=-1).to(torch.promote_types(q.dtype, torch.float32))
+    scores = (scores * q.shape[3] ** -0.5).masked_fill(~seen, float("-inf"))      # (n, Hkv, group, Tp + columns)
+    p = torch.softmax(scores, dim=-1).masked_fill(~seen, 0.0).to(q.dtype)         # zeros, not NaN, of idle places
+    table = p.new_zeros(len(units), queries.shape[2], *p.shape[1:3], len(prefix))
+    table[unit, member] = p[..., : len(prefix)]
+    y = table.transpose(1, 2).flatten(2, 3) @ prefix_v[units]                     # (U, Hkv, R * group, D)
+    return y.unflatten(2, queries.shape[2:4]).transpose(1, 2)[unit, member] + p[..., len(prefix):] @ v

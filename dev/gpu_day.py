@@ -1,0 +1,164 @@
+"""
+Everything that only a GPU can tell, stage by stage: each has its own time limit, a failed one does not stop the next,
+and each adds a row to the table "GPU days" of dev/BENCH.md as soon as it has ended. runs/gpu_day.sh sets up and calls it.
+
+    python dev/gpu_day.py                             one GPU of 80 GB, at most 30 minutes
+    python dev/gpu_day.py --scale tiny                a rehearsal on a CPU, in a few minutes
+    python dev/gpu_day.py --stages tests,engine       these alone
+
+Whole outputs go to --out, a folder. The exit code is 1 when a stage failed.
+"""
+import argparse
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BENCH = os.path.join(ROOT, "dev", "BENCH.md")
+HEADING = "## GPU days"
+HEADER = ["| date | machine | commit | stage | s | result |", "| --- | --- | --- | --- | --- | --- |"]
+
+GPU_TESTS = "python -m pytest -q -m gpu $(grep -l mark.gpu tests/*.py)"  # collecting all others takes a while
+BIG = "--shape qwen2.5-math-1.5b --dtype bfloat16"
+STEP = "--examples-per-step 16 --num-samples 8 --prompt-len 256 --completion-len 512 --steps 2"
+SMALL = "--device-type cpu --vocab-size 512 --depth 2 --n-embd 64 --n-head 2"
+TINY_STEP = "--examples-per-step 4 --num-samples 2 --prompt-len 16 --completion-len 16 --verification-len 8 --steps 1"
+TINY_MODEL = "--task chain --model-tag tiny --num-steps 2 --warmup-steps 1 --eval-examples 20 --save-every 2 --shard"
+
+# stage: seconds that it may take, its command at full size and as a rehearsal, the figures of its last line (JSON)
+STAGES = {
+    "tests": (240, GPU_TESTS, GPU_TESTS, None),
+    "kernels": (120, "python -m scripts.bench_kernels --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936",
+                "python -m scripts.bench_kernels --device-type cpu --rows 64 --n-embd 32 --vocab-size 257 --rounds 1",
+                ["results.ours.percent_of_products", "results.ours.useful_tflop_per_s", "results.ours.peak_bytes",
+                 "results.linear_logprob.percent_of_products"]),
+    "engine": (150, f"python -m scripts.bench_engine {BIG} --rows 256 --num-samples 8 --prompt-len 512 "
+                    "--completion-len 256 --rounds 1",
+               f"python -m scripts.bench_engine {SMALL} --rows 8 --num-samples 2 --prompt-len 16 --completion-len 8 "
+               "--rounds 1",
+               ["results.ours.decode_tok_per_s", "results.ours.percent_of_bound", "results.ours.prefill_s",
+                "results.transformers.decode_tok_per_s"]),
+    "step": (150, f"python -m scripts.bench_step {BIG} {STEP}", f"python -m scripts.bench_step {SMALL} {TINY_STEP}",
+             ["s_per_step", "gen_s", "update_s", "floor_s", "completion_tok_per_s", "peak_mem_mb", "planned_mem_mb"]),
+    "tango step": (240, f"python -m scripts.bench_step {BIG} {STEP} --role generator --verification-len 256 --recompute",
+                   f"python -m scripts.bench_step {SMALL} {TINY_STEP} --role generator",
+                   ["s_per_step", "gen_s", "verify_s", "update_s", "floor_s", "peak_mem_mb", "planned_mem_mb"]),
+    "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
+                 "SCALE=tiny NPROC=1 bash runs/speedrun.sh", None),
+    "sharded": (150, f"torchrun --standalone --nproc_per_node=gpu scripts/tango_rl.py -- --run sharded {TINY_MODEL}",
+                f"torchrun --standalone --nproc_per_node=1 scripts/tango_rl.py -- --run sharded --device-type cpu "
+                f"{TINY_MODEL}", None),
+}
+
+
+def run_stage(command: str, limit: float, log: str, env: dict) -> tuple[str, float]:
+    """Runs a command with its output in a file, and ends it and its children when time is up. -> what became of it
+    ("" when it went well), seconds"""
+    started = time.perf_counter()
+    with open(log, "w") as f:
+        process = subprocess.Popen(["bash", "-c", command], stdout=f, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
+                                   start_new_session=True)
+        try:
+            code = process.wait(limit)
+            problem = f"exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            problem = f"stopped after {limit:.0f} s"
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+    return problem, time.perf_counter() - started
+
+
+def figures_of(text: str, names: list[str] | None) -> str:
+    """What a stage found: the named figures of the JSON in its last line, or that line. Raises ValueError, KeyError."""
+    last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+    if names is None:
+        return last.strip()
+    found, shown = json.loads(last), []
+    for name in names:
+        value = found
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        shown.append(f"{name.removeprefix('results.')} {'-' if value is None else value}")
+    return ", ".join(shown)
+
+
+def add_row(cells: list[str], path: str = BENCH) -> None:
+    """Adds a row behind the table's last one; the section is made where there is none."""
+    with open(path) as f:
+        lines = f.read().splitlines()
+    if HEADING not in lines:
+        lines += ["", HEADING, "", *HEADER]
+    end = lines.index(HEADER[1], lines.index(HEADING)) + 1
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    lines.insert(end, "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    with open(f"{path}.new", "w") as f:
+        f.write("\n".join(lines) + "\n")
+    os.replace(f"{path}.new", path)
+
+
+def machine() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    return f"CPU, torch {torch.__version__}"
+
+
+def commit() -> str:
+    """The commit that is checked out, "-" where git does not know."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "-"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=["full", "tiny"], default="full")
+    parser.add_argument("--stages", default=",".join(STAGES), help=f"of: {', '.join(STAGES)}")
+    parser.add_argument("--minutes", type=float, default=30, help="for all stages together")
+    parser.add_argument("--commit", default=commit(), help="what the rows name")
+    parser.add_argument("--bench", default=BENCH, help="the page that gets the rows")
+    parser.add_argument("--out", default=os.path.join(ROOT, "gpu_day"), help="folder for whole outputs")
+    args = parser.parse_args()
+    chosen = args.stages.split(",")
+    if set(chosen) - STAGES.keys():
+        parser.error(f"--stages {args.stages}: choose from {', '.join(STAGES)}")
+    if args.scale == "full" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here: --scale tiny rehearses on a CPU")
+    os.makedirs(args.out, exist_ok=True)
+    base = os.path.join(os.path.abspath(args.out), "base")
+    env = os.environ | {"NANOCHAT_BASE_DIR": base, "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1",
+                        "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))}
+    until, failed = time.perf_counter() + 60 * args.minutes, []
+    for name in chosen:
+        limit, full, tiny, figures = STAGES[name]
+        log = os.path.join(args.out, f"{name.replace(' ', '_')}.log")
+        left = until - time.perf_counter()
+        problem, seconds = (run_stage(full if args.scale == "full" else tiny, min(limit, left), log, env) if left > 1
+                            else ("no time left", 0.0))
+        result = problem
+        if not problem:
+            try:
+                with open(log) as f:
+                    result = figures_of(f.read(), figures)
+            except (ValueError, KeyError) as error:
+                result = problem = f"its last line is not what was expected: {error}"
+        if problem:
+            failed.append(name)
+        print(f"{name}: {seconds:.0f} s, {result}", flush=True)
+        add_row([datetime.date.today().isoformat(), machine(), args.commit, name, f"{seconds:.0f}", result], args.bench)
+    if failed:
+        print(f"failed: {', '.join(failed)}; see {args.out}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""
+The keys and values of rows that decode together, each at its own length.
+
+A row has a place, which it leaves to another one when it ends. It continues a prompt, which has a slot: its keys and
+values exist once for all its rows.
+"""
+import ctypes
+
+import torch
+
+from nanochat.attention import PADDING_POSITION, KVCache
+from nanochat.kernels import cpu
+from nanochat.kernels.decode_attention import decode_attention, decode_attention_plain
+from nanochat.kernels.launch import round_up, takes_triton
+
+TRANSPOSED_FROM = 3  # rows of a prompt from which the CPU kernel reads its keys transposed, all rows together
+
+
+class DecodeCache:
+    """B places and S slots.
+
+    k[i], v[i] (B, Hkv, capacity, D) of layer i: a place's own tokens, of which lengths (B,) int64 count, the one that
+    is run among them; slots (B,): the prompt of each place. prefix_k[i], prefix_v[i] (S, Hkv, Tp, D) with
+    prefix_lengths (S,); on CPU prefix_k may be (S, Hkv, D, Tp). last_embedding (B, 1, C), prompt_embedding (S, 1, C):
+    what the smear of the next token looks back at. places (n,): where the rows of the next forward are. All are written
+    in place, so that a CUDA graph can read them.
+    """
+
+    def __init__(self, config, places: int, slots: int, rows_per_slot: int, prompt_tokens: int, capacity: int,
+                 dtype: torch.dtype, device):
+        heads, D, layers = config.n_kv_head, config.head_dim, range(config.n_layer)
+        like = torch.empty(0, D, dtype=dtype, device=device)
+        self.by_kernel = device.type == "cpu" and dtype == torch.float32 and D % cpu.MULTIPLE == 0 and bool(
+            cpu.library())
+        self.transposed = self.by_kernel and rows_per_slot >= TRANSPOSED_FROM
+        Tp = round_up(prompt_tokens, 16) if self.transposed else prompt_tokens
+        # What is not filled yet is never read by kernels; without them it must be numbers.
+        make = like.new_empty if self.by_kernel else like.new_zeros
+        self.k, self.v = ([make(places, heads, capacity, D) for _ in layers] for _ in range(2))
+        self.prefix_k = [make(slots, heads, *((D, Tp) if self.transposed else (Tp, D))) for _ in layers]
+        self.prefix_v = [make(slots, heads, Tp, D) for _ in layers]
+        whole = lambda n, value=0: torch.full((n,), value, dtype=torch.long, device=device)
+        self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places), whole(slots, 1)
+        self.places = self.last_embedding = self.prompt_embedding = None
+
+    def put(self, slots: torch.Tensor, prompts: KVCache) -> None:
+        """Stores prompts that have been run, in these slots (p,)."""
+        if self.last_embedding is None:
+            of_one = prompts.last_embedding.shape[1:]
+            self.last_embedding = prompts.last_embedding.new_zeros(len(self.slots), *of_one)
+            self.prompt_embedding = prompts.last_embedding.new_zeros(len(self.prefix_lengths), *of_one)
+        self.prompt_embedding[slots] = prompts.last_embedding
+        width = prompts.positions.shape[1]
+        self.prefix_lengths[slots] = (prompts.positions < PADDING_POSITION).sum(dim=1)
+        for i, (k, v) in enumerate(zip(prompts.k, prompts.v, strict=True)):
+            if self.transposed:
+                self.prefix_k[i][slots, :, :, :width] = k[:, :, 0].mT
+            else:
+                self.prefix_k[i][slots, :, :width] = k[:, :, 0]
+            self.prefix_v[i][slots, :, :width] = v[:, :, 0]
+
+    def begin(self, places: torch.Tensor, slots: torch.Tensor) -> None:
+        """Lets these places (n,) continue the prompts in these slots (n,)."""
+        self.slots[places], self.last_embedding[places] = slots, self.prompt_embedding[slots]
+
+    def advance(self, places: torch.Tensor, num_own: torch.Tensor) -> torch.Tensor:
+        """Says in which places (n,) the rows of the next forward are, and how many tokens of their own they have with
+        the one that is run. -> positions of these (n,)"""
+        self.places = places
+        self.lengths[places] = num_own
+        return self.prefix_lengths[self.slots[places]] + num_own - 1
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+        """Stores the keys and values (n, Hkv, 1, 1, D) of new tokens; attention of their queries (n, Hkv, 1, group, 1,
+        D) over all that their rows have. -> as q"""
+        q, k, v = q[:, :, 0, :, 0], k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, group, D), (n, Hkv, D)
+        if self.by_kernel:
+            return self._by_kernel(layer, q, k, v, window)[:, :, None, :, None]
+        columns = self.lengths[self.places] - 1
+        self.k[layer][self.places, :, columns], self.v[layer][self.places, :, columns] = k, v
+        function = decode_attention if takes_triton(q) else decode_attention_plain
+        y = function(q, self.k[layer], self.v[layer], self.places, self.lengths, self.prefix_k[layer],
+                     self.prefix_v[layer], self.prefix_lengths, self.slots, window)
+        return y[:, :, None, :, None]
+
+    def _by_kernel(self, layer, q, k, v, window):
+        n, H, G, D = q.shape
+        assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
+        y, prefix_k = q.new_empty(n, H, G, D), self.prefix_k[layer]
+        addresses = [x.data_ptr() for x in (q, k, v, self.k[layer], self.v[layer], prefix_k, self.prefix_v[layer],
+                                            self.places, self.lengths, self.slots, self.prefix_lengths)]
+        spec = _DecodeSpec(*addresses, n, H, G, D, self.k[layer].shape[2], self.prefix_v[layer].shape[2],
+                           self.transposed, window, *q.stride()[:3], *k.stride()[:2])
+        cpu.call("decode", ctypes.byref(spec), y)
+        return y
+
+
+class _DecodeSpec(ctypes.Structure):
+    """`Decoding` of cpu_attention.c."""
+    _fields_ = ([(name, ctypes.c_void_p)
+                 for name in ("q", "new_k", "new_v", "k", "v", "prefix_k", "prefix_v", "places", "lengths", "slots",
+                              "prefix_lengths")]
+                + [(name, ctypes.c_long)
+                   for name in ("n", "H", "G", "D", "capacity", "Tp", "transposed", "window", "q_row", "q_head",
+                                "q_group", "kv_row", "kv_head")])

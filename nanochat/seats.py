@@ -1,0 +1,67 @@
+"""
+Who sits where while rows decode: which rows wait, which have a place, which prompts have a slot.
+"""
+import math
+from collections import deque
+
+REFILL = 1 / 8  # share of the places that must be free before waiting rows get them: prompts are run in batches
+SLOTS = 4       # prompts that have a slot, for each that places full of whole prompts would hold
+
+
+class Seats:
+    """Works on the host, on numbers alone.
+
+    prompts: (prompt, its rows), in the order in which they sit down; num_places: rows that decode together. The rows of
+    a prompt may sit down at different times; its slot is its own until the last of them has ended.
+    """
+
+    def __init__(self, prompts: list[tuple[int, range]], num_places: int):
+        self.waiting, self.num_waiting = deque(prompts), sum(len(rows) for _, rows in prompts)
+        self.num_places = num_places
+        most_rows = max((len(rows) for _, rows in prompts), default=1)
+        self.num_slots = min(len(prompts), num_places, SLOTS * -(-num_places // most_rows))
+        self.free_places, self.free_slots = (list(range(n))[::-1] for n in (num_places, self.num_slots))
+        self.live: dict[int, int] = {}        # place -> slot
+        self.num_rows = [0] * self.num_slots  # live ones of each slot
+        self.open_slot: int | None = None     # that of the first waiting prompt, when some of its rows sit already
+
+    def may_admit(self) -> bool:
+        """Whether so many places are free that waiting rows are to get them."""
+        enough = min(self.num_waiting, math.ceil(REFILL * self.num_places))
+        return 0 < enough <= len(self.free_places) and (self.open_slot is not None or len(self.free_slots) > 0)
+
+    def admit(self) -> tuple[list[int], list[int], list[int], list[tuple[int, int]]]:
+        """Seats as many rows as can be. -> the rows, their places, their slots; the prompts that are new, each with its
+        slot"""
+        rows, places, slots, new = [], [], [], []
+        while self.waiting and self.free_places and (self.open_slot is not None or self.free_slots):
+            prompt, left = self.waiting.popleft()
+            if self.open_slot is None:
+                self.open_slot = self.free_slots.pop()
+                new.append((prompt, self.open_slot))
+            taken = left[: len(self.free_places)]
+            rows += taken
+            places += (self.free_places.pop() for _ in taken)
+            slots += [self.open_slot] * len(taken)
+            self.num_rows[self.open_slot] += len(taken)
+            if len(taken) < len(left):
+                self.waiting.appendleft((prompt, left[len(taken):]))
+            else:
+                self.open_slot = None
+        self.num_waiting -= len(rows)
+        self.live |= zip(places, slots, strict=True)
+        return rows, places, slots, new
+
+    def release(self, places: list[int]) -> None:
+        """Frees places whose rows have ended."""
+        for place in places:
+            slot = self.live.pop(place)
+            self.free_places.append(place)
+            self.num_rows[slot] -= 1
+            if self.num_rows[slot] == 0 and slot != self.open_slot:
+                self.free_slots.append(slot)
+
+    def batch(self, size: int) -> list[int]:
+        """The live places, those of a slot side by side, and free ones up to `size`."""
+        live = sorted(self.live, key=lambda place: (self.live[place], place))
+        return live + self.free_places[: max(0, size - len(live))]
