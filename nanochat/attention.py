@@ -100,7 +100,7 @@ def attend(q, k, v, mask: Mask, prefix_k=None, prefix_v=None):
     is_plain = mask.causal and prefix_k is None
     if mask.window is not None and not is_plain:
         return attention(q, k, v, prefix_k, prefix_v, mask.prefix_lengths, mask.window)
-    if q.device.type != "cpu" or mask.window is not None:
+    if q.device.type != "cpu" or mask.window is not None or torch.compiler.is_compiling():
         return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
     if cpu.takes(q):
         return run(_AttendKernel, q, k, v, prefix_k, prefix_v, None if mask.causal else mask.own, mask.prefix)
@@ -224,7 +224,8 @@ def _contiguous(*tensors):
 
 
 class _AttendKernel(torch.autograd.Function):
-    """As _Attend, all queries at once. Holds the scores of a few queries at a time, and computes them again in the backward pass."""
+    """As _Attend, for all queries. Holds the scores of a few at a time, and computes them again in the backward
+    pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):

@@ -19,7 +19,7 @@ from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
 from nanochat.kernels.draw import draw
 from nanochat.kernels.launch import takes_triton
-from nanochat.seats import Seats
+from nanochat.seats import Seats, num_places
 from nanochat.weights import inference_model
 
 COMPACT_BELOW = 0.9    # drop places whose row has ended once less than this share of a batch is alive
@@ -127,13 +127,15 @@ def _first_above(cumulative, target):
 
 def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int],
              keys: list[int], temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
-             should_stop: Callable[[], bool] = lambda: False, tool: Tool | None = None) -> Samples:
+             max_cached_tokens: int = 0, should_stop: Callable[[], bool] = lambda: False,
+             tool: Tool | None = None) -> Samples:
     """Samples `num_samples` completions of each of P prompts.
 
-    keys: one int64 per row (P * num_samples), see `row_key`. max_rows bounds the rows that decode together. When
-    should_stop() turns true the call returns at once with unfinished rows, for the caller to throw away. tool: told the
-    tokens that rows got, one after the other, it says which token they must get next (calculator.Calculator). Raises
-    BadInput for an empty prompt and for one that does not fit the context with its completion.
+    keys: one int64 per row (P * num_samples), see `row_key`. max_rows and max_cached_tokens bound the rows that decode
+    together (seats.num_places). When should_stop() turns true the call returns at once with unfinished rows, for the
+    caller to throw away. tool: told the tokens that rows got, one after the other, it says which token they must get
+    next (calculator.Calculator). Raises BadInput for an empty prompt and for one that does not fit the context with its
+    completion.
     """
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
@@ -142,6 +144,9 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
                            f"it must have 1 to {context - max_new_tokens} (context {context})")
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)
+    if prompts:
+        max_rows = num_places(len(prompts), num_samples, max(map(len, prompts)), max_new_tokens, max_rows,
+                              max_cached_tokens)
     with torch.inference_mode(), model.joined_projections():
         out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
                         should_stop, tool)

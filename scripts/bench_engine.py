@@ -76,7 +76,8 @@ def transformers(args, device):
 
 def main(args) -> None:
     args.max_rows = args.max_rows or args.rows
-    check_least(args, {"rows": 1, "max_rows": 1, "mean_len": 0, "num_samples": 1, "prompt_len": 1, "completion_len": 2, "rounds": 1, **MODEL_LEAST})
+    check_least(args, {"rows": 1, "max_rows": 1, "mean_len": 0, "num_samples": 1, "prompt_len": 1, "completion_len": 2,
+                       "rounds": 1, **MODEL_LEAST})
     check_most(args, {"rows": 10 ** 6, "prompt_len": 10 ** 6, "completion_len": 10 ** 6, "rounds": 10 ** 6,
                       **MODEL_MOST})
     if args.rows % args.num_samples:

@@ -80,16 +80,31 @@ def launched_kernels(path: str) -> set[str]:
     return set(calls) - {"dict", "list", "set", "tuple"}
 
 
+SPILLING = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def centre(x, out, BLOCK: tl.constexpr):
+    row = tl.load(x + tl.arange(0, BLOCK))
+    tl.store(out + tl.arange(0, BLOCK), row - tl.max(row, axis=0))
+"""
+
+
+@pytest.mark.slow
 def test_spills_show_in_the_resources(tmp_path):
-    """A warp cannot hold 2^13 columns, which are 256 registers a thread."""
-    assert int(without_interpreter("""
-from nanochat.kernels.draw import segment_statistics
+    """A warp cannot hold 2^13 fp32, which are 256 registers a thread."""
+    (tmp_path / "spilling.py").write_text(SPILLING)
+    printed = without_interpreter(f"""
+import sys
+sys.path.append({str(tmp_path)!r})
 from nanochat.kernels.resources import compile_for, resources
-from kernel_resources import DRAW, TYPES
-constants = dict(HAS_SOFTCAP=False, HAS_TOP_K=False, SEGMENT=2 ** 13)
-types = {name: (TYPES | DRAW)[name] for name in segment_statistics.arg_names if name not in constants}
-print(resources(compile_for(segment_statistics, 90, types, constants, num_warps=1)).spilled)
-""", tmp_path)) > 0
+from spilling import centre
+for block in (2 ** 10, 2 ** 13):
+    print(resources(compile_for(centre, 90, dict(x="*fp32", out="*fp32"), dict(BLOCK=block), num_warps=1)).spilled)
+""", tmp_path)
+    few, many = map(int, printed.split())
+    assert few == 0 < many
 
 
 # On a GPU

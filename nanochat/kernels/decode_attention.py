@@ -170,8 +170,8 @@ def decode_attention(q, k, v, places, lengths, prefix_k, prefix_v, prefix_length
                                    D=D, SPLIT=splits > 1, BLOCK_G=max(16, power_of_two(group)), BLOCK_D=BLOCK_D,
                                    BLOCK=keys_of_block(D, k.dtype), num_warps=4, num_stages=3)
     if splits > 1:
-        join_splits[(n * Hkv * group,)](partial, partial_lse, out, splits, n * Hkv * group, D=D, BLOCK_D=BLOCK_D,
-                                        num_warps=1)
+        join_splits[(n * Hkv * group,)](partial, partial_lse, out, splits, n * Hkv * group, D=D,
+                                        BLOCK_D=BLOCK_D, num_warps=1)
     return out
 
 
