@@ -9,11 +9,13 @@ over the query heads that share a key head, and for a prefix over the unit's row
 U units of R rows, Hkv key heads, `group` query heads of each, T queries, Tk own keys, Tp prefix keys, D head size.
 Positions count from the first own key: query t stands at Tk - T + t, prefix key i of `before` at i - before.
 """
+import functools
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from nanochat.kernels.decode_attention import LOG2_E, keys_of_block, num_multiprocessors, softmax_step
-from nanochat.kernels.launch import jit, power_of_two, tl
+from nanochat.kernels.launch import jit, power_of_two, tl, triton
 from nanochat.ops import run
 
 SIZES = ["Tp", "Tk", "T", "R", "Hkv", "window", "blocks"]  # not compiled in: other sizes need no other kernel
@@ -224,6 +226,14 @@ def key_gradients(q, k, v, prefix_lengths, grad, lse, delta, dk, dv, num_keys, T
     real = (start + tl.arange(0, BLOCK_N) < real_keys)[:, None]  # padding of a prefix gets 0
     store_rows(dk + target, start, num_keys, D, tl.where(real, dk_block * slope, 0.0), D, BLOCK_N, BLOCK_D)
     store_rows(dv + target, start, num_keys, D, tl.where(real, dv_block, 0.0), D, BLOCK_N, BLOCK_D)
+
+
+@functools.cache
+def takes_attention(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels work there: on CUDA with Triton, not in fp64, where a program gets the shared memory that
+    they need (160 KiB: A100, H100, B200)."""
+    return (triton is not None and device.type == "cuda" and dtype != torch.float64
+            and torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 160 * 1024)
 
 
 def tiles(D: int, dtype: torch.dtype) -> tuple[dict, dict, dict]:
