@@ -49,8 +49,8 @@ def draw_cases():
 BF16 = dict.fromkeys(["x_pointer", "y_pointer", "out", "delta", "x0", "a", "b", "weight", "sums", "normed", "gates",
                       *(f"{x}_{what}" for x in "qkv" for what in ("pointer", "bias", "weight", "out")), "cos_pointer",
                       "sin_pointer", "gate", "embedding"], "*bf16")
-BLOCK = BF16 | dict.fromkeys(["C", "size", "num_channels", "kv_heads", "R", "T", "group", "q_stride", "k_stride",
-                              "v_stride"], "i32") | {"epsilon": "fp32", "scale": "fp32"}
+BLOCK = BF16 | dict.fromkeys(["C", "width", "x_stride", "y_stride", "num_channels", "kv_heads", "R", "T", "group",
+                              "q_stride", "k_stride", "v_stride"], "i32") | {"epsilon": "fp32", "scale": "fp32"}
 
 
 def block_cases():
@@ -62,7 +62,7 @@ def block_cases():
         yield block.norm_rows, name, BLOCK, constants, dict(aligned=("C",), num_warps=block.warps_of(size))
     for function in ("relu_squared", "swiglu"):
         yield (block.elements, function, BLOCK, dict(FUNCTION=function, BLOCK=block.ELEMENTS),
-               dict(aligned=("size",), num_warps=4))
+               dict(aligned=("width", "x_stride", "y_stride"), num_warps=4))
     yield block.gate_rows, "6 heads", BLOCK, dict(CHANNELS=16, HEADS=8), dict(aligned=("stride",), num_warps=1)
     for name, half, group, norm, has_bias, has_gate in (("6 heads of 128", 64, 1, "after", False, True),
                                                         ("groups of 6 of 128", 64, 8, "", True, False),

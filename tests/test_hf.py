@@ -485,3 +485,21 @@ def test_what_sampling_computed_can_be_trained_with():
     generate(model, [[3, 1, 4]], 2, max_new_tokens=4, stop_tokens=[], keys=[1, 2])
     model.trunk(random_ids(1, 9)).square().sum().backward()
     assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if not name.startswith("lm_head"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_joined_weights_are_the_parameters_and_give_the_same(family, monkeypatch):
+    """A copy to sample from has one product for queries, keys and values, and one for the MLP's first two."""
+    model, ids = double_model(family), random_ids(2, 9)
+    before, state = model(ids), {name: x.clone() for name, x in model.state_dict().items()}
+    model.join_weights()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in state.items())
+    assert (model(ids) - before).abs().max() < 1e-12
+    for block in model.blocks:  # what is written into a parameter is in the product
+        for part in (block.self_attn.q_proj, block.self_attn.v_proj, block.mlp.up_proj):
+            part.weight.zero_()
+        H = len(block.self_attn.q_proj.weight)
+        assert block.self_attn.qkv[:H].eq(0).all() and block.self_attn.qkv[H:].ne(0).any()
+        assert block.mlp.gate_and_up[len(block.mlp.gate_proj.weight):].eq(0).all()

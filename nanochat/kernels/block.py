@@ -63,24 +63,25 @@ def norm(x, delta=None, mixed=None, weight=None, epsilon: float | None = None):
 
 
 @jit
-def elements(x_pointer, y_pointer, out, size, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """max(x, 0)^2, or silu(x) * y."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_pointer + at, mask=at < size, other=0.0).to(tl.float32)
+def elements(x_pointer, y_pointer, out, x_stride, y_stride, width, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """max(x, 0)^2, or silu(x) * y, of rows of `width`; one program per row and block of it."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_pointer + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
     if FUNCTION == "relu_squared":
         result = tl.where(x < 0, 0.0, x)
         result *= result
     else:
-        y = tl.load(y_pointer + at, mask=at < size, other=0.0).to(tl.float32)
+        y = tl.load(y_pointer + row * y_stride + at, mask=at < width, other=0.0).to(tl.float32)
         result = rounded(x / (1.0 + tl.exp(-x)), x_pointer) * y
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=at < size)
+    tl.store(out + row * width + at, result.to(out.dtype.element_ty), mask=at < width)
 
 
 def _elements(function: str, x, y):
-    x, y = x.contiguous(), y.contiguous()
-    out = torch.empty_like(x)
+    width, out = x.shape[-1], x.new_empty(x.shape)
+    x, y = x.reshape(-1, width), y.reshape(-1, width)  # views, also of parts of wider rows
     if x.numel():
-        elements[(-(-x.numel() // ELEMENTS),)](x, y, out, x.numel(), FUNCTION=function, BLOCK=ELEMENTS, num_warps=4)
+        elements[(len(x), -(-width // ELEMENTS))](x, y, out, x.stride(0), y.stride(0), width, FUNCTION=function,
+                                                  BLOCK=ELEMENTS, num_warps=4)
     return out
 
 
