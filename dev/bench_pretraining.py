@@ -17,10 +17,10 @@ SHAPES = {  # model, rows, steps
     "large": (dict(sequence_len=512, vocab_size=4096, n_layer=6, n_head=3, n_kv_head=3, n_embd=384,
                    window_pattern="L"), 8, 4),
 }
-SIDES = ("ours", "upstream", "upstream compiled")
+SIDES = ("ours", "ours compiled", "upstream", "upstream compiled")
 
 
-def our_step(shape: dict):
+def our_step(shape: dict, compiled: bool):
     """A function of ids (B, T + 1) that makes one step of our code."""
     import torch
 
@@ -31,9 +31,10 @@ def our_step(shape: dict):
     keep_freed_memory()
     model = new_model(GPTConfig(**shape), 0, torch.device("cpu"), torch.float32)
     optimizers, parameters = pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.0), list(model.parameters())
+    trunk = torch.compile(model.trunk, dynamic=False) if compiled else None
 
     def step(ids):
-        supervised_loss(model, ids, None, float(ids[:, 1:].numel())).backward()
+        supervised_loss(model, ids, None, float(ids[:, 1:].numel()), trunk).backward()
         optimize(optimizers, parameters, 1.0, 1.0)
 
     return step
@@ -62,7 +63,8 @@ def measure(side: str, name: str) -> None:
     """Prints the median tokens per second of one side, after two steps of warm-up."""
     import torch
     shape, rows, num_steps = SHAPES[name]
-    step = our_step(shape) if side == "ours" else upstream_step(shape, side == "upstream compiled")
+    make, compiled = our_step if side.startswith("ours") else upstream_step, side.endswith(" compiled")
+    step = make(shape, compiled)
     ids = torch.randint(shape["vocab_size"], (rows, shape["sequence_len"] + 1),
                         generator=torch.Generator().manual_seed(0))
     seconds = []
@@ -87,7 +89,7 @@ def main() -> None:
         found: dict[str, list[float]] = {side: [] for side in SIDES}
         for _ in range(args.rounds):
             for side in SIDES:
-                env = {**os.environ, "PYTHONPATH": ours if side == "ours" else args.upstream}
+                env = {**os.environ, "PYTHONPATH": ours if side.startswith("ours") else args.upstream}
                 command = [sys.executable, os.path.abspath(__file__), "--upstream", args.upstream, "--measure", side,
                            name]
                 found[side].append(json.loads(subprocess.run(command, env=env, capture_output=True, text=True,

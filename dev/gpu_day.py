@@ -1,6 +1,7 @@
 """
 Everything that only a GPU can tell, stage by stage: each has its own time limit, a failed one does not stop the next,
-and each adds a row to the table "GPU days" of dev/BENCH.md as soon as it has ended. runs/gpu_day.sh sets up and calls it.
+and each adds rows to the table "GPU days" of dev/BENCH.md as soon as it has ended. runs/gpu_day.sh sets up and calls
+it.
 
     python dev/gpu_day.py                             one GPU of 80 GB, at most 30 minutes
     python dev/gpu_day.py --scale tiny                a rehearsal on a CPU, in a few minutes
@@ -9,6 +10,7 @@ and each adds a row to the table "GPU days" of dev/BENCH.md as soon as it has en
 Whole outputs go to --out, a folder. The exit code is 1 when a stage failed.
 """
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -22,7 +24,8 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BENCH = os.path.join(ROOT, "dev", "BENCH.md")
 HEADING = "## GPU days"
-HEADER = ["| date | machine | commit | stage | s | result |", "| --- | --- | --- | --- | --- | --- |"]
+HEADER = ["| date | machine | commit | stage | figure | |", "| --- | --- | --- | --- | --- | --- |"]
+WIDTH = 60  # characters that a cell shows of a line
 
 GPU_TESTS = "python -m pytest -q -m gpu $(grep -l mark.gpu tests/*.py)"  # collecting all others takes a while
 BIG = "--shape qwen2.5-math-1.5b --dtype bfloat16"
@@ -46,7 +49,8 @@ STAGES = {
                 "results.transformers.decode_tok_per_s"]),
     "step": (150, f"python -m scripts.bench_step {BIG} {STEP}", f"python -m scripts.bench_step {SMALL} {TINY_STEP}",
              ["s_per_step", "gen_s", "update_s", "floor_s", "completion_tok_per_s", "peak_mem_mb", "planned_mem_mb"]),
-    "tango step": (240, f"python -m scripts.bench_step {BIG} {STEP} --role generator --verification-len 256 --recompute",
+    "tango step": (240, f"python -m scripts.bench_step {BIG} {STEP} --role generator --verification-len 256 "
+                        "--recompute",
                    f"python -m scripts.bench_step {SMALL} {TINY_STEP} --role generator",
                    ["s_per_step", "gen_s", "verify_s", "update_s", "floor_s", "peak_mem_mb", "planned_mem_mb"]),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
@@ -70,30 +74,28 @@ def run_stage(command: str, limit: float, log: str, env: dict) -> tuple[str, flo
         except subprocess.TimeoutExpired:
             problem = f"stopped after {limit:.0f} s"
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     return problem, time.perf_counter() - started
 
 
-def figures_of(text: str, names: list[str] | None) -> str:
-    """What a stage found: the named figures of the JSON in its last line, or that line. Raises ValueError, KeyError."""
-    last = next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
+def figures_of(text: str, names: list[str] | None) -> dict[str, str]:
+    """What a stage found: the named figures of the JSON in its last line, or that line. Raises ValueError."""
+    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
     if names is None:
-        return last.strip()
-    found, shown = json.loads(last), []
+        return {"last line": last[:WIDTH]}
+    found, shown = json.loads(last), {}
     for name in names:
         value = found
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
-        shown.append(f"{name.removeprefix('results.')} {'-' if value is None else value}")
-    return ", ".join(shown)
+        shown[name.removeprefix("results.")] = "-" if value is None else str(value)
+    return shown
 
 
-def add_row(cells: list[str], path: str = BENCH) -> None:
-    """Adds a row behind the table's last one; the section is made where there is none."""
+def add_rows(rows: list[list[str]], path: str = BENCH) -> None:
+    """Adds rows behind the table's last one; the section is made where there is none."""
     with open(path) as f:
         lines = f.read().splitlines()
     if HEADING not in lines:
@@ -101,7 +103,7 @@ def add_row(cells: list[str], path: str = BENCH) -> None:
     end = lines.index(HEADER[1], lines.index(HEADING)) + 1
     while end < len(lines) and lines[end].startswith("|"):
         end += 1
-    lines.insert(end, "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    lines[end:end] = ["| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |" for cells in rows]
     with open(f"{path}.new", "w") as f:
         f.write("\n".join(lines) + "\n")
     os.replace(f"{path}.new", path)
@@ -109,7 +111,8 @@ def add_row(cells: list[str], path: str = BENCH) -> None:
 
 def machine() -> str:
     if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+        name = torch.cuda.get_device_name().removeprefix("NVIDIA ")
+        return f"{torch.cuda.device_count()} x {name}, torch {torch.__version__.split('+')[0]}"
     return f"CPU, torch {torch.__version__}"
 
 
@@ -144,17 +147,19 @@ def main() -> int:
         left = until - time.perf_counter()
         problem, seconds = (run_stage(full if args.scale == "full" else tiny, min(limit, left), log, env) if left > 1
                             else ("no time left", 0.0))
-        result = problem
+        found = {"failed": problem}
         if not problem:
             try:
                 with open(log) as f:
-                    result = figures_of(f.read(), figures)
-            except (ValueError, KeyError) as error:
-                result = problem = f"its last line is not what was expected: {error}"
-        if problem:
+                    found = figures_of(f.read(), figures)
+            except ValueError:
+                found = {"failed": "its last line is not JSON"}
+        if "failed" in found:
             failed.append(name)
-        print(f"{name}: {seconds:.0f} s, {result}", flush=True)
-        add_row([datetime.date.today().isoformat(), machine(), args.commit, name, f"{seconds:.0f}", result], args.bench)
+        found |= {"seconds": f"{seconds:.0f}"}
+        print(f"{name}: {', '.join(f'{figure} {value}' for figure, value in found.items())}", flush=True)
+        about = [datetime.date.today().isoformat(), machine(), args.commit, name]
+        add_rows([[*about, figure, value] for figure, value in found.items()], args.bench)
     if failed:
         print(f"failed: {', '.join(failed)}; see {args.out}")
     return int(bool(failed))

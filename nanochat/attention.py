@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanochat.kernels import cpu
+from nanochat.kernels.attention import attention, takes_attention
 from nanochat.ops import run
 
 PADDING_POSITION = 1 << 30  # position of a padding column
@@ -48,11 +49,13 @@ class Mask:
     single query).
 
     own (T, Tk) over the row's own columns; prefix (U, 1 or T, Tp) over the unit's prefix. causal: own is the plain
-    lower triangle.
+    lower triangle. The GPU's kernel takes no such numbers, but `window`, and prefix_lengths (U,) int64 without padding.
     """
     own: torch.Tensor | None = None
     prefix: torch.Tensor | None = None
     causal: bool = False
+    window: int | None = None
+    prefix_lengths: torch.Tensor | None = None
 
 
 def bias(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -66,9 +69,12 @@ def make_mask(T: int, window: int, context: int, cache: KVCache | None, prefix: 
 
     context: no row is longer than that. positions (B, T) of the new tokens, the same for all rows of a unit.
     """
-    mask = Mask()
     start = cache.length if cache is not None else 0
     end = start + T
+    if takes_attention(positions.device, dtype):
+        lengths = None if prefix is None else (prefix.positions < PADDING_POSITION).sum(dim=1)
+        return Mask(causal=T == end <= window + 1, window=window, prefix_lengths=lengths)
+    mask = Mask()
     if T > 1 or end - 1 > window:
         columns = torch.arange(end, device=positions.device)
         distance = columns[start:, None] - columns  # (T, Tk)
@@ -91,10 +97,13 @@ def attend(q, k, v, mask: Mask, prefix_k=None, prefix_v=None):
     the queries' own last; prefix_k, prefix_v (U, Hkv, Tp, D). -> (U, Hkv, R, group, T, D). Scores are scaled by
     1/sqrt(D).
     """
+    is_plain = mask.causal and prefix_k is None
+    if mask.window is not None and not is_plain:
+        return attention(q, k, v, prefix_k, prefix_v, mask.prefix_lengths, mask.window)
+    if q.device.type != "cpu" or mask.window is not None or torch.compiler.is_compiling():
+        return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
     if cpu.takes(q):
         return run(_AttendKernel, q, k, v, prefix_k, prefix_v, None if mask.causal else mask.own, mask.prefix)
-    if q.device.type != "cpu":
-        return _attend_sdpa(q, k, v, mask, prefix_k, prefix_v)
     y, before = [], k.shape[3] - q.shape[4]
     for start in range(0, q.shape[4], QUERIES):
         # Queries see no later keys: a block of them needs the keys up to its end.
@@ -215,7 +224,8 @@ def _contiguous(*tensors):
 
 
 class _AttendKernel(torch.autograd.Function):
-    """As _Attend, all queries at once. Holds the scores of a few queries at a time, and computes them again in the backward pass."""
+    """As _Attend, for all queries. Holds the scores of a few at a time, and computes them again in the backward
+    pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):

@@ -78,6 +78,7 @@ class Calculator:
         self.tokenizer = tokenizer
         self.python_start, self.python_end, self.output_start, self.output_end = map(
             tokenizer.special, ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"))
+        self.triggers = [self.python_end]  # tokens behind which alone it begins to force others
         self.written: dict[int, list[int]] = {}  # row -> tokens of its open block
         self.waiting: dict[int, deque[int]] = {}  # row -> tokens still to be forced
 

@@ -3,9 +3,11 @@ Checkpoints in upstream's layout: <stage folder>/<tag>/model_{step:06d}.pt, meta
 optim_{step:06d}_rank{r}.pt.
 
 Every file is written whole or not at all. A co-training run's set of a step (both roles' models and optimizers, and the
-run's state) is valid once its state file exists: that one is written last.
+run's state) is valid once its state file exists: that one is written last. So is a supervised step's meta. Files of a
+training run are written in the background (writer.py).
 """
 import contextlib
+import copy
 import json
 import os
 import pickle
@@ -17,12 +19,13 @@ from collections.abc import Callable
 import torch
 
 from nanochat.common import BadInput, CannotWrite, check_unchanged, dtype_name, print0, rank_and_world
-from nanochat.files import make_folder, path_of, whole_file, write_json
+from nanochat.files import make_folder, path_of, whole_file, write_json, writing
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
 from nanochat.tokenizer import Tokenizer
-from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, not_finite, with_shards
+from nanochat.weights import (allocate, fill, is_sharded, local_optimizer_state, not_finite, whole_state,
+                              with_shards)
 
 # of a configuration
 SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "intermediate_size")
@@ -120,9 +123,14 @@ def save_model(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict
     is sharded. -> the model's path. Raises CannotWrite."""
     path = path_of(stage, tag, f"model_{step:06d}.pt")
     save_atomic(model.state_dict() if state is None else state, path)
+    save_meta(stage, tag, step, model, meta)
+    return path
+
+
+def save_meta(stage: str, tag: str, step: int, model: GPT | Decoder, meta: dict) -> None:
+    """Writes a model's meta. Raises CannotWrite."""
     write_json(path_of(stage, tag, f"meta_{step:06d}.json"),
                {"step": step, "model_config": model.config.asdict(), **meta})
-    return path
 
 
 def tokenizer_mark() -> int | None:
@@ -268,11 +276,11 @@ def restore_model(model, state: dict, path: str) -> None:
     check_loaded(model, path)
 
 
-def save_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) -> str:
-    """Writes an optimizer's state: rank 0's file stands for all ranks, unless the model is sharded; then each writes
-    its part. -> the file's path. Raises CannotWrite."""
+def save_optimizer(stage: str, tag: str, step: int, state: dict, rank: int = 0) -> str:
+    """Writes an optimizer's state, of local_optimizer_state: rank 0's file stands for all ranks, unless the model is
+    sharded; then each writes its part. -> the file's path. Raises CannotWrite."""
     path = path_of(stage, tag, f"optim_{step:06d}_rank{rank}.pt")
-    save_atomic(local_optimizer_state(optimizer), path)
+    save_atomic(state, path)
     return path
 
 
@@ -296,15 +304,38 @@ def restore_optimizer(optimizer, saved: dict, path: str) -> None:
             raise BadInput(f"{path} does not fit: it was made for parameters of other shapes")
 
 
-def save_training(stage: str, tag: str, step: int, rank: int, optimizers: list, state: dict) -> None:
-    """Writes what supervised training goes on from: rank 0 the optimizers (of a sharded model each rank its part),
-    every rank its own state. Before the model, whose meta makes the step valid; under a name that upstream's scripts do
-    not take for an optimizer of theirs."""
-    is_mine = rank == 0 or any(is_sharded(p) for optimizer in optimizers for group in optimizer.param_groups
-                               for p in group["params"])
-    states = [local_optimizer_state(optimizer) for optimizer in optimizers] if is_mine else []
-    save_atomic({"optimizers": states, "world": rank_and_world()[1], **state},
-                path_of(stage, tag, f"train_{step:06d}_rank{rank}.pt"))
+def save_training(run, stage: str, tag: str, step: int, model, optimizers: list, state: dict, meta: dict, *, keep: int,
+                  per_rank: bool) -> None:
+    """Copies a model and what supervised training goes on from to the host, and has them written in the background:
+    rank 0 the model and the optimizers (of a sharded model each rank its part), and where they differ (per_rank) every
+    rank its own state. The model's meta goes last and makes the step valid; steps older than the last `keep` are
+    removed then. A collective.
+
+    What training goes on from has a name that upstream's scripts do not take for an optimizer of theirs.
+    """
+    with run.writer.saving():
+        to_host, rank, files = run.writer.to_host, run.rank, {}
+        weights = whole_state(model, rank == 0, to_host)
+        if rank == 0 or per_rank:
+            is_mine = rank == 0 or is_sharded(model)
+            states = [local_optimizer_state(optimizer, to_host) for optimizer in optimizers] if is_mine else []
+            files[f"train_{step:06d}_rank{rank}.pt"] = {"optimizers": states, "world": run.world,
+                                                        **copy.deepcopy(state)}
+        if rank == 0:
+            files[f"model_{step:06d}.pt"] = weights
+
+        def write() -> list:
+            for name, held in files.items():
+                save_atomic(held, path_of(stage, tag, name))
+            return []
+
+        def mark(_) -> None:
+            if rank == 0:
+                save_meta(stage, tag, step, model, meta)
+                folder = path_of(stage, tag)
+                spared = {run.resumed_from} | steps_started_from(stage, [tag])
+                drop_old_sets(run, os.path.join(folder, "meta_{}.json"), [folder], keep, step, spared)
+        run.writer.start(write, mark)
 
 
 def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, per_rank: bool,
@@ -363,6 +394,57 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
     return step
 
 
+def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, spared: set[int | None]) -> None:
+    """Of a run's sets up to its newest, which is whole on the disk, removes all but the last `keep` and those that are
+    spared; 0 keeps all. mark: path of the file that makes a set count, with {} for the step's digits; folders: where
+    the set's other files are. Files that cannot be removed are told, counted in the log, and tried again behind the
+    next set.
+
+    The mark is renamed first: from then on the set does not count, and what is left of it is known to be old.
+    """
+    if not keep:
+        return
+    folder, name = os.path.split(mark)
+    number = re.compile(re.escape(name).replace(r"\{\}", r"(\d+)") + r"(\.old)?")
+    marks = [match for match in map(number.fullmatch, os.listdir(folder)) if match]
+    whole = {int(match[1]): os.path.join(folder, match[0]) for match in marks if not match[2]}
+    old = {int(match[1]): os.path.join(folder, match[0]) for match in marks if match[2]}
+    left: list[OSError] = []
+
+    def attempt(do, *paths: str) -> None:
+        try:
+            do(*paths)
+        except OSError as error:
+            left.append(error)
+
+    for step in sorted(step for step in whole if step <= newest)[:-keep]:
+        if step not in spared:
+            attempt(os.rename, whole[step], whole[step] + ".old")
+            old[step] = whole.pop(step) + ".old"
+    for step, path in old.items():
+        num_left, part = len(left), re.compile(rf"(model|meta|optim|train)_0*{step}(_rank\d+)?\.(pt|json)")
+        for where in folders if step not in whole else ():  # saved once more since then
+            for name in filter(part.fullmatch, os.listdir(where)):
+                attempt(os.remove, os.path.join(where, name))
+        if len(left) == num_left:
+            attempt(os.remove, path)
+    if left:
+        run.writer.record["old_files_left"] = len(left)
+        print0(f"WARNING: {len(left)} files of old checkpoints cannot be removed, first {left[0].filename}: "
+               f"{left[0].strerror}")
+
+
+def steps_started_from(stage: str, tags: list[str]) -> set[int]:
+    """Steps of these tags that co-training runs started from, which they need to go on."""
+    found, folder = set(), path_of("runs")
+    for name in os.listdir(folder) if os.path.isdir(folder) else ():
+        with (contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError),
+              open(os.path.join(folder, name, "config.json"), encoding="utf-8") as f):
+            found |= {start["step"] for start in json.load(f)["starts"].values()
+                      if start["tag"] in tags and start.get("source", "sft") == stage}
+    return found
+
+
 @contextlib.contextmanager
 def saying_what_is_whole(steps: Callable[[], list[int]], how: str):
     """Around what trains and saves: a CannotWrite also says which step is whole on the disk, and how to go on from
@@ -376,9 +458,27 @@ def saying_what_is_whole(steps: Callable[[], list[int]], how: str):
         raise CannotWrite(f"{error}; {words}") from error
 
 
+def begin_set(run_name: str, step: int) -> None:
+    """Leaves begun_{step} beside a run's states until the set of that step is valid: a set without a state was lost
+    where it is not there, and never came to be where it is. Raises CannotWrite."""
+    path = path_of("runs", run_name, f"begun_{step:06d}")
+    make_folder(os.path.dirname(path))
+    with writing(path):
+        open(path, "w").close()
+
+
+def begun_steps(run_name: str) -> set[int]:
+    """Steps at which a run was saving a set when it was cut off."""
+    folder = path_of("runs", run_name)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    return {int(m[1]) for m in (re.fullmatch(r"begun_(\d+)", name) for name in names) if m}
+
+
 def save_state(run_name: str, step: int, state: dict) -> None:
     """Writes a run's state_{step}.pt, which makes the set of that step valid."""
     save_atomic(state, path_of("runs", run_name, f"state_{step:06d}.pt"))
+    with contextlib.suppress(OSError):
+        os.remove(path_of("runs", run_name, f"begun_{step:06d}"))
 
 
 def saved_steps(run_name: str) -> list[int]:

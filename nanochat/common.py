@@ -423,12 +423,6 @@ def all_reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
     return tensor
 
 
-def barrier() -> None:
-    """Waits, on the host too, until every rank is here; nothing where there is one rank."""
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def gather_tensor(x: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks joined in rank order, on every rank: x (n, ...), n may differ between ranks, the rest
     not."""

@@ -17,7 +17,9 @@ from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.common import BadInput, wide_dtype
 from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
-from nanochat.seats import Seats
+from nanochat.kernels.draw import draw
+from nanochat.kernels.launch import takes_triton
+from nanochat.seats import Seats, num_places
 from nanochat.weights import inference_model
 
 COMPACT_BELOW = 0.9    # drop places whose row has ended once less than this share of a batch is alive
@@ -71,6 +73,9 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     logits (B, V) fp32, keys (B,) int64 -> tokens (B,) int64, logprobs (B,) fp32. temperature 0 is greedy (logprobs at
     temperature 1); top_k 0 is the full softmax.
     """
+    if takes_triton(logits):
+        return draw(logits, keys, position, vocab_size=logits.shape[1], softcap=None, temperature=temperature,
+                    top_k=top_k)
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return tokens, logprobs
@@ -99,6 +104,13 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     return tokens[:, 0], logprobs[:, 0]
 
 
+def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float, top_k: int):
+    """As pick of model.head(hidden). On CUDA the kernel reads the LM head's outputs: no fp32 logits are made."""
+    if takes_triton(hidden):
+        return draw(model.lm_head(hidden), keys, position, top_k=top_k, **model.head_options(temperature))
+    return pick(model.head(hidden), keys, position, temperature, top_k)
+
+
 def _draw_kernel(logits, noise):
     assert noise.shape == logits.shape[:1] and noise.dtype == torch.float64
     tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
@@ -115,13 +127,14 @@ def _first_above(cumulative, target):
 
 def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int],
              keys: list[int], temperature: float = 1.0, top_k: int = 0, max_rows: int = 1024,
-             should_stop: Callable[[], bool] = lambda: False, tool: Tool | None = None) -> Samples:
+             max_cached_tokens: int = 0, should_stop: Callable[[], bool] = lambda: False,
+             tool: Tool | None = None) -> Samples:
     """Samples `num_samples` completions of each of P prompts.
 
-    keys: one int64 per row (P * num_samples), see `row_key`. max_rows bounds the rows that decode together. When
-    should_stop() turns true the call returns at once with unfinished rows, for the caller to throw away. tool: told the
-    tokens that rows just got, it says which rows must get which token next (calculator.Calculator); the device then
-    waits for it at every token. Raises BadInput for an empty prompt and for one that does not fit the context with its
+    keys: one int64 per row (P * num_samples), see `row_key`. max_rows and max_cached_tokens bound the rows that decode
+    together (seats.num_places). When should_stop() turns true the call returns at once with unfinished rows, for the
+    caller to throw away. tool: told the tokens that rows got, one after the other, it says which token they must get
+    next (calculator.Calculator). Raises BadInput for an empty prompt and for one that does not fit the context with its
     completion.
     """
     context = model.config.sequence_len
@@ -131,6 +144,9 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
                            f"it must have 1 to {context - max_new_tokens} (context {context})")
     assert len(keys) == len(prompts) * num_samples
     model = inference_model(model)
+    if prompts:
+        max_rows = num_places(len(prompts), num_samples, max(map(len, prompts)), max_new_tokens, max_rows,
+                              max_cached_tokens)
     with torch.inference_mode(), model.joined_projections():
         out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
                         should_stop, tool)
@@ -155,8 +171,6 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         return out
     keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-    # the token that a row must get next, -1 for none
-    due = torch.full((N + 1,), -1, device=device) if tool else None
     # Prompts of like length sit down together, so that little is padding when they are run.
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p]), p))
     seats = Seats([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], min(max_rows, N))
@@ -167,19 +181,21 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     # last token that it drew, how many it has drawn.
     last_hidden = torch.zeros(seats.num_slots, model.config.n_embd, dtype=model.compute_dtype, device=device)
     row, token, drawn = (torch.full((seats.num_places,), value, device=device) for value in (N, 0, 1))
+    desk = ToolDesk(tool, seats.num_places, model.vocab_size, max_new_tokens, device) if tool else None
 
-    def record(logits, rows, t):
-        """Draws the next token of each row, which has t (n,) already, and writes it down. -> tokens, rows, with N in
-        place of those that have ended"""
-        tokens, logprobs = pick(logits, keys[rows], t, temperature, top_k)
-        if tool:
-            out.forced[rows, t] = is_forced = due[rows] >= 0
-            tokens, logprobs = torch.where(is_forced, due[rows], tokens), logprobs.masked_fill(is_forced, 0.0)
+    def draw_next(hidden, places, rows, t):
+        """Draws the next token of the rows in these places, which have t (n,) already, and writes it down. hidden (n,
+        C). A row that ends leaves N in its place."""
+        tokens, logprobs = pick_behind(model, hidden, keys[rows], t, temperature, top_k)
+        if desk:
+            tokens, is_forced = desk.force(places, tokens)
+            out.forced[rows, t], logprobs = is_forced, logprobs.masked_fill(is_forced, 0.0)
         out.tokens[rows, t], out.logprobs[rows, t] = tokens, logprobs
         out.lengths[rows] = t + 1
         stopped = (tokens[:, None] == stop_tokens).any(dim=1)
         out.stopped[rows] = stopped
-        return tokens, rows.masked_fill(stopped | (t == max_new_tokens - 1), N)
+        token[places], drawn[places] = tokens, (t + 1).clamp(max=capacity)
+        row[places] = rows.masked_fill(stopped | (t == max_new_tokens - 1), N)
 
     def admit():
         """Gives free places to waiting rows, and draws their first tokens."""
@@ -190,15 +206,22 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
             cache.put(at, cached)
         rows, places, slots = (torch.tensor(x, device=device) for x in (rows, places, slots))
         cache.begin(places, slots)
-        drawn[places] = 1
-        token[places], row[places] = record(model.head(last_hidden[slots]), rows, torch.zeros_like(rows))
+        if desk:
+            desk.begin(places)
+        draw_next(last_hidden[slots], places, rows, torch.zeros_like(rows))
 
     def step(places):
         """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
-        rows, t = row[places], drawn[places]
-        hidden = model.trunk(token[places, None], positions=cache.advance(places, t)[:, None], cache=cache)  # (n, 1, C)
-        token[places], row[places] = record(model.head(hidden[:, 0]), rows, t)
-        drawn[places] = (t + 1).clamp_(max=capacity)
+        rows, t, before = row[places], drawn[places], token[places]
+        embedding = cache.last_embedding[places] if desk else None
+        hidden = model.trunk(before[:, None], positions=cache.advance(places, t)[:, None], cache=cache)[:, 0]  # (n, C)
+        if not desk:
+            return draw_next(hidden, places, rows, t)
+        waits = desk.waits[places]  # such a row is to run the same token again, and goes on as it was
+        cache.last_embedding[places] = torch.where(waits[:, None, None], embedding, cache.last_embedding[places])
+        draw_next(hidden, places, rows.masked_fill(waits, N), t)
+        token[places], drawn[places] = torch.where(waits, before, token[places]), torch.where(waits, t, drawn[places])
+        row[places] = torch.where(waits, rows, row[places])
 
     graphs = Graphs(step) if uses_graphs(device) else None
     batch = None  # the places that decode together
@@ -215,9 +238,9 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         size = size_of_batch(seats, len(batch) if batch is not None else None, graphs)
         if batch is None or size < len(batch):
             batch = torch.tensor(seats.batch(size), device=device)
+        if desk:
+            desk.ask(row, drawn, out.tokens)
         for _ in range(CHECK_EVERY_CUDA if graphs else 1):
-            if tool:
-                ask_tool(tool, token[batch], row[batch], due)
             (graphs or step)(batch)
     return out
 
@@ -233,14 +256,56 @@ def size_of_batch(seats: Seats, size: int | None, graphs) -> int:
     return size
 
 
-def ask_tool(tool: Tool, tokens: torch.Tensor, rows: torch.Tensor, due: torch.Tensor) -> None:
-    """Tells a tool what the live rows got, and leaves in `due` what they must get next. tokens, rows (B,); due has a
-    place per row, the last for ended ones."""
-    live = [(row, token) for row, token in zip(rows.tolist(), tokens.tolist(), strict=True) if row < len(due) - 1]
-    forced = tool([row for row, _ in live], [token for _, token in live])
-    due.fill_(-1)
-    for row, token in forced.items():
-        due[row] = token
+class ToolDesk:
+    """Where rows wait for a tool, so that the device need not wait for the host at every token.
+
+    A row that draws a token at which the tool may act (tool.triggers; any token, where the tool does not say) stands
+    still until the host has asked the tool. What the tool then puts behind it, token by token, is queued here.
+    """
+
+    def __init__(self, tool: Tool, num_places: int, vocab_size: int, max_new_tokens: int, device):
+        self.tool, self.num_told = tool, {}  # of each row: tokens that the tool has heard of
+        triggers = getattr(tool, "triggers", None)
+        self.is_trigger = torch.full((vocab_size,), triggers is None, device=device)
+        if triggers:
+            self.is_trigger[torch.tensor(triggers, device=device)] = True
+        # Of each place: whether its row waits, the tokens that it must get, and how many of these it has got.
+        self.waits = torch.zeros(num_places, dtype=torch.bool, device=device)
+        self.queue = torch.full((num_places, max_new_tokens + 1), -1, device=device)
+        self.num_got = torch.zeros(num_places, dtype=torch.long, device=device)
+
+    def begin(self, places: torch.Tensor) -> None:
+        """New rows have these places."""
+        self.waits[places], self.queue[places], self.num_got[places] = False, -1, 0
+
+    def force(self, places: torch.Tensor, drawn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What rows get that have drawn these tokens (n,), and where that is not what they drew."""
+        waits, num_got = self.waits[places], self.num_got[places]
+        queued = self.queue[places, num_got]
+        is_forced = (queued >= 0) & ~waits
+        self.num_got[places] = num_got + is_forced
+        tokens = torch.where(is_forced, queued, drawn)
+        self.waits[places] = waits | (self.is_trigger[tokens] & ~is_forced)
+        return tokens, is_forced
+
+    def ask(self, row: torch.Tensor, drawn: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Tells the tool what waiting rows have got, queues what it puts behind that, and lets them go on. row, drawn
+        (B,) of each place; tokens (N + 1, T) of each row, the last of no row."""
+        places = self.waits.nonzero()[:, 0].tolist()
+        for place, n, length in zip(places, row[places].tolist(), drawn[places].tolist(), strict=True):
+            if n == len(tokens) - 1:
+                continue  # it has ended
+            due, queue = None, []
+            for token in tokens[n, self.num_told.get(n, 0): length].tolist():
+                due = self.tool([n], [token]).get(n)
+            while due is not None and len(queue) < self.queue.shape[1] - 1:
+                queue.append(due)
+                due = self.tool([n], [due]).get(n)
+            self.num_told[n] = length + len(queue)
+            self.queue[place] = -1
+            self.queue[place, : len(queue)] = torch.tensor(queue, dtype=torch.long, device=self.queue.device)
+            self.num_got[place] = 0
+        self.waits[places] = False
 
 
 def uses_graphs(device) -> bool:

@@ -1,10 +1,16 @@
 """
 What a model's work and memory traffic cost: FLOPs per token, and the seconds that sampling takes at least.
 """
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 
-# Dense bf16 FLOP/s by what a device's name holds; from the vendors' data sheets.
-PEAK_FLOPS = {"B200": 2.25e15, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+# Dense bf16 FLOP/s (half of what is printed with sparsity) by what a device's name holds, the longest name first. From
+# the vendor's data sheets: nvidia.com/en-us/data-center/{gb200-nvl72, hgx, h200, h100, a100, l40s}; the 4090's from the
+# Ada white paper (fp32 accumulation).
+PEAK_FLOPS = {"GB200": 2.5e15, "B200": 2.25e15, "H200 NVL": 835e12, "H200": 989e12, "H100 NVL": 835e12,
+              "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 def matrix_parameters(model) -> int:
@@ -16,12 +22,26 @@ def matrix_parameters(model) -> int:
                       if p.dim() == 2 and not name.startswith(looked_up))
 
 
+def tokens_seen(length: int, window: int) -> float:
+    """How many tokens a token attends to, itself and at most `window` before it, in the mean over a row of `length`."""
+    window = min(window, length - 1)
+    return window + 1 - window * (window + 1) / 2 / length
+
+
 def flops_per_token(model, length: int | None = None) -> float:
-    """FLOPs of forward and backward per token: 6 per weight, and 12 * heads * head size * tokens seen for attention
-    (PaLM, appendix B). length: of the sequences, by default the context."""
+    """FLOPs that forward and backward need per token: 6 per weight that multiplies it, and 12 * heads * head size for
+    each token that it attends to (PaLM, appendix B, which counts the future ones too). What is computed and masked, or
+    computed again, is not counted. length: of the rows, by default the context."""
     config = model.config
-    seen = sum(min(window, length or config.sequence_len) for window in model.windows)
+    seen = sum(tokens_seen(length or config.sequence_len, window) for window in model.windows)
     return 6 * matrix_parameters(model) + 12 * config.n_head * config.head_dim * seen
+
+
+def muon_flops(shapes: Iterable[tuple[int, int]], ranks: int = 1) -> int:
+    """FLOPs of an optimizer step of Muon on the rank that has most to do, for matrices of these shapes: five iterations
+    of A x B x A, A x A x A and A x A x B (optim.Muon)."""
+    num = Counter(tuple(sorted(shape)) for shape in shapes)
+    return sum(-(-n // ranks) * 5 * (4 * a * a * b + 2 * a ** 3) for (a, b), n in num.items())
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -16,7 +16,7 @@ import torch.nn as nn
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.decode_cache import DecodeCache
-from nanochat.ops import add_norm, linear, mix, norm, relu_squared, split_heads
+from nanochat.ops import add_norm, linear, mix_norm, norm, relu_squared, split_heads, value_gate
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
@@ -61,6 +61,17 @@ def rotary(positions: torch.Tensor, head_dim: int, dtype: torch.dtype) -> tuple[
 
 def has_value_embedding(layer: int, n_layer: int) -> bool:
     return layer % 2 == (n_layer - 1) % 2
+
+
+def run_passes(blocks, passes: list) -> list[torch.Tensor]:
+    """Runs forward passes together, block by block, so that a block's weights are gathered once for all of them.
+
+    A pass is a generator: it yields each block's arguments, is sent the block's output, and yields its result at last.
+    """
+    states = [next(steps) for steps in passes]
+    for block in blocks:
+        states = [steps.send(x) for steps, x in zip(passes, block(*states), strict=True)]
+    return states
 
 
 def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -111,7 +122,7 @@ class Attention(nn.Module):
             qkv = torch.cat([layer(x) for layer in (self.c_q, self.c_k, self.c_v)], dim=-1)
         gate = None
         if value_embedding is not None:
-            gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
+            gate = value_gate(x, self.ve_gate.weight.to(x.dtype))               # (B, T, Hkv)
         q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE,
                               U, self.n_head, self.n_kv_head)  # (U, Hkv, R, group, T, D) and twice (U, Hkv, R, T, D)
         shared = () if prefix is None else (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0])
@@ -135,10 +146,15 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, value_embedding, cos_sin, mask, cache, prefix, ends=None):
-        y = self.attn(norm(x), value_embedding, cos_sin, mask, cache, prefix, ends)
+    def forward(self, *passes):
+        """The block's outputs, those of `run` for each pass's arguments."""
+        return [self.run(*arguments) for arguments in passes]
+
+    def run(self, x, normed, value_embedding, cos_sin, mask, cache, prefix, ends):
+        """x and what is to be added to it, from x and its norm: the addition is one operation with what follows."""
+        y = self.attn(normed, value_embedding, cos_sin, mask, cache, prefix, ends)
         x, normed = add_norm(x if ends is None else at_ends(x, ends), y)
-        return x + self.mlp(normed)
+        return x, self.mlp(normed)
 
 
 class GPT(nn.Module):
@@ -234,6 +250,22 @@ class GPT(nn.Module):
         last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
         the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
         """
+        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only)])[0]
+
+    def trunk_behind(self, prompt_ids, prompt_positions, ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
+        one.
+
+        prompt_ids, prompt_positions (U, Tp), ids and positions (B, T), all int64. -> (U, 1, C), (B, T, C)
+        """
+        prefix = KVCache(self.config.n_layer)
+        prompts, rows = run_passes(self.blocks, [self.steps(prompt_ids, prompt_positions, prefix, None, True),
+                                                 self.steps(ids, positions, None, prefix, False)])
+        return prompts, rows
+
+    def steps(self, ids, positions, cache: KVCache | None, prefix: KVCache | None, last_only: bool):
+        """A forward pass (run_passes) with trunk's arguments. The cache's positions and length are set as soon as it
+        begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
         if positions is None:
@@ -260,25 +292,27 @@ class GPT(nn.Module):
         cos_sin = rotary(positions, self.config.head_dim, x.dtype)
         masks = {w: w if decoding else make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype)
                  for w in set(self.windows)}
-        x0, final, middle = x, self.config.n_layer - 1, self.config.n_layer // 2
+        x0, delta, final, middle = x, None, self.config.n_layer - 1, self.config.n_layer // 2
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
-        for i, block in enumerate(self.blocks):
+        if cache is not None and not decoding:
+            cache.length += T
+        for i in range(self.config.n_layer):
             resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
-            x = mix(x, x0, resid, first)
+            x, normed = mix_norm(x, delta, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             if i == final and last_only and T > 1:
                 mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends),
                                  x.dtype)
-                x = block(x, embeds, cos_sin, mask, cache, prefix, ends)
+                x, delta = yield x, normed, embeds, cos_sin, mask, cache, prefix, ends
             else:
-                x = block(x, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
+                x, delta = yield x, normed, embeds, cos_sin, masks[self.windows[i]], cache, prefix, None
             if i == middle:
+                x, delta = x + delta, None
                 backout = x
-        if cache is not None and not decoding:
-            cache.length += T
         if backout.shape[1] > x.shape[1]:
             backout = at_ends(backout, ends)
-        return norm(x - self.backout_lambda.to(x.dtype) * backout)
+        x = x if delta is None else x + delta
+        yield norm(x - self.backout_lambda.to(x.dtype) * backout)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the real vocabulary, softcapped, fp32. hidden (..., C) -> (..., V)."""

@@ -2,7 +2,7 @@
 The supervised loss of next tokens, and bits per byte.
 """
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,11 +12,12 @@ from nanochat.kernels.linear_policy_loss import linear_policy_loss
 from nanochat.rl.losses import PolicyLoss
 
 
-def supervised_loss(model, ids: torch.Tensor, mask: torch.Tensor | None, num_tokens: float) -> torch.Tensor:
+def supervised_loss(model, ids: torch.Tensor, mask: torch.Tensor | None, num_tokens: float,
+                    trunk: Callable | None = None) -> torch.Tensor:
     """The cross-entropy of next tokens, summed and divided by num_tokens. ids (B, T + 1) int64; mask (B, T + 1): 1
     where a token is trained, None for all. Logits never exist as a whole: it is the fused policy loss "reinforce" with
-    advantages of 1."""
-    hidden, targets = model.trunk(ids[:, :-1]), ids[:, 1:]  # (B, T, C), (B, T)
+    advantages of 1. trunk: the model's, compiled."""
+    hidden, targets = (trunk or model.trunk)(ids[:, :-1]), ids[:, 1:]  # (B, T, C), (B, T)
     if mask is None:
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
     else:

@@ -2,8 +2,9 @@
 The operations of a transformer block.
 
 On CPU, passes over memory take half of a training step: there one kernel of kernels/cpu_block.c makes what are many
-passes in PyTorch, with backward passes written by hand. Each function has a plain counterpart, which other devices and
-dtypes run and tests compare with.
+passes in PyTorch, with backward passes written by hand. On CUDA, decoding is bound by launches: there, without
+gradients, one Triton kernel of kernels/block.py makes what are several launches. Each function has a plain counterpart,
+which other devices and dtypes and training on CUDA run, and tests compare with.
 """
 import ctypes
 import functools
@@ -12,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nanochat.kernels import cpu
+from nanochat.kernels import block, cpu
+from nanochat.kernels.launch import takes_triton
 
 ONEDNN_FROM = 2 ** 20  # multiplications from which a product makes up for its longer call
 
@@ -65,27 +67,64 @@ def run(function, *arguments):
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T. x (..., C), weight (D, C) of the same dtype -> (..., D)."""
-    return (run(_Linear, x, weight) if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-            else F.linear(x, weight))
+    is_ours = (x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+               and not torch.compiler.is_compiling())
+    return run(_Linear, x, weight) if is_ours else F.linear(x, weight)
 
 
-def norm(x: torch.Tensor) -> torch.Tensor:
-    """RMSNorm over the last dimension, without parameters. x (..., C)."""
-    return run(_Norm, x) if cpu.takes(x) else F.rms_norm(x, (x.shape[-1],))
+def takes_block(x: torch.Tensor) -> bool:
+    """Whether the kernels of kernels/block.py serve this tensor: on CUDA, where no gradient is asked for."""
+    return not torch.is_grad_enabled() and takes_triton(x)
 
 
-def add_norm(x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def norm(x: torch.Tensor, weight: torch.Tensor | None = None, epsilon: float | None = None) -> torch.Tensor:
+    """RMSNorm over the last dimension, times weight (C,) of the same dtype if given. x (..., C)."""
+    if takes_block(x):
+        return block.norm(x, weight=weight, epsilon=epsilon)[1]
+    if weight is None and epsilon is None and cpu.takes(x):
+        return run(_Norm, x)
+    return F.rms_norm(x, (x.shape[-1],), weight, epsilon)
+
+
+def add_norm(x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor | None = None,
+             epsilon: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x + delta, and its norm. Both (..., C)."""
     assert x.shape == delta.shape and x.dtype == delta.dtype
-    if cpu.takes(x):
+    if takes_block(x):
+        return block.norm(x, delta, weight=weight, epsilon=epsilon)
+    if weight is None and epsilon is None and cpu.takes(x):
         return run(_AddNorm, x, delta)
     x = x + delta
-    return x, F.rms_norm(x, (x.shape[-1],))
+    return x, norm(x, weight, epsilon)
+
+
+def mix_norm(x: torch.Tensor, delta: torch.Tensor | None, x0: torch.Tensor, a: torch.Tensor,
+             b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """mix(x + delta, x0, a, b), and its norm. delta None: mix(x, x0, a, b)."""
+    assert x.shape == x0.shape and x.dtype == x0.dtype == a.dtype == b.dtype and a.dim() == b.dim() == 0
+    if takes_block(x):
+        return block.norm(x, delta, mixed=(x0, a, b))
+    x = mix(x if delta is None else x + delta, x0, a, b)
+    return x, norm(x)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2."""
+    if takes_block(x):
+        return block.relu_squared(x)
     return run(_ReluSquared, x) if cpu.takes(x) else F.relu(x).square()
+
+
+def swiglu(gate: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * x, of one shape."""
+    return block.swiglu(gate, x) if takes_block(x) else F.silu(gate) * x
+
+
+def value_gate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """3 sigmoid(x[..., :n] @ weight.T). x (B, T, C), weight (Hkv, n) of the same dtype -> (B, T, Hkv)."""
+    if takes_block(x):
+        return block.value_gate(x, weight)
+    return 3 * torch.sigmoid(linear(x[..., : weight.shape[1]], weight))
 
 
 def mix(x: torch.Tensor, x0: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -119,6 +158,9 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
     assert (gate is None
             or gate.shape == (B, T, kv_heads) and embedding.shape == (B, T, kv_heads * D)
             and gate.dtype == embedding.dtype == qkv.dtype)
+    if takes_block(qkv):
+        return block.split_heads(*qkv.split([heads * D, kv_heads * D, kv_heads * D], dim=-1), *cos_sin, units, kv_heads,
+                                 scale=scale, norm="after", gate=gate, embedding=embedding)
     if cpu.takes(qkv) and D % cpu.MULTIPLE == 0:
         q, k, v = run(_SplitHeads, qkv, *cos_sin, gate, embedding, scale, units, heads, kv_heads)
         return to_units(q, units, kv_heads), k, v

@@ -4,47 +4,100 @@ Optimizers, learning-rate schedule, gradient all-reduce and clipping.
 import math
 
 import torch
+import torch.distributed as dist
 
-from nanochat.common import all_reduce
+from nanochat.common import all_reduce, rank_and_world
 from nanochat.weights import is_sharded
 
 
-class Fp32Muon(torch.optim.Muon):
-    """torch.optim.Muon with its products in the parameters' dtype. PyTorch's are in bfloat16, which a CPU without
-    AVX-512 computes at an eighth of the speed (dev/BENCH.md)."""
+BATCH = 2 ** 27  # numbers in matrices that a rank orthogonalises at once, which bounds what a step holds
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon, whose steps and state are these, with its matrices shared among the ranks: each orthogonalises
+    its share, and all get the results. Gradients are the same on all ranks; a step is a collective.
+
+    On CUDA matrices of one shape are one batched product. Products are in bfloat16, as PyTorch's are, but for a CPU
+    without AVX-512, which computes these at an eighth of the speed of its own dtype (dev/BENCH.md).
+    """
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            momentum, rule = group["momentum"], group["adjust_lr_fn"]
-            for p in (p for p in group["params"] if p.grad is not None):
-                if "momentum_buffer" not in self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-                average = self.state[p]["momentum_buffer"]
-                average.lerp_(p.grad, 1 - momentum)
-                update = orthogonal(p.grad.lerp(average, momentum) if group["nesterov"] else average,
-                                    group["ns_coefficients"], group["ns_steps"], group["eps"])
-                rows, columns = p.shape
-                scale = 0.2 * max(p.shape) ** 0.5 if rule == "match_rms_adamw" else max(1, rows / columns) ** 0.5
-                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+            for parameters in self.rounds(group):
+                for p in parameters:
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                for p, update in zip(parameters, self.updates(parameters, group), strict=True):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(update.T if is_tall(p) else update, alpha=-group["lr"] * step_scale(group, *p.shape))
+
+    def rounds(self, group: dict):
+        """Yields lists of a group's parameters that are of one shape, turned or not, and fit the ranks' batches."""
+        by_shape: dict[tuple, list] = {}
+        for p in (p for p in group["params"] if p.grad is not None):
+            by_shape.setdefault((min(p.shape), max(p.shape)), []).append(p)
+        for (rows, columns), parameters in by_shape.items():
+            size = rank_and_world()[1] * max(1, BATCH // (rows * columns))
+            yield from (parameters[i: i + size] for i in range(0, len(parameters), size))
+
+    def updates(self, parameters: list, group: dict) -> torch.Tensor:
+        """The orthogonalised directions of N matrices of one shape, of which this rank makes its share. -> (N, A, B),
+        A <= B: those of tall matrices lie on their side."""
+        rank, world = rank_and_world()
+        share = -(-len(parameters) // world)
+        mine = parameters[rank * share: (rank + 1) * share]
+        given = torch.zeros(share, *sorted(parameters[0].shape), dtype=product_dtype(parameters[0]),
+                            device=parameters[0].device)
+        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        if given.is_cuda and mine:
+            directions = [self.direction(p, group) for p in mine]
+            given[:len(mine)] = orthogonal(torch.stack([x.T if is_tall(x) else x for x in directions]), *options)
+        else:  # one by one: a batch would be as slow, and round in another way
+            for place, p in zip(given, mine, strict=False):
+                update = orthogonal(self.direction(p, group), *options)
+                place.copy_(update.T if is_tall(update) else update)
+        if world == 1:
+            return given
+        found = given.new_empty(world * share, *given.shape[1:])
+        dist.all_gather_into_tensor(found, given)
+        return found[:len(parameters)]
+
+    def direction(self, p: torch.nn.Parameter, group: dict) -> torch.Tensor:
+        average = self.state[p]["momentum_buffer"]
+        return (p.grad.lerp(average, group["momentum"]) if group["nesterov"] else average).to(product_dtype(p))
+
+
+def is_tall(x: torch.Tensor) -> bool:
+    return x.shape[-2] > x.shape[-1]
+
+
+def step_scale(group: dict, rows: int, columns: int) -> float:
+    """What a matrix's learning rate is multiplied with (torch.optim.Muon's adjust_lr_fn)."""
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def orthogonal(x: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> torch.Tensor:
-    """Near the orthogonal matrix that is closest to x, by Newton-Schulz (Jordan et al. 2024, Muon). (A, B) -> (A, B)"""
+    """Near the orthogonal matrix that is closest to x, by Newton-Schulz (Jordan et al. 2024, Muon). (A, B) -> (A, B),
+    or of N matrices in one batch (N, A, B) -> (N, A, B)."""
     a, b, c = coefficients
-    is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x
-    x = x / x.norm().clamp(min=eps)
+    turned = is_tall(x)
+    x = x.mT if turned else x
+    add_product, norm = ((torch.addmm, x.norm()) if x.dim() == 2 else
+                         (torch.baddbmm, x.norm(dim=(1, 2), keepdim=True)))
+    x = x / norm.clamp(min=eps)
     for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        gram = x @ x.mT
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if turned else x
 
 
-def muon_class(parameters: list[torch.nn.Parameter]) -> type[torch.optim.Muon]:
-    """PyTorch's Muon, or Fp32Muon on a CPU for which oneDNN has no products in bfloat16."""
-    on_cpu = all(p.device.type == "cpu" for p in parameters)
-    return Fp32Muon if on_cpu and not has_bfloat16_products() else torch.optim.Muon
+def product_dtype(p: torch.Tensor) -> torch.dtype:
+    """Of Muon's products: a parameter's own on a CPU for which oneDNN has none in bfloat16."""
+    return p.dtype if p.device.type == "cpu" and not has_bfloat16_products() else torch.bfloat16
 
 
 def has_bfloat16_products() -> bool:
@@ -64,8 +117,7 @@ def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in trained.items() if ".c_" in name]
     rest = [p for name, p in trained.items() if ".c_" not in name]
-    muon = [muon_class(matrices)(matrices, lr=matrix_lr, weight_decay=0.0,
-                                 adjust_lr_fn="match_rms_adamw")] if matrices else []
+    muon = [Muon(matrices, lr=matrix_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")] if matrices else []
     return [*muon, adamw(rest, embedding_lr)]
 
 
@@ -87,8 +139,7 @@ def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembed
         dict(params=pick("smear", "backout"), lr=0.4 * scalar_lr, betas=(0.8, 0.95), weight_decay=0.0),
     ]
     matrices = pick("transformer.h.")
-    muon = muon_class(matrices)(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95,
-                                adjust_lr_fn="original")
+    muon = Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="original")
     return [muon, torch.optim.AdamW(groups, eps=1e-10)]
 
 

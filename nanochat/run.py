@@ -20,6 +20,7 @@ import torch
 from nanochat import __version__
 from nanochat.common import BadInput, CannotWrite, StopRequested, all_reduce, check_name, finite, print0, rank_and_world
 from nanochat.files import path_of, read_records, whole_file, write_json, writing
+from nanochat.writer import Writer
 
 WANDB_MODES = ("online", "offline", "disabled", "dryrun", "shared")  # that wandb knows
 # The beginnings of names in metrics.jsonl that tell of the machine: in two runs of the same flags all else is equal.
@@ -28,7 +29,7 @@ MEASURED = ("timing_s/", "tokens_per_s", "peak_memory_gb", "resident_gb", "open_
 
 @dataclass
 class Run:
-    """One run of a script: its device and ranks, its folder, its log, and the request to stop."""
+    """One run of a script: its device and ranks, its folder, its log, its checkpoints, and the request to stop."""
     name: str
     device: torch.device
     rank: int
@@ -40,7 +41,11 @@ class Run:
     wants_events: bool = False  # --tensorboard
     events: object = None  # rank 0's writer of event files, from trim on
     stop_signal: bool = False
+    resumed_from: int | None = None  # the step that this process goes on from, whose checkpoint is not removed
     started: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self.writer = Writer(self.device)
 
     def on_signal(self, *_) -> None:
         self.stop_signal = True
@@ -50,9 +55,13 @@ class Run:
         return self.stop_signal
 
     def check_stop(self) -> None:
-        """Raises StopRequested on every rank if any was told to stop. A collective: all ranks call it at the same
-        points."""
-        if all_reduce(torch.tensor(int(self.stop_signal), device=self.device), "max").item():
+        """Raises StopRequested on every rank if any was told to stop; makes a checkpoint count that all ranks have
+        written by now. A collective: all ranks call it at the same points."""
+        flags = torch.tensor([int(self.stop_signal), int(self.writer.is_busy())], device=self.device)
+        is_told, is_busy = all_reduce(flags, "max").tolist()
+        if not is_busy:
+            self.writer.finish()
+        if is_told:
             raise StopRequested
 
     def log(self, record: dict) -> None:
@@ -140,6 +149,14 @@ def add_run_args(parser) -> None:
                        help="default: the best there is")
     group.add_argument("--tensorboard", action=AskTensorboard, nargs=0, default=False,
                        help="also write the metrics as TensorBoard event files, in the folder tensorboard of the run's")
+
+
+def add_keep_arg(parser) -> None:
+    """The flag of scripts that save several checkpoints. All are kept by default: nobody loses one without asking."""
+    parser.add_argument("--keep", type=int, default=0,
+                        help="how many checkpoints to keep: older ones are removed once a newer one is whole on the "
+                             "disk, but not the one that this start goes on from, nor any that another run started "
+                             "from; 0 = all")
 
 
 class AskTensorboard(argparse.Action):

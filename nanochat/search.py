@@ -20,6 +20,8 @@ class Search:
 
     def __init__(self, tokenizer, fmt, find: Callable[[str], str], most: int = MOST_QUERIES):
         self.tokenizer, self.fmt, self.find, self.most = tokenizer, fmt, find, most
+        last = fmt.query_close.encode()[-1:]  # tokens behind which alone it begins to force others
+        self.triggers = [token for token in range(tokenizer.vocab_size) if last in tokenizer.token_bytes(token)]
         self.num_queries: Counter[int] = Counter()
         self.written: dict[int, bytes] = {}       # row -> what it wrote itself since its last information
         self.waiting: dict[int, deque[int]] = {}  # row -> forced tokens that it has yet to get

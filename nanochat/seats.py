@@ -1,11 +1,30 @@
 """
 Who sits where while rows decode: which rows wait, which have a place, which prompts have a slot.
 """
+import bisect
 import math
 from collections import deque
 
 REFILL = 1 / 8  # share of the places that must be free before waiting rows get them: prompts are run in batches
 SLOTS = 4       # prompts that have a slot, for each that places full of whole prompts would hold
+
+
+def num_slots(num_prompts: int, num_places: int, num_samples: int) -> int:
+    """Prompts that are held at once beside so many places."""
+    return min(num_prompts, num_places, SLOTS * -(-num_places // num_samples))
+
+
+def num_places(num_prompts: int, num_samples: int, prompt_tokens: int, new_tokens: int, max_rows: int,
+               max_cached_tokens: int = 0) -> int:
+    """The most rows that may decode together: of all, max_rows, and what keeps the tokens whose keys and values are
+    held within max_cached_tokens (0: no bound), whatever the rows do; at least one. prompt_tokens, new_tokens: the
+    longest."""
+    most = min(max_rows, num_prompts * num_samples)
+    if max_cached_tokens:
+        held = lambda places: (num_slots(num_prompts, places, num_samples) * prompt_tokens
+                               + places * max(1, new_tokens - 1))
+        most = bisect.bisect_right(range(1, most + 1), max_cached_tokens, key=held)  # held grows with places
+    return max(1, most)
 
 
 class Seats:
@@ -18,8 +37,7 @@ class Seats:
     def __init__(self, prompts: list[tuple[int, range]], num_places: int):
         self.waiting, self.num_waiting = deque(prompts), sum(len(rows) for _, rows in prompts)
         self.num_places = num_places
-        most_rows = max((len(rows) for _, rows in prompts), default=1)
-        self.num_slots = min(len(prompts), num_places, SLOTS * -(-num_places // most_rows))
+        self.num_slots = num_slots(len(prompts), num_places, max((len(rows) for _, rows in prompts), default=1))
         self.free_places, self.free_slots = (list(range(n))[::-1] for n in (num_places, self.num_slots))
         self.live: dict[int, int] = {}        # place -> slot
         self.num_rows = [0] * self.num_slots  # live ones of each slot

@@ -5,6 +5,8 @@ sample from, gathered for checkpoints.
 A sharded model keeps 1/world of each parameter, its gradient and its optimizer state; a block's weights are gathered
 while it runs. Everything that gathers is a collective: all ranks must call it at the same point.
 """
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -37,7 +39,8 @@ def shard(model, device_type: str) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    register_fsdp_forward_method(model, "trunk")
+    for method in ("trunk", "trunk_behind"):
+        register_fsdp_forward_method(model, method)
 
 
 def is_sharded(x) -> bool:
@@ -62,7 +65,7 @@ def inference_model(model):
         return copied
     versions = [(p.data_ptr(), p._version) for p in model.parameters()]
     if copied is None:
-        copied = copy_of(model)
+        copied = copy_to_sample_from(model)
     elif known != versions:
         copy_weights(copied, model)
     model.__dict__["inference_copy"] = (versions, copied)  # not a submodule: state_dict does not see it
@@ -75,9 +78,17 @@ def refresh(model) -> None:
     if is_sharded(model):
         _, copied = model.__dict__.get("inference_copy", (None, None))
         if copied is None:
-            model.__dict__["inference_copy"] = (None, copy_of(model))
+            model.__dict__["inference_copy"] = (None, copy_to_sample_from(model))
         else:
             copy_weights(copied, model)
+
+
+def copy_to_sample_from(model):
+    """A whole copy whose weights lie as sampling wants them. A collective for a sharded model."""
+    copied = copy_of(model)
+    if copied.lm_head.weight.is_cuda and hasattr(copied, "join_weights"):
+        copied.join_weights()
+    return copied
 
 
 def copy_of(model, sharded: bool = False):
@@ -110,17 +121,18 @@ def free_gathered(model) -> None:
 
 
 @torch.no_grad()
-def whole_state(model, keep: bool = True) -> dict[str, torch.Tensor]:
-    """The state dict of a model, of a sharded one with whole tensors on CPU, empty on ranks that do not keep it. A
-    collective then."""
-    if not is_sharded(model):
-        return model.state_dict()
-    model.reshard()
-    state = {}
-    for name, p in model.state_dict().items():
-        whole = p.full_tensor()
+def whole_state(model, keep: bool = True, to_host: Callable = torch.Tensor.cpu) -> dict[str, torch.Tensor]:
+    """The state dict of a model with whole tensors on the host, empty on ranks that do not keep it; of a sharded model
+    a collective. A tied weight is gathered, and copied, once: both of its names have one tensor. to_host: what makes a
+    tensor one of the host's."""
+    free_gathered(model)
+    once, state = {}, {}
+    for name, p in model.state_dict(keep_vars=True).items():
+        if id(p) not in once:
+            whole = p.full_tensor() if is_sharded(p) else p.detach()
+            once[id(p)] = to_host(whole) if keep else None
         if keep:
-            state[name] = whole.cpu()
+            state[name] = once[id(p)]
     return state
 
 
@@ -141,11 +153,13 @@ def part_of(whole: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return parts[rank] if rank < len(parts) else whole[:0]
 
 
-def local_optimizer_state(optimizer) -> dict:
-    """An optimizer's state dict with this rank's part of every tensor; the whole one where nothing is sharded."""
+def local_optimizer_state(optimizer, to_host: Callable = torch.Tensor.cpu) -> dict:
+    """An optimizer's state dict with this rank's part of every tensor, on the host; the whole ones where nothing is
+    sharded. to_host: as in whole_state."""
     saved = optimizer.state_dict()
-    to_local = lambda x: x.to_local().clone() if is_sharded(x) else x
-    return saved | {"state": {i: {key: to_local(x) for key, x in entry.items()} for i, entry in saved["state"].items()}}
+    local = lambda x: to_host(x.to_local() if is_sharded(x) else x) if isinstance(x, torch.Tensor) else x
+    return {"state": {i: {key: local(x) for key, x in entry.items()} for i, entry in saved["state"].items()},
+            "param_groups": [dict(group) for group in saved["param_groups"]]}
 
 
 def with_shards(saved: dict, optimizer) -> dict:

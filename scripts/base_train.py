@@ -17,7 +17,6 @@ import time
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 
 from nanochat.bench import machine_speed
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model,
@@ -33,12 +32,12 @@ from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.hf.tokenizer import load_own_tokenizer
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
-from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
+from nanochat.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
-MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "eval_every", "eval_tokens",
-              "sample_every", "save_every"}
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "device_batch_size", "compile", "eval_every", "eval_tokens",
+              "sample_every", "save_every", "keep"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -50,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help=f"continue from this step, or from the last one with 'auto'; -1 = a fresh start; "
                              f"{in_words(MAY_CHANGE)}")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
+    add_keep_arg(parser)
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", required=True,
                       help="files of one kind, folders, patterns, or one datasets name: "
@@ -66,6 +66,9 @@ def make_parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     training.add_argument("--device-batch-size", type=int, default=32,
                           help="rows that go through the model at once, per rank; changes no result")
+    training.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
+                          help="compile the forward and backward pass of training (torch.compile), which rounds "
+                               "differently; default: on CUDA")
     training.add_argument("--total-batch-size", type=int, default=-1,
                           help="tokens per step over all ranks; -1 = by the rule")
     training.add_argument("--matrix-lr", type=float, default=0.02,
@@ -178,13 +181,20 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
         print0(f"  sample: {tokenizer.decode(prompt[1:])!r} -> {tokenizer.decode(row[:length])!r}")
 
 
-def train_step(args, model, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
+def training_trunk(args, model, device: torch.device):
+    """model.trunk, compiled where --compile asks for it: for rows of one length, by as many kernels as there are
+    numbers of rows. Evaluation and samples use the model as it is."""
+    wanted = device.type == "cuda" if args.compile is None else args.compile
+    return torch.compile(model.trunk, dynamic=False) if wanted else model.trunk
+
+
+def train_step(args, model, trunk, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
     """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate
     factor."""
     loss, num_tokens = torch.zeros((), device=device), float(rules["batch"])
     rows = on_all_ranks(batches.next_batch, device)
     for part in rows.to(device).split(args.device_batch_size):
-        part_loss = supervised_loss(model, part, None, num_tokens)
+        part_loss = supervised_loss(model, part, None, num_tokens, trunk)
         part_loss.backward()
         loss += part_loss.detach()
     factor = warmup_warmdown(step, rules["num_steps"], args.warmup_steps, args.warmdown_ratio, args.final_lr_frac)
@@ -198,7 +208,7 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
     """Runs the steps behind state["step"]; state holds step, seconds and the number of steps skipped in a row."""
     speed = peak_flops(run.device)
     speed = speed * run.world if speed else machine_speed(run.device, model.compute_dtype)[0]
-    num_steps, flops = rules["num_steps"], flops_per_token(model)
+    num_steps, flops, trunk = rules["num_steps"], flops_per_token(model), training_trunk(args, model, run.device)
     while state["step"] < num_steps:
         run.check_stop()
         step, started = state["step"], time.time()
@@ -206,7 +216,8 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
         if args.eval_every > 0 and step % args.eval_every == 0:
             record["val_bpb"] = evaluate()
         trained_from = time.time()
-        loss, grad_norm, factor = train_step(args, model, optimizers, batches, rules, step, run.device)
+        loss, grad_norm, factor = train_step(args, model, trunk, optimizers, batches, rules, step,
+                                               run.device)
         seconds = time.time() - trained_from
         tokens_per_s = rules["batch"] / seconds
         state |= {"step": step + 1, "seconds": state["seconds"] + time.time() - started,
@@ -214,7 +225,7 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
         record |= {"loss": loss, "grad_norm": grad_norm, "lr_factor": factor, "skipped": int(state["skipped"] > 0),
                    "epoch": batches.documents.epoch, "documents_cut": batches.num_cut,
                    "documents_empty": batches.num_empty, "tokens_per_s": tokens_per_s,
-                   "mfu": flops * tokens_per_s / speed, "timing_s/step": seconds}
+                   "mfu": flops * tokens_per_s / speed, "timing_s/step": seconds, **run.writer.take_record()}
         run.log(record)
         if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
             bpb = f" | val bpb {record['val_bpb']:.4f}" if "val_bpb" in record else ""
@@ -234,7 +245,7 @@ def check_args(args) -> None:
     check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0,
                        "warmdown_ratio": 0, "final_lr_frac": 0, "matrix_lr": 0, "embedding_lr": 0,
                        "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0, "num_iterations": -1,
-                       "target_flops": -1})
+                       "target_flops": -1, "keep": 0})
     check_most(args, {"device_batch_size": 10 ** 6, "total_batch_size": 2 ** 30, "target_param_data_ratio": 10 ** 9})
     if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
         raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
@@ -294,6 +305,7 @@ def main(args) -> None:
     print_rules(f"{tag} behind step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
                     resumed is not None, path_of("base", tag))
+    run.resumed_from = resumed
     run.trim("metrics.jsonl", state["step"])
 
     def evaluate() -> float:
@@ -306,21 +318,17 @@ def main(args) -> None:
 
     def save(val_bpb: float | None = None) -> None:
         check_weights(model, "model")
-        save_training("base", tag, state["step"], rank, optimizers,
+        save_training(run, "base", tag, state["step"], model, optimizers,
                       {"batches": batches.state_dict(), "state": dict(state), "texts": texts,
-                       "dtype": dtype_name(dtype)})
-        if dist.is_initialized():
-            dist.barrier()  # every rank's file is there before the meta makes the step valid
-        save_model_alone(val_bpb)
+                       "dtype": dtype_name(dtype)}, meta(val_bpb), keep=args.keep, per_rank=True)
 
-    def save_model_alone(val_bpb: float | None) -> None:
-        if rank == 0:
-            save_model("base", tag, state["step"], model,
-                       {"user_config": vars(args), "tokenizer": tokenizer.mark(), "val_bpb": val_bpb,
-                        "total_batch_size": rules["batch"], "device_batch_size": args.device_batch_size,
-                        "max_seq_len": args.sequence_len})
+    def meta(val_bpb: float | None) -> dict:
+        return {"user_config": vars(args), "tokenizer": tokenizer.mark(), "val_bpb": val_bpb,
+                "total_batch_size": rules["batch"], "device_batch_size": args.device_batch_size,
+                "max_seq_len": args.sequence_len}
 
-    with saying_what_is_whole(lambda: resumable_steps("base", tag), "the same flags and --resume-from-step auto"):
+    with saying_what_is_whole(lambda: resumable_steps("base", tag),
+                              "the same flags and --resume-from-step auto"), run.writer:
         try:
             train(args, run, model, optimizers, batches, rules, state, evaluate, save)
             val_bpb = evaluate()
@@ -328,11 +336,14 @@ def main(args) -> None:
             if world == 1 and state["step"]:
                 with contextlib.suppress(CannotWrite):
                     save()
+                    run.writer.finish()
             raise
         except BadInput as error:  # where its text is bad, the stream cannot go on: the model alone is kept
             if state["step"]:
                 check_weights(model, "model")
-                save_model_alone(None)
+                run.writer.finish()
+                if rank == 0:
+                    save_model("base", tag, state["step"], model, meta(None))
                 left = "".join(f"; with the text as it was, --resume-from-step {step} goes on"
                                for step in resumable_steps("base", tag)[-1:])
                 error = BadInput(f"{error}; the model behind step {state['step']} is saved, and cannot be trained on"
@@ -341,11 +352,14 @@ def main(args) -> None:
             raise error from None
         except StopRequested:
             save()
+            run.writer.finish()
             run.finish()
             raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} "
                                 f"--resume-from-step auto") from None
         save(val_bpb)
-        run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb})
+        run.writer.finish()
+        run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb,
+                 **run.writer.take_record()})
         run.finish()
     print_samples(args, model, tokenizer, val_sources)
     print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, "

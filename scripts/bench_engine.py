@@ -4,7 +4,9 @@ installed.
 
 Random-init models, prompts and completions of exactly the asked lengths. Prefill is timed by itself (one new token) and
 taken off; providers take turns, medians are shown. transformers gets a Llama with as many block weights, its MLP 8/3
-wide, no end token. The last line is JSON.
+wide, no end token. With --mean-len completions end by themselves, each token with the same probability, so that their
+lengths are geometric, cut at --completion-len; more rows than --max-rows wait for a place. transformers, which would
+have to wait for each batch's longest row, is left out then. The last line is JSON.
 
     python -m scripts.bench_engine --rows 256 --prompt-len 64 --completion-len 128
     python -m scripts.bench_engine --device-type cuda --dtype bfloat16 --depth 28 --n-embd 1536 --n-head 12 \\
@@ -25,7 +27,9 @@ from nanochat.flops import decode_floor
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=256, help="completions that decode together")
+    parser.add_argument("--rows", type=int, default=256, help="completions")
+    parser.add_argument("--max-rows", type=int, default=0, help="completions that decode together; 0: all")
+    parser.add_argument("--mean-len", type=int, default=0, help="mean tokens of a completion; 0: --completion-len, all")
     parser.add_argument("--num-samples", type=int, default=1, help="rows that share a prompt")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--completion-len", type=int, default=128)
@@ -37,12 +41,17 @@ def make_parser() -> argparse.ArgumentParser:
 def ours(args, device):
     """-> sample(prompts, length)"""
     model = random_model(args, args.prompt_len + args.completion_len, device)
-    keys = [row_key(args.seed, n) for n in range(args.rows)]
+    keys, stop_tokens = [row_key(args.seed, n) for n in range(args.rows)], []
+    if args.mean_len:  # a flat distribution, in which one token in mean_len ends the completion
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1e-4)
+        stop_tokens = list(range(round(args.vocab_size / args.mean_len)))
 
     def sample(prompts, length):
-        tokens = generate(model, prompts, args.num_samples, max_new_tokens=length, stop_tokens=[], keys=keys,
-                          max_rows=args.rows).tokens
-        assert tokens.shape == (args.rows, length)
+        lengths = generate(model, prompts, args.num_samples, max_new_tokens=length, stop_tokens=stop_tokens, keys=keys,
+                           max_rows=args.max_rows).lengths
+        assert args.mean_len or lengths.eq(length).all()
+        return int(lengths.sum()) - args.rows  # behind the first ones
     return sample
 
 
@@ -61,11 +70,14 @@ def transformers(args, device):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
                              top_p=1.0, max_new_tokens=length, pad_token_id=0)
         assert out.shape == (args.rows, args.prompt_len + length)
+        return args.rows * (length - 1)
     return sample
 
 
 def main(args) -> None:
-    check_least(args, {"rows": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 2, "rounds": 1, **MODEL_LEAST})
+    args.max_rows = args.max_rows or args.rows
+    check_least(args, {"rows": 1, "max_rows": 1, "mean_len": 0, "num_samples": 1, "prompt_len": 1, "completion_len": 2,
+                       "rounds": 1, **MODEL_LEAST})
     check_most(args, {"rows": 10 ** 6, "prompt_len": 10 ** 6, "completion_len": 10 ** 6, "rounds": 10 ** 6,
                       **MODEL_MOST})
     if args.rows % args.num_samples:
@@ -75,21 +87,26 @@ def main(args) -> None:
     prompts = torch.randint(args.vocab_size, (args.rows // args.num_samples, args.prompt_len),
                             generator=generator).tolist()
     samplers = {}
-    for provider in (ours, transformers):
+    for provider in (ours,) if args.mean_len else (ours, transformers):
         try:
             samplers[provider.__name__] = provider(args, device)
         except ImportError as error:
             print0(f"{provider.__name__} is left out: {error}")
-    seconds = {name: {"prefill": [], "all": []} for name in samplers}
+    seconds, decoded = {name: {"prefill": [], "all": []} for name in samplers}, 0
     for timed in [False] + [True] * args.rounds:  # the first round warms up
         for name, sample in samplers.items():
             for part, length in (("prefill", 1), ("all", args.completion_len)):
-                elapsed = seconds_of(lambda sample=sample, length=length: sample(prompts, length), device)
+                counted = []
+                elapsed = seconds_of(lambda s=sample, n=length, to=counted: to.append(s(prompts, n)), device)
+                decoded = max(decoded, *counted)
                 if timed:
                     seconds[name][part].append(elapsed)
-    floor = decode_floor(random_model(args, args.prompt_len + args.completion_len, device), len(prompts), args.rows,
-                         args.prompt_len, args.completion_len - 1, machine_speed(device, DTYPES[args.dtype]))
-    decoded = args.rows * (args.completion_len - 1)
+    # As if all places were full to the end: so many tokens of places that hold as many prompts as they can.
+    steps = -(-decoded // args.max_rows)
+    turns = max(1, steps // (args.completion_len - 1))
+    floor = turns * decode_floor(
+        random_model(args, args.prompt_len + args.completion_len, device), -(-args.max_rows // args.num_samples),
+        args.max_rows, args.prompt_len, -(-steps // turns), machine_speed(device, DTYPES[args.dtype]))
     results = {"bound": {"decode_tok_per_s": round(decoded / floor)}}
     for name, parts in seconds.items():
         prefill, whole = (statistics.median(parts[part]) for part in ("prefill", "all"))

@@ -4,7 +4,8 @@ Times full RL steps on a stated workload, with a random-init model and completio
 --role plain is a GRPO step: sample, update. generator and verifier are the steps of tango_rl: one verification of every
 solution goes with a generator step, one solution per problem with a verifier step, whose groups are its verifications.
 Rewards are random numbers. The last line is JSON: medians over --steps (one step before them is not counted), the
-memory of all ranks and what the planner says of one, and the floor that this machine's measured matrix-product and copy speeds set.
+memory of all ranks, what the planner says of one, and the floor that this machine's measured matrix-product and copy
+speeds set.
 
     python -m scripts.bench_step --vocab-size 512 --prompt-len 64 --completion-len 128
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node=2 scripts/bench_step.py --vocab-size 512
@@ -38,6 +39,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--role", default="plain", choices=["plain", "generator", "verifier"])
+    parser.add_argument("--num-roles", type=int, default=1,
+                        help="of --role plain: each makes a step with its own model and optimizer")
     parser.add_argument("--examples-per-step", type=int, default=32, help="prompts per step, over all ranks")
     parser.add_argument("--num-samples", type=int, default=8, help="completions per prompt")
     parser.add_argument("--prompt-len", type=int, default=64)
@@ -86,7 +89,10 @@ def judged_prompts(rollouts: Rollouts) -> list[list[int]]:
 
 
 def one_step(args, step: int, roles: dict[str, Role], device) -> dict[str, float]:
-    """Seconds of sampling solutions, of verification and of the update."""
+    """Seconds of sampling solutions, of verification and of the update; those of all roles with --num-roles."""
+    if args.role == "plain" and len(roles) > 1:
+        each = [one_step(args, step, {"generator": role}, device) for role in roles.values()]
+        return {name: sum(seconds[name] for seconds in each) for name in each[0]}
     rank, world = rank_and_world()
     generator = torch.Generator().manual_seed((args.seed * 1000 + step) * world + rank)
     prompts = torch.randint(args.vocab_size, (args.examples_per_step // world, args.prompt_len),
@@ -143,7 +149,7 @@ def planned_bytes(args, roles: dict[str, Role], device) -> int:
     """The peak of one rank by the planner (rl/plan.py)."""
     prompt, completion, verification = args.prompt_len, args.completion_len, args.verification_len
     P, G = args.examples_per_step, args.num_samples
-    solutions = Draw("generator", "solutions", P, 1 if args.role == "verifier" else G, prompt, completion,
+    solutions = Draw(next(iter(roles)), "solutions", P, 1 if args.role == "verifier" else G, prompt, completion,
                      trained=args.role != "verifier")
     verifications = {"plain": [], "generator": [Draw("verifier", "verifications", P * G, 1, prompt + completion,
                                                      verification)],
@@ -151,25 +157,29 @@ def planned_bytes(args, roles: dict[str, Role], device) -> int:
                                        trained=True)]}[args.role]
     setting = Setting(rank_and_world()[1], False, args.recompute, DTYPES[args.dtype], device.type,
                       args.micro_batch_tokens, args.max_rows)
-    trained = "verifier" if args.role == "verifier" else "generator"  # the other's optimizer never steps
-    held = {name: Held(reference=False, moments=None if name == trained else 0) for name in roles}
+    idle = {"plain": None, "generator": "verifier", "verifier": "generator"}[args.role]  # its optimizer never steps
+    held = {name: Held(reference=False, moments=0 if name == idle else None) for name in roles}
     configs = {name: role.model.config for name, role in roles.items()}
     return memory_plan(configs, held, [solutions, *verifications], setting)["peak"]
 
 
 def main(args) -> None:
     check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1,
-                       "verification_len": 1, "steps": 1, "max_rows": 1, "micro_batch_tokens": 0, **MODEL_LEAST})
+                       "verification_len": 1, "steps": 1, "max_rows": 1, "num_roles": 1, "micro_batch_tokens": 0,
+                       **MODEL_LEAST})
     check_most(args, {"examples_per_step": 10 ** 6, "num_samples": 10 ** 5, "prompt_len": 10 ** 6,
                       "completion_len": 10 ** 6, "verification_len": 10 ** 6, "steps": 10 ** 6, **MODEL_MOST})
+    if args.num_roles > 1 and args.role != "plain":
+        raise BadInput(f"--num-roles {args.num_roles}: with --role plain alone")
     if args.examples_per_step % rank_and_world()[1]:
         raise BadInput(f"--examples-per-step {args.examples_per_step}: must be a multiple of the "
                        f"{rank_and_world()[1]} ranks")
     device = init_device(args.device_type)
     args.micro_batch_tokens = args.micro_batch_tokens or (16384 if device.type == "cuda" else 4096)
     context = args.prompt_len + args.completion_len + args.verification_len
+    names = [f"role {n}" for n in range(args.num_roles)] if args.num_roles > 1 else ["generator"]
     roles = {name: make_role(args, name, context, device)
-             for name in ("generator", "verifier")[: 1 if args.role == "plain" else 2]}
+             for name in (names if args.role == "plain" else ("generator", "verifier"))}
     before = 0 if device.type == "cuda" else peak_memory_mb(device)
     seconds = [one_step(args, step, roles, device) for step in range(args.steps + 1)][1:]
     peak = all_reduce(torch.tensor(peak_memory_mb(device) - before, device=device)).item()
@@ -179,14 +189,16 @@ def main(args) -> None:
         print0(profiler.key_averages().table(sort_by=f"self_{'cuda' if device.type == 'cuda' else 'cpu'}_time_total",
                                              row_limit=16, max_name_column_width=40))
     medians = {name: round(statistics.median(s[name] for s in seconds), 4) for name in seconds[0]}
-    speed = machine_speed(device, DTYPES[args.dtype])
-    sampled = {"plain": args.num_samples, "generator": args.num_samples, "verifier": 1}[args.role] * args.completion_len
+    speed, model = machine_speed(device, DTYPES[args.dtype]), next(iter(roles.values())).model
+    sampled = {"plain": args.num_samples * args.num_roles, "generator": args.num_samples, "verifier": 1}[args.role]
+    sampled *= args.completion_len
     verifications = {"plain": 0, "generator": args.num_samples, "verifier": args.num_samples}[args.role]
     sampled += verifications * args.verification_len
     print0(json.dumps({
         **medians, "completion_tok_per_s": round(args.examples_per_step * sampled / medians["s_per_step"]),
         "peak_mem_mb": round(peak, 1),
-        "planned_mem_mb": round(planned_bytes(args, roles, device) / 2 ** 20, 1), "floor_s": round(floor_seconds(args, roles["generator"].model, speed), 4),
+        "planned_mem_mb": round(planned_bytes(args, roles, device) / 2 ** 20, 1),
+        "floor_s": round(args.num_roles * floor_seconds(args, model, speed), 4),
         "matmul_gflop_per_s": round(speed[0] / 1e9), "copy_gb_per_s": round(speed[1] / 1e9, 1),
         "cpu_kernels": device.type == "cpu" and cpu.library() is not None,
         "threads": torch.get_num_threads(), "ranks": rank_and_world()[1], "torch": torch.__version__,

@@ -28,10 +28,10 @@ import time
 import torch
 
 from nanochat.checkpoint import (find_step, fingerprint, load_model, load_training, resumable_steps, resume_step,
-                                 save_model, save_training, saying_what_is_whole, warn_of_dtype)
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, barrier, check_least,
-                             check_most, check_name, compute_dtype, dtype_name, flag_defaults, in_words, init_device,
-                             on_all_ranks, print0, rank_and_world, script_main)
+                                 save_training, saying_what_is_whole, warn_of_dtype)
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, check_least, check_most,
+                             check_name, compute_dtype, dtype_name, flag_defaults, in_words, init_device, on_all_ranks,
+                             print0, rank_and_world, script_main)
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole, shuffled
 from nanochat.engine import pad_prompts
 from nanochat.files import check_writable, path_of
@@ -47,15 +47,15 @@ from nanochat.rl.prompts import DEMOS, generator_prompt, quoting_prompt, refine_
 from nanochat.rl.roles import set_recompute
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.scores import outcomes_of, problems_digest, texts_digest
-from nanochat.run import add_run_args, describe_versions, look_at, start_run, uses_wandb
-from nanochat.weights import check_weights, whole_state
+from nanochat.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
+from nanochat.weights import check_weights
 from tasks import add_task_args, make_task
 from tasks.common import demo_of
 from tasks.conversations import load_conversations
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
-MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "micro_batch_tokens", "recompute"}
+MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "keep", "micro_batch_tokens", "recompute"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
                         help=f"continue from this step, or from the last one with 'auto'; -1 = a fresh start; "
                              f"{in_words(MAY_CHANGE)}")
     parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
+    add_keep_arg(parser)
     add_task_args(parser)
     parser.add_argument("--role", choices=["generator", "verifier", "both"], required=True)
     parser.add_argument("--model-tag", default="", help="tag of the generator, default d<depth>")
@@ -327,7 +328,7 @@ def train(args, run, model, parameters, optimizers, examples: Examples, state: d
                   "seconds": state["seconds"] + time.time() - started, "skipped": state["skipped"] + 1 if failed else 0}
         run.log({"step": step, "loss": loss, "grad_norm": grad_norm, "trained_tokens": num_tokens,
                  "conversations_too_long": state["too_long"], "lr_factor": warmup_cosine(step, args.num_steps),
-                 "skipped": int(failed), "timing_s/step": time.time() - started})
+                 "skipped": int(failed), "timing_s/step": time.time() - started, **run.writer.take_record()})
         if step % 50 == 0 or state["step"] == args.num_steps:
             left = state["seconds"] / state["step"] * (args.num_steps - state["step"])
             print0(f"step {step:4d}/{args.num_steps} | loss {loss:.4f} | {state['seconds']:.0f}s, {left:.0f}s left")
@@ -386,7 +387,7 @@ def generator_mark(tag: str, step: int | None) -> int:
 def main(args) -> None:
     check_least(args, {"num_steps": 1, "examples_per_step": 1, "num_sampled": 1, "micro_batch_tokens": 1,
                        "max_new_tokens": 1, "sequence_len": 2, "matrix_lr": 0, "embedding_lr": 0,
-                       "verifier_shared_layers": 0, "conversations_share": 0})
+                       "verifier_shared_layers": 0, "conversations_share": 0, "keep": 0})
     check_most(args, {"examples_per_step": 10 ** 6, "num_sampled": 10 ** 7})
     if args.conversations_share > 1:
         raise BadInput(f"--conversations-share {args.conversations_share}: is a share, at most 1")
@@ -455,6 +456,7 @@ def main(args) -> None:
            f"{sum(p.numel() for p in parameters):,} parameters trained, {device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
                     resumed is not None, path_of("sft", tag))
+    run.resumed_from = resumed
     run.trim("metrics.jsonl", state["step"])
 
     def after_step() -> None:
@@ -463,18 +465,14 @@ def main(args) -> None:
 
     def save() -> None:
         check_weights(model, args.role)
-        weights = whole_state(model, keep=rank == 0)
-        if rank == 0 or args.shard:
-            save_training("sft", tag, state["step"], rank, optimizers,
-                          {"state": dict(state), "files": files, "problems": problems, "texts": texts,
-                           "generator": mark, "dtype": dtype_name(dtype)})
-        barrier()  # every rank has written its part
-        if rank == 0:
-            save_model("sft", tag, state["step"], model,
-                       {"user_config": vars(args), "loss": state["loss"], "val_bpb": None,
-                        "tokenizer": tokenizer.mark()}, weights)
+        save_training(run, "sft", tag, state["step"], model, optimizers,
+                      {"state": dict(state), "files": files, "problems": problems, "texts": texts, "generator": mark,
+                       "dtype": dtype_name(dtype)},
+                      {"user_config": vars(args), "loss": state["loss"], "val_bpb": None,
+                       "tokenizer": tokenizer.mark()}, keep=args.keep, per_rank=args.shard)
 
-    with saying_what_is_whole(lambda: resumable_steps("sft", tag), "the same flags and --resume-from-step auto"):
+    with saying_what_is_whole(lambda: resumable_steps("sft", tag),
+                              "the same flags and --resume-from-step auto"), run.writer:
         try:
             if generator is not None:
                 examples.sampled = sample_solutions(args, task, tokenizer, generator, run)
@@ -486,10 +484,12 @@ def main(args) -> None:
             if world == 1 and state["step"]:
                 with contextlib.suppress(CannotWrite):
                     save()
+                    run.writer.finish()
             raise
         except (StopRequested, BadInput) as stop:
             if state["step"]:
                 save()
+                run.writer.finish()
             run.finish()
             if isinstance(stop, BadInput):
                 raise BadInput(f"{stop}; the model behind step {state['step']} is saved" if state["step"]
@@ -497,6 +497,7 @@ def main(args) -> None:
             raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and "
                                 f"--resume-from-step auto") from None
         save()
+        run.writer.finish()
         run.finish()
     left_out = (f", {state['too_long']} conversations were longer than the context and left out"
                 if args.conversations else "")

@@ -15,14 +15,19 @@ import torch
 
 from nanochat.common import BadInput, check_least, check_most, print0, script_main
 from nanochat.gpt import GPT, config_of
-from nanochat.flops import PEAK_FLOPS, flops_per_token
-from nanochat.rl.plan import BANDWIDTH, Held, Setting, Speed, draw_seconds, draws_of, sampling_seconds
+from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
+from nanochat.rl.plan import (BANDWIDTH, DISK_SPEED, Draw, Held, Setting, Speed, describe_stop, draw_seconds, draws_of,
+                              sampling_seconds)
 from nanochat.recipes import grpo, tango
 from nanochat.rl.prompts import empty_verifier_prompt
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
 COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
+ASSUMED = """counted: 6 FLOPs per token and weight of the matrices and the LM head, attention to the tokens that causal
+windows let see, Muon's products; not embeddings, which are looked up, nor what is computed and masked
+from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth
+assumed, not measured: --mfu, which makes up for all that is not counted, --decode-efficiency, --dollars, lengths"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,6 +46,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak FLOPs that training reaches")
     parser.add_argument("--decode-efficiency", type=float, default=0.2,
                         help="share of the speed of decoding that the memory's bandwidth allows")
+    parser.add_argument("--disk-speed", type=float, default=DISK_SPEED / 1e9,
+                        help="GB/s (10^9 bytes) at which checkpoints are written, by all GPUs' processes together")
     parser.add_argument("--example-tokens", type=int, default=500, help="mean length of an SFT example")
     parser.add_argument("--prompt-tokens", type=int, default=150, help="mean length of a problem")
     parser.add_argument("--completion-tokens", type=int, default=180,
@@ -69,10 +76,9 @@ def parse(script, flags: str, *required: str):
 def pretraining_flops(args, base, model) -> tuple[float, str]:
     rules = base_train.apply_rules(base, model, args.gpus)
     tokens = rules["num_steps"] * rules["batch"]
-    # Muon: 5 iterations of three products per matrix; every GPU makes all of them.
-    muon = sum(5 * (4 * min(p.shape) ** 2 * max(p.shape) + 2 * min(p.shape) ** 3)
-               for name, p in model.named_parameters() if ".c_" in name)
-    total = tokens * flops_per_token(model) + rules["num_steps"] * muon * args.gpus
+    # The GPUs share Muon's matrices, and wait for the one that has most.
+    muon = args.gpus * muon_flops([p.shape for p in model.blocks.parameters()], args.gpus)
+    total = tokens * flops_per_token(model) + rules["num_steps"] * muon
     return total, f"{rules['num_steps']:,} steps of {rules['batch']:,} tokens, {tokens / 1e9:.2f}B"
 
 
@@ -82,15 +88,24 @@ def sft_flops(args, sft, model) -> tuple[float, str]:
             f"{sft.num_steps:,} steps of {sft.examples_per_step} examples, {tokens / 1e6:.0f}M tokens")
 
 
+def setting_of(args, rl) -> Setting:
+    return Setting(ranks=args.gpus, updates_per_batch=rl.updates_per_batch, micro_batch_tokens=rl.micro_batch_tokens,
+                   max_rows=rl.max_rows)
+
+
+def draws_in(args, rl, recipe) -> list[Draw]:
+    """What a recipe draws, of mean lengths."""
+    quoted = {empty_verifier_prompt: args.completion_tokens}
+    return [replace(draw, prompt_tokens=args.prompt_tokens + quoted.get(call.wrap, 0),
+                    new_tokens=args.completion_tokens)
+            for call in recipe.calls(rl) for draw in draws_of([call], lambda wrap: 0)]
+
+
 def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
     """RL Tango, and GRPO alone."""
-    setting = Setting(ranks=args.gpus, updates_per_batch=rl.updates_per_batch)
-    quoted = {empty_verifier_prompt: args.completion_tokens}
-    rows = []
+    setting, rows = setting_of(args, rl), []
     for name, recipe in (("RL Tango", tango), ("chat_rl in its place", grpo)):
-        draws = [replace(draw, prompt_tokens=args.prompt_tokens + quoted.get(call.wrap, 0),
-                         new_tokens=args.completion_tokens)
-                 for call in recipe.calls(rl) for draw in draws_of([call], lambda wrap: 0)]
+        draws = draws_in(args, rl, recipe)
         seconds = {draw.label: sum(draw_seconds(model.config, draw, Held(), setting, speed).values()) for draw in draws}
         total = sum(draw.times * seconds[draw.label] for draw in draws)
         rows.append((name, total,
@@ -110,6 +125,7 @@ def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str
 
 def main(args) -> None:
     check_least(args, {"gpus": 1, "vocab_size": 265, "dollars": 0, "mfu": 0.01, "decode_efficiency": 0.01,
+                       "disk_speed": 0.001,
                        "example_tokens": 1, "prompt_tokens": 1, "completion_tokens": 1})
     check_most(args, {"gpus": 10 ** 6, "vocab_size": 2 ** 24, "mfu": 1, "decode_efficiency": 1,
                       "example_tokens": 10 ** 6, "prompt_tokens": 10 ** 6, "completion_tokens": 10 ** 6})
@@ -125,16 +141,21 @@ def main(args) -> None:
                *sft_flops(args, parse(chat_sft, args.verifier_sft, "--role", "verifier"), model))]
     rows = [(name, flops / (args.gpus * peak * args.mfu), f"{flops:.2e} FLOPs: {what}") for name, flops, what in stages]
     speed = Speed(args.gpu, args.mfu, args.decode_efficiency)
-    tango, grpo = rl_rows(args, rl, model, speed)
+    of_tango, of_grpo = rl_rows(args, rl, model, speed)
     text, chat = evaluation_rows(args, text_eval, model, speed)
-    rows += [tango, text, chat]
+    rows += [of_tango, text, chat]
     total = sum(seconds for _, seconds, _ in rows) + chat[1]  # behind SFT and behind RL
     print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training "
            f"and {100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, "
            f"${args.dollars:.2f} per GPU and hour; not measured, and without CORE, evaluations in training, and the "
            f"solutions that the verifier's SFT samples")
-    for name, seconds, what in [*rows, ("in all, of these", total, ""), grpo]:
+    for name, seconds, what in [*rows, ("in all, of these", total, ""), of_grpo]:
         print0(f"{name:28s} {seconds / 3600:6.3f} h  ${seconds / 3600 * args.gpus * args.dollars:7.2f}  {what}")
+    roles = ("generator", "verifier")
+    print0("RL Tango: " + describe_stop(dict.fromkeys(roles, model.config), dict.fromkeys(roles, Held()),
+                                        draws_in(args, rl, tango), setting_of(args, rl), speed,
+                                        1e9 * args.disk_speed))
+    print0(ASSUMED)
 
 
 if __name__ == "__main__":

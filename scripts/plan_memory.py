@@ -16,7 +16,8 @@ from nanochat.common import BadInput, check_choices, check_least, print0, script
 from nanochat.files import path_of
 from nanochat.hf.files import DTYPES, find_folder, read_config
 from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, check_shapes, num_shared
-from nanochat.rl.plan import Config, Setting, draws_of, held_by, memory_plan, show_plan, variants
+from nanochat.rl.plan import (Config, Setting, Speed, describe_stop, draws_of, held_by, memory_plan, show_plan,
+                              variants)
 from nanochat.recipes import grpo, tango
 from nanochat.hf.shapes import SHAPES, shape_of
 
@@ -88,7 +89,7 @@ def main(args) -> None:
         chosen, plan = best
         print0(f"\nthe first that fits, {chosen.ranks} "
                f"rank(s){' --shard' * chosen.shard}{' --recompute' * chosen.recompute}:")
-        print0("\n".join(show_plan(plan, args.memory)))
+        print0("\n".join([*show_plan(plan, args.memory), describe_stop(configs, held, draws, chosen, Speed())]))
     else:
         print0("\nnothing fits: lower --max-rows (sampling), --micro-batch-tokens (update), the lengths, or take "
                "more ranks with --shard")

@@ -177,7 +177,7 @@ def one_step(t: Play, recipe, counted: str):
                "sampled_tokens": state.sampled_tokens}
     record |= t.metrics | {f"{short_name(first)}/sampled_tokens": tokens}
     record |= {"timing_s/eval": evaluated - started, **t.seconds, "timing_s/step": seconds,
-               "tokens_per_s": tokens / max(seconds, 1e-9), **process_size()}
+               **t.run.writer.take_record(), "tokens_per_s": tokens / max(seconds, 1e-9), **process_size()}
     if t.device.type == "cuda":
         record["peak_memory_gb"] = torch.cuda.max_memory_allocated(t.device) / 1e9
     state.step += 1
@@ -337,16 +337,17 @@ def main(args) -> None:
         raise BadInput(f"--resume-from-step {args.resume_from_step}: no step is left to make, and to begin from there "
                        f"would remove the checkpoints behind it, up to step {saved_steps(args.run)[-1]}")
     run = open_run(args, recipe, task, problems, starts, device, dtype, world, resume_step, seen)
-    run.tokenizer = tokenizer.mark()
+    run.tokenizer, run.resumed_from = tokenizer.mark(), resume_step
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
-                      calculator=args.calculator, max_rows=args.max_rows)
+                      calculator=args.calculator, max_rows=args.max_rows,
+                      max_cached_tokens=args.max_cached_tokens)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
                       args.entropy_coef, args.sequence_ratio)
     t = Play(args, run, sampler, roles, {call.label: call for call in calls}, totals,
              state or RunState(role_steps=dict.fromkeys(roles, 0)), loss)
     sampler.should_stop = t.should_stop
     with saying_what_is_whole(lambda: saved_steps(args.run),
-                              f"the same flags, --run {args.run} and --resume-from-step auto"):
+                              f"the same flags, --run {args.run} and --resume-from-step auto"), run.writer:
         carry_out(t, recipe, is_resumed=state is not None)
 
 
@@ -428,6 +429,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         started = time.time()
         after = held_out(t, recipe)
         seconds = t.state.start_seconds + t.state.step_seconds + t.state.eval_seconds + time.time() - started
+        run.writer.finish()
     except (Diverged, CannotWrite):
         raise
     except SystemExit as error:  # which would pass for the run's end
@@ -435,6 +437,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     except StopRequested:
         if is_started:
             save_set(run, t.state, t.roles, args)
+            run.writer.finish()
             show_page(t, f"stopped behind step {t.step}", is_alive=False)
         run.finish()
         raise StopRequested(f"stopped behind step {t.step}; go on with the same flags, --run {args.run} and "
@@ -443,6 +446,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
         if is_started and t.step and not t.has_moved and run.world == 1:  # other ranks would not take part
             with suppress(CannotWrite, Diverged):
                 save_set(run, t.state, t.roles, args)
+                run.writer.finish()
                 print0(f"run {args.run} is saved behind step {t.step}; what stopped it:")
         raise
     print_table(t.state.before, after, getattr(recipe, "TABLE", None))

@@ -8,7 +8,15 @@ import math
 import pytest
 import torch
 
+from nanochat import attention as attention_module
+from nanochat.attention import PADDING_POSITION, KVCache, Mask, _Attend, bias, make_mask
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.kernels import attention as kernels
+from nanochat.kernels.attention import attention, num_parts
 from nanochat.kernels.decode_attention import LEAST_KEYS, decode_attention, decode_attention_plain, num_splits
+from nanochat.rl.packing import MicroBatch
+from nanochat.rl.trainer import completion_hidden
 
 # the interpreter's numpy, of -inf that is meant
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -25,59 +33,60 @@ def normal(draw, *shape, dtype=torch.float32):
 # Decoding
 
 def decode_case(Hkv=2, group=2, D=32, capacity=70, Tp=70, dtype=torch.float32) -> dict:
-    """Four rows behind three prompts: a full one, an idle one, one of a single token behind no prompt, one in between.
-    What lies behind the filled columns is not a number."""
+    """Four rows in four of five places: half full, idle, full, of a single token and behind no prompt; three prompts.
+    What lies behind the filled columns is large."""
     draw = torch.Generator().manual_seed(D + group + capacity + Tp)
-    case = dict(q=normal(draw, 4, Hkv, group, D, dtype=dtype),
-                k=normal(draw, 4, Hkv, capacity, D, dtype=dtype), v=normal(draw, 4, Hkv, capacity, D, dtype=dtype),
-                lengths=torch.tensor([capacity, 0, 1, max(1, capacity // 2)], device=DEVICE),
+    numbers = lambda *values: torch.tensor(values, device=DEVICE)
+    case = dict(q=normal(draw, 4, Hkv, group, D, dtype=dtype), places=numbers(3, 1, 0, 2),
+                k=normal(draw, 5, Hkv, capacity, D, dtype=dtype), v=normal(draw, 5, Hkv, capacity, D, dtype=dtype),
+                lengths=numbers(capacity, 0, 1, max(1, capacity // 2), 1),
                 prefix_k=normal(draw, 3, Hkv, Tp, D, dtype=dtype), prefix_v=normal(draw, 3, Hkv, Tp, D, dtype=dtype),
-                prefix_lengths=torch.tensor([Tp, Tp // 3, 0], device=DEVICE),
-                slots=torch.tensor([0, 0, 2, 1], device=DEVICE), places=torch.tensor([2, 0, 3, 1], device=DEVICE))
+                prefix_lengths=numbers(Tp, Tp // 3, 0), slots=numbers(0, 0, 2, 1, 1))
     for names, filled in ((("k", "v"), "lengths"), (("prefix_k", "prefix_v"), "prefix_lengths")):
         for name in names:
             for row, length in zip(case[name], case[filled].tolist(), strict=True):
-                row[:, length:] = math.nan
+                row[:, length:] = 1000.0
     return case
 
 
-def numbers(case: dict) -> dict:
-    """The case with numbers in the columns that are not filled."""
-    return {name: x.nan_to_num(7.0) if x.is_floating_point() else x for name, x in case.items()}
-
-
-def decode_by_loop(q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, window):
+def decode_by_loop(q, places, k, v, lengths, prefix_k, prefix_v, prefix_lengths, slots, window):
     """By the definition, one row at a time, in fp64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
-    for b, place in enumerate(places.tolist()):
-        length, slot = int(lengths[place]), int(slots[place])
+    for row, place in enumerate(places.tolist()):
+        slot, length = int(slots[place]), int(lengths[place])
         if length:
-            keys, values = (torch.cat([prefix[slot, :, : prefix_lengths[slot]], own[place, :, :length]], 1).double()
+            keys, values = (torch.cat([prefix[slot, :, : prefix_lengths[slot]], own[place, :, :length]], dim=1).double()
                             for prefix, own in ((prefix_k, k), (prefix_v, v)))
             seen = slice(max(0, keys.shape[1] - 1 - window), None)
-            scores = q[b].double() @ keys[:, seen].mT / math.sqrt(q.shape[-1])  # (Hkv, group, keys)
-            out[b] = scores.softmax(dim=-1) @ values[:, seen]
+            scores = q[row].double() @ keys[:, seen].mT / math.sqrt(q.shape[-1])  # (Hkv, group, keys)
+            out[row] = scores.softmax(dim=-1) @ values[:, seen]
     return out
 
 
-@pytest.mark.parametrize("window", [FULL, 100, 20, 0])
+@pytest.mark.parametrize("window", [FULL, 20, 0])
 @pytest.mark.parametrize("sizes", [dict(), dict(group=1, D=64), dict(group=6, D=128, Hkv=1), dict(group=17, D=24),
-                                   dict(Tp=0), dict(Tp=5), dict(capacity=1), dict(capacity=130, Tp=200)], ids=str)
+                                   dict(Tp=0), dict(capacity=1, Tp=5), dict(capacity=130, Tp=200)], ids=str)
 def test_decoding_equals_the_definition(sizes, window):
     case = decode_case(**sizes)
     expected = decode_by_loop(**case, window=window)
     for splits in (1, 3):
         out = decode_attention(**case, window=window, splits=splits)
-        assert (out.cpu() - expected).abs().max() < 2e-6 and out[3].eq(0).all() and out.dtype == torch.float32
-    assert (decode_attention_plain(**numbers(case), window=window).cpu() - expected).abs().max() < 2e-6
+        assert (out.cpu() - expected).abs().max() < 2e-6 and out[1].eq(0).all() and out.dtype == torch.float32
+    assert (decode_attention_plain(**case, window=window).cpu() - expected).abs().max() < 2e-6
 
 
-def test_half_precision_rounds_probabilities_and_the_result():
+def test_decoding_in_half_precision_rounds_probabilities_and_the_result():
     # Weights of a mean are off by half a unit in the last place, 2^-11, each, and so is the result.
     case = decode_case(dtype=torch.float16, D=64, group=6)
-    expected = decode_by_loop(**case, window=FULL)
-    for out in (decode_attention(**case, window=FULL), decode_attention_plain(**numbers(case), window=FULL)):
-        assert out.dtype == torch.float16 and 1e-6 < (out.cpu() - expected).abs().max() < 2 ** -10
+    expected, out = decode_by_loop(**case, window=FULL), decode_attention(**case, window=FULL)
+    assert out.dtype == torch.float16 and 1e-6 < (out.cpu() - expected).abs().max() < 2 ** -10
+
+
+def test_what_is_not_filled_is_never_read():
+    case = decode_case()
+    expected = decode_attention(**case, window=FULL)
+    nan = {name: x.masked_fill(x == 1000.0, math.nan) if x.dim() == 4 else x for name, x in case.items()}
+    assert nan["k"].isnan().any() and torch.equal(decode_attention(**nan, window=FULL), expected)
 
 
 def test_heads_may_lie_in_any_order_in_memory():
@@ -88,7 +97,7 @@ def test_heads_may_lie_in_any_order_in_memory():
     assert torch.equal(decode_attention(**turned, window=50), expected)
 
 
-def test_idle_rows_may_name_any_slot():
+def test_an_idle_place_may_name_any_slot():
     case = decode_case()
     expected = decode_attention(**case, window=FULL)
     case["slots"][1] = 2 ** 40
@@ -98,3 +107,172 @@ def test_idle_rows_may_name_any_slot():
 def test_splits_fill_the_gpu_and_no_more():
     assert num_splits(1024, 10 ** 5, 132) == 1 and num_splits(1, 2 * LEAST_KEYS - 1, 132) == 1
     assert num_splits(32, 10 ** 5, 132) == 16 and num_splits(32, 8 * LEAST_KEYS, 132) == 8
+
+
+# Training
+
+def training_case(U=2, Hkv=1, R=2, group=2, T=17, Tk=None, Tp=40, D=32, dtype=torch.float32):
+    """Inputs that want gradients, q, k, v, prefix_k, prefix_v, and the lengths of the prefixes, of which the second is
+    half as long as it could be and the third of one token. What lies behind them is large."""
+    draw, Tk = torch.Generator().manual_seed(T + Tp + D), T if Tk is None else Tk
+    shapes = [(U, Hkv, R, group, T, D), *[(U, Hkv, R, Tk, D)] * 2, *[(U, Hkv, Tp, D)] * 2 * (Tp > 0)]
+    inputs = [normal(draw, *shape, dtype=dtype) for shape in shapes]
+    lengths = torch.tensor([Tp, max(1, Tp // 2), 1][:U], device=DEVICE) if Tp else None
+    for x in inputs[3:]:
+        for u, length in enumerate(lengths.tolist()):
+            x[u, :, length:] = 1000.0
+    return [x.requires_grad_() for x in inputs], lengths
+
+
+def explicit(inputs, lengths, window):
+    """_Attend in fp64, with masks by their definition: positions count from the first own key."""
+    q, k, v, *prefix = (x.detach().cpu().double().requires_grad_() for x in inputs)
+    queries, keys = torch.arange(k.shape[3] - q.shape[4], k.shape[3])[:, None], torch.arange(k.shape[3])
+    seen_by = lambda keys: bias((keys <= queries) & (queries - keys <= window), torch.float64)
+    of_prefix = None
+    if prefix:
+        keys_of_prefix = torch.arange(prefix[0].shape[2]) - lengths.cpu()[:, None]
+        of_prefix = seen_by(keys_of_prefix.masked_fill(keys_of_prefix >= 0, PADDING_POSITION)[:, None])  # (U, T, Tp)
+    y = _Attend.apply(q, k, v, seen_by(keys), *(prefix or (None, None)), of_prefix)
+    return y, (q, k, v, *prefix)
+
+
+def gradients_of(y, inputs, seed=9):
+    """Of inputs that have elements, by a gradient of the result that is normal."""
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.autograd.grad(y, [x for x in inputs if x.numel()], grad.to(y))
+
+
+def assert_is_explicit(inputs, lengths, window, tolerance=3e-6):
+    y = attention(*inputs[:3], *(inputs[3:] or (None, None)), lengths, window)
+    expected, exact_inputs = explicit(inputs, lengths, window)
+    assert y.dtype == inputs[0].dtype and (y.detach().cpu() - expected).abs().max() < tolerance
+    grads, exact_grads = gradients_of(y, inputs), gradients_of(expected, exact_inputs)
+    for grad, exact in zip(grads, exact_grads, strict=True):
+        assert grad.dtype == y.dtype and (grad.cpu() - exact).abs().max() < 2 * tolerance
+    return y, grads
+
+
+@pytest.mark.parametrize("sizes, windows", [
+    (dict(T=1, Tp=5), [FULL, 2]), (dict(T=17, Tp=0), [FULL, 4]), (dict(T=65, Tp=64, group=1, U=1), [FULL, 70, 33]),
+    (dict(T=17, Tp=130, U=3, R=1), [FULL, 120, 9]), (dict(T=17, D=64, group=6, U=1), [FULL]),
+    (dict(T=33, D=128, group=1, U=1, R=1), [FULL, 20]), (dict(T=5, D=24, Hkv=2, R=1), [FULL]),
+    (dict(T=5, Tk=40, U=1), [FULL, 50, 20]),   # own keys before the queries'
+    (dict(T=1, Tk=0, R=1), [FULL, 9])],        # a prompt's last token, behind its own keys
+    ids=str)
+def test_training_equals_the_explicit_products(sizes, windows):
+    inputs, lengths = training_case(**sizes)
+    for window in windows:
+        assert_is_explicit(inputs, lengths, window)
+
+
+def test_half_precision_rounds_factors_of_products_and_results():
+    """In blocks of another size than fp32's. What is summed are numbers of about 1 with errors of 2^-11 each."""
+    inputs, lengths = training_case(T=150, Tp=140, U=1, D=64, dtype=torch.float16)
+    (y, grads), (exact, exact_inputs) = assert_is_explicit(inputs, lengths, 130, 0.02), explicit(inputs, lengths, 130)
+    for a, e in zip((y, *grads), (exact, *gradients_of(exact, exact_inputs)), strict=True):
+        assert 1e-5 < (a.cpu() - e).norm() / e.norm() < 1e-3
+
+
+def test_padding_of_a_prefix_gets_no_gradient():
+    inputs, lengths = training_case(Tp=40)
+    y = attention(*inputs, lengths, FULL)
+    for grad in gradients_of(y, inputs)[3:]:
+        assert grad[1, :, 20:].eq(0).all() and grad[1, :, :20].ne(0).all()
+
+
+def test_queries_of_a_prefix_are_split_where_programs_are_few(monkeypatch):
+    inputs, lengths = training_case(Tp=40, R=3)
+    whole = gradients_of(attention(*inputs, lengths, FULL), inputs)
+    monkeypatch.setattr(kernels, "num_parts", lambda *sizes: 4)
+    parts = gradients_of(attention(*inputs, lengths, FULL), inputs)
+    assert all(map(torch.equal, whole[:3], parts[:3]))
+    for a, b in zip(whole[3:], parts[3:], strict=True):
+        assert not torch.equal(a, b) and (a - b).abs().max() < 1e-5
+    assert num_parts(32, 400, 132) == 8 and num_parts(32, 40, 132) == 5 and num_parts(500, 400, 132) == 1
+
+
+def test_results_lie_as_the_projection_reads_them():
+    inputs, lengths = training_case()
+    y = attention(*inputs, lengths, FULL)
+    U, Hkv, R, group, T, D = y.shape
+    assert y.permute(0, 2, 4, 1, 3, 5).is_contiguous()  # (U, R, T, Hkv, group, D): heads side by side
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_decoding_rounds_as_training_does(dtype):
+    """The same blocks of keys in the same order: bit by bit in the interpreter, where a product of few rows is that of
+    many. A GPU has other instructions for few rows: there the last bit may differ."""
+    inputs, lengths = training_case(T=70, Tp=130, D=64, dtype=dtype)
+    rows = lambda x: x.transpose(1, 2).flatten(0, 1)  # (U * R, Hkv, ...)
+    q, k, v, *prefix = (x.detach() for x in inputs)
+    unit = torch.arange(4, device=DEVICE)
+    for window in (FULL, 100, 20):
+        y = rows(attention(q, k, v, *prefix, lengths, window))
+        for t in (0, 33, 69):
+            one = decode_attention(rows(q)[:, :, :, t], rows(k), rows(v), unit, torch.full_like(unit, t + 1), *prefix,
+                                   lengths, unit // 2, window, splits=1)
+            gap = (one - y[:, :, :, t]).abs().max()
+            assert gap == 0 if DEVICE == "cpu" else gap < 8 * torch.finfo(dtype).eps
+
+
+# In the models
+
+def small_model(kind):
+    """Two layers, groups of two query heads; of the GPT, windows that reach into the prompt or not."""
+    torch.manual_seed(0)
+    if kind == "gpt":
+        model = GPT(GPTConfig(256, 100, 2, 4, 2, 64, "L"))
+        model.windows = [4, 256]
+    else:
+        model = Decoder(DecoderConfig("llama", 256, 100, 2, 4, 2, 64, 16, 96, 1e-6, 1e4, None, *[False] * 5))
+    for p in model.parameters():
+        p.data = torch.randn(p.shape) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model.to(DEVICE)
+
+
+def hidden_states_and_gradients(model):
+    """Of completions behind two prompts of 7 and 3 tokens, three rows each, and of two pieces of text behind a prompt,
+    the second of which sees the first in a cache."""
+    draw = torch.Generator().manual_seed(1)
+    ids = lambda *shape: torch.randint(100, shape, generator=draw).to(DEVICE)
+    positions = torch.arange(7).repeat(2, 1).masked_fill(torch.arange(7) >= torch.tensor([[7], [3]]), PADDING_POSITION)
+    batch = MicroBatch(ids(2, 7), positions.to(DEVICE), ids(6, 6), *[None] * 6)
+    parts = [completion_hidden(model, batch)]
+    prompt, own = KVCache(2), KVCache(2)
+    model.trunk(ids(1, 5), cache=prompt)
+    for start, length in ((5, 3), (8, 4)):
+        at = torch.arange(start, start + length, device=DEVICE).repeat(2, 1)
+        parts.append(model.trunk(ids(2, length), positions=at, cache=own, prefix=prompt))
+    y = torch.cat([part.flatten(0, 1) for part in parts])
+    grads = torch.autograd.grad(y.square().sum(), list(model.parameters()), allow_unused=True)
+    return [y.detach(), *(grad for grad in grads if grad is not None)]
+
+
+@pytest.mark.parametrize("kind", ["gpt", "decoder"])
+def test_models_compute_the_same_by_the_kernels_and_make_no_masks(kind, monkeypatch):
+    model = small_model(kind)
+    monkeypatch.setattr(attention_module, "takes_attention", lambda device, dtype: False)
+    expected = hidden_states_and_gradients(model)
+    calls, masks = [], []
+    monkeypatch.setattr(attention_module, "takes_attention", lambda device, dtype: True)
+    monkeypatch.setattr(attention_module, "attention", lambda *inputs: calls.append(1) or attention(*inputs))
+    monkeypatch.setattr(attention_module, "bias", lambda *inputs: masks.append(1) or bias(*inputs))
+    actual = hidden_states_and_gradients(model)
+    # Two layers of three passes behind prompts; the last layer of prompts; of the GPT a window within prompts.
+    assert not masks and len(calls) == (8 if kind == "gpt" else 7)
+    for a, e in zip(actual, expected, strict=True):
+        assert (a - e).abs().max() <= 1e-5 * e.abs().max() + 1e-6
+
+
+def test_without_prefix_and_window_no_kernel_of_ours_is_asked(monkeypatch):
+    monkeypatch.setattr(attention_module, "takes_attention", lambda device, dtype: True)
+    monkeypatch.setattr(attention_module, "attention", None)
+    model = small_model("gpt")
+    model.windows = [256, 256]
+    ids = torch.arange(12, device=DEVICE).view(2, 6)
+    expected = model.trunk(ids)
+    monkeypatch.setattr(attention_module, "takes_attention", lambda device, dtype: False)
+    assert (model.trunk(ids) - expected).abs().max() < 1e-5
+    mask = make_mask(6, 256, 256, None, None, torch.zeros(2, 6, dtype=torch.long), torch.float32)
+    assert mask.causal and isinstance(mask, Mask)

@@ -1,6 +1,6 @@
 """
-Pretraining: the rules from --depth by hand, bits per byte and FLOPs by hand, and the script end to end with resume,
-signals, ranks and bad input.
+Pretraining: the rules from --depth by hand, bits per byte by hand, the compiled trunk, and the script end to end with
+resume, signals, ranks and bad input.
 
     python -m pytest tests/test_base_train.py -q
 """
@@ -23,8 +23,7 @@ from nanochat.checkpoint import list_steps, load_model, resumable_steps
 from nanochat.common import BadInput, CannotWrite, Diverged, script_main
 from nanochat.dataloader import PackedBatches
 from nanochat.files import path_of
-from nanochat.flops import flops_per_token, matrix_parameters
-from nanochat.gpt import GPT, GPTConfig, config_of
+from nanochat.gpt import GPT, GPTConfig, config_of, new_model
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.run import Run
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
@@ -110,14 +109,51 @@ def test_bits_per_byte_counts_bytes_of_ordinary_tokens_alone():
     assert bits_per_byte(model, batches, torch.zeros(265)) == math.inf
 
 
-def test_flops_are_six_per_weight_and_twelve_per_score():
-    model = small_model(n_layer=3, window_pattern="SL", sequence_len=512)
-    # per layer q 32x32, k and v 16x32, proj 32x32, MLP 2 x 32x128; ve_gate 1x12 on layers 0 and 2; head 320x32; smear
-    # gate 1x24
-    weights = 3 * (32 * 32 * 2 + 2 * 16 * 32 + 2 * 32 * 128) + 2 * 12 + 320 * 32 + 24
-    assert matrix_parameters(model) == weights
-    # windows S L, the last layer L
-    assert flops_per_token(model) == 6 * weights + 12 * 32 * (128 + 512 + 128 * 0 + 512)
+def trained(model, trunk) -> list[torch.Tensor]:
+    """Loss and gradients of two rows."""
+    ids = torch.randint(265, (2, 193), generator=torch.Generator().manual_seed(0))
+    loss = supervised_loss(model, ids, None, 384.0, trunk)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_trunk_is_one_graph_of_the_same_loss_and_gradients(backend):
+    """With sliding windows and gates, in fp32: what is traced is what CUDA runs. Names of weights stay."""
+    model = small_model(n_layer=2, n_embd=64, n_head=2, n_kv_head=1, window_pattern="SL", sequence_len=192)
+    names = list(model.state_dict())
+    compiled = trained(model, torch.compile(model.trunk, dynamic=False, fullgraph=True, backend=backend))
+    plain = trained(model, None)
+    most = max(float(x.abs().max()) for x in plain)
+    for ours, theirs in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6 * most)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["L", "SSSL"])
+def test_a_compiled_trunk_on_a_gpu_gives_the_loss_to_bf16s_rounding(pattern):
+    """At the shape of a small run: the loss to 0.1%, each gradient to 5% of its norm."""
+    model = new_model(GPTConfig(1024, 4096, 4, 4, 2, 512, pattern), 0, torch.device("cuda"), torch.bfloat16)
+    for p in model.parameters():
+        if not p.any():
+            p.data.normal_(0.0, 0.02)
+    ids, found = torch.randint(4096, (4, 1025), device="cuda"), []
+    for trunk in (None, torch.compile(model.trunk, dynamic=False)):
+        loss = supervised_loss(model, ids, None, 4096.0, trunk)
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
+    (plain, *gradients), (loss, *compiled) = found
+    assert float(loss) == pytest.approx(float(plain), rel=1e-3)
+    for ours, theirs in zip(compiled, gradients, strict=True):
+        if theirs.dim() == 2:
+            assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize("flags, device, compiled", [
+    ([], "cuda", True), ([], "cpu", False), (["--compile"], "cpu", True), (["--no-compile"], "cuda", False)])
+def test_compiling_is_the_default_on_cuda(flags, device, compiled):
+    model = small_model()
+    trunk = base_train.training_trunk(parse(base_train, ["--data", "x", *flags]), model, torch.device(device))
+    assert (trunk != model.trunk) == compiled
 
 
 def test_the_learning_rate_goes_up_stays_and_goes_down():
@@ -168,7 +204,8 @@ def test_a_deeper_model_gets_a_larger_batch_and_less_decay():
             and deep["weight_decay"] == pytest.approx(0.28 * 2 ** 0.5 / ratio))
     assert rules_of("--depth", "24", "--num-iterations", "7")["num_steps"] == 7
     flops = 1e18
-    model_flops = 6 * deep["weights"] + 12 * 1536 * (18 * 512 + 6 * 2048)  # SSSL over 24 layers
+    seen = 18 * (513 - 512 * 513 / 2 / 2048) + 6 * 2049 / 2  # SSSL over 24 layers
+    model_flops = 6 * deep["weights"] + 12 * 1536 * seen
     assert (rules_of("--depth", "24", "--target-flops", str(flops))["num_steps"]
             == round(flops / (model_flops * 2 ** 20)))
 
@@ -179,9 +216,10 @@ def test_the_plan_of_the_speedrun_is_its_arithmetic(capsys):
     plan_cost.main(parse(plan_cost, plan))
     lines = capsys.readouterr().out.splitlines()
     weights = 12 * 12 * 768 ** 2 + 6 * 6 * 12 + 32768 * 768 + 24
-    per_token = 6 * weights + 12 * 768 * 12 * 2048
-    # 4 square matrices and the MLP's two per layer
-    muon = 12 * 5 * (4 * 6 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))
+    per_token = 6 * weights + 12 * 768 * 12 * 2049 / 2
+    # 4 square matrices, the MLP's two per layer and six gates 6 x 12: a fourth on each GPU, of the gates two
+    muon = 3 * 5 * (4 * 6 * 768 ** 3 + 2 * (4 * 768 ** 2 * 3072 + 2 * 768 ** 3))
+    muon += 2 * 5 * (4 * 6 ** 2 * 12 + 2 * 6 ** 3)
     flops = 100 * (2 ** 19 * per_token + 4 * muon)
     hours = flops / (4 * 989e12 * 0.5) / 3600
     assert f"{flops:.2e} FLOPs" in lines[1] and f"{hours:6.3f} h  ${hours * 8:7.2f}" in lines[1]

@@ -16,6 +16,7 @@ from nanochat.common import BadInput, CannotWrite
 from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
+from nanochat.weights import local_optimizer_state
 
 FP32 = torch.float32
 
@@ -295,7 +296,7 @@ def trained(model, num_steps=2):
 def test_an_optimizer_comes_back_bit_for_bit(base):
     model = tiny_model()
     optimizer = trained(model)
-    save_optimizer("rl", "run-gen", 5, optimizer)
+    save_optimizer("rl", "run-gen", 5, local_optimizer_state(optimizer))
     assert os.listdir(base / "chatrl_checkpoints/run-gen") == ["optim_000005_rank0.pt"]
     restored = adamw(model.parameters(), 1e-3)
     load_optimizer("rl", "run-gen", 5, restored)
@@ -313,7 +314,7 @@ def test_a_missing_optimizer_is_named():
 
 @pytest.mark.parametrize("other", [dict(n_layer=3), dict(n_embd=64)])
 def test_an_optimizer_of_other_parameters_is_refused(other):
-    save_optimizer("rl", "run-gen", 5, trained(tiny_model()))
+    save_optimizer("rl", "run-gen", 5, local_optimizer_state(trained(tiny_model())))
     assert "optim_000005_rank0.pt" in refusal(load_optimizer, "rl", "run-gen", 5,
                                               adamw(tiny_model(**other).parameters(), 1e-3))
 

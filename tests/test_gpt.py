@@ -17,7 +17,7 @@ from test_decode_cache import decoded
 from nanochat.attention import PADDING_POSITION, KVCache, Mask
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig, rotary
-from nanochat.ops import rotate
+from nanochat.ops import norm, rotate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -312,7 +312,8 @@ def test_fresh_blocks_are_the_identity():
     model.init_weights(torch.Generator().manual_seed(1))
     x = torch.randn(1, 5, 48)
     cos_sin = rotary(torch.arange(5)[None], 24, x.dtype)
-    assert torch.equal(model.transformer.h[0](x, None, cos_sin, Mask(torch.zeros(5, 5)), None, None), x)
+    (y, delta), = model.transformer.h[0]((x, norm(x), None, cos_sin, Mask(torch.zeros(5, 5)), None, None, None))
+    assert torch.equal(y + delta, x)
 
 
 def test_fresh_weights_follow_the_seed():

@@ -3,6 +3,9 @@ The kernels as GPU code: compiled for one anywhere; run on one, in bf16, where t
 
     python -m pytest tests/test_kernels_gpu.py -q
 """
+import ast
+import glob
+import json
 import os
 import subprocess
 import sys
@@ -10,8 +13,11 @@ import sys
 import pytest
 import torch
 from test_advantages import sparse_case
+from test_draw import distance_to_bounds, plain as plain_pick
 from test_kernels import assert_close, entropy_and_square, full_logprobs, in_fp64, plain, run
 
+from nanochat.engine import pick, pick_behind, row_key, uniform_noise
+from nanochat.kernels.draw import draw
 from nanochat.kernels.linear_logprob import linear_logprob, logprob_rows
 from nanochat.kernels.linear_policy_loss import linear_policy_loss, policy_rows
 from nanochat.rl.advantages import PRESETS, blend, whiten
@@ -38,40 +44,83 @@ print(hidden.grad.shape)
     assert done.stdout == "torch.Size([2, 3])\n", done.stderr
 
 
-def compile_kernels() -> None:
-    """Compiles every variant for a Hopper GPU; needs none."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    fp32 = dict.fromkeys(["logprobs", "entropies", "losses", "advantages", "weights", "old_logprobs", "ref_logprobs"],
-                         "*fp32")
-    types = fp32 | {"targets": "*i64", "stride": "i32", "vocab_size": "i32"}
-
-    def compiled(kernel, z_type="*bf16", **constants):
-        signature = {name: "constexpr" if name in constants
-                     else types.get(name, z_type if name == "z_pointer" else "fp32") for name in kernel.arg_names}
-        at = kernel.arg_names.index
-        aligned = {(at(name),): [["tt.divisibility", 16]] for name in signature if name in ("z_pointer", "stride")}
-        source = ASTSource(kernel, signature, {(at(name),): value for name, value in constants.items()}, aligned)
-        return compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=8)).asm["ptx"]
-
-    for z_type, has_softcap in (("*bf16", True), ("*bf16", False), ("*fp32", True)):
-        head = dict(HAS_SOFTCAP=has_softcap, BLOCK=2048)
-        assert "ld.global.v4.b32" in compiled(logprob_rows, z_type, **head)
-        for flags in (dict(LOSS="ppo_clip", KL="k3", HAS_OLD=True), dict(LOSS="reinforce", KL="", HAS_OLD=False)):
-            ptx = compiled(policy_rows, z_type, LIMIT=20.0, HAS_DUAL_CLIP=has_softcap, WITH_GRADIENT=True, **head,
-                           **flags)
-            assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # 16 bytes a thread
-    print("compiled")
-
-
-def test_the_kernels_compile_for_hopper_without_one(tmp_path):
-    """Rows are read and written 16 bytes a thread."""
+def without_interpreter(code: str, cache) -> str:
+    """What a Python program prints that compiles kernels; it needs no GPU."""
     env = ({name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-           | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": ROOT})
-    done = subprocess.run([sys.executable, "-c", "import test_kernels_gpu; test_kernels_gpu.compile_kernels()"],
-                          cwd=os.path.dirname(__file__), env=env, capture_output=True, text=True)
-    assert done.stdout == "compiled\n", done.stderr[-2000:]
+           | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "dev")])})
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_hopper_and_blackwell_and_spills_nothing(tmp_path):
+    """What threads read and write of long rows is 16 bytes each."""
+    rows = [json.loads(line) for line in without_interpreter("""
+import json, kernel_resources
+for row in kernel_resources.rows():
+    print(json.dumps(row))
+""", tmp_path).splitlines()]
+    assert {row["sm"] for row in rows} == {90, 100}
+    names = {row["kernel"] for row in rows}
+    assert names == {name for path in glob.glob(os.path.join(ROOT, "nanochat", "kernels", "*.py"))
+                     for name in launched_kernels(path)}
+    for row in rows:
+        assert row["spilled"] == 0 and row["registers"] * row["warps"] * 32 <= 65536, row
+        assert row["shared"] <= 227 * 1024, row
+    assert {row["kernel"] for row in rows if not row["wide_loads"]} <= {"gate_rows", "head_rows"}
+    assert ({row["kernel"] for row in rows if not row["wide_stores"]}
+            <= {"gate_rows", "head_rows", "logprob_rows", "segment_statistics", "draw_rows"})
+
+
+def launched_kernels(path: str) -> set[str]:
+    """The functions of a module that are launched, kernel[grid](...)."""
+    with open(path) as f:
+        calls = [node.func.value.id for node in ast.walk(ast.parse(f.read()))
+                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+                 and isinstance(node.func.value, ast.Name)]
+    return set(calls) - {"dict", "list", "set", "tuple"}
+
+
+SPILLING = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def centre(x, out, BLOCK: tl.constexpr):
+    row = tl.load(x + tl.arange(0, BLOCK))
+    tl.store(out + tl.arange(0, BLOCK), row - tl.max(row, axis=0))
+"""
+
+
+@pytest.mark.slow
+def test_spills_show_in_the_resources(tmp_path):
+    """A warp cannot hold 2^13 fp32, which are 256 registers a thread."""
+    (tmp_path / "spilling.py").write_text(SPILLING)
+    printed = without_interpreter(f"""
+import sys
+sys.path.append({str(tmp_path)!r})
+from nanochat.kernels.resources import compile_for, resources
+from spilling import centre
+for block in (2 ** 10, 2 ** 13):
+    print(resources(compile_for(centre, 90, dict(x="*fp32", out="*fp32"), dict(BLOCK=block), num_warps=1)).spilled)
+""", tmp_path)
+    few, many = map(int, printed.split())
+    assert few == 0 < many
+
+
+def test_a_decoding_layer_is_a_handful_of_launches(monkeypatch):
+    """A layer without its attention. GPT: four products of matrices, two norms, heads, activation, two writes into the
+    cache; of every other layer a gather and a gate. Qwen: seven products, and an addition behind the MLP."""
+    monkeypatch.syspath_prepend(os.path.join(ROOT, "dev"))
+    import count_launches
+    most = {"GPT d20": 12, "Qwen2.5-1.5B": 14, "Qwen3, same size": 14}
+    for name, make in count_launches.MODELS.items():
+        counted = count_launches.table(make)
+        plain, fused = counted["layer without attention"]
+        assert fused <= most[name] and plain >= 2 * fused, name
+        plain, fused = counted["head and draw"]
+        assert fused == 3 and plain > 30, name
 
 
 # On a GPU
@@ -152,3 +201,131 @@ def test_memory_is_one_chunk_and_the_gradients():
     chunk, gradients = (512 * 50304 * 2,
                         2 * hidden.nbytes + weight.nbytes + weight.numel() * 4)  # the sum over chunks is in fp32
     assert torch.cuda.max_memory_allocated() - before < chunk + gradients + 2 ** 20
+
+
+# Drawing
+
+def drawing_case(B: int = 256, V: int = 50304):
+    """Raw outputs of a head, keys and a position on the device."""
+    generator = torch.Generator("cuda").manual_seed(B)
+    z = 3 * torch.randn(B, V, generator=generator, device="cuda", dtype=torch.bfloat16)
+    keys = torch.tensor([row_key("gpu", i) for i in range(B)], device="cuda")
+    return z, keys, torch.full((1,), 7, device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("V, softcap", [(50304, 15.0), (151936, None)])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 50), (0, 0)])
+def test_draws_are_those_of_the_pytorch_version(V, softcap, temperature, top_k):
+    """The same tokens, but where the noise lies within 1e-6 of the bound between two; logprobs to 1e-5."""
+    z, keys, position = drawing_case(V=V)
+    logits = z.float() if softcap is None else softcap * torch.tanh(z.float() / softcap)
+    options = dict(temperature=temperature, top_k=top_k)
+    expected, expected_logprobs = plain_pick(logits, keys, position, **options)
+    for tokens, logprobs in (draw(z, keys, position, vocab_size=V, softcap=softcap, **options),
+                             pick(logits, keys, position, **options)):
+        same = tokens == expected
+        assert same.float().mean() > 0.98
+        torch.testing.assert_close(logprobs[same], expected_logprobs[same], rtol=0, atol=1e-5)
+        if temperature:
+            noise = uniform_noise(keys, position)
+            assert (distance_to_bounds(logits, tokens, noise, temperature, top_k) < 1e-6).all()
+
+
+@gpu
+def test_draws_follow_the_softmax():
+    """Chi-square of 100,000 draws over 8 tokens in three segments, 7 degrees of freedom: P < 4e-4."""
+    values, places = (torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5, -3.0, 1.5, 0.1], device="cuda"),
+                      torch.tensor([0, 5, 4095, 4096, 4100, 8191, 8192, 8999], device="cuda"))
+    z = torch.full((9000,), -float("inf"), device="cuda")
+    z[places] = values
+    tokens, _ = draw(z.expand(100000, -1), torch.arange(100000, device="cuda"), 5, vocab_size=9000, softcap=None,
+                     temperature=0.7)
+    expected = 100000 * torch.softmax(values / 0.7, dim=0)
+    counts = torch.bincount(tokens, minlength=9000)[places]
+    assert counts.sum() == 100000 and ((counts - expected) ** 2 / expected).sum() < 27
+
+
+@gpu
+def test_drawing_waits_for_nothing_and_replays_in_a_graph():
+    z, keys, position = drawing_case()
+    work = lambda: [draw(z, keys, position, vocab_size=50304, softcap=15.0, temperature=t, top_k=k)
+                    for t, k in ((1.0, 0), (0, 0), (0.7, 20))]
+    work()  # compiling may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+        pick(z.float(), keys, 3, 1.0, 0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = work()
+    position += 1
+    graph.replay()
+    for a, b in zip(captured, work(), strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@gpu
+def test_drawing_makes_no_logits():
+    """256 rows of 50304 bf16 are 26 MB, in fp32 twice that."""
+    z, keys, position = drawing_case()
+    work = lambda: draw(z, keys, position, vocab_size=50304, softcap=15.0, temperature=1.0)
+    work()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    assert torch.cuda.max_memory_allocated() - before < 2 ** 18
+
+
+# Decoding
+
+@gpu
+@pytest.mark.parametrize("kind", ["gpt", "qwen2", "qwen3"])
+def test_decoding_kernels_give_what_pytorch_gives(kind):
+    """Hidden states of a prompt in bf16, and of one more token each: as near to fp32 as PyTorch's are."""
+    from nanochat import ops
+    from nanochat.gpt import GPT, GPTConfig
+    from nanochat.hf import decoder
+    if kind == "gpt":
+        make = lambda dtype: GPT(GPTConfig(256, 1000, 4, 6, 3, 384, "SL"), dtype)
+    else:
+        config = decoder.DecoderConfig(kind, 256, 1000, 4, 6, 2, 384, 64, 512, 1e-6, 1e4, None, kind == "qwen2", False,
+                                       False, kind == "qwen3", True)
+        make = lambda dtype: decoder.Decoder(config, dtype)
+    ids = torch.randint(1000, (5, 40), generator=torch.Generator().manual_seed(0)).cuda()
+
+    def hidden(dtype):
+        generator = torch.Generator().manual_seed(1)
+        model = make(dtype)
+        for p in model.parameters():
+            p.data = 0.05 * torch.randn(p.shape, generator=generator)
+        model = model.cuda()
+        with torch.no_grad():
+            return model.trunk(ids).float()
+    fused, fused_wide = hidden(torch.bfloat16), hidden(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (ops, decoder):
+            patch.setattr(module, "takes_block", lambda x: False)
+        plain, exact = hidden(torch.bfloat16), hidden(torch.float32)
+    assert (fused_wide - exact).norm() <= 1e-3 * exact.norm()
+    assert (fused - exact).norm() <= 1.2 * (plain - exact).norm()
+
+
+@gpu
+def test_decoding_kernels_wait_for_nothing():
+    from nanochat.gpt import GPT, GPTConfig
+    model = GPT(GPTConfig(256, 1000, 4, 6, 3, 384, "L"), torch.bfloat16).cuda()
+    ids = torch.zeros(5, 1, dtype=torch.long, device="cuda")
+    positions = torch.full((5, 1), 3, device="cuda")
+
+    def work():
+        with torch.inference_mode():
+            pick_behind(model, model.trunk(ids, positions=positions)[:, 0], ids[:, 0], 0, 1.0, 0)
+    work()  # compiling may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

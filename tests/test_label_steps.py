@@ -16,7 +16,7 @@ from conftest import TASK_FLAGS, on_two_ranks, parse
 from test_bad_input import files_under
 
 from nanochat.checkpoint import load_model
-from nanochat.common import barrier, script_main
+from nanochat.common import script_main
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.rl import prefixes
 from nanochat.rl.formats import COMPACT, PAPER
@@ -365,7 +365,7 @@ def test_another_checkpoint_may_be_the_prover_or_the_supervisor(base, tmp_path):
 
 def share_of_two(folder: str) -> None:
     label_steps.main(parse(label_steps, flags_of("--method", "omega_prm", "--out", f"{folder}/two.jsonl")))
-    barrier()  # the first rank has written it
+    torch.distributed.barrier()  # the first rank has written it
     label_steps.main(parse(label_steps, [*FLAGS, "--method", "rpe", "--solutions", f"{folder}/two.jsonl", "--out",
                                          f"{folder}/again.jsonl"]))
 

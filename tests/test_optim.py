@@ -7,11 +7,15 @@ import math
 
 import pytest
 import torch
+from conftest import on_ranks
+from torch.utils.flop_counter import FlopCounterMode
 
 from nanochat import optim
+from nanochat.common import rank_and_world
+from nanochat.flops import muon_flops
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import (Fp32Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal,
-                            pretraining_optimizers, warmup_cosine)
+from nanochat.optim import (Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal, product_dtype,
+                            warmup_cosine)
 from nanochat.rl.heads import share_layers
 
 
@@ -154,36 +158,91 @@ def test_a_missing_gradient_counts_as_0():
     assert p.grad.tolist() == [0.0, 0.0] and q.grad.tolist() == [5.0]
 
 
-# Muon in fp32
+# Muon
+
+SHAPES = [(24, 8), (8, 24), (16, 16), (16, 16), (24, 8), (2, 12), (16, 16)]
+
+
+def muon_steps(kind, rule: str, decay: float = 0.1, nesterov: bool = True, batch: int = 10 ** 9, device="cpu"):
+    """Three steps from the same start and gradients -> the parameters and the optimizer."""
+    draw = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(shape, generator=draw).to(device)) for shape in SHAPES]
+    optimizer = kind(parameters, lr=0.1, weight_decay=decay, adjust_lr_fn=rule, nesterov=nesterov)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim, "BATCH", batch)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=draw).to(device)
+            optimizer.step()
+    return parameters, optimizer
+
 
 @pytest.mark.parametrize("rule, decay, nesterov", [("match_rms_adamw", 0.0, True), ("original", 0.1, False)])
-@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
-def test_muon_in_fp32_takes_pytorchs_steps(rule, decay, nesterov, shape):
-    """Three steps from the same gradients: equal but for the rounding of bfloat16, which is about a hundredth of a
-    step; states can be exchanged."""
-    draw = torch.Generator().manual_seed(0)
-    start = torch.randn(shape, generator=draw)
-    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-    made = [kind([p], lr=0.1, weight_decay=decay, adjust_lr_fn=rule, nesterov=nesterov)
-            for kind, p in ((Fp32Muon, ours), (torch.optim.Muon, theirs))]
-    for _ in range(3):
-        gradient = torch.randn(shape, generator=draw)
-        for optimizer, p in zip(made, (ours, theirs), strict=True):
-            p.grad = gradient.clone()
-            optimizer.step()
-    moved = (theirs - start).norm()
-    assert moved > 0.1 and (ours - theirs).norm() < 0.02 * moved
-    made[1].load_state_dict(made[0].state_dict())
-    assert torch.equal(made[1].state[theirs]["momentum_buffer"], made[0].state[ours]["momentum_buffer"])
-
-
-@pytest.mark.parametrize("device, has_products, kind", [
-    ("cpu", True, torch.optim.Muon), ("cpu", False, Fp32Muon), ("meta", False, torch.optim.Muon)])
-def test_which_muon_is_used(monkeypatch, device, has_products, kind):
+@pytest.mark.parametrize("has_products", [True, False])
+def test_muon_takes_pytorchs_steps(monkeypatch, has_products, rule, decay, nesterov):
+    """From the same gradients, to the bit; in fp32 but for the rounding of bfloat16, which is about a hundredth of a
+    step. States can be exchanged."""
     monkeypatch.setattr(optim, "has_bfloat16_products", lambda: has_products)
-    model = GPT(GPTConfig(32, 265, 2, 2, 2, 64, "L")).to(device)
-    made = muon_adamw(model, 1e-3, 1e-3)[0], pretraining_optimizers(model, 0.02, 0.3, 0.008, 0.5, 0.1)[0]
-    assert [type(optimizer) for optimizer in made] == [kind, kind]
+    (ours, mine), (theirs, pytorchs) = (muon_steps(kind, rule, decay, nesterov) for kind in (Muon, torch.optim.Muon))
+    for p, q in zip(ours, theirs, strict=True):
+        if has_products:
+            assert torch.equal(p, q)
+        else:
+            assert 0 < (p - q).norm() < 0.02 * q.norm()
+    pytorchs.load_state_dict(mine.state_dict())
+    assert all(torch.equal(pytorchs.state[q]["momentum_buffer"], mine.state[p]["momentum_buffer"])
+               for p, q in zip(ours, theirs, strict=True))
+
+
+def test_muons_rounds_change_no_step():
+    """Two matrices of 256 numbers at once, or one."""
+    found = [muon_steps(Muon, "original", batch=batch)[0] for batch in (10 ** 9, 512, 1)]
+    assert all(torch.equal(p, q) for other in found[1:] for p, q in zip(found[0], other, strict=True))
+
+
+def shared_steps(folder: str) -> None:
+    rank, world = rank_and_world()
+    with FlopCounterMode(display=False) as count:
+        parameters, optimizer = muon_steps(Muon, "original", batch=512 if world == 2 else 10 ** 9)
+    torch.save({"parameters": [p.data for p in parameters], "flops": count.get_total_flops(),
+                "state": optimizer.state_dict()}, f"{folder}/{rank}.pt")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_muons_matrices_and_take_the_steps_of_one(tmp_path, world):
+    """Weights and momenta to the bit. One rank makes the products of all seven matrices three times, each of two or
+    three those of its share."""
+    with FlopCounterMode(display=False) as count:
+        alone, optimizer = muon_steps(Muon, "original")
+    on_ranks(world, shared_steps, str(tmp_path))
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    for rank in ranks:
+        assert all(torch.equal(p, q) for p, q in zip(alone, rank["parameters"], strict=True))
+        assert all(torch.equal(entry["momentum_buffer"], rank["state"]["state"][i]["momentum_buffer"])
+                   for i, entry in optimizer.state_dict()["state"].items())
+    assert count.get_total_flops() == 3 * muon_flops(SHAPES)
+    assert sum(rank["flops"] for rank in ranks) == count.get_total_flops()
+    assert max(rank["flops"] for rank in ranks) == 3 * muon_flops(SHAPES, world) < 0.7 * count.get_total_flops()
+
+
+def test_a_batch_is_orthogonalised_as_its_matrices_are():
+    x, options = torch.randn(5, 12, 30, generator=torch.Generator().manual_seed(1)), ((3.4445, -4.775, 2.0315), 5, 1e-7)
+    for batch in (x, x.mT):
+        alone = torch.stack([orthogonal(matrix, *options) for matrix in batch])
+        torch.testing.assert_close(orthogonal(batch, *options), alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_gpus_batches_are_pytorchs_steps_to_bf16s_rounding():
+    (ours, _), (theirs, _) = (muon_steps(kind, "original", device="cuda") for kind in (Muon, torch.optim.Muon))
+    assert all((p - q).norm() < 0.02 * q.norm() for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("device, has_products, dtype", [
+    ("cpu", True, torch.bfloat16), ("cpu", False, torch.float32), ("meta", False, torch.bfloat16)])
+def test_the_dtype_of_muons_products(monkeypatch, device, has_products, dtype):
+    monkeypatch.setattr(optim, "has_bfloat16_products", lambda: has_products)
+    assert product_dtype(torch.empty(2, 2, device=device)) == dtype
 
 
 def test_muons_newton_schulz_makes_singular_values_alike():

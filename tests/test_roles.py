@@ -5,18 +5,25 @@ The verifier's shared trunk: what is shared, what stays private, what an update 
 """
 import pytest
 import torch
+from conftest import parse, rl_flags
 
+from nanochat.checkpoint import load_model
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.optim import adamw
+from nanochat.recipes import fixed_generator
+from nanochat.rl.flags import complete_args
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
-from nanochat.rl.roles import Role, trainable_only
+from nanochat.rl.roles import Role, find_starts, load_roles, trainable_only
 from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.state import weights_to_save
 from nanochat.rl.trainer import update
 from nanochat.weights import copy_of
+from scripts import tango_rl
 
 N_LAYER = 4
 LAMBDAS = ("resid_lambdas", "x0_lambdas")
@@ -132,7 +139,7 @@ def test_shared_blocks_cost_no_backward_pass(num_layers):
     trainable_only(verifier, private)
     reached = {}
     for i, block in enumerate(verifier.transformer.h):
-        block.register_forward_hook(lambda block, inputs, out, i=i: reached.update({i: out.requires_grad}))
+        block.register_forward_hook(lambda block, inputs, outs, i=i: reached.update({i: outs[0][0].requires_grad}))
     verifier(torch.tensor([[1, 2, 3]]))
     assert reached == {i: i >= num_layers for i in range(N_LAYER)}
 
@@ -222,6 +229,43 @@ def test_a_reference_is_frozen_and_stays_behind():
     assert not any(p.requires_grad for p in reference.parameters()) and all(p.requires_grad for p in model.parameters())
     one_update(model, list(model.parameters()))
     assert all(torch.equal(p, before[name]) for name, p in reference.named_parameters())
+
+
+# In bf16
+
+def frozen_and_wide(sft_base, monkeypatch):
+    """A generator that is not trained, as a run in bf16 loads it, and the same with fp32 weights."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(sft_base))
+    args = parse(tango_rl, rl_flags("--recipe", "fixed_generator"))
+    complete_args(args, fixed_generator.ROLES)
+    starts = find_starts(args, fixed_generator.ROLES)
+    roles = load_roles(args, fixed_generator.ROLES, starts, torch.device("cpu"), torch.bfloat16)
+    return roles["generator"], load_model("sft", "tiny", "cpu", torch.bfloat16)[0], roles["verifier"]
+
+
+def test_a_frozen_role_in_bf16_does_what_fp32_weights_do(sft_base, monkeypatch):
+    """Hidden states and logprobs to the bit, at half the memory: the cast is the one of every forward."""
+    role, wide, trained = frozen_and_wide(sft_base, monkeypatch)
+    assert {p.dtype for p in role.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in (*wide.parameters(), *trained.model.parameters())} == {torch.float32}
+    ids = torch.randint(wide.vocab_size, (3, 20), generator=torch.Generator().manual_seed(0))
+    ours, theirs = role.model.trunk(ids), wide.trunk(ids)
+    assert torch.equal(ours, theirs) and ours.std() > 0.1
+    logprobs = [linear_logprob(ours.flatten(0, 1), model.lm_head.weight, ids.flatten(), **model.head_options())[0]
+                for model in (role.model, wide)]
+    assert torch.equal(*logprobs)
+    assert {p.dtype for p in trained.reference.parameters()} == {torch.bfloat16}
+
+
+def test_a_frozen_role_is_saved_as_exactly_as_it_was_loaded(sft_base, monkeypatch):
+    """Its fp32 start, unless it has become something else."""
+    role, wide, trained = frozen_and_wide(sft_base, monkeypatch)
+    saved, start = weights_to_save(role, True), wide.state_dict()
+    assert saved.keys() == start.keys() and all(torch.equal(saved[name], p) for name, p in start.items())
+    assert any(not torch.equal(p, role.model.state_dict()[name].float()) for name, p in start.items())
+    assert weights_to_save(trained, True)["lm_head.weight"].data_ptr() == trained.model.lm_head.weight.data_ptr()
+    role.model.lm_head.weight.data[0, 0] += 1
+    assert {p.dtype for p in weights_to_save(role, True).values()} == {torch.bfloat16}
 
 
 def test_trainable_only_opens_exactly_the_given_parameters():

@@ -8,7 +8,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.seats import REFILL, SLOTS, Seats
+from nanochat.seats import REFILL, SLOTS, Seats, num_places, num_slots
 
 
 @st.composite
@@ -130,3 +130,17 @@ def test_slots_bound_the_prompts_that_are_kept():
 def test_no_prompts():
     seats = Seats([], 0)
     assert seats.num_slots == 0 and not seats.may_admit() and seats.batch(0) == [] and not seats.live
+
+
+@settings(max_examples=200, deadline=None)
+@given(num_prompts=st.integers(1, 40), num_samples=st.integers(1, 12), prompt=st.integers(1, 300),
+       new=st.integers(1, 300), max_rows=st.integers(1, 600), budget=st.integers(1, 10 ** 5))
+def test_a_budget_of_cached_tokens_is_kept_and_used(num_prompts, num_samples, prompt, new, max_rows, budget):
+    held = lambda places: num_slots(num_prompts, places, num_samples) * prompt + places * max(1, new - 1)
+    free = num_places(num_prompts, num_samples, prompt, new, max_rows)
+    places = num_places(num_prompts, num_samples, prompt, new, max_rows, budget)
+    assert free == min(max_rows, num_prompts * num_samples) and 1 <= places <= free
+    assert places == 1 or held(places) <= budget
+    assert places == free or held(places + 1) > budget
+    waiting = [(p, range(p * num_samples, (p + 1) * num_samples)) for p in range(num_prompts)]
+    assert Seats(waiting, places).num_slots == num_slots(num_prompts, places, num_samples)

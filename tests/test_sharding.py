@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import RL_FLAGS, on_ranks, parse
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import checkpoint
+from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.common import BadInput, all_reduce
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
@@ -27,9 +29,10 @@ from nanochat.rl.packing import pack, pad_batches, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.state import load_set
-from nanochat.rl.trainer import update
+from nanochat.rl.trainer import completion_hidden, update
 from nanochat.run import MEASURED
-from nanochat.weights import allocate, copy_of, fill, inference_model, is_sharded, refresh, whole_state
+from nanochat.weights import (allocate, copy_of, fill, inference_model, is_sharded, local_optimizer_state, refresh,
+                              whole_state)
 from scripts import tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -107,7 +110,7 @@ def save_steps(folder: str) -> None:
         sampled = generate(inference_model(role.model), [[1, 2, 3], [4]], 1, max_new_tokens=6, stop_tokens=[0],
                            keys=[1, 2], temperature=0.0)
         # Saved here and restored into a fresh role: the next step is the same.
-        checkpoint.save_optimizer("rl", name, 3, role.optimizer, rank)
+        checkpoint.save_optimizer("rl", name, 3, local_optimizer_state(role.optimizer), rank)
         fresh = make_role(name, sharded=True)
         whole = [state]
         dist.broadcast_object_list(whole)
@@ -158,6 +161,72 @@ def test_four_sharded_ranks_take_the_steps_of_one(tmp_path):
         for key, x in ranks[0][name]["state"].items():
             torch.testing.assert_close(x, state[key], rtol=1e-6, atol=1e-8)
         assert not ranks[1][name]["state"]
+
+
+# One call for prompts and completions
+
+def in_two_passes(model, batch) -> torch.Tensor:
+    """completion_hidden by two calls of trunk."""
+    prefix, R = KVCache(model.config.n_layer), len(batch.tokens) // len(batch.prompt_ids)
+    prompts = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix, last_only=True)
+    lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1).repeat_interleave(R)
+    positions = lengths[:, None] + torch.arange(batch.tokens.shape[1] - 1)
+    rows = model.trunk(batch.tokens[:, :-1], positions=positions, prefix=prefix)
+    return torch.cat([prompts.repeat_interleave(R, dim=0), rows], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name, recompute", [("gpt", False), ("tied", False), ("tied", True)])
+def test_a_pass_over_prompts_and_completions_is_two_passes_to_the_bit(name, recompute, dtype):
+    """Hidden states, and gradients after two micro-batches."""
+    kind, config = MODELS[name]
+    model = allocate(kind, config, dtype, "cpu", torch.promote_types(dtype, torch.float32))
+    fill(model, random_state(name))
+    for block in model.blocks:
+        block.recompute = recompute
+    rollouts, advantages = rollouts_of(0, 1)
+    batches = pack(rollouts, advantages, token_weights(rollouts.lengths, "token", 9, all_reduce), 70, True)[-2:]
+    found = []
+    for run in (completion_hidden, in_two_passes):
+        model.zero_grad(set_to_none=True)
+        states = [run(model, batch) for batch in batches]
+        for hidden, batch in zip(states, batches, strict=True):
+            model.head(hidden).log_softmax(-1).gather(2, batch.tokens[..., None])[..., 0].sum().backward()
+        found.append(states + [p.grad for p in model.parameters()])
+    assert len(batches) == 2 and all(x.abs().max() > 0 for x in found[0])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+class CountGathers(TorchDispatchMode):
+    """How often FSDP2 gathers a block or the root."""
+    num = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num += func._schema.name == "c10d::_allgather_base_"
+        return func(*args, **(kwargs or {}))
+
+
+def gathers_of_an_update(kl_coef: float, recompute: bool) -> int:
+    name = "tied"
+    role, (rollouts, advantages) = make_role(name, sharded=True), rollouts_of(dist.get_rank(), 2)
+    set_recompute(role.model, recompute, name)
+    batch, = pack(rollouts, advantages, token_weights(rollouts.lengths, "token", 9, all_reduce), 10 ** 6, True)
+    with CountGathers() as count:
+        update(role, [batch], PolicyLoss("ppo_clip", kl="k3", kl_coef=kl_coef), lr=1e-2, max_grad_norm=1.0,
+               temperature=1.0, device=torch.device("cpu"))
+    return count.num
+
+
+def check_gathers() -> None:
+    """Three blocks and what is outside of them, once; the blocks once more in the backward pass; a reference forward.
+    Prompts and completions apart would take 13 and 20."""
+    for recompute in (False, True):
+        assert gathers_of_an_update(0.0, recompute) == 3 + 1 + 3
+        assert gathers_of_an_update(0.1, recompute) == (3 + 1 + 3) + (3 + 1)
+
+
+def test_blocks_are_gathered_once_per_direction_for_prompts_and_completions():
+    on_ranks(2, check_gathers)
 
 
 # The trainer

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nanochat.attention import PADDING_POSITION, KVCache, make_mask
 from nanochat.decode_cache import DecodeCache
-from nanochat.gpt import Linear, at_ends, attend_all
-from nanochat.ops import rotate, to_units
+from nanochat.gpt import GPT, Linear, at_ends, attend_all, run_passes
+from nanochat.kernels.block import split_heads
+from nanochat.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
 
 
 @dataclass
@@ -99,10 +99,25 @@ class Norm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return norm(x, self.weight.to(x.dtype), self.eps)
+
+    def after_adding(self, x, delta):
+        """x + delta, and its norm."""
+        return add_norm(x, delta, self.weight.to(x.dtype), self.eps)
+
+
+def join(layers: list[Linear]) -> torch.Tensor:
+    """Lays the weights of layers that read the same input side by side, so that one product serves all. -> the joined
+    weight, of which the layers' own become views"""
+    weight = torch.cat([layer.weight for layer in layers])
+    for layer, part in zip(layers, weight.split([len(layer.weight) for layer in layers]), strict=True):
+        layer.weight = nn.Parameter(part, requires_grad=False)
+    return weight
 
 
 class Attention(nn.Module):
+    qkv = None  # of a model to sample from: the weights of its projections in one (Decoder.join_weights)
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
@@ -116,6 +131,8 @@ class Attention(nn.Module):
     def heads(self, x, cos_sin, units: int):
         """Queries, keys and values as attention wants them. x (B, T, C) -> q (U, Hkv, R, group, T, D),
         k and v (U, Hkv, R, T, D)."""
+        if takes_block(x):
+            return self.heads_in_one(x, cos_sin, units)
         apart = lambda y: y.unflatten(-1, (-1, self.head_dim))  # (B, T, heads, D)
         q, k, v = apart(self.q_proj(x)), apart(self.k_proj(x)), apart(self.v_proj(x))
         if hasattr(self, "q_norm"):
@@ -124,10 +141,22 @@ class Attention(nn.Module):
         q, k, v = (to_units(part, units, self.n_kv_head) for part in (q, k, v))
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
-    def forward(self, x, layer, cos_sin, mask, cache, prefix, ends):
+    def heads_in_one(self, x, cos_sin, units: int):
+        """The same on CUDA without gradients: biases, norms, rotation and layout in one launch behind the products."""
+        cast = lambda *weights: [weight.to(x.dtype) for weight in weights]
+        layers = self.q_proj, self.k_proj, self.v_proj
+        parts = ([linear(x, *cast(layer.weight)) for layer in layers] if self.qkv is None
+                 else linear(x, self.qkv).split([len(layer.weight) for layer in layers], dim=-1))
+        options = {} if layers[0].bias is None else dict(biases=cast(*(layer.bias for layer in layers)))
+        if hasattr(self, "q_norm"):
+            options |= dict(norm="before", weights=cast(self.q_norm.weight, self.k_norm.weight),
+                            epsilon=self.q_norm.eps)
+        return split_heads(*parts, *cos_sin, units, self.n_kv_head, **options)
+
+    def forward(self, x, cos_sin, mask, cache, prefix, ends):
         B = len(x)
-        q, k, v = self.heads(x, cos_sin, B if prefix is None else len(prefix[0]))
-        y = attend_all(layer, cache, q, k, v, mask, prefix or (), ends)                # (U, Hkv, R, group, T, D)
+        q, k, v = self.heads(x, cos_sin, B if prefix.cache is None else len(prefix.cache.positions))
+        y = attend_all(cache.layer, cache.once(), q, k, v, mask, prefix.shared(), ends)  # (U, Hkv, R, group, T, D)
         return self.o_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, self.n_head * self.head_dim))
 
 
@@ -139,7 +168,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class Block(nn.Module):
@@ -150,15 +179,19 @@ class Block(nn.Module):
         self.input_layernorm, self.self_attn = Norm(config.n_embd, config.norm_eps), Attention(config)
         self.post_attention_layernorm, self.mlp = Norm(config.n_embd, config.norm_eps), MLP(config)
 
-    def forward(self, x, *context):
+    def forward(self, *passes):
+        """The block's outputs, one (B, T, C) for each pass's arguments of `run`."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.run, x, *context, use_reentrant=False, preserve_rng_state=False)
-        return self.run(x, *context)
+            return checkpoint(self.run_all, *passes, use_reentrant=False, preserve_rng_state=False)
+        return self.run_all(*passes)
 
-    def run(self, x, layer, cos_sin, mask, cache, prefix, ends):
-        y = self.self_attn(self.input_layernorm(x), layer, cos_sin, mask, cache, prefix, ends)
-        x = (x if ends is None else at_ends(x, ends)) + y
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def run_all(self, *passes):
+        return [self.run(*arguments) for arguments in passes]
+
+    def run(self, x, cos_sin, mask, cache, prefix, ends):
+        y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache, prefix, ends)
+        x, normed = self.post_attention_layernorm.after_adding(x if ends is None else at_ends(x, ends), y)
+        return x + self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -199,8 +232,15 @@ class Decoder(nn.Module):
                 p.normal_(0.0, std, generator=generator)
 
     def joined_projections(self):
-        """Nothing is joined here: at these sizes the products outweigh their calls."""
+        """Nothing is joined for a while: `join_weights` joins for good."""
         return contextlib.nullcontext()
+
+    @torch.no_grad()
+    def join_weights(self) -> None:
+        """For a copy to sample from on CUDA: queries, keys and values become one product. Parameters stay, as views."""
+        for block in self.blocks:
+            attention = block.self_attn
+            attention.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus.
@@ -216,6 +256,13 @@ class Decoder(nn.Module):
     def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
               last_only: bool = False):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
+        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only)])[0]
+
+    trunk_behind = GPT.trunk_behind
+
+    def steps(self, ids, positions, cache: KVCache | None, prefix: KVCache | None, last_only: bool):
+        """A forward pass (gpt.run_passes) with trunk's arguments. The cache's positions and length are set as soon as
+        it begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
         if positions is None:
@@ -229,16 +276,15 @@ class Decoder(nn.Module):
         cos_sin = self.rotary(positions)
         mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, x.dtype)
         ends = None
-        for i, block in enumerate(self.blocks):
+        if cache is not None and not decoding:
+            cache.length += T
+        for i in range(self.config.n_layer):
             if i == self.config.n_layer - 1 and last_only and T > 1:
                 # The last real token of each row; padding (PADDING_POSITION) stands behind it.
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
-            shared = (prefix.k[i][:, :, 0], prefix.v[i][:, :, 0]) if prefix is not None else None
-            x = block(x, i, cos_sin, mask, cache if decoding or cache is None else Once(cache), shared, ends)
-        if cache is not None and not decoding:
-            cache.length += T
-        return self.model.norm(x)
+            x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends
+        yield self.model.norm(x)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, fp32. hidden (..., C) -> (..., V)."""
@@ -253,15 +299,23 @@ class Decoder(nn.Module):
         return self.head(self.trunk(ids))
 
 
-class Once:
-    """A cache that a block writes to once: run again for its backward pass, the block has its keys and values from
-    itself."""
+class LayerCache:
+    """A layer's part of a cache, or of none."""
 
-    def __init__(self, cache: KVCache):
-        self.cache, self.called = cache, False
+    def __init__(self, cache: KVCache | DecodeCache | None, layer: int):
+        self.cache, self.layer, self.called = cache, layer, False
+
+    def once(self):
+        """Where the block puts its keys and values: a DecodeCache, None, or this."""
+        return self.cache if self.cache is None or isinstance(self.cache, DecodeCache) else self
 
     def append(self, layer: int, k, v):
-        if self.called:
+        """Stores new keys and values; gives those of all columns."""
+        if self.called:  # the block is run once more for its backward pass
             return k, v
         self.called = True
         return self.cache.append(layer, k, v)
+
+    def shared(self) -> tuple:
+        """Keys and values (U, Hkv, T, D) of a prefix; empty without one."""
+        return () if self.cache is None else tuple(x[self.layer][:, :, 0] for x in (self.cache.k, self.cache.v))

@@ -39,8 +39,8 @@ MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 
 def takes(x: torch.Tensor) -> bool:
     """Whether the kernels serve this tensor: fp32 on the CPU, its last dimension a multiple of 32, and a compiler was
-    there."""
-    return (x.device.type == "cpu" and x.dtype == torch.float32
+    there. Not while torch.compile reads the code: it makes kernels of its own of PyTorch's operations."""
+    return (x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
             and x.shape[-1] % MULTIPLE == 0 and x.numel() > 0 and library() is not None)
 
 

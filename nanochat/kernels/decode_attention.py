@@ -21,26 +21,33 @@ LEAST_KEYS = 256             # keys from which another split of a row pays
 # Triton
 
 @jit
-def update_softmax(q, k_block, v_block, columns, first, last, largest, total, out, k_stride, v_stride,
-                   scale, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One step of the online softmax, over the keys `columns` of which first .. last - 1 are seen, at least one.
+def softmax_step(scores, v, largest, total, out):
+    """One step of the online softmax, over a block of keys. scores (rows, keys) in units of log 2, -inf where a row may
+    not look; v (keys, D).
 
-    largest, total (rows,): the maximum of the scores in units of log 2, and the sum of 2^(score - largest); out (rows,
-    BLOCK_D) the sum of these times the values, all fp32. The probabilities of a product are rounded to the values'
-    dtype once.
+    largest, total (rows,): the maximum of the scores and the sum of 2^(score - largest); out (rows, D): the sum of
+    these times the values. All fp32; the factors of the product with the values are rounded to the values' dtype once.
     """
-    channels = tl.arange(0, BLOCK_D)
-    seen = (columns >= first) & (columns < last)
-    inside = seen[:, None] & (channels < D)[None, :]
-    k = tl.load(k_block + columns[:, None].to(tl.int64) * k_stride + channels[None, :], mask=inside, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(seen[None, :], scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    p = tl.exp2(scores - new_largest[:, None])
-    rescale = tl.exp2(largest - new_largest)
-    v = tl.load(v_block + columns[:, None].to(tl.int64) * v_stride + channels[None, :], mask=inside, other=0.0)
+    finite = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing seen as yet
+    p = tl.exp2(scores - finite[:, None])
+    rescale = tl.exp2(largest - finite)
     out = out * rescale[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
     return new_largest, total * rescale + tl.sum(p, axis=1), out
+
+
+@jit
+def decode_block(q, k, v, k_column, v_column, start, first, last, largest, total, out, scale, D: tl.constexpr,
+                 BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """softmax_step over the keys start .. start + BLOCK - 1, of which first .. last - 1 are seen. `scale` makes scores
+    those of exponentials of 2."""
+    columns, channels = start + tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    seen = (columns >= first) & (columns < last)
+    inside = seen[:, None] & (channels < D)[None, :]
+    k_block = tl.load(k + columns[:, None].to(tl.int64) * k_column + channels[None, :], mask=inside, other=0.0)
+    v_block = tl.load(v + columns[:, None].to(tl.int64) * v_column + channels[None, :], mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k_block), input_precision="ieee") * scale
+    return softmax_step(tl.where(seen[None, :], scores, float("-inf")), v_block, largest, total, out)
 
 
 @jit(do_not_specialize=["window", "splits"],
@@ -80,15 +87,14 @@ def decode_rows(q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, sl
     prefix_k += slot * prefix_k_row + head * prefix_k_head
     prefix_v += slot * prefix_v_row + head * prefix_v_head
     for block in range(start, tl.minimum(end, prefix_blocks)):
-        columns = (prefix_start + block) * BLOCK + tl.arange(0, BLOCK)
-        largest, total, sums = update_softmax(q, prefix_k, prefix_v, columns, first, before, largest, total, sums,
-                                              prefix_k_column, prefix_v_column, scale, D, BLOCK_D)
+        largest, total, sums = decode_block(q, prefix_k, prefix_v, prefix_k_column, prefix_v_column,
+                                            (prefix_start + block) * BLOCK, first, before, largest, total, sums, scale,
+                                            D, BLOCK, BLOCK_D)
     k += place * k_row + head * k_head
     v += place * v_row + head * v_head
     for block in range(tl.maximum(start, prefix_blocks), end):
-        columns = (own_start + block - prefix_blocks) * BLOCK + tl.arange(0, BLOCK)
-        largest, total, sums = update_softmax(q, k, v, columns, first - before, length, largest, total, sums,
-                                              k_column, v_column, scale, D, BLOCK_D)
+        largest, total, sums = decode_block(q, k, v, k_column, v_column, (own_start + block - prefix_blocks) * BLOCK,
+                                            first - before, length, largest, total, sums, scale, D, BLOCK, BLOCK_D)
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]  # no keys: zeros
     to = tl.program_id(0).to(tl.int64) * GROUP + members
     if SPLIT:
@@ -130,11 +136,9 @@ def num_splits(programs: int, columns: int, multiprocessors: int) -> int:
     return max(1, min(4 * multiprocessors // max(1, programs), columns // LEAST_KEYS))
 
 
-def tiles(group: int, D: int, dtype: torch.dtype) -> dict:
-    """What a program holds: all query heads of a key head, and 64 keys or at most 16 KiB of them."""
-    BLOCK_D = max(16, power_of_two(D))
-    return dict(BLOCK_G=max(16, power_of_two(group)), BLOCK_D=BLOCK_D,
-                BLOCK=max(16, min(64, 2 ** 14 // (BLOCK_D * dtype.itemsize))))
+def keys_of_block(D: int, dtype: torch.dtype) -> int:
+    """How many keys a program reads at a time; as in training, so that rounding is the same."""
+    return 64 if dtype != torch.float32 and D <= 128 else 32
 
 
 def decode_attention(q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int,
@@ -159,14 +163,15 @@ def decode_attention(q, k, v, places, lengths, prefix_k, prefix_v, prefix_length
     if splits > 1:
         partial = torch.empty(splits, n, Hkv, group, D, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(splits, n, Hkv, group, dtype=torch.float32, device=q.device)
-    sizes = tiles(group, D, k.dtype)
+    BLOCK_D = max(16, power_of_two(D))
     strides = (stride for x in (q, k, v, prefix_k, prefix_v) for stride in x.stride()[:3])
-    decode_rows[(n * Hkv, splits)](q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, out,
-                                   partial, partial_lse, *strides, window, D ** -0.5 * LOG2_E, splits, Hkv=Hkv, GROUP=group,
-                                   D=D, SPLIT=splits > 1, **sizes, num_warps=4, num_stages=3)
+    decode_rows[(n * Hkv, splits)](q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial,
+                                   partial_lse, *strides, window, D ** -0.5 * LOG2_E, splits, Hkv=Hkv, GROUP=group,
+                                   D=D, SPLIT=splits > 1, BLOCK_G=max(16, power_of_two(group)), BLOCK_D=BLOCK_D,
+                                   BLOCK=keys_of_block(D, k.dtype), num_warps=4, num_stages=3)
     if splits > 1:
         join_splits[(n * Hkv * group,)](partial, partial_lse, out, splits, n * Hkv * group, D=D,
-                                        BLOCK_D=sizes["BLOCK_D"], num_warps=1)
+                                        BLOCK_D=BLOCK_D, num_warps=1)
     return out
 
 

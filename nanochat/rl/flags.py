@@ -17,15 +17,17 @@ from nanochat.rl.resume import MAY_CHANGE
 from nanochat.rl.roles import RoleSpec, Start, head_of, name_of
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import problems_of
+from nanochat.run import add_keep_arg
 from tasks import make_task, recorded_value, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem
 
 TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS,
           "lr_schedule": LR_SCHEDULES}
-LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1, "max_new_tokens": 1, "top_k": 0,
-         "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1, "kl_coef": 0, "lr": 0, "save_every": 0,
-         "eval_every": 0, "clip_low": 0, "clip_high": 0, "dual_clip": 1, "model_step": -1, "max_grad_norm": 0,
-         "log_rollouts": 0, "entropy_coef": 0, "log_theory": 0, "theory_samples": 2}
+LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1, "max_cached_tokens": 0,
+         "max_new_tokens": 1, "top_k": 0, "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1,
+         "kl_coef": 0, "lr": 0, "save_every": 0, "keep": 0, "eval_every": 0, "clip_low": 0, "clip_high": 0,
+         "dual_clip": 1, "model_step": -1, "max_grad_norm": 0, "log_rollouts": 0, "entropy_coef": 0, "log_theory": 0,
+         "theory_samples": 2}
 MOST_LR, MOST_UPDATES = 1000, 1000  # an update that is begun is carried through with all of its optimizer steps
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
 
@@ -42,6 +44,7 @@ def add_common_args(parser) -> None:
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
+    add_keep_arg(parser)
     parser.add_argument("--num-steps", type=int, default=200, help="updates of the recipe's first role that is trained")
     models = parser.add_argument_group("models")
     models.add_argument("--model-tag", default="", help="SFT checkpoint of the generator; default: the largest d<N>")
@@ -60,6 +63,9 @@ def add_common_args(parser) -> None:
     rollout.add_argument("--top-k", type=int, default=0, help="0 = the full softmax; anything else biases the ratio")
     rollout.add_argument("--max-rows", type=int, default=1024,
                          help="rollouts per rank that decode together; changes memory, no result")
+    rollout.add_argument("--max-cached-tokens", type=int, default=0,
+                         help="tokens per rank whose keys and values are held while rollouts decode: where prompts or "
+                              "completions are long, fewer decode together; 0: no bound but --max-rows")
     rollout.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
                          help="solutions may call the calculator (python_start ... python_end); its output is forced "
                               "and not trained")

@@ -16,7 +16,7 @@ import torch
 
 from nanochat.common import BadInput
 from nanochat.flops import decode_floor, prefill_floor
-from nanochat.engine import PREFILL_TOKENS
+from nanochat.engine import CHECK_EVERY_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.launch import round_up
@@ -26,11 +26,12 @@ from nanochat.rl.heads import is_joint, num_shared, shared_names
 from nanochat.rl.prompts import longest_problem
 from nanochat.rl.roles import head_of
 from nanochat.rl.scores import num_problems_of
-from nanochat.seats import Seats
+from nanochat.seats import num_places, num_slots
 from tasks import flags_of_others
 
 # bytes/s of a GPU's memory, from the vendor's data sheets
 BANDWIDTH = {"B200": 8.0e12, "H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12}
+DISK_SPEED = 1e9  # bytes/s that a disk is taken to write, for all ranks together
 Config = GPTConfig | DecoderConfig
 
 
@@ -44,6 +45,7 @@ class Setting:
     device_type: str = "cuda"
     micro_batch_tokens: int = 4096
     max_rows: int = 1024
+    max_cached_tokens: int = 0
     updates_per_batch: int = 1
     sequence_ratio: bool = False
 
@@ -133,17 +135,18 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     """The peak of sampling on one rank: keys and values of all places and slots, from the start on; the results; and
     the logits of a decoding step or what prompts that are run hold, on CUDA both: the graphs keep theirs."""
     rows, narrow, C = prompts * samples, setting.dtype.itemsize, config.n_embd
-    seats = Seats([(p, range(samples)) for p in range(prompts)], min(rows, setting.max_rows))
+    places = num_places(prompts, samples, prompt_tokens, new_tokens, setting.max_rows, setting.max_cached_tokens)
     per_token = cache_bytes_per_token(config, setting)
     # The CPU kernel reads a prompt's keys in vectors of 16.
     of_slot = prompt_tokens if setting.device_type == "cuda" else round_up(prompt_tokens, 16)
-    cached = per_token * (seats.num_slots * of_slot + seats.num_places * max(1, new_tokens - 1))
+    cached = per_token * (num_slots(prompts, places, samples) * of_slot + places * max(1, new_tokens - 1))
     results = rows * new_tokens * (8 + 4)
-    # in fp32, and two on the way through the softcap, or one for a temperature
-    logits = seats.num_places * config.vocab_size * 4 * (3 if isinstance(config, GPTConfig) else 2)
+    # in fp32, and two on the way through the softcap, or one for a temperature; on CUDA as the head gives them
+    numbers = 4 * (3 if isinstance(config, GPTConfig) else 2) if setting.device_type != "cuda" else narrow
+    logits = places * config.vocab_size * numbers
     width = 2 * 4 * C if isinstance(config, GPTConfig) else 3 * config.intermediate_size
     # New prompts fill at most all places with their rows.
-    piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-seats.num_places // samples) * prompt_tokens))
+    piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-places // samples) * prompt_tokens))
     running = piece * (narrow * (width + 4 * C) + per_token)
     # queries, keys and values as one matrix (GPT.joined_projections)
     joined_heads = 0 if isinstance(config, DecoderConfig) else config.n_head + 2 * config.n_kv_head
@@ -176,7 +179,9 @@ def activation_bytes(config: Config, setting: Setting, samples: int, prompt_toke
     of_prompt = block_activations(config, setting, 1)
     of_trained = block_activations(config, setting, (prompt_tokens + new_tokens) / new_tokens)
     passing = 0 if isinstance(config, GPTConfig) else 2 * config.intermediate_size  # gradients inside one block
-    if setting.recompute:  # inputs of blocks, keys and values of prompts; one block in full
+    if setting.recompute:
+        # inputs of blocks, keys and values of prompts; one block in full, whose prompts take less than the logits that
+        # are gone by then
         kept = (prompts + trained) * L * C + prompts * L * keys + trained * of_trained
     else:  # a prompt's last layer gives keys and values alone
         kept = prompts * ((L - 1) * of_prompt + 2 * C + keys) + trained * L * of_trained
@@ -212,7 +217,7 @@ def step_bytes(config: Config, setting: Setting) -> int:
 
 def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[Draw], setting: Setting) -> dict:
     """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident},
-    "peak": bytes}."""
+    "copy": bytes of a checkpoint's copy, where it is in the same memory, "peak": bytes}."""
     resident = {name: resident_bytes(config, setting, held[name]) for name, config in configs.items()}
     phases: dict[str, int] = {}
     for draw in (draw for draw in draws if not draw.given):
@@ -226,7 +231,8 @@ def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[D
             name = f"updating the {draw.role}"
             phases[name] = max(phases.get(name, 0), size)
     total = sum(sum(parts.values()) for parts in resident.values())
-    return {"resident": resident, "phases": phases, "peak": total + max(phases.values())}
+    copied = saved_bytes(configs, held, setting)[0] if setting.device_type == "cpu" else 0
+    return {"resident": resident, "phases": phases, "copy": copied, "peak": total + copied + max(phases.values())}
 
 
 # What a rollout and a problem hold as Python objects and rows, whatever their length: text, prompt, keys, records
@@ -281,7 +287,8 @@ def show_plan(plan: dict, limit_gb: float | None) -> list[str]:
     lines = [f"{'GB per rank':44s}" + "".join(f"{name:>12s}" for name in names)]
     for what in plan["resident"][names[0]]:
         lines.append(f"{what:44s}" + "".join(f"{plan['resident'][name][what] / 1e9:12.3f}" for name in names))
-    lines += [f"{what:44s}{size / 1e9:12.3f}" for what, size in plan["phases"].items()]
+    named = {"the copy that a checkpoint is written from": plan["copy"]} if plan["copy"] else {}
+    lines += [f"{what:44s}{size / 1e9:12.3f}" for what, size in (named | plan["phases"]).items()]
     fits = ("" if limit_gb is None
             else f"  {'fits' if plan['peak'] / 1e9 <= limit_gb else 'does not fit'} {limit_gb:g} GB")
     return [*lines, f"{'peak: all that stays and the largest phase':44s}{plan['peak'] / 1e9:12.3f}{fits}"]
@@ -342,6 +349,44 @@ def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed
     return {"sampling": sampling, "update": update}
 
 
+# A stop
+
+def saved_bytes(configs: dict[str, Config], held: dict[str, Held], setting: Setting) -> tuple[int, int]:
+    """Bytes of a checkpoint set that rank 0 writes, and that each other rank writes: weights, whole and of rank 0, in
+    fp32; AdamW's two moments, of sharded models each rank's part. A rank copies them to the host first."""
+    weights = sum(4 * sizes_of(config).total for config in configs.values())
+    moments = sum(8 * sizes_of(config).total for name, config in configs.items() if held[name].trained)
+    return weights + moments // setting.shards, moments // setting.shards if setting.shard else 0
+
+
+def seconds_unheard(config: Config, draw: Draw, held: Held, setting: Setting, speed: Speed) -> float:
+    """The longest that a draw's sampling or update goes on without looking whether the run is to stop: one prefill,
+    CHECK_EVERY_CUDA tokens for all rows, one micro-batch, or, of several updates of a batch, all behind the first."""
+    model, P = model_of(config, torch.bfloat16), -(-draw.prompts // setting.ranks)
+    rows, spans = min(P * draw.samples, setting.max_rows), [0.0]
+    if not draw.given:
+        ends = (draw.prompt_tokens + max(0, draw.new_tokens - CHECK_EVERY_CUDA), min(draw.new_tokens, CHECK_EVERY_CUDA))
+        spans = [decode_floor(model, min(P, rows), rows, *ends, speed.limits) / speed.decode_efficiency,
+                 prefill_floor(model, min(P, rows), draw.prompt_tokens, speed.limits) / speed.decode_efficiency]
+    if draw.trained:
+        once = replace(draw, scored=0, given=True)
+        seconds = draw_seconds(config, once, held, setting, speed, draw.prompt_tokens + draw.new_tokens)["update"]
+        tokens, updates = P * (draw.prompt_tokens + draw.samples * draw.new_tokens), setting.updates_per_batch
+        spans += [seconds / updates * min(1.0, setting.micro_batch_tokens / tokens), seconds * (1 - 1 / updates)]
+    return max(spans)
+
+
+def describe_stop(configs: dict[str, Config], held: dict[str, Held], draws: list[Draw], setting: Setting,
+                  speed: Speed, disk_speed: float = DISK_SPEED) -> str:
+    """What a request to stop takes, from the signal to the exit, in a line."""
+    first, other = saved_bytes(configs, held, setting)
+    total = first + (setting.ranks - 1) * other
+    unheard = max(seconds_unheard(configs[draw.role], draw, held[draw.role], setting, speed) for draw in draws)
+    return (f"a stop saves {first / 1e9:.3f} GB per rank at most, {total / 1e9:.3f} GB in all: about "
+            f"{unheard + total / disk_speed:.0f} seconds at {disk_speed / 1e9:g} GB/s, {unheard:.1f} of them until the "
+            f"run looks; {total / disk_speed:.0f} more where a checkpoint is being written")
+
+
 # A run's plan, from what its recipe declares
 
 def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[Draw]:
@@ -377,7 +422,7 @@ def private_size(config: Config, num_layers: int, is_one: bool = False) -> int:
 def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Setting:
     """The setting that tango_rl's flags mean."""
     return Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows,
-                   args.updates_per_batch, args.sequence_ratio)
+                   args.max_cached_tokens, args.updates_per_batch, args.sequence_ratio)
 
 
 def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:
@@ -421,10 +466,11 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
             total += draw.times * sum(seconds.values())
             shown.append(f"{draw.label} {sum(seconds.values()):.1f}s x {draw.times}")
         lines.append(f"{total / 3600:.2f} hours if completions run to {words}: {', '.join(shown)}, evaluation apart")
-    on_disk = sum((12 if held[name].trained else dtype.itemsize) * sizes_of(config).total
-                  for name, config in configs.items())
-    lines.append(f"{on_disk / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what is trained); "
-                 f"--save-every {args.save_every}, none is removed")
+    first, other = saved_bytes(configs, held, setting)
+    lines.append(f"{(first + (ranks - 1) * other) / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what "
+                 f"is trained); --save-every {args.save_every}, "
+                 + (f"the last {args.keep} are kept" if args.keep else "none is removed"))
+    lines.append(describe_stop(configs, held, draws_of(calls, most), setting, speed))
     return [*lines,
             f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and "
             f"{100 * speed.decode_efficiency:.0f}% of the bandwidth's speed in decoding; "

@@ -306,6 +306,8 @@ class Play:
         model = self.roles[role].reference if reference else self.roles[role].model
         out = torch.zeros(scored.tokens.shape, device=self.device)
         for batch in self.even(self.micro_batches(scored, out, out[:, 0], keep_idle=True)):
+            if self.breaks_off():
+                break
             logprobs = score(model, batch, self.args.temperature)
             places = torch.zeros(batch.tokens.numel(), device=self.device)
             if len(batch.index):  # an added micro-batch is of no rollout
@@ -369,6 +371,14 @@ class Play:
     def should_stop(self) -> bool:
         """Whether this rank may break off what it samples."""
         return not self.has_moved and self.run.should_stop()
+
+    def breaks_off(self) -> bool:
+        """Whether this rank leaves out the micro-batches to come; behind them all ranks call check_stop. With --shard
+        all ranks gather weights in each, and stop together here."""
+        if self.args.shard:
+            self.check_stop()
+            return False
+        return self.should_stop()
 
 
 def is_number(value) -> bool:
@@ -458,7 +468,7 @@ def apply_update(t: Play, wanted: Update) -> dict:
     lr, num_skipped = base_lr * LR_SCHEDULES[args.lr_schedule](t.progress(role.name)), 0
     for _ in range(times):
         metrics = update(role, batches, loss, lr=lr, max_grad_norm=args.max_grad_norm, temperature=args.temperature,
-                         device=t.device, check_stop=t.check_stop)
+                         device=t.device, check_stop=t.check_stop, breaks_off=t.breaks_off)
         t.has_moved = True  # until the state has moved too, nothing may stop this step
         num_skipped += metrics["skipped"]
     for other in t.roles.values():

@@ -337,8 +337,8 @@ def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float 
 
 
 # Flags that may differ between the seeds of one arm.
-PER_RUN = {"run", "seed", "resume_from_step", "save_every", "log_rollouts", "device_type", "micro_batch_tokens",
-           "prefix_sharing", "tensorboard"}
+PER_RUN = {"run", "seed", "resume_from_step", "save_every", "keep", "log_rollouts", "device_type",
+           "micro_batch_tokens", "prefix_sharing", "tensorboard"}
 
 
 def counts_solver(run: Run) -> bool:

@@ -5,13 +5,14 @@ import json
 import os
 import re
 
-from nanochat.checkpoint import list_steps, saved_steps
+from nanochat.checkpoint import begun_steps, list_steps, saved_steps
 from nanochat.common import BadInput, check_unchanged, print0
 from nanochat.files import path_of, read_records
 
 # Flags that may differ between a run and its continuation; any other would make it another run.
-MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "eval_every", "log_rollouts",
-              "micro_batch_tokens", "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows", "dry_run"}
+MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "keep", "eval_every", "log_rollouts",
+              "micro_batch_tokens", "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows",
+              "max_cached_tokens", "dry_run"}
 
 
 def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> int | None:
@@ -22,7 +23,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
     if args.resume_from_step == "-1":
         if steps or has_records(folder):
             saved = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
-            afresh = "" if steps or models_saved(tags) else ", which starts it afresh"
+            afresh = "" if steps or models_saved(args.run, tags) else ", which starts it afresh"
             raise BadInput(f"--run {args.run}: {folder} exists, {saved}; take another name, or continue it with "
                            f"--resume-from-step auto{afresh}")
         return None
@@ -82,9 +83,10 @@ def check_last_set(run_name: str, folder: str, steps: list[int], tags: dict[str,
     """Raises BadInput where a run has lost the state that its last models were saved with: to go on would do the steps
     behind an earlier one again, and remove what is left of the last. tags: as in resolve_resume."""
     last = steps[-1] if steps else 0
-    saved = max(models_saved(tags), default=0) if has_records(folder) else 0  # else it is check_no_models' to tell
+    # without records it is check_no_models' to tell
+    saved = max(models_saved(run_name, tags), default=0) if has_records(folder) else 0
     if steps and not has_records(folder, saved):
-        saved = 0  # a kill in the middle of a save leaves models without a state too
+        saved = 0  # a kill in a save of an older version leaves models without a state too
     made = max(finished_step(folder), saved)
     if made > last:
         name = os.path.join(folder, f"state_{made:06d}.pt")
@@ -103,11 +105,12 @@ def finished_step(folder: str) -> int:
         return 0
 
 
-def models_saved(tags: dict[str, bool]) -> set[int]:
-    """The steps at which all roles have a model, and those that are trained an optimizer."""
+def models_saved(run_name: str, tags: dict[str, bool]) -> set[int]:
+    """The steps at which all roles have a model, and those that are trained an optimizer, but for those of a set that
+    was being written when the run was cut off."""
     return set.intersection(*({step for step in list_steps("rl", tag) if not is_trained
                                or os.path.exists(path_of("rl", tag, f"optim_{step:06d}_rank0.pt"))}
-                              for tag, is_trained in tags.items()))
+                              for tag, is_trained in tags.items())) - begun_steps(run_name)
 
 
 def check_records(run_name: str, folder: str, step: int) -> None:

@@ -26,6 +26,7 @@ class Sampler:
     should_stop: Callable[[], bool] = lambda: False
     calculator: bool = False  # for solutions
     max_rows: int = 1024      # that decode together
+    max_cached_tokens: int = 0  # whose keys and values are held; 0: no bound but max_rows
 
     def sample(self, model, prompts: list[Prompt], num_samples: int, stream: tuple, max_new_tokens: int,
                greedy: bool = False, tool: Tool | None = None) -> Rollouts:
@@ -35,7 +36,8 @@ class Sampler:
         temperature, top_k = (0.0, 0) if greedy else (self.temperature, self.top_k)
         out = generate(model, [prompt.ids for prompt in prompts], num_samples, max_new_tokens=max_new_tokens,
                        stop_tokens=self.tokenizer.stop_tokens, keys=keys, temperature=temperature, top_k=top_k,
-                       max_rows=self.max_rows, should_stop=self.should_stop, tool=tool)
+                       max_rows=self.max_rows, max_cached_tokens=self.max_cached_tokens, should_stop=self.should_stop,
+                       tool=tool)
         group_id = torch.arange(len(prompts), device=out.tokens.device).repeat_interleave(num_samples)
         rollouts = Rollouts(prompts, group_id, out.tokens, out.logprobs, out.lengths, out.stopped, out.forced,
                             limit=max_new_tokens)

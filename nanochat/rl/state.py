@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
-from nanochat.checkpoint import (checksum, load_file, load_meta, load_optimizer, load_state, restore_model, save_model,
-                                 save_optimizer, save_state, saved_steps)
-from nanochat.common import BadInput, all_reduce, gather_lists, print0, rank_and_world
+from nanochat.checkpoint import (begin_set, checksum, drop_old_sets, load_file, load_meta, load_optimizer, load_state,
+                                 restore_model, save_model, save_optimizer, save_state, saved_steps,
+                                 steps_started_from, weights_in)
+from nanochat.common import BadInput, all_reduce, print0, rank_and_world
 from nanochat.files import path_of
 from nanochat.rl.roles import short_name
-from nanochat.weights import check_weights, refresh, whole_state
+from nanochat.weights import check_weights, local_optimizer_state, refresh, whole_state
 
 MOST_NESTED, MOST_BITS = 50, 1024  # of a recipe's memory: lists in lists, and bits of an integer
 
@@ -78,29 +79,57 @@ def tag_of(run_name: str, role: str) -> str:
 
 
 def save_set(run, state: RunState, roles: dict, args) -> None:
-    """Writes the complete set of this step, its state last, unless it is there already: rank 0, of sharded optimizers
-    each rank its part."""
-    is_new = run.rank == 0 and state.step not in saved_steps(run.name)
-    if not all_reduce(torch.tensor(int(is_new), device=run.device), "max").item():
-        return
-    for name, role in roles.items():
-        check_weights(role.model, name)
-    written = []  # (role, path) by this rank
-    for name, role in roles.items():
-        tag, weights = tag_of(run.name, name), whole_state(role.model, keep=run.rank == 0)
-        if run.rank == 0:
-            meta = {"run": run.name, "role": name, "user_config": vars(args), "tokenizer": run.tokenizer}
-            written.append((name, save_model("rl", tag, state.step, role.model, meta, weights)))
-        if role.optimizer is not None and (run.rank == 0 or args.shard):
-            written.append((name, save_optimizer("rl", tag, state.step, role.optimizer, run.rank)))
-        del weights  # before the next role's are gathered
-    # every rank has written its part
-    checksums = dict(gather_lists([[name_in_set(*file), checksum(file[1])] for file in written], run.device))
-    if run.rank == 0:
-        extras = {"torch_rng": torch.get_rng_state(), "roles": sorted(roles), "world": run.world,
-                  "checksums": checksums}
+    """Copies the complete set of this step to the host, unless it is there already, and has it written in the
+    background: rank 0, of sharded optimizers each rank its part. Its state goes last, once all ranks have written
+    theirs; sets older than the last --keep are removed then. A collective."""
+    with run.writer.saving():  # which waits for the set before
+        is_new = run.rank == 0 and state.step not in saved_steps(run.name)
+        if not all_reduce(torch.tensor(int(is_new), device=run.device), "max").item():
+            return
+        for name, role in roles.items():
+            check_weights(role.model, name)
+        to_host, rank, step, held = run.writer.to_host, run.rank, state.step, []
+        for name, role in roles.items():
+            weights, is_mine = weights_to_save(role, rank == 0, to_host), rank == 0 or args.shard
+            moments = local_optimizer_state(role.optimizer, to_host) if role.optimizer and is_mine else None
+            held.append((name, role.model, weights, moments))
+        meta = {"run": run.name, "user_config": dict(vars(args)), "tokenizer": run.tokenizer}
+        copied = state.snapshot()
         # not asdict: it would make two of what stands in the memory twice
-        save_state(run.name, state.step, {f.name: getattr(state, f.name) for f in fields(state)} | extras)
+        saved = {f.name: getattr(copied, f.name) for f in fields(state)}
+        saved |= {"torch_rng": torch.get_rng_state(), "roles": sorted(roles), "world": run.world}
+
+        def write() -> list:
+            """This rank's files. -> (name in the set, checksum) of each"""
+            written = []
+            if rank == 0:
+                begin_set(run.name, step)
+            for name, model, weights, moments in held:
+                tag = tag_of(run.name, name)
+                if rank == 0:
+                    written.append((name, save_model("rl", tag, step, model, meta | {"role": name}, weights)))
+                if moments is not None:
+                    written.append((name, save_optimizer("rl", tag, step, moments, rank)))
+            return [[name_in_set(*file), checksum(file[1])] for file in written]
+
+        def mark(checksums: list) -> None:
+            if rank == 0:
+                save_state(run.name, step, saved | {"checksums": dict(checksums)})
+                tags = [tag_of(run.name, name) for name in roles]
+                drop_old_sets(run, path_of("runs", run.name, "state_{}.pt"), [path_of("rl", tag) for tag in tags],
+                              args.keep, step, {run.resumed_from} | steps_started_from("rl", tags))
+        run.writer.start(write, mark)
+
+
+def weights_to_save(role, keep: bool, to_host) -> dict[str, torch.Tensor]:
+    """The whole state dict of a role (weights.whole_state). One that is not trained may have narrower weights than the
+    checkpoint that it started from; where it still is that, its tensors are taken, so that nothing is lost."""
+    state = whole_state(role.model, keep, to_host)
+    if role.optimizer is not None or not keep or role.start is None or not os.path.exists(role.start.path("model.pt")):
+        return state
+    start = weights_in(role.start.path("model.pt"), role.model.config)
+    is_start = all(torch.equal(p.cpu(), start[name].to(p.dtype)) for name, p in state.items())
+    return start if is_start else state
 
 
 def name_in_set(role: str, path: str) -> str:
@@ -162,7 +191,7 @@ def drop_sets_behind(run, step: int, roles: dict) -> None:
         return
     for folder in [path_of("runs", run.name), *(path_of("rl", tag_of(run.name, role)) for role in roles)]:
         for name in sorted(os.listdir(folder)) if os.path.isdir(folder) else []:
-            match = re.fullmatch(r"(state|model|meta|optim)_(\d+)(_rank\d+)?\.(pt|json)", name)
+            match = re.fullmatch(r"(state|model|meta|optim|begun)_(\d+)(_rank\d+)?(\.pt|\.json|)", name)
             if match and int(match[2]) > step:
                 print0(f"removing {os.path.join(folder, name)}: the run goes on from step {step}")
                 os.remove(os.path.join(folder, name))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.attention import PADDING_POSITION, KVCache
+from nanochat.attention import PADDING_POSITION
 from nanochat.common import all_reduce, wide_dtype
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
@@ -21,17 +21,14 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     """Hidden states that predict the completion tokens, each prompt run once for its rows. -> (U*R, T, C)"""
     U, T = len(batch.prompt_ids), batch.tokens.shape[1]
     R = len(batch.tokens) // U
-    prefix = KVCache(model.config.n_layer)
-    prompt_hidden = model.trunk(batch.prompt_ids, positions=batch.prompt_positions, cache=prefix,
-                                last_only=True)  # (U, 1, C)
-    first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
     # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights
     # as often.
     inputs = batch.tokens[:, : max(1, T - 1)]
     prompt_lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1)
     positions = (prompt_lengths.repeat_interleave(R)[:, None]
                  + torch.arange(inputs.shape[1], device=prompt_lengths.device))
-    rest = model.trunk(inputs, positions=positions, prefix=prefix)  # (U*R, T-1, C)
+    prompt_hidden, rest = model.trunk_behind(batch.prompt_ids, batch.prompt_positions, inputs, positions)
+    first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
     return torch.cat([first, rest[:, : T - 1]], dim=1)
 
 
@@ -46,18 +43,20 @@ def score(model, batch: MicroBatch, temperature: float) -> torch.Tensor:
 
 
 def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float, max_grad_norm: float,
-           temperature: float, device, check_stop=lambda: None) -> dict:
+           temperature: float, device, check_stop=lambda: None, breaks_off=lambda: False) -> dict:
     """One optimizer step on all micro-batches of all ranks; returns its metrics.
 
     Gradients are summed over micro-batches and ranks: the denominators are in the weights. When the loss or the
     gradient is not finite on any rank, no rank steps and the metrics say skipped = 1. check_stop is called on all ranks
-    before the step.
+    before the step; breaks_off, before each micro-batch, says whether the rest is left out since check_stop will raise.
     """
     trainable_only(role.model, role.parameters)
     role.optimizer.zero_grad(set_to_none=True)
     sums = torch.zeros(len(SUMS), dtype=wide_dtype(device), device=device)
     gap = torch.zeros((), device=device)
     for batch in batches:
+        if breaks_off():
+            break
         if loss.kl_coef and batch.ref_logprobs is None:
             batch.ref_logprobs = score(role.reference, batch, temperature)
         if loss.sequence_ratio and batch.old_logprobs is not None:

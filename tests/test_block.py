@@ -1,0 +1,146 @@
+"""
+The kernels of a block's small operations against their PyTorch versions, rounding for rounding. Without a GPU they run
+in Triton's interpreter.
+
+    python -m pytest tests/test_block.py -q
+"""
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from nanochat import ops
+from nanochat.gpt import rotary
+from nanochat.hf.decoder import Attention, DecoderConfig
+from nanochat.kernels import block
+from nanochat.kernels.launch import tl
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# the interpreter of 3.6 breaks with numpy 2.4
+pytest.importorskip("triton", minversion="3.5" if DEVICE == "cuda" else "3.7")
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+def random(*shape, dtype=torch.float32, seed=0, scale=1.0):
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype).to(DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def pytorch_versions(monkeypatch):
+    """ops and models run PyTorch, on CPU without kernels and on CUDA as in training."""
+    monkeypatch.setattr(ops.cpu, "takes", lambda x: False)
+    monkeypatch.setattr("nanochat.ops.takes_block", lambda x: False)
+    monkeypatch.setattr("nanochat.hf.decoder.takes_block", lambda x: False)
+
+
+@pytest.fixture(autouse=True)
+def bf16_to_nearest(monkeypatch):
+    """The interpreter cuts fp32 off to bf16, where GPUs round to the nearest, as PyTorch does."""
+    convert = interpreter._convert_float
+
+    def rounding(data, source, target, mode):
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        nearest = torch.from_numpy(np.array(data)).to(torch.bfloat16).view(torch.uint16)
+        return nearest.numpy().reshape(np.shape(data))
+    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+def assert_same(actual, expected, roundings: int = 1):
+    """fp32: to 2e-6 of the largest. bf16: all but 2% of the numbers are the same bit for bit, and those differ by no
+    more than so many roundings: a sum in another order may fall on the other side of a bound between two bf16."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    apart = (actual.float() - expected.float()).abs()
+    if actual.dtype == torch.float32:
+        assert apart.max() <= 2e-6 * expected.abs().max()
+    else:
+        assert (apart <= roundings * 2.0 ** -7 * expected.float().abs()).all()
+        assert (apart > 0).sum() <= 0.02 * apart.numel()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, 2, 64), (5, 1, 100), (2, 768), (1, 1, 1536)], ids=str)
+def test_norms_are_pytorchs(shape, dtype):
+    x, delta, x0 = (random(*shape, dtype=dtype, seed=seed) for seed in range(3))
+    a, b = random(2, dtype=dtype, seed=3).unbind()
+    weight = random(shape[-1], dtype=dtype, seed=4)
+    assert_same(block.norm(x)[1], ops.norm(x))
+    assert_same(block.norm(x, weight=weight, epsilon=1e-2)[1], ops.norm(x, weight, 1e-2))
+    assert_same(block.norm(x, weight=weight, epsilon=1e-2)[1], F.rms_norm(x, shape[-1:], weight, 1e-2))
+    for actual, expected in ((block.norm(x, delta), ops.add_norm(x, delta)),
+                             (block.norm(x, delta, weight=weight, epsilon=1e-6), ops.add_norm(x, delta, weight, 1e-6)),
+                             (block.norm(x, mixed=(x0, a, b)), ops.mix_norm(x, None, x0, a, b)),
+                             (block.norm(x, delta, (x0, a, b)), ops.mix_norm(x, delta, x0, a, b))):
+        assert_same(actual[0], expected[0])
+        assert_same(actual[1], expected[1])
+
+
+@DTYPES
+def test_the_norm_of_small_rows_has_pytorchs_epsilon(dtype):
+    """Rows of 1e-3 and of 0: without epsilon they would be 1 and no number."""
+    x = torch.tensor([[1e-3] * 64, [0.0] * 64], dtype=dtype, device=DEVICE)
+    assert_same(block.norm(x)[1], F.rms_norm(x, (64,)))
+    assert block.norm(x)[1].float()[0, 0].item() == pytest.approx(0.9452, rel=3e-3)
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [1, 1000, 1024, 3000])
+def test_elementwise_operations_are_pytorchs(size, dtype):
+    x, y = random(2, size, dtype=dtype, scale=4.0), random(2, size, dtype=dtype, seed=1)
+    assert torch.equal(block.relu_squared(x), ops.relu_squared(x))
+    assert_same(block.swiglu(x, y), ops.swiglu(x, y), roundings=2)
+    assert block.relu_squared(torch.tensor([float("nan")], device=DEVICE)).isnan().all()
+
+
+@DTYPES
+@pytest.mark.parametrize("kv_heads", [1, 6])
+def test_the_value_gate_is_pytorchs(kv_heads, dtype):
+    x, weight = random(5, 2, 64, dtype=dtype), random(kv_heads, 12, dtype=dtype, seed=1)
+    assert_same(block.value_gate(x, weight), ops.value_gate(x, weight), roundings=2)
+
+
+# units, query heads, key heads, head size, tokens a row
+SHAPES = [(2, 6, 3, 32, 1), (1, 2, 2, 64, 1), (4, 4, 1, 24, 1), (4, 3, 1, 16, 2)]
+
+
+@DTYPES
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_heads_are_split_as_by_pytorch(shape, gated, dtype):
+    """Four rows, whose positions all differ."""
+    U, H, Hkv, D, T = shape
+    qkv = random(4, T, (H + 2 * Hkv) * D, dtype=dtype)
+    cos_sin = rotary(torch.arange(4 * T, device=DEVICE).view(4, T) * 3, D, dtype)
+    gate, embedding = ((random(4, T, Hkv, dtype=dtype, seed=1), random(4, T, Hkv * D, dtype=dtype, seed=2)) if gated
+                       else (None, None))
+    expected = ops.split_heads(qkv, cos_sin, gate, embedding, 1.2, U, H, Hkv)
+    actual = block.split_heads(*qkv.split([H * D, Hkv * D, Hkv * D], dim=-1), *cos_sin, U, Hkv, scale=1.2,
+                               norm="after", gate=gate, embedding=embedding)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.is_contiguous()
+        assert_same(a, e, roundings=3)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape, bias, qk_norm", [(SHAPES[0], False, False), (SHAPES[1], True, False),
+                                                  (SHAPES[2], False, True), (SHAPES[3], True, True)], ids=str)
+def test_heads_of_imported_models_are_split_as_by_pytorch(shape, bias, qk_norm, dtype):
+    U, H, Hkv, D, T = shape
+    config = DecoderConfig("qwen3", 64, 100, 1, H, Hkv, 48, D, 64, 1e-6, 1e4, None, bias, False, False, qk_norm, True)
+    attention = Attention(config).to(DEVICE)
+    for seed, p in enumerate(attention.parameters()):
+        p.data = random(*p.shape, seed=seed, scale=0.5)
+    x = random(4, T, 48, dtype=dtype, seed=20)
+    cos_sin = rotary(torch.arange(4 * T, device=DEVICE).view(4, T) * 3, D, dtype)
+    with torch.no_grad():
+        for a, e in zip(attention.heads_in_one(x, cos_sin, U), attention.heads(x, cos_sin, U), strict=True):
+            assert a.is_contiguous()
+            assert_same(a, e, roundings=3)
+
+
+def test_empty_batches_are_no_launch():
+    x = random(0, 1, 64)
+    assert block.norm(x)[1].shape == (0, 1, 64) and block.relu_squared(x).shape == x.shape
+    assert block.value_gate(x, random(2, 12)).shape == (0, 1, 2)

@@ -1,0 +1,89 @@
+"""
+The stages of a GPU day: what each may take, what a failed one leaves, where its row goes.
+
+    python -m pytest tests/test_gpu_day.py -q
+"""
+import os
+import shlex
+import sys
+import time
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "dev"))
+import gpu_day  # noqa: E402
+
+PAGE = f"# Timings\n\nText.\n\n{gpu_day.HEADING}\n\nMore.\n\n" + "\n".join(gpu_day.HEADER) + "\n| old |\n\n## Behind\n"
+
+
+def day(tmp_path, monkeypatch, stages: dict, *flags) -> tuple[int, str]:
+    """Runs these stages as a rehearsal -> the exit code, the page."""
+    page = tmp_path / "BENCH.md"
+    page.write_text(PAGE)
+    monkeypatch.setattr(gpu_day, "STAGES", stages)
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--scale", "tiny", "--bench", str(page), "--out",
+                                      str(tmp_path / "out"), "--stages", ",".join(stages), "--commit", "abc", *flags])
+    return gpu_day.main(), page.read_text()
+
+
+def test_a_failed_stage_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
+    code, page = day(tmp_path, monkeypatch, {
+        "one": (60, "false", "echo '{\"a\": {\"b\": 3}, \"c\": 4}'", ["a.b", "c", "a.d"]),
+        "two": (60, "", "echo broken; exit 3", None), "three": (60, "", "echo no json", ["a"]),
+        "four": (60, "", "echo fine; echo; echo", None)})
+    rows = [line.strip("| ").split(" | ")[3:] for line in page.splitlines() if "| abc |" in line]
+    assert code == 1 and [row for row in rows if row[1] != "seconds"] == [
+        ["one", "a.b", "3"], ["one", "c", "4"], ["one", "a.d", "-"], ["two", "failed", "exit code 3"],
+        ["three", "failed", "its last line is not JSON"], ["four", "last line", "fine"]]
+    assert [row[0] for row in rows if row[1] == "seconds"] == ["one", "two", "three", "four"]
+    assert max(map(len, page.splitlines())) <= 120
+    assert capsys.readouterr().out.splitlines()[-1].startswith("failed: two, three;")
+    assert (tmp_path / "out" / "two.log").read_text() == "broken\n"
+
+
+def test_rows_go_behind_the_tables_last_one(tmp_path, monkeypatch):
+    _, page = day(tmp_path, monkeypatch, {"one": (60, "", "echo 'a | b'", None)})
+    lines = page.splitlines()
+    at = lines.index("| old |")
+    assert lines[at + 1].startswith("| 20") and "| last line | a / b |" in lines[at + 1] and "seconds" in lines[at + 2]
+    assert "\n".join(lines[: at + 1] + lines[at + 3:]) + "\n" == PAGE
+
+
+def test_the_section_is_made_where_there_is_none(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Timings\n")
+    gpu_day.add_rows([["a", "b|c"]], str(page))
+    assert page.read_text().splitlines() == ["# Timings", "", gpu_day.HEADING, "", *gpu_day.HEADER, "| a | b/c |"]
+
+
+def test_time_is_up_for_a_stage_and_its_children(tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    started = time.perf_counter()
+    code, page = day(tmp_path, monkeypatch, {
+        "slow": (2, "", f"(sleep 5; touch {shlex.quote(str(mark))}) & sleep 60", None),
+        "next": (60, "", "echo y", None)})
+    assert code == 1 and "| slow | failed | stopped after 2 s |" in page and "| y |" in page
+    assert time.perf_counter() - started < 20
+    time.sleep(max(0.0, started + 7 - time.perf_counter()))
+    assert not mark.exists()
+
+
+def test_stages_behind_the_end_of_all_time_are_named(tmp_path, monkeypatch):
+    code, page = day(tmp_path, monkeypatch, {"one": (60, "", "sleep 3", None), "two": (60, "", "echo y", None)},
+                     "--minutes", "0.04")
+    assert code == 1 and "| two | failed | no time left |" in page
+
+
+@pytest.mark.parametrize("flags, words", [(["--stages", "tests,nothing"], "nothing"), (["--scale", "huge"], "huge")])
+def test_bad_flags_are_refused(monkeypatch, capsys, flags, words):
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", *flags])
+    with pytest.raises(SystemExit) as stop:
+        gpu_day.main()
+    assert stop.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_every_stage_has_a_rehearsal_and_all_fit_in_half_an_hour():
+    assert sum(limit for limit, *_ in gpu_day.STAGES.values()) <= 1800
+    for _, full, tiny, _ in gpu_day.STAGES.values():
+        assert full and tiny
