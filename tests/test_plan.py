@@ -11,7 +11,8 @@ import torch
 from conftest import RL_FLAGS, parse
 
 from nanochat.common import BadInput
-from nanochat.engine import generate
+from nanochat.decode_cache import DecodeCache
+from nanochat.engine import PREFILL_TOKENS, generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.kernels.cpu import library
@@ -26,6 +27,7 @@ from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import update
+from nanochat.seats import Seats
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
@@ -105,6 +107,35 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
     assert updating == pytest.approx(measured["update"], rel=of_update)
     sampling = sampling_bytes(CONFIGS[name], setting, PROMPTS, GROUP, *sequence)
     assert sampling == pytest.approx(measured["sampling"], rel=of_sampling)
+
+
+@pytest.mark.skipif(library() is None, reason="PyTorch's own operations keep more")
+@pytest.mark.parametrize("name", ["gpt", "tied"])
+@pytest.mark.parametrize("prompts, samples, tokens, new, max_rows",
+                         [(8, 4, 100, 20, 4), (8, 3, 100, 20, 5), (20, 1, 100, 12, 7), (8, 8, 5, 12, 12)])
+def test_planned_memory_of_refilled_places_is_what_is_allocated(name, prompts, samples, tokens, new, max_rows):
+    """To 5%, where the cache is most of it, and where prompts or logits are."""
+    model = allocate(GPT if name == "gpt" else Decoder, CONFIGS[name], torch.float32, "cpu")
+    model.init_weights(torch.Generator().manual_seed(0))
+    sample = lambda: generate(model, [list(range(tokens))] * prompts, samples, max_new_tokens=new, stop_tokens=[],
+                              keys=list(range(prompts * samples)), max_rows=max_rows, temperature=0.7)
+    planned = sampling_bytes(CONFIGS[name], replace(SETTING, max_rows=max_rows), prompts, samples, tokens, new)
+    assert planned == pytest.approx(allocated(sample)[0], rel=0.05)
+
+
+@pytest.mark.parametrize("prompts, samples, max_rows", [(1, 5, 3), (30, 4, 17), (30, 4, 1), (3, 8, 1024)])
+def test_a_plan_counts_the_cache_that_sampling_makes(prompts, samples, max_rows):
+    """On CUDA; beside it the results, logits, and what prompts hold of which as many are run as fill all places."""
+    config, setting = shape_of("qwen2.5-0.5b"), Setting(max_rows=max_rows)
+    seats = Seats([(p, range(samples)) for p in range(prompts)], min(prompts * samples, max_rows))
+    cache = DecodeCache(config, seats.num_places, seats.num_slots, samples, 210, 99, torch.bfloat16,
+                        torch.device("meta"))
+    held = sum(x.nbytes for x in (*cache.k, *cache.v, *cache.prefix_k, *cache.prefix_v))
+    width, vocabulary = 3 * config.intermediate_size + 4 * config.n_embd, config.vocab_size
+    pieces = 210 * min(PREFILL_TOKENS // 210, -(-seats.num_places // samples))
+    of_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * 2
+    assert (sampling_bytes(config, setting, prompts, samples, 210, 100) - held
+            == prompts * samples * 100 * 12 + seats.num_places * vocabulary * 8 + pieces * (2 * width + of_token))
 
 
 def test_planned_memory_is_near_what_is_allocated_in_bf16():
