@@ -10,7 +10,7 @@ import json
 import os
 from dataclasses import asdict
 
-from nanochat.kernels import draw, linear_logprob, linear_policy_loss
+from nanochat.kernels import block, draw, linear_logprob, linear_policy_loss
 from nanochat.kernels.resources import compile_for, resources
 
 CAPABILITIES = (90, 100)
@@ -46,11 +46,38 @@ def draw_cases():
                                                      SEGMENT=draw.SEGMENT), options
 
 
+BF16 = dict.fromkeys(["x_pointer", "y_pointer", "out", "delta", "x0", "a", "b", "weight", "sums", "normed", "gates",
+                      *(f"{x}_{what}" for x in "qkv" for what in ("pointer", "bias", "weight", "out")), "cos_pointer",
+                      "sin_pointer", "gate", "embedding"], "*bf16")
+BLOCK = BF16 | dict.fromkeys(["C", "width", "x_stride", "y_stride", "num_channels", "kv_heads", "R", "T", "group",
+                              "q_stride", "k_stride", "v_stride"], "i32") | {"epsilon": "fp32", "scale": "fp32"}
+
+
+def block_cases():
+    for width, with_delta, with_mix, with_weight in ((768, False, False, False), (768, True, True, False),
+                                                     (3584, True, False, True)):
+        size = block.power_of_two(width)
+        constants = dict(HAS_DELTA=with_delta, HAS_MIX=with_mix, HAS_WEIGHT=with_weight, BLOCK=size)
+        name = f"{width}{', added' * with_delta}{', mixed' * with_mix}{', weight' * with_weight}"
+        yield block.norm_rows, name, BLOCK, constants, dict(aligned=("C",), num_warps=block.warps_of(size))
+    for function in ("relu_squared", "swiglu"):
+        yield (block.elements, function, BLOCK, dict(FUNCTION=function, BLOCK=block.ELEMENTS),
+               dict(aligned=("width", "x_stride", "y_stride"), num_warps=4))
+    yield block.gate_rows, "6 heads", BLOCK, dict(CHANNELS=16, HEADS=8), dict(aligned=("stride",), num_warps=1)
+    for name, half, group, norm, has_bias, has_gate in (("6 heads of 128", 64, 1, "after", False, True),
+                                                        ("groups of 6 of 128", 64, 8, "", True, False),
+                                                        ("groups of 8 of 128", 64, 8, "before", False, False)):
+        constants = dict(HALF=half, HALF_BLOCK=half, GROUP=group, NORM=norm, HAS_BIAS=has_bias, HAS_GATE=has_gate)
+        yield (block.head_rows, name, BLOCK, constants,
+               dict(aligned=("q_stride", "k_stride", "v_stride"), num_warps=block.warps_of(group * half)))
+
+
 def cases():
     """Of every kernel the variants that are run: kernel, name of the variant, types of its arguments (those that TYPES
     lacks or has otherwise), constants, options of compile_for."""
     yield from linear_cases()
     yield from draw_cases()
+    yield from block_cases()
 
 
 def rows(capabilities=CAPABILITIES):

@@ -213,10 +213,12 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     def step(places):
         """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
         rows, t, before = row[places], drawn[places], token[places]
+        embedding = cache.last_embedding[places] if desk else None
         hidden = model.trunk(before[:, None], positions=cache.advance(places, t)[:, None], cache=cache)[:, 0]  # (n, C)
         if not desk:
             return draw_next(hidden, places, rows, t)
-        waits = desk.waits[places]  # such a row has run the same token as before, and goes on as it was
+        waits = desk.waits[places]  # such a row is to run the same token again, and goes on as it was
+        cache.last_embedding[places] = torch.where(waits[:, None, None], embedding, cache.last_embedding[places])
         draw_next(hidden, places, rows.masked_fill(waits, N), t)
         token[places], drawn[places] = torch.where(waits, before, token[places]), torch.where(waits, t, drawn[places])
         row[places] = torch.where(waits, rows, row[places])

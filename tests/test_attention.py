@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanochat import attention
-from nanochat.attention import PADDING_POSITION, RECENT, KVCache, Mask, _attend_one, _attend_sdpa, attend, make_mask
+from nanochat.attention import PADDING_POSITION, KVCache, Mask, _attend_sdpa, attend, make_mask
 
 GQA = [(4, 1), (2, 2), (1, 6)]  # key/value heads, query heads of each
 LENGTHS = (7, 4)                # tokens of the prompts of `prefix_case`
@@ -80,7 +80,7 @@ def repeated(q, k, v, window, prefix_k, prefix_v):
                         for shared, own in ((prefix_k, k), (prefix_v, v)))
         cache = KVCache(1)
         cache.length = length
-        out.append(attend(q[u: u + 1], [(all_k, all_v)], plain_mask(T, window, cache)))
+        out.append(attend(q[u: u + 1], all_k, all_v, plain_mask(T, window, cache)))
     return torch.cat(out)
 
 
@@ -95,7 +95,7 @@ def assert_gradients_agree(a, b, inputs, tolerance):
 def test_attend_equals_the_definition(blocks, Hkv, group):
     q, k, v = random_qkv(2, Hkv, 2, group, 6)
     for window in (10, 2, 0):
-        assert (attend(q, [(k, v)], plain_mask(6, window)) - looped(q, k, v, window)).abs().max() < 1e-12
+        assert (attend(q, k, v, plain_mask(6, window)) - looped(q, k, v, window)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("Hkv, group", GQA)
@@ -103,21 +103,21 @@ def test_attend_equals_the_definition(blocks, Hkv, group):
 @torch.no_grad()
 def test_attend_behind_a_prefix_equals_the_definition(blocks, Hkv, group, window, context):
     (q, k, v, *prefix), mask = prefix_case(Hkv, group, window, context=context)
-    assert (attend(q, [(k, v)], mask, *prefix) - looped(q, k, v, window, *prefix)).abs().max() < 1e-12
+    assert (attend(q, k, v, mask, *prefix) - looped(q, k, v, window, *prefix)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("Hkv, group", GQA)
 @pytest.mark.parametrize("window", [100, 4])
 def test_a_shared_prefix_equals_repeated_keys(blocks, Hkv, group, window):
     (q, k, v, *prefix), mask = prefix_case(Hkv, group, window)
-    ours, theirs = attend(q, [(k, v)], mask, *prefix), repeated(q, k, v, window, *prefix)
+    ours, theirs = attend(q, k, v, mask, *prefix), repeated(q, k, v, window, *prefix)
     assert (ours - theirs).abs().max() < 1e-12
     assert_gradients_agree(ours, theirs, (q, k, v, *prefix), 1e-12)
 
 
 def test_padding_of_a_prefix_takes_no_gradient(blocks):
     (q, k, v, *prefix), mask = prefix_case(2, 2, 100)
-    for grad in torch.autograd.grad(attend(q, [(k, v)], mask, *prefix).square().sum(), prefix):
+    for grad in torch.autograd.grad(attend(q, k, v, mask, *prefix).square().sum(), prefix):
         assert grad[1, :, LENGTHS[1]:].eq(0).all() and grad[1, :, : LENGTHS[1]].ne(0).all() and grad[0].ne(0).all()
 
 
@@ -125,41 +125,41 @@ def test_padding_of_a_prefix_takes_no_gradient(blocks):
 def test_queries_and_keys_may_lie_in_any_order_in_memory(blocks, T):
     (q, k, v, *prefix), mask = prefix_case(2, 2, 4, T=T)
     turned = [x.detach().transpose(0, 2).contiguous().transpose(0, 2).requires_grad_() for x in (q, k, v, *prefix)]
-    expected, out = attend(q, [(k, v)], mask, *prefix), attend(turned[0], [(turned[1], turned[2])], mask, *turned[3:])
+    expected, out = attend(q, k, v, mask, *prefix), attend(*turned[:3], mask, *turned[3:])
     grad = random(*out.shape[::-1], seed=9).permute(5, 4, 3, 2, 1, 0)
     assert (out - expected).abs().max() < 1e-12
     for a, b in zip(torch.autograd.grad(out, turned, grad), torch.autograd.grad(expected, (q, k, v, *prefix), grad),
                     strict=True):
         assert (a - b).abs().max() < 1e-12
     with torch.no_grad():
-        assert (attend(turned[0], [(turned[1], turned[2])], mask, *turned[3:]) - expected).abs().max() < 1e-12
+        assert (attend(*turned[:3], mask, *turned[3:]) - expected).abs().max() < 1e-12
 
 
 def test_inputs_without_gradient_change_no_other():
     (q, k, v, *prefix), mask = prefix_case(2, 2, 4)
     inputs = (q, k, v, *prefix)
-    every = torch.autograd.grad(attend(q, [(k, v)], mask, *prefix).square().sum(), inputs)
+    every = torch.autograd.grad(attend(q, k, v, mask, *prefix).square().sum(), inputs)
     for i in range(5):
         a, b, c, *rest = (x if i == j else x.detach() for j, x in enumerate(inputs))
-        assert (torch.autograd.grad(attend(a, [(b, c)], mask, *rest).square().sum(),
+        assert (torch.autograd.grad(attend(a, b, c, mask, *rest).square().sum(),
                                     inputs[i])[0] - every[i]).abs().max() < 1e-12
 
 
 @torch.no_grad()
 def test_each_unit_sees_its_own_prefix():
     (q, k, v, prefix_k, prefix_v), mask = prefix_case(2, 2, 100)
-    before = attend(q, [(k, v)], mask, prefix_k, prefix_v)
+    before = attend(q, k, v, mask, prefix_k, prefix_v)
     prefix_v[1] += 1
-    gap = (attend(q, [(k, v)], mask, prefix_k, prefix_v) - before).abs()
+    gap = (attend(q, k, v, mask, prefix_k, prefix_v) - before).abs()
     assert gap[0].max() == 0 and gap[1].min() > 1e-3
 
 
 @torch.no_grad()
 def test_each_row_sees_its_own_keys():
     (q, k, v, *prefix), mask = prefix_case(2, 2, 100)
-    before = attend(q, [(k, v)], mask, *prefix)
+    before = attend(q, k, v, mask, *prefix)
     v[1, :, 2] += 1
-    gap = (attend(q, [(k, v)], mask, *prefix) - before).abs()
+    gap = (attend(q, k, v, mask, *prefix) - before).abs()
     assert gap[1, :, 2].min() > 1e-3 and gap.amax(dim=(1, 3, 4, 5)).count_nonzero() == 1
 
 
@@ -168,7 +168,7 @@ def test_each_row_sees_its_own_keys():
 def test_the_gpu_branch_computes_the_same(blocks, Hkv, group, window, context):
     # What attend calls on CUDA, called here by hand: forward and gradients.
     (q, k, v, *prefix), mask = prefix_case(Hkv, group, window, context=context)
-    ours, theirs = attend(q, [(k, v)], mask, *prefix), _attend_sdpa(q, k, v, mask, *prefix)
+    ours, theirs = attend(q, k, v, mask, *prefix), _attend_sdpa(q, k, v, mask, *prefix)
     assert (ours - theirs).abs().max() < 1e-12
     assert_gradients_agree(ours, theirs, (q, k, v, *prefix), 1e-11)
 
@@ -182,7 +182,7 @@ def test_the_gpu_branch_computes_the_same_without_a_prefix(blocks, Hkv, group, w
     cache.length = length
     mask = plain_mask(5, window, cache)
     assert mask.causal == (window == 100 and length == 0)  # by is_causal, or by numbers added to scores
-    ours, theirs = attend(q, [(k, v)], mask), _attend_sdpa(q, k, v, mask, None, None)
+    ours, theirs = attend(q, k, v, mask), _attend_sdpa(q, k, v, mask, None, None)
     assert (ours - theirs).abs().max() < 1e-12
     assert_gradients_agree(ours, theirs, (q, k, v), 1e-11)
 
@@ -196,24 +196,22 @@ def test_the_gpu_branch_takes_one_query_that_sees_everything():
 
 
 @pytest.mark.parametrize("Hkv, group", GQA)
-@pytest.mark.parametrize("sizes", [(1,), (RECENT + 3,), (3, 2), (RECENT + 3, RECENT)])
+@pytest.mark.parametrize("own", [1, 5, 35])
 @pytest.mark.parametrize("window", [100, 4])
 @pytest.mark.parametrize("behind", [True, False])
-def test_one_query_without_gradients_equals_the_general_path(Hkv, group, sizes, window, behind):
+def test_one_query_behind_the_columns_of_a_cache_equals_the_definition(Hkv, group, own, window, behind):
     (q, _, _, *shared), _ = prefix_case(Hkv, group, window, T=1)
-    _, k, v = random_qkv(2, Hkv, 3, group, sum(sizes), seed=5)
+    _, k, v = random_qkv(2, Hkv, 3, group, own, seed=5)
     prefix, positions = prompts(T=1)
     cache = KVCache(1)
-    cache.length = sum(sizes) - 1
+    cache.length = own - 1
     mask = make_mask(1, window, FULL, cache, prefix if behind else None, positions + cache.length, torch.float64)
     shared = shared if behind else []
-    parts = list(zip(k.split(sizes, dim=3), v.split(sizes, dim=3), strict=True))
-    general = attend(q, parts, mask, *shared).detach()
     before = [x.clone() for x in (q, k, v, *shared)]
+    out = attend(q, k, v, mask, *shared).detach()
     with torch.no_grad():
-        assert (_attend_one(q, parts, mask, *(shared or [None, None])) - general).abs().max() < 1e-12
-        assert (attend(q, parts, mask, *shared) - general).abs().max() < 1e-12
-        assert (general - looped(q, k, v, window, *shared)).abs().max() < 1e-12
+        assert torch.equal(attend(q, k, v, mask, *shared), out)
+        assert (out - looped(q, k, v, window, *shared)).abs().max() < 1e-12
     assert all(map(torch.equal, (q, k, v, *shared), before))  # nothing was written into them
 
 
@@ -224,19 +222,18 @@ def test_gradients_equal_differences(blocks, window):
     inputs = [x.requires_grad_()
               for x in (random(2, 1, 2, 2, 3, 4), random(2, 1, 2, 3, 4, seed=1), random(2, 1, 2, 3, 4, seed=2),
                         random(2, 1, 7, 4, seed=3), random(2, 1, 7, 4, seed=4))]
-    assert torch.autograd.gradcheck(lambda q, k, v, *shared: attend(q, [(k, v)], mask, *shared), inputs)
-    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, [(k, v)], mask), inputs[:3])
-    # In two parts, and the keys of a prefix that is not trained
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: attend(q, [(k[..., :2, :], v[..., :2, :]), (k[..., 2:, :], v[..., 2:, :])], mask,
-                               *(x.detach() for x in inputs[3:])), inputs[:3])
+    assert torch.autograd.gradcheck(lambda q, k, v, *shared: attend(q, k, v, mask, *shared), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, mask), inputs[:3])
+    # The keys of a prefix that is not trained
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, mask, *(x.detach() for x in inputs[3:])),
+                                    inputs[:3])
 
 
 def test_single_precision_is_exact_to_rounding(blocks):
     inputs, mask = prefix_case(2, 2, 4)
     mask32 = Mask(mask.own.float(), mask.prefix.float())
     inputs32 = [x.detach().float().requires_grad_() for x in inputs]
-    outs = [attend(q, [(k, v)], m, *shared) for (q, k, v, *shared), m in ((inputs, mask), (inputs32, mask32))]
+    outs = [attend(q, k, v, m, *shared) for (q, k, v, *shared), m in ((inputs, mask), (inputs32, mask32))]
     assert outs[1].dtype == torch.float32 and (outs[0] - outs[1]).abs().max() < 2e-6
     grads = [torch.autograd.grad(out.square().sum(), x) for out, x in zip(outs, (inputs, inputs32), strict=True)]
     assert all((a - b).abs().max() < 2e-5 for a, b in zip(*grads, strict=True))
@@ -297,15 +294,7 @@ def columns(T, U=2, Hkv=2, R=3, D=4, seed=0):
     return random(U, Hkv, R, T, D, seed=seed), random(U, Hkv, R, T, D, seed=seed + 100)
 
 
-def assert_holds(cache, layer, k, v):
-    parts = cache.parts(layer)
-    assert len(parts) <= 2 and all(part.shape[3] <= RECENT for part, _ in parts[1:])
-    for i, expected in enumerate((k, v)):
-        assert torch.equal(torch.cat([part[i] for part in parts], dim=3), expected)
-
-
-@pytest.mark.parametrize("sizes", [[1] * (2 * RECENT + 5), [3] + [1] * (3 * RECENT), [2, 3, 1, 1, 4, 1, 1, 1, 2],
-                                   [1, 5] + [1] * RECENT + [2, 1]])
+@pytest.mark.parametrize("sizes", [[1] * 37, [3] + [1] * 48, [2, 3, 1, 1, 4, 1, 1, 1, 2], [1, 5] + [1] * 16 + [2, 1]])
 def test_a_cache_returns_all_columns_so_far(sizes):
     cache, total = KVCache(3), sum(sizes)
     layers, end = {1: columns(total), 2: columns(total, R=1, seed=7)}, 0
@@ -313,97 +302,12 @@ def test_a_cache_returns_all_columns_so_far(sizes):
         start, end = end, end + size
         for layer, (k, v) in layers.items():
             returned = cache.append(layer, k[..., start:end, :], v[..., start:end, :])
-            assert ([a.shape for part in returned for a in part]
-                    == [a.shape for part in cache.parts(layer) for a in part])
-            assert_holds(cache, layer, k[..., :end, :], v[..., :end, :])
-    assert cache.parts(0) == [] and cache.k[0] is None
-
-
-def test_single_columns_are_moved_when_the_buffer_is_full():
-    cache, (k, v) = KVCache(1), columns(4 + 2 * RECENT)
-    sizes = []
-    for start, end in [(0, 3), *((t, t + 1) for t in range(3, 4 + 2 * RECENT))]:
-        cache.append(0, k[..., start:end, :], v[..., start:end, :])
-        sizes.append([part.shape[3] for part, _ in cache.parts(0)])
-    assert sizes == [[3], *([3, n] for n in range(1, RECENT + 1)), [4 + RECENT],
-                     *([4 + RECENT, n] for n in range(1, RECENT + 1))]
-
-
-@pytest.mark.parametrize("filled", [0, 1, 3, RECENT])
-def test_select_repeats_and_drops_rows(filled):
-    cache, (k, v) = KVCache(2), columns(4 + filled)  # 2 units of 3 rows: places 0 1 2, 3 4 5
-    for start, end in [(0, 4), *((t, t + 1) for t in range(4, 4 + filled))]:
-        for layer in range(2):
-            cache.append(layer, k[..., start:end, :] + layer, v[..., start:end, :] + layer)
-    cache.length, cache.last_embedding = 4 + filled, torch.arange(6.0).view(6, 1, 1)
-    taken = [[5, 3], [0, 0], [4, 5]]
-    chosen = cache.select(torch.tensor(taken))
-    expected = [torch.stack([torch.stack([x[p // 3, :, p % 3] for p in line], dim=1) for line in taken])
-                for x in (k, v)]  # (3, Hkv, 2, T, D)
-    for layer in range(2):
-        assert_holds(chosen, layer, *(x + layer for x in expected))
-    assert (chosen.length == 4 + filled and chosen.last_embedding.flatten().tolist() == [5, 3, 0, 0, 4, 5]
-            and chosen.positions is None)
-    # Both go on, each by itself.
-    new = columns(2, U=3, R=2, seed=5)
-    for t in range(2):
-        chosen.append(1, *(x[..., t: t + 1, :] for x in new))
-    assert_holds(chosen, 1, *(torch.cat([old + 1, x], dim=3) for old, x in zip(expected, new, strict=True)))
-    assert_holds(cache, 1, k + 1, v + 1)
-
-
-def test_select_takes_prompts():
-    cache, (k, v) = KVCache(1), columns(3, U=3, R=1)
-    cache.append(0, k, v)
-    cache.positions, cache.length = torch.tensor([[0, 1, 2], [0, PADDING_POSITION, PADDING_POSITION],
-                                                  [0, 1, PADDING_POSITION]]), 3
-    cache.last_embedding = torch.arange(3.0).view(3, 1, 1)
-    chosen = cache.select(torch.tensor([[2], [0], [2], [2]]))
-    assert_holds(chosen, 0, k[[2, 0, 2, 2]], v[[2, 0, 2, 2]])
-    assert chosen.positions.tolist() == [[0, 1, PADDING_POSITION], [0, 1, 2], [0, 1, PADDING_POSITION],
-                                         [0, 1, PADDING_POSITION]]
-    assert chosen.last_embedding.flatten().tolist() == [2, 0, 2, 2] and chosen.length == 3
-
-
-def test_select_of_everything_or_from_nothing_is_the_cache_itself():
-    cache, (k, v) = KVCache(1), columns(3)
-    assert cache.select(torch.tensor([[4, 4, 4]])) is cache
-    cache.append(0, k, v)
-    cache.length, cache.last_embedding = 3, torch.arange(6.0).view(6, 1, 1)
-    assert cache.select(torch.tensor([[0, 1, 2], [3, 4, 5]])) is cache
-    # the same order, other units
-    assert cache.select(torch.tensor([[0, 1], [2, 3], [4, 5]])).k[0].shape[:3] == (3, 2, 2)
+            assert all(map(torch.equal, returned, (k[..., :end, :], v[..., :end, :])))
+            assert returned[0] is cache.k[layer] and returned[1] is cache.v[layer]
+    assert cache.k[0] is None and cache.v[0] is None
 
 
 def test_a_prefix_cache_keeps_gradients():
     cache, k = KVCache(1), random(1, 1, 1, 2, 4).requires_grad_()
     cache.append(0, 2 * k, 3 * k)
     assert torch.autograd.grad(cache.k[0].sum() + cache.v[0].sum(), k)[0].unique().tolist() == [5.0]
-
-
-@pytest.mark.parametrize("window", [100, 4])
-@pytest.mark.parametrize("behind", [True, False])
-@torch.no_grad()
-def test_columns_written_on_the_device_give_the_same_attention(window, behind):
-    steps, capacity = 2 * RECENT + 5, 2 * RECENT + 9
-    (_, _, _, *shared), _ = prefix_case(2, 2, window)
-    q, k, v = random_qkv(2, 2, 3, 2, steps, seed=5)
-    prefix, positions = prompts(T=1)
-    growing, written = KVCache(1), KVCache(1, capacity)
-    written.column = torch.zeros(1, dtype=torch.long)
-    for t in range(steps):
-        now, outs = (..., slice(t, t + 1), slice(None)), []
-        if t == RECENT + 4:  # part of the growing cache's buffer is filled
-            rows, units = torch.tensor([[1, 0, 0], [5, 4, 4]]), torch.tensor([0, 1])[:, None]
-            growing, written = growing.select(rows), written.select(rows)
-            k, v, q = (x[units, :, rows % 3].transpose(1, 2).contiguous() for x in (k, v, q))
-        for cache in (growing, written):
-            mask = make_mask(1, window, FULL, cache, prefix if behind else None, positions + t, torch.float64)
-            outs.append(attend(q[now], cache.append(0, k[now], v[now]), mask, *(shared if behind else [])))
-            cache.length, cache.last_embedding = t + 1, torch.zeros(6, 1, 1)
-        assert (outs[0] - outs[1]).abs().max() < 1e-12
-        written.column += 1
-        for buffer in (written.k[0], written.v[0]):
-            assert buffer.shape[3] == capacity and buffer[..., t + 1:, :].unique().numel() == 1
-            buffer[..., t + 1:, :] = 1e3  # what stands there must not matter
-    assert torch.equal(written.k[0][..., :steps, :], torch.cat([part for part, _ in growing.parts(0)], dim=3))

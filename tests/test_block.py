@@ -92,6 +92,8 @@ def test_elementwise_operations_are_pytorchs(size, dtype):
     assert torch.equal(block.relu_squared(x), ops.relu_squared(x))
     assert_same(block.swiglu(x, y), ops.swiglu(x, y), roundings=2)
     assert block.relu_squared(torch.tensor([float("nan")], device=DEVICE)).isnan().all()
+    joined = torch.cat([x, y], dim=-1)  # parts of wider rows
+    assert torch.equal(block.swiglu(*joined.chunk(2, dim=-1)), block.swiglu(x, y))
 
 
 @DTYPES

@@ -15,8 +15,8 @@ import tempfile
 import pytest
 import torch
 
-from nanochat import attention, engine
-from nanochat.attention import PADDING_POSITION, RECENT_KERNEL, KVCache, Mask, attend, make_mask
+from nanochat import engine
+from nanochat.attention import PADDING_POSITION, KVCache, Mask, attend, make_mask
 from nanochat.engine import generate, pick
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import cpu
@@ -64,7 +64,7 @@ def wide(mask):
 
 def call(inputs, mask):
     q, k, v, *prefix = inputs
-    return attend(q, [(k, v)], mask, *prefix)
+    return attend(q, k, v, mask, *prefix)
 
 
 def assert_close(a, b, tolerance=3e-6):
@@ -101,11 +101,7 @@ def test_attention_equals_the_pytorch_version(shape, window, context):
 @pytest.mark.parametrize("window", [NO_END, 12])
 def test_queries_may_have_more_own_keys_than_queries_or_none(shape, own, window):
     # More: columns of a cache. None: the last layer of a prompt, whose last token alone has a query.
-    inputs, mask = case(*shape, own=own, window=window)
-    assert_agrees(inputs, mask)
-    q, k, v, *prefix = inputs
-    in_two = attend(q, [(k[..., :3, :], v[..., :3, :]), (k[..., 3:, :], v[..., 3:, :])], mask, *prefix)
-    assert torch.equal(in_two, call(inputs, mask))
+    assert_agrees(*case(*shape, own=own, window=window))
 
 
 @KERNELS
@@ -192,27 +188,6 @@ def test_the_number_of_threads_changes_nothing(monkeypatch, T):
             results.append((out, call(inputs, mask), *torch.autograd.grad(out, inputs, torch.ones_like(out)),
                             *pick(logits, torch.arange(50), 0, 1.0, 0)))
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
-
-
-@KERNELS
-@pytest.mark.parametrize("Hkv, group, R", [(2, 1, 3), (1, 3, 40), (2, 2, 1)])
-@pytest.mark.parametrize("before, recent", [(1, 0), (1, 5), (RECENT_KERNEL + 3, 17), (3, RECENT_KERNEL)])
-@pytest.mark.parametrize("Tp", [0, 9, 33])
-@pytest.mark.parametrize("window", [NO_END, 4])
-@torch.no_grad()
-def test_decoding_equals_the_pytorch_version(called, Hkv, group, R, before, recent, Tp, window):
-    # A cache of `before` columns that were moved and `recent` ones that were not.
-    (q, k, v, *shared), mask = case(2, Hkv, R, group, 1, Tp, 32, window=window, own=before + recent)
-    cache = KVCache(1)
-    for start, end in [(0, before), *((t, t + 1) for t in range(before, before + recent))]:
-        parts = cache.append(0, k[..., start:end, :], v[..., start:end, :])
-    assert [part[0].shape[3] for part in parts] == [before] + [recent] * (recent > 0)
-    read = (q, *shared, *(x for part in parts for x in part))
-    kept = [x.clone() for x in read]
-    out, expected = attend(q, parts, mask, *shared), call([x.double() for x in (q, k, v, *shared)], wide(mask))
-    assert_close(out, expected)
-    assert out.dtype == torch.float32 and called == ["attend_one"] and all(map(torch.equal, kept, read))
-    assert_close(attention._attend_kernel(q, parts, mask, *(shared or [None, None])), expected)  # the general path
 
 
 # Drawing
@@ -305,7 +280,7 @@ def test_a_model_is_the_same_with_kernels(monkeypatch, called, n_layer, n_kv_hea
         return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, *samples
 
     ours = run()
-    assert {"mix_backward", "relu_squared_backward", "attend_forward", "attend_backward", "attend_one",
+    assert {"mix_backward", "relu_squared_backward", "attend_forward", "attend_backward", "decode",
             "split_heads_backward", "draw"} <= set(called)
     monkeypatch.setattr(cpu, "library", lambda: None)
     called.clear()

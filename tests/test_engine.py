@@ -3,34 +3,44 @@ Sampling: greedy and sampled rows against naive full forwards, and that batching
 
     python -m pytest tests/test_engine.py -q
 """
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import engine
+from nanochat import engine, seats
 from nanochat.attention import PADDING_POSITION
-from nanochat.engine import arrange, generate, pick, prefill, row_key, uniform_noise
+from nanochat.decode_cache import DecodeCache
+from nanochat.engine import Graphs, generate, in_pieces, pick, row_key, run_prompts, uniform_noise
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels import cpu
 
 MASK = 2 ** 64 - 1
 
 
 class Recorder(GPT):
-    """A model that remembers the (rows, columns) of every forward."""
+    """A model that remembers the (rows, columns) of every forward, the prompts it has run, and the rows of every
+    decoding step."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.shapes = []
+        self.shapes, self.prompts, self.decoding = [], [], []
 
     def trunk(self, ids, **options):
         self.shapes.append(tuple(ids.shape))
+        if isinstance(options.get("cache"), DecodeCache):
+            self.decoding.append(len(ids))
+        elif "cache" in options:
+            self.prompts += [row[at < PADDING_POSITION].tolist()
+                             for row, at in zip(ids, options["positions"], strict=True)]
         return super().trunk(ids, **options)
 
 
-def tiny_model(seed=0, sequence_len=256):
+def tiny_model(seed=0, sequence_len=256, n_embd=48, dtype=torch.float64):
     """Random weights everywhere, float64 activations: batching then changes logits by less than any draw can notice."""
-    model = Recorder(GPTConfig(sequence_len, 265, 2, 2, 1, 48, "SL"), torch.float64).double()
+    model = Recorder(GPTConfig(sequence_len, 265, 2, 2, 1, n_embd, "SL"), dtype).to(dtype)
     draw = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.data = (torch.randn(p.shape, generator=draw, dtype=torch.float64)
@@ -118,12 +128,104 @@ def test_rows_depend_on_their_keys():
     assert other[1] == first[1] and other[0] != first[0]
 
 
-@pytest.mark.parametrize("max_rows, num_samples", [(4, 2), (7, 3), (4, 8), (19, 10)])
+@pytest.mark.parametrize("max_rows, num_samples", [(1, 2), (4, 2), (7, 3), (4, 8), (19, 10), (100, 3)])
 def test_at_most_max_rows_decode_together(max_rows, num_samples):
     model = tiny_model()
-    sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows,
-            stop_tokens=[])
-    assert max(rows for rows, _ in model.shapes) <= max_rows
+    sampled(model, random_prompts(3, 4, 5, 6), num_samples, keys_for(4 * num_samples), max_rows=max_rows)
+    assert max(model.decoding) == model.decoding[0] <= min(max_rows, 4 * num_samples)
+    assert max(rows for rows, _ in model.shapes) <= max(max_rows, 1)
+
+
+# Places are refilled
+
+PROMPT_LENGTHS = [1 + 7 * i % 31 for i in range(30)]
+
+
+def refilled(max_rows, model=None, **options):
+    """30 prompts x 4 rows of geometric lengths, at most `max_rows` together. -> the samples, the model"""
+    model = model or tiny_model()
+    options = {"max_new_tokens": 40, "stop_tokens": list(range(26))} | options
+    return sampled(model, random_prompts(*PROMPT_LENGTHS), 4, keys_for(120), max_rows=max_rows, **options), model
+
+
+@pytest.fixture(scope="module")
+def together():
+    """All rows at once."""
+    return refilled(10 ** 6)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7, 17])
+def test_refilled_places_change_no_row(together, max_rows):
+    (whole, _), (out, model) = together, refilled(max_rows)
+    assert_same(out, whole)
+    assert len(set(whole.lengths.tolist())) > 20 and 0 < int(whole.stopped.sum()) < 120
+    # each prompt goes through the model once, whatever max_rows
+    assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
+
+
+def test_each_prompt_is_run_once_with_all_rows_together(together):
+    assert sorted(together[1].prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
+    assert len(together[1].decoding) == int(together[0].lengths.max()) - 1
+
+
+@pytest.mark.parametrize("max_rows", [3, 7, 17, 40])
+def test_places_are_full_as_long_as_rows_wait(together, max_rows):
+    (whole, _), (_, model) = together, refilled(max_rows)
+    tokens, longest = (whole.lengths - 1).sum().item(), int(whole.lengths.max()) - 1
+    # Waiting rows sit down when an eighth of the places is free; in the end the last ones have no successors.
+    least_live = max_rows - max(1, -(-max_rows // 8)) + 1
+    assert len(model.decoding) <= tokens / least_live + longest
+    # rows in order of their prompts' lengths, each batch run to its longest row
+    order = sorted(range(120), key=lambda n: (PROMPT_LENGTHS[n // 4], n))
+    in_turn = sum(int(whole.lengths[order[i: i + max_rows]].max()) - 1 for i in range(0, 120, max_rows))
+    assert max_rows == 40 or len(model.decoding) < 0.65 * in_turn
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=0.7, top_k=9), dict(max_new_tokens=1),
+                                     dict(stop_tokens=[]), dict(stop_tokens=list(range(265))), dict(max_new_tokens=2)],
+                         ids=str)
+def test_refilled_places_change_no_row_under_other_options(options):
+    options = {"max_new_tokens": 12} | options
+    (whole, _), (out, model) = refilled(10 ** 6, **options), refilled(5, **options)
+    assert_same(out, whole)
+    assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
+    if options["max_new_tokens"] == 1 or options.get("stop_tokens") == list(range(265)):
+        assert model.decoding == [] and whole.lengths.eq(1).all()
+
+
+@pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
+@pytest.mark.parametrize("max_rows", [3, 17])
+def test_refilled_places_change_no_row_by_the_kernel(max_rows):
+    # Logits are off by rounding, which moves no draw here.
+    make = lambda: tiny_model(n_embd=64, dtype=torch.float32)
+    (whole, _), (out, _), (exact, _) = (refilled(10 ** 6, make()), refilled(max_rows, make()),
+                                        refilled(10 ** 6, tiny_model(n_embd=64)))
+    assert_same(out, whole)
+    assert completions(whole) == completions(exact)
+
+
+def test_a_slot_serves_one_prompt_after_another(monkeypatch):
+    # Few slots: prompts wait for a slot, not for a place.
+    whole = refilled(10 ** 6)[0]
+    monkeypatch.setattr(seats, "SLOTS", 1)
+    caches, make = [], engine.DecodeCache
+    monkeypatch.setattr(engine, "DecodeCache", lambda *args: (caches.append(make(*args)), caches[-1])[1])
+    out, model = refilled(9)
+    assert len(caches) == 1 and caches[0].prefix_lengths.shape == (3,) and caches[0].lengths.shape == (9,)
+    assert_same(out, whole)
+    assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=6), samples=st.integers(1, 5),
+       max_rows=st.integers(1, 12), new=st.integers(1, 12), stops=st.integers(0, 120))
+def test_any_number_of_places_gives_the_same_rows(lengths, samples, max_rows, new, stops):
+    prompts, keys = random_prompts(*lengths), keys_for(len(lengths) * samples)
+    options = dict(max_new_tokens=new, stop_tokens=list(range(stops)))
+    model = tiny_model()
+    out = sampled(model, prompts, samples, keys, max_rows=max_rows, **options)
+    assert sorted(model.prompts) == sorted(prompts) and max(model.decoding, default=0) <= max_rows
+    assert_same(out, sampled(tiny_model(), prompts, samples, keys, **options))
 
 
 def test_an_end_token_is_included_and_nothing_follows_it():
@@ -160,10 +262,10 @@ def test_finished_rows_leave_without_changing_the_others(monkeypatch, share):
     monkeypatch.setattr(engine, "COMPACT_BELOW", share)
     out = sampled(model, random_prompts(6, 2), 8, keys_for(16), max_new_tokens=20)
     assert_same(out, reference)
-    decoding = [rows for rows, _ in model.shapes[1:]]  # behind the prompts' own forward
+    decoding = model.decoding
     alive = [int((out.lengths > t + 1).sum()) for t in range(len(decoding))]
     if share == 0.0:
-        assert set(decoding) == {16}
+        assert set(decoding) == {alive[0]}  # all that have not ended with their first token
     elif share == 1.0:
         assert decoding == alive and len(set(alive)) > 3
     else:
@@ -171,92 +273,63 @@ def test_finished_rows_leave_without_changing_the_others(monkeypatch, share):
 
 
 @pytest.mark.parametrize("share", [0.8, 1.0])
-@pytest.mark.parametrize("filled", [1.0, 1.1, 100.0])
-def test_groups_that_shrink_unevenly_change_no_row(monkeypatch, share, filled):
+def test_groups_that_shrink_unevenly_change_no_row(monkeypatch, share):
     prompts, keys, options = (random_prompts(6, 2, 9, 2, 30), keys_for(40),
                               dict(max_new_tokens=24, stop_tokens=list(range(60))))
     reference = sampled(tiny_model(), [prompt for prompt in prompts for _ in range(8)], 1, keys, **options)
     monkeypatch.setattr(engine, "COMPACT_BELOW", share)
-    monkeypatch.setattr(engine, "MAX_FILLED", filled)
     model = tiny_model()
     out = sampled(model, prompts, 8, keys, **options)
     assert_same(out, reference)
     alive = [(out.lengths.view(5, 8) > t + 1).sum(dim=1).tolist() for t in range(int(out.lengths.max()) - 1)]
     # some groups are gone, others of unlike size
     assert any(0 in groups and 0 < max(groups) != min(n for n in groups if n) for groups in alive)
-    if share == 1.0:
-        decoding = [rows for rows, _ in model.shapes[1:]]
-        if filled == 1.0:
-            assert decoding == [sum(groups) for groups in alive]
-        elif filled == 100.0:  # a line for each group
-            assert decoding == [max(groups) * sum(n > 0 for n in groups) for groups in alive]
-        else:
-            assert all(sum(groups) <= rows <= 1.1 * sum(groups) for rows, groups in zip(decoding, alive, strict=True))
+    assert all(sum(groups) <= rows <= sum(groups) / share for rows, groups in zip(model.decoding, alive, strict=True))
+
+
+PIECES = [(1, [(1, 1), (1, 2), (1, 2), (1, 5), (1, 9), (1, 130)]), (10, [(3, 2), (1, 5), (1, 9), (1, 130)]),
+          (19, [(3, 2), (2, 9), (1, 130)]), (780, [(6, 130)]), (779, [(5, 9), (1, 130)])]
+
+
+@pytest.mark.parametrize("tokens, shapes", PIECES)
+@torch.no_grad()
+def test_prompts_in_pieces_give_the_same_states(monkeypatch, tokens, shapes):
+    model, prompts = tiny_model(), random_prompts(1, 2, 2, 5, 9, 130)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", tokens)
+    hidden = []
+    for piece in in_pieces(prompts, [len(prompt) for prompt in prompts]):
+        cache, states = run_prompts(model, piece)
+        hidden += states
+        assert cache.length == max(map(len, piece)) and states.shape == (len(piece), 48)
+        assert (cache.positions < PADDING_POSITION).sum(dim=1).tolist() == [len(prompt) for prompt in piece]
+    assert model.shapes == shapes and model.prompts == prompts
+    for state, prompt in zip(hidden, prompts, strict=True):
+        assert (state - model.trunk(torch.tensor([prompt]))[0, -1]).abs().max() < 1e-12
 
 
 @settings(max_examples=100, deadline=None)
-@given(sizes=st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any),
-       filled=st.sampled_from([1.0, 1.1, 1.5, 100.0]))
-def test_arrange_places_every_member_once_in_lines_as_long_as_can_be(sizes, filled):
-    units = [[100 * u + i for i in range(size)] for u, size in enumerate(sizes)]
+@given(lengths=st.lists(st.integers(1, 30), max_size=20).map(sorted), tokens=st.integers(1, 200))
+def test_pieces_are_as_large_as_they_may_be(lengths, tokens):
+    items = [(i, length) for i, length in enumerate(lengths)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "MAX_FILLED", filled)
-        unit, table = arrange(units, -1, 10 ** 9)
-    assert unit.dtype == table.dtype == torch.long and unit.shape == (len(table), 1)
-    found = [[] for _ in units]
-    for (u,), line in zip(unit.tolist(), table.tolist(), strict=True):
-        members = [n for n in line if n != -1]
-        assert members and line == members + [-1] * (len(line) - len(members))  # what fills a line stands at its end
-        found[u] += members
-    assert found == units and unit.flatten().tolist() == sorted(unit.flatten().tolist())
-    # Lines of R have at most MAX_FILLED places per member, all longer ones have more.
-    places = lambda R: R * sum(-(-size // R) for size in sizes)
-    R = table.shape[1]
-    assert table.numel() == places(R) <= filled * sum(sizes)
-    assert all(places(longer) > filled * sum(sizes) for longer in range(R + 1, max(sizes) + 1))
-
-
-def test_arrange_by_hand(monkeypatch):
-    monkeypatch.setattr(engine, "MAX_FILLED", 1.1)
-    # 7 members: lines of 4 or 3 have 12 places, of 2 have 8, of 1 have 7
-    unit, table = arrange([[0, 1, 2, 3], [], [4, 5], [6]], 9, 100)
-    assert (unit.tolist(), table.tolist()) == ([[0], [0], [0], [0], [2], [2], [3]], [[0], [1], [2], [3], [4], [5], [6]])
-    monkeypatch.setattr(engine, "MAX_FILLED", 1.2)
-    unit, table = arrange([[0, 1, 2, 3], [], [4, 5], [6]], 9, 100)
-    assert (unit.tolist(), table.tolist()) == ([[0], [0], [2], [3]], [[0, 1], [2, 3], [4, 5], [6, 9]])
-
-
-@pytest.mark.parametrize("tokens, shapes", [(1, [(1, 1), (1, 2), (1, 2), (1, 5), (1, 9), (1, 130)]),
-                                            (10, [(3, 2), (1, 5), (1, 9), (1, 130)]),
-                                            (19, [(3, 2), (2, 9), (1, 130)]), (780, [(6, 130)]),
-                                            (779, [(5, 9), (1, 130)])])
-@torch.no_grad()
-def test_prompts_in_pieces_equal_prompts_at_once(monkeypatch, tokens, shapes):
-    model, prompts = tiny_model(), random_prompts(1, 2, 2, 5, 9, 130)
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", 10 ** 6)
-    whole, whole_hidden = prefill(model, prompts)
-    model.shapes.clear()
-    monkeypatch.setattr(engine, "PREFILL_TOKENS", tokens)
-    cache, hidden = prefill(model, prompts)
-    assert model.shapes == shapes
-    assert ((hidden - whole_hidden).abs().max() < 1e-12
-            and (cache.last_embedding - whole.last_embedding).abs().max() < 1e-12)
-    assert torch.equal(cache.positions, whole.positions) and cache.length == whole.length == 130
-    real = (cache.positions < PADDING_POSITION)[:, None, None, :, None]  # (P, 1, 1, Tp, 1)
-    assert real.sum(dim=3).flatten().tolist() == [1, 2, 2, 5, 9, 130]
-    for name in ("k", "v"):
-        for a, b in zip(getattr(cache, name), getattr(whole, name), strict=True):
-            assert a.shape == b.shape and ((a - b) * real).abs().max() < 1e-12 and a.isfinite().all()
-    for row, prompt in enumerate(prompts):
-        assert (hidden[row] - model.trunk(torch.tensor([prompt]))[0, -1]).abs().max() < 1e-12
+        patch.setattr(engine, "PREFILL_TOKENS", tokens)
+        pieces = in_pieces(items, lengths)
+    assert [item for piece in pieces for item in piece] == items
+    padded = lambda piece: len(piece) * piece[-1][1]
+    assert all(len(piece) == 1 or padded(piece) <= tokens for piece in pieces)
+    assert all(padded([*piece, following[0]]) > tokens for piece, following in zip(pieces, pieces[1:], strict=False))
 
 
 @pytest.mark.parametrize("tokens", [1, 10])
-def test_prompts_in_pieces_change_no_row(monkeypatch, tokens):
+@pytest.mark.parametrize("max_rows", [4, 1024])
+def test_prompts_in_pieces_change_no_row(monkeypatch, tokens, max_rows):
+    # The prompt of 126 tokens is longer than a piece.
     prompts, keys = random_prompts(9, 1, 126, 2, 5), keys_for(15)
     reference = sampled(tiny_model(), prompts, 3, keys)
     monkeypatch.setattr(engine, "PREFILL_TOKENS", tokens)
-    assert_same(sampled(tiny_model(), prompts, 3, keys), reference)
+    model = tiny_model()
+    assert_same(sampled(model, prompts, 3, keys, max_rows=max_rows), reference)
+    assert model.prompts == sorted(prompts, key=len)
 
 
 def test_decoding_ends_with_the_last_row():
@@ -279,45 +352,114 @@ def test_the_longest_prompt_that_fits_is_taken():
     assert out.lengths.tolist() == [4]
 
 
-def test_should_stop_returns_at_once():
+@pytest.mark.parametrize("max_rows", [2, 1024])
+def test_should_stop_returns_at_once(max_rows):
     model = tiny_model()
-    out = sampled(model, random_prompts(3, 4, 5), 2, keys_for(6), max_new_tokens=100, stop_tokens=[], max_rows=2,
-                  should_stop=lambda: True)
-    assert len(model.shapes) <= 1 and out.lengths.max() <= 1 and not out.stopped.any()
+    out = sampled(model, random_prompts(3, 4, 5), 2, keys_for(6), max_new_tokens=100, stop_tokens=[],
+                  max_rows=max_rows, should_stop=lambda: True)
+    assert model.shapes == [] and out.lengths.max() == 0 and not out.stopped.any()
 
 
-def test_should_stop_is_asked_at_every_token():
+@pytest.mark.parametrize("max_rows", [1, 1024])
+def test_should_stop_is_asked_at_every_token(max_rows):
     model = tiny_model()
     answers = iter([False] * 5 + [True] * 50)
-    sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[],
-            should_stop=lambda: next(answers))
-    assert 4 <= len(model.shapes) <= 7
+    out = sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[], max_rows=max_rows,
+                  should_stop=lambda: next(answers))
+    assert len(model.prompts) == 1 and len(model.decoding) == 5
+    assert out.lengths.tolist() == ([6, 6] if max_rows == 1024 else [6, 0])
 
 
-class Rerun(engine.Replay):
-    """What a CUDA graph does, without CUDA: every call reads the tensors of the second one and writes over them."""
+class Emulated(Graphs):
+    """CUDA graphs without CUDA: a replay runs the step on what the graph reads. It checks that all that the step has
+    from outside is where it was at the capture."""
 
-    def __call__(self, *state):
-        if self.calls < 1:
-            return super().__call__(*state)
-        self.graph = self.graph or state
-        assert all(a is b for a, b in zip(state, self.graph, strict=True))
-        for old, new in zip(self.graph, self.step(*self.graph), strict=True):
-            old.copy_(new)
-        return self.graph
+    captured: list[int] = []
+
+    def capture(self, places):
+        self.captured.append(len(places))
+        before = addresses(self.step)
+
+        def replay():
+            assert addresses(self.step) == before
+            self.step(places)
+        return SimpleNamespace(replay=replay)
 
 
-@pytest.mark.parametrize("columns, check_every, max_new", [(64, 4, 20), (4, 3, 20), (1, 1, 5), (64, 16, 1), (3, 16, 2)])
-def test_the_path_of_cuda_graphs_samples_the_same(monkeypatch, columns, check_every, max_new):
+def addresses(function) -> dict:
+    """Where in memory the tensors are that a closure reads."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+        value = cell.cell_contents
+        if callable(value) and hasattr(value, "__closure__") and value.__closure__:
+            found |= {(name, *key): address for key, address in addresses(value).items()}
+        parts = vars(value) if isinstance(value, (DecodeCache, engine.Samples)) else {"": value}
+        for part, x in parts.items():
+            if part != "places":  # which the step itself sets
+                found |= {(name, part, i): y.data_ptr() for i, y in enumerate(x if isinstance(x, list) else [x])
+                          if isinstance(y, torch.Tensor)}
+    return found
+
+
+def emulate(monkeypatch, check_every=4, least_rows=2):
+    monkeypatch.setattr(Emulated, "captured", [])
+    for name, value in [("uses_graphs", lambda device: True), ("Graphs", Emulated), ("CHECK_EVERY_CUDA", check_every),
+                        ("LEAST_ROWS_CUDA", least_rows)]:
+        monkeypatch.setattr(engine, name, value)
+
+
+@pytest.mark.parametrize("check_every, least_rows, max_new",
+                         [(4, 2, 20), (3, 1, 20), (1, 8, 5), (16, 8, 1), (16, 1, 2), (16, 100, 20)])
+@pytest.mark.parametrize("max_rows", [1024, 9])
+def test_the_path_of_cuda_graphs_samples_the_same(monkeypatch, check_every, least_rows, max_new, max_rows):
     prompts, keys, stop = random_prompts(6, 2, 130), keys_for(24), list(range(20))
     reference = sampled(tiny_model(), prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop)
-    for name, value in [("uses_graphs", lambda device: True), ("Replay", Rerun), ("COLUMNS_CUDA", columns),
-                        ("CHECK_EVERY_CUDA", check_every), ("COMPACT_BELOW_CUDA", 0.9)]:
-        monkeypatch.setattr(engine, name, value)
+    emulate(monkeypatch, check_every, least_rows)
     model = tiny_model()
-    assert_same(sampled(model, prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop), reference)
-    if max_new == 20 and check_every < 16:
-        assert len({rows for rows, columns in model.shapes if columns == 1}) > 2  # rows have left
+    assert_same(sampled(model, prompts, 8, keys, max_new_tokens=max_new, stop_tokens=stop, max_rows=max_rows),
+                reference)
+    places = min(24, max_rows)
+    sizes = {places >> i for i in range(6) if i == 0 or places >> i >= least_rows}
+    assert set(model.decoding) <= sizes and len(Emulated.captured) == len(set(Emulated.captured))
+    assert set(Emulated.captured) <= set(model.decoding) and len(model.decoding) % check_every == 0
+    if max_new == 20 and least_rows < 8:
+        assert len(Emulated.captured) > 1  # rows have left
+    if max_rows == 9:
+        assert sorted(model.prompts) == sorted(prompts)
+
+
+def test_on_the_path_of_cuda_graphs_places_are_refilled(monkeypatch, together):
+    emulate(monkeypatch, check_every=2, least_rows=1)
+    out, model = refilled(16)
+    assert_same(out, together[0])
+    assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
+    # At a look an eighth of the places may be free; up to the next one, rows that have ended are kept.
+    ended_in_between = 120 * 2
+    tokens, longest = (out.lengths - 1).sum().item(), int(out.lengths.max()) - 1
+    assert sum(model.decoding) >= tokens
+    assert len(model.decoding) <= (tokens + ended_in_between) / (16 - 2 + 1) + longest + 2
+
+
+def test_a_tool_on_the_path_of_cuda_graphs(monkeypatch):
+    heard = []
+
+    def tool(rows, tokens):
+        heard.append(len(rows))
+        return {row: 200 + row for row, token in zip(rows, tokens, strict=True) if token % 3 == 0}
+
+    outs = [sampled(tiny_model(), random_prompts(3, 5), 4, keys_for(8), max_rows=5, max_new_tokens=15, tool=tool)]
+    emulate(monkeypatch)
+    outs.append(sampled(tiny_model(), random_prompts(3, 5), 4, keys_for(8), max_rows=5, max_new_tokens=15, tool=tool))
+    assert_same(*outs)
+    assert torch.equal(outs[0].forced, outs[1].forced) and outs[0].forced.sum() > 5 and max(heard) <= 5
+
+
+def test_should_stop_is_asked_between_graphs(monkeypatch):
+    emulate(monkeypatch, check_every=4)
+    model, answers = tiny_model(), iter([False] * 3 + [True] * 50)
+    out = sampled(model, random_prompts(3), 2, keys_for(2), max_new_tokens=100, stop_tokens=[],
+                  should_stop=lambda: next(answers))
+    assert len(model.decoding) == 12 and out.lengths.tolist() == [13, 13]
 
 
 @pytest.mark.gpu
@@ -325,9 +467,10 @@ def test_cuda_graphs_sample_what_plain_steps_do(monkeypatch):
     model = tiny_model().float().cuda()
     model.compute_dtype = torch.float32
     prompts, keys, stop = random_prompts(6, 2, 130), keys_for(24), list(range(20))
-    graphs = sampled(model, prompts, 8, keys, max_new_tokens=100, stop_tokens=stop)
+    graphs = [sampled(model, prompts, 8, keys, max_new_tokens=100, stop_tokens=stop, max_rows=n) for n in (1024, 10)]
     monkeypatch.setattr(engine, "uses_graphs", lambda device: False)
-    assert_same(sampled(model, prompts, 8, keys, max_new_tokens=100, stop_tokens=stop), graphs)
+    for out in graphs:
+        assert_same(sampled(model, prompts, 8, keys, max_new_tokens=100, stop_tokens=stop), out)
 
 
 def test_narrow_activations_sample_from_a_copy_that_follows_the_weights():
@@ -438,6 +581,10 @@ def test_noise_of_exactly_0_draws_no_impossible_token():
     assert tokens.item() == 2
 
 
-def test_no_prompts_give_no_rows():
-    out = sampled(tiny_model(), [], 2, [])
-    assert out.tokens.shape[0] == 0 and out.lengths.tolist() == []
+@pytest.mark.parametrize("prompts, num_samples", [([], 2), ([[1, 2]], 0)])
+@pytest.mark.parametrize("tool", [None, lambda rows, tokens: {}])
+def test_no_rows(prompts, num_samples, tool):
+    model = tiny_model()
+    out = sampled(model, prompts, num_samples, [], tool=tool)
+    assert out.tokens.shape[0] == 0 and out.lengths.tolist() == [] and model.shapes == []
+    assert (out.forced is None) == (tool is None)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_decode_cache import decoded
 
-from nanochat.attention import PADDING_POSITION, RECENT, KVCache, Mask
+from nanochat.attention import PADDING_POSITION, KVCache, Mask
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig, rotary
-from nanochat.ops import rotate
+from nanochat.ops import norm, rotate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -234,7 +235,7 @@ def test_cached_pieces_equal_one_forward():
 
 
 @torch.no_grad()
-def test_decoding_continues_ragged_rows():
+def test_one_token_continues_ragged_rows():
     model, rows = tiny_model(), [random_ids(n, seed=n) for n in (3, 9)]
     ids, positions = torch.zeros(2, 8, dtype=torch.long), torch.full((2, 8), PADDING_POSITION)
     for row, own in enumerate(rows):
@@ -252,7 +253,7 @@ def test_decoding_continues_ragged_rows():
 def test_rows_continue_their_shared_prompts(piece):
     # Two rows behind each of two ragged prompts; on its way the short window of 128 slides off the first tokens of one
     # prompt.
-    model, lengths, new = tiny_model(), (121, 40), 2 * RECENT + 5
+    model, lengths, new = tiny_model(), (121, 40), 37
     rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)]
             for length in lengths]
     ids, positions = torch.zeros(2, 121, dtype=torch.long), torch.full((2, 121), PADDING_POSITION)
@@ -271,6 +272,34 @@ def test_rows_continue_their_shared_prompts(piece):
             assert (torch.cat(pieces, dim=1)[2 * u + r] - model.trunk(rows[u][r][None])[0, length:]).abs().max() < 1e-12
 
 
+@pytest.mark.parametrize("n_kv_head, window_pattern", [(2, "SSL"), (1, "L"), (4, "S")])
+@torch.no_grad()
+def test_decoding_gives_the_states_of_full_forwards(n_kv_head, window_pattern):
+    # Rows of unlike lengths behind ragged prompts, which begin when others are half way; the short window of 128 slides
+    # off prompts, and off own tokens.
+    model, lengths = tiny_model(n_kv_head=n_kv_head, window_pattern=window_pattern), (121, 1, 40)
+    prompts = [random_ids(length, seed=length).tolist() for length in lengths]
+    rows = [(p, random_ids(new, seed=50 + i).tolist())
+            for i, (p, new) in enumerate([(0, 30), (1, 150), (0, 5), (1, 3), (2, 100), (2, 1), (0, 12)])]
+    hidden = decoded(model, prompts, rows, starts=[0, 3, 7, 20, 0, 2, 31])
+    for (p, tokens), states in zip(rows, hidden, strict=True):
+        whole = model.trunk(torch.tensor([prompts[p] + tokens]))[0, lengths[p]:]
+        assert (states - whole).abs().max() < 1e-11
+
+
+@torch.no_grad()
+def test_decoding_by_the_kernel_gives_the_states_of_full_forwards():
+    model = tiny_model(n_embd=128, window_pattern="SL").float()
+    model.compute_dtype = torch.float32
+    prompts = [random_ids(length, seed=length).tolist() for length in (120, 3)]
+    rows = [(p, random_ids(new, seed=i).tolist()) for i, (p, new) in enumerate([(0, 20), (0, 9), (1, 140), (0, 2)])]
+    for rows_per_slot in (1, 3):
+        hidden = decoded(model, prompts, rows, [0, 4, 1, 15], rows_per_slot)
+        for (p, tokens), states in zip(rows, hidden, strict=True):
+            whole = model.trunk(torch.tensor([prompts[p] + tokens]))[0, len(prompts[p]):]
+            assert (states - whole).abs().max() < 3e-5
+
+
 def test_activations_have_the_compute_dtype_and_parameters_keep_theirs():
     model = GPT(GPTConfig(64, 265, 2, 2, 1, 48, "L"), torch.bfloat16)
     assert model.trunk(random_ids(1, 4)).dtype == torch.bfloat16 and model(random_ids(1, 4)).dtype == torch.float32
@@ -283,8 +312,8 @@ def test_fresh_blocks_are_the_identity():
     model.init_weights(torch.Generator().manual_seed(1))
     x = torch.randn(1, 5, 48)
     cos_sin = rotary(torch.arange(5)[None], 24, x.dtype)
-    y, = model.transformer.h[0]((x, None, cos_sin, Mask(torch.zeros(5, 5)), None, None, None))
-    assert torch.equal(y, x)
+    (y, delta), = model.transformer.h[0]((x, norm(x), None, cos_sin, Mask(torch.zeros(5, 5)), None, None, None))
+    assert torch.equal(y + delta, x)
 
 
 def test_fresh_weights_follow_the_seed():

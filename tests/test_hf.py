@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
-from nanochat.attention import PADDING_POSITION, RECENT, KVCache
+from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.engine import generate, row_key
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.hf.files import read_config, read_model, written_config
 from nanochat.rl.trainer import completion_hidden
+from test_decode_cache import decoded
 from test_trainer import batch_rows, full_rows, packed, random_advantages, random_rollouts
 
 logging.disable_progress_bar()
@@ -334,7 +335,7 @@ def test_later_tokens_do_not_reach_earlier_ones():
 def test_cached_pieces_equal_one_forward(family):
     model, ids = double_model(family), random_ids(2, 64)
     cache, pieces, start = KVCache(3), [], 0
-    for size in (30, *[1] * (RECENT + 3), 7, 1, 64 - 30 - RECENT - 3 - 8):
+    for size in (30, *[1] * 19, 7, 1, 7):
         positions = torch.arange(start, start + size).expand(2, size)
         pieces.append(model.trunk(ids[:, start: start + size], positions=positions, cache=cache))
         start += size
@@ -359,7 +360,7 @@ def test_right_padded_rows_equal_rows_alone_and_last_only_gives_their_last_token
 @pytest.mark.parametrize("piece", [1, 3])
 @torch.no_grad()
 def test_rows_continue_their_shared_prompts(piece):
-    model, lengths, new = double_model("qwen3"), (21, 4), 2 * RECENT + 5
+    model, lengths, new = double_model("qwen3"), (21, 4), 37
     rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)]
             for length in lengths]
     ids, positions = padded([unit[0][:length] for unit, length in zip(rows, lengths, strict=True)])
@@ -373,6 +374,20 @@ def test_rows_continue_their_shared_prompts(piece):
     for u, length in enumerate(lengths):
         for r in range(2):
             assert (torch.cat(pieces, dim=1)[2 * u + r] - model.trunk(rows[u][r][None])[0, length:]).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_decoding_gives_the_states_of_full_forwards(family):
+    # Rows of unlike lengths behind ragged prompts; some begin when others are half way, or have ended.
+    model, lengths = double_model(family), (21, 1, 4)
+    prompts = [random_ids(length, seed=length).tolist() for length in lengths]
+    rows = [(p, random_ids(new, seed=50 + i).tolist())
+            for i, (p, new) in enumerate([(0, 30), (1, 40), (0, 5), (1, 3), (2, 25), (2, 1), (0, 12)])]
+    hidden = decoded(model, prompts, rows, starts=[0, 3, 7, 20, 0, 2, 31])
+    for (p, tokens), states in zip(rows, hidden, strict=True):
+        whole = model.trunk(torch.tensor([prompts[p] + tokens]))[0, lengths[p]:]
+        assert (states - whole).abs().max() < 1e-12
 
 
 def shared_and_plain(model, rollouts):
@@ -470,3 +485,21 @@ def test_what_sampling_computed_can_be_trained_with():
     generate(model, [[3, 1, 4]], 2, max_new_tokens=4, stop_tokens=[], keys=[1, 2])
     model.trunk(random_ids(1, 9)).square().sum().backward()
     assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if not name.startswith("lm_head"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_joined_weights_are_the_parameters_and_give_the_same(family, monkeypatch):
+    """A copy to sample from has one product for queries, keys and values, and one for the MLP's first two."""
+    model, ids = double_model(family), random_ids(2, 9)
+    before, state = model(ids), {name: x.clone() for name, x in model.state_dict().items()}
+    model.join_weights()
+    assert state.keys() == model.state_dict().keys()
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in state.items())
+    assert (model(ids) - before).abs().max() < 1e-12
+    for block in model.blocks:  # what is written into a parameter is in the product
+        for part in (block.self_attn.q_proj, block.self_attn.v_proj, block.mlp.up_proj):
+            part.weight.zero_()
+        H = len(block.self_attn.q_proj.weight)
+        assert block.self_attn.qkv[:H].eq(0).all() and block.self_attn.qkv[H:].ne(0).any()
+        assert block.mlp.gate_and_up[len(block.mlp.gate_proj.weight):].eq(0).all()

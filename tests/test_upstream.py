@@ -11,11 +11,11 @@ import json
 import pytest
 import torch
 from make_upstream_fixture import CASES, FIXTURE, make_weights
+from test_decode_cache import decoded
 from test_gpt import reference_logits
 
-from nanochat.attention import KVCache
 from nanochat.checkpoint import load_model
-from nanochat.engine import generate
+from nanochat.engine import generate, run_prompts
 
 EXPECTED = json.loads(FIXTURE.read_text())
 STAGES = {"base": "base_checkpoints", "sft": "chatsft_checkpoints", "rl": "chatrl_checkpoints"}
@@ -84,13 +84,10 @@ def test_a_forward_gives_the_logits_of_the_formulas(load, case, stage):
 @torch.no_grad()
 def test_prefill_and_decode_give_the_logits_of_the_formulas(load, case):
     # The second row of the batch shares the prompt and draws other tokens: it must leave the first alone.
-    model, ids = load(), torch.tensor([EXPECTED[case]["ids"]])
-    prefix, cache = KVCache(model.config.n_layer), KVCache(model.config.n_layer)
-    hidden = [model.trunk(ids[:, :NUM_PREFILLED], cache=prefix, last_only=True)]
-    for t in range(NUM_PREFILLED, ids.shape[1]):
-        tokens = torch.stack([ids[0, t: t + 1], ids[0, t - 9: t - 8]])
-        hidden.append(model.trunk(tokens, positions=torch.full((2, 1), t), prefix=prefix, cache=cache)[:1])
-    assert_logits(case, model.head(torch.cat(hidden, dim=1))[0], start=NUM_PREFILLED - 1)
+    model, ids = load(), EXPECTED[case]["ids"]
+    prompt, rows = ids[:NUM_PREFILLED], [(0, ids[NUM_PREFILLED:]), (0, ids[NUM_PREFILLED - 9: -9])]
+    hidden = torch.cat([run_prompts(model, [prompt])[1], decoded(model, [prompt], rows, [0, 0])[0]])
+    assert_logits(case, model.head(hidden), start=NUM_PREFILLED - 1)
 
 
 @torch.no_grad()

@@ -161,6 +161,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    gate_and_up = None  # of a model to sample from: the weights of both in one (Decoder.join_weights)
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.gate_proj = Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
@@ -168,7 +170,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(config.intermediate_size, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x):
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate, up = (self.gate_proj(x), self.up_proj(x)) if self.gate_and_up is None else linear(
+            x, self.gate_and_up).chunk(2, dim=-1)
+        return self.down_proj(swiglu(gate, up))
 
 
 class Block(nn.Module):
@@ -237,10 +241,13 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def join_weights(self) -> None:
-        """For a copy to sample from on CUDA: queries, keys and values become one product. Parameters stay, as views."""
+        """For a copy to sample from on CUDA: queries, keys and values become one product, and so do the two of the MLP.
+        Parameters stay, as views."""
         for block in self.blocks:
-            attention = block.self_attn
+            attention, mlp = block.self_attn, block.mlp
             attention.qkv = join([attention.q_proj, attention.k_proj, attention.v_proj])
+            if mlp.gate_proj.bias is None:
+                mlp.gate_and_up = join([mlp.gate_proj, mlp.up_proj])
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin for `rotate`, which turns by minus the angle while these models turn by plus.

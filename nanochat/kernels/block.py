@@ -13,6 +13,11 @@ EPSILON = torch.finfo(torch.float32).eps  # of a norm that is given none: PyTorc
 ELEMENTS = 1024                           # of a program of an elementwise kernel
 
 
+def warps_of(size: int) -> int:
+    """Warps of a program whose largest tensor has so many elements: 16 a thread, which are two loads."""
+    return min(16, max(1, size // 512))
+
+
 @jit
 def rounded(x, pointer):
     """fp32 as what the pointer points to would keep it."""
@@ -53,29 +58,30 @@ def norm(x, delta=None, mixed=None, weight=None, epsilon: float | None = None):
         norm_rows[(x.numel() // C,)](
             x, x if delta is None else delta.contiguous(), x0, a, b, x if weight is None else weight, sums, normed, C,
             EPSILON if epsilon is None else epsilon, HAS_DELTA=delta is not None, HAS_MIX=mixed is not None,
-            HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)))
+            HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=warps_of(block))
     return sums, normed
 
 
 @jit
-def elements(x_pointer, y_pointer, out, size, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
-    """max(x, 0)^2, or silu(x) * y."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_pointer + at, mask=at < size, other=0.0).to(tl.float32)
+def elements(x_pointer, y_pointer, out, x_stride, y_stride, width, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+    """max(x, 0)^2, or silu(x) * y, of rows of `width`; one program per row and block of it."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_pointer + row * x_stride + at, mask=at < width, other=0.0).to(tl.float32)
     if FUNCTION == "relu_squared":
         result = tl.where(x < 0, 0.0, x)
         result *= result
     else:
-        y = tl.load(y_pointer + at, mask=at < size, other=0.0).to(tl.float32)
+        y = tl.load(y_pointer + row * y_stride + at, mask=at < width, other=0.0).to(tl.float32)
         result = rounded(x / (1.0 + tl.exp(-x)), x_pointer) * y
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=at < size)
+    tl.store(out + row * width + at, result.to(out.dtype.element_ty), mask=at < width)
 
 
 def _elements(function: str, x, y):
-    x, y = x.contiguous(), y.contiguous()
-    out = torch.empty_like(x)
+    width, out = x.shape[-1], x.new_empty(x.shape)
+    x, y = x.reshape(-1, width), y.reshape(-1, width)  # views, also of parts of wider rows
     if x.numel():
-        elements[(-(-x.numel() // ELEMENTS),)](x, y, out, x.numel(), FUNCTION=function, BLOCK=ELEMENTS, num_warps=4)
+        elements[(len(x), -(-width // ELEMENTS))](x, y, out, x.stride(0), y.stride(0), width, FUNCTION=function,
+                                                  BLOCK=ELEMENTS, num_warps=4)
     return out
 
 
@@ -187,7 +193,7 @@ def split_heads(q, k, v, cos, sin, units: int, kv_heads: int, *, scale: float = 
     """
     B, T, width = k.shape
     D, R, tokens = width // kv_heads, B // units, B * T
-    group = q.shape[2] // width
+    group, half = q.shape[2] // width, power_of_two(D // 2)
     q, k, v = (x.reshape(tokens, x.shape[-1]) for x in (q, k, v))
     queries = q.new_empty(units, kv_heads, R, group, T, D)
     keys, values = q.new_empty(units, kv_heads, R, T, D), q.new_empty(units, kv_heads, R, T, D)
@@ -197,7 +203,7 @@ def split_heads(q, k, v, cos, sin, units: int, kv_heads: int, *, scale: float = 
     head_rows[(tokens, kv_heads)](
         q, k, v, q.stride(0), k.stride(0), v.stride(0), cos.contiguous(), sin.contiguous(), *(biases or (q, k, v)),
         *(weights or (q, k)), gate, embedding, queries, keys, values, R, T, kv_heads, group, float(scale),
-        EPSILON if epsilon is None else epsilon, HALF=D // 2, HALF_BLOCK=power_of_two(D // 2),
+        EPSILON if epsilon is None else epsilon, HALF=D // 2, HALF_BLOCK=half,
         GROUP=power_of_two(group), NORM=norm, HAS_BIAS=biases is not None, HAS_GATE=has_gate,
-        num_warps=2 if group < 4 else 4)
+        num_warps=warps_of(power_of_two(group) * half))
     return queries, keys, values
