@@ -228,6 +228,7 @@ def key_gradients(q, k, v, prefix_lengths, grad, lse, delta, dk, dv, num_keys, T
     store_rows(dv + target, start, num_keys, D, tl.where(real, dv_block, 0.0), D, BLOCK_N, BLOCK_D)
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def takes_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels work there: on CUDA with Triton, not in fp64, where a program gets the shared memory that
@@ -253,55 +254,96 @@ def num_parts(programs: int, steps: int, multiprocessors: int) -> int:
     return max(1, min(2 * multiprocessors // max(1, programs), steps // 8))
 
 
+def forward_of(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
+    """-> out (U, R, T, Hkv, group, D), as the projection behind it wants it: the heads of a token side by side; lse (U,
+    Hkv, R, group, T) fp32. q, k, v, prefix_k, prefix_v contiguous."""
+    U, Hkv, R, group, T, D = q.shape
+    Tk, Tp = k.shape[3], 0 if prefix_k is None else prefix_k.shape[2]
+    assert R * T * Hkv * group * D < 2 ** 31 and max(Tk, Tp) * D < 2 ** 31, "offsets within a unit are of 32 bits"
+    out = q.new_empty(U, R, T, Hkv, group, D)
+    lse = torch.empty(U, Hkv, R, group, T, dtype=torch.float32, device=q.device)
+    if out.numel():
+        options = tiles(D, q.dtype)[0]
+        num = -(-T // options["BLOCK_M"])
+        attention_forward[(U * Hkv * R * group * num,)](
+            q, k, v, *((prefix_k, prefix_v) if Tp else (k, v)), prefix_lengths, out, lse, Tp, Tk, T, R, Hkv, window,
+            num, D ** -0.5 * LOG2_E, GROUP=group, D=D, HAS_PREFIX=Tp > 0, **options)
+    return out, lse
+
+
+def gradients_of(grad, q, k, v, prefix_k, prefix_v, prefix_lengths, out, lse, window: int) -> list:
+    """-> gradients of q, k, v, prefix_k, prefix_v. grad as out, all as forward_of has them."""
+    (U, Hkv, R, group, T, D), Tk, Tp = q.shape, k.shape[3], 0 if prefix_k is None else prefix_k.shape[2]
+    delta, scale, slope = torch.empty_like(lse), D ** -0.5 * LOG2_E, D ** -0.5
+    _, of_queries, of_keys = tiles(D, q.dtype)
+    grads, num = [torch.empty_like(q)], -(-T // of_queries["BLOCK_M"])
+    query_gradients[(U * Hkv * R * group * num,)](
+        q, k, v, *((prefix_k, prefix_v) if Tp else (k, v)), prefix_lengths, out, grad, lse, delta, grads[0], Tp, Tk, T,
+        R, Hkv, window, num, scale, slope, GROUP=group, D=D, HAS_PREFIX=Tp > 0, **of_queries)
+    for keys, values, length, programs, of_prefix in ((k, v, Tk, U * Hkv * R, False),
+                                                      (prefix_k, prefix_v, Tp, U * Hkv, True)):
+        num, parts = -(-length // of_keys["BLOCK_N"]), 1
+        if of_prefix:
+            parts = num_parts(programs * num, R * group * -(-T // of_keys["BLOCK_M"]), num_multiprocessors(q.device))
+        dtype = q.dtype if parts == 1 else torch.float32
+        dk, dv = (None if keys is None else torch.empty(parts, *keys.shape, dtype=dtype, device=q.device)
+                  for _ in range(2))
+        if length:
+            key_gradients[(programs * num * parts,)](
+                q, keys, values, prefix_lengths, grad, lse, delta, dk, dv, length, T, R, Hkv, window, num, parts,
+                Tk - T, scale, slope, GROUP=group, D=D, OF_PREFIX=of_prefix, **of_keys)
+        grads += [None if x is None else x[0] if parts == 1 else x.sum(dim=0).to(q.dtype) for x in (dk, dv)]
+    return grads
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, prefix_k, prefix_v, prefix_lengths, window):
-        q, k, v, prefix_k, prefix_v = (None if x is None else x.contiguous() for x in (q, k, v, prefix_k, prefix_v))
-        U, Hkv, R, group, T, D = q.shape
-        Tk, Tp = k.shape[3], 0 if prefix_k is None else prefix_k.shape[2]
-        assert R * T * Hkv * group * D < 2 ** 31 and max(Tk, Tp) * D < 2 ** 31, "offsets within a unit are of 32 bits"
-        # as the projection behind it wants it: the heads of a token side by side
-        out = q.new_empty(U, R, T, Hkv, group, D)
-        lse = torch.empty(U, Hkv, R, group, T, dtype=torch.float32, device=q.device)
-        if out.numel():
-            options = tiles(D, q.dtype)[0]
-            num = -(-T // options["BLOCK_M"])
-            attention_forward[(U * Hkv * R * group * num,)](
-                q, k, v, *((prefix_k, prefix_v) if Tp else (k, v)), prefix_lengths, out, lse, Tp, Tk, T, R, Hkv, window,
-                num, D ** -0.5 * LOG2_E, GROUP=group, D=D, HAS_PREFIX=Tp > 0, **options)
-        ctx.save_for_backward(q, k, v, prefix_k, prefix_v, prefix_lengths, out, lse)
+        inputs = [None if x is None else x.contiguous() for x in (q, k, v, prefix_k, prefix_v, prefix_lengths)]
+        out, lse = forward_of(*inputs, window)
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.window = window
         return out.permute(0, 3, 1, 4, 2, 5)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, prefix_k, prefix_v, prefix_lengths, out, lse = ctx.saved_tensors
-        (U, Hkv, R, group, T, D), Tk, Tp = q.shape, k.shape[3], 0 if prefix_k is None else prefix_k.shape[2]
-        grad = grad.permute(0, 2, 4, 1, 3, 5).contiguous()  # (U, R, T, Hkv, group, D): copies nothing behind a view
-        delta, scale, slope = torch.empty_like(lse), D ** -0.5 * LOG2_E, D ** -0.5
-        _, of_queries, of_keys = tiles(D, q.dtype)
-        flags = dict(GROUP=group, D=D)
-        grads = [torch.empty_like(q)]
-        num = -(-T // of_queries["BLOCK_M"])
-        query_gradients[(U * Hkv * R * group * num,)](
-            q, k, v, *((prefix_k, prefix_v) if Tp else (k, v)), prefix_lengths, out, grad, lse, delta, grads[0], Tp, Tk,
-            T, R, Hkv, ctx.window, num, scale, slope, HAS_PREFIX=Tp > 0, **flags, **of_queries)
-        for keys, values, length, programs, of_prefix in ((k, v, Tk, U * Hkv * R, False),
-                                                          (prefix_k, prefix_v, Tp, U * Hkv, True)):
-            num, parts = -(-length // of_keys["BLOCK_N"]), 1
-            if of_prefix:
-                parts = num_parts(programs * num, R * group * -(-T // of_keys["BLOCK_M"]),
-                                  num_multiprocessors(q.device))
-            dtype = q.dtype if parts == 1 else torch.float32
-            dk, dv = (None if keys is None else torch.empty(parts, *keys.shape, dtype=dtype, device=q.device)
-                      for _ in range(2))
-            if length:
-                key_gradients[(programs * num * parts,)](
-                    q, keys, values, prefix_lengths, grad, lse, delta, dk, dv, length, T, R, Hkv, ctx.window, num,
-                    parts, Tk - T, scale, slope, OF_PREFIX=of_prefix, **flags, **of_keys)
-            grads += [None if x is None else x[0] if parts == 1 else x.sum(dim=0).to(q.dtype) for x in (dk, dv)]
-        return *grads, None, None
+        grad = grad.permute(0, 2, 4, 1, 3, 5).contiguous()  # copies nothing where a view is behind the result
+        return *gradients_of(grad, *ctx.saved_tensors, ctx.window), None, None
+
+
+# As operators that torch.compile does not look into
+
+@torch.library.custom_op("nanochat::attention", mutates_args=())
+def compiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+                     window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward_of(q, k, v, None, None, None, window)
+
+
+@torch.library.custom_op("nanochat::attention_gradients", mutates_args=())
+def compiled_gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                       lse: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(gradients_of(grad.contiguous(), q, k, v, None, None, None, out, lse, window)[:3])
+
+
+@compiled_forward.register_fake
+def _(q, k, v, window):
+    U, Hkv, R, group, T, D = q.shape
+    return q.new_empty(U, R, T, Hkv, group, D), q.new_empty(U, Hkv, R, group, T, dtype=torch.float32)
+
+
+@compiled_gradients.register_fake
+def _(grad, q, k, v, out, lse, window):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.window = inputs[3]
+
+
+compiled_forward.register_autograd(
+    lambda ctx, grad, _: (*compiled_gradients(grad, *ctx.saved_tensors, ctx.window), None), setup_context=_save)
 
 
 def attention(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
@@ -313,4 +355,6 @@ def attention(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
     prefix_lengths (U,) int64 columns are filled, or three None. A query sees itself and the `window` positions before
     it. -> (U, Hkv, R, group, T, D) of q's dtype, in memory (U, R, T, Hkv, group, D). Scores are scaled by 1/sqrt(D).
     """
+    if torch.compiler.is_compiling() and prefix_k is None:
+        return compiled_forward(q.contiguous(), k.contiguous(), v.contiguous(), window)[0].permute(0, 3, 1, 4, 2, 5)
     return run(_Attention, q, k, v, prefix_k, prefix_v, prefix_lengths, window)
