@@ -264,10 +264,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(base, stop, monkeypatch):
     whole, log = load_model("base", "base", torch.device("cpu"), torch.float32)[0], metrics_of(base)
     step = base_train.train_step
 
-    def stopping(args, model, optimizers, batches, rules, number, device):
+    def stopping(args, model, trunk, optimizers, batches, rules, number, device):
         if number == stop - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(args, model, optimizers, batches, rules, number, device)
+        return step(args, model, trunk, optimizers, batches, rules, number, device)
 
     monkeypatch.setattr(base_train, "train_step", stopping)
     with pytest.raises(SystemExit) as exit_code:
