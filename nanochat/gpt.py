@@ -15,7 +15,8 @@ import torch.nn as nn
 
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
-from nanochat.ops import add_norm, linear, mix, norm, relu_squared, split_heads
+from nanochat.ops import (add_norm, before_attention, behind_attention, fuses_layers, linear, mix, norm, relu_squared,
+                          split_heads)
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
@@ -85,9 +86,8 @@ class Attention(nn.Module):
     def joined_weight(self) -> torch.Tensor:
         return torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
 
-    def forward(self, x, value_embedding, cos_sin, mask, cache, prefix, ends):
-        B, T, C = x.shape
-        U = B if prefix is None else len(prefix.positions)
+    def heads(self, x, value_embedding, cos_sin, units: int):
+        """Queries, keys and values of normed x, as `split_heads` has them."""
         if self.c_qkv is not None:
             qkv = linear(x, self.c_qkv)
         elif x.device.type == "cpu":  # one product of three: fewer operations are worth the copy of small weights
@@ -97,15 +97,19 @@ class Attention(nn.Module):
         gate = None
         if value_embedding is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
-        q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE,
-                              U, self.n_head, self.n_kv_head)  # (U, Hkv, R, group, T, D) and twice (U, Hkv, R, T, D)
+        return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head)
+
+    def mix(self, q, k, v, mask, cache, prefix, ends):
+        """What attention reads for each token, or for each row's last one alone (ends), before the output projection.
+        -> (B, T or 1, C)"""
         parts = [(k, v)] if cache is None else cache.append(self.layer, k, v)
-        shared = (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0]) if prefix is not None else ()
+        shared = (prefix.k[self.layer].squeeze(2), prefix.v[self.layer].squeeze(2)) if prefix is not None else ()
         if ends is not None:  # one query per row, behind all keys
             q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
             parts, shared = [(k[..., :0, :], v[..., :0, :])], (k[:, :, 0], v[:, :, 0])
         y = attend(q, parts, mask, *shared)                                     # (U, Hkv, R, group, T, D)
-        return self.c_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, C))
+        U, Hkv, R, group, T, D = y.shape
+        return y.permute(0, 2, 4, 1, 3, 5).reshape(U * R, T, Hkv * group * D)
 
 
 class MLP(nn.Module):
@@ -124,10 +128,19 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, value_embedding, cos_sin, mask, cache, prefix, ends=None):
-        y = self.attn(norm(x), value_embedding, cos_sin, mask, cache, prefix, ends)
+    def forward(self, x, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends=None):
+        attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
+        if fuses_layers(x):
+            x, *heads = before_attention(x, x0, *lambdas, attn.c_q.weight, attn.c_k.weight, attn.c_v.weight,
+                                         None if value_embedding is None else attn.ve_gate.weight, value_embedding,
+                                         cos_sin, QK_SCALE, units)
+            y = attn.mix(*heads, mask, cache, prefix, ends)
+            x = x if ends is None else at_ends(x, ends)
+            return behind_attention(x, y, attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight)
+        x = mix(x, x0, *lambdas)
+        y = attn.c_proj(attn.mix(*attn.heads(norm(x), value_embedding, cos_sin, units), mask, cache, prefix, ends))
         x, normed = add_norm(x if ends is None else at_ends(x, ends), y)
-        return x + self.mlp(normed)
+        return x + mlp(normed)
 
 
 class GPT(nn.Module):
@@ -248,14 +261,13 @@ class GPT(nn.Module):
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
         for i, block in enumerate(self.blocks):
             resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
-            x = mix(x, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             if i == final and last_only and T > 1:
                 mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends),
                                  x.dtype)
-                x = block(x, embeds, cos_sin, mask, cache, prefix, ends)
+                x = block(x, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, ends)
             else:
-                x = block(x, embeds, cos_sin, masks[self.windows[i]], cache, prefix)
+                x = block(x, x0, (resid, first), embeds, cos_sin, masks[self.windows[i]], cache, prefix)
             if i == middle:
                 backout = x
         if cache is not None:

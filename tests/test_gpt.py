@@ -283,7 +283,8 @@ def test_fresh_blocks_are_the_identity():
     model.init_weights(torch.Generator().manual_seed(1))
     x = torch.randn(1, 5, 48)
     cos_sin = rotary(torch.arange(5)[None], 24, x.dtype)
-    assert torch.equal(model.transformer.h[0](x, None, cos_sin, Mask(torch.zeros(5, 5)), None, None), x)
+    lambdas = torch.tensor(1.0), torch.tensor(0.0)
+    assert torch.equal(model.transformer.h[0](x, x, lambdas, None, cos_sin, Mask(torch.zeros(5, 5)), None, None), x)
 
 
 def test_fresh_weights_follow_the_seed():
