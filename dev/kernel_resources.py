@@ -10,7 +10,9 @@ import json
 import os
 from dataclasses import asdict
 
-from nanochat.kernels import block, draw, linear_logprob, linear_policy_loss
+import torch
+
+from nanochat.kernels import attention, block, decode_attention, draw, linear_logprob, linear_policy_loss
 from nanochat.kernels.resources import compile_for, resources
 
 CAPABILITIES = (90, 100)
@@ -75,12 +77,43 @@ def block_cases():
                     **block.AS_WRITTEN))
 
 
+def attention_cases():
+    """Groups of six query heads, head sizes 64 and 128."""
+    sizes = dict.fromkeys([*attention.SIZES, "num_keys", "parts", "offset", "splits", "rows",
+                           *(f"{x}_{of}" for x in ("q", "k", "v", "prefix_k", "prefix_v")
+                             for of in ("row", "head", "member", "column"))], "i32")
+    others = dict.fromkeys(["lse", "delta", "partial", "partial_lse"], "*fp32") | dict.fromkeys(["scale", "slope"], "fp32")
+    others |= dict.fromkeys(["prefix_lengths", "places", "lengths", "slots"], "*i64")
+    strides = [name for name in sizes if name[0] in "qkvp" and name.endswith(("row", "head", "member", "column"))]
+    tensors = ["q", "k", "v", "prefix_k", "prefix_v", "out", "grad", "dq", "dk", "dv"]
+    for dtype, short in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        types = sizes | others | dict.fromkeys(tensors, f"*{short}")
+        for D in (64, 128):
+            name, heads = f"{short}, heads of {D}", dict(GROUP=6, D=D)
+            forward, of_queries, of_keys = ({**options} for options in attention.tiles(D, dtype))
+            for kernel, tiles, flags in ((attention.attention_forward, forward, dict(HAS_PREFIX=True)),
+                                         (attention.query_gradients, of_queries, dict(HAS_PREFIX=True)),
+                                         (attention.key_gradients, of_keys, dict(OF_PREFIX=False)),
+                                         (attention.key_gradients, of_keys, dict(OF_PREFIX=True))):
+                constants = {key: value for key, value in tiles.items() if key.startswith("BLOCK")}
+                options = {key: value for key, value in tiles.items() if key.startswith("num")}
+                yield (kernel, f"{name}{', prefix' * flags.get('OF_PREFIX', False)}", types,
+                       heads | flags | constants, options)
+            for split in (False, True):
+                yield (decode_attention.decode_rows, f"{name}{', split' * split}",
+                       types if split else types | dict(partial=types["out"], partial_lse=types["out"]),
+                       dict(Hkv=2, SPLIT=split, BLOCK_G=16, BLOCK_D=D, **heads,
+                            BLOCK=decode_attention.keys_of_block(D, dtype)), dict(aligned=strides))
+            yield decode_attention.join_splits, name, types, dict(D=D, BLOCK_D=D), dict(num_warps=1)
+
+
 def cases():
     """Of every kernel the variants that are run: kernel, name of the variant, types of its arguments (those that TYPES
     lacks or has otherwise), constants, options of compile_for."""
     yield from linear_cases()
     yield from draw_cases()
     yield from block_cases()
+    yield from attention_cases()
 
 
 def rows(capabilities=CAPABILITIES):

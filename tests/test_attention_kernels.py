@@ -199,6 +199,17 @@ def test_results_lie_as_the_projection_reads_them():
     assert y.permute(0, 2, 4, 1, 3, 5).is_contiguous()  # (U, R, T, Hkv, group, D): heads side by side
 
 
+def test_what_is_kept_for_the_backward_pass_is_linear_in_tokens():
+    """Queries, keys, values and the result; the prefix once; one fp32 number of each query and head. No scores."""
+    inputs, lengths = training_case(U=1, R=3)
+    q, k, _, prefix_k, _ = inputs
+    kept = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
+        attention(*inputs, lengths, FULL)
+    assert sum(x.nbytes for x in kept.values()) == (
+        2 * q.nbytes + 2 * k.nbytes + 2 * prefix_k.nbytes + 4 * q[..., 0].numel() + lengths.nbytes)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_decoding_rounds_as_training_does(dtype):
     """The same blocks of keys in the same order: bit by bit in the interpreter, where a product of few rows is that of

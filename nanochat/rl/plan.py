@@ -20,6 +20,7 @@ from nanochat.engine import CHECK_EVERY_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels.launch import round_up
+from nanochat.kernels.attention import takes_attention
 from nanochat.kernels.linear_logprob import rows_of_chunk
 from nanochat.flops import PEAK_FLOPS, flops_per_token
 from nanochat.rl.heads import is_joint, num_shared, shared_names
@@ -48,6 +49,7 @@ class Setting:
     max_cached_tokens: int = 0
     updates_per_batch: int = 1
     sequence_ratio: bool = False
+    repeats_keys: bool = False  # attention on CUDA without its kernels
 
     @property
     def shards(self) -> int:
@@ -156,11 +158,12 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
 
 def block_activations(config: Config, setting: Setting, seen: float) -> float:
     """Numbers that autograd keeps of one token in one block. seen: own and prefix tokens per completion token, which
-    attention on CUDA repeats for each row and query head."""
+    attention on CUDA without Triton repeats for each row and query head."""
     C, queries, keys = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
     attention = 3 * queries + 2 * keys
     if setting.device_type == "cuda":
-        attention += 2 * seen * queries - 2 * keys
+        lse = 4 / setting.dtype.itemsize * config.n_head  # fp32, of the kernel
+        attention += 2 * seen * queries - 2 * keys if setting.repeats_keys else lse
     if isinstance(config, GPTConfig):
         # mixing and norms; input of relu^2 and its output; value embeddings
         return attention + 3 * C + 2 * 4 * C + 1.5 * keys
@@ -421,8 +424,9 @@ def private_size(config: Config, num_layers: int, is_one: bool = False) -> int:
 
 def setting_of(args, ranks: int, dtype: torch.dtype, device: torch.device) -> Setting:
     """The setting that tango_rl's flags mean."""
+    repeats_keys = device.type == "cuda" and not takes_attention(device, dtype)
     return Setting(ranks, args.shard, args.recompute, dtype, device.type, args.micro_batch_tokens, args.max_rows,
-                   args.max_cached_tokens, args.updates_per_batch, args.sequence_ratio)
+                   args.max_cached_tokens, args.updates_per_batch, args.sequence_ratio, repeats_keys)
 
 
 def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:
