@@ -68,6 +68,11 @@ def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x[torch.arange(len(x), device=x.device), ends].unsqueeze(1)
 
 
+def at(x: torch.Tensor, ends: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
+    """The tokens of x (B, T, C) that are asked for: one of each row (B, 1, C), some of all (M, C), or all."""
+    return at_ends(x, ends) if ends is not None else x if kept is None else x.flatten(0, 1).index_select(0, kept)
+
+
 class Attention(nn.Module):
     c_qkv = None  # while sampling, the weights of c_q, c_k and c_v in one (GPT.joined_projections)
 
@@ -128,18 +133,18 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.mlp = MLP(config)
 
-    def forward(self, x, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends=None):
+    def forward(self, x, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends=None, kept=None):
+        """ends (B,): behind attention only the rows' last tokens go on; kept (M,): only these places of B * T."""
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
             x, *heads = before_attention(x, x0, *lambdas, attn.c_q.weight, attn.c_k.weight, attn.c_v.weight,
                                          None if value_embedding is None else attn.ve_gate.weight, value_embedding,
                                          cos_sin, QK_SCALE, units)
             y = attn.mix(*heads, mask, cache, prefix, ends)
-            x = x if ends is None else at_ends(x, ends)
-            return behind_attention(x, y, attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight)
+            return behind_attention(at(x, ends, kept), at(y, None, kept), attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight)
         x = mix(x, x0, *lambdas)
-        y = attn.c_proj(attn.mix(*attn.heads(norm(x), value_embedding, cos_sin, units), mask, cache, prefix, ends))
-        x, normed = add_norm(x if ends is None else at_ends(x, ends), y)
+        y = attn.mix(*attn.heads(norm(x), value_embedding, cos_sin, units), mask, cache, prefix, ends)
+        x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
         return x + mlp(normed)
 
 
@@ -226,14 +231,15 @@ class GPT(nn.Module):
         return x + gate * previous, x
 
     def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
-              last_only: bool = False):
+              last_only: bool = False, kept: torch.Tensor | None = None):
         """Hidden states of tokens, after the final norm.
 
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
         PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
         rows each continue. cache: where keys and values are kept; a second forward into it goes on behind its columns.
         last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
-        the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
+        the last layer does more than keys and values. kept (M,) int64: the same for these places of the B * T, with or
+        without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
         """
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
@@ -267,13 +273,14 @@ class GPT(nn.Module):
                                  x.dtype)
                 x = block(x, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, ends)
             else:
-                x = block(x, x0, (resid, first), embeds, cos_sin, masks[self.windows[i]], cache, prefix)
+                x = block(x, x0, (resid, first), embeds, cos_sin, masks[self.windows[i]], cache, prefix,
+                          kept=kept if i == final else None)
             if i == middle:
                 backout = x
         if cache is not None:
             cache.length += T
-        if backout.shape[1] > x.shape[1]:
-            backout = at_ends(backout, ends)
+        if backout.shape != x.shape:
+            backout = at(backout, None if kept is not None else ends, kept)
         return norm(x - self.backout_lambda.to(x.dtype) * backout)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -217,7 +217,7 @@ class Decoder(nn.Module):
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
     def trunk(self, ids, *, positions=None, cache: KVCache | None = None, prefix: KVCache | None = None,
-              last_only: bool = False):
+              last_only: bool = False, kept: torch.Tensor | None = None):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
@@ -240,7 +240,7 @@ class Decoder(nn.Module):
             x = block(x, cos_sin, mask, LayerCache(cache, i), shared, ends)
         if cache is not None:
             cache.length += T
-        return self.model.norm(x)
+        return self.model.norm(x if kept is None else x.flatten(0, 1).index_select(0, kept))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, fp32. hidden (..., C) -> (..., V)."""
