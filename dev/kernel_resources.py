@@ -82,7 +82,8 @@ def attention_cases():
     sizes = dict.fromkeys([*attention.SIZES, "num_keys", "parts", "offset", "splits", "rows",
                            *(f"{x}_{of}" for x in ("q", "k", "v", "prefix_k", "prefix_v")
                              for of in ("row", "head", "member", "column"))], "i32")
-    others = dict.fromkeys(["lse", "delta", "partial", "partial_lse"], "*fp32") | dict.fromkeys(["scale", "slope"], "fp32")
+    others = dict.fromkeys(["lse", "delta", "partial", "partial_lse"], "*fp32")
+    others |= dict.fromkeys(["scale", "slope"], "fp32")
     others |= dict.fromkeys(["prefix_lengths", "places", "lengths", "slots"], "*i64")
     strides = [name for name in sizes if name[0] in "qkvp" and name.endswith(("row", "head", "member", "column"))]
     tensors = ["q", "k", "v", "prefix_k", "prefix_v", "out", "grad", "dq", "dk", "dv"]

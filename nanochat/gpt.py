@@ -80,6 +80,11 @@ def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x[torch.arange(len(x), device=x.device), ends].unsqueeze(1)
 
 
+def at(x: torch.Tensor, ends: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
+    """The tokens of x (B, T, C) that are asked for: one of each row (B, 1, C), some of all (M, C), or all."""
+    return at_ends(x, ends) if ends is not None else x if kept is None else x.flatten(0, 1).index_select(0, kept)
+
+
 def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, prefix: tuple, ends):
     """Attention of new queries over what came before and over their own keys, which are put into the cache, if there is
     one. Shapes as attention.attend's; mask: of a DecodeCache the window; prefix: its keys and values, or nothing; ends
@@ -154,20 +159,21 @@ class Block(nn.Module):
         """The block's outputs, those of `run` for each pass's arguments."""
         return [self.run(*arguments) for arguments in passes]
 
-    def run(self, x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends):
+    def run(self, x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept):
         """x, and what is yet to be added to it or None: the addition is one operation with what follows. So it was with
-        the x and delta that come in."""
+        the x and delta that come in. ends (B,): behind attention only the rows' last tokens go on; kept (M,): only
+        these places of B * T."""
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
             x, *heads = before_attention(x, x0, *lambdas, attn.c_q.weight, attn.c_k.weight, attn.c_v.weight,
                                          None if value_embedding is None else attn.ve_gate.weight, value_embedding,
                                          cos_sin, QK_SCALE, units)
             y = attn.mix(*heads, mask, cache, prefix, ends)
-            x = x if ends is None else at_ends(x, ends)
-            return behind_attention(x, y, attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight), None
+            return behind_attention(at(x, ends, kept), at(y, None, kept), attn.c_proj.weight, mlp.c_fc.weight,
+                                    mlp.c_proj.weight), None
         x, normed = mix_norm(x, delta, x0, *lambdas)
-        y = attn.c_proj(attn.mix(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends))
-        x, normed = add_norm(x if ends is None else at_ends(x, ends), y)
+        y = attn.mix(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
+        x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
         return x, mlp(normed)
 
 
@@ -254,7 +260,7 @@ class GPT(nn.Module):
         return x + gate * previous, x
 
     def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
-              last_only: bool = False):
+              last_only: bool = False, kept: torch.Tensor | None = None):
         """Hidden states of tokens, after the final norm.
 
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
@@ -262,9 +268,10 @@ class GPT(nn.Module):
         rows each continue. cache: where keys and values are kept; a second forward into it goes on behind its columns.
         A DecodeCache takes one token of each row in its places.
         last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
-        the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
+        the last layer does more than keys and values. kept (M,) int64: the same for these places of the B * T, with or
+        without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
         """
-        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only)])[0]
+        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
 
     def trunk_behind(self, prompt_ids, prompt_positions, ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
@@ -277,7 +284,8 @@ class GPT(nn.Module):
                                                  self.steps(ids, positions, None, prefix, False)])
         return prompts, rows
 
-    def steps(self, ids, positions, cache: KVCache | None, prefix: KVCache | None, last_only: bool):
+    def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
+              kept: torch.Tensor | None = None):
         """A forward pass (run_passes) with trunk's arguments. The cache's positions and length are set as soon as it
         begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
@@ -316,15 +324,16 @@ class GPT(nn.Module):
             if i == final and last_only and T > 1:
                 mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends),
                                  x.dtype)
-                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, ends
+                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, ends, None
             else:
                 mask = masks[self.windows[i]]
-                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, None
+                chosen = kept if i == final else None
+                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, None, chosen
             if i == middle:
                 x, delta = x if delta is None else x + delta, None
                 backout = x
-        if backout.shape[1] > x.shape[1]:
-            backout = at_ends(backout, ends)
+        if backout.shape != x.shape:
+            backout = at(backout, None if kept is not None else ends, kept)
         x = x if delta is None else x + delta
         yield norm(x - self.backout_lambda.to(x.dtype) * backout)
 
