@@ -24,6 +24,7 @@ from nanochat.common import BadInput, CannotWrite, Diverged, script_main
 from nanochat.dataloader import PackedBatches
 from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig, config_of, new_model
+from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.run import Run
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
@@ -138,6 +139,7 @@ def test_a_compiled_trunk_on_a_gpu_gives_the_loss_to_bf16s_rounding(pattern):
         if not p.any():
             p.data.normal_(0.0, 0.02)
     ids, found = torch.randint(4096, (4, 1025), device="cuda"), []
+    register_operator()
     for trunk in (None, torch.compile(model.trunk, dynamic=False)):
         loss = supervised_loss(model, ids, None, 4096.0, trunk)
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
