@@ -228,7 +228,6 @@ def key_gradients(q, k, v, prefix_lengths, grad, lse, delta, dk, dv, num_keys, T
     store_rows(dv + target, start, num_keys, D, tl.where(real, dv_block, 0.0), D, BLOCK_N, BLOCK_D)
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
 def takes_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels work there: on CUDA with Triton, not in fp64, where a program gets the shared memory that
@@ -319,9 +318,10 @@ OPERATOR: list = []  # once it is registered
 
 def register_operator() -> None:
     """Makes `attention` without a prefix ready for torch.compile; called before compiling. Not done by importing:
-    torch.library takes a second."""
+    torch.library and torch.compiler take a second."""
     if OPERATOR:
         return
+    torch.compiler.assume_constant_result(takes_attention)  # marks it
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         return forward_of(q, k, v, None, None, None, window)
