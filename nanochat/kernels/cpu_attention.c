@@ -5,7 +5,8 @@
  */
 #include "cpu_product.h"
 
-#define BLOCK 32 /* queries whose scores are held at a time */
+#define BLOCK 16 /* queries whose scores are held at a time: they stay in the nearest cache */
+#define PLACES 32 /* the same in decoding */
 
 /* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0.
  * soon: what lies like x and is read next, or NULL. */
@@ -129,8 +130,8 @@ void attend_forward(const Attention *s, float *y, float *lse, long threads)
     }
 }
 
-/* The gradients, from grad and y (lying like q). grad_q lies like q; the others must be 0 before:
- * grad_k, grad_v (U, H, R, Tk, D), those of the prefix (U, H, Tp, D). */
+/* The gradients, from grad and y (lying like q). grad_q lies like q; grad_k, grad_v (U, H, R, Tk, D); those of the
+ * prefix (U, H, Tp, D). The last queries come first, since they see all keys: they write what others add to. */
 void attend_backward(const Attention *s, const float *y, const float *lse, const float *grad, float *grad_q,
                      float *grad_k, float *grad_v, float *grad_prefix_k, float *grad_prefix_v, long threads)
 {
@@ -153,8 +154,9 @@ void attend_backward(const Attention *s, const float *y, const float *lse, const
                 transpose(kt, k, stride, s->Tk, D, scale, NULL);
                 transpose(vt, s->v + at_key(s->k_strides, u, h, r), stride, s->Tk, D, 1, NULL);
                 for (long g = 0; g < G; g++)
-                    for (long t = 0; t < T; t += BLOCK) {
+                    for (long t = (T - 1) / BLOCK * BLOCK; t >= 0; t -= BLOCK) {
                         long m = T - t < BLOCK ? T - t : BLOCK, seen = before + t + m, at = at_query(s, u, h, r, g, t);
+                        int more = g || t + BLOCK < T;
                         block_scores(s, probs, ld, s->q + at, u, t, m, prefix_kt, kt);
                         if (Tp)
                             product(ds, ld, grad + at, row, prefix_vt, Tpp, m, Tpp, D, 0);
@@ -172,12 +174,12 @@ void attend_backward(const Attention *s, const float *y, const float *lse, const
                         }
                         if (Tp) {
                             product(grad_q + at, row, ds, ld, prefix_k, D, m, D, Tp, 0);
-                            product_t(grad_prefix_k + unit * Tp * D, D, ds, ld, s->q + at, row, Tp, D, m);
-                            product_t(grad_prefix_v + unit * Tp * D, D, probs, ld, grad + at, row, Tp, D, m);
+                            product_t(grad_prefix_k + unit * Tp * D, D, ds, ld, s->q + at, row, Tp, D, m, r || more);
+                            product_t(grad_prefix_v + unit * Tp * D, D, probs, ld, grad + at, row, Tp, D, m, r || more);
                         }
                         product(grad_q + at, row, ds + Tpp, ld, k, stride, m, D, seen, Tp > 0);
-                        product_t(gk, D, ds + Tpp, ld, s->q + at, row, seen, D, m);
-                        product_t(gv, D, probs + Tpp, ld, grad + at, row, seen, D, m);
+                        product_t(gk, D, ds + Tpp, ld, s->q + at, row, seen, D, m, more);
+                        product_t(gv, D, probs + Tpp, ld, grad + at, row, seen, D, m, more);
                     }
             }
         }
@@ -253,15 +255,15 @@ void attend_one(const Attention *s, float *y, long threads)
     float scale = 1 / sqrtf(D);
 #pragma omp parallel num_threads(threads)
     {
-        float *scores = floats(BLOCK * width), *prefix_kt = floats(D * Tpp);
-        float *q = floats(BLOCK * D), *out = floats(BLOCK * D);
+        float *scores = floats(PLACES * width), *prefix_kt = floats(D * Tpp);
+        float *q = floats(PLACES * D), *out = floats(PLACES * D);
 #pragma omp for schedule(static)
         for (long unit = 0; unit < s->U * s->H; unit++) {
             long u = unit / s->H, h = unit % s->H;
             transpose(prefix_kt, s->prefix_k + unit * Tp * D, D, Tp, D, 1, s->prefix_v + unit * Tp * D);
-            for (long first = 0; first < rows; first += BLOCK) {
-                long m = rows - first < BLOCK ? rows - first : BLOCK;
-                float inverse[BLOCK];
+            for (long first = 0; first < rows; first += PLACES) {
+                long m = rows - first < PLACES ? rows - first : PLACES;
+                float inverse[PLACES];
                 for (long i = 0; i < m; i++)
                     for (long d = 0; d < D; d++)
                         q[i * D + d] = scale * s->q[at_query(s, u, h, (first + i) / s->G, (first + i) % s->G, 0) + d];
