@@ -241,7 +241,7 @@ class _AttendKernel(torch.autograd.Function):
         q, k, v, *shared, y, lse = ctx.saved_tensors
         if grad.stride() != q.stride():
             grad = torch.empty_like(q).copy_(grad)
-        grads = [torch.empty_like(q), *(None if x is None else x.new_zeros(x.shape) for x in (k, v, *shared[:2]))]
+        grads = [torch.empty_like(q), *(None if x is None else x.new_empty(x.shape) for x in (k, v, *shared[:2]))]
         cpu.call("attend_backward", ctypes.byref(_spec(q, k, v, *shared)), y, lse, grad, *grads)
         return *grads, None, None
 

@@ -7,7 +7,8 @@
 
 #include "cpu_product.h"
 
-#define BLOCK 32 /* queries whose scores are held at a time */
+#define BLOCK 16 /* queries whose scores are held at a time: they stay in the nearest cache */
+#define PLACES 32 /* the same in decoding */
 
 /* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0.
  * soon: what lies like x and is read next, or NULL. */
@@ -128,8 +129,8 @@ void attend_forward(const Attention *s, float *y, float *lse, long threads)
     }
 }
 
-/* The gradients, from grad and y (lying like q). grad_q lies like q; the others must be 0 before:
- * grad_k, grad_v (U, H, R, Tk, D), those of the prefix (U, H, Tp, D). */
+/* The gradients, from grad and y (lying like q). grad_q lies like q; grad_k, grad_v (U, H, R, Tk, D); those of the
+ * prefix (U, H, Tp, D). The last queries come first, since they see all keys: they write what others add to. */
 void attend_backward(const Attention *s, const float *y, const float *lse, const float *grad, float *grad_q,
                      float *grad_k, float *grad_v, float *grad_prefix_k, float *grad_prefix_v, long threads)
 {
@@ -152,8 +153,9 @@ void attend_backward(const Attention *s, const float *y, const float *lse, const
                 transpose(kt, k, stride, s->Tk, D, scale, NULL);
                 transpose(vt, s->v + at_key(s->k_strides, u, h, r), stride, s->Tk, D, 1, NULL);
                 for (long g = 0; g < G; g++)
-                    for (long t = 0; t < T; t += BLOCK) {
+                    for (long t = (T - 1) / BLOCK * BLOCK; t >= 0; t -= BLOCK) {
                         long m = T - t < BLOCK ? T - t : BLOCK, seen = before + t + m, at = at_query(s, u, h, r, g, t);
+                        int more = g || t + BLOCK < T;
                         block_scores(s, probs, ld, s->q + at, u, t, m, prefix_kt, kt);
                         if (Tp)
                             product(ds, ld, grad + at, row, prefix_vt, Tpp, m, Tpp, D, 0);
@@ -171,12 +173,12 @@ void attend_backward(const Attention *s, const float *y, const float *lse, const
                         }
                         if (Tp) {
                             product(grad_q + at, row, ds, ld, prefix_k, D, m, D, Tp, 0);
-                            product_t(grad_prefix_k + unit * Tp * D, D, ds, ld, s->q + at, row, Tp, D, m);
-                            product_t(grad_prefix_v + unit * Tp * D, D, probs, ld, grad + at, row, Tp, D, m);
+                            product_t(grad_prefix_k + unit * Tp * D, D, ds, ld, s->q + at, row, Tp, D, m, r || more);
+                            product_t(grad_prefix_v + unit * Tp * D, D, probs, ld, grad + at, row, Tp, D, m, r || more);
                         }
                         product(grad_q + at, row, ds + Tpp, ld, k, stride, m, D, seen, Tp > 0);
-                        product_t(gk, D, ds + Tpp, ld, s->q + at, row, seen, D, m);
-                        product_t(gv, D, probs + Tpp, ld, grad + at, row, seen, D, m);
+                        product_t(gk, D, ds + Tpp, ld, s->q + at, row, seen, D, m, more);
+                        product_t(gv, D, probs + Tpp, ld, grad + at, row, seen, D, m, more);
                     }
             }
         }
@@ -290,15 +292,15 @@ void decode(const Decoding *s, float *y, long threads)
 #pragma omp parallel num_threads(threads)
     {
         long width = up(s->Tp) + up(longest);
-        float *scores = floats(BLOCK * width), *q = floats(BLOCK * D), *out = floats(BLOCK * D);
+        float *scores = floats(PLACES * width), *q = floats(PLACES * D), *out = floats(PLACES * D);
 #pragma omp for schedule(dynamic)
         for (long unit = 0; unit < runs * H; unit++) {
             long run = unit / H, h = unit % H, slot = s->slots[s->places[starts[run]]], Tp = s->prefix_lengths[slot];
             long first = starts[run] * G, end = starts[run + 1] * G, at_prompt = (slot * H + h) * s->Tp * D;
             const float *prefix_k = s->prefix_k + at_prompt, *prefix_v = s->prefix_v + at_prompt;
-            for (; first < end; first += BLOCK) {
-                long m = end - first < BLOCK ? end - first : BLOCK;
-                float inverse[BLOCK];
+            for (; first < end; first += PLACES) {
+                long m = end - first < PLACES ? end - first : PLACES;
+                float inverse[PLACES];
                 for (long i = 0; i < m; i++) {
                     long r = (first + i) / G, g = (first + i) % G, place = s->places[r];
                     const float *from = s->q + r * s->q_row + h * s->q_head + g * s->q_group;

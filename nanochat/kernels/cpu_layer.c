@@ -130,7 +130,7 @@ void before_backward(const Heads *s, long C, long channels, const float *x, cons
             }
             product_packed(grad, C, rows, width, weights, m, C, width, 1);
             if (grad_weights)
-                product_t(grad_weights + thread * width * C, C, rows, width, normed, C, width, C, m);
+                product_t(grad_weights + thread * width * C, C, rows, width, normed, C, width, C, m, 1);
             for (long i = 0; i < m; i++) {
                 long at = (n + i) * C;
                 vec dot_a = {0}, dot_b = {0};
@@ -210,9 +210,9 @@ void behind_backward(const float *grad, const float *y, const float *w_o, const 
                 norm_row_back(grad_x + at + i, inner + i, grad + at + i, normed + i, inverse[n + i / C], C);
             product_packed(grad_y + at, C, grad_x + at, C, o, m, C, C, 0);
             if (grad_o) {
-                product_t(grad_down + thread * C * F, F, grad + at, C, squares, F, C, F, m);
-                product_t(grad_up + thread * F * C, C, slope, F, normed, C, F, C, m);
-                product_t(grad_o + thread * C * C, C, grad_x + at, C, y + at, C, C, C, m);
+                product_t(grad_down + thread * C * F, F, grad + at, C, squares, F, C, F, m, 1);
+                product_t(grad_up + thread * F * C, C, slope, F, normed, C, F, C, m, 1);
+                product_t(grad_o + thread * C * C, C, grad_x + at, C, y + at, C, C, C, m, 1);
             }
         }
         free(normed), free(inner), free(squares), free(slope);

@@ -48,14 +48,15 @@ static void product(float *c, long ldc, const float *a, long lda, const float *b
             columns(1, c + j, ldc, a, lda, 1, b + j, ldb, m, k, add);
 }
 
-/* c (m, n) += a^T @ b, a (k, m). */
-static void product_t(float *c, long ldc, const float *a, long lda, const float *b, long ldb, long m, long n, long k)
+/* c (m, n) = or += a^T @ b, a (k, m). */
+static void product_t(float *c, long ldc, const float *a, long lda, const float *b, long ldb,
+                      long m, long n, long k, int add)
 {
     for (long j = 0; j < n; j += 2 * L)
         if (n - j > L)
-            columns(2, c + j, ldc, a, 1, lda, b + j, ldb, m, k, 1);
+            columns(2, c + j, ldc, a, 1, lda, b + j, ldb, m, k, add);
         else
-            columns(1, c + j, ldc, a, 1, lda, b + j, ldb, m, k, 1);
+            columns(1, c + j, ldc, a, 1, lda, b + j, ldb, m, k, add);
 }
 
 /* Weights are packed once for many rows: panels of PANEL columns, (n / PANEL, k, PANEL), so that a tile reads them in
