@@ -428,6 +428,20 @@ def test_the_path_of_cuda_graphs_samples_the_same(monkeypatch, check_every, leas
         assert sorted(model.prompts) == sorted(prompts)
 
 
+def test_a_graph_is_captured_once_for_each_size_and_reads_the_places_of_each_call():
+    ran, captured = [], []
+
+    class Noted(Graphs):
+        def capture(self, places):
+            captured.append(len(places))
+            return SimpleNamespace(replay=lambda: self.step(places))
+
+    graphs, calls = Noted(lambda places: ran.append(places.tolist())), [[3, 1], [1, 2], [0, 5], [4], [3, 1], [6], [7]]
+    for places in calls:
+        graphs(torch.tensor(places))
+    assert ran == calls and captured == [2, 1]
+
+
 def test_on_the_path_of_cuda_graphs_places_are_refilled(monkeypatch, together):
     emulate(monkeypatch, check_every=2, least_rows=1)
     out, model = refilled(16)
