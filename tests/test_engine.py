@@ -204,6 +204,17 @@ def test_refilled_places_change_no_row_by_the_kernel(max_rows):
     assert completions(whole) == completions(exact)
 
 
+@pytest.mark.parametrize("most", [1, 300, 800])
+def test_the_tokens_that_are_held_are_bounded(monkeypatch, together, most):
+    caches, make = [], engine.DecodeCache
+    monkeypatch.setattr(engine, "DecodeCache", lambda *args: (caches.append(make(*args)), caches[-1])[1])
+    out, model = refilled(10 ** 6, max_cached_tokens=most)
+    assert_same(out, together[0])
+    held = caches[0].k[0].shape[0] * caches[0].k[0].shape[2] + caches[0].prefix_k[0].shape[0] * max(PROMPT_LENGTHS)
+    places = len(caches[0].lengths)
+    assert max(model.decoding) <= places and (places == 1 if most == 1 else 0.75 * most < held <= most)
+
+
 def test_a_slot_serves_one_prompt_after_another(monkeypatch):
     # Few slots: prompts wait for a slot, not for a place.
     whole = refilled(10 ** 6)[0]
