@@ -204,6 +204,17 @@ def test_refilled_places_change_no_row_by_the_kernel(max_rows):
     assert completions(whole) == completions(exact)
 
 
+@pytest.mark.parametrize("most", [1, 300, 800])
+def test_the_tokens_that_are_held_are_bounded(monkeypatch, together, most):
+    caches, make = [], engine.DecodeCache
+    monkeypatch.setattr(engine, "DecodeCache", lambda *args: (caches.append(make(*args)), caches[-1])[1])
+    out, model = refilled(10 ** 6, max_cached_tokens=most)
+    assert_same(out, together[0])
+    held = caches[0].k[0].shape[0] * caches[0].k[0].shape[2] + caches[0].prefix_k[0].shape[0] * max(PROMPT_LENGTHS)
+    places = len(caches[0].lengths)
+    assert max(model.decoding) <= places and (places == 1 if most == 1 else 0.75 * most < held <= most)
+
+
 def test_a_slot_serves_one_prompt_after_another(monkeypatch):
     # Few slots: prompts wait for a slot, not for a place.
     whole = refilled(10 ** 6)[0]
@@ -426,6 +437,20 @@ def test_the_path_of_cuda_graphs_samples_the_same(monkeypatch, check_every, leas
         assert len(Emulated.captured) > 1  # rows have left
     if max_rows == 9:
         assert sorted(model.prompts) == sorted(prompts)
+
+
+def test_a_graph_is_captured_once_for_each_size_and_reads_the_places_of_each_call():
+    ran, captured = [], []
+
+    class Noted(Graphs):
+        def capture(self, places):
+            captured.append(len(places))
+            return SimpleNamespace(replay=lambda: self.step(places))
+
+    graphs, calls = Noted(lambda places: ran.append(places.tolist())), [[3, 1], [1, 2], [0, 5], [4], [3, 1], [6], [7]]
+    for places in calls:
+        graphs(torch.tensor(places))
+    assert ran == calls and captured == [2, 1]
 
 
 def test_on_the_path_of_cuda_graphs_places_are_refilled(monkeypatch, together):

@@ -136,7 +136,7 @@ def test_a_plan_counts_the_cache_that_sampling_makes(prompts, samples, max_rows)
     pieces = 210 * min(PREFILL_TOKENS // 210, -(-seats.num_places // samples))
     of_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * 2
     assert (sampling_bytes(config, setting, prompts, samples, 210, 100) - held
-            == prompts * samples * 100 * 12 + seats.num_places * vocabulary * 8 + pieces * (2 * width + of_token))
+            == prompts * samples * 100 * 12 + seats.num_places * vocabulary * 2 + pieces * (2 * width + of_token))
 
 
 def test_planned_memory_is_near_what_is_allocated_in_bf16():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import parse, rl_flags
+from test_engine import emulate
 
 from nanochat.calculator import Calculator
 from nanochat.engine import generate, row_key
@@ -159,6 +160,42 @@ def test_rows_that_refill_places_have_the_calculator_too(max_rows):
     for row in called:
         at = 1 + row % 5
         assert whole.tokens[row, at: at + len(CALL) + len(OUTPUT)].tolist() == CALL + OUTPUT
+
+
+@pytest.mark.parametrize("max_rows", [3, 1024])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_rows_wait_for_a_tool_where_it_says_that_it_acts(monkeypatch, graphs, max_rows):
+    """They come to the same tokens, and change no other row."""
+    class Doubles:
+        """Puts two tokens behind each of 100 .. 119."""
+
+        def __init__(self):
+            self.rest = {}  # row -> its second token
+
+        def __call__(self, rows, tokens):
+            due = {}
+            for row, token in zip(rows, tokens, strict=True):
+                if token in range(100, 120):
+                    due[row], self.rest[row] = token + 50, token + 71
+                elif self.rest.get(row):
+                    due[row] = self.rest.pop(row)
+            return due
+
+    options = dict(prompts=[(1, 2, 3), (4,), (7, 8)], num_samples=8, new=25, stop=range(0, 20))
+    always, tool = Doubles(), Doubles()
+    whole = sample(model_of(), always, **options)
+    if graphs:
+        emulate(monkeypatch, check_every=3)
+    tool.triggers = list(range(100, 120))
+    out = sample(model_of(), tool, max_rows=max_rows, **options)
+    assert torch.equal(out.tokens, whole.tokens) and torch.equal(out.forced, whole.forced)
+    torch.testing.assert_close(out.logprobs, whole.logprobs, rtol=0, atol=1e-5)
+    assert whole.forced.sum() > 20 and out.lengths.tolist() == whole.lengths.tolist()
+    for tokens, forced, length in zip(whole.tokens.tolist(), whole.forced.tolist(), whole.lengths.tolist(),
+                                      strict=True):
+        for t in range(length - 2):
+            if tokens[t] in range(100, 120):
+                assert tokens[t + 1: t + 3] == [tokens[t] + 50, tokens[t] + 71] and all(forced[t + 1: t + 3])
 
 
 class ForceFirst:

@@ -146,10 +146,14 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     # in fp32, and two on the way through the softcap, or one for a temperature; on CUDA as the head gives them
     numbers = 4 * (3 if isinstance(config, GPTConfig) else 2) if setting.device_type != "cuda" else narrow
     logits = places * config.vocab_size * numbers
-    width = 2 * 4 * C if isinstance(config, GPTConfig) else 3 * config.intermediate_size
+    # of a token in an MLP: inside; the residual stream and its norm at both ends, what attention added, a GPT's first x
+    if isinstance(config, GPTConfig):
+        width = 2 * 4 * C + 6 * C
+    else:  # gate, up, their product; on CPU gate's silu too
+        width = (3 if setting.device_type == "cuda" else 4) * config.intermediate_size + 4 * C
     # New prompts fill at most all places with their rows.
     piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-places // samples) * prompt_tokens))
-    running = piece * (narrow * (width + 4 * C) + per_token)
+    running = piece * (narrow * width + per_token)
     # queries, keys and values as one matrix (GPT.joined_projections)
     joined_heads = 0 if isinstance(config, DecoderConfig) else config.n_head + 2 * config.n_kv_head
     joined = narrow * config.n_layer * C * joined_heads * config.head_dim
