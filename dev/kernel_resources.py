@@ -79,7 +79,7 @@ def attention_cases():
     sizes = dict.fromkeys([*attention.SIZES, "num_keys", "parts", "offset", "splits", "rows",
                            *(f"{x}_{of}" for x in ("q", "k", "v", "prefix_k", "prefix_v")
                              for of in ("row", "head", "member", "column"))], "i32")
-    others = dict.fromkeys(["lse", "delta", "partial", "partial_lse"], "*fp32") | dict.fromkeys(["scale", "slope"], "fp32")
+    others = dict.fromkeys(["lse", "delta", "partial", "partial_lse"], "*fp32") | {"scale": "fp32", "slope": "fp32"}
     others |= dict.fromkeys(["prefix_lengths", "places", "lengths", "slots"], "*i64")
     strides = [name for name in sizes if name[0] in "qkvp" and name.endswith(("row", "head", "member", "column"))]
     tensors = ["q", "k", "v", "prefix_k", "prefix_v", "out", "grad", "dq", "dk", "dv"]
@@ -100,7 +100,8 @@ def attention_cases():
                 yield (decode_attention.decode_rows, f"{name}{', split' * split}",
                        types if split else types | dict(partial=types["out"], partial_lse=types["out"]),
                        dict(Hkv=2, SPLIT=split, BLOCK_G=16, BLOCK_D=D, **heads,
-                            BLOCK=decode_attention.keys_of_block(D, dtype)), dict(aligned=strides))
+                            BLOCK=decode_attention.keys_of_block(D, dtype)),
+                       dict(aligned=strides, num_warps=decode_attention.warps_of(dtype)))
             yield decode_attention.join_splits, name, types, dict(D=D, BLOCK_D=D), dict(num_warps=1)
 
 
