@@ -61,17 +61,20 @@ def block_cases():
         size = block.power_of_two(width)
         constants = dict(HAS_DELTA=with_delta, HAS_MIX=with_mix, HAS_WEIGHT=with_weight, BLOCK=size)
         name = f"{width}{', added' * with_delta}{', mixed' * with_mix}{', weight' * with_weight}"
-        yield block.norm_rows, name, BLOCK, constants, dict(aligned=("C",), num_warps=block.warps_of(size))
+        yield (block.norm_rows, name, BLOCK, constants,
+               dict(aligned=("C",), num_warps=block.warps_of(size), **block.AS_WRITTEN))
     for function in ("relu_squared", "swiglu"):
         yield (block.elements, function, BLOCK, dict(FUNCTION=function, BLOCK=block.ELEMENTS),
-               dict(aligned=("width", "x_stride", "y_stride"), num_warps=4))
-    yield block.gate_rows, "6 heads", BLOCK, dict(CHANNELS=16, HEADS=8), dict(aligned=("stride",), num_warps=1)
+               dict(aligned=("width", "x_stride", "y_stride"), num_warps=4, **block.AS_WRITTEN))
+    yield (block.gate_rows, "6 heads", BLOCK, dict(CHANNELS=16, HEADS=8),
+           dict(aligned=("stride",), num_warps=1, **block.AS_WRITTEN))
     for name, half, group, norm, has_bias, has_gate in (("6 heads of 128", 64, 1, "after", False, True),
                                                         ("groups of 6 of 128", 64, 8, "", True, False),
                                                         ("groups of 8 of 128", 64, 8, "before", False, False)):
         constants = dict(HALF=half, HALF_BLOCK=half, GROUP=group, NORM=norm, HAS_BIAS=has_bias, HAS_GATE=has_gate)
         yield (block.head_rows, name, BLOCK, constants,
-               dict(aligned=("q_stride", "k_stride", "v_stride"), num_warps=block.warps_of(group * half)))
+               dict(aligned=("q_stride", "k_stride", "v_stride"), num_warps=block.warps_of(group * half),
+                    **block.AS_WRITTEN))
 
 
 def attention_cases():
@@ -79,7 +82,8 @@ def attention_cases():
     sizes = dict.fromkeys([*attention.SIZES, "num_keys", "parts", "offset", "splits", "rows",
                            *(f"{x}_{of}" for x in ("q", "k", "v", "prefix_k", "prefix_v")
                              for of in ("row", "head", "member", "column"))], "i32")
-    others = dict.fromkeys(["lse", "delta", "partial", "partial_lse"], "*fp32") | {"scale": "fp32", "slope": "fp32"}
+    others = dict.fromkeys(["lse", "delta", "partial", "partial_lse"], "*fp32")
+    others |= dict.fromkeys(["scale", "slope"], "fp32")
     others |= dict.fromkeys(["prefix_lengths", "places", "lengths", "slots"], "*i64")
     strides = [name for name in sizes if name[0] in "qkvp" and name.endswith(("row", "head", "member", "column"))]
     tensors = ["q", "k", "v", "prefix_k", "prefix_v", "out", "grad", "dq", "dk", "dv"]
@@ -131,8 +135,9 @@ def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: nothing would be compiled")
     if not args.json:
-        print("| kernel | variant | sm | warps | registers | spilled bytes | shared bytes | 16-byte loads | stores |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        print("| kernel | variant | sm | warps | registers | spilled bytes | shared bytes | 16-byte loads | stores "
+              "| fused bf16 |")
+        print("| --- " * 10 + "|")
     for row in rows():
         print(json.dumps(row) if args.json else "| " + " | ".join(map(str, row.values())) + " |", flush=True)
 

@@ -267,13 +267,22 @@ def pack_whole(examples: list[tuple[list[int], list[int]]], width: int, pad: int
     return rows
 
 
-def length_batches(examples: list, max_tokens: int) -> list[list]:
-    """The examples sorted by length and cut into micro-batches of at most max_tokens tokens, padding included."""
-    batches = []
-    for example in sorted(examples, key=lambda example: len(example[0])):
-        if not batches or (len(batches[-1]) + 1) * len(example[0]) > max_tokens:
-            batches.append([])
-        batches[-1].append(example)
+def length_batches(examples: list, max_tokens: int, tokens_per_batch: int = 2 ** 20) -> list[list]:
+    """The examples sorted by length and cut into micro-batches of at most max_tokens tokens, padding included, so that
+    all padding and what the micro-batches themselves cost, each as much as tokens_per_batch tokens, is least."""
+    examples = sorted(examples, key=lambda example: len(example[0]))
+    costs, starts = [0], [0]  # of the first n examples: the least cost, and where its last micro-batch starts
+    for end, (ids, *_) in enumerate(examples, 1):
+        most = max(1, max_tokens // max(1, len(ids)))
+        costs_from = [(costs[start] + (end - start) * len(ids) + tokens_per_batch, start)
+                      for start in range(max(0, end - most), end)]
+        cost, start = min(costs_from)
+        costs.append(cost)
+        starts.append(start)
+    batches, end = [], len(examples)
+    while end:
+        batches.insert(0, examples[starts[end]: end])
+        end = starts[end]
     return batches
 
 

@@ -16,7 +16,8 @@ import torch.nn as nn
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.decode_cache import DecodeCache
-from nanochat.ops import add_norm, linear, mix_norm, norm, relu_squared, split_heads, value_gate
+from nanochat.ops import (add_norm, before_attention, behind_attention, fuses_layers, linear, mix_norm, norm,
+                          relu_squared, split_heads, value_gate)
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
@@ -79,6 +80,11 @@ def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return x[torch.arange(len(x), device=x.device), ends].unsqueeze(1)
 
 
+def at(x: torch.Tensor, ends: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
+    """The tokens of x (B, T, C) that are asked for: one of each row (B, 1, C), some of all (M, C), or all."""
+    return at_ends(x, ends) if ends is not None else x if kept is None else x.flatten(0, 1).index_select(0, kept)
+
+
 def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, prefix: tuple, ends):
     """Attention of new queries over what came before and over their own keys, which are put into the cache, if there is
     one. Shapes as attention.attend's; mask: of a DecodeCache the window; prefix: its keys and values, or nothing; ends
@@ -111,9 +117,8 @@ class Attention(nn.Module):
     def joined_weight(self) -> torch.Tensor:
         return torch.cat([self.c_q.weight, self.c_k.weight, self.c_v.weight])
 
-    def forward(self, x, value_embedding, cos_sin, mask, cache, prefix, ends):
-        B, T, C = x.shape
-        U = B if prefix is None else len(prefix.positions)
+    def heads(self, x, value_embedding, cos_sin, units: int):
+        """Queries, keys and values of normed x, as `split_heads` has them."""
         if self.c_qkv is not None:
             qkv = linear(x, self.c_qkv)
         elif x.device.type == "cpu":  # one product of three: fewer operations are worth the copy of small weights
@@ -123,11 +128,15 @@ class Attention(nn.Module):
         gate = None
         if value_embedding is not None:
             gate = value_gate(x, self.ve_gate.weight.to(x.dtype))               # (B, T, Hkv)
-        q, k, v = split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE,
-                              U, self.n_head, self.n_kv_head)  # (U, Hkv, R, group, T, D) and twice (U, Hkv, R, T, D)
-        shared = () if prefix is None else (prefix.k[self.layer][:, :, 0], prefix.v[self.layer][:, :, 0])
+        return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head)
+
+    def mix(self, q, k, v, mask, cache, prefix, ends):
+        """What attention reads for each token, or for each row's last one alone (ends), before the output projection.
+        -> (B, T or 1, C)"""
+        shared = () if prefix is None else (prefix.k[self.layer].squeeze(2), prefix.v[self.layer].squeeze(2))
         y = attend_all(self.layer, cache, q, k, v, mask, shared, ends)          # (U, Hkv, R, group, T, D)
-        return self.c_proj(y.permute(0, 2, 4, 1, 3, 5).reshape(B, -1, C))
+        U, Hkv, R, group, T, D = y.shape
+        return y.permute(0, 2, 4, 1, 3, 5).reshape(U * R, T, Hkv * group * D)
 
 
 class MLP(nn.Module):
@@ -150,11 +159,22 @@ class Block(nn.Module):
         """The block's outputs, those of `run` for each pass's arguments."""
         return [self.run(*arguments) for arguments in passes]
 
-    def run(self, x, normed, value_embedding, cos_sin, mask, cache, prefix, ends):
-        """x and what is to be added to it, from x and its norm: the addition is one operation with what follows."""
-        y = self.attn(normed, value_embedding, cos_sin, mask, cache, prefix, ends)
-        x, normed = add_norm(x if ends is None else at_ends(x, ends), y)
-        return x, self.mlp(normed)
+    def run(self, x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept):
+        """x, and what is yet to be added to it or None: the addition is one operation with what follows. So it was with
+        the x and delta that come in. ends (B,): behind attention only the rows' last tokens go on; kept (M,): only
+        these places of B * T."""
+        attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
+        if fuses_layers(x):
+            x, *heads = before_attention(x, x0, *lambdas, attn.c_q.weight, attn.c_k.weight, attn.c_v.weight,
+                                         None if value_embedding is None else attn.ve_gate.weight, value_embedding,
+                                         cos_sin, QK_SCALE, units)
+            y = attn.mix(*heads, mask, cache, prefix, ends)
+            return behind_attention(at(x, ends, kept), at(y, None, kept), attn.c_proj.weight, mlp.c_fc.weight,
+                                    mlp.c_proj.weight), None
+        x, normed = mix_norm(x, delta, x0, *lambdas)
+        y = attn.mix(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
+        x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
+        return x, mlp(normed)
 
 
 class GPT(nn.Module):
@@ -240,7 +260,7 @@ class GPT(nn.Module):
         return x + gate * previous, x
 
     def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
-              last_only: bool = False):
+              last_only: bool = False, kept: torch.Tensor | None = None):
         """Hidden states of tokens, after the final norm.
 
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
@@ -248,9 +268,10 @@ class GPT(nn.Module):
         rows each continue. cache: where keys and values are kept; a second forward into it goes on behind its columns.
         A DecodeCache takes one token of each row in its places.
         last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
-        the last layer does more than keys and values. -> (B, T, C), or (B, 1, C), in compute_dtype.
+        the last layer does more than keys and values. kept (M,) int64: the same for these places of the B * T, with or
+        without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
         """
-        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only)])[0]
+        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
 
     def trunk_behind(self, prompt_ids, prompt_positions, ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
@@ -263,7 +284,8 @@ class GPT(nn.Module):
                                                  self.steps(ids, positions, None, prefix, False)])
         return prompts, rows
 
-    def steps(self, ids, positions, cache: KVCache | None, prefix: KVCache | None, last_only: bool):
+    def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
+              kept: torch.Tensor | None = None):
         """A forward pass (run_passes) with trunk's arguments. The cache's positions and length are set as soon as it
         begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
@@ -298,19 +320,20 @@ class GPT(nn.Module):
             cache.length += T
         for i in range(self.config.n_layer):
             resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
-            x, normed = mix_norm(x, delta, x0, resid, first)
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             if i == final and last_only and T > 1:
                 mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends),
                                  x.dtype)
-                x, delta = yield x, normed, embeds, cos_sin, mask, cache, prefix, ends
+                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, ends, None
             else:
-                x, delta = yield x, normed, embeds, cos_sin, masks[self.windows[i]], cache, prefix, None
+                mask = masks[self.windows[i]]
+                chosen = kept if i == final else None
+                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, None, chosen
             if i == middle:
-                x, delta = x + delta, None
+                x, delta = x if delta is None else x + delta, None
                 backout = x
-        if backout.shape[1] > x.shape[1]:
-            backout = at_ends(backout, ends)
+        if backout.shape != x.shape:
+            backout = at(backout, None if kept is not None else ends, kept)
         x = x if delta is None else x + delta
         yield norm(x - self.backout_lambda.to(x.dtype) * backout)
 

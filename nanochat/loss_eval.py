@@ -17,12 +17,12 @@ def supervised_loss(model, ids: torch.Tensor, mask: torch.Tensor | None, num_tok
     """The cross-entropy of next tokens, summed and divided by num_tokens. ids (B, T + 1) int64; mask (B, T + 1): 1
     where a token is trained, None for all. Logits never exist as a whole: it is the fused policy loss "reinforce" with
     advantages of 1. trunk: the model's, compiled."""
-    hidden, targets = (trunk or model.trunk)(ids[:, :-1]), ids[:, 1:]  # (B, T, C), (B, T)
+    inputs, targets, run = ids[:, :-1], ids[:, 1:].flatten(), trunk or model.trunk
     if mask is None:
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        hidden = run(inputs).flatten(0, 1)  # (B * T, C)
     else:
-        trained = mask[:, 1:].bool()
-        hidden, targets = hidden[trained], targets[trained]  # (M, C), (M,)
+        trained = mask[:, 1:].flatten().nonzero().squeeze(1)
+        hidden, targets = run(inputs, kept=trained), targets[trained]  # (M, C), (M,)
     ones = torch.ones(len(targets), device=ids.device)
     return linear_policy_loss(hidden, model.lm_head.weight, targets, ones, ones / num_tokens,
                               loss=PolicyLoss("reinforce"), **model.head_options())[0]

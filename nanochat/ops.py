@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from nanochat.kernels import block, cpu
 from nanochat.kernels.launch import takes_triton
 
+LAYER_ROWS = 64        # tokens that a layer's kernels take at a time (ROWS in cpu_layer.c)
 ONEDNN_FROM = 2 ** 20  # multiplications from which a product makes up for its longer call
 
 
@@ -171,6 +172,44 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
     return q.contiguous(), k[:, :, :, 0].contiguous(), to_units(v, units, kv_heads)[:, :, :, 0].contiguous()
 
 
+def fuses_layers(x: torch.Tensor) -> bool:
+    """Whether before_attention and behind_attention are faster than their operations one by one: on CPU, in training
+    and for several tokens a row. x (B, T, C)."""
+    return cpu.takes(x) and (x.shape[1] > 1 or torch.is_grad_enabled())
+
+
+def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin, scale: float, units: int):
+    """A layer up to its attention: x mixed with x0, and the queries, keys and values of its norm.
+
+    x, x0 (B, T, C); a, b scalars; w_q (Hq * D, C), w_k, w_v (Hkv * D, C): of queries, keys and values;
+    gate_weight (Hkv, channels) and embedding (B, T, Hkv * D), or two None; cos, sin (B, T, 1, D/2).
+    -> mixed (B, T, C), and q, k, v as of split_heads.
+    """
+    D = 2 * cos_sin[0].shape[-1]
+    heads, kv_heads = len(w_q) // D, len(w_k) // D
+    if cpu.takes(x) and D % cpu.MULTIPLE == 0:
+        mixed, q, k, v = run(_Before, x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, *cos_sin, scale, units)
+        return mixed, to_units(q, units, kv_heads), k, v
+    mixed = mix(x, x0, a, b)
+    normed, gate = norm(mixed), None
+    if embedding is not None:
+        gate = 3 * torch.sigmoid(linear(normed[..., : gate_weight.shape[1]], gate_weight))  # (B, T, Hkv)
+    qkv = linear(normed, torch.cat([w_q, w_k, w_v]))
+    return mixed, *split_heads(qkv, cos_sin, gate, embedding, scale, units, heads, kv_heads)
+
+
+def behind_attention(x, y, w_o, w_up, w_down):
+    """A layer from its attention on: added = x + y @ w_o.T, and the MLP of its norm on top of that.
+
+    x, y (..., C), w_o (C, C), w_up (F, C), w_down (C, F).
+    """
+    assert x.shape == y.shape and x.dtype == y.dtype
+    if cpu.takes(x) and len(w_up) % cpu.MULTIPLE == 0:
+        return run(_Behind, x, y, w_o, w_up, w_down)
+    added, normed = add_norm(x, linear(y, w_o))
+    return added + linear(relu_squared(linear(normed, w_up)), w_down)
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
@@ -299,3 +338,74 @@ class _SplitHeads(torch.autograd.Function):
         cpu.call("split_heads_backward", ctypes.byref(ctx.shape), *(x.contiguous() for x in (grad_q, grad_k, grad_v)),
                  q, k, factors, cos, sin, gate, embedding, grad_qkv, grad_gate, grad_embedding)
         return grad_qkv, None, None, grad_gate, grad_embedding, None, None, None, None
+
+
+def _dense(*tensors):
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+class _Before(torch.autograd.Function):
+    """Saves no norm and no row of heads: they are made again from `mixed`, q and k."""
+
+    @staticmethod
+    def forward(ctx, x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin, scale, units):
+        (B, T, C), D = x.shape, 2 * cos.shape[-1]
+        heads, kv_heads = len(w_q) // D, len(w_k) // D
+        shape = _Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
+        channels = 0 if w_gate is None else w_gate.shape[1]
+        given = _dense(x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin)
+        mixed, inverse = torch.empty_like(given[0]), x.new_empty(B, T)
+        gate = None if w_gate is None else x.new_empty(B, T, kv_heads)
+        q, k = x.new_empty(B, T, heads, D), x.new_empty(units, kv_heads, B // units, T, D)
+        v, factors = torch.empty_like(k), x.new_empty(B, T, heads + kv_heads)
+        cpu.call("before_forward", ctypes.byref(shape), C, channels, *given, mixed, inverse, gate, q, k, v, factors)
+        ctx.save_for_backward(*given, mixed, inverse, gate, q, k, factors)
+        ctx.shape = shape
+        return mixed, q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors
+        x, x0, _, _, w_q, w_k, w_v, w_gate, embedding, *_ = saved
+        threads, C, sizes = torch.get_num_threads(), x.shape[-1], [len(w) for w in (w_q, w_k, w_v)]
+        grad_x, grad_x0 = torch.empty_like(x), torch.empty_like(x0)
+        sums = x.new_empty(-(-x.numel() // C // LAYER_ROWS), 2)
+        grad_weights = x.new_zeros(threads, sum(sizes), C) if any(ctx.needs_input_grad[4:7]) else None
+        grad_gate, grad_embedding = ((None, None) if w_gate is None else
+                                     (x.new_zeros(threads, *w_gate.shape), torch.empty_like(embedding)))
+        cpu.call("before_backward", ctypes.byref(ctx.shape), C, 0 if w_gate is None else w_gate.shape[1], *saved,
+                 *_dense(*grads), grad_x, grad_x0, sums, grad_weights, grad_gate, grad_embedding)
+        projections = [None] * 3 if grad_weights is None else _over_threads(grad_weights).split(sizes)
+        return (grad_x, grad_x0, *sums.sum(dim=0), *projections,
+                None if w_gate is None else _over_threads(grad_gate), grad_embedding, *[None] * 4)
+
+
+class _Behind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, w_o, w_up, w_down):
+        x, y, w_o, w_up, w_down = _dense(x, y, w_o, w_up, w_down)
+        C, F = x.shape[-1], len(w_up)
+        added, inverse, up, out = (torch.empty_like(x), x.new_empty(x.shape[:-1]), x.new_empty(*x.shape[:-1], F),
+                                   torch.empty_like(x))
+        cpu.call("behind_forward", x, y, w_o, w_up, w_down, added, inverse, up, out, inverse.numel(), C, F,
+                 torch.finfo(x.dtype).eps)
+        ctx.save_for_backward(y, w_o, w_up, w_down, added, inverse, up)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        y, w_o, w_up, w_down, added, inverse, up = ctx.saved_tensors
+        grad_x, grad_y = torch.empty_like(y), torch.empty_like(y)
+        grads = [None] * 3
+        if any(ctx.needs_input_grad[2:]):
+            grads = [y.new_zeros(torch.get_num_threads(), *w.shape) for w in (w_o, w_up, w_down)]
+        cpu.call("behind_backward", grad.contiguous(), y, w_o, w_up, w_down, added, inverse, up, grad_x, grad_y, *grads,
+                 inverse.numel(), y.shape[-1], len(w_up))
+        return grad_x, grad_y, *(None if x is None else _over_threads(x) for x in grads)
+
+
+def _over_threads(x):
+    """The sum over the first dimension: what each thread has added up."""
+    return x[0] if len(x) == 1 else x.sum(dim=0)

@@ -30,6 +30,7 @@ from nanochat.files import check_writable, path_of
 from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.hf.tokenizer import load_own_tokenizer
+from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
@@ -185,7 +186,10 @@ def training_trunk(args, model, device: torch.device):
     """model.trunk, compiled where --compile asks for it: for rows of one length, by as many kernels as there are
     numbers of rows. Evaluation and samples use the model as it is."""
     wanted = device.type == "cuda" if args.compile is None else args.compile
-    return torch.compile(model.trunk, dynamic=False) if wanted else model.trunk
+    if not wanted:
+        return model.trunk
+    register_operator()
+    return torch.compile(model.trunk, dynamic=False)
 
 
 def train_step(args, model, trunk, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:

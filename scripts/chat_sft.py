@@ -55,6 +55,7 @@ from tasks.conversations import load_conversations
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
+TOKENS_PER_BATCH = {"cpu": 100}  # what a micro-batch costs besides its tokens, in tokens; elsewhere the fewest are best
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "keep", "micro_batch_tokens", "recompute"}
 
 
@@ -297,7 +298,7 @@ def train_step(args, model, parameters, optimizers, examples: list, step: int, d
     loss = torch.zeros((), device=device)
     if args.pack:
         examples = pack_whole(examples, model.config.sequence_len, 0)
-    batches = list(length_batches(examples, args.micro_batch_tokens))
+    batches = length_batches(examples, args.micro_batch_tokens, TOKENS_PER_BATCH.get(device.type, 2 ** 20))
     if args.shard:  # all ranks gather weights as often: some train nothing
         most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
         batches += [[([0, 0], [0, 0])]] * (most - len(batches))

@@ -13,7 +13,7 @@ from nanochat.attention import PADDING_POSITION, KVCache, Mask, _Attend, bias, m
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels import attention as kernels, decode_attention as decode_module
-from nanochat.kernels.attention import attention, num_parts
+from nanochat.kernels.attention import attention, num_parts, register_operator
 from nanochat.kernels.decode_attention import LEAST_KEYS, decode_attention, decode_attention_plain, num_splits
 from nanochat.rl.packing import MicroBatch
 from nanochat.rl.trainer import completion_hidden
@@ -302,6 +302,7 @@ def test_compiled_training_takes_the_kernel_as_it_is(monkeypatch):
                         torch.compiler.assume_constant_result(lambda device, dtype: True))
     model = small_model("gpt")
     ids = torch.arange(12, device=DEVICE).view(2, 6)
+    register_operator()
     compiled = torch.compile(model.trunk, backend="aot_eager", fullgraph=True, dynamic=False)
     expected, actual = ([y, *model_gradients(model, y)] for y in (model.trunk(ids), compiled(ids)))
     for a, e in zip(actual, expected, strict=True):

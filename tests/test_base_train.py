@@ -24,6 +24,7 @@ from nanochat.common import BadInput, CannotWrite, Diverged, script_main
 from nanochat.dataloader import PackedBatches
 from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig, config_of, new_model
+from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.run import Run
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
@@ -132,19 +133,20 @@ def test_a_compiled_trunk_is_one_graph_of_the_same_loss_and_gradients(backend):
 @pytest.mark.gpu
 @pytest.mark.parametrize("pattern", ["L", "SSSL"])
 def test_a_compiled_trunk_on_a_gpu_gives_the_loss_to_bf16s_rounding(pattern):
-    """At the shape of a small run: the loss to 0.1%, each gradient to 5% of its norm."""
+    """At the shape of a small run: the loss to 0.1%, each matrix's gradient to 5% of its norm."""
     model = new_model(GPTConfig(1024, 4096, 4, 4, 2, 512, pattern), 0, torch.device("cuda"), torch.bfloat16)
     for p in model.parameters():
         if not p.any():
             p.data.normal_(0.0, 0.02)
     ids, found = torch.randint(4096, (4, 1025), device="cuda"), []
+    register_operator()
     for trunk in (None, torch.compile(model.trunk, dynamic=False)):
         loss = supervised_loss(model, ids, None, 4096.0, trunk)
         found.append([loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))])
     (plain, *gradients), (loss, *compiled) = found
     assert float(loss) == pytest.approx(float(plain), rel=1e-3)
     for ours, theirs in zip(compiled, gradients, strict=True):
-        if theirs.dim() == 2:
+        if theirs.numel() > 10 ** 4:
             assert (ours - theirs).norm() <= 0.05 * theirs.norm()
 
 
@@ -264,10 +266,10 @@ def test_a_resumed_run_equals_an_uninterrupted_one(base, stop, monkeypatch):
     whole, log = load_model("base", "base", torch.device("cpu"), torch.float32)[0], metrics_of(base)
     step = base_train.train_step
 
-    def stopping(args, model, optimizers, batches, rules, number, device):
+    def stopping(args, model, trunk, optimizers, batches, rules, number, device):
         if number == stop - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(args, model, optimizers, batches, rules, number, device)
+        return step(args, model, trunk, optimizers, batches, rules, number, device)
 
     monkeypatch.setattr(base_train, "train_step", stopping)
     with pytest.raises(SystemExit) as exit_code:

@@ -75,15 +75,16 @@ def test_bench_attention_compares_with_explicit_products(monkeypatch, capsys):
         assert results.keys() == {"ours", "sdpa", "decode: plain"}
         assert all(results[name]["gradient_error"] < 1e-5 for name in ("ours", "sdpa"))
     with monkeypatch.context() as patch:
-        patch.setitem(bench_attention.TRAINING, "sdpa", lambda *given: lambda *x: 1.1 * bench_attention.ours(*given)(*x))
+        patch.setitem(bench_attention.TRAINING, "sdpa",
+                      lambda *given: lambda *x: 1.1 * bench_attention.ours(*given)(*x))
         bench_attention.main(parse(bench_attention, flags))
     assert "sdpa is left out: its gradients are off by 1.0e-01 of their norm" in capsys.readouterr().out
 
 
 def test_bench_attention_counts_what_is_seen_by_hand():
     """Prefixes of 9 and 4 tokens, 3 rows of 5 each: a row sees 10 + .. + 14 = 60 and 5 + .. + 9 = 35 keys; in a window
-    of 6 before each 5 x 7 = 35 and 5 + 6 + 7 + 7 + 7 = 32. The newest tokens of 2 x 3 rows read 6 x 5 own keys and 9 + 4
-    of the prefixes; in the window 2 of each prefix."""
+    of 6 before each 5 x 7 = 35 and 5 + 6 + 7 + 7 + 7 = 32. The newest tokens of 2 x 3 rows read 6 x 5 own keys, and 9
+    and 4 of the prefixes; in the window 2 of each prefix."""
     args = parse(bench_attention, ["--prefix-len", "9", "--completion-len", "5", "--rows", "3", "--head-dim", "8"])
     for window, pairs, tokens in ((14, 3 * 95, 6 * 5 + 13), (6, 3 * 67, 6 * 5 + 4)):
         args.window = window

@@ -1,6 +1,6 @@
 """
-The keys and values of rows that decode together: attention by the CPU kernel and by PyTorch against its definition, what
-is stored where, and whole models against full forwards.
+The keys and values of rows that decode together: attention by the CPU kernel and by PyTorch against its definition,
+and what is stored where.
 
     python -m pytest tests/test_decode_cache.py -q
 """
@@ -25,11 +25,11 @@ LAYERS, LAYER = 3, 1
 
 def decoded(model, prompts: list[list[int]], rows: list[tuple[int, list[int]]], starts: list[int],
             rows_per_slot: int = 1) -> list[torch.Tensor]:
-    """Hidden states (T, C) of the tokens of rows (prompt, tokens), decoded one by one behind their prompts. Row r begins
-    at step starts[r]; a place is another row's when its row has ended. Prompts are run one at a time."""
+    """Hidden states (T, C) of the tokens of rows (prompt, tokens), decoded one by one behind their prompts. Row r
+    begins at step starts[r]; a place is another row's when its row has ended. Prompts are run one at a time."""
     device, capacity = model.lm_head.weight.device, max(len(tokens) for _, tokens in rows)
     order = sorted(range(len(rows)), key=lambda r: starts[r])
-    free, place_of, last = [], {}, {}
+    place_of, last = {}, {}
     for r in order:  # the first place that is free by then
         gone = [place for place, other in last.items() if starts[other] + len(rows[other][1]) <= starts[r]]
         place_of[r] = gone[0] if gone else len(last)
@@ -83,13 +83,13 @@ def random(*shape, seed, dtype):
 
 
 def case(sizes, Hkv=2, group=2, D=32, transposed=True, dtype=torch.float32, unread=float("nan")) -> Case:
-    """sizes: rows of each prompt. Prompts of unlike lengths, rows of unlike lengths; two places and a slot are nobody's.
-    What no row has filled is `unread`."""
+    """sizes: rows of each prompt. Prompts and rows of unlike lengths; two places and a slot are nobody's. What no row
+    has filled is `unread`."""
     n, slots, capacity = sum(sizes), len(sizes) + 1, 70
     config = SimpleNamespace(n_kv_head=Hkv, head_dim=D, n_layer=LAYERS)
     prefixes = torch.tensor([(37 * s + 5) % 51 + 1 for s in range(len(sizes))])  # 6, 43, 29, 15, 1, 38, ...
-    cache = DecodeCache(config, n + 2, slots, TRANSPOSED_FROM if transposed else 1, int(prefixes.max()), capacity, dtype,
-                        torch.device("cpu"))
+    cache = DecodeCache(config, n + 2, slots, TRANSPOSED_FROM if transposed else 1, int(prefixes.max()), capacity,
+                        dtype, torch.device("cpu"))
     for x in (*cache.k, *cache.v, *cache.prefix_k, *cache.prefix_v):
         x.fill_(unread)
     prompts, width = KVCache(LAYERS), int(prefixes.max())
@@ -97,7 +97,8 @@ def case(sizes, Hkv=2, group=2, D=32, transposed=True, dtype=torch.float32, unre
     prompts.positions = torch.where(columns < prefixes[:, None], columns, PADDING_POSITION)
     prompts.last_embedding = random(len(sizes), 1, 4, seed=6, dtype=dtype)
     for i in range(LAYERS):
-        prompts.k[i], prompts.v[i] = (random(len(sizes), Hkv, 1, width, D, seed=10 * i + s, dtype=dtype) for s in (7, 8))
+        prompts.k[i], prompts.v[i] = (random(len(sizes), Hkv, 1, width, D, seed=10 * i + s, dtype=dtype)
+                                      for s in (7, 8))
     draw = torch.Generator().manual_seed(n)
     of_slots = torch.randperm(slots, generator=draw)[: len(sizes)]
     cache.put(of_slots, prompts)
@@ -153,8 +154,8 @@ def check(case: Case, window: int, tolerance: float) -> None:
     assert all(map(torch.equal, read, (bits(x.contiguous()) for x in (case.q, case.k, case.v))))
 
 
-SHAPES = [dict(Hkv=2, group=1, D=32), dict(Hkv=1, group=6, D=64), dict(Hkv=2, group=2, D=96), dict(Hkv=1, group=2, D=128),
-          dict(Hkv=4, group=1, D=160)]
+SHAPES = [dict(Hkv=2, group=1, D=32), dict(Hkv=1, group=6, D=64), dict(Hkv=2, group=2, D=96),
+          dict(Hkv=1, group=2, D=128), dict(Hkv=4, group=1, D=160)]
 ROWS = [[1], [3], [40], [1, 3, 1, 7]]
 WINDOWS = [FULL, 50, 6, 0]  # 50 ends among the prompt's keys of some rows, and among own ones of others
 

@@ -56,13 +56,21 @@ ROWS = {
         "tests/test_damage.py::test_a_kill_at_any_write_of_a_save_leaves_whole_sets",
         "tests/test_damage.py::test_a_save_writes_four_files_each_whole_or_not_at_all",
         "tests/test_damage.py::test_a_record_that_was_cut_by_a_kill_is_none",
+        "tests/test_writer.py::test_sigkill_while_a_set_is_written_leaves_the_one_before",
     ],
     "the disk is full at each write of a save": [
         "tests/test_damage.py::test_a_full_disk_at_any_write_of_a_save_is_one_line_and_loses_nothing",
         "tests/test_damage.py::test_a_run_on_a_full_disk_says_what_is_whole",
+        "tests/test_writer.py::test_a_disk_that_fills_up_in_the_background_stops_the_run_in_one_line",
+        "tests/test_writer.py::test_a_set_counts_once_all_ranks_have_written_and_never_where_one_could_not",
         "tests/test_disk_full.py::test_a_full_disk_is_told_in_one_line_and_leaves_what_was_there",
         "tests/test_disk_full.py::test_a_folder_that_cannot_be_made_is_told_in_one_line",
         "tests/test_disk_full.py::test_the_text_of_a_recipe_that_cannot_be_written_is_told_in_one_line",
+    ],
+    "an old checkpoint cannot be removed, or is needed": [
+        "tests/test_writer.py::test_a_file_that_cannot_be_removed_is_told_counted_and_tried_again",
+        "tests/test_writer.py::test_what_this_start_or_another_run_began_with_is_kept",
+        "tests/test_writer.py::test_the_last_sets_are_kept_and_an_older_one_goes_once_a_newer_one_is_whole",
     ],
     "a file is cut or has flipped bits": [
         "tests/test_damage.py::test_a_flipped_bit_anywhere_is_refused_or_changes_nothing",
@@ -109,6 +117,8 @@ ROWS = {
     "SIGTERM in rollout, verification, update, evaluation, save and start-up": [
         "tests/test_tango_rl.py::test_sigterm_saves_one_set_and_the_next_run_goes_on",
         "tests/test_tango_rl.py::test_sigterm_in_a_save_lets_it_end_and_stops_behind_it",
+        "tests/test_writer.py::test_sigterm_while_a_set_is_written_saves_it_and_the_last_step",
+        "tests/test_trainer.py::test_a_stop_is_looked_for_before_every_micro_batch",
         "tests/test_tango_rl.py::test_sigterm_at_start_up_saves_nothing_and_the_next_run_starts_afresh",
         "tests/test_tango_rl.py::test_sigterm_before_the_run_is_open_ends_the_process_and_leaves_nothing",
         "tests/test_tango_rl.py::test_sigterm_in_the_last_evaluation_keeps_the_last_set",

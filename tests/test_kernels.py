@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat.common import BadInput
+from nanochat.kernels import cpu
 from nanochat.kernels.launch import jit, tl
 from nanochat.kernels.linear_logprob import linear_logprob, rows_of_chunk
 from nanochat.kernels.linear_policy_loss import LOG_RATIO_LIMIT, kl_term, linear_policy_loss, policy_term
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter of 3.6 breaks with numpy 2.4
 pytest.importorskip("triton", minversion="3.5" if DEVICE == "cuda" else "3.7")
-BOTH = pytest.mark.parametrize("use_triton", [True, False], ids=["triton", "torch"])
+ALL = pytest.mark.parametrize("use_triton", ["triton", "c", "torch"], indirect=True)
 C = 16
 # vocabulary, rows of the LM head, softcap, temperature, tokens
 HEADS = {"padded": (257, 320, 15.0, 1.0, 9), "one block and a bit": (1000, 1000, 2.0, 0.7, 5),
@@ -38,6 +39,16 @@ LOSSES = [PolicyLoss("ppo_clip", kl=kl, kl_coef=0.3, entropy_coef=bonus, **clip)
 LOSSES += [PolicyLoss("reinforce", kl=kl, kl_coef=0.3, entropy_coef=0.05) for kl in KL_ESTIMATORS]
 LOSSES += [PolicyLoss("cispo", entropy_coef=bonus, **CLIPS[0]) for bonus in (0.0, 0.05)]
 LOSSES += [PolicyLoss(), PolicyLoss(dual_clip=1.2), PolicyLoss("reinforce"), PolicyLoss(entropy_coef=0.1)]
+
+
+@pytest.fixture
+def use_triton(request, monkeypatch) -> bool:
+    """Makes the named one of the three do the work."""
+    if request.param == "c" and (DEVICE == "cuda" or cpu.library() is None):
+        pytest.skip("on CPU, with a C compiler")
+    if request.param == "torch":
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    return request.param == "triton"
 
 
 def options_of(head) -> dict:
@@ -93,7 +104,7 @@ def assert_close(actual, expected, rtol=2e-5, atol=2e-6):
 
 # Scoring
 
-@BOTH
+@ALL
 @EVERY_HEAD
 def test_linear_logprob_is_the_definition(head, use_triton):
     inputs = case(head)
@@ -105,7 +116,7 @@ def test_linear_logprob_is_the_definition(head, use_triton):
         assert_close(actual, expected)
 
 
-@BOTH
+@ALL
 def test_equal_logits_give_the_uniform_distribution(use_triton):
     """All logits -100: log p = -ln 257, entropy ln 257, with a softcap or without."""
     hidden, weight = torch.full((2, C), -100.0 / C, device=DEVICE), torch.ones(320, C, device=DEVICE)
@@ -116,7 +127,7 @@ def test_equal_logits_give_the_uniform_distribution(use_triton):
                 and entropy.tolist() == pytest.approx([math.log(257)] * 2, rel=1e-6))
 
 
-@BOTH
+@ALL
 def test_logits_far_apart_neither_overflow_nor_underflow(use_triton):
     """Logits 0, 300 and 600 without a softcap: log p = -600, -300, 0; entropy 0."""
     weight = torch.tensor([[0.0], [300.0], [600.0]], device=DEVICE)
@@ -165,7 +176,7 @@ def test_the_kernels_formulas_are_those_of_the_losses(spec, kl):
 
 # Forward and backward
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_the_fused_loss_is_autograd_on_full_logits(loss, use_triton):
     head = HEADS["padded"]
@@ -176,7 +187,7 @@ def test_the_fused_loss_is_autograd_on_full_logits(loss, use_triton):
     assert torch.equal(actual[2][257:], torch.zeros(63, C, device=DEVICE))
 
 
-@BOTH
+@ALL
 @EVERY_HEAD
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_the_fused_loss_of_every_head(head, use_triton, on_policy):
@@ -187,7 +198,18 @@ def test_the_fused_loss_of_every_head(head, use_triton, on_policy):
     assert_close(actual, run(plain, in_fp64(inputs), loss=loss, **options_of(head)))
 
 
-@BOTH
+@ALL
+@pytest.mark.parametrize("spec", [spec for spec, _ in SPECS], ids=str)
+def test_where_autograd_has_a_choice(spec, use_triton):
+    """Ratios of exactly 1, with clip bounds of 1, A = 0, loss and dual clip equal."""
+    head = HEADS["padded"]
+    inputs = case(head) | {"old_logprobs": None}
+    inputs["advantages"] = torch.tensor([0.0, 1.0, -1.0, 0.3, -2.0, 0.0, 1.0, -1.0, 0.3], device=DEVICE)
+    actual = run(linear_policy_loss, inputs, loss=spec, use_triton=use_triton, **options_of(head))
+    assert_close(actual, run(plain, in_fp64(inputs), loss=spec, **options_of(head)))
+
+
+@ALL
 @pytest.mark.parametrize("old", [-1000.0, 1000.0])
 def test_ratios_that_overflow_stay_finite_and_right(use_triton, old):
     head = HEADS["padded"]
@@ -198,7 +220,7 @@ def test_ratios_that_overflow_stay_finite_and_right(use_triton, old):
         assert_close(actual, run(plain, in_fp64(inputs), loss=loss, **options_of(head)))
 
 
-@BOTH
+@ALL
 def test_advantages_of_zero_give_no_gradient(use_triton):
     head = HEADS["padded"]
     inputs = case(head)
@@ -208,7 +230,7 @@ def test_advantages_of_zero_give_no_gradient(use_triton):
     assert total.item() == 0 and not grad_hidden.any() and not grad_weight.any()
 
 
-@BOTH
+@ALL
 def test_no_tokens(use_triton):
     head = (257, 320, 15.0, 1.0, 0)
     inputs = {name: x[:0] if name != "weight" else x for name, x in case(HEADS["padded"]).items()}
@@ -221,7 +243,7 @@ def test_no_tokens(use_triton):
     assert [x.shape for x in scores] == [(0,), (0,)]
 
 
-@BOTH
+@ALL
 def test_the_size_of_the_chunks_changes_nothing(use_triton):
     head, loss = HEADS["padded"], LOSSES[1]
     inputs = case(head)
@@ -232,7 +254,7 @@ def test_the_size_of_the_chunks_changes_nothing(use_triton):
         assert_close(actual, whole, rtol=1e-5, atol=1e-6)
 
 
-@BOTH
+@ALL
 def test_hidden_may_have_any_strides(use_triton):
     head, loss = HEADS["padded"], LOSSES[1]
     inputs = case(head)
@@ -248,7 +270,7 @@ def test_hidden_may_have_any_strides(use_triton):
         assert_close(actual, run(linear_policy_loss, inputs, loss=loss, use_triton=use_triton, **options_of(head))[:4])
 
 
-@BOTH
+@ALL
 def test_the_tokens_vectors_may_have_any_strides(use_triton):
     head, loss = HEADS["padded"], LOSSES[1]
     inputs = case(head)
@@ -264,7 +286,7 @@ def test_the_tokens_vectors_may_have_any_strides(use_triton):
     assert_close(scores, expected[3:], rtol=1e-6, atol=1e-6)
 
 
-@BOTH
+@ALL
 def test_a_frozen_input_gets_no_gradient_and_no_grad_mode_none(use_triton):
     head, loss = HEADS["padded"], LOSSES[1]
     inputs = case(head)
@@ -281,7 +303,7 @@ def test_a_frozen_input_gets_no_gradient_and_no_grad_mode_none(use_triton):
     assert_close(actual, [total, logprobs, entropy], rtol=1e-6, atol=1e-7)
 
 
-@BOTH
+@ALL
 def test_a_logit_that_is_no_number_shows_in_the_loss(use_triton):
     head = HEADS["padded"]
     inputs = case(head)
@@ -300,7 +322,7 @@ def only_entropy(logprobs, entropy, old_logprobs, ref_logprobs, advantages):
     return advantages * entropy
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("loss", [entropy_and_square, only_entropy])
 def test_any_function_of_logprobs_and_entropies_is_a_loss(loss, use_triton):
     head = HEADS["padded"]
@@ -340,7 +362,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-@BOTH
+@ALL
 def test_no_tensor_is_larger_than_a_chunk(use_triton):
     """100 rows of 300 logits in chunks of 7: nothing has more than 7 * 320 fp32, whatever the loss."""
     draw = torch.Generator().manual_seed(0)

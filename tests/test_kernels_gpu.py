@@ -55,7 +55,8 @@ def without_interpreter(code: str, cache) -> str:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper_and_blackwell_and_spills_nothing(tmp_path):
-    """What threads read and write of long rows is 16 bytes each."""
+    """What threads read and write of long rows is 16 bytes each. A block's operations round as PyTorch's do: no bf16 is
+    multiplied and added in one instruction."""
     rows = [json.loads(line) for line in without_interpreter("""
 import json, kernel_resources
 for row in kernel_resources.rows():
@@ -67,7 +68,7 @@ for row in kernel_resources.rows():
                      for name in launched_kernels(path)}
     for row in rows:
         assert row["spilled"] == 0 and row["registers"] * row["warps"] * 32 <= 65536, row
-        assert row["shared"] <= 227 * 1024, row
+        assert row["shared"] <= 227 * 1024 and not row["fused_bf16"], row
     assert {row["kernel"] for row in rows if not row["wide_loads"]} <= {"gate_rows", "head_rows"}
     assert ({row["kernel"] for row in rows if not row["wide_stores"]}
             <= {"gate_rows", "head_rows", "logprob_rows", "segment_statistics", "draw_rows"})

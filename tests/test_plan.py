@@ -11,14 +11,16 @@ import torch
 from conftest import RL_FLAGS, parse
 
 from nanochat.common import BadInput
-from nanochat.engine import generate
+from nanochat.decode_cache import DecodeCache
+from nanochat.engine import PREFILL_TOKENS, generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.kernels.cpu import library
 from nanochat.optim import adamw
 from nanochat.rl.flags import complete_args
-from nanochat.rl.plan import (Draw, Held, Setting, Speed, block_activations, draw_seconds, draws_of, held_by,
-                              memory_plan, resident_bytes, sampling_bytes, sizes_of, update_bytes, variants)
+from nanochat.rl.plan import (Draw, Held, Setting, Speed, block_activations, describe_stop, draw_seconds, draws_of,
+                              held_by, memory_plan, resident_bytes, sampling_bytes, saved_bytes, seconds_unheard,
+                              show_plan, sizes_of, update_bytes, variants)
 from nanochat.recipes import tango
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.roles import Role, check_configs, find_starts, load_configs, load_roles, set_recompute
@@ -26,6 +28,7 @@ from nanochat.rl.packing import pack, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.trainer import update
+from nanochat.seats import Seats
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
@@ -105,6 +108,35 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
     assert updating == pytest.approx(measured["update"], rel=of_update)
     sampling = sampling_bytes(CONFIGS[name], setting, PROMPTS, GROUP, *sequence)
     assert sampling == pytest.approx(measured["sampling"], rel=of_sampling)
+
+
+@pytest.mark.skipif(library() is None, reason="PyTorch's own operations keep more")
+@pytest.mark.parametrize("name", ["gpt", "tied"])
+@pytest.mark.parametrize("prompts, samples, tokens, new, max_rows",
+                         [(8, 4, 100, 20, 4), (8, 3, 100, 20, 5), (20, 1, 100, 12, 7), (8, 8, 5, 12, 12)])
+def test_planned_memory_of_refilled_places_is_what_is_allocated(name, prompts, samples, tokens, new, max_rows):
+    """To 5%, where the cache is most of it, and where prompts or logits are."""
+    model = allocate(GPT if name == "gpt" else Decoder, CONFIGS[name], torch.float32, "cpu")
+    model.init_weights(torch.Generator().manual_seed(0))
+    sample = lambda: generate(model, [list(range(tokens))] * prompts, samples, max_new_tokens=new, stop_tokens=[],
+                              keys=list(range(prompts * samples)), max_rows=max_rows, temperature=0.7)
+    planned = sampling_bytes(CONFIGS[name], replace(SETTING, max_rows=max_rows), prompts, samples, tokens, new)
+    assert planned == pytest.approx(allocated(sample)[0], rel=0.05)
+
+
+@pytest.mark.parametrize("prompts, samples, max_rows", [(1, 5, 3), (30, 4, 17), (30, 4, 1), (3, 8, 1024)])
+def test_a_plan_counts_the_cache_that_sampling_makes(prompts, samples, max_rows):
+    """On CUDA; beside it the results, logits, and what prompts hold of which as many are run as fill all places."""
+    config, setting = shape_of("qwen2.5-0.5b"), Setting(max_rows=max_rows)
+    seats = Seats([(p, range(samples)) for p in range(prompts)], min(prompts * samples, max_rows))
+    cache = DecodeCache(config, seats.num_places, seats.num_slots, samples, 210, 99, torch.bfloat16,
+                        torch.device("meta"))
+    held = sum(x.nbytes for x in (*cache.k, *cache.v, *cache.prefix_k, *cache.prefix_v))
+    width, vocabulary = 3 * config.intermediate_size + 4 * config.n_embd, config.vocab_size
+    pieces = 210 * min(PREFILL_TOKENS // 210, -(-seats.num_places // samples))
+    of_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * 2
+    assert (sampling_bytes(config, setting, prompts, samples, 210, 100) - held
+            == prompts * samples * 100 * 12 + seats.num_places * vocabulary * 8 + pieces * (2 * width + of_token))
 
 
 def test_planned_memory_is_near_what_is_allocated_in_bf16():
@@ -246,6 +278,54 @@ def test_seconds_of_a_draw_go_with_its_size():
             == pytest.approx(alone["update"] * 13 / 3))
 
 
+def test_a_stop_at_7b_takes_what_is_computed_by_hand():
+    """7,615,616,512 parameters in each of two roles. Not sharded, rank 0 writes 4 + 8 bytes of each: 182.8 GB. On 8
+    shards it writes 4 bytes and an eighth of 8, so 76.2 GB, and each other rank 15.2. Until the run looks: 16 tokens of
+    32 rows behind 300 + 2032 others, whose weights and cache are read at a fifth of 3.35 TB/s; 32 prompts of 300 tokens
+    at a fifth of the peak; or a micro-batch of 8192 tokens, forward, backward, recomputed and with its reference."""
+    config, number = shape_of("qwen2.5-7b"), 7_615_616_512
+    configs, held = dict.fromkeys(("generator", "verifier"), config), dict.fromkeys(("generator", "verifier"), Held())
+    whole, shards = (Setting(ranks=8, shard=shard, recompute=True, micro_batch_tokens=8192, max_rows=32)
+                     for shard in (False, True))
+    assert saved_bytes(configs, held, whole) == (2 * 12 * number, 0)
+    assert saved_bytes(configs, held, shards) == (2 * 5 * number, 2 * number)
+    frozen = held | {"verifier": Held(trained=False, reference=False)}
+    assert saved_bytes(configs, frozen, shards) == (5 * number + 2 * number, number)
+    draw, speed = Draw("generator", "generator", 256, 5, 300, 2048, trained=True), Speed()
+    head = 152064 * 3584
+    matrices = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)  # of the blocks
+    cached = 2 * 28 * 4 * 128 * 2
+    reads = sum((matrices + head) * 2 + cached * (32 * 2332 + 32 * t) for t in range(16))
+    decoding, prefill = reads / 3.35e12 / 0.2, 2 * matrices * 32 * 300 / 989e12 / 0.2
+    work = 6 * (matrices + head) + 12 * 28 * 128 * 28 * 2348
+    update = 8192 * work * 5 / 3 / (0.35 * 989e12)
+    unheard = seconds_unheard(config, draw, Held(), shards, speed)
+    assert unheard == pytest.approx(update, rel=0.02)
+    alone = replace(draw, trained=False)
+    assert seconds_unheard(config, alone, Held(), shards, speed) == pytest.approx(prefill, rel=0.05)
+    assert decoding < prefill < update < 3  # a prompt's last layer gives keys and values alone
+    # Behind the first of three steps on one batch the other two are made, on all of its 32 x (300 + 5 x 2048) tokens;
+    # its reference and old logprobs are computed once for three.
+    several = seconds_unheard(config, draw, Held(), replace(shards, updates_per_batch=3), speed)
+    assert several == pytest.approx(2 * update * 32 * (300 + 5 * 2048) / 8192 * (14 / 3) / 5, rel=0.02)
+    assert describe_stop(configs, held, [draw], shards, speed) == (
+        f"a stop saves 76.156 GB per rank at most, 182.775 GB in all: about {unheard + 182.775:.0f} seconds at 1 GB/s, "
+        f"{unheard:.1f} of them until the run looks; 183 more where a checkpoint is being written")
+    assert "about 93 seconds at 2 GB/s" in describe_stop(configs, held, [draw], shards, speed, 2e9)
+
+
+def test_on_a_cpu_the_copy_of_a_checkpoint_counts():
+    config = CONFIGS["gpt"]
+    draws = [Draw("generator", "generator", 4, 4, PROMPT, NEW, trained=True)]
+    plans = [memory_plan({"generator": config}, {"generator": Held()}, draws, replace(SETTING, device_type=device))
+             for device in ("cpu", "cuda")]
+    assert [plan["copy"] for plan in plans] == [12 * sizes_of(config).total, 0]
+    for plan in plans:
+        held = sum(sum(parts.values()) for parts in plan["resident"].values())
+        assert plan["peak"] == held + plan["copy"] + max(plan["phases"].values())
+        assert any("checkpoint" in line for line in show_plan(plan, None)) == (plan["copy"] > 0)
+
+
 def test_plan_memory_prints_what_fits(capsys):
     plan_memory.main(parse(plan_memory, ["--generator", "qwen2.5-math-7b", "--verifier", "qwen2.5-7b", "--max-rows",
                                          "32", "--max-new-tokens", "2048", "--verifier-max-new-tokens", "2048"]))
@@ -254,6 +334,7 @@ def test_plan_memory_prints_what_fits(capsys):
     assert ([row[:3] for row in rows][-1] == ["8", "yes", "yes"]
             and "does not fit" not in out.splitlines()[14] and "does not fit" in out.splitlines()[1])
     assert "the first that fits, 8 rank(s) --shard --recompute" in out
+    assert "a stop saves 76.156 GB per rank at most, 182.775 GB in all: about 1" in out
     with pytest.raises(BadInput, match="no-such: no known shape"):
         plan_memory.main(parse(plan_memory, ["--generator", "no-such"]))
 
@@ -267,5 +348,6 @@ def test_a_dry_run_plans_and_writes_nothing(base, capsys):
     # 4 problems x 4 samples x 28 and 36 tokens; 4 solutions are judged
     assert ("at most: 448 of generator (generator), 576 of verdicts (verifier), "
             "112 of judged (generator), 576 of verifier" in out)
+    assert "a stop saves 0.00" in out and "none is removed" in out
     assert "updates: 4 of the generator, 3 of the verifier" in out  # the warm-up of 2, and 1 between phases of 2
     assert sorted(str(path) for path in base.rglob("*")) == before

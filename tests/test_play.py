@@ -278,6 +278,23 @@ def test_behind_its_first_update_a_step_is_carried_through():
     assert not t.should_stop()
 
 
+def test_micro_batches_are_broken_off_by_each_rank_or_with_shards_by_all_together():
+    """A rank that left out a micro-batch which the others gather weights in would leave them waiting."""
+    t = play_of(generator=tiny_model())
+    assert not t.breaks_off()
+    t.run.stop_signal = True
+    assert t.breaks_off()
+    with pytest.raises(StopRequested):
+        t.logprobs("generator", rollouts_of())
+    t.args.shard = True
+    with pytest.raises(StopRequested):
+        t.breaks_off()
+    t.has_moved = True
+    assert not t.breaks_off()
+    t.args.shard = False
+    assert not t.breaks_off()
+
+
 # What a step leaves
 
 def test_a_step_that_is_thrown_away_leaves_no_trace_in_the_memory():

@@ -229,6 +229,51 @@ def test_blocks_are_gathered_once_per_direction_for_prompts_and_completions():
     on_ranks(2, check_gathers)
 
 
+def gathers_of(folder: str) -> None:
+    """How often each model's weights are gathered while it is saved and loaded, into a file of this rank."""
+    os.environ["NANOCHAT_BASE_DIR"] = folder
+    from torch.distributed.tensor import DTensor
+    rank, gather, found = dist.get_rank(), DTensor.full_tensor, {}
+    for name, (_, config) in MODELS.items():
+        seen = []
+        DTensor.full_tensor = lambda self, seen=seen: (seen.append(tuple(self.shape)), gather(self))[1]
+        role, sizes = make_role(name, sharded=True), [tuple(p.shape) for p in role_parameters(name)]
+        assert seen == sizes  # the copy to sample from
+        seen.clear()
+        state = whole_state(role.model, keep=rank == 0)
+        assert seen == sizes and list(state) == (list(role.model.state_dict()) if rank == 0 else [])
+        if rank == 0:
+            checkpoint.save_model("rl", name, 1, role.model, {}, state)
+        dist.barrier()
+        seen.clear()
+        loaded, _ = checkpoint.load_model("rl", name, "cpu", torch.float64, sharded=True)
+        assert not seen and config == loaded.config
+        assert all(torch.equal(a.to_local(), b.to_local().float())
+                   for a, b in zip(loaded.parameters(), role.model.parameters(), strict=True))
+        found[name] = len(sizes)
+    with open(f"{folder}/gathers{rank}.json", "w") as f:
+        json.dump(found, f)
+
+
+def role_parameters(name: str) -> list:
+    """Of a model that is not sharded, each tensor once."""
+    kind, config = MODELS[name]
+    return list(allocate(kind, config, torch.float64, "meta", torch.float64).parameters())
+
+
+def test_a_tied_weight_is_gathered_and_stored_once(tmp_path):
+    """By saving it and by refreshing the copy; loading gathers nothing. The file holds it once, under both names."""
+    on_ranks(2, gathers_of, str(tmp_path))
+    for rank in (0, 1):
+        found = json.loads((tmp_path / f"gathers{rank}.json").read_text())
+        assert found == {name: len(role_parameters(name)) for name in MODELS}
+    path = tmp_path / "chatrl_checkpoints" / "tied" / "model_000001.pt"
+    saved = checkpoint.load_file(str(path))
+    assert saved["lm_head.weight"].data_ptr() == saved["model.embed_tokens.weight"].data_ptr()
+    stored = {x.data_ptr(): x.nbytes for x in saved.values()}
+    assert sum(stored.values()) < path.stat().st_size < sum(stored.values()) + saved["lm_head.weight"].nbytes
+
+
 # The trainer
 
 def launch(base, *flags: str, launcher=("--standalone", "--nproc_per_node=2"), wait: bool = True):

@@ -131,6 +131,36 @@ def test_the_calculators_output_is_forced_behind_its_call():
     assert not out.forced[0, at + len(CALL) + len(OUTPUT):].any()
 
 
+class Calls:
+    """Makes each row write CALL from a position of its own on; the rest is the calculator's."""
+
+    def __init__(self):
+        self.calculator, self.position = Calculator(TOKENIZER), {}
+
+    def __call__(self, rows, tokens):
+        for row in rows:
+            self.position[row] = self.position.get(row, 0) + 1
+        due = {row: CALL[self.position[row] - 1 - row % 5] for row in rows
+               if 0 <= self.position[row] - 1 - row % 5 < len(CALL)}
+        return due | self.calculator(rows, tokens)
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7])
+def test_rows_that_refill_places_have_the_calculator_too(max_rows):
+    prompts = [(1, 2, 3), (4,), (7, 8), (9,), (6, 5, 4, 3)]
+    options = dict(prompts=prompts, num_samples=4, new=30, stop=range(0, 25))
+    whole = sample(model_of(), Calls(), **options)
+    out = sample(model_of(), Calls(), max_rows=max_rows, **options)
+    assert torch.equal(out.tokens, whole.tokens) and torch.equal(out.forced, whole.forced)
+    assert out.lengths.tolist() == whole.lengths.tolist() and len(set(whole.lengths.tolist())) > 4
+    torch.testing.assert_close(out.logprobs, whole.logprobs, rtol=0, atol=1e-5)
+    called = [row for row in range(20) if int(whole.forced[row].sum()) >= len(CALL) + len(OUTPUT)]
+    assert len(called) > 5
+    for row in called:
+        at = 1 + row % 5
+        assert whole.tokens[row, at: at + len(CALL) + len(OUTPUT)].tolist() == CALL + OUTPUT
+
+
 class ForceFirst:
     """Forces one token at position 1 and hands over to another tool."""
 

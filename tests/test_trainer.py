@@ -15,6 +15,7 @@ from nanochat.common import all_reduce
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
+from nanochat.rl import trainer
 from nanochat.rl.advantages import PRESETS, source_advantages
 from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.rewards import terminal_rewards
@@ -434,6 +435,22 @@ def test_stopping_before_the_step_moves_nothing():
     with pytest.raises(KeyboardInterrupt):
         update(role_of(model), packed(rollouts, random_advantages(rollouts)), PolicyLoss(), lr=1.0, max_grad_norm=0.0,
                temperature=1.0, device=CPU, check_stop=stop)
+    assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
+
+
+def test_a_stop_is_looked_for_before_every_micro_batch(monkeypatch):
+    """The rest is left out, and check_stop stops the update before it moves anything."""
+    rollouts, asked, run = random_rollouts([9, 4, 6], [5, 2, 7, 3, 3, 7, 6, 4, 2], 0), [], []
+    batches, model = packed(rollouts, random_advantages(rollouts), max_tokens=12), tiny_model()
+    before = weights_of(model)
+    monkeypatch.setattr(trainer, "completion_hidden", lambda *args: (run.append(1), completion_hidden(*args))[1])
+
+    def stop():
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        update(role_of(model), batches, PolicyLoss(), lr=1.0, max_grad_norm=0.0, temperature=1.0, device=CPU,
+               check_stop=stop, breaks_off=lambda: (asked.append(1), len(asked) == 3)[1])
+    assert len(batches) > 3 and len(asked) == 3 and len(run) == 2
     assert all(torch.equal(before[name], after) for name, after in weights_of(model).items())
 
 

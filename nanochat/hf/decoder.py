@@ -261,13 +261,14 @@ class Decoder(nn.Module):
         return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
 
     def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
-              last_only: bool = False):
+              last_only: bool = False, kept: torch.Tensor | None = None):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
-        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only)])[0]
+        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
 
     trunk_behind = GPT.trunk_behind
 
-    def steps(self, ids, positions, cache: KVCache | None, prefix: KVCache | None, last_only: bool):
+    def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
+              kept: torch.Tensor | None = None):
         """A forward pass (gpt.run_passes) with trunk's arguments. The cache's positions and length are set as soon as
         it begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
@@ -291,7 +292,7 @@ class Decoder(nn.Module):
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
             x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends
-        yield self.model.norm(x)
+        yield self.model.norm(x if kept is None else x.flatten(0, 1).index_select(0, kept))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, fp32. hidden (..., C) -> (..., V)."""

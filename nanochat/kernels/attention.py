@@ -228,7 +228,6 @@ def key_gradients(q, k, v, prefix_lengths, grad, lse, delta, dk, dv, num_keys, T
     store_rows(dv + target, start, num_keys, D, tl.where(real, dv_block, 0.0), D, BLOCK_N, BLOCK_D)
 
 
-@torch.compiler.assume_constant_result
 @functools.cache
 def takes_attention(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels work there: on CUDA with Triton, not in fp64, where a program gets the shared memory that
@@ -312,38 +311,40 @@ class _Attention(torch.autograd.Function):
         return *gradients_of(grad, *ctx.saved_tensors, ctx.window), None, None
 
 
-# As operators that torch.compile does not look into
+# As an operator that torch.compile does not look into
 
-@torch.library.custom_op("nanochat::attention", mutates_args=())
-def compiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                     window: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return forward_of(q, k, v, None, None, None, window)
+OPERATOR: list = []  # once it is registered
 
 
-@torch.library.custom_op("nanochat::attention_gradients", mutates_args=())
-def compiled_gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
-                       lse: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tuple(gradients_of(grad.contiguous(), q, k, v, None, None, None, out, lse, window)[:3])
+def register_operator() -> None:
+    """Makes `attention` without a prefix ready for torch.compile; called before compiling. Not done by importing:
+    torch.library and torch.compiler take a second."""
+    if OPERATOR:
+        return
+    torch.compiler.assume_constant_result(takes_attention)  # marks it
 
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return forward_of(q, k, v, None, None, None, window)
 
-@compiled_forward.register_fake
-def _(q, k, v, window):
-    U, Hkv, R, group, T, D = q.shape
-    return q.new_empty(U, R, T, Hkv, group, D), q.new_empty(U, Hkv, R, group, T, dtype=torch.float32)
+    def gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                  lse: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return tuple(gradients_of(grad.contiguous(), q, k, v, None, None, None, out, lse, window)[:3])
 
+    def shapes(q, k, v, window):
+        U, Hkv, R, group, T, D = q.shape
+        return q.new_empty(U, R, T, Hkv, group, D), q.new_empty(U, Hkv, R, group, T, dtype=torch.float32)
 
-@compiled_gradients.register_fake
-def _(grad, q, k, v, out, lse, window):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def save(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:3], *output)
+        ctx.window = inputs[3]
 
-
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.window = inputs[3]
-
-
-compiled_forward.register_autograd(
-    lambda ctx, grad, _: (*compiled_gradients(grad, *ctx.saved_tensors, ctx.window), None), setup_context=_save)
+    forward = torch.library.custom_op("nanochat::attention", forward, mutates_args=())
+    gradients = torch.library.custom_op("nanochat::attention_gradients", gradients, mutates_args=())
+    forward.register_fake(shapes)
+    gradients.register_fake(lambda grad, q, k, v, out, lse, window: tuple(map(torch.empty_like, (q, k, v))))
+    forward.register_autograd(lambda ctx, grad, _: (*gradients(grad, *ctx.saved_tensors, ctx.window), None),
+                              setup_context=save)
+    OPERATOR.append(forward)
 
 
 def attention(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
@@ -356,5 +357,5 @@ def attention(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
     it. -> (U, Hkv, R, group, T, D) of q's dtype, in memory (U, R, T, Hkv, group, D). Scores are scaled by 1/sqrt(D).
     """
     if torch.compiler.is_compiling() and prefix_k is None:
-        return compiled_forward(q.contiguous(), k.contiguous(), v.contiguous(), window)[0].permute(0, 3, 1, 4, 2, 5)
+        return OPERATOR[0](q.contiguous(), k.contiguous(), v.contiguous(), window)[0].permute(0, 3, 1, 4, 2, 5)
     return run(_Attention, q, k, v, prefix_k, prefix_v, prefix_lengths, window)

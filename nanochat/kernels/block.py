@@ -11,6 +11,8 @@ from nanochat.kernels.launch import jit, power_of_two, tl
 
 EPSILON = torch.finfo(torch.float32).eps  # of a norm that is given none: PyTorch's, for bf16 too
 ELEMENTS = 1024                           # of a program of an elementwise kernel
+# Without this the compiler makes a product and a sum of bf16 one instruction, which leaves out a rounding.
+AS_WRITTEN = dict(enable_fp_fusion=False)
 
 
 def warps_of(size: int) -> int:
@@ -58,7 +60,7 @@ def norm(x, delta=None, mixed=None, weight=None, epsilon: float | None = None):
         norm_rows[(x.numel() // C,)](
             x, x if delta is None else delta.contiguous(), x0, a, b, x if weight is None else weight, sums, normed, C,
             EPSILON if epsilon is None else epsilon, HAS_DELTA=delta is not None, HAS_MIX=mixed is not None,
-            HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=warps_of(block))
+            HAS_WEIGHT=weight is not None, BLOCK=block, num_warps=warps_of(block), **AS_WRITTEN)
     return sums, normed
 
 
@@ -81,7 +83,7 @@ def _elements(function: str, x, y):
     x, y = x.reshape(-1, width), y.reshape(-1, width)  # views, also of parts of wider rows
     if x.numel():
         elements[(len(x), -(-width // ELEMENTS))](x, y, out, x.stride(0), y.stride(0), width, FUNCTION=function,
-                                                  BLOCK=ELEMENTS, num_warps=4)
+                                                  BLOCK=ELEMENTS, num_warps=4, **AS_WRITTEN)
     return out
 
 
@@ -115,7 +117,7 @@ def value_gate(x, weight):
     if gates.numel():
         gate_rows[(x.numel() // x.shape[-1],)](
             x, x.shape[-1], weight, gates, weight.shape[1], len(weight), CHANNELS=power_of_two(weight.shape[1]),
-            HEADS=power_of_two(len(weight)), num_warps=1)
+            HEADS=power_of_two(len(weight)), num_warps=1, **AS_WRITTEN)
     return gates
 
 
@@ -205,5 +207,5 @@ def split_heads(q, k, v, cos, sin, units: int, kv_heads: int, *, scale: float = 
         *(weights or (q, k)), gate, embedding, queries, keys, values, R, T, kv_heads, group, float(scale),
         EPSILON if epsilon is None else epsilon, HALF=D // 2, HALF_BLOCK=half,
         GROUP=power_of_two(group), NORM=norm, HAS_BIAS=biases is not None, HAS_GATE=has_gate,
-        num_warps=warps_of(power_of_two(group) * half))
+        num_warps=warps_of(power_of_two(group) * half), **AS_WRITTEN)
     return queries, keys, values

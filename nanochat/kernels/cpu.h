@@ -40,20 +40,23 @@ static float *floats(long n)
 #define ZIP_LOW(a, b) SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
 #define ZIP_HIGH(a, b) SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
 
-static float sum(vec x)
+/* x with its halves, its quarters, its eighths or its sixteenths exchanged. */
+#define SWAP_8(x) SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)
+#define SWAP_4(x) SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+#define SWAP_2(x) SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)
+#define SWAP_1(x) SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14)
+
+/* In four steps: sixteen additions would wait for one another. */
+static inline float sum(vec x)
 {
-    float s = 0;
-    for (int i = 0; i < L; i++)
-        s += x[i];
-    return s;
+    x += SWAP_8(x), x += SWAP_4(x), x += SWAP_2(x), x += SWAP_1(x);
+    return x[0];
 }
 
-static float maximum(vec x)
+static inline float maximum(vec x)
 {
-    float m = x[0];
-    for (int i = 1; i < L; i++)
-        m = x[i] > m ? x[i] : m;
-    return m;
+    x = larger(x, SWAP_8(x)), x = larger(x, SWAP_4(x)), x = larger(x, SWAP_2(x)), x = larger(x, SWAP_1(x));
+    return x[0];
 }
 
 /* e^x to 2 units in the last place, x below 88; 0 below -87, NaN of NaN.

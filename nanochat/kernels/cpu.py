@@ -1,12 +1,11 @@
 """
-The CPU kernels of cpu_attention.c and cpu_block.c: compiled by the machine's C compiler when first needed, called by
-address.
+The CPU kernels of cpu_attention.c, cpu_block.c, cpu_layer.c and cpu_loss.c: compiled by the machine's C compiler when
+first needed, called by address.
 
-Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py, decode_cache.py and
-engine.py, and serve where
-there is no compiler, for other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in
-nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name made of all that went into it; where that folder is not
-ours alone, each process compiles for itself.
+Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py, decode_cache.py, engine.py and
+linear_policy_loss.py, and serve where there is no compiler, for other dtypes and devices, and under
+NANOCHAT_CPU_KERNELS=0. The compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name
+made of all that went into it; where that folder is not ours alone, each process compiles for itself.
 """
 import ctypes
 import functools
@@ -22,7 +21,8 @@ import tempfile
 import torch
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-SOURCES = [os.path.join(FOLDER, name) for name in ("cpu_attention.c", "cpu_block.c")]
+SOURCES = [os.path.join(FOLDER, name) for name in ("cpu_attention.c", "cpu_block.c", "cpu_layer.c", "cpu_loss.c")]
+HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
 POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
@@ -32,7 +32,9 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
     "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,
     "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
-    "draw": POINTERS(1) + LONG * 3 + POINTERS(3), "transpose_matrix": POINTERS(2) + LONG * 2,
+    "before_forward": POINTERS(1) + LONG * 2 + POINTERS(18), "before_backward": POINTERS(1) + LONG * 2 + POINTERS(27),
+    "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(13) + LONG * 3,
+    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + POINTERS(3), "transpose_matrix": POINTERS(2) + LONG * 2,
 }
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 
@@ -109,7 +111,7 @@ def only_ours(path: str, forbidden: int) -> bool:
 def compiled(compiler: str, flags: list[str], folder: str) -> str:
     """The path of the shared library; compiles it unless it is there. Written whole or not at all. Raises OSError,
     SubprocessError."""
-    texts = [open(path).read() for path in (*SOURCES, os.path.join(FOLDER, "cpu.h"))]
+    texts = [open(path).read() for path in (*SOURCES, *HEADERS)]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     key = hashlib.blake2b("\0".join([*texts, version, processor(), *flags]).encode(), digest_size=12).hexdigest()
     path = os.path.join(folder, f"cpu-{key}.so")

@@ -5,66 +5,9 @@
  */
 #include <string.h>
 
-#include "cpu.h"
+#include "cpu_product.h"
 
 #define BLOCK 32 /* queries whose scores are held at a time */
-
-/* A tile of a product: `rows` x `vecs` vectors of c, plus or equal to a @ b over k; a is read at a[i * ra + p * ca]. */
-static inline __attribute__((always_inline)) void tile(const int rows, const int vecs, float *c, long ldc,
-                                                       const float *a, const long ra, const long ca,
-                                                       const float *b, long ldb, long k, int add)
-{
-    vec acc[8][2];
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vecs; j++)
-            acc[i][j] = add ? load(c + i * ldc + j * L) : (vec){0};
-    for (long p = 0; p < k; p++) {
-        vec b0 = load(b + p * ldb), b1 = vecs == 2 ? load(b + p * ldb + L) : (vec){0};
-        for (int i = 0; i < rows; i++) {
-            vec x = splat(a[i * ra + p * ca]);
-            acc[i][0] += x * b0;
-            if (vecs == 2)
-                acc[i][1] += x * b1;
-        }
-    }
-    for (int i = 0; i < rows; i++)
-        for (int j = 0; j < vecs; j++)
-            store(c + i * ldc + j * L, acc[i][j]);
-}
-
-static inline __attribute__((always_inline)) void columns(const int vecs, float *c, long ldc,
-                                                          const float *a, const long ra, const long ca,
-                                                          const float *b, long ldb, long m, long k, int add)
-{
-    long i = 0;
-    for (; i + 8 <= m; i += 8)
-        tile(8, vecs, c + i * ldc, ldc, a + i * ra, ra, ca, b, ldb, k, add);
-    for (; i + 2 <= m; i += 2)
-        tile(2, vecs, c + i * ldc, ldc, a + i * ra, ra, ca, b, ldb, k, add);
-    for (; i < m; i++)
-        tile(1, vecs, c + i * ldc, ldc, a + i * ra, ra, ca, b, ldb, k, add);
-}
-
-/* c (m, n) = or += a (m, k) @ b (k, n), n a multiple of 16. */
-static void product(float *c, long ldc, const float *a, long lda, const float *b, long ldb,
-                    long m, long n, long k, int add)
-{
-    for (long j = 0; j < n; j += 2 * L)
-        if (n - j > L)
-            columns(2, c + j, ldc, a, lda, 1, b + j, ldb, m, k, add);
-        else
-            columns(1, c + j, ldc, a, lda, 1, b + j, ldb, m, k, add);
-}
-
-/* c (m, n) += a^T @ b, a (k, m). */
-static void product_t(float *c, long ldc, const float *a, long lda, const float *b, long ldb, long m, long n, long k)
-{
-    for (long j = 0; j < n; j += 2 * L)
-        if (n - j > L)
-            columns(2, c + j, ldc, a, 1, lda, b + j, ldb, m, k, 1);
-        else
-            columns(1, c + j, ldc, a, 1, lda, b + j, ldb, m, k, 1);
-}
 
 /* out (D, up(n)) = scale * x^T, x (n, D) of row stride `stride`; columns from n on are 0.
  * soon: what lies like x and is read next, or NULL. */

@@ -1,6 +1,7 @@
 /* The small operations of a block, and drawing tokens, on CPU in fp32: each one pass over memory.
  * Called from ops.py and engine.py. */
 #include "cpu.h"
+#include "cpu_heads.h"
 
 /* y = x / rms(x) per row of C floats, C a multiple of 16; inverse (rows): 1 / rms.
  * With delta, x is first replaced by x + delta, which goes to `added`. */
@@ -86,68 +87,14 @@ void relu_squared_backward(const float *grad, const float *x, float *grad_x, lon
         store(grad_x + i, 2 * larger((vec){0}, load(x + i)) * load(grad + i));
 }
 
-typedef struct {
-    long U, R, T, Hq, Hkv, D; /* D a multiple of 32 */
-    float scale, epsilon;
-} Heads;
-
-/* One head: out = scale * y / rms(y), y = x rotated by minus the angle. Returns scale / rms. */
-static inline float rotate(const Heads *s, float *out, const float *x, const float *cosine, const float *sine)
-{
-    long half = s->D / 2;
-    vec squares = {0};
-    for (long d = 0; d < half; d += L) {
-        vec a = load(x + d), b = load(x + half + d), c = load(cosine + d), e = load(sine + d);
-        vec ya = a * c + b * e, yb = b * c - a * e;
-        store(out + d, ya), store(out + half + d, yb);
-        squares += ya * ya + yb * yb;
-    }
-    float factor = s->scale / sqrtf(sum(squares) / s->D + s->epsilon);
-    for (long d = 0; d < s->D; d += L)
-        store(out + d, load(out + d) * factor);
-    return factor;
-}
-
-static inline void rotate_back(const Heads *s, float *grad_x, const float *grad, const float *out, float factor,
-                               const float *cosine, const float *sine)
-{
-    long half = s->D / 2;
-    vec products = {0};
-    for (long d = 0; d < s->D; d += L)
-        products += load(grad + d) * load(out + d);
-    float mean = sum(products) / (s->D * s->scale * s->scale);
-    for (long d = 0; d < half; d += L) {
-        vec a = (load(grad + d) - load(out + d) * mean) * factor;
-        vec b = (load(grad + half + d) - load(out + half + d) * mean) * factor;
-        vec c = load(cosine + d), e = load(sine + d);
-        store(grad_x + d, a * c - b * e), store(grad_x + half + d, b * c + a * e);
-    }
-}
-
-/* Rows x (U*R*T, (Hq + 2 Hkv) D) -> q (U*R, T, Hq, D) and k (U, Hkv, R, T, D), both rotated and normed,
- * and v like k, plus gate (U*R*T, Hkv) * embedding (U*R*T, Hkv * D) where there is one.
- * cosine, sine (U*R*T, D/2); factors (U*R*T, Hq + Hkv) for the backward pass. */
+/* Rows x (U*R*T, (Hq + 2 Hkv) D) -> q, k and v, as split_row has them. */
 void split_heads_forward(const Heads *s, const float *x, const float *cosine, const float *sine,
                          const float *gate, const float *embedding,
                          float *q, float *k, float *v, float *factors, long threads)
 {
-    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (long n = 0; n < s->U * R * T; n++) {
-        long t = n % T, r = n / T % R, u = n / T / R;
-        const float *row = x + n * (Hq + 2 * Hkv) * D, *c = cosine + n * D / 2, *e = sine + n * D / 2;
-        float *factor = factors + n * (Hq + Hkv);
-        for (long h = 0; h < Hq; h++)
-            factor[h] = rotate(s, q + (n * Hq + h) * D, row + h * D, c, e);
-        for (long h = 0; h < Hkv; h++) {
-            long at = (((u * Hkv + h) * R + r) * T + t) * D;
-            const float *value = row + (Hq + Hkv + h) * D;
-            factor[Hq + h] = rotate(s, k + at, row + (Hq + h) * D, c, e);
-            for (long d = 0; d < D; d += L)
-                store(v + at + d, gate ? load(value + d) + gate[n * Hkv + h] * load(embedding + (n * Hkv + h) * D + d)
-                                       : load(value + d));
-        }
-    }
+    for (long n = 0; n < s->U * s->R * s->T; n++)
+        split_row(s, n, x + n * (s->Hq + 2 * s->Hkv) * s->D, cosine, sine, gate, embedding, q, k, v, factors);
 }
 
 /* The gradients of x, gate and embedding, from those of q, k and v, which lie as these do. */
@@ -156,30 +103,10 @@ void split_heads_backward(const Heads *s, const float *grad_q, const float *grad
                           const float *gate, const float *embedding,
                           float *grad_x, float *grad_gate, float *grad_embedding, long threads)
 {
-    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R;
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (long n = 0; n < s->U * R * T; n++) {
-        long t = n % T, r = n / T % R, u = n / T / R;
-        const float *c = cosine + n * D / 2, *e = sine + n * D / 2, *factor = factors + n * (Hq + Hkv);
-        float *row = grad_x + n * (Hq + 2 * Hkv) * D;
-        for (long h = 0; h < Hq; h++)
-            rotate_back(s, row + h * D, grad_q + (n * Hq + h) * D, q + (n * Hq + h) * D, factor[h], c, e);
-        for (long h = 0; h < Hkv; h++) {
-            long at = (((u * Hkv + h) * R + r) * T + t) * D, own = (n * Hkv + h) * D;
-            rotate_back(s, row + (Hq + h) * D, grad_k + at, k + at, factor[Hq + h], c, e);
-            vec products = {0};
-            for (long d = 0; d < D; d += L) {
-                vec g = load(grad_v + at + d);
-                store(row + (Hq + Hkv + h) * D + d, g);
-                if (gate) {
-                    store(grad_embedding + own + d, gate[n * Hkv + h] * g);
-                    products += g * load(embedding + own + d);
-                }
-            }
-            if (gate)
-                grad_gate[n * Hkv + h] = sum(products);
-        }
-    }
+    for (long n = 0; n < s->U * s->R * s->T; n++)
+        split_row_back(s, n, grad_q, grad_k, grad_v, q, k, factors, cosine, sine, gate, embedding,
+                       grad_x + n * (s->Hq + 2 * s->Hkv) * s->D, gate ? grad_gate + n * s->Hkv : NULL, grad_embedding);
 }
 
 /* Draws a token per row of logits (rows, V) with row stride `stride` under softmax(logits):

@@ -2,10 +2,13 @@
 Hidden states x LM head -> logprobs and entropy of target tokens, without the (N, V) logits.
 
 Logits are made by the BLAS, a chunk of rows at a time, and reduced at once: on CUDA by a Triton kernel with one program
-per row, elsewhere by its PyTorch counterpart. R rows of a chunk, V vocabulary, C width.
+per row, on CPU in fp32 by a kernel in C, elsewhere by their PyTorch counterpart. R rows of a chunk, V vocabulary, C width.
 """
+import ctypes
+
 import torch
 
+from nanochat.kernels import cpu
 from nanochat.kernels.launch import jit, power_of_two, round_up, takes_triton, tl
 from nanochat.ops import matmul
 
@@ -65,6 +68,26 @@ def torch_statistics(u, targets):
     lse = u.amax(dim=1) - p.amax(dim=1).log()
     logprobs = u.gather(1, targets[:, None]).squeeze(1) - lse
     return logprobs, lse - torch.linalg.vecdot(p, u), lse, p
+
+
+# C
+
+class RowLoss(ctypes.Structure):
+    """`Loss` of cpu_loss.c: the loss of a row of logits."""
+    _fields_ = ([(name, ctypes.c_long) for name in ("name", "kl", "with_gradient")]
+                + [(name, ctypes.c_float)
+                   for name in ("low", "high", "dual_clip", "kl_coef", "entropy_coef", "softcap", "temperature")])
+
+
+def takes_c(z, *tokens) -> bool:
+    """Whether the CPU kernel serves these logits (R, V) and vectors (R,), of which some may be None."""
+    return cpu.takes_rows(z) and all(x is None or x.dtype in (torch.float32, torch.long) for x in tokens)
+
+
+def policy_rows_in_c(spec: RowLoss, z, targets, *vectors) -> None:
+    """vectors: advantages, weights, old and ref logprobs, each (R,) or None, and what is written: losses, logprobs,
+    entropies."""
+    cpu.call("policy_rows", ctypes.byref(spec), z, z.stride(0), *z.shape, targets, *vectors)
 
 
 # Triton
@@ -144,6 +167,9 @@ def linear_logprob(hidden, weight, targets, *, vocab_size: int, softcap: float |
         if use_triton:
             logprob_rows[(len(z),)](z, z.stride(0), vocab_size, targets[rows], logprobs[rows], entropies[rows],
                                     **head_arguments(z, softcap, temperature))
+        elif takes_c(z, targets):
+            spec = RowLoss(softcap=softcap or 0, temperature=temperature)
+            policy_rows_in_c(spec, z, targets[rows], None, None, None, None, None, logprobs[rows], entropies[rows])
         else:
             logprobs[rows], entropies[rows], *_ = torch_statistics(soften(z, softcap, temperature), targets[rows])
     return logprobs, entropies

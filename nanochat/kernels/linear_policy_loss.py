@@ -6,19 +6,19 @@ are taken in the forward pass, and the backward pass only scales them. Per chunk
 sweep of each row for logsumexp, entropy and logprob; the loss; a second sweep that puts the logits' gradient in their
 place; two products for the gradients of hidden and weight.
 
-On CUDA one Triton kernel does both sweeps and the loss between them, so that nothing is launched per vector of tokens.
-Elsewhere, and for a loss that the kernel does not know by name, it is PyTorch: autograd differentiates any loss, but
+On CUDA one Triton kernel does both sweeps and the loss between them, so that nothing is launched per vector of tokens;
+on CPU in fp32 a kernel in C. Elsewhere, and for a loss that these do not know by name, it is PyTorch: autograd differentiates any loss, but
 only as a function of (R,) logprobs and entropies.
 """
 import torch
 
 from nanochat.kernels.launch import jit, takes_triton, tl
-from nanochat.kernels.linear_logprob import (head_arguments, logit_and_slope, logit_chunks, row_statistics, soften,
-                                             torch_statistics, wide_dtype_of)
+from nanochat.kernels.linear_logprob import (RowLoss, head_arguments, logit_and_slope, logit_chunks, policy_rows_in_c,
+                                             row_statistics, soften, takes_c, torch_statistics, wide_dtype_of)
 from nanochat.ops import matmul
 
 LOG_RATIO_LIMIT = 20.0  # as in nanochat.rl.losses, whose formulas the kernel repeats; tests hold them together
-KERNEL_LOSSES, KERNEL_KLS = ("ppo_clip", "reinforce", "cispo"), ("k1", "k2", "k3")
+KERNEL_LOSSES, KERNEL_KLS = ("reinforce", "ppo_clip", "cispo"), ("k1", "k2", "k3")  # in the order of cpu_loss.c
 
 
 # PyTorch
@@ -57,6 +57,19 @@ def torch_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
         return losses, logprobs, entropy, p
     p.mul_(u)
     return losses, logprobs, entropy, u.sub_(2 * softcap / temperature).mul_(p)
+
+
+# C
+
+def c_rows(z, tokens: dict, loss, head: dict, with_gradient: bool):
+    """As torch_rows."""
+    losses, logprobs, entropies = torch.empty(3, len(z))
+    spec = RowLoss(KERNEL_LOSSES.index(loss.name), 1 + KERNEL_KLS.index(loss.kl) if loss.kl_coef else 0, with_gradient,
+                   1 - loss.clip_low, 1 + loss.clip_high, loss.dual_clip or 0, loss.kl_coef, loss.entropy_coef,
+                   head["softcap"] or 0, head["temperature"])
+    policy_rows_in_c(spec, z, tokens["targets"], tokens["advantages"], tokens["weights"], tokens["old_logprobs"],
+                     tokens["ref_logprobs"] if loss.kl_coef else None, losses, logprobs, entropies)
+    return losses, logprobs, entropies, z if with_gradient else None
 
 
 # Triton
@@ -189,7 +202,7 @@ def add_product(total, a, b) -> None:
 def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_chunk, use_triton: bool,
                        wanted: tuple[bool, bool]):
     """-> weighted losses, logprobs, entropy (N,), and the gradients of hidden and weight, None where not wanted."""
-    wide, rows_of = wide_dtype_of(hidden), triton_rows if use_triton else torch_rows
+    wide = wide_dtype_of(hidden)
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     logprobs, entropy = torch.empty(2, len(hidden), device=hidden.device)
     grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
@@ -197,6 +210,8 @@ def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_
                    if wanted[1] else None)
     for rows, z, matrix in logit_chunks(hidden, weight, head["vocab_size"], rows_per_chunk, use_triton):
         chunk = {name: None if x is None else x[rows] for name, x in tokens.items()}
+        in_c = known_to_kernel(loss) and takes_c(z, *chunk.values())
+        rows_of = triton_rows if use_triton else c_rows if in_c else torch_rows
         losses[rows], logprobs[rows], entropy[rows], dz = rows_of(z, chunk, loss, head, any(wanted))
         if grad_hidden is not None:
             grad_hidden[rows] = matmul(dz.to(hidden.dtype), matrix)

@@ -11,20 +11,22 @@ from dataclasses import dataclass
 @dataclass
 class Resources:
     """Of one compiled kernel: registers a thread, bytes of local memory a thread (what was spilled, and arrays that
-    registers cannot hold), bytes of shared memory a program, and whether global loads and stores are of 16 bytes."""
+    registers cannot hold), bytes of shared memory a program, whether global loads and stores are of 16 bytes, and
+    whether products and sums of bf16 are one instruction, which leaves out a rounding."""
     registers: int
     spilled: int
     shared: int
     wide_loads: bool
     wide_stores: bool
+    fused_bf16: bool
 
 
-def compile_for(kernel, capability: int, types: dict[str, str], constants: dict, aligned=(), num_warps: int = 4,
-                num_stages: int = 3):
+def compile_for(kernel, capability: int, types: dict[str, str], constants: dict, aligned=(), **options):
     """A kernel compiled for a GPU of this capability, 90 (H100, H200) or 100 (B200).
 
     types: of every argument that is no constant, such as "*bf16", "i32", "fp32". aligned: numbers that 16 divides;
-    pointers are taken to be. TRITON_INTERPRET must not be set. -> Triton's CompiledKernel.
+    pointers are taken to be. options: of the launch, such as num_warps. TRITON_INTERPRET must not be set. -> Triton's
+    CompiledKernel.
     """
     from triton import compile
     from triton.backends.compiler import GPUTarget
@@ -35,8 +37,7 @@ def compile_for(kernel, capability: int, types: dict[str, str], constants: dict,
     attributes = {(place(name),): [["tt.divisibility", 16]] for name, kind in signature.items()
                   if kind.startswith("*") or name in aligned}
     source = ASTSource(kernel, signature, {(place(name),): value for name, value in constants.items()}, attributes)
-    return compile(source, target=GPUTarget("cuda", capability, 32),
-                   options=dict(num_warps=num_warps, num_stages=num_stages))
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def resources(compiled) -> Resources:
@@ -51,4 +52,5 @@ def resources(compiled) -> Resources:
     of = lambda name: int(re.search(rf"\b{name}:(\d+)", said)[1])
     ptx = compiled.asm["ptx"]
     wide = lambda what: bool(re.search(rf"{what}\.global\S*\.v4\.b32|{what}\.global\S*\.v2\.b64", ptx))
-    return Resources(of("REG"), of("STACK") + of("LOCAL"), compiled.metadata.shared, wide("ld"), wide("st"))
+    return Resources(of("REG"), of("STACK") + of("LOCAL"), compiled.metadata.shared, wide("ld"), wide("st"),
+                     bool(re.search(r"\bfma\S*\.bf16", ptx)))

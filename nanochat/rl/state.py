@@ -128,7 +128,8 @@ def weights_to_save(role, keep: bool, to_host) -> dict[str, torch.Tensor]:
     if role.optimizer is not None or not keep or role.start is None or not os.path.exists(role.start.path("model.pt")):
         return state
     start = weights_in(role.start.path("model.pt"), role.model.config)
-    is_start = all(torch.equal(p.cpu(), start[name].to(p.dtype)) for name, p in state.items())
+    is_wider = any(start[name].element_size() > p.element_size() for name, p in state.items())
+    is_start = is_wider and all(torch.equal(p.cpu(), start[name].to(p.dtype)) for name, p in state.items())
     return start if is_start else state
 
 
