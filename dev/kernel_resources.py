@@ -104,7 +104,8 @@ def attention_cases():
                 yield (decode_attention.decode_rows, f"{name}{', split' * split}",
                        types if split else types | dict(partial=types["out"], partial_lse=types["out"]),
                        dict(Hkv=2, SPLIT=split, BLOCK_G=16, BLOCK_D=D, **heads,
-                            BLOCK=decode_attention.keys_of_block(D, dtype)), dict(aligned=strides))
+                            BLOCK=decode_attention.keys_of_block(D, dtype)),
+                       dict(aligned=strides, num_warps=decode_attention.warps_of(dtype)))
             yield decode_attention.join_splits, name, types, dict(D=D, BLOCK_D=D), dict(num_warps=1)
 
 

@@ -12,7 +12,7 @@ from nanochat import attention as attention_module
 from nanochat.attention import PADDING_POSITION, KVCache, Mask, _Attend, bias, make_mask
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
-from nanochat.kernels import attention as kernels
+from nanochat.kernels import attention as kernels, decode_attention as decode_module
 from nanochat.kernels.attention import attention, num_parts, register_operator
 from nanochat.kernels.decode_attention import LEAST_KEYS, decode_attention, decode_attention_plain, num_splits
 from nanochat.rl.packing import MicroBatch
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter of 3.6 breaks with numpy 2.4
 pytest.importorskip("triton", minversion="3.5" if DEVICE == "cuda" else "3.7")
+gpu = pytest.mark.gpu
 FULL = 10 ** 6  # a window that reaches everything here
 
 
@@ -126,12 +127,13 @@ def training_case(U=2, Hkv=1, R=2, group=2, T=17, Tk=None, Tp=40, D=32, dtype=to
 
 def explicit(inputs, lengths, window):
     """_Attend in fp64, with masks by their definition: positions count from the first own key."""
-    q, k, v, *prefix = (x.detach().cpu().double().requires_grad_() for x in inputs)
-    queries, keys = torch.arange(k.shape[3] - q.shape[4], k.shape[3])[:, None], torch.arange(k.shape[3])
+    q, k, v, *prefix = (x.detach().double().requires_grad_() for x in inputs)
+    keys = torch.arange(k.shape[3], device=DEVICE)
+    queries = torch.arange(k.shape[3] - q.shape[4], k.shape[3], device=DEVICE)[:, None]
     seen_by = lambda keys: bias((keys <= queries) & (queries - keys <= window), torch.float64)
     of_prefix = None
     if prefix:
-        keys_of_prefix = torch.arange(prefix[0].shape[2]) - lengths.cpu()[:, None]
+        keys_of_prefix = torch.arange(prefix[0].shape[2], device=DEVICE) - lengths[:, None]
         of_prefix = seen_by(keys_of_prefix.masked_fill(keys_of_prefix >= 0, PADDING_POSITION)[:, None])  # (U, T, Tp)
     y = _Attend.apply(q, k, v, seen_by(keys), *(prefix or (None, None)), of_prefix)
     return y, (q, k, v, *prefix)
@@ -146,10 +148,10 @@ def gradients_of(y, inputs, seed=9):
 def assert_is_explicit(inputs, lengths, window, tolerance=3e-6):
     y = attention(*inputs[:3], *(inputs[3:] or (None, None)), lengths, window)
     expected, exact_inputs = explicit(inputs, lengths, window)
-    assert y.dtype == inputs[0].dtype and (y.detach().cpu() - expected).abs().max() < tolerance
+    assert y.dtype == inputs[0].dtype and (y - expected).abs().max() < tolerance
     grads, exact_grads = gradients_of(y, inputs), gradients_of(expected, exact_inputs)
     for grad, exact in zip(grads, exact_grads, strict=True):
-        assert grad.dtype == y.dtype and (grad.cpu() - exact).abs().max() < 2 * tolerance
+        assert grad.dtype == y.dtype and (grad - exact).abs().max() < 2 * tolerance
     return y, grads
 
 
@@ -171,7 +173,7 @@ def test_half_precision_rounds_factors_of_products_and_results():
     inputs, lengths = training_case(T=150, Tp=140, U=1, D=64, dtype=torch.float16)
     (y, grads), (exact, exact_inputs) = assert_is_explicit(inputs, lengths, 130, 0.02), explicit(inputs, lengths, 130)
     for a, e in zip((y, *grads), (exact, *gradients_of(exact, exact_inputs)), strict=True):
-        assert 1e-5 < (a.cpu() - e).norm() / e.norm() < 1e-3
+        assert 1e-5 < (a - e).norm() / e.norm() < 1e-3
 
 
 def test_padding_of_a_prefix_gets_no_gradient():
@@ -305,3 +307,80 @@ def test_compiled_training_takes_the_kernel_as_it_is(monkeypatch):
     expected, actual = ([y, *model_gradients(model, y)] for y in (model.trunk(ids), compiled(ids)))
     for a, e in zip(actual, expected, strict=True):
         assert (a - e).abs().max() <= 1e-5 * e.abs().max() + 5e-5
+
+
+# On a GPU
+
+@gpu
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("window", [FULL, 200])
+def test_bf16_is_as_exact_as_sdpa(D, window):
+    inputs, lengths = training_case(Hkv=2, R=4, group=6, T=300, Tp=500, D=D, dtype=torch.bfloat16)
+    exact, exact_inputs = explicit(inputs, lengths, window)
+    exact = [exact, *gradients_of(exact, exact_inputs)]
+    prefix = KVCache(1)
+    prefix.positions = torch.arange(500, device=DEVICE).repeat(2, 1)
+    prefix.positions.masked_fill_(prefix.positions >= lengths[:, None], PADDING_POSITION)
+    positions = lengths.repeat_interleave(4)[:, None] + torch.arange(300, device=DEVICE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_module, "takes_attention", lambda device, dtype: False)
+        mask = make_mask(300, window, FULL, None, prefix, positions, torch.bfloat16)
+    results = []
+    for y in (attention(*inputs, lengths, window), attention_module.attend(*inputs[:3], mask, *inputs[3:])):
+        results.append([y, *gradients_of(y, inputs)])
+    for ours, theirs, e in zip(*results, exact, strict=True):
+        assert (ours - e).norm() <= 1.5 * (theirs - e).norm() and (ours - e).norm() < 1e-2 * e.norm()
+
+
+@gpu
+def test_results_repeat_bit_by_bit():
+    inputs, lengths = training_case(U=1, Hkv=2, R=8, group=6, T=300, Tp=500, D=128, dtype=torch.bfloat16)
+    first, second = ([y, *gradients_of(y, inputs)] for y in (attention(*inputs, lengths, FULL) for _ in range(2)))
+    assert all(map(torch.equal, first, second))
+
+
+@gpu
+def test_nothing_waits_for_the_gpu_and_a_graph_replays_other_lengths():
+    inputs, lengths = training_case(Hkv=2, R=4, group=6, T=300, Tp=500, D=128, dtype=torch.bfloat16)
+    case = decode_case(group=6, D=128, capacity=600, Tp=500, dtype=torch.bfloat16)
+
+    def work():
+        y = attention(*inputs, lengths, FULL)
+        torch.autograd.grad(y, inputs, y)
+        return [decode_attention(**case, window=FULL, splits=splits) for splits in (1, 4)]
+    work()  # compiling may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        captured = [decode_attention(**case, window=FULL, splits=splits) for splits in (1, 4)]
+    case["lengths"].copy_(torch.tensor([1, 7, 600, 130, 0]))
+    case["slots"].copy_(torch.tensor([1, 1, 0, 2, 0]))
+    graph.replay()
+    for out in captured:
+        expected = decode_by_loop(**{name: x.cpu() for name, x in case.items()}, window=FULL)
+        assert (out.cpu() - expected).abs().max() < 0.02
+
+
+@gpu
+def test_other_sizes_compile_nothing_new():
+    every = [kernels.attention_forward, kernels.query_gradients, kernels.key_gradients, decode_module.decode_rows,
+             decode_module.join_splits]
+    num_compiled = lambda: sum(len(caches[0]) for kernel in every for caches in kernel.device_caches.values())
+
+    def work(U, R, T, Tp, capacity, window):
+        inputs, lengths = training_case(U=U, Hkv=2, R=R, group=6, T=T, Tp=Tp, D=64, dtype=torch.bfloat16)
+        y = attention(*inputs, lengths, window)
+        torch.autograd.grad(y, inputs, y)
+        case = decode_case(group=6, D=64, capacity=capacity, Tp=Tp, dtype=torch.bfloat16)
+        for splits in (1, 3):
+            decode_attention(**case, window=window, splits=splits)
+    work(1, 8, 512, 512, 512, FULL)  # the queries of prefix keys are split over programs
+    work(3, 1, 16, 16, 16, 8)        # they are not
+    before = num_compiled()
+    for sizes in ((1, 1, 1, 1, 1, FULL), (2, 3, 17, 130, 99, 5), (3, 2, 300, 77, 1000, 64), (1, 8, 640, 999, 257, 1)):
+        work(*sizes)
+    assert num_compiled() == before

@@ -20,9 +20,9 @@ from nanochat.checkpoint import load_model, save_model
 from nanochat.common import script_main
 from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
-from scripts import (base_eval, base_train, bench_engine, bench_kernels, bench_step, chat_cli, chat_eval, chat_rl,
-                     chat_sft, demo, hf_export, hf_import, hf_random, label_steps, plan_cost, plan_memory, report,
-                     run_arms, step_retry, tango_rl, task_text, tok_eval, tok_train, verifier_eval,
+from scripts import (base_eval, base_train, bench_attention, bench_engine, bench_kernels, bench_step, chat_cli,
+                     chat_eval, chat_rl, chat_sft, demo, hf_export, hf_import, hf_random, label_steps, plan_cost,
+                     plan_memory, report, run_arms, step_retry, tango_rl, task_text, tok_eval, tok_train, verifier_eval,
                      verify_or_sample)
 from tasks import TASKS, task_flags
 
@@ -53,6 +53,7 @@ NEW = [*CPU, "--model-tag", "new", "--depth", "1", "--n-embd", "32", "--n-head",
 CALLS = {
     base_eval: ([*CPU, "--model-tag", "base"], ["generate", "bits_per_byte", "evaluate_core_task"]),
     base_train: ([*NEW, "--data", "texts", "--total-batch-size", "512", "--num-iterations", "1"], ["start_run"]),
+    bench_attention: (CPU, ["make_inputs"]),
     bench_engine: (CPU, ["transformers"]),
     bench_kernels: (CPU, ["make_inputs"]),
     bench_step: (CPU, ["one_step"]),

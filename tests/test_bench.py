@@ -12,7 +12,7 @@ import torch
 from nanochat import bench, flops
 from nanochat.common import script_main
 from nanochat.gpt import GPT, GPTConfig
-from scripts import bench_engine, bench_kernels, bench_step
+from scripts import bench_attention, bench_engine, bench_kernels, bench_step
 from tests.conftest import parse
 
 TINY = ["--device-type", "cpu", "--vocab-size", "70", "--depth", "2", "--n-embd", "24", "--n-head", "2", "--n-kv-head",
@@ -67,6 +67,31 @@ def test_bench_engine_reports_ours(monkeypatch, capsys):
     assert "decode_tok_per_s" in result["ours"] and result["bound"]["decode_tok_per_s"] > 0
 
 
+def test_bench_attention_compares_with_explicit_products(monkeypatch, capsys):
+    monkeypatch.setattr(bench_attention, "machine_speed", lambda device, dtype: (1e6, 1e6))
+    flags = ["--device-type", "cpu", "--rounds", "1", "--prefix-len", "9", "--completion-len", "5", "--rows", "3"]
+    for window in ("0", "6"):
+        results = run(bench_attention, [*flags, "--window", window], capsys)["results"]
+        assert results.keys() == {"ours", "sdpa", "decode: plain"}
+        assert all(results[name]["gradient_error"] < 1e-5 for name in ("ours", "sdpa"))
+    with monkeypatch.context() as patch:
+        patch.setitem(bench_attention.TRAINING, "sdpa",
+                      lambda *given: lambda *x: 1.1 * bench_attention.ours(*given)(*x))
+        bench_attention.main(parse(bench_attention, flags))
+    assert "sdpa is left out: its gradients are off by 1.0e-01 of their norm" in capsys.readouterr().out
+
+
+def test_bench_attention_counts_what_is_seen_by_hand():
+    """Prefixes of 9 and 4 tokens, 3 rows of 5 each: a row sees 10 + .. + 14 = 60 and 5 + .. + 9 = 35 keys; in a window
+    of 6 before each 5 x 7 = 35 and 5 + 6 + 7 + 7 + 7 = 32. The newest tokens of 2 x 3 rows read 6 x 5 own keys, and 9
+    and 4 of the prefixes; in the window 2 of each prefix."""
+    args = parse(bench_attention, ["--prefix-len", "9", "--completion-len", "5", "--rows", "3", "--head-dim", "8"])
+    for window, pairs, tokens in ((14, 3 * 95, 6 * 5 + 13), (6, 3 * 67, 6 * 5 + 4)):
+        args.window = window
+        assert bench_attention.seen_pairs(args) == pairs
+        assert bench_attention.decoding_actions(args, CPU)[1] == 2 * tokens * 2 * 8 * 4
+
+
 def test_bench_kernels_compares_with_naive(capsys):
     result = run(bench_kernels, ["--device-type", "cpu", "--rows", "40", "--n-embd", "16", "--vocab-size", "70",
                                  "--rounds", "1", "--providers", "ours,naive"], capsys)["results"]
@@ -87,6 +112,7 @@ def test_a_provider_with_wrong_gradients_is_left_out(monkeypatch, capsys):
 @pytest.mark.parametrize("script, flags, words", [
     (bench_step, ["--n-head", "5"], "--n-head 5"), (bench_step, ["--steps", "0"], "--steps 0"),
     (bench_engine, ["--rows", "7", "--num-samples", "2"], "--rows 7"),
+    (bench_attention, ["--providers", "ours,theirs"], "theirs"), (bench_attention, ["--n-head", "3"], "--n-head 3"),
     (bench_kernels, ["--providers", "ours,theirs"], "theirs"), (bench_kernels, ["--rows", "0"], "--rows 0")])
 def test_what_cannot_work_is_refused_in_one_line(script, flags, words, capsys):
     with pytest.raises(SystemExit) as stop:

@@ -289,8 +289,8 @@ def gradients_of(grad, q, k, v, prefix_k, prefix_v, prefix_lengths, out, lse, wi
                   for _ in range(2))
         if length:
             key_gradients[(programs * num * parts,)](
-                q, keys, values, prefix_lengths, grad, lse, delta, dk, dv, length, T, R, Hkv, window, num, parts,
-                Tk - T, scale, slope, GROUP=group, D=D, OF_PREFIX=of_prefix, **of_keys)
+                q, keys, values, prefix_lengths if of_prefix else None, grad, lse, delta, dk, dv, length, T, R, Hkv,
+                window, num, parts, Tk - T, scale, slope, GROUP=group, D=D, OF_PREFIX=of_prefix, **of_keys)
         grads += [None if x is None else x[0] if parts == 1 else x.sum(dim=0).to(q.dtype) for x in (dk, dv)]
     return grads
 

@@ -141,6 +141,11 @@ def keys_of_block(D: int, dtype: torch.dtype) -> int:
     return 64 if dtype != torch.float32 and D <= 128 else 32
 
 
+def warps_of(dtype: torch.dtype) -> int:
+    """Of a program. fp32 has no matrix instructions: its products hold more in registers."""
+    return 8 if dtype == torch.float32 else 4
+
+
 def decode_attention(q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, window: int,
                      splits: int | None = None):
     """Attention of one query per row, the newest of its tokens.
@@ -168,7 +173,7 @@ def decode_attention(q, k, v, places, lengths, prefix_k, prefix_v, prefix_length
     decode_rows[(n * Hkv, splits)](q, k, v, places, lengths, prefix_k, prefix_v, prefix_lengths, slots, out, partial,
                                    partial_lse, *strides, window, D ** -0.5 * LOG2_E, splits, Hkv=Hkv, GROUP=group,
                                    D=D, SPLIT=splits > 1, BLOCK_G=max(16, power_of_two(group)), BLOCK_D=BLOCK_D,
-                                   BLOCK=keys_of_block(D, k.dtype), num_warps=4, num_stages=3)
+                                   BLOCK=keys_of_block(D, k.dtype), num_warps=warps_of(k.dtype), num_stages=3)
     if splits > 1:
         join_splits[(n * Hkv * group,)](partial, partial_lse, out, splits, n * Hkv * group, D=D,
                                         BLOCK_D=BLOCK_D, num_warps=1)
