@@ -32,7 +32,11 @@ BIG = "--shape qwen2.5-math-1.5b --dtype bfloat16"
 STEP = "--examples-per-step 16 --num-samples 8 --prompt-len 256 --completion-len 512 --steps 2"
 SMALL = "--device-type cpu --vocab-size 512 --depth 2 --n-embd 64 --n-head 2"
 TINY_STEP = "--examples-per-step 4 --num-samples 2 --prompt-len 16 --completion-len 16 --verification-len 8 --steps 1"
-TINY_MODEL = "--task chain --model-tag tiny --num-steps 2 --warmup-steps 1 --eval-examples 20 --save-every 2 --shard"
+RL = "--task chain --model-tag tiny --num-steps 2 --warmup-steps 1 --eval-examples 20 --save-every 2"
+ATTENTION = [*(f"results.{name}.{figure}" for name in ("ours", "sdpa", "flex")
+               for figure in ("seconds", "useful_tflop_per_s", "peak_bytes")),
+             "results.decode: ours.gb_per_s", "results.decode: ours.percent_of_copy"]
+REFILL = "--depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 32768 --dtype bfloat16 --rows 1024"
 
 # stage: seconds that it may take, its command at full size and as a rehearsal, the figures of its last line (JSON)
 STAGES = {
@@ -53,11 +57,21 @@ STAGES = {
                         "--recompute",
                    f"python -m scripts.bench_step {SMALL} {TINY_STEP} --role generator",
                    ["s_per_step", "gen_s", "verify_s", "update_s", "floor_s", "peak_mem_mb", "planned_mem_mb"]),
+    "refill": (120, f"python -m scripts.bench_engine {REFILL} --max-rows 256 --num-samples 8 --prompt-len 256 "
+                    "--mean-len 128 --completion-len 512 --rounds 1",
+               f"python -m scripts.bench_engine {SMALL} --rows 32 --max-rows 8 --num-samples 2 --prompt-len 16 "
+               "--mean-len 4 --completion-len 16 --rounds 1",
+               ["results.ours.decode_tok_per_s", "results.ours.percent_of_bound"]),
+    "attention": (120, "python -m scripts.bench_attention --dtype bfloat16 --units 4 --rows 8 --n-head 12 --n-kv-head 2 "
+                       "--head-dim 128 --prefix-len 1024 --completion-len 512 --decode-units 32 --rounds 3",
+                  "python -m scripts.bench_attention --device-type cpu --rounds 1 --providers ours,sdpa,plain",
+                  ATTENTION),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
                  "SCALE=tiny NPROC=1 bash runs/speedrun.sh", None),
-    "sharded": (150, f"torchrun --standalone --nproc_per_node=gpu scripts/tango_rl.py -- --run sharded {TINY_MODEL}",
-                f"torchrun --standalone --nproc_per_node=1 scripts/tango_rl.py -- --run sharded --device-type cpu "
-                f"{TINY_MODEL}", None),
+    "ranks": (150, "torchrun --standalone --nproc_per_node=gpu scripts/tango_rl.py -- --run ranks "
+                   f"{RL} $([ $(nvidia-smi -L | wc -l) = 1 ] || echo --shard)",
+              f"torchrun --standalone --nproc_per_node=2 scripts/tango_rl.py -- --run ranks --device-type cpu {RL} "
+              "--shard", None),
 }
 
 
@@ -143,7 +157,7 @@ def main() -> int:
     until, failed = time.perf_counter() + 60 * args.minutes, []
     for name in chosen:
         limit, full, tiny, figures = STAGES[name]
-        log = os.path.join(args.out, f"{name.replace(' ', '_')}.log")
+        log = os.path.join(args.out, f"{name}.log")
         left = until - time.perf_counter()
         problem, seconds = (run_stage(full if args.scale == "full" else tiny, min(limit, left), log, env) if left > 1
                             else ("no time left", 0.0))

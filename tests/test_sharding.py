@@ -54,9 +54,9 @@ def random_state(name: str) -> dict:
     return model.state_dict()
 
 
-def make_role(name: str, sharded: bool) -> Role:
+def make_role(name: str, sharded: bool, device: str = "cpu") -> Role:
     kind, config = MODELS[name]
-    model = allocate(kind, config, torch.float64, "cpu", torch.float64, sharded)
+    model = allocate(kind, config, torch.float64, device, torch.float64, sharded)
     fill(model, random_state(name))
     refresh(model)
     if kind is Decoder:
@@ -81,12 +81,15 @@ def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
     return rollouts, advantages[rows]
 
 
-def take_steps(name: str, rank: int, world: int, num_steps: int = 2,
-               role: Role | None = None) -> tuple[Role, list[dict]]:
+def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role | None = None,
+               device: str = "cpu") -> tuple[Role, list[dict]]:
     role = role or make_role(name, sharded=world > 1)
     metrics = []
     for _ in range(num_steps):
         rollouts, advantages = rollouts_of(rank, world)
+        for field in ("group_id", "tokens", "logprobs", "lengths", "stopped"):
+            setattr(rollouts, field, getattr(rollouts, field).to(device))
+        advantages = advantages.to(device)
         weights = token_weights(rollouts.lengths, "token", 9, all_reduce)
         batches = pack(rollouts, advantages, weights, 40, keep_idle=False)
         if world > 1:
@@ -94,8 +97,32 @@ def take_steps(name: str, rank: int, world: int, num_steps: int = 2,
             assert rank or len(batches) <= most
             batches = pad_batches(batches, most, "cpu")
         metrics.append(update(role, batches, LOSS, lr=1e-2, max_grad_norm=1.0, temperature=1.0,
-                              device=torch.device("cpu")))
+                              device=torch.device(device)))
     return role, metrics
+
+
+def check_one_sharded_rank_on_a_gpu(folder: str) -> None:
+    """NCCL and FSDP2 with one rank: the steps of a model that is not sharded."""
+    dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    for name in MODELS:
+        found = [take_steps(name, 0, 1, role=make_role(name, sharded, "cuda"), device="cuda")
+                 for sharded in (True, False)]
+        assert [is_sharded(role.model) for role, _ in found] == [True, False]
+        for ours, theirs in zip(*(metrics for _, metrics in found), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7), name
+        states = [whole_state(role.model) for role, _ in found]
+        for key, x in states[0].items():
+            torch.testing.assert_close(x, states[1][key], rtol=1e-6, atol=1e-8)
+    dist.destroy_process_group()
+    print("the same")
+
+
+@pytest.mark.gpu
+def test_one_sharded_rank_on_a_gpu_takes_the_same_steps(tmp_path):
+    code = f"import test_sharding; test_sharding.check_one_sharded_rank_on_a_gpu({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=os.path.dirname(__file__), capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join([ROOT, *sys.path]), "LOCAL_RANK": "0"})
+    assert done.returncode == 0 and done.stdout.endswith("the same\n"), done.stderr[-2000:]
 
 
 def save_steps(folder: str) -> None:
