@@ -62,8 +62,8 @@ STAGES = {
                f"python -m scripts.bench_engine {SMALL} --rows 32 --max-rows 8 --num-samples 2 --prompt-len 16 "
                "--mean-len 4 --completion-len 16 --rounds 1",
                ["results.ours.decode_tok_per_s", "results.ours.percent_of_bound"]),
-    "attention": (120, "python -m scripts.bench_attention --dtype bfloat16 --units 4 --rows 8 --n-head 12 --n-kv-head 2 "
-                       "--head-dim 128 --prefix-len 1024 --completion-len 512 --decode-units 32 --rounds 3",
+    "attention": (120, "python -m scripts.bench_attention --dtype bfloat16 --units 4 --rows 8 --n-head 12 "
+                       "--n-kv-head 2 --head-dim 128 --prefix-len 1024 --completion-len 512 --decode-units 32 --rounds 3",
                   "python -m scripts.bench_attention --device-type cpu --rounds 1 --providers ours,sdpa,plain",
                   ATTENTION),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
@@ -157,7 +157,7 @@ def main() -> int:
     until, failed = time.perf_counter() + 60 * args.minutes, []
     for name in chosen:
         limit, full, tiny, figures = STAGES[name]
-        log = os.path.join(args.out, f"{name}.log")
+        log = os.path.join(args.out, f"{name.replace(' ', '_')}.log")
         left = until - time.perf_counter()
         problem, seconds = (run_stage(full if args.scale == "full" else tiny, min(limit, left), log, env) if left > 1
                             else ("no time left", 0.0))
