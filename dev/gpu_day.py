@@ -63,7 +63,8 @@ STAGES = {
                "--mean-len 4 --completion-len 16 --rounds 1",
                ["results.ours.decode_tok_per_s", "results.ours.percent_of_bound"]),
     "attention": (120, "python -m scripts.bench_attention --dtype bfloat16 --units 4 --rows 8 --n-head 12 "
-                       "--n-kv-head 2 --head-dim 128 --prefix-len 1024 --completion-len 512 --decode-units 32 --rounds 3",
+                       "--n-kv-head 2 --head-dim 128 --prefix-len 1024 --completion-len 512 --decode-units 32 "
+                       "--rounds 3",
                   "python -m scripts.bench_attention --device-type cpu --rounds 1 --providers ours,sdpa,plain",
                   ATTENTION),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",

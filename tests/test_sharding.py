@@ -87,7 +87,7 @@ def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role 
     metrics = []
     for _ in range(num_steps):
         rollouts, advantages = rollouts_of(rank, world)
-        for field in ("group_id", "tokens", "logprobs", "lengths", "stopped"):
+        for field in ("group_id", "tokens", "sampler_logprobs", "lengths", "stopped"):
             setattr(rollouts, field, getattr(rollouts, field).to(device))
         advantages = advantages.to(device)
         weights = token_weights(rollouts.lengths, "token", 9, all_reduce)
