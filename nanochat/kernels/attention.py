@@ -324,11 +324,12 @@ def register_operator() -> None:
     torch.compiler.assume_constant_result(takes_attention)  # marks it
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return forward_of(q, k, v, None, None, None, window)
+        return forward_of(q.contiguous(), k.contiguous(), v.contiguous(), None, None, None, window)
 
     def gradients(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
                   lse: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return tuple(gradients_of(grad.contiguous(), q, k, v, None, None, None, out, lse, window)[:3])
+        grad, q, k, v, out, lse = (x.contiguous() for x in (grad, q, k, v, out, lse))
+        return tuple(gradients_of(grad, q, k, v, None, None, None, out, lse, window)[:3])
 
     def shapes(q, k, v, window):
         U, Hkv, R, group, T, D = q.shape
@@ -341,7 +342,7 @@ def register_operator() -> None:
     forward = torch.library.custom_op("nanochat::attention", forward, mutates_args=())
     gradients = torch.library.custom_op("nanochat::attention_gradients", gradients, mutates_args=())
     forward.register_fake(shapes)
-    gradients.register_fake(lambda grad, q, k, v, out, lse, window: tuple(map(torch.empty_like, (q, k, v))))
+    gradients.register_fake(lambda grad, q, k, v, out, lse, window: tuple(x.new_empty(x.shape) for x in (q, k, v)))
     forward.register_autograd(lambda ctx, grad, _: (*gradients(grad, *ctx.saved_tensors, ctx.window), None),
                               setup_context=save)
     OPERATOR.append(forward)
@@ -357,5 +358,5 @@ def attention(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
     it. -> (U, Hkv, R, group, T, D) of q's dtype, in memory (U, R, T, Hkv, group, D). Scores are scaled by 1/sqrt(D).
     """
     if torch.compiler.is_compiling() and prefix_k is None:
-        return OPERATOR[0](q.contiguous(), k.contiguous(), v.contiguous(), window)[0].permute(0, 3, 1, 4, 2, 5)
+        return OPERATOR[0](q, k, v, window)[0].permute(0, 3, 1, 4, 2, 5)
     return run(_Attention, q, k, v, prefix_k, prefix_v, prefix_lengths, window)
