@@ -104,7 +104,7 @@ class Attention(nn.Module):
             gate = 3 * torch.sigmoid(self.ve_gate(x[..., :VALUE_CHANNELS]))     # (B, T, Hkv)
         return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head)
 
-    def mix(self, q, k, v, mask, cache, prefix, ends):
+    def read(self, q, k, v, mask, cache, prefix, ends):
         """What attention reads for each token, or for each row's last one alone (ends), before the output projection.
         -> (B, T or 1, C)"""
         parts = [(k, v)] if cache is None else cache.append(self.layer, k, v)
@@ -140,10 +140,11 @@ class Block(nn.Module):
             x, *heads = before_attention(x, x0, *lambdas, attn.c_q.weight, attn.c_k.weight, attn.c_v.weight,
                                          None if value_embedding is None else attn.ve_gate.weight, value_embedding,
                                          cos_sin, QK_SCALE, units)
-            y = attn.mix(*heads, mask, cache, prefix, ends)
-            return behind_attention(at(x, ends, kept), at(y, None, kept), attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight)
+            y = attn.read(*heads, mask, cache, prefix, ends)
+            return behind_attention(at(x, ends, kept), at(y, None, kept), attn.c_proj.weight, mlp.c_fc.weight,
+                                    mlp.c_proj.weight)
         x = mix(x, x0, *lambdas)
-        y = attn.mix(*attn.heads(norm(x), value_embedding, cos_sin, units), mask, cache, prefix, ends)
+        y = attn.read(*attn.heads(norm(x), value_embedding, cos_sin, units), mask, cache, prefix, ends)
         x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
         return x + mlp(normed)
 
