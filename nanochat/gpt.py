@@ -130,7 +130,7 @@ class Attention(nn.Module):
             gate = value_gate(x, self.ve_gate.weight.to(x.dtype))               # (B, T, Hkv)
         return split_heads(qkv, cos_sin, gate, value_embedding, QK_SCALE, units, self.n_head, self.n_kv_head)
 
-    def mix(self, q, k, v, mask, cache, prefix, ends):
+    def read(self, q, k, v, mask, cache, prefix, ends):
         """What attention reads for each token, or for each row's last one alone (ends), before the output projection.
         -> (B, T or 1, C)"""
         shared = () if prefix is None else (prefix.k[self.layer].squeeze(2), prefix.v[self.layer].squeeze(2))
@@ -168,11 +168,11 @@ class Block(nn.Module):
             x, *heads = before_attention(x, x0, *lambdas, attn.c_q.weight, attn.c_k.weight, attn.c_v.weight,
                                          None if value_embedding is None else attn.ve_gate.weight, value_embedding,
                                          cos_sin, QK_SCALE, units)
-            y = attn.mix(*heads, mask, cache, prefix, ends)
+            y = attn.read(*heads, mask, cache, prefix, ends)
             return behind_attention(at(x, ends, kept), at(y, None, kept), attn.c_proj.weight, mlp.c_fc.weight,
                                     mlp.c_proj.weight), None
         x, normed = mix_norm(x, delta, x0, *lambdas)
-        y = attn.mix(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
+        y = attn.read(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
         x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
         return x, mlp(normed)
 

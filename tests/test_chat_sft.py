@@ -218,6 +218,20 @@ def test_packed_rows_are_whole_contexts_and_learn(base, monkeypatch):
     assert records[-1]["loss"] < records[0]["loss"]
 
 
+def test_micro_batches_change_no_result(base, monkeypatch):
+    shapes, loss = [], chat_sft.supervised_loss
+    monkeypatch.setattr(chat_sft, "supervised_loss",
+                        lambda model, ids, *rest: shapes.append(tuple(ids.shape)) or loss(model, ids, *rest))
+    for tag, cost in (("a", 2 ** 20), ("b", 0)):
+        monkeypatch.setattr(chat_sft, "TOKENS_PER_BATCH", {"cpu": cost})
+        train("--model-tag", tag, "--num-steps", "3")
+        assert len(shapes) > 3 if tag == "b" else len(shapes) == 3
+        shapes.clear()
+    for a, b in zip(metrics_of(base, "a"), metrics_of(base, "b"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+
+
 def test_it_starts_from_a_base_model(base):
     model = GPT(GPTConfig(96, 265, 2, 2, 2, 32, "L"))
     model.init_weights(torch.Generator().manual_seed(1))

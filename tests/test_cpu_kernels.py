@@ -321,6 +321,18 @@ def test_last_only_gives_the_last_tokens_of_the_whole(dtype, tolerance, n_layer,
     assert (again - results[0][0]).abs().max() <= tolerance
 
 
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-5)])
+@pytest.mark.parametrize("n_layer, n_kv_head, pattern", [(1, 4, "L"), (2, 2, "SL"), (3, 4, "L")])
+def test_kept_gives_some_tokens_of_the_whole(dtype, tolerance, n_layer, n_kv_head, pattern):
+    model, kept, results = model_of(n_layer, n_kv_head, pattern, dtype), torch.tensor([3, 139, 140, 300, 3]), []
+    for hidden in (model.trunk(IDS).flatten(0, 1)[kept], model.trunk(IDS, kept=kept)):
+        assert hidden.shape == (5, 128)
+        grads = torch.autograd.grad(hidden.sin().sum(), list(model.parameters()), materialize_grads=True)
+        results.append([hidden.detach(), *grads])
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() <= tolerance * max(1, a.abs().max())
+
+
 def test_joined_projections_go_when_sampling_ends(monkeypatch):
     model = model_of()
     with pytest.raises(KeyError), model.joined_projections():

@@ -4,8 +4,10 @@ named.
 
     python -m pytest tests/test_dataloader.py -q
 """
+import itertools
 import json
 import os
+import random
 import shutil
 from itertools import islice
 
@@ -14,7 +16,7 @@ import torch
 
 from nanochat import dataloader
 from nanochat.common import BadInput
-from nanochat.dataloader import Documents, PackedBatches, Shelf, find_files, pack_whole, shuffled
+from nanochat.dataloader import Documents, PackedBatches, Shelf, find_files, length_batches, pack_whole, shuffled
 from nanochat.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.train(iter([]), 265)
@@ -266,6 +268,31 @@ def test_pack_whole_keeps_examples_whole_and_pads_untrained():
     rows = pack_whole(examples, 10, 0)
     assert [ids for ids, _ in rows] == [[4] * 10, [2] * 7 + [3] * 3, [1] * 4 + [5] * 2 + [0] * 4]
     assert [mask for _, mask in rows] == [[0] + [1] * 9, [0] + [1] * 6 + [0, 1, 1], [0, 1, 1, 1, 0, 1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("cost", [0, 3, 20, 2 ** 20])
+def test_micro_batches_cost_least(cost):
+    """Against all ways to cut eight examples: padded tokens, and `cost` for each micro-batch."""
+    draw = random.Random(cost)
+    for _ in range(5):
+        examples = [([i] * draw.randint(1, 12), i) for i in range(8)]
+        batches = length_batches(examples, 30, cost)
+        assert sorted(i for batch in batches for _, i in batch) == list(range(8))
+        lengths = sorted(len(ids) for ids, _ in examples)
+        assert [len(ids) for batch in batches for ids, _ in batch] == lengths
+        costs = []
+        for cuts in itertools.product([False, True], repeat=7):
+            edges = [0, *(i for i, cut in enumerate(cuts, 1) if cut), 8]
+            sizes = [(b - a) * lengths[b - 1] for a, b in itertools.pairwise(edges)]
+            if max(sizes) <= 30:
+                costs.append(sum(sizes) + cost * len(sizes))
+        assert sum(len(batch) * len(batch[-1][0]) + cost for batch in batches) == min(costs)
+
+
+def test_a_micro_batch_may_be_one_example_that_is_too_long():
+    examples = [([0] * n, n) for n in (40, 5, 40, 6)]
+    assert [[n for _, n in batch] for batch in length_batches(examples, 30)] == [[5, 6], [40], [40]]
+    assert length_batches([], 30) == []
 
 
 def test_shuffled_passes_over_all_rows_each_epoch_in_another_order():

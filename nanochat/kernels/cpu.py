@@ -1,11 +1,11 @@
 """
-The CPU kernels of cpu_attention.c, cpu_block.c, cpu_layer.c and cpu_loss.c: compiled by the machine's C compiler when
-first needed, called by address.
+The CPU kernels of the C files in this folder: compiled by the machine's C compiler when first needed, called by
+address.
 
-Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py, decode_cache.py, engine.py and
-linear_policy_loss.py, and serve where there is no compiler, for other dtypes and devices, and under
-NANOCHAT_CPU_KERNELS=0. The compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name
-made of all that went into it; where that folder is not ours alone, each process compiles for itself.
+Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py, decode_cache.py, linear_*.py
+and engine.py, and serve where there is no compiler, for other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The
+compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name made of all that went into it;
+where that folder is not ours alone, each process compiles for itself.
 """
 import ctypes
 import functools
@@ -21,7 +21,7 @@ import tempfile
 import torch
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-SOURCES = [os.path.join(FOLDER, name) for name in ("cpu_attention.c", "cpu_block.c", "cpu_layer.c", "cpu_loss.c")]
+SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c") for name in ("attention", "block", "layer", "loss")]
 HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
@@ -32,9 +32,11 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
     "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,
     "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
-    "before_forward": POINTERS(1) + LONG * 2 + POINTERS(18), "before_backward": POINTERS(1) + LONG * 2 + POINTERS(27),
+    "before_forward": POINTERS(1) + LONG * 2 + POINTERS(18),
+    "before_backward": POINTERS(1) + LONG * 2 + POINTERS(27),
     "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(13) + LONG * 3,
-    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + POINTERS(3), "transpose_matrix": POINTERS(2) + LONG * 2,
+    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + POINTERS(3),
+    "transpose_matrix": POINTERS(2) + LONG * 2,
 }
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 

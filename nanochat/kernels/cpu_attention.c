@@ -1,4 +1,4 @@
-/* Attention on CPU in fp32; D is a multiple of 16.
+/* Attention on CPU in fp32; D is a multiple of 32.
  *
  * Called from attention.py and decode_cache.py, where its PyTorch twins are and the shapes get their names.
  * "Strides" count floats. The order of sums does not depend on the number of threads.
@@ -186,19 +186,16 @@ void attend_backward(const Attention *s, const float *y, const float *lse, const
     }
 }
 
-/* The sums of 16 vectors, as one vector: pairs are folded into one, four times over. */
+/* The sums of L vectors, as one vector: pairs are folded into one, again and again. */
 static inline __attribute__((always_inline)) vec sums(vec x[L])
 {
-    for (int i = 0; i < 8; i++)
-        x[i] = EVEN(x[2 * i], x[2 * i + 1]) + ODD(x[2 * i], x[2 * i + 1]);
-    for (int i = 0; i < 4; i++)
-        x[i] = EVEN(x[2 * i], x[2 * i + 1]) + ODD(x[2 * i], x[2 * i + 1]);
-    for (int i = 0; i < 2; i++)
-        x[i] = EVEN(x[2 * i], x[2 * i + 1]) + ODD(x[2 * i], x[2 * i + 1]);
-    return EVEN(x[0], x[1]) + ODD(x[0], x[1]);
+    for (int n = L / 2; n; n /= 2)
+        for (int i = 0; i < n; i++)
+            x[i] = EVEN(x[2 * i], x[2 * i + 1]) + ODD(x[2 * i], x[2 * i + 1]);
+    return x[0];
 }
 
-/* out[j] = q . k_j for n keys, and -inf up to a multiple of 16. */
+/* out[j] = q . k_j for n keys, and -inf up to a multiple of L. */
 static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q,
                                                           const float *k, long stride, long n,
                                                           const float *soon, const float *later)

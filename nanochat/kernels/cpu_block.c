@@ -3,7 +3,7 @@
 #include "cpu.h"
 #include "cpu_heads.h"
 
-/* y = x / rms(x) per row of C floats, C a multiple of 16; inverse (rows): 1 / rms.
+/* y = x / rms(x) per row of C floats, C a multiple of 32; inverse (rows): 1 / rms.
  * With delta, x is first replaced by x + delta, which goes to `added`. */
 void norm_forward(const float *x, const float *delta, float *added, float *y, float *inverse,
                   long rows, long C, float epsilon, long threads)
@@ -42,7 +42,7 @@ void norm_backward(const float *grad, const float *also_grad, const float *y, co
     }
 }
 
-/* y = a x + b x0 of n floats, n a multiple of 16. */
+/* y = a x + b x0 of n floats, n a multiple of 32. */
 void mix_forward(const float *x, const float *x0, const float *a, const float *b, float *y, long n, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -70,7 +70,7 @@ void mix_backward(const float *grad, const float *x, const float *x0, const floa
     }
 }
 
-/* y = max(x, 0)^2 of n floats, n a multiple of 16; backward: grad_x = 2 max(x, 0) grad. */
+/* y = max(x, 0)^2 of n floats, n a multiple of 32; backward: grad_x = 2 max(x, 0) grad. */
 void relu_squared_forward(const float *x, float *y, long n, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -157,7 +157,7 @@ void draw(const float *logits, long stride, long rows, long V, const double *noi
     }
 }
 
-/* out (C, rows) = x^T, x (rows, C); C is a multiple of 16. */
+/* out (C, rows) = x^T, x (rows, C); C is a multiple of 32. */
 void transpose_matrix(const float *x, float *out, long rows, long C, long threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)

@@ -59,7 +59,7 @@ static inline void split_row(const Heads *s, long n, const float *row, const flo
     }
 }
 
-/* The gradients of the row, of its gates (Hkv) and of its embedding, from those of q, k and v, which lie as these do. */
+/* The gradients of the row, of its gates (Hkv) and of its embedding, from those of q, k and v, which lie like these. */
 static inline void split_row_back(const Heads *s, long n, const float *grad_q, const float *grad_k,
                                   const float *grad_v, const float *q, const float *k, const float *factors,
                                   const float *cosine, const float *sine, const float *gate, const float *embedding,

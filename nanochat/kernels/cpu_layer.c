@@ -90,7 +90,7 @@ void before_forward(const Heads *s, long C, long channels, const float *x, const
 }
 
 /* The gradients, from those of mixed, q, k and v. sums (N / 64, rounded up; 2): of ROWS tokens each, they make those of
- * a and b. grad_weights (threads, (Hq + 2 Hkv) D, C) or NULL, and grad_gate (threads, Hkv, channels) must be 0 before. */
+ * a and b. grad_weights (threads, (Hq + 2 Hkv) D, C) or NULL, and grad_gate (threads, Hkv, channels): 0 before. */
 void before_backward(const Heads *s, long C, long channels, const float *x, const float *x0, const float *a,
                      const float *b, const float *w_q, const float *w_k, const float *w_v, const float *w_gate,
                      const float *embedding, const float *cosine, const float *sine, const float *mixed,

@@ -1,5 +1,5 @@
 /* Policy losses on CPU in fp32: per row of logits its statistics, its token's loss, and the gradient in place of the
- * logits. Called from linear_policy_loss.py and linear_logprob.py, where the same is there for CUDA and as PyTorch operations.
+ * logits. Called from linear_policy_loss.py and linear_logprob.py, where the same is there for CUDA and in PyTorch.
  */
 #include <string.h>
 
@@ -54,8 +54,8 @@ static float kl_term(const Loss *s, float logprob, float ref, float *slope)
 }
 
 /* Raw logits z (rows, V), rows `stride` apart -> losses, logprobs and entropies (rows) and, with a gradient, dL/dz in
- * place of z. targets, advantages, weights, old and ref logprobs (rows); old NULL: the current ones; ref NULL: no KL; weights NULL:
- * no loss.
+ * place of z. targets, advantages, weights, old and ref logprobs (rows); old NULL: the current ones; ref NULL: no KL;
+ * weights NULL: no loss.
  *
  * With a softcap S and a temperature T the logit u is S tanh(z / S) / T + S / T = c / (1 + e^(-2 z / S)), c = 2 S / T,
  * whose derivative is 2 u (c - u) / (c S). */

@@ -1,6 +1,8 @@
 /* Products of matrices on CPU in fp32, for operands that lie in the caches. */
 #include "cpu.h"
 
+#define TILE (L == 16 ? 8 : 6) /* rows of a tile, whose vectors fill the registers */
+
 /* A tile of a product: `rows` x `vecs` vectors of c, plus or equal to a @ b over k; a is read at a[i * ra + p * ca]. */
 static inline __attribute__((always_inline)) void tile(const int rows, const int vecs, float *c, long ldc,
                                                        const float *a, const long ra, const long ca,
@@ -29,15 +31,15 @@ static inline __attribute__((always_inline)) void columns(const int vecs, float 
                                                           const float *b, long ldb, long m, long k, int add)
 {
     long i = 0;
-    for (; i + 8 <= m; i += 8)
-        tile(8, vecs, c + i * ldc, ldc, a + i * ra, ra, ca, b, ldb, k, add);
+    for (; i + TILE <= m; i += TILE)
+        tile(TILE, vecs, c + i * ldc, ldc, a + i * ra, ra, ca, b, ldb, k, add);
     for (; i + 2 <= m; i += 2)
         tile(2, vecs, c + i * ldc, ldc, a + i * ra, ra, ca, b, ldb, k, add);
     for (; i < m; i++)
         tile(1, vecs, c + i * ldc, ldc, a + i * ra, ra, ca, b, ldb, k, add);
 }
 
-/* c (m, n) = or += a (m, k) @ b (k, n), n a multiple of 16. */
+/* c (m, n) = or += a (m, k) @ b (k, n), n a multiple of L. */
 static void product(float *c, long ldc, const float *a, long lda, const float *b, long ldb,
                     long m, long n, long k, int add)
 {

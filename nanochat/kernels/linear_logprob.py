@@ -2,7 +2,8 @@
 Hidden states x LM head -> logprobs and entropy of target tokens, without the (N, V) logits.
 
 Logits are made by the BLAS, a chunk of rows at a time, and reduced at once: on CUDA by a Triton kernel with one program
-per row, on CPU in fp32 by a kernel in C, elsewhere by their PyTorch counterpart. R rows of a chunk, V vocabulary, C width.
+per row, on CPU in fp32 by a kernel in C, elsewhere by their PyTorch counterpart. R rows of a chunk, V vocabulary, C
+width.
 """
 import ctypes
 

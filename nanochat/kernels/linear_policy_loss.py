@@ -7,8 +7,8 @@ sweep of each row for logsumexp, entropy and logprob; the loss; a second sweep t
 place; two products for the gradients of hidden and weight.
 
 On CUDA one Triton kernel does both sweeps and the loss between them, so that nothing is launched per vector of tokens;
-on CPU in fp32 a kernel in C. Elsewhere, and for a loss that these do not know by name, it is PyTorch: autograd differentiates any loss, but
-only as a function of (R,) logprobs and entropies.
+on CPU in fp32 it is a kernel in C. Elsewhere, and for a loss that these do not know by name, it is PyTorch: autograd
+differentiates any loss, but only as a function of (R,) logprobs and entropies.
 """
 import torch
 
