@@ -168,7 +168,8 @@ def main(args) -> None:
                        "verification_len": 1, "steps": 1, "max_rows": 1, "num_roles": 1, "micro_batch_tokens": 0,
                        **MODEL_LEAST})
     check_most(args, {"examples_per_step": 10 ** 6, "num_samples": 10 ** 5, "prompt_len": 10 ** 6,
-                      "completion_len": 10 ** 6, "verification_len": 10 ** 6, "steps": 10 ** 6, **MODEL_MOST})
+                      "completion_len": 10 ** 6, "verification_len": 10 ** 6, "steps": 10 ** 6, "num_roles": 100,
+                      **MODEL_MOST})
     if args.num_roles > 1 and args.role != "plain":
         raise BadInput(f"--num-roles {args.num_roles}: with --role plain alone")
     if args.examples_per_step % rank_and_world()[1]:
