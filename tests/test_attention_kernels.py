@@ -76,11 +76,11 @@ def test_decoding_equals_the_definition(sizes, window):
     assert (decode_attention_plain(**case, window=window).cpu() - expected).abs().max() < 2e-6
 
 
-def test_decoding_in_half_precision_rounds_probabilities_and_the_result():
+def test_decoding_in_half_precision_is_exact_to_rounding():
     # Weights of a mean are off by half a unit in the last place, 2^-11, each, and so is the result.
     case = decode_case(dtype=torch.float16, D=64, group=6)
     expected, out = decode_by_loop(**case, window=FULL), decode_attention(**case, window=FULL)
-    assert out.dtype == torch.float16 and 1e-6 < (out.cpu() - expected).abs().max() < 2 ** -10
+    assert out.dtype == torch.float16 and (out.cpu() - expected).abs().max() < 2 ** -10
 
 
 def test_what_is_not_filled_is_never_read():
@@ -168,12 +168,12 @@ def test_training_equals_the_explicit_products(sizes, windows):
         assert_is_explicit(inputs, lengths, window)
 
 
-def test_half_precision_rounds_factors_of_products_and_results():
+def test_training_in_half_precision_is_exact_to_rounding():
     """In blocks of another size than fp32's. What is summed are numbers of about 1 with errors of 2^-11 each."""
     inputs, lengths = training_case(T=150, Tp=140, U=1, D=64, dtype=torch.float16)
     (y, grads), (exact, exact_inputs) = assert_is_explicit(inputs, lengths, 130, 0.02), explicit(inputs, lengths, 130)
     for a, e in zip((y, *grads), (exact, *gradients_of(exact, exact_inputs)), strict=True):
-        assert 1e-5 < (a - e).norm() / e.norm() < 1e-3
+        assert (a - e).norm() / e.norm() < 1e-3
 
 
 def test_padding_of_a_prefix_gets_no_gradient():
