@@ -66,7 +66,8 @@ def decode_by_loop(q, places, k, v, lengths, prefix_k, prefix_v, prefix_lengths,
 
 @pytest.mark.parametrize("window", [FULL, 20, 0])
 @pytest.mark.parametrize("sizes", [dict(), dict(group=1, D=64), dict(group=6, D=128, Hkv=1), dict(group=17, D=24),
-                                   dict(Tp=0), dict(capacity=1, Tp=5), dict(capacity=130, Tp=200)], ids=str)
+                                   dict(Tp=0), dict(capacity=1, Tp=5), dict(capacity=5, Tp=130), dict(capacity=130)],
+                         ids=str)
 def test_decoding_equals_the_definition(sizes, window):
     case = decode_case(**sizes)
     expected = decode_by_loop(**case, window=window)
@@ -81,6 +82,16 @@ def test_decoding_in_half_precision_is_exact_to_rounding():
     case = decode_case(dtype=torch.float16, D=64, group=6)
     expected, out = decode_by_loop(**case, window=FULL), decode_attention(**case, window=FULL)
     assert out.dtype == torch.float16 and (out.cpu() - expected).abs().max() < 2 ** -10
+
+
+def test_scores_far_apart_neither_overflow_nor_underflow():
+    """Scores of about +-1000 whose largest is in an early block of keys."""
+    case = decode_case(capacity=130)
+    case["q"] *= 1000
+    case["k"][:, :, 3], case["prefix_k"][:, :, 3] = case["q"][0, :, 0] / 1000, case["q"][0, :, 1] / 1000
+    expected = decode_by_loop(**case, window=FULL)
+    for splits in (1, 3):
+        assert (decode_attention(**case, window=FULL, splits=splits).cpu() - expected).abs().max() < 1e-3
 
 
 def test_what_is_not_filled_is_never_read():
