@@ -66,7 +66,8 @@ def decode_by_loop(q, places, k, v, lengths, prefix_k, prefix_v, prefix_lengths,
 
 @pytest.mark.parametrize("window", [FULL, 20, 0])
 @pytest.mark.parametrize("sizes", [dict(), dict(group=1, D=64), dict(group=6, D=128, Hkv=1), dict(group=17, D=24),
-                                   dict(Tp=0), dict(capacity=1, Tp=5), dict(capacity=130, Tp=200)], ids=str)
+                                   dict(Tp=0), dict(capacity=1, Tp=5), dict(capacity=5, Tp=130), dict(capacity=130)],
+                         ids=str)
 def test_decoding_equals_the_definition(sizes, window):
     case = decode_case(**sizes)
     expected = decode_by_loop(**case, window=window)
@@ -76,11 +77,21 @@ def test_decoding_equals_the_definition(sizes, window):
     assert (decode_attention_plain(**case, window=window).cpu() - expected).abs().max() < 2e-6
 
 
-def test_decoding_in_half_precision_rounds_probabilities_and_the_result():
+def test_decoding_in_half_precision_is_exact_to_rounding():
     # Weights of a mean are off by half a unit in the last place, 2^-11, each, and so is the result.
     case = decode_case(dtype=torch.float16, D=64, group=6)
     expected, out = decode_by_loop(**case, window=FULL), decode_attention(**case, window=FULL)
-    assert out.dtype == torch.float16 and 1e-6 < (out.cpu() - expected).abs().max() < 2 ** -10
+    assert out.dtype == torch.float16 and (out.cpu() - expected).abs().max() < 2 ** -10
+
+
+def test_scores_far_apart_neither_overflow_nor_underflow():
+    """Scores of about +-1000 whose largest is in an early block of keys."""
+    case = decode_case(capacity=130)
+    case["q"] *= 1000
+    case["k"][:, :, 3], case["prefix_k"][:, :, 3] = case["q"][0, :, 0] / 1000, case["q"][0, :, 1] / 1000
+    expected = decode_by_loop(**case, window=FULL)
+    for splits in (1, 3):
+        assert (decode_attention(**case, window=FULL, splits=splits).cpu() - expected).abs().max() < 1e-3
 
 
 def test_what_is_not_filled_is_never_read():
@@ -168,12 +179,12 @@ def test_training_equals_the_explicit_products(sizes, windows):
         assert_is_explicit(inputs, lengths, window)
 
 
-def test_half_precision_rounds_factors_of_products_and_results():
+def test_training_in_half_precision_is_exact_to_rounding():
     """In blocks of another size than fp32's. What is summed are numbers of about 1 with errors of 2^-11 each."""
     inputs, lengths = training_case(T=150, Tp=140, U=1, D=64, dtype=torch.float16)
     (y, grads), (exact, exact_inputs) = assert_is_explicit(inputs, lengths, 130, 0.02), explicit(inputs, lengths, 130)
     for a, e in zip((y, *grads), (exact, *gradients_of(exact, exact_inputs)), strict=True):
-        assert 1e-5 < (a - e).norm() / e.norm() < 1e-3
+        assert (a - e).norm() / e.norm() < 1e-3
 
 
 def test_padding_of_a_prefix_gets_no_gradient():
