@@ -80,6 +80,9 @@ def main(args) -> None:
                        "rounds": 1, **MODEL_LEAST})
     check_most(args, {"rows": 10 ** 6, "prompt_len": 10 ** 6, "completion_len": 10 ** 6, "rounds": 10 ** 6,
                       **MODEL_MOST})
+    if args.mean_len > args.vocab_size:
+        raise BadInput(f"--mean-len {args.mean_len}: at most --vocab-size {args.vocab_size}, as one token of so many "
+                       f"ends a completion")
     if args.rows % args.num_samples:
         raise BadInput(f"--rows {args.rows}: must be a multiple of --num-samples {args.num_samples}")
     device = init_device(args.device_type)
