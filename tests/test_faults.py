@@ -181,7 +181,7 @@ ROWS = {
     ],
     "batches that are over-long, empty, all cut or all equal": [
         "tests/test_engine.py::test_a_prompt_that_does_not_fit_is_refused_by_name",
-        "tests/test_engine.py::test_no_prompts_give_no_rows",
+        "tests/test_engine.py::test_no_rows",
         "tests/test_faults.py::test_texts_that_are_all_empty_or_all_cut_earn_nothing_and_the_run_goes_on",
         "tests/test_trainer.py::test_equal_rewards_give_no_gradient",
         "tests/test_dpo.py::test_without_a_pair_there_is_no_update",
