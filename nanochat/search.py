@@ -4,6 +4,7 @@ The search that a model may use while it samples: a look-up in what a task knows
 A model writes a query between the format's marks, `<c>`, and the sampler forces the information behind it, `(7)`.
 Marks are ordinary text, so that a token may hold a part of one, or one and more.
 """
+import functools
 from collections import Counter, deque
 from collections.abc import Callable
 
@@ -20,11 +21,15 @@ class Search:
 
     def __init__(self, tokenizer, fmt, find: Callable[[str], str], most: int = MOST_QUERIES):
         self.tokenizer, self.fmt, self.find, self.most = tokenizer, fmt, find, most
-        last = fmt.query_close.encode()[-1:]  # tokens behind which alone it begins to force others
-        self.triggers = [token for token in range(tokenizer.vocab_size) if last in tokenizer.token_bytes(token)]
         self.num_queries: Counter[int] = Counter()
         self.written: dict[int, bytes] = {}       # row -> what it wrote itself since its last information
         self.waiting: dict[int, deque[int]] = {}  # row -> forced tokens that it has yet to get
+
+    @functools.cached_property
+    def triggers(self) -> list[int]:
+        """Tokens behind which alone it begins to force others: those that may end the mark that closes a query."""
+        last = self.fmt.query_close.encode()[-1:]
+        return [token for token in range(self.tokenizer.vocab_size) if last in self.tokenizer.token_bytes(token)]
 
     def __call__(self, rows: list[int], tokens: list[int]) -> dict[int, int]:
         """The token that each of these rows must get next, for those that must. tokens: what each just got, sampled or
