@@ -19,6 +19,7 @@ from nanochat.flops import decode_floor, prefill_floor
 from nanochat.engine import CHECK_EVERY_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.kernels import cpu
 from nanochat.kernels.launch import round_up
 from nanochat.kernels.attention import takes_attention
 from nanochat.kernels.linear_logprob import rows_of_chunk
@@ -148,7 +149,7 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     logits = places * config.vocab_size * numbers
     # of a token in an MLP: inside; the residual stream and its norm at both ends, what attention added, a GPT's first x
     if isinstance(config, GPTConfig):
-        width = 2 * 4 * C + 6 * C
+        width = 4 * C + 6 * C if fuses(setting) else 2 * 4 * C + 6 * C
     else:  # gate, up, their product; on CPU gate's silu too
         width = (3 if setting.device_type == "cuda" else 4) * config.intermediate_size + 4 * C
     # New prompts fill at most all places with their rows.
@@ -160,6 +161,11 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     return cached + results + (logits + running if setting.device_type == "cuda" else max(logits, running)) + joined
 
 
+def fuses(setting: Setting) -> bool:
+    """Whether a GPT's layers run by the kernels of ops.before_attention and behind_attention."""
+    return setting.device_type == "cpu" and setting.dtype == torch.float32 and cpu.library() is not None
+
+
 def block_activations(config: Config, setting: Setting, seen: float) -> float:
     """Numbers that autograd keeps of one token in one block. seen: own and prefix tokens per completion token, which
     attention on CUDA without Triton repeats for each row and query head."""
@@ -168,6 +174,9 @@ def block_activations(config: Config, setting: Setting, seen: float) -> float:
     if setting.device_type == "cuda":
         lse = 4 / setting.dtype.itemsize * config.n_head  # fp32, of the kernel
         attention += 2 * seen * queries - 2 * keys if setting.repeats_keys else lse
+    if isinstance(config, GPTConfig) and fuses(setting):
+        # input, mixed, with attention added; input of relu^2; value embeddings
+        return attention - queries + 3 * C + 4 * C + 0.5 * keys
     if isinstance(config, GPTConfig):
         # mixing and norms; input of relu^2 and its output; value embeddings
         return attention + 3 * C + 2 * 4 * C + 1.5 * keys
