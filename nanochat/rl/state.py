@@ -4,6 +4,7 @@ The state of a co-training run, and its complete set of checkpoints.
 import copy
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -121,7 +122,7 @@ def save_set(run, state: RunState, roles: dict, args) -> None:
         run.writer.start(write, mark)
 
 
-def weights_to_save(role, keep: bool, to_host) -> dict[str, torch.Tensor]:
+def weights_to_save(role, keep: bool, to_host: Callable = torch.Tensor.cpu) -> dict[str, torch.Tensor]:
     """The whole state dict of a role (weights.whole_state). One that is not trained may have narrower weights than the
     checkpoint that it started from; where it still is that, its tensors are taken, so that nothing is lost."""
     state = whole_state(role.model, keep, to_host)
