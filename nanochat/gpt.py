@@ -318,7 +318,8 @@ class GPT(nn.Module):
         lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
         if cache is not None and not decoding:
             cache.length += T
-        for i in range(self.config.n_layer):
+        i = 0
+        while i < self.config.n_layer:  # no `for`: its iterator would be lost where torch 2.11 compiles a `send`
             resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
             embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
             if i == final and last_only and T > 1:
@@ -332,6 +333,7 @@ class GPT(nn.Module):
             if i == middle:
                 x, delta = x if delta is None else x + delta, None
                 backout = x
+            i += 1
         if backout.shape != x.shape:
             backout = at(backout, None if kept is not None else ends, kept)
         x = x if delta is None else x + delta

@@ -286,12 +286,14 @@ class Decoder(nn.Module):
         ends = None
         if cache is not None and not decoding:
             cache.length += T
-        for i in range(self.config.n_layer):
+        i = 0
+        while i < self.config.n_layer:  # no `for`: its iterator would be lost where torch 2.11 compiles a `send`
             if i == self.config.n_layer - 1 and last_only and T > 1:
                 # The last real token of each row; padding (PADDING_POSITION) stands behind it.
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
             x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends
+            i += 1
         yield self.model.norm(x if kept is None else x.flatten(0, 1).index_select(0, kept))
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
