@@ -81,9 +81,10 @@ def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
     turns, current = iter(turns), []
 
     def pick(logits, keys, position, temperature, top_k):
-        if int(position) == 0:
+        position = int(position[0])  # the same of all rows here
+        if position == 0:
             current[:] = next(turns)
-        return torch.full((len(logits),), current[int(position)]), torch.zeros(len(logits))
+        return torch.full((len(logits),), current[position]), torch.zeros(len(logits))
     monkeypatch.setattr(engine, "pick", pick)
 
 

@@ -102,7 +102,7 @@ def writing_words(t, monkeypatch):
     allowed[0, t.tokenizer.encode("<")] = 1.5
     allowed[2:, END] = torch.tensor([-3.0, 2.0])
     monkeypatch.setattr(engine, "pick", lambda logits, keys, place, *rest: pick(
-        0.1 * logits + allowed[min(3, int(place))], keys, place, *rest))
+        0.1 * logits + allowed[place.clamp(max=3)], keys, place, *rest))
     t.task.facts |= {"a": "1", "b": "2"}
     t.task.check = lambda problem, text: None if ";" in text else text[1:2] == "a"
     return t
