@@ -189,7 +189,7 @@ def test_no_gold_answer_enters_an_update_unless_it_is_asked_for(base):
             t = play_with(TEXTS, *flags)
             t.task.check = lambda problem, text, outcome=outcome: outcome
             update, = mae.play(t)
-            rewards[outcome, *flags] = [rollouts.columns["reward"] for rollouts, _ in update.parts]
+            rewards[(outcome, *flags)] = [rollouts.columns["reward"] for rollouts, _ in update.parts]
     assert rewards[True,] == rewards[False,] == rewards[None,]
     grounded = {outcome: rewards[outcome, "--judge-reward", "grounded"] for outcome in (True, False, None)}
     assert grounded[True][2] == [2, 1, 1, 2] and grounded[False][2] == [1, 2, 2, 1]
