@@ -6,7 +6,8 @@ A step (trunk, head, draw) is run on tensors that have shapes but no numbers (de
 tensors take. Counted are the ATen operations that it calls and the Triton kernels that it launches. Views and
 allocations launch nothing and are not counted. Others count once, so does RMSNorm; some launch more than one kernel (a
 scan, a matrix product that splits its sum): the true numbers are a little larger. A layer is half the difference
-between models of two and of four layers, since layers with and without value embeddings alternate.
+between models of two and of four layers, since layers with and without value embeddings alternate. Of attention
+without Triton only the writes into the cache are counted.
 
     python dev/count_launches.py
 """
@@ -18,15 +19,15 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import attention, engine, ops
-from nanochat.attention import KVCache
+from nanochat import decode_cache, engine, ops
+from nanochat.decode_cache import DecodeCache
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf import decoder
 from nanochat.hf.decoder import Decoder, DecoderConfig
-from nanochat.kernels import block, draw
+from nanochat.kernels import block, decode_attention, draw
 
 TRITON = [(block, name) for name in ("norm_rows", "elements", "gate_rows", "head_rows")] + [
-    (draw, name) for name in ("segment_statistics", "draw_rows")]
+    (draw, name) for name in ("segment_statistics", "draw_rows")] + [(decode_attention, "decode_rows")]
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "reshape"}
 
 
@@ -78,29 +79,26 @@ def launches_of_step(make, num_layers: int, fused: bool, rows: int = 256, units:
     launches = Launches()
     with torch.device("meta"), torch.inference_mode():
         model = make(num_layers).to(torch.bfloat16).requires_grad_(False)
-        Hkv, D, config = model.config.n_kv_head, model.config.head_dim, model.config
-        prefix, cache = KVCache(num_layers), KVCache(num_layers, capacity=256)
-        for kept, shape in ((prefix, (units, Hkv, 1, 100, D)), (cache, (units, Hkv, rows // units, 256, D))):
-            kept.k, kept.v = ([torch.zeros(shape, dtype=torch.bfloat16)] * num_layers for _ in range(2))
-            kept.last_embedding = torch.zeros(rows, 1, config.n_embd if make is gpt else 0, dtype=torch.bfloat16)
-        prefix.positions = torch.zeros(units, 100, dtype=torch.long)
-        prefix.length, cache.length, cache.column = 100, 1, torch.zeros(1, dtype=torch.long)
-        ids, step = torch.zeros(rows, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        if fused and hasattr(model, "join_weights"):
+            model.join_weights()
+        cache = DecodeCache(model.config, rows, units, rows // units, 100, 256, torch.bfloat16, torch.device("meta"))
+        cache.last_embedding = torch.zeros(rows, 1, model.config.n_embd if make is gpt else 0, dtype=torch.bfloat16)
+        ids, places = torch.zeros(rows, 1, dtype=torch.long), torch.zeros(rows, dtype=torch.long)
         with model.joined_projections(), contextlib.ExitStack() as stack:
             for patch in patches(launches, fused):
                 stack.enter_context(patch)
             with launches:
-                hidden = model.trunk(ids, positions=ids + 100, cache=cache, prefix=prefix)
+                hidden = model.trunk(ids, positions=cache.advance(places, places)[:, None], cache=cache)
                 launches.where = "draw: "
-                engine.pick_behind(model, hidden[:, 0], ids[:, 0], step, 1.0, 0)
+                engine.pick_behind(model, hidden[:, 0], ids[:, 0], places, 1.0, 0)
     return launches.counts
 
 
 def patches(launches: Launches, fused: bool):
     """What makes tensors without a device go CUDA's way, and marks what attention launches."""
-    def attend(*args):
+    def attend(*args, attend=DecodeCache.attend):
         launches.where = "attention: "
-        y = attention.attend(*args)
+        y = attend(*args)
         launches.where = ""
         return y
 
@@ -110,9 +108,10 @@ def patches(launches: Launches, fused: bool):
     yield mock.patch("torch.nn.functional.rms_norm", rms_norm)
     for module, name in TRITON:
         yield mock.patch.object(module, name, Launcher(name, launches))
-    for name in ("gpt", "hf.decoder"):
-        yield mock.patch(f"nanochat.{name}.attend", attend)
-    for module, name in ((ops, "takes_block"), (decoder, "takes_block"), (engine, "takes_triton")):
+    yield mock.patch.object(DecodeCache, "attend", attend)
+    yield mock.patch.object(decode_cache, "decode_attention_plain", lambda q, *args: torch.empty_like(q))
+    for module, name in ((ops, "takes_block"), (decoder, "takes_block"), (engine, "takes_triton"),
+                         (decode_cache, "takes_triton")):
         yield mock.patch.object(module, name, lambda x: fused)
 
 

@@ -358,5 +358,6 @@ def attention(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
     it. -> (U, Hkv, R, group, T, D) of q's dtype, in memory (U, R, T, Hkv, group, D). Scores are scaled by 1/sqrt(D).
     """
     if torch.compiler.is_compiling() and prefix_k is None:
-        return OPERATOR[0](q, k, v, window)[0].permute(0, 3, 1, 4, 2, 5)
+        operator, = OPERATOR
+        return operator(q, k, v, window)[0].permute(0, 3, 1, 4, 2, 5)
     return run(_Attention, q, k, v, prefix_k, prefix_v, prefix_lengths, window)
