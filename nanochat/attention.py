@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nanochat.kernels import cpu
 from nanochat.kernels.attention import attention, takes_attention
-from nanochat.ops import run
+from nanochat.ops import contiguous, run
 
 PADDING_POSITION = 1 << 30  # position of a padding column
 QUERIES = 64   # queries whose scores are computed together on CPU
@@ -219,17 +219,13 @@ def _like_each_other(k, v):
     return (k, v) if k.stride() == v.stride() and k.stride(-1) == 1 else (k.contiguous(), v.contiguous())
 
 
-def _contiguous(*tensors):
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
 class _AttendKernel(torch.autograd.Function):
     """As _Attend, for all queries. Holds the scores of a few at a time, and computes them again in the backward
     pass."""
 
     @staticmethod
     def forward(ctx, q, k, v, prefix_k, prefix_v, own_bias, prefix_bias):
-        q, (k, v), shared = _dense(q), _like_each_other(k, v), _contiguous(prefix_k, prefix_v, own_bias, prefix_bias)
+        q, (k, v), shared = _dense(q), _like_each_other(k, v), contiguous(prefix_k, prefix_v, own_bias, prefix_bias)
         y, lse = torch.empty_like(q), q.new_empty(q.shape[:5])
         cpu.call("attend_forward", ctypes.byref(_spec(q, k, v, *shared)), y, lse)
         ctx.save_for_backward(q, k, v, *shared, y, lse)

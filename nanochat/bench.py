@@ -32,7 +32,7 @@ MODEL_LEAST = {"vocab_size": 2, "depth": 1, "n_embd": 24, "n_head": 1, "n_kv_hea
 MODEL_MOST = {"vocab_size": 2 ** 24, "depth": 1000, "n_embd": 2 ** 17}
 
 
-def random_model(args, context: int, device) -> GPT:
+def random_model(args, context: int, device) -> GPT | Decoder:
     """A model of the flags' shape whose every weight acts: projections do not start at 0 as in training. Raises
     BadInput."""
     generator = torch.Generator(device).manual_seed(args.seed)

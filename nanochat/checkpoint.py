@@ -411,15 +411,16 @@ def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, sp
     old = {int(match[1]): os.path.join(folder, match[0]) for match in marks if match[2]}
     left: list[OSError] = []
 
-    def attempt(do, *paths: str) -> None:
+    def attempt(do, *paths: str) -> bool:
         try:
             do(*paths)
         except OSError as error:
             left.append(error)
+            return False
+        return True
 
     for step in sorted(step for step in whole if step <= newest)[:-keep]:
-        if step not in spared:
-            attempt(os.rename, whole[step], whole[step] + ".old")
+        if step not in spared and attempt(os.rename, whole[step], whole[step] + ".old"):
             old[step] = whole.pop(step) + ".old"
     for step, path in old.items():
         num_left, part = len(left), re.compile(rf"(model|meta|optim|train)_0*{step}(_rank\d+)?\.(pt|json)")

@@ -29,9 +29,8 @@ class DecodeCache:
     def __init__(self, config, places: int, slots: int, rows_per_slot: int, prompt_tokens: int, capacity: int,
                  dtype: torch.dtype, device):
         heads, D, layers = config.n_kv_head, config.head_dim, range(config.n_layer)
-        like = torch.empty(0, D, dtype=dtype, device=device)
-        self.by_kernel = device.type == "cpu" and dtype == torch.float32 and D % cpu.MULTIPLE == 0 and bool(
-            cpu.library())
+        like = torch.empty(1, D, dtype=dtype, device=device)
+        self.by_kernel = cpu.takes(like)
         self.transposed = self.by_kernel and rows_per_slot >= TRANSPOSED_FROM
         Tp = round_up(prompt_tokens, 16) if self.transposed else prompt_tokens
         # What is not filled yet is never read by kernels; without them it must be numbers.
@@ -39,8 +38,8 @@ class DecodeCache:
         self.k, self.v = ([make(places, heads, capacity, D) for _ in layers] for _ in range(2))
         self.prefix_k = [make(slots, heads, *((D, Tp) if self.transposed else (Tp, D))) for _ in layers]
         self.prefix_v = [make(slots, heads, Tp, D) for _ in layers]
-        whole = lambda n, value=0: torch.full((n,), value, dtype=torch.long, device=device)
-        self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places), whole(slots, 1)
+        whole = lambda n, value: torch.full((n,), value, dtype=torch.long, device=device)
+        self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places, 0), whole(slots, 1)
         self.places = self.last_embedding = self.prompt_embedding = None
 
     def put(self, slots: torch.Tensor, prompts: KVCache) -> None:

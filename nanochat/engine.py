@@ -173,7 +173,7 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
     # Prompts of like length sit down together, so that little is padding when they are run.
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p]), p))
-    seats = Seats([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], min(max_rows, N))
+    seats = Seats([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
     capacity = max(1, max_new_tokens - 1)  # the last token's keys are never read
     cache = DecodeCache(model.config, seats.num_places, seats.num_slots, num_samples, max(map(len, prompts)), capacity,
                         model.compute_dtype, device)

@@ -266,10 +266,10 @@ class GPT(nn.Module):
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
         PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
         rows each continue. cache: where keys and values are kept; a second forward into it goes on behind its columns.
-        A DecodeCache takes one token of each row in its places.
-        last_only: of prompts run into an empty cache, give the hidden states of the last tokens alone, for which alone
-        the last layer does more than keys and values. kept (M,) int64: the same for these places of the B * T, with or
-        without a cache. -> (B, T, C), (B, 1, C) or (M, C), in compute_dtype.
+        A DecodeCache takes one token of each row in its places. last_only: of prompts run into an empty cache, give the
+        hidden states of the last tokens alone, for which alone the last layer does more than keys and values.
+        kept (M,) int64: the same for these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or
+        (M, C), in compute_dtype.
         """
         return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
 

@@ -193,7 +193,7 @@ def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin
     mixed = mix(x, x0, a, b)
     normed, gate = norm(mixed), None
     if embedding is not None:
-        gate = 3 * torch.sigmoid(linear(normed[..., : gate_weight.shape[1]], gate_weight))  # (B, T, Hkv)
+        gate = value_gate(normed, gate_weight)  # (B, T, Hkv)
     qkv = linear(normed, torch.cat([w_q, w_k, w_v]))
     return mixed, *split_heads(qkv, cos_sin, gate, embedding, scale, units, heads, kv_heads)
 
@@ -340,7 +340,8 @@ class _SplitHeads(torch.autograd.Function):
         return grad_qkv, None, None, grad_gate, grad_embedding, None, None, None, None
 
 
-def _dense(*tensors):
+def contiguous(*tensors):
+    """Each tensor in one piece, None as it is."""
     return [None if x is None else x.contiguous() for x in tensors]
 
 
@@ -353,7 +354,7 @@ class _Before(torch.autograd.Function):
         heads, kv_heads = len(w_q) // D, len(w_k) // D
         shape = _Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
         channels = 0 if w_gate is None else w_gate.shape[1]
-        given = _dense(x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin)
+        given = contiguous(x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin)
         mixed, inverse = torch.empty_like(given[0]), x.new_empty(B, T)
         gate = None if w_gate is None else x.new_empty(B, T, kv_heads)
         q, k = x.new_empty(B, T, heads, D), x.new_empty(units, kv_heads, B // units, T, D)
@@ -375,7 +376,7 @@ class _Before(torch.autograd.Function):
         grad_gate, grad_embedding = ((None, None) if w_gate is None else
                                      (x.new_zeros(threads, *w_gate.shape), torch.empty_like(embedding)))
         cpu.call("before_backward", ctypes.byref(ctx.shape), C, 0 if w_gate is None else w_gate.shape[1], *saved,
-                 *_dense(*grads), grad_x, grad_x0, sums, grad_weights, grad_gate, grad_embedding)
+                 *contiguous(*grads), grad_x, grad_x0, sums, grad_weights, grad_gate, grad_embedding)
         projections = [None] * 3 if grad_weights is None else _over_threads(grad_weights).split(sizes)
         return (grad_x, grad_x0, *sums.sum(dim=0), *projections,
                 None if w_gate is None else _over_threads(grad_gate), grad_embedding, *[None] * 4)
@@ -384,7 +385,7 @@ class _Before(torch.autograd.Function):
 class _Behind(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, w_o, w_up, w_down):
-        x, y, w_o, w_up, w_down = _dense(x, y, w_o, w_up, w_down)
+        x, y, w_o, w_up, w_down = contiguous(x, y, w_o, w_up, w_down)
         C, F = x.shape[-1], len(w_up)
         added, inverse, up, out = (torch.empty_like(x), x.new_empty(x.shape[:-1]), x.new_empty(*x.shape[:-1], F),
                                    torch.empty_like(x))

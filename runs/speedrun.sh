@@ -5,7 +5,7 @@
 #   bash runs/speedrun.sh                  8 H100 GPUs, one node; hours and dollars are printed first
 #                                          (scripts/plan_cost.py computes them)
 #   SCALE=tiny bash runs/speedrun.sh       the very same stages on 2 CPU cores in under 10 minutes: 1M parameters,
-#                                          generated text, the chain task
+#                                          generated text, the chain task; on a GPU with DEVICE="--device-type cuda"
 #
 # Run it again after it was stopped: every stage goes on from its last checkpoint, finished ones say so. WANDB_RUN=name
 # logs to wandb.

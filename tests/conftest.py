@@ -243,3 +243,13 @@ def end_rank() -> None:
     """Ends a rank that has done its work, as script_main does: Gloo's threads may abort the interpreter's shutdown."""
     torch.distributed.destroy_process_group()
     os._exit(0)
+
+
+def without_waiting(work) -> None:
+    """Runs work on a GPU twice, the second time such that waiting for the GPU is an error: compiling may wait."""
+    work()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

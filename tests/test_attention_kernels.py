@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from conftest import without_waiting
 
 from nanochat import attention as attention_module
 from nanochat.attention import PADDING_POSITION, KVCache, Mask, _Attend, bias, make_mask
@@ -359,12 +360,7 @@ def test_nothing_waits_for_the_gpu_and_a_graph_replays_other_lengths():
         y = attention(*inputs, lengths, FULL)
         torch.autograd.grad(y, inputs, y)
         return [decode_attention(**case, window=FULL, splits=splits) for splits in (1, 4)]
-    work()  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    without_waiting(work)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), torch.no_grad():
         captured = [decode_attention(**case, window=FULL, splits=splits) for splits in (1, 4)]

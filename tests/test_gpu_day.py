@@ -59,13 +59,11 @@ def test_the_section_is_made_where_there_is_none(tmp_path):
 
 def test_time_is_up_for_a_stage_and_its_children(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
-    started = time.perf_counter()
     code, page = day(tmp_path, monkeypatch, {
         "slow": (2, "", f"(sleep 5; touch {shlex.quote(str(mark))}) & sleep 60", None),
         "next": (60, "", "echo y", None)})
     assert code == 1 and "| slow | failed | stopped after 2 s |" in page and "| y |" in page
-    assert time.perf_counter() - started < 20
-    time.sleep(max(0.0, started + 7 - time.perf_counter()))
+    time.sleep(7)
     assert not mark.exists()
 
 

@@ -12,6 +12,7 @@ import sys
 
 import pytest
 import torch
+from conftest import without_waiting
 from test_advantages import sparse_case
 from test_draw import distance_to_bounds, plain as plain_pick
 from test_kernels import assert_close, entropy_and_square, full_logprobs, in_fp64, plain, run
@@ -165,12 +166,7 @@ def test_nothing_waits_for_the_gpu():
         linear_logprob(*(inputs[name] for name in ("hidden", "weight", "targets")), **GPU_HEAD)
         for preset in PRESETS.values():
             whiten(blend(sources, group_id, 50, preset), mask)
-    work()  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    without_waiting(work)
 
 
 @gpu
@@ -252,13 +248,7 @@ def test_drawing_waits_for_nothing_and_replays_in_a_graph():
     z, keys, position = drawing_case()
     work = lambda: [draw(z, keys, position, vocab_size=50304, softcap=15.0, temperature=t, top_k=k)
                     for t, k in ((1.0, 0), (0, 0), (0.7, 20))]
-    work()  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()
-        pick(z.float(), keys, 3, 1.0, 0)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    without_waiting(lambda: (work(), pick(z.float(), keys, 3, 1.0, 0)))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = work()
@@ -324,9 +314,4 @@ def test_decoding_kernels_wait_for_nothing():
     def work():
         with torch.inference_mode():
             pick_behind(model, model.trunk(ids, positions=positions)[:, 0], ids[:, 0], 0, 1.0, 0)
-    work()  # compiling may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        work()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    without_waiting(work)

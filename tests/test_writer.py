@@ -271,6 +271,25 @@ def test_a_file_that_cannot_be_removed_is_told_counted_and_tried_again(base, mon
     assert sum(record.get("old_files_left", 0) for record in records(base, "r")) == 2
 
 
+def test_a_set_whose_mark_cannot_be_renamed_stays_whole(tmp_path, monkeypatch, capsys):
+    for step in (1, 2, 3):
+        for name in ("meta_{:06d}.json", "model_{:06d}.pt"):
+            (tmp_path / name.format(step)).touch()
+    rename = os.rename
+
+    def guarded(old, new):
+        if "meta_000001" in old:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), old)
+        rename(old, new)
+    monkeypatch.setattr(os, "rename", guarded)
+    run = Run("r", CPU, 0, 1, str(tmp_path))
+    drop_old_sets(run, str(tmp_path / "meta_{}.json"), [str(tmp_path)], 1, 3, set())
+    assert sorted(os.listdir(tmp_path)) == ["meta_000001.json", "meta_000003.json", "model_000001.pt",
+                                            "model_000003.pt"]
+    assert run.writer.take_record() == {"old_files_left": 1}
+    assert "meta_000001.json: Permission" in capsys.readouterr().out
+
+
 def test_sets_of_later_steps_and_files_of_no_set_stay(tmp_path):
     """As where training goes on from an earlier step of a folder with later ones; only whole sets are counted."""
     for name in ("meta_000001.json", "model_000001.pt", "meta_000002.json", "model_000002.pt", "train_000002_rank1.pt",

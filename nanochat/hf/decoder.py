@@ -236,7 +236,7 @@ class Decoder(nn.Module):
                 p.normal_(0.0, std, generator=generator)
 
     def joined_projections(self):
-        """Nothing is joined for a while: `join_weights` joins for good."""
+        """Nothing to do: copies to sample from have joined weights (join_weights)."""
         return contextlib.nullcontext()
 
     @torch.no_grad()

@@ -379,7 +379,8 @@ def seconds_unheard(config: Config, draw: Draw, held: Held, setting: Setting, sp
     """The longest that a draw's sampling or update goes on without looking whether the run is to stop: one prefill,
     CHECK_EVERY_CUDA tokens for all rows, one micro-batch, or, of several updates of a batch, all behind the first."""
     model, P = model_of(config, torch.bfloat16), -(-draw.prompts // setting.ranks)
-    rows, spans = min(P * draw.samples, setting.max_rows), [0.0]
+    rows, spans = num_places(P, draw.samples, draw.prompt_tokens, draw.new_tokens, setting.max_rows,
+                             setting.max_cached_tokens), [0.0]
     if not draw.given:
         ends = (draw.prompt_tokens + max(0, draw.new_tokens - CHECK_EVERY_CUDA), min(draw.new_tokens, CHECK_EVERY_CUDA))
         spans = [decode_floor(model, min(P, rows), rows, *ends, speed.limits) / speed.decode_efficiency,
