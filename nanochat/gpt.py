@@ -17,7 +17,7 @@ from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.decode_cache import DecodeCache
 from nanochat.ops import (add_norm, before_attention, behind_attention, fuses_layers, linear, mix_norm, norm,
-                          relu_squared, split_heads, value_gate)
+                          packed_layer, relu_squared, split_heads, value_gate)
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
@@ -150,6 +150,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    ready = None  # while sampling, () and then the weights as kernels of a layer read them (GPT.joined_projections)
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.attn = Attention(config, layer)
@@ -165,12 +167,16 @@ class Block(nn.Module):
         these places of B * T."""
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
-            x, *heads = before_attention(x, x0, *lambdas, attn.c_q.weight, attn.c_k.weight, attn.c_v.weight,
+            before = attn.c_q.weight, attn.c_k.weight, attn.c_v.weight
+            behind = attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight
+            if self.ready == ():
+                self.ready = packed_layer(before, behind)
+            ready_before, ready_behind = self.ready or (None, None)
+            x, *heads = before_attention(x, x0, *lambdas, *before,
                                          None if value_embedding is None else attn.ve_gate.weight, value_embedding,
-                                         cos_sin, QK_SCALE, units)
+                                         cos_sin, QK_SCALE, units, ready_before)
             y = attn.read(*heads, mask, cache, prefix, ends)
-            return behind_attention(at(x, ends, kept), at(y, None, kept), attn.c_proj.weight, mlp.c_fc.weight,
-                                    mlp.c_proj.weight), None
+            return behind_attention(at(x, ends, kept), at(y, None, kept), *behind, ready_behind), None
         x, normed = mix_norm(x, delta, x0, *lambdas)
         y = attn.read(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
         x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
@@ -238,17 +244,17 @@ class GPT(nn.Module):
 
     @contextlib.contextmanager
     def joined_projections(self):
-        """While it lasts, queries, keys and values are one product by a copy of their weights: for many forwards with
-        the same weights."""
-        layers = [block.attn for block in self.blocks]
-        assert all(attention.c_qkv is None for attention in layers), "one call at a time"
+        """While it lasts, queries, keys and values are one product by a copy of their weights, and the kernels of
+        layers keep theirs: for many forwards with the same weights."""
+        assert all(block.attn.c_qkv is None for block in self.blocks), "one call at a time"
         try:
-            for attention in layers:
-                attention.c_qkv = attention.joined_weight().to(self.compute_dtype)
+            for block in self.blocks:
+                block.attn.c_qkv, block.ready = block.attn.joined_weight().to(self.compute_dtype), ()
             yield
         finally:
-            for attention in layers:
-                vars(attention).pop("c_qkv", None)
+            for block in self.blocks:
+                vars(block.attn).pop("c_qkv", None)
+                vars(block).pop("ready", None)
 
     def embed(self, ids, last_embedding):
         """Normed token embeddings after the smear, and the last unsmeared one. ids (B, T) -> (B, T, C), (B, 1, C)."""

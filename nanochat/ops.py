@@ -17,6 +17,7 @@ from nanochat.kernels import block, cpu
 from nanochat.kernels.launch import takes_triton
 
 LAYER_ROWS = 64        # tokens that a layer's kernels take at a time (ROWS in cpu_layer.c)
+LEAST_ROWS = 8         # tokens for each thread from which these are faster than single operations
 ONEDNN_FROM = 2 ** 20  # multiplications from which a product makes up for its longer call
 
 
@@ -174,11 +175,27 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
 
 def fuses_layers(x: torch.Tensor) -> bool:
     """Whether before_attention and behind_attention are faster than their operations one by one: on CPU, in training
-    and for several tokens a row. x (B, T, C)."""
-    return cpu.takes(x) and (x.shape[1] > 1 or torch.is_grad_enabled())
+    and with some tokens for each thread. x (B, T, C)."""
+    enough = x.shape[0] * x.shape[1] >= LEAST_ROWS * torch.get_num_threads()
+    return cpu.takes(x) and (enough or torch.is_grad_enabled())
 
 
-def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin, scale: float, units: int):
+def packed(*weights: torch.Tensor) -> torch.Tensor:
+    """Weights (n, k), one below the other, as forward kernels of a layer read them."""
+    out = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
+    for weight, place in zip(weights, out.split([len(weight) for weight in weights]), strict=True):
+        cpu.call("pack_weight", weight.contiguous(), place, *weight.shape)
+    return out
+
+
+def packed_layer(before: tuple, behind: tuple) -> tuple[torch.Tensor, tuple]:
+    """What before_attention and behind_attention take as `ready` for many forwards with the same weights: (w_q, w_k,
+    w_v) and (w_o, w_up, w_down)."""
+    return packed(*before), tuple(map(packed, behind))
+
+
+def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin, scale: float, units: int,
+                     ready=None):
     """A layer up to its attention: x mixed with x0, and the queries, keys and values of its norm.
 
     x, x0 (B, T, C); a, b scalars; w_q (Hq * D, C), w_k, w_v (Hkv * D, C): of queries, keys and values;
@@ -188,7 +205,8 @@ def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin
     D = 2 * cos_sin[0].shape[-1]
     heads, kv_heads = len(w_q) // D, len(w_k) // D
     if cpu.takes(x) and D % cpu.MULTIPLE == 0:
-        mixed, q, k, v = run(_Before, x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, *cos_sin, scale, units)
+        mixed, q, k, v = run(_Before, x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, *cos_sin, scale, units,
+                             ready)
         return mixed, to_units(q, units, kv_heads), k, v
     mixed = mix(x, x0, a, b)
     normed, gate = norm(mixed), None
@@ -198,14 +216,14 @@ def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin
     return mixed, *split_heads(qkv, cos_sin, gate, embedding, scale, units, heads, kv_heads)
 
 
-def behind_attention(x, y, w_o, w_up, w_down):
+def behind_attention(x, y, w_o, w_up, w_down, ready=None):
     """A layer from its attention on: added = x + y @ w_o.T, and the MLP of its norm on top of that.
 
     x, y (..., C), w_o (C, C), w_up (F, C), w_down (C, F).
     """
     assert x.shape == y.shape and x.dtype == y.dtype
     if cpu.takes(x) and len(w_up) % cpu.MULTIPLE == 0:
-        return run(_Behind, x, y, w_o, w_up, w_down)
+        return run(_Behind, x, y, w_o, w_up, w_down, ready)
     added, normed = add_norm(x, linear(y, w_o))
     return added + linear(relu_squared(linear(normed, w_up)), w_down)
 
@@ -349,17 +367,19 @@ class _Before(torch.autograd.Function):
     """Saves no norm and no row of heads: they are made again from `mixed`, q and k."""
 
     @staticmethod
-    def forward(ctx, x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin, scale, units):
+    def forward(ctx, x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin, scale, units, ready):
         (B, T, C), D = x.shape, 2 * cos.shape[-1]
         heads, kv_heads = len(w_q) // D, len(w_k) // D
         shape = _Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
         channels = 0 if w_gate is None else w_gate.shape[1]
         given = contiguous(x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin)
+        ready = packed(w_q, w_k, w_v) if ready is None else ready
         mixed, inverse = torch.empty_like(given[0]), x.new_empty(B, T)
         gate = None if w_gate is None else x.new_empty(B, T, kv_heads)
         q, k = x.new_empty(B, T, heads, D), x.new_empty(units, kv_heads, B // units, T, D)
         v, factors = torch.empty_like(k), x.new_empty(B, T, heads + kv_heads)
-        cpu.call("before_forward", ctypes.byref(shape), C, channels, *given, mixed, inverse, gate, q, k, v, factors)
+        cpu.call("before_forward", ctypes.byref(shape), C, channels, *given[:4], ready, *given[7:], mixed, inverse,
+                 gate, q, k, v, factors)
         ctx.save_for_backward(*given, mixed, inverse, gate, q, k, factors)
         ctx.shape = shape
         return mixed, q, k, v
@@ -379,17 +399,18 @@ class _Before(torch.autograd.Function):
                  *contiguous(*grads), grad_x, grad_x0, sums, grad_weights, grad_gate, grad_embedding)
         projections = [None] * 3 if grad_weights is None else _over_threads(grad_weights).split(sizes)
         return (grad_x, grad_x0, *sums.sum(dim=0), *projections,
-                None if w_gate is None else _over_threads(grad_gate), grad_embedding, *[None] * 4)
+                None if w_gate is None else _over_threads(grad_gate), grad_embedding, *[None] * 5)
 
 
 class _Behind(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, w_o, w_up, w_down):
+    def forward(ctx, x, y, w_o, w_up, w_down, ready):
         x, y, w_o, w_up, w_down = contiguous(x, y, w_o, w_up, w_down)
         C, F = x.shape[-1], len(w_up)
         added, inverse, up, out = (torch.empty_like(x), x.new_empty(x.shape[:-1]), x.new_empty(*x.shape[:-1], F),
                                    torch.empty_like(x))
-        cpu.call("behind_forward", x, y, w_o, w_up, w_down, added, inverse, up, out, inverse.numel(), C, F,
+        ready = tuple(map(packed, (w_o, w_up, w_down))) if ready is None else ready
+        cpu.call("behind_forward", x, y, *ready, added, inverse, up, out, inverse.numel(), C, F,
                  torch.finfo(x.dtype).eps)
         ctx.save_for_backward(y, w_o, w_up, w_down, added, inverse, up)
         return out
@@ -404,7 +425,7 @@ class _Behind(torch.autograd.Function):
             grads = [y.new_zeros(torch.get_num_threads(), *w.shape) for w in (w_o, w_up, w_down)]
         cpu.call("behind_backward", grad.contiguous(), y, w_o, w_up, w_down, added, inverse, up, grad_x, grad_y, *grads,
                  inverse.numel(), y.shape[-1], len(w_up))
-        return grad_x, grad_y, *(None if x is None else _over_threads(x) for x in grads)
+        return grad_x, grad_y, *(None if x is None else _over_threads(x) for x in grads), None
 
 
 def _over_threads(x):

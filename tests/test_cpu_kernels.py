@@ -20,6 +20,7 @@ from nanochat.attention import PADDING_POSITION, KVCache, Mask, attend, make_mas
 from nanochat.engine import generate, pick
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import cpu
+from nanochat.ops import LEAST_ROWS, before_attention, behind_attention, packed_layer
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 NO_END = 10 ** 6  # a window or context that no row here reaches
@@ -337,11 +338,52 @@ def test_joined_projections_go_when_sampling_ends(monkeypatch):
     model = model_of()
     with pytest.raises(KeyError), model.joined_projections():
         assert torch.equal(model.transformer.h[0].attn.c_qkv[128:256], model.transformer.h[0].attn.c_k.weight)
+        with torch.no_grad():
+            model.trunk(IDS)
+        assert cpu.library() is None or len(model.transformer.h[0].ready) == 2
         raise KeyError
     monkeypatch.setattr(model.transformer.h[1].attn, "joined_weight", lambda: 1 / 0)  # half way
     with pytest.raises(ZeroDivisionError), model.joined_projections():
         pass
-    assert all(block.attn.c_qkv is None and "c_qkv" not in vars(block.attn) for block in model.transformer.h)
+    assert all(block.attn.c_qkv is None and "c_qkv" not in vars(block.attn) and block.ready is None
+               for block in model.transformer.h)
+
+
+@KERNELS
+def test_a_layer_decodes_by_three_kernels_and_packs_its_weights_once(called):
+    keys = list(range(LEAST_ROWS * torch.get_num_threads()))
+    out = generate(model_of(), [[1, 2, 3]], len(keys), max_new_tokens=5, stop_tokens=[], keys=keys)
+    layers = len(model_of().transformer.h)
+    assert [called.count(name) for name in ("pack_weight", "before_forward", "decode", "behind_forward")] == [
+        6 * layers, 4 * layers, 4 * layers, 4 * layers]  # the prompt has too few tokens
+    assert not {"split_heads_forward", "relu_squared_forward"} - set(called)
+    called.clear()
+    fewer = generate(model_of(), [[1, 2, 3]], len(keys) - 1, max_new_tokens=5, stop_tokens=[], keys=keys[:-1])
+    assert "before_forward" not in called and "decode" in called
+    assert torch.equal(out.tokens[:-1], fewer.tokens) and (out.logprobs[:-1] - fewer.logprobs).abs().max() < 1e-5
+
+
+@KERNELS
+def test_a_row_of_a_layer_depends_on_no_other_row():
+    x, x0, y = (random(77, 1, 64, seed=s) for s in range(3))
+    w_q, w_k, w_v, w_o, w_up, w_down = (random(n, m, seed=s) / 8 for s, (n, m) in enumerate(
+        ((64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (64, 96))))
+    a, b = torch.tensor(0.7), torch.tensor(-0.3)
+    angles = random(77, 1, 1, 16)
+    before, behind = packed_layer((w_q, w_k, w_v), (w_o, w_up, w_down))
+
+    def layer(rows, *ready):
+        heads = before_attention(x[rows], x0[rows], a, b, w_q, w_k, w_v, None, None,
+                                 (angles[rows].cos(), angles[rows].sin()), 1.2, len(x[rows]), *ready[:1])
+        return [*heads, behind_attention(x[rows], y[rows], w_o, w_up, w_down, *ready[1:])]
+
+    with torch.no_grad():
+        whole = layer(slice(None))
+        for rows in (slice(0, 1), slice(5, 18), slice(60, 77)):
+            for part, ready in zip(layer(rows), layer(rows, before, behind), strict=True):
+                assert torch.equal(part, ready)
+            for part, of_all in zip(layer(rows), whole, strict=True):
+                assert torch.equal(part, of_all[rows])
 
 
 # Compiling

@@ -116,7 +116,7 @@ def test_kernels_equal_the_plain_twins(called, name):
     function, shapes = CASES[name]
     inputs = tensors(shapes)
     assert_agree(function, inputs)
-    assert sorted({kernel.rsplit("_", 1)[1] for kernel in called}) == ["backward", "forward"]
+    assert sorted({kernel.rsplit("_", 1)[1] for kernel in called} - {"weight"}) == ["backward", "forward"]
 
 
 @KERNELS

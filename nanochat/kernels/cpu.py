@@ -32,7 +32,7 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
     "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,
     "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
-    "before_forward": POINTERS(1) + LONG * 2 + POINTERS(18),
+    "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),
     "before_backward": POINTERS(1) + LONG * 2 + POINTERS(27),
     "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(13) + LONG * 3,
     "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + POINTERS(3),

@@ -195,15 +195,13 @@ static inline __attribute__((always_inline)) vec sums(vec x[L])
     return x[0];
 }
 
-/* out[j] = q . k_j for n keys, and -inf up to a multiple of L. */
+/* out[j] = q . k_j for n keys, and -inf up to a multiple of L. soon: what lies like these and is read next. */
 static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q,
-                                                          const float *k, long stride, long n,
-                                                          const float *soon, const float *later)
+                                                          const float *k, long stride, long n, const float *soon)
 {
     for (long j = 0; j < n; j += L) {
         vec x[L];
         prefetch(soon + j * stride, L * D);
-        prefetch(later + j * stride, L * D);
         for (int i = 0; i < L; i++) {
             const float *key = k + (j + i < n ? j + i : n - 1) * stride;
             x[i] = load(q) * load(key);
@@ -216,26 +214,27 @@ static inline __attribute__((always_inline)) void dots_of(const long D, float *o
         out[j] = -INFINITY;
 }
 
-static void dots(float *out, const float *q, const float *k, long stride, long n, long D,
-                 const float *soon, const float *later)
+static void dots(float *out, const float *q, const float *k, long stride, long n, long D, const float *soon)
 {
     switch (D) {
-    case 32: dots_of(32, out, q, k, stride, n, soon, later); break;
-    case 64: dots_of(64, out, q, k, stride, n, soon, later); break;
-    case 128: dots_of(128, out, q, k, stride, n, soon, later); break;
-    default: dots_of(D, out, q, k, stride, n, soon, later);
+    case 32: dots_of(32, out, q, k, stride, n, soon); break;
+    case 64: dots_of(64, out, q, k, stride, n, soon); break;
+    case 128: dots_of(128, out, q, k, stride, n, soon); break;
+    default: dots_of(D, out, q, k, stride, n, soon);
     }
 }
 
-/* y (D) += the sum of p[j] v_j over n values. */
-static void add_values(float *y, const float *p, const float *v, long stride, long n, long D)
+/* y (D) += the sum of p[j] v_j over n values. soon: what lies like these and is read next. */
+static void add_values(float *y, const float *p, const float *v, long stride, long n, long D, const float *soon)
 {
     for (long d = 0; d < D; d += L) {
         vec acc[4] = {load(y + d)};
         long j = 0;
-        for (; j + 4 <= n; j += 4)
+        for (; j + 4 <= n; j += 4) {
+            prefetch(soon + j * stride + 4 * d, 4 * L);
             for (int i = 0; i < 4; i++)
                 acc[i] += p[j + i] * load(v + (j + i) * stride + d);
+        }
         for (; j < n; j++)
             acc[0] += p[j] * load(v + j * stride + d);
         store(y + d, acc[0] + acc[1] + acc[2] + acc[3]);
@@ -253,20 +252,20 @@ typedef struct {
     long q_row, q_head, q_group, kv_row, kv_head; /* strides of q, new_k and new_v */
 } Decoding;
 
-/* Scores of a row's own keys behind those of its prompt, from `own` on; then weights, and 1 / their sum.
+/* Scores of a row's own keys behind those of its prompt; then weights, and 1 / their sum.
  * The query sees `window` positions before its own. */
 static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *v,
-                                const float *prefix_k, const float *next_k, long length, long Tp)
+                                const float *prefix_k, const float *prefix_v, long length, long Tp)
 {
     long D = s->D, Tpp = up(Tp), sees = length - 1 - s->window; /* own column from which the query sees */
     float highest;
-    if (Tp && !s->transposed)
-        dots(row, q, prefix_k, D, Tp, D, prefix_k, k);
+    if (!s->transposed)
+        dots(row, q, prefix_k, D, Tp, D, prefix_v);
     for (long j = Tp; j < Tpp; j++)
         row[j] = -INFINITY;
     for (long j = 0; j < Tp && j < Tp + sees; j++)
         row[j] = -INFINITY;
-    dots(row + Tpp, q, k, D, length, D, v, next_k);
+    dots(row + Tpp, q, k, D, length, D, v);
     for (long j = 0; j < sees; j++)
         row[Tpp + j] = -INFINITY;
     return 1 / softmax(row, Tpp + up(length), &highest);
@@ -276,7 +275,7 @@ static inline float row_weights(const Decoding *s, float *row, const float *q, c
  * y (n, H, G, D). Consecutive rows of one slot read its keys together; what a row gets depends on no other row. */
 void decode(const Decoding *s, float *y, long threads)
 {
-    long n = s->n, H = s->H, G = s->G, D = s->D, longest = 1;
+    long n = s->n, H = s->H, G = s->G, D = s->D, own = s->capacity * D, longest = 1;
     long *starts = malloc((n + 1) * sizeof(long)), runs = 0;
     for (long i = 0; i < n; i++) {
         long place = s->places[i];
@@ -286,11 +285,12 @@ void decode(const Decoding *s, float *y, long threads)
     }
     starts[runs] = n;
     float scale = 1 / sqrtf(D);
+    long chunk = runs >= 4 * threads ? H : 1; /* heads of a row, which lie one behind the other */
 #pragma omp parallel num_threads(threads)
     {
         long width = up(s->Tp) + up(longest);
         float *scores = floats(PLACES * width), *q = floats(PLACES * D), *out = floats(PLACES * D);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, chunk)
         for (long unit = 0; unit < runs * H; unit++) {
             long run = unit / H, h = unit % H, slot = s->slots[s->places[starts[run]]], Tp = s->prefix_lengths[slot];
             long first = starts[run] * G, end = starts[run + 1] * G, at_prompt = (slot * H + h) * s->Tp * D;
@@ -312,19 +312,24 @@ void decode(const Decoding *s, float *y, long threads)
                 if (s->transposed)
                     product(scores, width, q, D, prefix_k, s->Tp, m, up(Tp), D, 0);
                 for (long i = 0; i < m; i++) {
-                    long place = s->places[(first + i) / G], next = s->places[(first + i + 1 < n * G ? first + i + 1
-                                                                                                     : first + i) / G];
-                    long at = (place * H + h) * s->capacity * D;
-                    inverse[i] = row_weights(s, scores + i * width, q + i * D, s->k + at, s->v + at, prefix_k,
-                                             s->k + (next * H + h) * s->capacity * D, s->lengths[place], Tp);
+                    float *row = scores + i * width, *o = out + i * D;
+                    long place = s->places[(first + i) / G], at = (place * H + h) * own, length = s->lengths[place];
+                    /* The next row's keys, or those of the next head. */
+                    long next = i + 1 < m ? (s->places[(first + i + 1) / G] * H + h) * own
+                                          : (s->places[first / G] * H + h + (h + 1 < H)) * own;
+                    inverse[i] = row_weights(s, row, q + i * D, s->k + at, s->v + at, prefix_k, prefix_v, length, Tp);
+                    memset(o, 0, D * sizeof(float));
+                    if (!s->transposed)
+                        add_values(o, row, prefix_v, D, Tp, D, prefix_k + (i + 1 == m && h + 1 < H) * s->Tp * D);
+                    add_values(o, row + up(Tp), s->v + at, D, length, D, s->k + next);
                 }
-                product(out, D, scores, width, prefix_v, D, m, D, Tp, 0);
-                for (long i = 0; i < m; i++) {
-                    long r = (first + i) / G, place = s->places[r], at = (place * H + h) * s->capacity * D;
-                    add_values(out + i * D, scores + i * width + up(Tp), s->v + at, D, s->lengths[place], D);
-                    for (long d = 0; d < D; d++)
-                        y[((r * H + h) * G + (first + i) % G) * D + d] = out[i * D + d] * inverse[i];
-                }
+                if (s->transposed)
+                    product(out, D, scores, width, prefix_v, D, m, D, Tp, 1);
+                for (long i = 0; i < m; i++)
+                    for (long d = 0; d < D; d++) {
+                        long r = (first + i) / G, g = (first + i) % G;
+                        y[((r * H + h) * G + g) * D + d] = out[i * D + d] * inverse[i];
+                    }
             }
         }
         free(scores), free(q), free(out);

@@ -48,25 +48,36 @@ static inline void scale_rows(float *y, const float *x, const float *inverse, lo
 
 static inline long least(long a, long b) { return a < b ? a : b; }
 
+/* How many of N tokens to take at a time: at most ROWS, such that each thread has as many. */
+static inline long share(long N, long threads)
+{
+    long pieces = ((N + ROWS - 1) / ROWS + threads - 1) / threads * threads;
+    return ((N + pieces - 1) / pieces + TILE - 1) / TILE * TILE;
+}
+
+/* panels: the transpose of w (n, k), as the forward kernels want it; n and k multiples of 32. */
+void pack_weight(const float *w, float *panels, long n, long k, long threads)
+{
+    (void)threads;
+    pack_transposed(panels, w, n, k);
+}
+
 /* mixed = a x + b x0; queries, keys and values of its norm, as split_heads_forward makes them; where there is an
  * embedding, values gain gate * embedding, gate = 3 sigmoid(the first `channels` of the norm @ w_gate^T).
- * x, x0, mixed (N, C); w_q (Hq D, C), w_k, w_v (Hkv D, C), w_gate (Hkv, channels); inverse (N), 1 / rms. */
+ * x, x0, mixed (N, C); weights: panels of queries, keys and values ((Hq + 2 Hkv) D, C); w_gate (Hkv, channels);
+ * inverse (N): 1 / rms. */
 void before_forward(const Heads *s, long C, long channels, const float *x, const float *x0, const float *a,
-                    const float *b, const float *w_q, const float *w_k, const float *w_v, const float *w_gate,
-                    const float *embedding, const float *cosine, const float *sine, float *mixed, float *inverse,
-                    float *gate, float *q, float *k, float *v, float *factors, long threads)
+                    const float *b, const float *weights, const float *w_gate, const float *embedding,
+                    const float *cosine, const float *sine, float *mixed, float *inverse, float *gate, float *q,
+                    float *k, float *v, float *factors, long threads)
 {
-    long N = s->U * s->R * s->T, D = s->D, Hkv = s->Hkv, width = (s->Hq + 2 * Hkv) * D;
-    float *weights = floats(width * C);
-    pack_transposed(weights, w_q, s->Hq * D, C);
-    pack_transposed(weights + s->Hq * D * C, w_k, Hkv * D, C);
-    pack_transposed(weights + (s->Hq + Hkv) * D * C, w_v, Hkv * D, C);
+    long N = s->U * s->R * s->T, Hkv = s->Hkv, width = (s->Hq + 2 * Hkv) * s->D, most = share(N, threads);
 #pragma omp parallel num_threads(threads)
     {
-        float *normed = floats(ROWS * C), *rows = floats(ROWS * width);
+        float *normed = floats(most * C), *rows = floats(most * width);
 #pragma omp for schedule(static)
-        for (long n = 0; n < N; n += ROWS) {
-            long m = least(ROWS, N - n);
+        for (long n = 0; n < N; n += most) {
+            long m = least(most, N - n);
             for (long i = n; i < n + m; i++) {
                 for (long c = 0; c < C; c += L)
                     store(mixed + i * C + c, load(x + i * C + c) * *a + load(x0 + i * C + c) * *b);
@@ -86,7 +97,6 @@ void before_forward(const Heads *s, long C, long channels, const float *x, const
         }
         free(normed), free(rows);
     }
-    free(weights);
 }
 
 /* The gradients, from those of mixed, q, k and v. sums (N / 64, rounded up; 2): of ROWS tokens each, they make those of
@@ -150,19 +160,18 @@ void before_backward(const Heads *s, long C, long channels, const float *x, cons
 }
 
 /* added = x + y @ w_o^T; out = added + max(norm(added) @ w_up^T, 0)^2 @ w_down^T.
- * x, y, added, out (N, C); w_o (C, C), w_up (F, C), w_down (C, F); inverse (N): 1 / rms; up (N, F): norm @ w_up^T. */
-void behind_forward(const float *x, const float *y, const float *w_o, const float *w_up, const float *w_down,
-                    float *added, float *inverse, float *up, float *out, long N, long C, long F, float epsilon,
-                    long threads)
+ * x, y, added, out (N, C); o, in, down: panels of w_o (C, C), w_up (F, C) and w_down (C, F); inverse (N): 1 / rms;
+ * up (N, F): norm @ w_up^T. */
+void behind_forward(const float *x, const float *y, const float *o, const float *in, const float *down, float *added,
+                    float *inverse, float *up, float *out, long N, long C, long F, float epsilon, long threads)
 {
-    float *o = floats(C * C), *in = floats(C * F), *down = floats(F * C);
-    pack_transposed(o, w_o, C, C), pack_transposed(in, w_up, F, C), pack_transposed(down, w_down, C, F);
+    long most = share(N, threads);
 #pragma omp parallel num_threads(threads)
     {
-        float *normed = floats(ROWS * C), *squares = floats(ROWS * F);
+        float *normed = floats(most * C), *squares = floats(most * F);
 #pragma omp for schedule(static)
-        for (long n = 0; n < N; n += ROWS) {
-            long m = least(ROWS, N - n), at = n * C;
+        for (long n = 0; n < N; n += most) {
+            long m = least(most, N - n), at = n * C;
             for (long c = at; c < at + m * C; c += L)
                 store(added + c, load(x + c));
             product_packed(added + at, C, y + at, C, o, m, C, C, 1);
@@ -179,7 +188,6 @@ void behind_forward(const float *x, const float *y, const float *w_o, const floa
         }
         free(normed), free(squares);
     }
-    free(o), free(in), free(down);
 }
 
 /* The gradients, from grad (of out). Those of the weights, each with the threads as the first dimension, must be 0

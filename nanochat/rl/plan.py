@@ -155,9 +155,11 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     # New prompts fill at most all places with their rows.
     piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-places // samples) * prompt_tokens))
     running = piece * (narrow * width + per_token)
-    # queries, keys and values as one matrix (GPT.joined_projections)
-    joined_heads = 0 if isinstance(config, DecoderConfig) else config.n_head + 2 * config.n_kv_head
-    joined = narrow * config.n_layer * C * joined_heads * config.head_dim
+    # queries, keys and values as one matrix, and a layer's weights as its kernels want them (GPT.joined_projections)
+    heads = 0 if isinstance(config, DecoderConfig) else (config.n_head + 2 * config.n_kv_head) * config.head_dim
+    joined = narrow * config.n_layer * C * heads
+    if isinstance(config, GPTConfig) and fuses(setting):
+        joined += narrow * config.n_layer * C * (heads + 9 * C)
     return cached + results + (logits + running if setting.device_type == "cuda" else max(logits, running)) + joined
 
 
