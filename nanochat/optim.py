@@ -17,8 +17,8 @@ class Muon(torch.optim.Muon):
     """torch.optim.Muon, whose steps and state are these, with its matrices shared among the ranks: each orthogonalises
     its share, and all get the results. Gradients are the same on all ranks; a step is a collective.
 
-    On CUDA matrices of one shape are one batched product. Products are in bfloat16, as PyTorch's are, but for a CPU
-    without AVX-512, which computes these at an eighth of the speed of its own dtype (dev/BENCH.md).
+    On CUDA matrices of one shape are one batched product, in bfloat16 as PyTorch's are. On CPU products are in the
+    parameters' dtype: at these sizes that is faster on every CPU (dev/BENCH.md), and all CPUs take the same steps.
     """
 
     @torch.no_grad()
@@ -96,12 +96,8 @@ def orthogonal(x: torch.Tensor, coefficients: tuple[float, float, float], num_st
 
 
 def product_dtype(p: torch.Tensor) -> torch.dtype:
-    """Of Muon's products: a parameter's own on a CPU for which oneDNN has none in bfloat16."""
-    return p.dtype if p.device.type == "cpu" and not has_bfloat16_products() else torch.bfloat16
-
-
-def has_bfloat16_products() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    """Of Muon's products."""
+    return p.dtype if p.device.type == "cpu" else torch.bfloat16
 
 
 def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
