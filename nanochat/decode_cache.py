@@ -12,6 +12,7 @@ from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.kernels import cpu
 from nanochat.kernels.decode_attention import decode_attention, decode_attention_plain
 from nanochat.kernels.launch import round_up, takes_triton
+from nanochat.ops import Heads, contiguous
 
 TRANSPOSED_FROM = 3  # rows of a prompt from which the CPU kernel reads its keys transposed, all rows together
 
@@ -74,7 +75,12 @@ class DecodeCache:
         D) over all that their rows have. -> as q"""
         q, k, v = q[:, :, 0, :, 0], k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, group, D), (n, Hkv, D)
         if self.by_kernel:
-            return self._by_kernel(layer, q, k, v, window)[:, :, None, :, None]
+            y, spec = q.new_empty(q.shape), self._spec(layer, window, q.shape[2])
+            assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
+            spec.q, spec.new_k, spec.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+            spec.q_row, spec.q_head, spec.q_group, spec.kv_row, spec.kv_head = *q.stride()[:3], *k.stride()[:2]
+            cpu.call("decode", ctypes.byref(spec), y)
+            return y[:, :, None, :, None]
         columns = self.lengths[self.places] - 1
         self.k[layer][self.places, :, columns], self.v[layer][self.places, :, columns] = k, v
         function = decode_attention if takes_triton(q) else decode_attention_plain
@@ -82,20 +88,31 @@ class DecodeCache:
                      self.prefix_v[layer], self.prefix_lengths, self.slots, window)
         return y[:, :, None, :, None]
 
-    def _by_kernel(self, layer, q, k, v, window):
-        n, H, G, D = q.shape
-        assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
-        y, prefix_k = q.new_empty(n, H, G, D), self.prefix_k[layer]
-        addresses = [x.data_ptr() for x in (q, k, v, self.k[layer], self.v[layer], prefix_k, self.prefix_v[layer],
+    def run_layer(self, layer: int, window: int, x, x0, a, b, weights, gate_weight, embedding, cos_sin, scale: float,
+                  behind: tuple) -> torch.Tensor:
+        """A layer of a GPT for one token of each row, by one kernel: ops.before_attention, `attend` and
+        ops.behind_attention, with their arguments; weights and behind: those of ops.packed_layer. x (n, 1, C) -> (n, 1,
+        C)"""
+        (n, _, C), D, kv_heads = x.shape, 2 * cos_sin[0].shape[-1], self.k[layer].shape[1]
+        heads = len(weights) // D - 2 * kv_heads
+        shape = Heads(n, 1, 1, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
+        given = contiguous(x, x0, a, b, weights, gate_weight, embedding, *cos_sin)
+        out, spec = torch.empty_like(given[0]), self._spec(layer, window, heads // kv_heads)
+        cpu.call("decode_layer", ctypes.byref(shape), ctypes.byref(spec), C,
+                 0 if gate_weight is None else gate_weight.shape[1], len(behind[1]), *given, *behind, out)
+        return out
+
+    def _spec(self, layer: int, window: int, group: int):
+        """The struct of this layer's cache, without the new token's queries, keys and values."""
+        (_, heads, capacity, D), Tp = self.k[layer].shape, self.prefix_v[layer].shape[2]
+        addresses = [x.data_ptr() for x in (self.k[layer], self.v[layer], self.prefix_k[layer], self.prefix_v[layer],
                                             self.places, self.lengths, self.slots, self.prefix_lengths)]
-        spec = _DecodeSpec(*addresses, n, H, G, D, self.k[layer].shape[2], self.prefix_v[layer].shape[2],
-                           self.transposed, window, *q.stride()[:3], *k.stride()[:2])
-        cpu.call("decode", ctypes.byref(spec), y)
-        return y
+        return _DecodeSpec(None, None, None, *addresses, len(self.places), heads, group, D, capacity, Tp,
+                           self.transposed, window)
 
 
 class _DecodeSpec(ctypes.Structure):
-    """`Decoding` of cpu_attention.c."""
+    """`Decoding` of cpu_decode.c."""
     _fields_ = ([(name, ctypes.c_void_p)
                  for name in ("q", "new_k", "new_v", "k", "v", "prefix_k", "prefix_v", "places", "lengths", "slots",
                               "prefix_lengths")]

@@ -169,12 +169,15 @@ class Block(nn.Module):
         if fuses_layers(x):
             before = attn.c_q.weight, attn.c_k.weight, attn.c_v.weight
             behind = attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight
+            gate_weight = None if value_embedding is None else attn.ve_gate.weight
             if self.ready == ():
                 self.ready = packed_layer(before, behind)
             ready_before, ready_behind = self.ready or (None, None)
-            x, *heads = before_attention(x, x0, *lambdas, *before,
-                                         None if value_embedding is None else attn.ve_gate.weight, value_embedding,
-                                         cos_sin, QK_SCALE, units, ready_before)
+            if self.ready and isinstance(cache, DecodeCache):
+                return cache.run_layer(attn.layer, mask, x, x0, *lambdas, ready_before, gate_weight, value_embedding,
+                                       cos_sin, QK_SCALE, ready_behind), None
+            x, *heads = before_attention(x, x0, *lambdas, *before, gate_weight, value_embedding, cos_sin, QK_SCALE,
+                                         units, ready_before)
             y = attn.read(*heads, mask, cache, prefix, ends)
             return behind_attention(at(x, ends, kept), at(y, None, kept), *behind, ready_behind), None
         x, normed = mix_norm(x, delta, x0, *lambdas)

@@ -325,7 +325,8 @@ class _Mix(torch.autograd.Function):
         return grad_x, grad_x0, *sums.sum(dim=0)
 
 
-class _Heads(ctypes.Structure):
+class Heads(ctypes.Structure):
+    """`Heads` of cpu_heads.h."""
     _fields_ = ([(name, ctypes.c_long) for name in ("U", "R", "T", "Hq", "Hkv", "D")]
                 + [("scale", ctypes.c_float), ("epsilon", ctypes.c_float)])
 
@@ -340,7 +341,7 @@ class _SplitHeads(torch.autograd.Function):
             gate, embedding = gate.contiguous(), embedding.contiguous()
         q, k = qkv.new_empty(B, T, heads, D), qkv.new_empty(units, kv_heads, R, T, D)
         v, factors = torch.empty_like(k), qkv.new_empty(B, T, heads + kv_heads)
-        shape = _Heads(units, R, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
+        shape = Heads(units, R, T, heads, kv_heads, D, scale, torch.finfo(qkv.dtype).eps)
         cpu.call("split_heads_forward", ctypes.byref(shape), qkv, cos, sin, gate, embedding, q, k, v, factors)
         ctx.save_for_backward(q, k, factors, cos, sin, gate, embedding)
         ctx.shape, ctx.width = shape, width
@@ -370,7 +371,7 @@ class _Before(torch.autograd.Function):
     def forward(ctx, x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin, scale, units, ready):
         (B, T, C), D = x.shape, 2 * cos.shape[-1]
         heads, kv_heads = len(w_q) // D, len(w_k) // D
-        shape = _Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
+        shape = Heads(units, B // units, T, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
         channels = 0 if w_gate is None else w_gate.shape[1]
         given = contiguous(x, x0, a, b, w_q, w_k, w_v, w_gate, embedding, cos, sin)
         ready = packed(w_q, w_k, w_v) if ready is None else ready
@@ -389,17 +390,17 @@ class _Before(torch.autograd.Function):
     def backward(ctx, *grads):
         saved = ctx.saved_tensors
         x, x0, _, _, w_q, w_k, w_v, w_gate, embedding, *_ = saved
-        threads, C, sizes = torch.get_num_threads(), x.shape[-1], [len(w) for w in (w_q, w_k, w_v)]
+        C, trained = x.shape[-1], any(ctx.needs_input_grad[4:7])
         grad_x, grad_x0 = torch.empty_like(x), torch.empty_like(x0)
         sums = x.new_empty(-(-x.numel() // C // LAYER_ROWS), 2)
-        grad_weights = x.new_zeros(threads, sum(sizes), C) if any(ctx.needs_input_grad[4:7]) else None
-        grad_gate, grad_embedding = ((None, None) if w_gate is None else
-                                     (x.new_zeros(threads, *w_gate.shape), torch.empty_like(embedding)))
+        weights = ([w_q, w_k, w_v] if trained else []) + ([] if w_gate is None else [w_gate])
+        flat, of_weights = _flat_gradients(x, weights)
+        grad_embedding = None if w_gate is None else torch.empty_like(embedding)
         cpu.call("before_backward", ctypes.byref(ctx.shape), C, 0 if w_gate is None else w_gate.shape[1], *saved,
-                 *contiguous(*grads), grad_x, grad_x0, sums, grad_weights, grad_gate, grad_embedding)
-        projections = [None] * 3 if grad_weights is None else _over_threads(grad_weights).split(sizes)
-        return (grad_x, grad_x0, *sums.sum(dim=0), *projections,
-                None if w_gate is None else _over_threads(grad_gate), grad_embedding, *[None] * 5)
+                 *contiguous(*grads), grad_x, grad_x0, sums, flat, grad_embedding, trained)
+        projections = of_weights[:3] if trained else [None] * 3
+        return (grad_x, grad_x0, *sums.sum(dim=0), *projections, None if w_gate is None else of_weights[-1],
+                grad_embedding, *[None] * 5)
 
 
 class _Behind(torch.autograd.Function):
@@ -420,14 +421,15 @@ class _Behind(torch.autograd.Function):
     def backward(ctx, grad):
         y, w_o, w_up, w_down, added, inverse, up = ctx.saved_tensors
         grad_x, grad_y = torch.empty_like(y), torch.empty_like(y)
-        grads = [None] * 3
-        if any(ctx.needs_input_grad[2:]):
-            grads = [y.new_zeros(torch.get_num_threads(), *w.shape) for w in (w_o, w_up, w_down)]
-        cpu.call("behind_backward", grad.contiguous(), y, w_o, w_up, w_down, added, inverse, up, grad_x, grad_y, *grads,
-                 inverse.numel(), y.shape[-1], len(w_up))
-        return grad_x, grad_y, *(None if x is None else _over_threads(x) for x in grads), None
+        trained = any(ctx.needs_input_grad[2:5])
+        flat, of_weights = _flat_gradients(y, [w_o, w_up, w_down] if trained else [])
+        cpu.call("behind_backward", grad.contiguous(), y, w_o, w_up, w_down, added, inverse, up, grad_x, grad_y, flat,
+                 trained, inverse.numel(), y.shape[-1], len(w_up))
+        return grad_x, grad_y, *(of_weights if trained else [None] * 3), None
 
 
-def _over_threads(x):
-    """The sum over the first dimension: what each thread has added up."""
-    return x[0] if len(x) == 1 else x.sum(dim=0)
+def _flat_gradients(x, weights: list):
+    """Room for the gradients of weights, one behind the other, and each as a view."""
+    sizes = [w.numel() for w in weights]
+    flat = x.new_empty(sum(sizes))
+    return flat, [part.view(w.shape) for part, w in zip(flat.split(sizes), weights, strict=True)] if weights else []

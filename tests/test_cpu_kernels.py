@@ -14,6 +14,7 @@ import tempfile
 
 import pytest
 import torch
+from test_decode_cache import decoded
 
 from nanochat import engine
 from nanochat.attention import PADDING_POSITION, KVCache, Mask, attend, make_mask
@@ -350,17 +351,32 @@ def test_joined_projections_go_when_sampling_ends(monkeypatch):
 
 
 @KERNELS
-def test_a_layer_decodes_by_three_kernels_and_packs_its_weights_once(called):
+def test_a_layer_decodes_by_one_kernel_and_packs_its_weights_once(called):
     keys = list(range(LEAST_ROWS * torch.get_num_threads()))
     out = generate(model_of(), [[1, 2, 3]], len(keys), max_new_tokens=5, stop_tokens=[], keys=keys)
     layers = len(model_of().transformer.h)
-    assert [called.count(name) for name in ("pack_weight", "before_forward", "decode", "behind_forward")] == [
-        6 * layers, 4 * layers, 4 * layers, 4 * layers]  # the prompt has too few tokens
-    assert not {"split_heads_forward", "relu_squared_forward"} - set(called)
+    assert (called.count("pack_weight"), called.count("decode_layer")) == (6 * layers, 4 * layers)
+    assert "before_forward" not in called and "decode" not in called
+    assert {"split_heads_forward", "relu_squared_forward"} < set(called)  # the prompt has too few tokens
     called.clear()
     fewer = generate(model_of(), [[1, 2, 3]], len(keys) - 1, max_new_tokens=5, stop_tokens=[], keys=keys[:-1])
-    assert "before_forward" not in called and "decode" in called
+    assert "decode_layer" not in called and called.count("decode") == 4 * layers
     assert torch.equal(out.tokens[:-1], fewer.tokens) and (out.logprobs[:-1] - fewer.logprobs).abs().max() < 1e-5
+
+
+@KERNELS
+@pytest.mark.parametrize("n_kv_head, pattern", [(4, "L"), (2, "SL")])
+def test_a_layer_decodes_by_one_kernel_as_by_three(called, n_kv_head, pattern):
+    model, count = model_of(2, n_kv_head, pattern), LEAST_ROWS * torch.get_num_threads()
+    rows = [(n % 3, [5 + n, 7, 9 + n]) for n in range(count + 2)]
+    prompts, starts = [[1, 2, 3], IDS[0].tolist(), [6]], [0] * count + [1, 1]  # two rows begin late
+    with torch.no_grad():
+        apart = decoded(model, prompts, rows, starts)
+        assert "decode_layer" not in called and "before_forward" in called
+        with model.joined_projections():
+            together = decoded(model, prompts, rows, starts)
+    assert "decode_layer" in called
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
 
 
 @KERNELS

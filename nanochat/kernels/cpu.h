@@ -97,6 +97,21 @@ static inline vec exponential(vec x)
     return choose(x < least, (vec){0}, p * power);
 }
 
+/* Replaces scores by exp(score - the highest). Returns their sum; highest: where the highest goes. */
+static inline float softmax(float *scores, long width, float *highest)
+{
+    vec best = load(scores), total = {0};
+    for (long j = L; j < width; j += L)
+        best = larger(load(scores + j), best);
+    *highest = maximum(best);
+    for (long j = 0; j < width; j += L) {
+        vec p = exponential(load(scores + j) - *highest);
+        store(scores + j, p);
+        total += p;
+    }
+    return sum(total);
+}
+
 static inline void prefetch(const float *x, long n)
 {
     for (long i = 0; i < n; i += L)

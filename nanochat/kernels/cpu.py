@@ -21,20 +21,21 @@ import tempfile
 import torch
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c") for name in ("attention", "block", "layer", "loss")]
+SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c") for name in ("attention", "block", "decode", "layer", "loss")]
 HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
 POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
 ARGUMENTS = {  # of each kernel, before the number of threads
-    "attend_forward": POINTERS(3), "attend_backward": POINTERS(9), "decode": POINTERS(2),
+    "attend_forward": POINTERS(3), "attend_backward": POINTERS(9),
+    "decode": POINTERS(2), "decode_layer": POINTERS(2) + LONG * 3 + POINTERS(13),
     "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(5) + LONG + LONG,
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
     "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,
     "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
     "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),
-    "before_backward": POINTERS(1) + LONG * 2 + POINTERS(27),
-    "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(13) + LONG * 3,
+    "before_backward": POINTERS(1) + LONG * 2 + POINTERS(26) + LONG,
+    "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(11) + LONG * 4,
     "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + POINTERS(3),
     "transpose_matrix": POINTERS(2) + LONG * 2,
 }

@@ -2,12 +2,14 @@
  *
  * ROWS tokens at a time go through all operations, so that what lies between two products never leaves the caches.
  * Called from ops.py, where the plain counterparts are. C, the width, and D are multiples of 32. Weights are (out, in).
- * Gradients of weights are sums over all tokens: each thread has its own, of its share of the tokens.
+ * Gradients of weights are sums over all tokens: each thread adds up those of its share of the tokens.
  */
+#include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
 #else
 #define omp_get_thread_num() 0
+#define omp_get_num_threads() 1
 #endif
 #include "cpu_product.h"
 #include "cpu_heads.h"
@@ -55,6 +57,22 @@ static inline long share(long N, long threads)
     return ((N + pieces - 1) / pieces + TILE - 1) / TILE * TILE;
 }
 
+/* Where this thread adds up n floats, 0 at first: the first one in the result, others in `more` (threads - 1, n). */
+static float *begin_sum(float *result, float *more, long n)
+{
+    long thread = omp_get_thread_num();
+    return memset(thread ? more + (thread - 1) * n : result, 0, n * sizeof(float));
+}
+
+/* Adds what the other threads have to the result, in their order. All threads call it, behind a barrier. */
+static void end_sum(float *result, const float *more, long n)
+{
+    for (long thread = 0; thread < omp_get_num_threads() - 1; thread++)
+#pragma omp for schedule(static)
+        for (long i = 0; i < n; i++)
+            result[i] += more[thread * n + i];
+}
+
 /* panels: the transpose of w (n, k), as the forward kernels want it; n and k multiples of 32. */
 void pack_weight(const float *w, float *panels, long n, long k, long threads)
 {
@@ -100,24 +118,25 @@ void before_forward(const Heads *s, long C, long channels, const float *x, const
 }
 
 /* The gradients, from those of mixed, q, k and v. sums (N / 64, rounded up; 2): of ROWS tokens each, they make those of
- * a and b. grad_weights (threads, (Hq + 2 Hkv) D, C) or NULL, and grad_gate (threads, Hkv, channels): 0 before. */
+ * a and b. grads: those of queries', keys' and values' weights, where `trained`, and behind them of w_gate. */
 void before_backward(const Heads *s, long C, long channels, const float *x, const float *x0, const float *a,
                      const float *b, const float *w_q, const float *w_k, const float *w_v, const float *w_gate,
                      const float *embedding, const float *cosine, const float *sine, const float *mixed,
                      const float *inverse, const float *gate, const float *q, const float *k, const float *factors,
                      const float *grad_mixed, const float *grad_q, const float *grad_k, const float *grad_v,
-                     float *grad_x, float *grad_x0, float *sums, float *grad_weights, float *grad_gate,
-                     float *grad_embedding, long threads)
+                     float *grad_x, float *grad_x0, float *sums, float *grads, float *grad_embedding, long trained,
+                     long threads)
 {
     long N = s->U * s->R * s->T, D = s->D, Hkv = s->Hkv, width = (s->Hq + 2 * Hkv) * D;
-    float *weights = floats(width * C);
+    long of_weights = trained * width * C, num_sums = of_weights + Hkv * channels;
+    float *weights = floats(width * C), *more = floats((threads - 1) * num_sums);
     pack_rows(weights, w_q, s->Hq * D, C, width, 0);
     pack_rows(weights, w_k, Hkv * D, C, width, s->Hq * D);
     pack_rows(weights, w_v, Hkv * D, C, width, (s->Hq + Hkv) * D);
 #pragma omp parallel num_threads(threads)
     {
-        long thread = omp_get_thread_num();
         float *normed = floats(ROWS * C), *grad = floats(ROWS * C), *rows = floats(ROWS * width), *gates = floats(Hkv);
+        float *mine = begin_sum(grads, more, num_sums);
 #pragma omp for schedule(static)
         for (long n = 0; n < N; n += ROWS) {
             long m = least(ROWS, N - n);
@@ -130,7 +149,7 @@ void before_backward(const Heads *s, long C, long channels, const float *x, cons
                     float y = gate[(n + i) * Hkv + h];
                     gates[h] *= y * (1 - y / 3);
                     for (long c = 0; c < channels; c++)
-                        grad_gate[(thread * Hkv + h) * channels + c] += gates[h] * normed[i * C + c];
+                        mine[of_weights + h * channels + c] += gates[h] * normed[i * C + c];
                 }
                 for (long c = 0; c < C; c += L)
                     store(grad + i * C + c, (vec){0});
@@ -139,8 +158,8 @@ void before_backward(const Heads *s, long C, long channels, const float *x, cons
                         grad[i * C + c] += gates[h] * w_gate[h * channels + c];
             }
             product_packed(grad, C, rows, width, weights, m, C, width, 1);
-            if (grad_weights)
-                product_t(grad_weights + thread * width * C, C, rows, width, normed, C, width, C, m, 1);
+            if (trained)
+                product_t(mine, C, rows, width, normed, C, width, C, m, 1);
             for (long i = 0; i < m; i++) {
                 long at = (n + i) * C;
                 vec dot_a = {0}, dot_b = {0};
@@ -154,9 +173,10 @@ void before_backward(const Heads *s, long C, long channels, const float *x, cons
             }
             sums[n / ROWS * 2] = of_a, sums[n / ROWS * 2 + 1] = of_b;
         }
+        end_sum(grads, more, num_sums);
         free(normed), free(grad), free(rows), free(gates);
     }
-    free(weights);
+    free(weights), free(more);
 }
 
 /* added = x + y @ w_o^T; out = added + max(norm(added) @ w_up^T, 0)^2 @ w_down^T.
@@ -190,17 +210,17 @@ void behind_forward(const float *x, const float *y, const float *o, const float 
     }
 }
 
-/* The gradients, from grad (of out). Those of the weights, each with the threads as the first dimension, must be 0
- * before; NULL where none is wanted. */
+/* The gradients, from grad (of out). grads: those of w_o, w_up and w_down, where `trained`. */
 void behind_backward(const float *grad, const float *y, const float *w_o, const float *w_up, const float *w_down,
                      const float *added, const float *inverse, const float *up, float *grad_x, float *grad_y,
-                     float *grad_o, float *grad_up, float *grad_down, long N, long C, long F, long threads)
+                     float *grads, long trained, long N, long C, long F, long threads)
 {
-    float *o = floats(C * C), *in = floats(C * F), *down = floats(F * C);
+    long num_sums = trained * (C * C + 2 * F * C);
+    float *o = floats(C * C), *in = floats(C * F), *down = floats(F * C), *more = floats((threads - 1) * num_sums);
     pack_rows(o, w_o, C, C, C, 0), pack_rows(in, w_up, F, C, F, 0), pack_rows(down, w_down, C, F, C, 0);
 #pragma omp parallel num_threads(threads)
     {
-        long thread = omp_get_thread_num();
+        float *grad_o = begin_sum(grads, more, num_sums), *grad_up = grad_o + C * C, *grad_down = grad_up + F * C;
         float *normed = floats(ROWS * C), *inner = floats(ROWS * C), *squares = floats(ROWS * F);
         float *slope = floats(ROWS * F);
 #pragma omp for schedule(static)
@@ -217,13 +237,14 @@ void behind_backward(const float *grad, const float *y, const float *w_o, const 
             for (long i = 0; i < m * C; i += C)
                 norm_row_back(grad_x + at + i, inner + i, grad + at + i, normed + i, inverse[n + i / C], C);
             product_packed(grad_y + at, C, grad_x + at, C, o, m, C, C, 0);
-            if (grad_o) {
-                product_t(grad_down + thread * C * F, F, grad + at, C, squares, F, C, F, m, 1);
-                product_t(grad_up + thread * F * C, C, slope, F, normed, C, F, C, m, 1);
-                product_t(grad_o + thread * C * C, C, grad_x + at, C, y + at, C, C, C, m, 1);
+            if (trained) {
+                product_t(grad_down, F, grad + at, C, squares, F, C, F, m, 1);
+                product_t(grad_up, C, slope, F, normed, C, F, C, m, 1);
+                product_t(grad_o, C, grad_x + at, C, y + at, C, C, C, m, 1);
             }
         }
+        end_sum(grads, more, num_sums);
         free(normed), free(inner), free(squares), free(slope);
     }
-    free(o), free(in), free(down);
+    free(o), free(in), free(down), free(more);
 }
