@@ -58,6 +58,10 @@ def uniform_noise(keys: torch.Tensor, position: torch.Tensor | int) -> torch.Ten
     """One uniform number in [0, 1) per row, a hash (splitmix64) of its key and the position. keys (B,) int64 ->
     (B,)."""
     position = torch.as_tensor(position, device=keys.device)
+    if keys.device.type == "cpu" and cpu.library() is not None:
+        noise = torch.empty(len(keys), dtype=torch.float64)
+        cpu.call("uniform_noise", keys.contiguous(), position.expand(len(keys)).contiguous(), noise, len(keys))
+        return noise
     x = keys + (position + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15; wraps modulo 2^64, as all arithmetic here
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

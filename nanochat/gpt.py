@@ -264,7 +264,7 @@ class GPT(nn.Module):
         x = norm(self.transformer.wte(ids).to(self.compute_dtype))  # (B, T, C)
         # The first token of a sequence has no predecessor: a zero vector adds nothing.
         first = torch.zeros_like(x[:, :1]) if last_embedding is None else last_embedding
-        previous = torch.cat([first, x[:, :-1]], dim=1)
+        previous = first if x.shape[1] == 1 else torch.cat([first, x[:, :-1]], dim=1)
         gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
         return x + gate * previous, x
 

@@ -60,9 +60,9 @@ class Muon(torch.optim.Muon):
                 place.copy_(update.T if is_tall(update) else update)
         if world == 1:
             return given
-        found = given.new_empty(world * share, *given.shape[1:])
-        dist.all_gather_into_tensor(found, given)
-        return found[:len(parameters)]
+        found = given.new_empty(world, *given.shape)
+        dist.all_gather(list(found), given)
+        return found.flatten(0, 1)[:len(parameters)]
 
     def direction(self, p: torch.nn.Parameter, group: dict) -> torch.Tensor:
         average = self.state[p]["momentum_buffer"]

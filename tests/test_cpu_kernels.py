@@ -202,7 +202,7 @@ def test_the_same_tokens_are_drawn(called, V, temperature, top_k):
     logits[:, V // 2] = float("-inf") if V > 1 else 0.0
     keys, kept = torch.arange(400) * 7919, logits.clone()
     tokens, logprobs = pick(logits, keys, 5, temperature, top_k)
-    assert called == ["draw"] and torch.equal(logits, kept)
+    assert called == ["uniform_noise", "draw"] and torch.equal(logits, kept)
     expected, expected_logprobs = pick(logits.double(), keys, 5, temperature, top_k)
     same = tokens == expected
     assert ((~same).sum() <= 1  # one noise may fall onto a boundary, by rounding
@@ -234,6 +234,16 @@ def test_a_token_takes_the_noise_from_its_lower_boundary_on(monkeypatch):
         logits[4 * i: 4 * i + 4, columns] = 7.0
     tokens, logprobs = pick(logits, torch.arange(12), 0, 1.0, 0)
     assert tokens.tolist() == [3, 4, 5, 6, 0, 15, 16, 99, 0, 0, 15, 16] and (logprobs + math.log(4)).abs().max() < 1e-6
+
+
+@KERNELS
+def test_noise_is_the_same_by_the_kernel(monkeypatch):
+    keys = torch.randint(-2 ** 63, 2 ** 63 - 1, (3000, 2), generator=torch.Generator().manual_seed(0))[:, 0]
+    for position in (0, 7, 2 ** 40, torch.arange(3000), torch.arange(6000)[::2]):
+        ours = engine.uniform_noise(keys, position)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "library", lambda: None)
+            assert torch.equal(ours, engine.uniform_noise(keys, position)) and ours.dtype == torch.float64
 
 
 @KERNELS

@@ -37,6 +37,7 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "before_backward": POINTERS(1) + LONG * 2 + POINTERS(26) + LONG,
     "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(11) + LONG * 4,
     "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + POINTERS(3),
+    "uniform_noise": POINTERS(3) + LONG,
     "transpose_matrix": POINTERS(2) + LONG * 2,
 }
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take

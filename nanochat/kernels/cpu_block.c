@@ -1,5 +1,7 @@
 /* The small operations of a block, and drawing tokens, on CPU in fp32: each one pass over memory.
  * Called from ops.py and engine.py. */
+#include <stdint.h>
+
 #include "cpu.h"
 #include "cpu_heads.h"
 
@@ -107,6 +109,18 @@ void split_heads_backward(const Heads *s, const float *grad_q, const float *grad
     for (long n = 0; n < s->U * s->R * s->T; n++)
         split_row_back(s, n, grad_q, grad_k, grad_v, q, k, factors, cosine, sine, gate, embedding,
                        grad_x + n * (s->Hq + 2 * s->Hkv) * s->D, gate ? grad_gate + n * s->Hkv : NULL, grad_embedding);
+}
+
+/* One number in [0, 1) per key and position, as engine.uniform_noise: the upper 53 bits of splitmix64. */
+void uniform_noise(const long *keys, const long *positions, double *noise, long n, long threads)
+{
+    (void)threads;
+    for (long i = 0; i < n; i++) {
+        uint64_t x = (uint64_t)keys[i] + ((uint64_t)positions[i] + 1) * 0x9E3779B97F4A7C15;
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+        x = (x ^ x >> 27) * 0x94D049BB133111EB;
+        noise[i] = ((x ^ x >> 31) >> 11) * 0x1p-53;
+    }
 }
 
 /* Draws a token per row of logits (rows, V) with row stride `stride` under softmax(logits):
