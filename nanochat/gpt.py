@@ -17,7 +17,7 @@ from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.decode_cache import DecodeCache
 from nanochat.ops import (add_norm, before_attention, behind_attention, fuses_layers, linear, mix_norm, norm,
-                          packed_layer, relu_squared, split_heads, value_gate)
+                          packed_layer, relu_squared, smear, split_heads, value_gate)
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
@@ -262,11 +262,7 @@ class GPT(nn.Module):
     def embed(self, ids, last_embedding):
         """Normed token embeddings after the smear, and the last unsmeared one. ids (B, T) -> (B, T, C), (B, 1, C)."""
         x = norm(self.transformer.wte(ids).to(self.compute_dtype))  # (B, T, C)
-        # The first token of a sequence has no predecessor: a zero vector adds nothing.
-        first = torch.zeros_like(x[:, :1]) if last_embedding is None else last_embedding
-        previous = first if x.shape[1] == 1 else torch.cat([first, x[:, :-1]], dim=1)
-        gate = self.smear_lambda.to(x.dtype) * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))  # (B, T, 1)
-        return x + gate * previous, x
+        return smear(x, last_embedding, self.smear_gate.weight.to(x.dtype), self.smear_lambda.to(x.dtype)), x
 
     def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
               last_only: bool = False, kept: torch.Tensor | None = None):
@@ -345,8 +341,7 @@ class GPT(nn.Module):
             i += 1
         if backout.shape != x.shape:
             backout = at(backout, None if kept is not None else ends, kept)
-        x = x if delta is None else x + delta
-        yield norm(x - self.backout_lambda.to(x.dtype) * backout)
+        yield mix_norm(x, delta, backout, x.new_ones(()), -self.backout_lambda.to(x.dtype)[0])[1]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the real vocabulary, softcapped, fp32. hidden (..., C) -> (..., V)."""

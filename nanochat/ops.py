@@ -135,6 +135,17 @@ def mix(x: torch.Tensor, x0: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> 
     return run(_Mix, x, x0, a, b) if cpu.takes(x) else a * x + b * x0
 
 
+def smear(x: torch.Tensor, first: torch.Tensor | None, weight: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    """x + strength * sigmoid(x[..., :n] @ weight.T) * the token before. x (B, T, C); first (B, 1, C): what stands
+    before each row, None: nothing; weight (1, n), strength (1,)."""
+    assert first is None or first.shape == (x.shape[0], 1, x.shape[2]) and first.dtype == x.dtype
+    if cpu.takes(x):
+        return run(_Smear, x, first, weight, strength)
+    first = torch.zeros_like(x[:, :1]) if first is None else first
+    before = first if x.shape[1] == 1 else torch.cat([first, x[:, :-1]], dim=1)
+    return x + strength * torch.sigmoid(linear(x[..., : weight.shape[1]], weight)) * before
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotates the halves of each head by minus the angle. x (B, T, H, D), cos and sin (B, T, 1, D/2)."""
     x1, x2 = x.chunk(2, dim=-1)
@@ -323,6 +334,27 @@ class _Mix(torch.autograd.Function):
                                        x.new_empty(-(-x.numel() // 1024), 2))
         cpu.call("mix_backward", grad, x, x0, a, b, grad_x, grad_x0, sums, x.numel())
         return grad_x, grad_x0, *sums.sum(dim=0)
+
+
+class _Smear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, first, weight, strength):
+        x, first, weight, strength = contiguous(x, first, weight, strength)
+        y, gates = torch.empty_like(x), x.new_empty(x.shape[:2])
+        cpu.call("smear_forward", x, first, weight, strength, y, gates, *x.shape, weight.shape[1])
+        ctx.save_for_backward(x, first, weight, strength, gates)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, first, weight, strength, gates = ctx.saved_tensors
+        grad_x, grad_first = torch.empty_like(x), None if first is None else torch.empty_like(first)
+        sums = x.new_empty(len(x), weight.shape[1] + 1)
+        cpu.call("smear_backward", grad.contiguous(), x, first, weight, strength, gates, grad_x, grad_first, sums,
+                 *x.shape, weight.shape[1])
+        of_weight, of_strength = sums.sum(dim=0).split([weight.shape[1], 1])
+        return grad_x, grad_first, of_weight[None], of_strength
 
 
 class Heads(ctypes.Structure):

@@ -31,6 +31,7 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "decode": POINTERS(2), "decode_layer": POINTERS(2) + LONG * 3 + POINTERS(13),
     "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(5) + LONG + LONG,
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
+    "smear_forward": POINTERS(6) + LONG * 4, "smear_backward": POINTERS(9) + LONG * 4,
     "relu_squared_forward": POINTERS(2) + LONG, "relu_squared_backward": POINTERS(3) + LONG,
     "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
     "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),

@@ -72,6 +72,60 @@ void mix_backward(const float *grad, const float *x, const float *x0, const floa
     }
 }
 
+static inline float gate_of(const float *x, const float *w, long channels)
+{
+    float z = 0;
+    for (long c = 0; c < channels; c++)
+        z += x[c] * w[c];
+    return 1 / (1 + expf(-z));
+}
+
+/* y = x + strength * gate * the row before, gate = sigmoid(x[:channels] . w). x, y (B, T, C), C a multiple of 32;
+ * first (B, C) stands before each first row, NULL: zeros; gates (B, T). */
+void smear_forward(const float *x, const float *first, const float *w, const float *strength, float *y, float *gates,
+                   long B, long T, long C, long channels, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < B * T; i++) {
+        const float *row = x + i * C, *before = i % T ? row - C : first ? first + i / T * C : NULL;
+        float factor = *strength * (gates[i] = gate_of(row, w, channels));
+        for (long c = 0; c < C; c += L)
+            store(y + i * C + c, load(row + c) + factor * (before ? load(before + c) : (vec){0}));
+    }
+}
+
+/* The gradients, from grad (of y). sums (B, channels + 1): each row's part of those of w and of strength. */
+void smear_backward(const float *grad, const float *x, const float *first, const float *w, const float *strength,
+                    const float *gates, float *grad_x, float *grad_first, float *sums, long B, long T, long C,
+                    long channels, long threads)
+{
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long b = 0; b < B; b++) {
+        float *mine = sums + b * (channels + 1);
+        for (long c = 0; c <= channels; c++)
+            mine[c] = 0;
+        for (long i = b * T; i < (b + 1) * T; i++) {
+            const float *row = x + i * C, *before = i % T ? row - C : first ? first + b * C : NULL;
+            float next = (i + 1) % T ? *strength * gates[i + 1] : 0;
+            vec products = {0};
+            for (long c = 0; c < C; c += L) {
+                vec g = load(grad + i * C + c);
+                if (before)
+                    products += g * load(before + c);
+                store(grad_x + i * C + c, next ? g + next * load(grad + (i + 1) * C + c) : g);
+            }
+            float of_gate = sum(products), of_z = *strength * gates[i] * (1 - gates[i]) * of_gate;
+            for (long c = 0; c < channels; c++) {
+                grad_x[i * C + c] += of_z * w[c];
+                mine[c] += of_z * row[c];
+            }
+            mine[channels] += gates[i] * of_gate;
+        }
+        for (long c = 0; first && c < C; c += L)
+            store(grad_first + b * C + c, *strength * gates[b * T] * load(grad + b * T * C + c));
+    }
+}
+
 /* y = max(x, 0)^2 of n floats, n a multiple of 32; backward: grad_x = 2 max(x, 0) grad. */
 void relu_squared_forward(const float *x, float *y, long n, long threads)
 {
