@@ -26,6 +26,7 @@ COMPACT_BELOW = 0.9    # drop places whose row has ended once less than this sha
 CHECK_EVERY_CUDA = 16  # there, tokens between looks at which rows have ended; on CPU looking is free
 LEAST_ROWS_CUDA = 8    # there a batch has all places or a half, a quarter, ... of them, as each size is a graph
 PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
+NO_TOKEN = -1          # where a row has no token yet
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
 
@@ -152,27 +153,26 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
         max_rows = num_places(len(prompts), num_samples, max(map(len, prompts)), max_new_tokens, max_rows,
                               max_cached_tokens)
     with torch.inference_mode(), model.joined_projections():
-        out = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
-                        should_stop, tool)
-    N = len(keys)
-    width = max(int(out.lengths[:N].max()), 1) if N else 1
+        tokens, logprobs, forced = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys,
+                                             temperature, top_k, max_rows, should_stop, tool)
     # Copies, made outside of inference mode: ordinary tensors, that training may keep.
-    return Samples(out.tokens[:N, :width].clone(), out.logprobs[:N, :width].clone(), out.lengths[:N].clone(),
-                   out.stopped[:N].clone(), out.forced[:N, :width].clone() if tool else None)
+    lengths = (tokens != NO_TOKEN).sum(dim=1)
+    width = max(int(lengths.max()), 1) if len(keys) else 1
+    tokens = tokens[:, :width].clamp(min=0)
+    last = tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])
+    stopped = (last == torch.tensor(stop_tokens, device=last.device)).any(dim=1) & (lengths > 0)
+    return Samples(tokens, logprobs[:, :width].clone(), lengths, stopped, forced[:, :width].clone() if tool else None)
 
 
 def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
-              should_stop, tool) -> Samples:
-    """As generate, with one row more than there are: where places write whose row has ended."""
+              should_stop, tool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> tokens (N, T), NO_TOKEN behind a row's end; their logprobs, and which of them a tool put there."""
     device, N = model.lm_head.weight.device, len(keys)
-    out = Samples(torch.zeros(N + 1, max_new_tokens, dtype=torch.long, device=device),
-                  torch.zeros(N + 1, max_new_tokens, device=device),
-                  torch.zeros(N + 1, dtype=torch.long, device=device),
-                  torch.zeros(N + 1, dtype=torch.bool, device=device))
-    if tool:
-        out.forced = torch.zeros(N + 1, max_new_tokens, dtype=torch.bool, device=device)
+    # One row more than there are is where places write whose row has ended.
+    tokens, logprobs, forced = (torch.full((N + 1, max_new_tokens), value, device=device)
+                                for value in (NO_TOKEN, 0.0, False))
     if N == 0:
-        return out
+        return tokens[:N], logprobs[:N], forced[:N]
     keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
     # Prompts of like length sit down together, so that little is padding when they are run.
@@ -190,16 +190,13 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     def draw_next(hidden, places, rows, t):
         """Draws the next token of the rows in these places, which have t (n,) already, and writes it down. hidden (n,
         C). A row that ends leaves N in its place."""
-        tokens, logprobs = pick_behind(model, hidden, keys[rows], t, temperature, top_k)
+        new, logprobs[rows, t] = pick_behind(model, hidden, keys[rows], t, temperature, top_k)
         if desk:
-            tokens, is_forced = desk.force(places, tokens)
-            out.forced[rows, t], logprobs = is_forced, logprobs.masked_fill(is_forced, 0.0)
-        out.tokens[rows, t], out.logprobs[rows, t] = tokens, logprobs
-        out.lengths[rows] = t + 1
-        stopped = (tokens[:, None] == stop_tokens).any(dim=1)
-        out.stopped[rows] = stopped
-        token[places], drawn[places] = tokens, (t + 1).clamp(max=capacity)
-        row[places] = rows.masked_fill(stopped | (t == max_new_tokens - 1), N)
+            new, forced[rows, t] = desk.force(places, new)
+        tokens[rows, t] = token[places] = new
+        drawn[places] = (t + 1).clamp(max=capacity)
+        ends = (new[:, None] == stop_tokens).any(dim=1) | (t == max_new_tokens - 1)
+        row[places] = rows.masked_fill(ends, N)
 
     def admit():
         """Gives free places to waiting rows, and draws their first tokens."""
@@ -243,10 +240,10 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         if batch is None or size < len(batch):
             batch = torch.tensor(seats.batch(size), device=device)
         if desk:
-            desk.ask(row, drawn, out.tokens)
+            desk.ask(row, drawn, tokens)
         for _ in range(CHECK_EVERY_CUDA if graphs else 1):
             (graphs or step)(batch)
-    return out
+    return tokens[:N], logprobs[:N].masked_fill(forced[:N], 0.0), forced[:N]
 
 
 def size_of_batch(seats: Seats, size: int | None, graphs) -> int:
