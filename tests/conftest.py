@@ -7,7 +7,7 @@ prompt. So solutions and verifications are mostly in form, and differ from promp
 """
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -77,6 +77,32 @@ def look_at_few_problems() -> None:
     from nanochat.rl.scores import problems_of
     flags.problems_of = lambda task, split, num: problems_of(
         task, split, FEW if num < 0 and not hasattr(task, "num_problems") else num)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def prepared_once():
+    """Triton's interpreter prepares its language anew whenever a kernel calls a function: once per launch is enough, and
+    the rest a third of its time."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version
+        return
+    prepare, scope, prepared = interpreter._patch_lang, interpreter._LangPatchScope, set()
+    restore = scope.restore
+
+    def prepare_once(function):
+        modules = {module for module in (tl, tl.core) if module in function.__globals__.values()}
+        if modules and modules <= prepared:
+            return scope()
+        prepared.update(modules)
+        return prepare(function)
+
+    def restore_and_forget(self):
+        restore(self)
+        prepared.clear()
+    interpreter._patch_lang, scope.restore = prepare_once, restore_and_forget
 
 
 def pytest_collection_modifyitems(items):
