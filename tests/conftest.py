@@ -7,6 +7,7 @@ prompt. So solutions and verifications are mostly in form, and differ from promp
 """
 import argparse
 import contextlib
+import functools
 import importlib.util
 import json
 import multiprocessing
@@ -31,7 +32,7 @@ COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "
                    "--num-steps", "4"]
 TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"],
                ["--verifier-balance"], ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
-FEW = 60  # problems of a task that makes its own that a start of the trainer looks at
+FEW = 20  # problems of a task that makes its own that a start of the trainer looks at
 # Recipes that need another task than chain, of which the crafted pair solves some problems too
 OTHER_TASKS = {"magrpo": ["--task", "halves", "--halves-letters", "0"],
                **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "ssp"), ["--task", "lookup"]),
@@ -119,10 +120,18 @@ def parse(script, flags: list[str]) -> argparse.Namespace:
     return parse_flags(script.make_parser(flags) if is_trainer else script.make_parser(), flags)
 
 
+@functools.cache
+def known_flags(recipe: str) -> set[str]:
+    """The trainer's flags with this recipe. Those of a recipe in the repository stay what they are."""
+    from scripts import tango_rl
+    return set(tango_rl.make_parser(["--recipe", recipe])._option_string_actions)
+
+
 def rl_flags(*flags: str) -> list[str]:
     """The flags of a short run, with those of tango's that the recipe named in `flags` knows too."""
-    from scripts import tango_rl
-    known = tango_rl.make_parser(list(flags))._option_string_actions
+    from nanochat import recipes
+    recipe = flags[flags.index("--recipe") + 1] if "--recipe" in flags else "tango"
+    known = known_flags(recipe) if recipe in recipes.names() else known_flags.__wrapped__(recipe)
     labels = ["--labels", os.path.join(os.environ["NANOCHAT_BASE_DIR"], "labels.jsonl")] if "--labels" in known else []
     task = [word for name, words in OTHER_TASKS.items() if name in flags for word in words]
     return [*COMMON_RL_FLAGS, *task, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words),

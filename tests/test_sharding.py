@@ -342,6 +342,8 @@ def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
     outs = [process.communicate()[0] for process in nodes]
     assert [process.returncode for process in nodes] == [0, 0], outs[0][-2000:] + outs[1][-2000:]
     assert steps_of(base, "nodes") == straight
+    assert outs[0].strip().splitlines()[-1] == str(base / "runs" / "nodes")
+    assert json.loads((base / "runs" / "nodes" / "config.json").read_text())["world"] == 2
 
 
 def test_sharding_takes_several_ranks(base):
