@@ -67,17 +67,19 @@ SLOW = 15                                 # the channel of a head's queries and 
 
 
 @pytest.fixture(autouse=True, scope="session")
-def few_problems():
-    """The trainer looks at few problems when it starts. All 400 that stand for an endless task take a quarter of a
-    short run's time."""
-    look_at_few_problems()
+def short_starts():
+    shorten_starts()
 
 
-def look_at_few_problems() -> None:
+def shorten_starts() -> None:
+    """The trainer looks at few problems when it starts: all 400 that stand for an endless task take a quarter of a short
+    run's time. Pretraining does not measure the machine, which takes another quarter."""
     from nanochat.rl import flags
     from nanochat.rl.scores import problems_of
+    from scripts import base_train
     flags.problems_of = lambda task, split, num: problems_of(
         task, split, FEW if num < 0 and not hasattr(task, "num_problems") else num)
+    base_train.machine_speed = lambda device, dtype: (1e11, 1e10)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -251,7 +253,7 @@ def on_two_ranks(share, *args) -> None:
 
 
 def as_rank(rank: int, world: int, folder: str, environment: dict, share, args: tuple) -> None:
-    look_at_few_problems()
+    shorten_starts()
     torch.set_num_threads(1)
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
