@@ -72,8 +72,8 @@ def short_starts():
 
 
 def shorten_starts() -> None:
-    """The trainer looks at few problems when it starts: all 400 that stand for an endless task take a quarter of a short
-    run's time. Pretraining does not measure the machine, which takes another quarter."""
+    """The trainer looks at few problems when it starts: all 400 that stand for an endless task take a quarter of a
+    short run's time. Pretraining does not measure the machine, which takes as much."""
     from nanochat.rl import flags
     from nanochat.rl.scores import problems_of
     from scripts import base_train
@@ -84,8 +84,8 @@ def shorten_starts() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def prepared_once():
-    """Triton's interpreter prepares its language anew whenever a kernel calls a function: once per launch is enough, and
-    the rest a third of its time."""
+    """Triton's interpreter prepares its language anew whenever a kernel calls a function: once per launch is enough,
+    and the rest a third of its time."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
     import triton.language as tl

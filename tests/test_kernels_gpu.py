@@ -56,8 +56,8 @@ def without_interpreter(code: str, cache) -> str:
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper_and_blackwell_and_spills_nothing(tmp_path):
-    """Of each kernel the first variant for Hopper, the last for Blackwell. What threads read and write of long rows is 16
-    bytes each. A block's operations round as PyTorch's do: no bf16 is multiplied and added in one instruction."""
+    """Of each kernel the first variant for Hopper, the last for Blackwell. What threads read and write of long rows is
+    16 bytes each. A block's operations round as PyTorch's do: no bf16 is multiplied and added in one instruction."""
     rows = [json.loads(line) for line in without_interpreter("""
 import json, kernel_resources
 variants = {}
