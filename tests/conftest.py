@@ -7,7 +7,8 @@ prompt. So solutions and verifications are mostly in form, and differ from promp
 """
 import argparse
 import contextlib
-import importlib
+import functools
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -31,7 +32,7 @@ COMMON_RL_FLAGS = [*TASK_FLAGS, "--device-type", "cpu", "--model-tag", "tiny", "
                    "--num-steps", "4"]
 TANGO_FLAGS = [["--verifier-max-new-tokens", "36"], ["--warmup-steps", "2"], ["--generator-steps", "2"],
                ["--verifier-balance"], ["--verifier-replay", "0.5"], ["--alpha-start", "0.5"], ["--alpha-end", "0.05"]]
-FEW = 60  # problems of a task that makes its own that a start of the trainer looks at
+FEW = 20  # problems of a task that makes its own that a start of the trainer looks at
 # Recipes that need another task than chain, of which the crafted pair solves some problems too
 OTHER_TASKS = {"magrpo": ["--task", "halves", "--halves-letters", "0"],
                **dict.fromkeys(("search_r1", "r1_searcher", "ssrl", "ssp"), ["--task", "lookup"]),
@@ -66,17 +67,45 @@ SLOW = 15                                 # the channel of a head's queries and 
 
 
 @pytest.fixture(autouse=True, scope="session")
-def few_problems():
-    """The trainer looks at few problems when it starts. All 400 that stand for an endless task take a quarter of a
-    short run's time."""
-    look_at_few_problems()
+def short_starts():
+    shorten_starts()
 
 
-def look_at_few_problems() -> None:
+def shorten_starts() -> None:
+    """The trainer looks at few problems when it starts: all 400 that stand for an endless task take a quarter of a
+    short run's time. Pretraining does not measure the machine, which takes as much."""
     from nanochat.rl import flags
     from nanochat.rl.scores import problems_of
+    from scripts import base_train
     flags.problems_of = lambda task, split, num: problems_of(
         task, split, FEW if num < 0 and not hasattr(task, "num_problems") else num)
+    base_train.machine_speed = lambda device, dtype: (1e11, 1e10)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def prepared_once():
+    """Triton's interpreter prepares its language anew whenever a kernel calls a function: once per launch is enough,
+    and the rest a third of its time."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+    if not hasattr(interpreter, "_LangPatchScope"):  # another version
+        return
+    prepare, scope, prepared = interpreter._patch_lang, interpreter._LangPatchScope, set()
+    restore = scope.restore
+
+    def prepare_once(function):
+        modules = {module for module in (tl, tl.core) if module in function.__globals__.values()}
+        if modules and modules <= prepared:
+            return scope()
+        prepared.update(modules)
+        return prepare(function)
+
+    def restore_and_forget(self):
+        restore(self)
+        prepared.clear()
+    interpreter._patch_lang, scope.restore = prepare_once, restore_and_forget
 
 
 def pytest_collection_modifyitems(items):
@@ -93,10 +122,18 @@ def parse(script, flags: list[str]) -> argparse.Namespace:
     return parse_flags(script.make_parser(flags) if is_trainer else script.make_parser(), flags)
 
 
+@functools.cache
+def known_flags(recipe: str) -> set[str]:
+    """The trainer's flags with this recipe. Those of a recipe in the repository stay what they are."""
+    from scripts import tango_rl
+    return set(tango_rl.make_parser(["--recipe", recipe])._option_string_actions)
+
+
 def rl_flags(*flags: str) -> list[str]:
     """The flags of a short run, with those of tango's that the recipe named in `flags` knows too."""
-    from scripts import tango_rl
-    known = tango_rl.make_parser(list(flags))._option_string_actions
+    from nanochat import recipes
+    recipe = flags[flags.index("--recipe") + 1] if "--recipe" in flags else "tango"
+    known = known_flags(recipe) if recipe in recipes.names() else known_flags.__wrapped__(recipe)
     labels = ["--labels", os.path.join(os.environ["NANOCHAT_BASE_DIR"], "labels.jsonl")] if "--labels" in known else []
     task = [word for name, words in OTHER_TASKS.items() if name in flags for word in words]
     return [*COMMON_RL_FLAGS, *task, *labels, *(word for words in TANGO_FLAGS if words[0] in known for word in words),
@@ -204,8 +241,8 @@ def base(sft_base, tmp_path, monkeypatch):
 
 def on_ranks(world: int, share, *args) -> None:
     """Runs share(*args), a function of a test's module, on so many ranks. They are forks of a server that has imported
-    torch, so a start takes no second."""
-    multiprocessing.set_forkserver_preload(["torch"])
+    torch and the trainer, so a start takes no second."""
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "scripts.tango_rl"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(as_rank, args=(world, folder, dict(os.environ), share, args),
                                               nprocs=world, start_method="forkserver")
@@ -216,7 +253,7 @@ def on_two_ranks(share, *args) -> None:
 
 
 def as_rank(rank: int, world: int, folder: str, environment: dict, share, args: tuple) -> None:
-    look_at_few_problems()
+    shorten_starts()
     torch.set_num_threads(1)
     os.environ |= {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)

@@ -4,6 +4,7 @@ The Triton kernels of attention against its definition. Without a GPU they run i
     python -m pytest tests/test_attention_kernels.py -q
 """
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the interpreter of 3.6 breaks with numpy 2.4
 pytest.importorskip("triton", minversion="3.5" if DEVICE == "cuda" else "3.7")
 gpu = pytest.mark.gpu
+QUICK = pytest.mark.usefixtures("overflow_unchecked")
 FULL = 10 ** 6  # a window that reaches everything here
+
+
+@pytest.fixture
+def overflow_unchecked(monkeypatch):
+    """Triton's interpreter checks every sum and product of 32-bit numbers for overflow, in half of its time. Tests
+    without this fixture launch every kernel too, and leave it the check."""
+    if DEVICE == "cpu":
+        from triton.runtime.interpreter import interpreter_builder
+        monkeypatch.setattr(interpreter_builder, "options",
+                            replace(interpreter_builder.options, sanitize_overflow=False))
 
 
 def normal(draw, *shape, dtype=torch.float32):
@@ -65,6 +77,7 @@ def decode_by_loop(q, places, k, v, lengths, prefix_k, prefix_v, prefix_lengths,
     return out
 
 
+@QUICK
 @pytest.mark.parametrize("window", [FULL, 20, 0])
 @pytest.mark.parametrize("sizes", [dict(), dict(group=1, D=64), dict(group=6, D=128, Hkv=1), dict(group=17, D=24),
                                    dict(Tp=0), dict(capacity=1, Tp=5), dict(capacity=5, Tp=130), dict(capacity=130)],
@@ -167,6 +180,7 @@ def assert_is_explicit(inputs, lengths, window, tolerance=3e-6):
     return y, grads
 
 
+@QUICK
 @pytest.mark.parametrize("sizes, windows", [
     (dict(T=1, Tp=5), [FULL, 2]), (dict(T=17, Tp=0), [FULL, 4]), (dict(T=65, Tp=64, group=1, U=1), [FULL, 70, 33]),
     (dict(T=17, Tp=130, U=3, R=1), [FULL, 120, 9]), (dict(T=17, D=64, group=6, U=1), [FULL]),
@@ -195,6 +209,7 @@ def test_padding_of_a_prefix_gets_no_gradient():
         assert grad[1, :, 20:].eq(0).all() and grad[1, :, :20].ne(0).all()
 
 
+@QUICK
 def test_queries_of_a_prefix_are_split_where_programs_are_few(monkeypatch):
     inputs, lengths = training_case(Tp=40, R=3)
     whole = gradients_of(attention(*inputs, lengths, FULL), inputs)
@@ -224,6 +239,7 @@ def test_what_is_kept_for_the_backward_pass_is_linear_in_tokens():
         2 * q.nbytes + 2 * k.nbytes + 2 * prefix_k.nbytes + 4 * q[..., 0].numel() + lengths.nbytes)
 
 
+@QUICK
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_decoding_rounds_as_training_does(dtype):
     """The same blocks of keys in the same order: bit by bit in the interpreter, where a product of few rows is that of
@@ -279,6 +295,7 @@ def model_gradients(model, y):
     return [grad for grad in grads if grad is not None]
 
 
+@QUICK
 @pytest.mark.parametrize("kind", ["gpt", "decoder"])
 def test_models_compute_the_same_by_the_kernels_and_make_no_masks(kind, monkeypatch):
     model = small_model(kind)
@@ -308,6 +325,7 @@ def test_without_prefix_and_window_no_kernel_of_ours_is_asked(monkeypatch):
     assert mask.causal and isinstance(mask, Mask)
 
 
+@QUICK
 def test_compiled_training_takes_the_kernel_as_it_is(monkeypatch):
     """A window without a prefix, as in pretraining, in one graph."""
     monkeypatch.setattr(attention_module, "takes_attention",

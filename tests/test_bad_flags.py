@@ -143,9 +143,11 @@ def calls_of(parser, flags: list[str], is_tested, was_tried) -> list[tuple]:
     return calls
 
 
-def outcome(script, parser, flags: list[str], place, capsys) -> str:
-    """"taken", "refused", or in words what else became of a call."""
-    before = files_under(place)
+def outcome(script, parser, flags: list[str], place, capsys, files: dict) -> str:
+    """"taken", "refused", or in words what else became of a call. files: what is in the place, {} where that is not
+    known; kept up to date."""
+    before = files.copy() or files_under(place)
+    files.clear()
     try:
         script_main(script.main, parser, flags)
     except Begun:
@@ -154,7 +156,8 @@ def outcome(script, parser, flags: list[str], place, capsys) -> str:
         err = capsys.readouterr().err
         if stop.code != 2 or not err.startswith("error: ") or err.count("\n") != 1:
             return f"exit code {stop.code}: {err}"
-        return "refused" if files_under(place) == before else "refused, but something was written"
+        files |= files_under(place)
+        return "refused" if files == before else "refused, but something was written"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "taken"
@@ -163,10 +166,10 @@ def outcome(script, parser, flags: list[str], place, capsys) -> str:
 def failures(script, parser, flags: list[str], place, capsys, is_tested=lambda name: True,
              takes_room=lambda name: False, was_tried=lambda name: False) -> list[str]:
     """What is wrong with what became of the calls, a line for each."""
-    assert outcome(script, parser, flags, place, capsys) == "taken"
-    found = []
+    files, found = {}, []
+    assert outcome(script, parser, flags, place, capsys, files) == "taken"
     for action, value, words in calls_of(parser, flags, is_tested, was_tried):
-        became = outcome(script, parser, words, place, capsys)
+        became = outcome(script, parser, words, place, capsys, files)
         capsys.readouterr()
         is_huge = action.type is int and value == HUGE and takes_room(action.dest)
         if became != "refused" and (is_huge or became != "taken"):
@@ -206,7 +209,7 @@ def test_a_base_folder_that_is_none_is_no_traceback(damage, place, monkeypatch, 
         for name in beginnings:
             monkeypatch.setattr(script, name, begin)
     damage(place / "deep" / "down" / "base")
-    became = {script.__name__: outcome(script, script.make_parser(), flags, place, capsys)
+    became = {script.__name__: outcome(script, script.make_parser(), flags, place, capsys, {})
               for script, (flags, _) in CALLS.items()}
     assert set(became.values()) == {"taken", "refused"}, became
     if damage is no_folder:
@@ -239,4 +242,4 @@ def test_every_flag_of_every_recipe_is_taken_or_refused_in_one_line(recipe, plac
 @pytest.mark.parametrize("name", TEXTS)
 def test_any_name_of_a_recipe_is_taken_or_refused_in_one_line(name, place, monkeypatch, capsys):
     monkeypatch.setattr(tango_rl, "check_problems", begin)
-    assert outcome(tango_rl, tango_rl.make_parser, [*COMMON_RL_FLAGS, "--recipe", name], place, capsys) == "refused"
+    assert outcome(tango_rl, tango_rl.make_parser, [*COMMON_RL_FLAGS, "--recipe", name], place, capsys, {}) == "refused"

@@ -179,10 +179,9 @@ def test_an_old_run_is_neither_overwritten_nor_continued_as_another(capsys, base
         assert f"{flag} {value}" in line and "cannot change" in line
 
 
-@pytest.mark.parametrize("launcher", [
-    ["-m", "scripts.tango_rl"], ["scripts/tango_rl.py", "--"],
-    ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "scripts/tango_rl.py", "--"]])
+@pytest.mark.parametrize("launcher", [["-m", "scripts.tango_rl"], ["scripts/tango_rl.py", "--"]])
 def test_every_way_to_start_the_trainer(base, launcher):
+    """By torchrun: tests/test_sharding.py."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *launcher, *rl_flags("--recipe", "grpo", "--num-steps", "1")], env=env,
                           cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -191,7 +190,7 @@ def test_every_way_to_start_the_trainer(base, launcher):
     with open(os.path.join(folder, "metrics.jsonl")) as f:
         assert [json.loads(line)["role"] for line in f] == ["generator"]
     with open(os.path.join(folder, "config.json")) as f:
-        assert json.load(f)["world"] == (2 if "torch.distributed.run" in launcher else 1)
+        assert json.load(f)["world"] == 1
 
 
 def test_exit_code_of_the_process_is_2(base):

@@ -44,7 +44,7 @@ def made(tmp_path_factory):
     base = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(base))
-        task_text.main(parse(task_text, ["--out", str(base / "text"), "--num-documents", "400"]))
+        task_text.main(parse(task_text, ["--out", str(base / "text"), "--num-documents", "160"]))
         tok_train.main(parse(tok_train, ["--data", str(base / "text")]))
     return base
 

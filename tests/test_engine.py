@@ -3,6 +3,7 @@ Sampling: greedy and sampled rows against naive full forwards, and that batching
 
     python -m pytest tests/test_engine.py -q
 """
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -154,9 +155,15 @@ def together():
     return refilled(10 ** 6)
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 7, 17])
+@functools.cache
+def with_places(max_rows: int):
+    """What several tests look at."""
+    return refilled(max_rows)
+
+
+@pytest.mark.parametrize("max_rows", [3, 7, 17])  # one place: test_the_tokens_that_are_held_are_bounded
 def test_refilled_places_change_no_row(together, max_rows):
-    (whole, _), (out, model) = together, refilled(max_rows)
+    (whole, _), (out, model) = together, with_places(max_rows)
     assert_same(out, whole)
     assert len(set(whole.lengths.tolist())) > 20 and 0 < int(whole.stopped.sum()) < 120
     # each prompt goes through the model once, whatever max_rows
@@ -170,7 +177,7 @@ def test_each_prompt_is_run_once_with_all_rows_together(together):
 
 @pytest.mark.parametrize("max_rows", [3, 7, 17, 40])
 def test_places_are_full_as_long_as_rows_wait(together, max_rows):
-    (whole, _), (_, model) = together, refilled(max_rows)
+    (whole, _), (_, model) = together, with_places(max_rows)
     tokens, longest = (whole.lengths - 1).sum().item(), int(whole.lengths.max()) - 1
     # Waiting rows sit down when an eighth of the places is free; in the end the last ones have no successors.
     least_live = max_rows - max(1, -(-max_rows // 8)) + 1
@@ -210,14 +217,15 @@ def test_the_tokens_that_are_held_are_bounded(monkeypatch, together, most):
     monkeypatch.setattr(engine, "DecodeCache", lambda *args: (caches.append(make(*args)), caches[-1])[1])
     out, model = refilled(10 ** 6, max_cached_tokens=most)
     assert_same(out, together[0])
+    assert sorted(model.prompts) == sorted(random_prompts(*PROMPT_LENGTHS))
     held = caches[0].k[0].shape[0] * caches[0].k[0].shape[2] + caches[0].prefix_k[0].shape[0] * max(PROMPT_LENGTHS)
     places = len(caches[0].lengths)
     assert max(model.decoding) <= places and (places == 1 if most == 1 else 0.75 * most < held <= most)
 
 
-def test_a_slot_serves_one_prompt_after_another(monkeypatch):
+def test_a_slot_serves_one_prompt_after_another(monkeypatch, together):
     # Few slots: prompts wait for a slot, not for a place.
-    whole = refilled(10 ** 6)[0]
+    whole = together[0]
     monkeypatch.setattr(seats, "SLOTS", 1)
     caches, make = [], engine.DecodeCache
     monkeypatch.setattr(engine, "DecodeCache", lambda *args: (caches.append(make(*args)), caches[-1])[1])

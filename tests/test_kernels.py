@@ -364,11 +364,11 @@ class LargestTensor(TorchDispatchMode):
 
 @ALL
 def test_no_tensor_is_larger_than_a_chunk(use_triton):
-    """100 rows of 300 logits in chunks of 7: nothing has more than 7 * 320 fp32, whatever the loss."""
+    """30 rows of 300 logits in chunks of 7: nothing has more than 7 * 320 fp32, whatever the loss."""
     draw = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(100, 2, generator=draw).to(DEVICE).requires_grad_(),
+    hidden, weight = (torch.randn(30, 2, generator=draw).to(DEVICE).requires_grad_(),
                       torch.randn(320, 2, generator=draw).to(DEVICE).requires_grad_())
-    targets, ones = torch.zeros(100, dtype=torch.int64, device=DEVICE), torch.ones(100, device=DEVICE)
+    targets, ones = torch.zeros(30, dtype=torch.int64, device=DEVICE), torch.ones(30, device=DEVICE)
     for loss in (PolicyLoss(entropy_coef=0.1), PolicyLoss("reinforce"), only_entropy):
         with LargestTensor() as largest:
             linear_policy_loss(hidden, weight, targets, ones, ones, loss=loss, vocab_size=300, softcap=15.0,

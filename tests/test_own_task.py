@@ -42,7 +42,7 @@ def chain(**changes):
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_a_task_that_can_score_nothing_is_warned_of_once_and_the_run_goes_on(base, monkeypatch, capsys, recipe):
     monkeypatch.setattr(Chain, "check", lambda self, problem, solution: None)
-    flags = ["--recipe", recipe, "--run", "r", "--save-every", "1"]
+    flags = ["--recipe", recipe, "--run", "r", "--save-every", "1", "--max-new-tokens", "16", "--eval-examples", "4"]
     train(*flags, "--num-steps", "2")
     told = capsys.readouterr().out.count("WARNING: no rollout of the generator could be scored")
     metrics = str(base / "runs" / "r" / "metrics.jsonl")

@@ -34,9 +34,9 @@ from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
 
 PROMPTS, GROUP, PROMPT, NEW, VOCABULARY = 4, 4, 100, 60, 4096
-SMALL = dict(n_layer=4, n_embd=256, n_head=4, n_kv_head=2, head_dim=64, intermediate_size=1024, vocab_size=VOCABULARY,
+SMALL = dict(n_layer=3, n_embd=256, n_head=4, n_kv_head=2, head_dim=64, intermediate_size=1024, vocab_size=VOCABULARY,
              sequence_len=512)
-CONFIGS = {"gpt": GPTConfig(512, VOCABULARY, 4, 4, 2, 256, "L"), "tied": replace(shape_of("qwen2.5-0.5b"), **SMALL),
+CONFIGS = {"gpt": GPTConfig(512, VOCABULARY, 3, 4, 2, 256, "L"), "tied": replace(shape_of("qwen2.5-0.5b"), **SMALL),
            "qk_norm": replace(shape_of("qwen3-8b"), **SMALL)}
 SETTING = Setting(dtype=torch.float32, device_type="cpu", micro_batch_tokens=800)  # two groups
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import parse, rl_flags, scripts_on_two_ranks
+from conftest import on_two_ranks, parse, rl_flags, run_scripts
 from test_documents import TODAY
 from test_glossary import keys_of, spelled_out, unexplained, unseen
 
@@ -144,14 +144,23 @@ def test_every_rollout_says_what_was_asked_for(at_base, recipe):
     assert {rollout["call"] for rollout in rollouts} <= labels | {""}
 
 
+def first_steps(calls, path: str) -> None:
+    """run_scripts without the health check, and with the evaluation before the steps alone."""
+    held_out = tango_rl.held_out
+    tango_rl.health_check = lambda *args: []
+    tango_rl.held_out = lambda t, recipe: {} if t.step else held_out(t, recipe)
+    run_scripts(calls, path)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(trained, own_file):
     """The base directory, with a step of every recipe on two ranks: all of them in one start, as a start takes
     seconds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(trained))  # where labelled solutions are
-        scripts_on_two_ranks(*(("scripts.tango_rl", flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps",
-                                                             "1")) for name in (*recipes.names(), own_file)))
+        calls = [("scripts.tango_rl", flags_of(name, "--run", f"two-{recipes.short(name)}", "--num-steps", "1"))
+                 for name in (*recipes.names(), own_file)]
+        on_two_ranks(first_steps, calls, str(trained / "printed"))
     return trained
 
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import RL_FLAGS, on_ranks, parse
+from conftest import RL_FLAGS, on_ranks, parse, scripts_on_two_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import checkpoint
@@ -303,11 +303,12 @@ def test_a_tied_weight_is_gathered_and_stored_once(tmp_path):
 
 # The trainer
 
-def launch(base, *flags: str, launcher=("--standalone", "--nproc_per_node=2"), wait: bool = True):
+def node(base, port: int, rank: int, *flags: str):
+    """One machine's torchrun, of two with a rank each."""
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "scripts/tango_rl.py", "--", *RL_FLAGS, *flags]
-    process = subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return (process.communicate()[0], process.returncode) if wait else process
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", f"--node-rank={rank}",
+               "--master-addr=127.0.0.1", f"--master-port={port}", "scripts/tango_rl.py", "--", *RL_FLAGS, *flags]
+    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def steps_of(base, run: str) -> list[dict]:
@@ -320,8 +321,8 @@ def steps_of(base, run: str) -> list[dict]:
 def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
     """One rank; two sharded ones; these behind an earlier step once more; two machines of one rank each."""
     tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", "whole"]))
-    out, code = launch(base, "--run", "parts", "--shard", "--save-every", "1")
-    assert code == 0, out[-2000:]
+    parts = ("scripts.tango_rl", [*RL_FLAGS, "--run", "parts", "--shard", "--save-every", "1"])
+    scripts_on_two_ranks(parts)
     straight, whole = steps_of(base, "parts"), steps_of(base, "whole")
     assert any(record.get("gen/grad_norm", 0) > 0.01 for record in whole)
     for a, b in zip(whole, straight, strict=True):
@@ -332,17 +333,17 @@ def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
     assert {f"optim_000003_rank{r}.pt" for r in (0, 1)} < set(os.listdir(base / "chatrl_checkpoints" / "parts-ver"))
     with pytest.raises(BadInput, match="sharded over 2 ranks and can be continued by as many, not by 1"):
         load_set("parts", 3, {"generator": None, "verifier": None}, torch.device("cpu"), sharded=True)
-    out, code = launch(base, "--run", "parts", "--shard", "--save-every", "1", "--resume-from-step", "3")
-    assert code == 0 and "behind step 3" in out, out[-2000:]
+    out = scripts_on_two_ranks((parts[0], [*parts[1], "--resume-from-step", "3"]))
+    assert "continued behind step 3" in out
     assert steps_of(base, "parts") == straight and len(straight) == 7  # to the bit
 
     port = free_port()
-    nodes = [launch(base, "--run", "nodes", "--shard", wait=False,
-                    launcher=("--nnodes=2", "--nproc_per_node=1", f"--node-rank={rank}",
-                    "--master-addr=127.0.0.1", f"--master-port={port}")) for rank in (0, 1)]
-    outs = [node.communicate()[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outs[0][-2000:] + outs[1][-2000:]
+    nodes = [node(base, port, rank, "--run", "nodes", "--shard") for rank in (0, 1)]
+    outs = [process.communicate()[0] for process in nodes]
+    assert [process.returncode for process in nodes] == [0, 0], outs[0][-2000:] + outs[1][-2000:]
     assert steps_of(base, "nodes") == straight
+    assert outs[0].strip().splitlines()[-1] == str(base / "runs" / "nodes")
+    assert json.loads((base / "runs" / "nodes" / "config.json").read_text())["world"] == 2
 
 
 def test_sharding_takes_several_ranks(base):

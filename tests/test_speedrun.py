@@ -28,17 +28,21 @@ hf() { record hf "$@"; }
 """
 
 
-def calls_of(tmp_path, scale: str, shard: str = "shard_00003.jsonl") -> list[list[str]]:
-    """The commands that the script runs, with text already there up to this shard."""
+def speedrun(tmp_path, scale: str) -> subprocess.CompletedProcess:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "speedrun.sh").write_text((ROOT / "runs" / "speedrun.sh").read_text())
     (tmp_path / "runs" / "setup.sh").write_text(SETUP)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SCALE": scale,
+           "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "CALLS": str(tmp_path / "calls")}
+    return subprocess.run(["bash", "runs/speedrun.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+
+def calls_of(tmp_path, scale: str, shard: str = "shard_00003.jsonl") -> list[list[str]]:
+    """The commands that the script runs, with text already there up to this shard."""
     for folder in ("text", "base_data_climbmix"):
         (tmp_path / "base" / folder).mkdir(parents=True)
         (tmp_path / "base" / folder / shard).touch()
-    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "SCALE": scale,
-           "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "CALLS": str(tmp_path / "calls")}
-    done = subprocess.run(["bash", "runs/speedrun.sh"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = speedrun(tmp_path, scale)
     assert done.returncode == 0, done.stderr
     return [call.split("\x1f")[:-1] for call in (tmp_path / "calls").read_text().split("\x1e")[:-1]]
 
@@ -76,9 +80,9 @@ def test_text_that_is_not_whole_is_made_again(tmp_path):
 
 
 def test_an_unknown_scale_is_refused(tmp_path):
-    done = subprocess.run(["bash", "runs/speedrun.sh"], cwd=ROOT,
-                          env={**os.environ, "SCALE": "huge", "HOME": str(tmp_path)}, capture_output=True, text=True)
+    done = speedrun(tmp_path, "huge")
     assert done.returncode == 2 and done.stderr.strip() == "SCALE=huge: full or tiny"
+    assert os.listdir(tmp_path) == ["runs"]
 
 
 def test_the_figures_of_the_page_are_computed(tmp_path, capsys):
