@@ -118,15 +118,6 @@ def cases():
     yield from attention_cases()
 
 
-def few_cases():
-    """The first and the last variant of each kernel."""
-    of_kernel: dict = {}
-    for case in cases():
-        of_kernel.setdefault(case[0].__name__, []).append(case)
-    for found in of_kernel.values():
-        yield from found[:1] + found[1:][-1:]
-
-
 def rows(capabilities=CAPABILITIES, cases=cases):
     """A dict per kernel, variant and GPU."""
     for kernel, variant, types, constants, options in cases():

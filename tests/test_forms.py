@@ -212,6 +212,6 @@ def test_all_steps_of_a_beginning_are_judged_and_as_a_whole_it_is_wrong(base, ta
     solution, beginning = whole.split("|")[1], cut.split("|")[1]
     fmt = task_of("--task", task).fmt
     num_steps = len(fmt.step_spans(beginning))
-    assert solution.startswith(beginning) and 0 < num_steps and fmt.answer(beginning) is None
+    assert solution.startswith(beginning) and num_steps > 0 and fmt.answer(beginning) is None
     said = parse_verification(fmt, cut.split("|")[2][1:], num_steps)
     assert said.unmet == () and said.verdict is False

@@ -19,8 +19,8 @@ from nanochat.rl.advantages import PRESETS
 from nanochat.rl.formats import COMPACT, PAPER
 from tasks import make_task
 
-SMALL = ["--task", "lookup", "--lookup-noise", "3", "--chain-modulus", "3", "--max-new-tokens", "8", "--most-turns", "3",
-         "--condense-tokens", "2", "--most-bins", "2", "--bin-size", "6", "--num-samples", "6"]
+SMALL = ["--task", "lookup", "--lookup-noise", "3", "--chain-modulus", "3", "--max-new-tokens", "8",
+         "--most-turns", "3", "--condense-tokens", "2", "--most-bins", "2", "--bin-size", "6", "--num-samples", "6"]
 
 
 # Formulas

@@ -164,7 +164,8 @@ def test_both_roles_move_and_the_critic_keeps_its_rate(base):
     (["--critic-lr", "-1"], "--critic-lr -1.0: must be at least 0"),
     (["--gae-alpha", "-1"], "--gae-alpha -1.0: must be at least 0"),
     (["--lm-coef", "0.1"], "needs --aggregation token"),
-    (["--lm-coef", "0.1", "--aggregation", "token", "--updates-per-batch", "2"], "needs --aggregation token and --updates-per-batch 1")])
+    (["--lm-coef", "0.1", "--aggregation", "token", "--updates-per-batch", "2"],
+     "needs --aggregation token and --updates-per-batch 1")])
 def test_settings_that_cannot_work_are_refused(base, flags, complaint):
     with pytest.raises(BadInput, match=complaint):
         tango_rl.main(parsed("ppo", *flags))

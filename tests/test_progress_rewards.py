@@ -24,8 +24,8 @@ def play_of(*flags: str):
 
 
 def measured(t, worth, texts=TEXTS):
-    """The step values of solutions where a continuation is right as worth(text of the prefix, number of it) says, and the
-    prefixes that were asked for."""
+    """The step values of solutions where a continuation is right as worth(text of the prefix, number of it) says, and
+    the prefixes that were asked for."""
     problem, asked = t.task.problem("rl", 0), []
     solutions = t.written("generator", t.solve_prompts([problem] * len(texts)), texts)
 

@@ -51,7 +51,8 @@ def test_each_job_comes_behind_what_it_reads(empty):
         for job in stage:
             words = job.flags.split()
             given = dict(zip(words, words[1:], strict=False))
-            made |= {given.get("--out"), f"{job.name}-ver", f"{job.name}-gen", given.get("--verifier-tag"), given.get("--model-tag")}
+            made |= {given.get("--out"), f"{job.name}-ver", f"{job.name}-gen", given.get("--verifier-tag"),
+                     given.get("--model-tag")}
 
 
 def test_only_what_the_asked_for_verifiers_need_is_made(empty):
