@@ -173,7 +173,7 @@ class Block(nn.Module):
             if self.ready == ():
                 self.ready = packed_layer(before, behind)
             ready_before, ready_behind = self.ready or (None, None)
-            if self.ready and isinstance(cache, DecodeCache):
+            if self.ready and isinstance(cache, DecodeCache) and cache.by_kernel:
                 return cache.run_layer(attn.layer, mask, x, x0, *lambdas, ready_before, gate_weight, value_embedding,
                                        cos_sin, QK_SCALE, ready_behind), None
             x, *heads = before_attention(x, x0, *lambdas, *before, gate_weight, value_embedding, cos_sin, QK_SCALE,

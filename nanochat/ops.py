@@ -192,16 +192,19 @@ def fuses_layers(x: torch.Tensor) -> bool:
 
 
 def packed(*weights: torch.Tensor) -> torch.Tensor:
-    """Weights (n, k), one below the other, as forward kernels of a layer read them."""
+    """Weights (n, k), one below the other, as forward kernels of a layer read them; n and k multiples of 32."""
+    assert all(n % cpu.MULTIPLE == 0 for weight in weights for n in weight.shape)
     out = weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     for weight, place in zip(weights, out.split([len(weight) for weight in weights]), strict=True):
         cpu.call("pack_weight", weight.contiguous(), place, *weight.shape)
     return out
 
 
-def packed_layer(before: tuple, behind: tuple) -> tuple[torch.Tensor, tuple]:
+def packed_layer(before: tuple, behind: tuple) -> tuple[torch.Tensor, tuple] | None:
     """What before_attention and behind_attention take as `ready` for many forwards with the same weights: (w_q, w_k,
-    w_v) and (w_o, w_up, w_down)."""
+    w_v) and (w_o, w_up, w_down). None for sizes that the kernels do not take."""
+    if any(n % cpu.MULTIPLE for weight in (*before, *behind) for n in weight.shape):
+        return None
     return packed(*before), tuple(map(packed, behind))
 
 

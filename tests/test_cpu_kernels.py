@@ -390,6 +390,23 @@ def test_a_layer_decodes_by_one_kernel_as_by_three(called, n_kv_head, pattern):
 
 
 @KERNELS
+@pytest.mark.parametrize("heads, kv_heads", [(4, 1), (4, 2), (4, 4)])  # 16, 32 and 64 rows of keys, in heads of 16
+def test_heads_that_no_kernel_takes_decode_all_the_same(called, heads, kv_heads):
+    model = GPT(GPTConfig(64, 50, 2, heads, kv_heads, 64, "L"))
+    draw = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    rows = [(0, [1, 2, 3 + n]) for n in range(LEAST_ROWS * torch.get_num_threads())]
+    with torch.no_grad():
+        with model.joined_projections():
+            ours = decoded(model, [[5, 6]], rows, [0] * len(rows))
+        model.double().compute_dtype = torch.float64
+        expected = decoded(model, [[5, 6]], rows, [0] * len(rows))
+    assert not {"decode", "decode_layer", "before_forward"} & set(called) and "behind_forward" in called
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, expected, strict=True))
+
+
+@KERNELS
 def test_a_row_of_a_layer_depends_on_no_other_row():
     x, x0, y = (random(77, 1, 64, seed=s) for s in range(3))
     w_q, w_k, w_v, w_o, w_up, w_down = (random(n, m, seed=s) / 8 for s, (n, m) in enumerate(
