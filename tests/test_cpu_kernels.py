@@ -403,7 +403,7 @@ def test_heads_that_no_kernel_takes_decode_all_the_same(called, heads, kv_heads)
         model.double().compute_dtype = torch.float64
         expected = decoded(model, [[5, 6]], rows, [0] * len(rows))
     assert not {"decode", "decode_layer", "before_forward"} & set(called) and "behind_forward" in called
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(ours, expected, strict=True))
+    assert all((a - b).abs().max() < 3e-5 for a, b in zip(ours, expected, strict=True))
 
 
 @KERNELS
