@@ -187,8 +187,8 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
 def fuses_layers(x: torch.Tensor) -> bool:
     """Whether before_attention and behind_attention are faster than their operations one by one: on CPU, in training
     and with some tokens for each thread. x (B, T, C)."""
-    enough = x.shape[0] * x.shape[1] >= LEAST_ROWS * torch.get_num_threads()
-    return cpu.takes(x) and (enough or torch.is_grad_enabled())
+    return cpu.takes(x) and (torch.is_grad_enabled()
+                             or x.shape[0] * x.shape[1] >= LEAST_ROWS * torch.get_num_threads())
 
 
 def packed(*weights: torch.Tensor) -> torch.Tensor:
