@@ -76,8 +76,9 @@ static void end_sum(float *result, const float *more, long n)
 /* panels: the transpose of w (n, k), as the forward kernels want it; n and k multiples of 32. */
 void pack_weight(const float *w, float *panels, long n, long k, long threads)
 {
-    (void)threads;
-    pack_transposed(panels, w, n, k);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long j = 0; j < n; j += PANEL)
+        pack_transposed(panels + j * k, w + j * k, PANEL, k);
 }
 
 /* mixed = a x + b x0; queries, keys and values of its norm, as split_heads_forward makes them; where there is an
