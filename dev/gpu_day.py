@@ -140,7 +140,8 @@ def commit() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=["full", "tiny"], default="full")
-    parser.add_argument("--stages", default=",".join(STAGES), help=f"of: {', '.join(STAGES)}")
+    parser.add_argument("--stages", default=",".join(STAGES),
+                        help=f"of: {', '.join(STAGES)}; ranks goes on from speedrun's models")
     parser.add_argument("--minutes", type=float, default=30, help="for all stages together")
     parser.add_argument("--commit", default=commit(), help="what the rows name")
     parser.add_argument("--bench", default=BENCH, help="the page that gets the rows")
@@ -181,4 +182,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run_stage then ends its stage
     sys.exit(main())

@@ -167,9 +167,9 @@ class Block(nn.Module):
         these places of B * T."""
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
-            before = attn.c_q.weight, attn.c_k.weight, attn.c_v.weight
-            behind = attn.c_proj.weight, mlp.c_fc.weight, mlp.c_proj.weight
-            gate_weight = None if value_embedding is None else attn.ve_gate.weight
+            before, behind = ([layer.weight.to(x.dtype) for layer in layers]
+                              for layers in ((attn.c_q, attn.c_k, attn.c_v), (attn.c_proj, mlp.c_fc, mlp.c_proj)))
+            gate_weight = None if value_embedding is None else attn.ve_gate.weight.to(x.dtype)
             if self.ready == ():
                 self.ready = packed_layer(before, behind)
             ready_before, ready_behind = self.ready or (None, None)

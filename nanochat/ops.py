@@ -200,7 +200,7 @@ def packed(*weights: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def packed_layer(before: tuple, behind: tuple) -> tuple[torch.Tensor, tuple] | None:
+def packed_layer(before: list, behind: list) -> tuple[torch.Tensor, tuple] | None:
     """What before_attention and behind_attention take as `ready` for many forwards with the same weights: (w_q, w_k,
     w_v) and (w_o, w_up, w_down). None for sizes that the kernels do not take."""
     if any(n % cpu.MULTIPLE for weight in (*before, *behind) for n in weight.shape):

@@ -407,6 +407,15 @@ def test_heads_that_no_kernel_takes_decode_all_the_same(called, heads, kv_heads)
 
 
 @KERNELS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_weights_of_another_dtype_are_cast(called, dtype):
+    model = model_of().to(dtype)
+    ours = model(IDS)
+    assert "behind_forward" in called and ours.dtype == torch.float32
+    assert torch.equal(ours, model.float()(IDS))
+
+
+@KERNELS
 def test_a_row_of_a_layer_depends_on_no_other_row():
     x, x0, y = (random(77, 1, 64, seed=s) for s in range(3))
     w_q, w_k, w_v, w_o, w_up, w_down = (random(n, m, seed=s) / 8 for s, (n, m) in enumerate(
