@@ -161,21 +161,26 @@ class Block(nn.Module):
         """The block's outputs, those of `run` for each pass's arguments."""
         return [self.run(*arguments) for arguments in passes]
 
+    def weights(self, dtype: torch.dtype) -> tuple[list, list]:
+        """Those that act before attention, and those behind it."""
+        attn, mlp = self.attn, self.mlp
+        return tuple([layer.weight.to(dtype) for layer in layers]
+                     for layers in ((attn.c_q, attn.c_k, attn.c_v), (attn.c_proj, mlp.c_fc, mlp.c_proj)))
+
     def run(self, x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept):
         """x, and what is yet to be added to it or None: the addition is one operation with what follows. So it was with
         the x and delta that come in. ends (B,): behind attention only the rows' last tokens go on; kept (M,): only
         these places of B * T."""
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
-            before, behind = ([layer.weight.to(x.dtype) for layer in layers]
-                              for layers in ((attn.c_q, attn.c_k, attn.c_v), (attn.c_proj, mlp.c_fc, mlp.c_proj)))
             gate_weight = None if value_embedding is None else attn.ve_gate.weight.to(x.dtype)
             if self.ready == ():
-                self.ready = packed_layer(before, behind)
+                self.ready = packed_layer(*self.weights(x.dtype))
             ready_before, ready_behind = self.ready or (None, None)
             if self.ready and isinstance(cache, DecodeCache) and cache.by_kernel:
                 return cache.run_layer(attn.layer, mask, x, x0, *lambdas, ready_before, gate_weight, value_embedding,
                                        cos_sin, QK_SCALE, ready_behind), None
+            before, behind = self.weights(x.dtype)
             x, *heads = before_attention(x, x0, *lambdas, *before, gate_weight, value_embedding, cos_sin, QK_SCALE,
                                          units, ready_before)
             y = attn.read(*heads, mask, cache, prefix, ends)

@@ -18,7 +18,8 @@ class Muon(torch.optim.Muon):
     its share, and all get the results. Gradients are the same on all ranks; a step is a collective.
 
     On CUDA matrices of one shape are one batched product, in bfloat16 as PyTorch's are. On CPU products are in the
-    parameters' dtype: at these sizes that is faster on every CPU (dev/BENCH.md), and all CPUs take the same steps.
+    parameters' dtype: that is faster where it was measured, with and without AVX-512 (dev/BENCH.md), and CPUs of all
+    kinds take the same steps but for the order of sums.
     """
 
     @torch.no_grad()

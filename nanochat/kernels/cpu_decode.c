@@ -10,14 +10,6 @@
 
 #define PLACES 32 /* queries whose scores are held at a time */
 
-/* Of cpu_layer.c. */
-void before_forward(const Heads *s, long C, long channels, const float *x, const float *x0, const float *a,
-                    const float *b, const float *weights, const float *w_gate, const float *embedding,
-                    const float *cosine, const float *sine, float *mixed, float *inverse, float *gate, float *q,
-                    float *k, float *v, float *factors, long threads);
-void behind_forward(const float *x, const float *y, const float *o, const float *in, const float *down, float *added,
-                    float *inverse, float *up, float *out, long N, long C, long F, float epsilon, long threads);
-
 /* The sums of L vectors, as one vector: pairs are folded into one, again and again. */
 static inline __attribute__((always_inline)) vec sums(vec x[L])
 {
