@@ -12,7 +12,6 @@ from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.kernels import cpu
 from nanochat.kernels.decode_attention import decode_attention, decode_attention_plain
 from nanochat.kernels.launch import round_up, takes_triton
-from nanochat.ops import Heads, contiguous
 
 TRANSPOSED_FROM = 3  # rows of a prompt from which the CPU kernel reads its keys transposed, all rows together
 
@@ -42,6 +41,7 @@ class DecodeCache:
         whole = lambda n, value: torch.full((n,), value, dtype=torch.long, device=device)
         self.lengths, self.slots, self.prefix_lengths = whole(places, 1), whole(places, 0), whole(slots, 1)
         self.places = self.last_embedding = self.prompt_embedding = None
+        self.step = None  # the kernel of a model that runs in it (decode_step.DecodeStep)
 
     def put(self, slots: torch.Tensor, prompts: KVCache) -> None:
         """Stores prompts that have been run, in these slots (p,)."""
@@ -63,6 +63,11 @@ class DecodeCache:
         """Lets these places (n,) continue the prompts in these slots (n,)."""
         self.slots[places], self.last_embedding[places] = slots, self.prompt_embedding[slots]
 
+    @property
+    def num_columns(self) -> int:
+        """Tokens that a row has room for, with its prompt."""
+        return self.prefix_v[0].shape[2] + self.k[0].shape[2]
+
     def advance(self, places: torch.Tensor, num_own: torch.Tensor) -> torch.Tensor:
         """Says in which places (n,) the rows of the next forward are, and how many tokens of their own they have with
         the one that is run. -> positions of these (n,)"""
@@ -75,7 +80,7 @@ class DecodeCache:
         D) over all that their rows have. -> as q"""
         q, k, v = q[:, :, 0, :, 0], k[:, :, 0, 0], v[:, :, 0, 0]  # (n, Hkv, group, D), (n, Hkv, D)
         if self.by_kernel:
-            y, spec = q.new_empty(q.shape), self._spec(layer, window, q.shape[2])
+            y, spec = q.new_empty(q.shape), self.spec(layer, window, q.shape[2])
             assert k.stride() == v.stride() and q.stride(3) == k.stride(2) == 1
             spec.q, spec.new_k, spec.new_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
             spec.q_row, spec.q_head, spec.q_group, spec.kv_row, spec.kv_head = *q.stride()[:3], *k.stride()[:2]
@@ -88,22 +93,9 @@ class DecodeCache:
                      self.prefix_v[layer], self.prefix_lengths, self.slots, window)
         return y[:, :, None, :, None]
 
-    def run_layer(self, layer: int, window: int, x, x0, a, b, weights, gate_weight, embedding, cos_sin, scale: float,
-                  behind: tuple) -> torch.Tensor:
-        """A layer of a GPT for one token of each row, by one kernel: ops.before_attention, `attend` and
-        ops.behind_attention, with their arguments; weights and behind: those of ops.packed_layer. x (n, 1, C) -> (n, 1,
-        C)"""
-        (n, _, C), D, kv_heads = x.shape, 2 * cos_sin[0].shape[-1], self.k[layer].shape[1]
-        heads = len(weights) // D - 2 * kv_heads
-        shape = Heads(n, 1, 1, heads, kv_heads, D, scale, torch.finfo(x.dtype).eps)
-        given = contiguous(x, x0, a, b, weights, gate_weight, embedding, *cos_sin)
-        out, spec = torch.empty_like(given[0]), self._spec(layer, window, heads // kv_heads)
-        cpu.call("decode_layer", ctypes.byref(shape), ctypes.byref(spec), C,
-                 0 if gate_weight is None else gate_weight.shape[1], len(behind[1]), *given, *behind, out)
-        return out
-
-    def _spec(self, layer: int, window: int, group: int):
-        """The struct of this layer's cache, without the new token's queries, keys and values."""
+    def spec(self, layer: int, window: int, group: int) -> "_DecodeSpec":
+        """What kernels read of this layer's cache, without the new token's queries, keys and values. group: queries
+        per key."""
         (_, heads, capacity, D), Tp = self.k[layer].shape, self.prefix_v[layer].shape[2]
         addresses = [x.data_ptr() for x in (self.k[layer], self.v[layer], self.prefix_k[layer], self.prefix_v[layer],
                                             self.places, self.lengths, self.slots, self.prefix_lengths)]
@@ -111,11 +103,13 @@ class DecodeCache:
                            self.transposed, window)
 
 
+def struct_fields(pointers: str, numbers: str) -> list[tuple]:
+    """Of a struct in C: its pointers, and then its longs, by name."""
+    return ([(name, ctypes.c_void_p) for name in pointers.split()]
+            + [(name, ctypes.c_long) for name in numbers.split()])
+
+
 class _DecodeSpec(ctypes.Structure):
     """`Decoding` of cpu_decode.c."""
-    _fields_ = ([(name, ctypes.c_void_p)
-                 for name in ("q", "new_k", "new_v", "k", "v", "prefix_k", "prefix_v", "places", "lengths", "slots",
-                              "prefix_lengths")]
-                + [(name, ctypes.c_long)
-                   for name in ("n", "H", "G", "D", "capacity", "Tp", "transposed", "window", "q_row", "q_head",
-                                "q_group", "kv_row", "kv_head")])
+    _fields_ = struct_fields("q new_k new_v k v prefix_k prefix_v places lengths slots prefix_lengths",
+                             "n H G D capacity Tp transposed window q_row q_head q_group kv_row kv_head")

@@ -81,17 +81,17 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     if takes_triton(logits):
         return draw(logits, keys, position, vocab_size=logits.shape[1], softcap=None, temperature=temperature,
                     top_k=top_k)
+    if top_k > 0 and temperature > 0:
+        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if cpu.takes_rows(logits):
+        return _draw_kernel(logits, keys, position, logits.shape[1], None, temperature)
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return tokens, logprobs
+    noise = uniform_noise(keys, position)
     if temperature != 1:
         logits = logits / temperature
-    if top_k > 0:
-        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    noise = uniform_noise(keys, position)
-    if cpu.takes_rows(logits):
-        return _draw_kernel(logits, noise)
     highest = logits.amax(dim=-1, keepdim=True)
     weights = (logits - highest).exp_()  # (B, V)
     if weights.shape[1] % BLOCK:
@@ -110,16 +110,21 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
 
 
 def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float, top_k: int):
-    """As pick of model.head(hidden). On CUDA the kernel reads the LM head's outputs: no fp32 logits are made."""
+    """As pick of model.head(hidden). Kernels read the LM head's outputs: no other logits are made."""
     if takes_triton(hidden):
         return draw(model.lm_head(hidden), keys, position, top_k=top_k, **model.head_options(temperature))
+    if cpu.takes_rows(hidden) and (top_k == 0 or temperature == 0):
+        return _draw_kernel(model.lm_head(hidden), keys, position, **model.head_options(temperature))
     return pick(model.head(hidden), keys, position, temperature, top_k)
 
 
-def _draw_kernel(logits, noise):
-    assert noise.shape == logits.shape[:1] and noise.dtype == torch.float64
-    tokens, logprobs = torch.empty(len(logits), dtype=torch.long), torch.empty(len(logits))
-    cpu.call("draw", logits, logits.stride(0), *logits.shape, noise, tokens, logprobs)
+def _draw_kernel(z, keys, position, vocab_size: int, softcap: float | None, temperature: float):
+    """pick, from the raw outputs z (B, at least vocab_size) of an LM head."""
+    noise = uniform_noise(keys, position) if temperature > 0 else None
+    assert noise is None or noise.shape == z.shape[:1] and noise.dtype == torch.float64
+    assert z.dtype == torch.float32 and z.stride(1) == 1 and z.shape[1] >= vocab_size
+    tokens, logprobs = torch.empty(len(z), dtype=torch.long), torch.empty(len(z))
+    cpu.call("draw", z, z.stride(0), len(z), vocab_size, softcap or 0, temperature, noise, tokens, logprobs)
     return tokens, logprobs
 
 

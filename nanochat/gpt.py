@@ -16,13 +16,15 @@ import torch.nn as nn
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.decode_cache import DecodeCache
-from nanochat.ops import (add_norm, before_attention, behind_attention, fuses_layers, linear, mix_norm, norm,
-                          packed_layer, relu_squared, smear, split_heads, value_gate)
+from nanochat.decode_step import DecodeStep
+from nanochat.ops import (LEAST_ROWS, add_norm, before_attention, behind_attention, fuses_layers, linear, mix_norm,
+                          norm, packed_layer, relu_squared, smear, split_heads, value_gate)
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
 ROTARY_BASE = 100000
 QK_SCALE = 1.2        # on q and on k after their norm
+NARROW = 512          # width up to which the calls of a decoding step's operations take longer than their arithmetic
 MOST = {"depth": 1000, "n_embd": 2 ** 17, "sequence_len": 2 ** 24}
 
 
@@ -150,7 +152,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    ready = None  # while sampling, () and then the weights as kernels of a layer read them (GPT.joined_projections)
+    ready = None  # while sampling, the weights as kernels of a layer read them (GPT.joined_projections)
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -174,12 +176,7 @@ class Block(nn.Module):
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
             gate_weight = None if value_embedding is None else attn.ve_gate.weight.to(x.dtype)
-            if self.ready == ():
-                self.ready = packed_layer(*self.weights(x.dtype))
             ready_before, ready_behind = self.ready or (None, None)
-            if self.ready and isinstance(cache, DecodeCache) and cache.by_kernel:
-                return cache.run_layer(attn.layer, mask, x, x0, *lambdas, ready_before, gate_weight, value_embedding,
-                                       cos_sin, QK_SCALE, ready_behind), None
             before, behind = self.weights(x.dtype)
             x, *heads = before_attention(x, x0, *lambdas, *before, gate_weight, value_embedding, cos_sin, QK_SCALE,
                                          units, ready_before)
@@ -257,7 +254,8 @@ class GPT(nn.Module):
         assert all(block.attn.c_qkv is None for block in self.blocks), "one call at a time"
         try:
             for block in self.blocks:
-                block.attn.c_qkv, block.ready = block.attn.joined_weight().to(self.compute_dtype), ()
+                block.attn.c_qkv = block.attn.joined_weight().to(self.compute_dtype)
+                block.ready = packed_layer(*block.weights(self.compute_dtype))
             yield
         finally:
             for block in self.blocks:
@@ -281,7 +279,17 @@ class GPT(nn.Module):
         kept (M,) int64: the same for these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or
         (M, C), in compute_dtype.
         """
+        if isinstance(cache, DecodeCache) and self.decodes_in_one(cache, len(ids)):
+            if cache.step is None:
+                columns = torch.arange(cache.num_columns)[None]
+                cache.step = DecodeStep(self, cache, rotary(columns, self.config.head_dim, torch.float32), QK_SCALE)
+            return cache.step(cache, ids, positions)
         return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
+
+    def decodes_in_one(self, cache: DecodeCache, rows: int) -> bool:
+        """Whether one kernel runs a token of each of these rows, and is faster than single operations."""
+        return (self.blocks[0].ready is not None and cache.by_kernel
+                and (self.config.n_embd <= NARROW or rows >= LEAST_ROWS * torch.get_num_threads()))
 
     def trunk_behind(self, prompt_ids, prompt_positions, ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in

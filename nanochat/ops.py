@@ -202,8 +202,8 @@ def packed(*weights: torch.Tensor) -> torch.Tensor:
 
 def packed_layer(before: list, behind: list) -> tuple[torch.Tensor, tuple] | None:
     """What before_attention and behind_attention take as `ready` for many forwards with the same weights: (w_q, w_k,
-    w_v) and (w_o, w_up, w_down). None for sizes that the kernels do not take."""
-    if any(n % cpu.MULTIPLE for weight in (*before, *behind) for n in weight.shape):
+    w_v) and (w_o, w_up, w_down). None for weights that the kernels do not take."""
+    if not all(cpu.takes(weight) and len(weight) % cpu.MULTIPLE == 0 for weight in (*before, *behind)):
         return None
     return packed(*before), tuple(map(packed, behind))
 

@@ -11,14 +11,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import weakref
 
 import pytest
 import torch
 from test_decode_cache import decoded
 
-from nanochat import engine, ops
+from nanochat import engine, gpt, ops
 from nanochat.attention import PADDING_POSITION, KVCache, Mask, attend, make_mask
-from nanochat.engine import generate, pick
+from nanochat.decode_cache import DecodeCache
+from nanochat.engine import generate, pick, run_prompts
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import cpu
 from nanochat.ops import LEAST_ROWS, before_attention, behind_attention, packed_layer
@@ -196,19 +198,45 @@ def test_the_number_of_threads_changes_nothing(monkeypatch, T):
 
 @KERNELS
 @pytest.mark.parametrize("V", [1, 5, 16, 33, 100, 265, 1000])
-@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 0), (1.0, 3), (1.7, 2000)])
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.7, 0), (1.0, 3), (1.7, 2000), (0.0, 0), (0.0, 3)])
 def test_the_same_tokens_are_drawn(called, V, temperature, top_k):
     logits = (3 * random(400, V + 20))[:, 3: 3 + V]
     logits[:, V // 2] = float("-inf") if V > 1 else 0.0
     keys, kept = torch.arange(400) * 7919, logits.clone()
     tokens, logprobs = pick(logits, keys, 5, temperature, top_k)
-    assert called == ["uniform_noise", "draw"] and torch.equal(logits, kept)
+    assert called == ["uniform_noise", "draw"][temperature == 0:] and torch.equal(logits, kept)
     expected, expected_logprobs = pick(logits.double(), keys, 5, temperature, top_k)
     same = tokens == expected
     assert ((~same).sum() <= 1  # one noise may fall onto a boundary, by rounding
             and (logprobs - expected_logprobs)[same].abs().max() < 2e-6)
     assert tokens.dtype == torch.long and logprobs.dtype == torch.float32
     assert V == 1 or (tokens != V // 2).all() and tokens.unique().numel() >= 2
+
+
+@KERNELS
+@pytest.mark.parametrize("temperature, top_k", [(1.0, 0), (0.6, 0), (0.0, 0), (1.0, 3)])
+@pytest.mark.parametrize("softcap", [15.0, None])
+def test_tokens_are_drawn_from_the_outputs_of_a_head(monkeypatch, called, softcap, temperature, top_k):
+    model, keys = model_of(), torch.arange(300) * 7919
+    monkeypatch.setattr(model, "softcap", softcap)
+    if softcap is None:
+        monkeypatch.setattr(model, "head", lambda hidden: model.lm_head(hidden)[:, :265])
+    hidden = 40 * random(300, 128)
+    with torch.no_grad():
+        tokens, logprobs = engine.pick_behind(model, hidden, keys, 5, temperature, top_k)
+        assert called == ["uniform_noise", "draw"][temperature == 0:]
+        expected, expected_logprobs = pick(model.double().head(hidden.double()).double(), keys, 5, temperature, top_k)
+    same = tokens == expected  # both where logits are small, and where the softcap bounds them
+    assert (~same).sum() <= 1 and (logprobs - expected_logprobs)[same].abs().max() < 1e-4
+    assert tokens.unique().numel() > 50
+
+
+@KERNELS
+def test_the_first_of_equal_logits_is_the_greedy_token():
+    logits = torch.zeros(3, 40)
+    logits[1, [17, 30]], logits[2] = 1.0, float("nan")
+    tokens, logprobs = pick(logits, torch.arange(3), 0, 0.0, 0)
+    assert tokens.tolist()[:2] == [0, 17] and 0 <= tokens[2] < 40 and logprobs.isnan().tolist() == [False, False, True]
 
 
 @KERNELS
@@ -292,7 +320,8 @@ def test_a_model_is_the_same_with_kernels(monkeypatch, called, n_layer, n_kv_hea
         return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, *samples
 
     ours = run()
-    assert {"before_backward", "behind_backward", "attend_forward", "attend_backward", "decode", "draw"} <= set(called)
+    assert {"before_backward", "behind_backward", "attend_forward", "attend_backward", "decode_trunk",
+            "draw"} <= set(called)
     monkeypatch.setattr(cpu, "library", lambda: None)
     called.clear()
     theirs = run()
@@ -361,31 +390,48 @@ def test_joined_projections_go_when_sampling_ends(monkeypatch):
 
 
 @KERNELS
-def test_a_layer_decodes_by_one_kernel_and_packs_its_weights_once(called):
-    keys = list(range(LEAST_ROWS * torch.get_num_threads()))
+@pytest.mark.parametrize("narrow", [128, 127])
+def test_a_token_is_one_call_and_weights_are_packed_once(monkeypatch, called, narrow):
+    monkeypatch.setattr(gpt, "NARROW", narrow)
+    keys, layers = list(range(LEAST_ROWS * torch.get_num_threads())), len(model_of().transformer.h)
     out = generate(model_of(), [[1, 2, 3]], len(keys), max_new_tokens=5, stop_tokens=[], keys=keys)
-    layers = len(model_of().transformer.h)
-    assert (called.count("pack_weight"), called.count("decode_layer")) == (6 * layers, 4 * layers)
+    assert (called.count("pack_weight"), called.count("decode_trunk")) == (6 * layers, 4)
     assert "before_forward" not in called and "decode" not in called
     assert {"split_heads_forward", "relu_squared_forward"} < set(called)  # the prompt has too few tokens
     called.clear()
     fewer = generate(model_of(), [[1, 2, 3]], len(keys) - 1, max_new_tokens=5, stop_tokens=[], keys=keys[:-1])
-    assert "decode_layer" not in called and called.count("decode") == 4 * layers
+    assert (called.count("decode_trunk"), called.count("decode")) == ((4, 0) if narrow == 128 else (0, 4 * layers))
     assert torch.equal(out.tokens[:-1], fewer.tokens) and (out.logprobs[:-1] - fewer.logprobs).abs().max() < 1e-5
 
 
 @KERNELS
+def test_the_memory_of_a_cache_goes_with_it():
+    model = model_of()
+    with torch.inference_mode(), model.joined_projections():
+        cache = DecodeCache(model.config, 2, 1, 2, 3, 4, torch.float32, torch.device("cpu"))
+        cache.put(torch.tensor([0]), run_prompts(model, [[1, 2, 3]])[0])
+        places = torch.arange(2)
+        cache.begin(places, torch.zeros_like(places))
+        model.trunk(places[:, None], positions=cache.advance(places, places * 0 + 1)[:, None], cache=cache)
+    assert cache.step is not None
+    keys = weakref.ref(cache.k[0])
+    del cache
+    assert keys() is None  # at once: nothing that waits for the garbage collector holds it
+
+
+@KERNELS
 @pytest.mark.parametrize("n_kv_head, pattern", [(4, "L"), (2, "SL")])
-def test_a_layer_decodes_by_one_kernel_as_by_three(called, n_kv_head, pattern):
+def test_a_token_by_one_kernel_is_what_it_is_by_those_of_layers(monkeypatch, called, n_kv_head, pattern):
+    monkeypatch.setattr(gpt, "NARROW", 0)  # so that few rows go another way with both
     model, count = model_of(2, n_kv_head, pattern), LEAST_ROWS * torch.get_num_threads()
     rows = [(n % 3, [5 + n, 7, 9 + n]) for n in range(count + 2)]
     prompts, starts = [[1, 2, 3], IDS[0].tolist(), [6]], [0] * count + [1, 1]  # two rows begin late
     with torch.no_grad():
         apart = decoded(model, prompts, rows, starts)
-        assert "decode_layer" not in called and "before_forward" in called
+        assert "decode_trunk" not in called and "before_forward" in called
         with model.joined_projections():
             together = decoded(model, prompts, rows, starts)
-    assert "decode_layer" in called
+    assert "decode_trunk" in called
     assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
 
 
@@ -402,7 +448,7 @@ def test_heads_that_no_kernel_takes_decode_all_the_same(called, heads, kv_heads)
             ours = decoded(model, [[5, 6]], rows, [0] * len(rows))
         model.double().compute_dtype = torch.float64
         expected = decoded(model, [[5, 6]], rows, [0] * len(rows))
-    assert not {"decode", "decode_layer", "before_forward"} & set(called) and "behind_forward" in called
+    assert not {"decode", "decode_trunk", "before_forward"} & set(called) and "behind_forward" in called
     assert all((a - b).abs().max() < 3e-5 for a, b in zip(ours, expected, strict=True))
 
 

@@ -97,6 +97,14 @@ static inline vec exponential(vec x)
     return choose(x < least, (vec){0}, p * power);
 }
 
+/* The logit S tanh(z / S) / T with a softcap S and a temperature T, but for a constant that no softmax sees: + S / T =
+ * c / (1 + e^(-2 z / S)), c = 2 S / T. S = 0: z / T. */
+static inline vec logit(vec z, float S, float T)
+{
+    vec power = z * (-2 / S);
+    return S ? 2 * S / T / (1 + exponential(choose(power > 80, splat(80), power))) : z / T;
+}
+
 /* Replaces scores by exp(score - the highest). Returns their sum; highest: where the highest goes. */
 static inline float softmax(float *scores, long width, float *highest)
 {

@@ -28,7 +28,7 @@ FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", 
 POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
 ARGUMENTS = {  # of each kernel, before the number of threads
     "attend_forward": POINTERS(3), "attend_backward": POINTERS(9),
-    "decode": POINTERS(2), "decode_layer": POINTERS(2) + LONG * 3 + POINTERS(13),
+    "decode": POINTERS(2), "decode_trunk": POINTERS(8),
     "norm_forward": POINTERS(5) + LONG + LONG + FLOAT, "norm_backward": POINTERS(5) + LONG + LONG,
     "mix_forward": POINTERS(5) + LONG, "mix_backward": POINTERS(8) + LONG,
     "smear_forward": POINTERS(6) + LONG * 4, "smear_backward": POINTERS(9) + LONG * 4,
@@ -37,7 +37,7 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),
     "before_backward": POINTERS(1) + LONG * 2 + POINTERS(26) + LONG,
     "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(11) + LONG * 4,
-    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + POINTERS(3),
+    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + FLOAT * 2 + POINTERS(3),
     "uniform_noise": POINTERS(3) + LONG,
     "transpose_matrix": POINTERS(2) + LONG * 2,
 }

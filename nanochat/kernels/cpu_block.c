@@ -1,6 +1,7 @@
 /* The small operations of a block, and drawing tokens, on CPU in fp32: each one pass over memory.
  * Called from ops.py and engine.py. */
 #include <stdint.h>
+#include <string.h>
 
 #include "cpu.h"
 #include "cpu_heads.h"
@@ -177,51 +178,66 @@ void uniform_noise(const long *keys, const long *positions, double *noise, long 
     }
 }
 
-/* Draws a token per row of logits (rows, V) with row stride `stride` under softmax(logits):
- * the first one at which the cumulative weight exceeds noise (rows; in [0, 1)) * total.
- * logprobs (rows): of that distribution. */
-void draw(const float *logits, long stride, long rows, long V, const double *noise,
+/* The first of V columns at which the cumulative weight exceeds the target: vector by vector, then inside of the one
+ * that is reached; where rounding lets none be reached there, its last one that has weight. */
+static long first_above(const float *weights, long V, double target)
+{
+    double passed = 0;
+    long found = 0, j = 0;
+    for (; j + L < V && passed + sum(load(weights + j)) <= target; j += L)
+        passed += sum(load(weights + j));
+    for (long c = j; c < V && c < j + L; c++)
+        if (weights[c] > 0) {
+            found = c;
+            passed += weights[c];
+            if (passed > target)
+                break;
+        }
+    return found;
+}
+
+static long first_equal(const float *x, long V, float value)
+{
+    for (long j = 0; j < V; j++)
+        if (x[j] == value)
+            return j;
+    return 0; /* no number */
+}
+
+/* Draws a token per row of raw logits z (rows, V) with row stride `stride` under softmax(logit(z)): the first one at
+ * which the cumulative weight exceeds noise (rows; in [0, 1)) * total. logprobs (rows): of that distribution.
+ * Temperature 0: the first token of the highest logit, and its logprob at temperature 1. */
+void draw(const float *z, long stride, long rows, long V, float softcap, float temperature, const double *noise,
           long *tokens, float *logprobs, long threads)
 {
 #pragma omp parallel num_threads(threads)
     {
-        float *weights = floats(V);
+        float *logits = floats(V), *weights = floats(V); /* the columns behind V: -inf and 0 */
 #pragma omp for schedule(static)
         for (long i = 0; i < rows; i++) {
-            const float *row = logits + i * stride;
-            float highest = -INFINITY;
-            for (long j = 0; j < V; j++)
-                weights[j] = row[j];
+            vec best = splat(-INFINITY);
+            double total = 0;
+            memcpy(logits, z + i * stride, V * sizeof(float));
+            for (long j = 0; j < V; j += L)
+                store(logits + j, logit(load(logits + j), softcap, temperature ? temperature : 1));
             for (long j = V; j < up(V); j++)
-                weights[j] = -INFINITY;
-            vec best = load(weights);
-            for (long j = L; j < V; j += L)
-                best = larger(load(weights + j), best);
-            highest = maximum(best);
-            double total = 0, passed = 0;
+                logits[j] = -INFINITY;
+            for (long j = 0; j < V; j += L)
+                best = larger(load(logits + j), best);
+            float highest = maximum(best);
             for (long j = 0; j < V; j += L) {
-                vec w = exponential(load(weights + j) - highest);
+                vec w = exponential(load(logits + j) - highest);
                 store(weights + j, w);
                 total += sum(w);
             }
-            /* Vector by vector, then inside of the one that is reached;
-             * where rounding lets none be reached there, its last one that can be drawn. */
-            double target = noise[i] * total;
-            target = target < total ? target : nextafter(total, 0);
-            long token = 0, j = 0;
-            for (; j + L < V && passed + sum(load(weights + j)) <= target; j += L)
-                passed += sum(load(weights + j));
-            for (long c = j; c < V && c < j + L; c++)
-                if (weights[c] > 0) {
-                    token = c;
-                    passed += weights[c];
-                    if (passed > target)
-                        break;
-                }
-            tokens[i] = token;
-            logprobs[i] = row[token] - highest - (float)log(total);
+            if (temperature) {
+                double target = noise[i] * total;
+                tokens[i] = first_above(weights, V, target < total ? target : nextafter(total, 0));
+            } else
+                tokens[i] = first_equal(logits, V, highest);
+            logprobs[i] = logits[tokens[i]] - highest - (float)log(total);
         }
-        free(weights);
+        free(logits), free(weights);
     }
 }
 

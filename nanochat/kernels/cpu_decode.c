@@ -1,6 +1,6 @@
-/* One token of each row on CPU in fp32: its attention, and a whole layer. D is a multiple of 32.
+/* One token of each row on CPU in fp32: its attention, and a whole GPT up to its head. D is a multiple of 32.
  *
- * Called from decode_cache.py, where the PyTorch twins are and the shapes get their names. Decoding reads all keys once
+ * Called from decode_cache.py and decode_step.py, where the shapes get their names. Decoding reads all keys once
  * for a token, from memory: what is read next is asked for while the last is used.
  */
 #include <string.h>
@@ -161,22 +161,64 @@ void decode(const Decoding *s, float *y, long threads)
     free(starts);
 }
 
-/* One token of each row through a layer: before_forward, `decode` and behind_forward, whose arguments have their names
- * here. x, x0, out (n, C). The keys and values that s puts behind the rows' own are those of this token. */
-void decode_layer(const Heads *heads, Decoding *s, long C, long channels, long F, const float *x, const float *x0,
-                  const float *a, const float *b, const float *weights, const float *w_gate, const float *embedding,
-                  const float *cosine, const float *sine, const float *o, const float *in, const float *down,
-                  float *out, long threads)
+/* A layer of a GPT: _Layer of decode_step.py. Weights are panels (pack_weight), but for the gate's; embedding: the value
+ * embeddings (vocabulary, H * D). The last two may be NULL. */
+typedef struct {
+    const float *a, *b, *weights, *o, *in, *down;
+    float *k, *v; /* these four as in Decoding */
+    const float *prefix_k, *prefix_v, *gate, *embedding;
+    long window;
+} Layer;
+
+/* What layers have in common: _Trunk of decode_step.py. */
+typedef struct {
+    const float *embedding, *smear, *strength, *backout; /* (vocabulary, C), (smear_channels), 1, 1 */
+    const float *cosine, *sine;                          /* (positions, D / 2) */
+    float *last;                                         /* (places, C): of each place the last token's embedding */
+    long layers, middle, C, F, channels, smear_channels;
+} Trunk;
+
+/* rows[i] = table[at[i]], of width floats each. */
+static void gather(float *rows, const float *table, const long *at, long n, long width, long threads)
 {
-    long n = s->n, keys = s->H * s->D, queries = s->G * keys;
-    float *mixed = floats(n * C), *added = floats(n * C), *inverse = floats(n), *up = floats(n * F);
-    float *gate = floats(n * s->H), *factors = floats(n * (s->G + 1) * s->H);
-    float *q = floats(n * queries), *k = floats(n * keys), *v = floats(n * keys), *y = floats(n * queries);
-    before_forward(heads, C, channels, x, x0, a, b, weights, w_gate, embedding, cosine, sine, mixed, inverse, gate, q,
-                   k, v, factors, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < n; i++)
+        memcpy(rows + i * width, table + at[i] * width, width * sizeof(float));
+}
+
+/* One token of each row through the trunk of a GPT, ids and positions (n): out (n, C), after the final norm. The keys
+ * and values that s puts behind the rows' own are those of this token. */
+void decode_trunk(const Heads *heads, const Trunk *t, const Layer *layers, Decoding *s, const long *ids,
+                  const long *positions, float *work, float *out, long threads)
+{
+    long n = s->n, C = t->C, F = t->F, keys = s->H * s->D, queries = s->G * keys, half = s->D / 2;
+    float *cosine = work, *sine = cosine + n * half, *embedding = sine + n * half, *x0 = embedding + n * keys;
+    float *x = x0 + n * C, *mixed = x + n * C, *added = mixed + n * C, *middle = added + n * C;
+    float *y = middle + n * C, *q = y + n * queries, *k = q + n * queries, *v = k + n * keys, *up = v + n * keys;
+    float *inverse = up + n * F, *gate = inverse + n, *factors = gate + n * s->H;
+    const float one = 1, minus_backout = -*t->backout;
+    gather(cosine, t->cosine, positions, n, half, threads);
+    gather(sine, t->sine, positions, n, half, threads);
+    gather(added, t->embedding, ids, n, C, threads);
+    norm_forward(added, NULL, NULL, mixed, inverse, n, C, heads->epsilon, threads);
+    gather(added, t->last, s->places, n, C, threads);
+    smear_forward(mixed, added, t->smear, t->strength, x0, inverse, n, 1, C, t->smear_channels, threads);
+    for (long i = 0; i < n; i++)
+        memcpy(t->last + s->places[i] * C, mixed + i * C, C * sizeof(float));
+    memcpy(x, x0, n * C * sizeof(float));
     s->q = q, s->new_k = k, s->new_v = v;
     s->q_row = queries, s->q_head = s->G * s->D, s->q_group = s->D, s->kv_row = keys, s->kv_head = s->D;
-    decode(s, y, threads);
-    behind_forward(mixed, y, o, in, down, added, inverse, up, out, n, C, F, heads->epsilon, threads);
-    free(mixed), free(added), free(inverse), free(up), free(gate), free(factors), free(q), free(k), free(v), free(y);
+    for (const Layer *l = layers; l < layers + t->layers; l++) {
+        s->k = l->k, s->v = l->v, s->prefix_k = l->prefix_k, s->prefix_v = l->prefix_v, s->window = l->window;
+        if (l->embedding)
+            gather(embedding, l->embedding, ids, n, keys, threads);
+        before_forward(heads, C, t->channels, x, x0, l->a, l->b, l->weights, l->gate, l->embedding ? embedding : NULL,
+                       cosine, sine, mixed, inverse, gate, q, k, v, factors, threads);
+        decode(s, y, threads);
+        behind_forward(mixed, y, l->o, l->in, l->down, added, inverse, up, x, n, C, F, heads->epsilon, threads);
+        if (l - layers == t->middle)
+            memcpy(middle, x, n * C * sizeof(float));
+    }
+    mix_forward(x, middle, &one, &minus_backout, mixed, n * C, threads);
+    norm_forward(mixed, NULL, NULL, out, inverse, n, C, heads->epsilon, threads);
 }

@@ -5,13 +5,18 @@ typedef struct {
     float scale, epsilon;
 } Heads;
 
-/* A layer but for its attention, of cpu_layer.c: cpu_decode.c calls them too. */
+/* Of cpu_layer.c and cpu_block.c: cpu_decode.c calls them too. */
 void before_forward(const Heads *s, long C, long channels, const float *x, const float *x0, const float *a,
                     const float *b, const float *weights, const float *w_gate, const float *embedding,
                     const float *cosine, const float *sine, float *mixed, float *inverse, float *gate, float *q,
                     float *k, float *v, float *factors, long threads);
 void behind_forward(const float *x, const float *y, const float *o, const float *in, const float *down, float *added,
                     float *inverse, float *up, float *out, long N, long C, long F, float epsilon, long threads);
+void norm_forward(const float *x, const float *delta, float *added, float *y, float *inverse, long rows, long C,
+                  float epsilon, long threads);
+void mix_forward(const float *x, const float *x0, const float *a, const float *b, float *y, long n, long threads);
+void smear_forward(const float *x, const float *first, const float *w, const float *strength, float *y, float *gates,
+                   long B, long T, long C, long channels, long threads);
 
 /* One head: out = scale * y / rms(y), y = x rotated by minus the angle. Returns scale / rms. */
 static inline float rotate(const Heads *s, float *out, const float *x, const float *cosine, const float *sine)

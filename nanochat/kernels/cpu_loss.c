@@ -57,8 +57,7 @@ static float kl_term(const Loss *s, float logprob, float ref, float *slope)
  * place of z. targets, advantages, weights, old and ref logprobs (rows); old NULL: the current ones; ref NULL: no KL;
  * weights NULL: no loss.
  *
- * With a softcap S and a temperature T the logit u is S tanh(z / S) / T + S / T = c / (1 + e^(-2 z / S)), c = 2 S / T,
- * whose derivative is 2 u (c - u) / (c S). */
+ * The derivative of a logit u with a softcap is 2 u (c - u) / (c S). */
 void policy_rows(const Loss *s, float *z, long stride, long rows, long V, const long *targets, const float *advantages,
                  const float *weights, const float *old, const float *ref, float *losses, float *logprobs,
                  float *entropies, long threads)
@@ -71,10 +70,8 @@ void policy_rows(const Loss *s, float *z, long stride, long rows, long V, const 
         for (long i = 0; i < rows; i++) {
             vec best = splat(-INFINITY), total = {0}, weighted = {0};
             memcpy(u, z + i * stride, V * sizeof(float));
-            for (long j = 0; j < V; j += L) {
-                vec x = load(u + j), power = x * (-2 / S);
-                store(u + j, S ? c / (1 + exponential(choose(power > 80, splat(80), power))) : x / s->temperature);
-            }
+            for (long j = 0; j < V; j += L)
+                store(u + j, logit(load(u + j), S, s->temperature));
             for (long j = V; j < up(V); j++)
                 u[j] = -INFINITY;
             for (long j = 0; j < V; j += L)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanochat.common import BadInput
+from nanochat.decode_step import numbers_per_row
 from nanochat.flops import decode_floor, prefill_floor
 from nanochat.engine import CHECK_EVERY_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
@@ -138,14 +139,15 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     """The peak of sampling on one rank: keys and values of all places and slots, from the start on; the results; and
     the logits of a decoding step or what prompts that are run hold, on CUDA both: the graphs keep theirs."""
     rows, narrow, C = prompts * samples, setting.dtype.itemsize, config.n_embd
+    by_kernel = setting.device_type == "cuda" or fuses(setting)
     places = num_places(prompts, samples, prompt_tokens, new_tokens, setting.max_rows, setting.max_cached_tokens)
     per_token = cache_bytes_per_token(config, setting)
     # The CPU kernel reads a prompt's keys in vectors of 16.
     of_slot = prompt_tokens if setting.device_type == "cuda" else round_up(prompt_tokens, 16)
     cached = per_token * (num_slots(prompts, places, samples) * of_slot + places * max(1, new_tokens - 1))
     results = rows * new_tokens * (8 + 4)
-    # in fp32, and two on the way through the softcap, or one for a temperature; on CUDA as the head gives them
-    numbers = 4 * (3 if isinstance(config, GPTConfig) else 2) if setting.device_type != "cuda" else narrow
+    # In fp32, and two on the way through the softcap, or one for a temperature; for kernels as the head gives them.
+    numbers = 4 * (3 if isinstance(config, GPTConfig) else 2) if not by_kernel else narrow
     logits = places * config.vocab_size * numbers
     # of a token in an MLP: inside; the residual stream and its norm at both ends, what attention added, a GPT's first x
     if isinstance(config, GPTConfig):
@@ -160,6 +162,7 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     joined = narrow * config.n_layer * C * heads
     if isinstance(config, GPTConfig) and fuses(setting):
         joined += narrow * config.n_layer * C * (heads + 9 * C)
+        joined += narrow * places * numbers_per_row(config, 4 * C)
     return cached + results + (logits + running if setting.device_type == "cuda" else max(logits, running)) + joined
 
 

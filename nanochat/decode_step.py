@@ -1,0 +1,72 @@
+"""
+A GPT's trunk for one token of each row, by one kernel on CPU: there, calls of small operations take longer than their
+arithmetic. Operation by operation it is gpt.GPT.trunk.
+"""
+import ctypes
+
+import torch
+
+from nanochat.decode_cache import DecodeCache, struct_fields
+from nanochat.kernels import cpu
+from nanochat.ops import Heads
+
+
+class DecodeStep:
+    """Valid for as long as the model's weights do not change and the cache's tensors are the same.
+
+    The model's blocks are `ready`. cos_sin: of positions from 0 on, as many as the cache has room for, two of (1,
+    positions, 1, D/2). qk_scale: on queries and keys after their norm.
+    """
+
+    def __init__(self, model, cache: DecodeCache, cos_sin: tuple[torch.Tensor, torch.Tensor], qk_scale: float):
+        config, self.kept = model.config, []  # what the kernel reads, which has addresses alone
+
+        def read(*tensors: torch.Tensor) -> list[int]:
+            self.kept += [x.detach().float().contiguous() for x in tensors]
+            return [x.data_ptr() for x in self.kept[-len(tensors):]]
+
+        layers, gate = [], None
+        scalars = zip(model.resid_lambdas.unbind(), model.x0_lambdas.unbind(), strict=True)
+        for i, (block, (a, b), window) in enumerate(zip(model.blocks, scalars, model.windows, strict=True)):
+            weights, (o, up, down) = block.ready
+            keys = [x.data_ptr() for x in (cache.k[i], cache.v[i], cache.prefix_k[i], cache.prefix_v[i])]
+            of_values = [None, None]
+            if str(i) in model.value_embeds:  # of the last layer too
+                gate = block.attn.ve_gate.weight
+                of_values = read(gate, model.value_embeds[str(i)].weight)
+            layers.append(_Layer(*read(a, b, weights, o, up, down), *keys, *of_values, window))
+        smear, C, inner = model.smear_gate.weight, config.n_embd, len(model.blocks[0].mlp.c_fc.weight)
+        shared = read(model.transformer.wte.weight, smear, model.smear_lambda, model.backout_lambda, *cos_sin)
+        self.layers = (_Layer * len(layers))(*layers)
+        self.trunk = _Trunk(*shared, cache.last_embedding.data_ptr(), len(layers), len(layers) // 2, C, inner,
+                            gate.shape[1], smear.shape[1])
+        self.heads = Heads(0, 1, 1, config.n_head, config.n_kv_head, config.head_dim, qk_scale,
+                           torch.finfo(torch.float32).eps)
+        self.work = torch.empty(len(cache.slots), numbers_per_row(config, inner))
+
+    def __call__(self, cache: DecodeCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """ids, positions (n, 1) int64 -> (n, 1, C): hidden states of these tokens, after the final norm."""
+        n = len(ids)
+        assert ids.shape == positions.shape == (n, 1) and n == len(cache.places)
+        out, spec = torch.empty(n, 1, self.trunk.C), cache.spec(0, 0, self.heads.Hq // self.heads.Hkv)
+        self.heads.U = n
+        cpu.call("decode_trunk", ctypes.byref(self.heads), ctypes.byref(self.trunk), self.layers, ctypes.byref(spec),
+                 ids.contiguous(), positions.contiguous(), self.work, out)
+        return out
+
+
+def numbers_per_row(config, inner: int) -> int:
+    """What decode_trunk writes down of a row on its way; inner: the width inside of an MLP."""
+    C, heads, kv_heads, D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
+    return D + 5 * C + inner + 2 * heads * D + 3 * kv_heads * D + 1 + heads + 2 * kv_heads
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of cpu_decode.c."""
+    _fields_ = struct_fields("a b weights o in down k v prefix_k prefix_v gate embedding", "window")
+
+
+class _Trunk(ctypes.Structure):
+    """`Trunk` of cpu_decode.c."""
+    _fields_ = struct_fields("embedding smear strength backout cosine sine last",
+                             "layers middle C F channels smear_channels")
