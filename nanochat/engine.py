@@ -7,6 +7,7 @@ position) alone, so that the rows of a batch may be split over ranks, reordered 
 draw.
 """
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ CHECK_EVERY_CUDA = 16  # there, tokens between looks at which rows have ended; o
 LEAST_ROWS_CUDA = 8    # there a batch has all places or a half, a quarter, ... of them, as each size is a graph
 PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
 NO_TOKEN = -1          # where a row has no token yet
+LEAST_TEMPERATURE = 1e-6  # below it logits become infinite
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
 
@@ -144,9 +146,13 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     keys: one int64 per row (P * num_samples), see `row_key`. max_rows and max_cached_tokens bound the rows that decode
     together (seats.num_places). When should_stop() turns true the call returns at once with unfinished rows, for the
     caller to throw away. tool: told the tokens that rows got, one after the other, it says which token they must get
-    next (calculator.Calculator). Raises BadInput for an empty prompt and for one that does not fit the context with its
-    completion.
+    next (calculator.Calculator). Raises BadInput for an empty prompt, for one that does not fit the context with its
+    completion, for less than one new token, and for a temperature that is neither 0 nor at least LEAST_TEMPERATURE.
     """
+    if max_new_tokens < 1:
+        raise BadInput(f"max_new_tokens {max_new_tokens}: must be at least 1")
+    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
+        raise BadInput(f"temperature {temperature}: must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - max_new_tokens:

@@ -45,8 +45,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-samples", type=int, default=8, help="completions per prompt")
     parser.add_argument("--prompt-len", type=int, default=64)
     parser.add_argument("--completion-len", type=int, default=128)
-    parser.add_argument("--verification-len", type=int, default=64,
-                        help="tokens the verifier writes; its prompt is a prompt and a completion")
+    parser.add_argument("--verification-len", type=int,
+                        help="tokens the verifier writes, 64 unless given; its prompt is a prompt and a completion")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--micro-batch-tokens", type=int, default=0, help="default: 4096 on CPU, 16384 on a GPU")
     parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together")
@@ -164,6 +164,9 @@ def planned_bytes(args, roles: dict[str, Role], device) -> int:
 
 
 def main(args) -> None:
+    if args.role == "plain" and args.verification_len is not None:
+        raise BadInput(f"--verification-len {args.verification_len}: --role plain has no verifier")
+    args.verification_len = 64 if args.verification_len is None else args.verification_len
     check_least(args, {"examples_per_step": 1, "num_samples": 1, "prompt_len": 1, "completion_len": 1,
                        "verification_len": 1, "steps": 1, "max_rows": 1, "num_roles": 1, "micro_batch_tokens": 0,
                        **MODEL_LEAST})

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanochat import bench, flops
-from nanochat.common import script_main
+from nanochat.common import BadInput, script_main
 from nanochat.gpt import GPT, GPTConfig
 from scripts import bench_attention, bench_engine, bench_kernels, bench_step
 from tests.conftest import parse
@@ -35,12 +35,18 @@ def run(script, flags, capsys) -> dict:
 @pytest.mark.parametrize("role, sampled",
                          [("plain", 4 * 3 * 4), ("generator", 4 * 3 * (4 + 6)), ("verifier", 4 * 4 + 4 * 3 * 6)])
 def test_bench_step_runs_each_role(role, sampled, capsys):
-    result = run(bench_step, [*TINY, "--role", role, "--examples-per-step", "4", "--num-samples", "3",
-                              "--verification-len", "6", "--steps", "2"], capsys)
+    verification = [] if role == "plain" else ["--verification-len", "6"]
+    result = run(bench_step, [*TINY, "--role", role, "--examples-per-step", "4", "--num-samples", "3", "--steps", "2",
+                              *verification], capsys)
     assert {"s_per_step", "gen_s", "update_s", "completion_tok_per_s", "peak_mem_mb", "floor_s"} <= result.keys()
     assert result["completion_tok_per_s"] == pytest.approx(sampled / result["s_per_step"], rel=0.05)
     assert (result["verify_s"] == 0) == (role == "plain") and result["gen_s"] > 0 and result["update_s"] > 0
     assert result["role"] == role and result["floor_s"] > 0
+
+
+def test_bench_step_without_a_verifier_has_no_length_of_verifications():
+    with pytest.raises(BadInput, match="--verification-len 6: --role plain has no verifier"):
+        bench_step.main(parse(bench_step, [*TINY, "--verification-len", "6"]))
 
 
 def test_bench_step_shows_where_the_time_goes(capsys):

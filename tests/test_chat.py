@@ -80,12 +80,12 @@ def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
     places of what stands there."""
     turns, current = iter(turns), []
 
-    def pick(logits, keys, position, temperature, top_k):
+    def pick(model, hidden, keys, position, temperature, top_k):
         position = int(position[0])  # the same of all rows here
         if position == 0:
             current[:] = next(turns)
-        return torch.full((len(logits),), current[position]), torch.zeros(len(logits))
-    monkeypatch.setattr(engine, "pick", pick)
+        return torch.full((len(hidden),), current[position]), torch.zeros(len(hidden))
+    monkeypatch.setattr(engine, "pick_behind", pick)
 
 
 # chat_eval

@@ -488,7 +488,7 @@ def test_a_row_of_a_layer_depends_on_no_other_row():
 
 def start(tmp_path):
     """A process that compiles, if it must, and runs one kernel. CC names a compiler that does not exist: the next is
-    taken."""
+    taken, and stderr says so."""
     code = ("import torch; from nanochat import ops; "
             "print(ops.cpu.library() is not None, float(ops.norm(torch.ones(2, 32)).sum()))")
     env = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
@@ -522,11 +522,13 @@ def test_two_processes_compile_once_and_leave_one_file(tmp_path):
     folder = tmp_path / "nanochat" / "kernels"
     folder.mkdir(mode=0o700, parents=True)
     (folder / "tmp12345").write_bytes(b"\x7fELF, half of it")  # what a crash has left
-    assert [p.communicate() for p in [start(tmp_path), start(tmp_path)]] == [("True 64.0\n", "")] * 2
+    for out, err in [p.communicate() for p in [start(tmp_path), start(tmp_path)]]:
+        assert out == "True 64.0\n"
+        assert re.fullmatch("CPU kernels: CC=no-such-compiler is not a program: compiled by .+\n", err)
     name, other = sorted(os.listdir(folder))
     assert re.fullmatch(r"cpu-[0-9a-f]{24}\.so", name) and other == "tmp12345"
     written = os.stat(folder / name).st_mtime_ns
-    assert start(tmp_path).communicate() == ("True 64.0\n", "") and os.stat(folder / name).st_mtime_ns == written
+    assert start(tmp_path).communicate() == (out, err) and os.stat(folder / name).st_mtime_ns == written
 
 
 @pytest.mark.parametrize("env, problem", [({"CC": "false", "PATH": "/usr/bin:/bin"}, "false"),

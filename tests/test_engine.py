@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from nanochat import engine, seats
 from nanochat.attention import PADDING_POSITION
+from nanochat.common import BadInput
 from nanochat.decode_cache import DecodeCache
 from nanochat.engine import Graphs, generate, in_pieces, pick, row_key, run_prompts, uniform_noise
 from nanochat.gpt import GPT, GPTConfig
@@ -364,6 +365,14 @@ def test_a_prompt_that_does_not_fit_is_refused_by_name(length, new):
         generate(model, [[1, 2], [1] * length], 1, max_new_tokens=new, stop_tokens=[], keys=[1, 2])
     assert all(part in str(error.value) for part in ("prompt 1", f"{length} tokens", str(16 - new), "16"))
     assert model.shapes == []  # before anything has run
+
+
+@pytest.mark.parametrize("options, problem", [
+    (dict(max_new_tokens=0), "max_new_tokens 0: must be at least 1"),
+    *((dict(temperature=float(t)), f"temperature {float(t)}: must be 0") for t in ("-1", "1e-42", "nan", "inf"))])
+def test_options_that_give_no_numbers_are_refused(options, problem):
+    with pytest.raises(BadInput, match=problem):
+        generate(tiny_model(), [[1]], 1, **dict(max_new_tokens=2, stop_tokens=[], keys=[0]) | options)
 
 
 def test_the_longest_prompt_that_fits_is_taken():

@@ -69,7 +69,10 @@ def library():
     """The compiled kernels, None where they are switched off or cannot be compiled (said once, on stderr)."""
     if os.environ.get("NANOCHAT_CPU_KERNELS") == "0":
         return None
-    compiler = next(filter(None, map(shutil.which, filter(None, [os.environ.get("CC"), "cc", "gcc", "clang"]))), None)
+    wanted = os.environ.get("CC")
+    compiler = next(filter(None, map(shutil.which, filter(None, [wanted, "cc", "gcc", "clang"]))), None)
+    if wanted and compiler and not shutil.which(wanted):
+        print(f"CPU kernels: CC={wanted} is not a program: compiled by {compiler}", file=sys.stderr)
     problem = "no C compiler (cc, gcc or clang) was found" if compiler is None else None
     # With threads if the compiler has OpenMP: gcc's library for it is the one that PyTorch has loaded.
     for flags in ([*FLAGS, "-fopenmp"], FLAGS) if compiler else ():
