@@ -38,7 +38,10 @@ ATTENTION = [*(f"results.{name}.{figure}" for name in ("ours", "sdpa", "flex")
              "results.decode: ours.gb_per_s", "results.decode: ours.percent_of_copy"]
 REFILL = "--depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 32768 --dtype bfloat16 --rows 1024"
 
-# stage: seconds that it may take, its command at full size and as a rehearsal, the figures of its last line (JSON)
+SLOWER = 3  # times the seconds of a stage that it may take as a rehearsal, on two cores
+
+# stage: seconds that it may take, its command at full size and as a rehearsal, and what it found: figures of its last
+# line (JSON), the last line that starts with these words, or None: the last line
 STAGES = {
     "tests": (240, GPU_TESTS, GPU_TESTS, None),
     "kernels": (120, "python -m scripts.bench_kernels --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936",
@@ -68,11 +71,11 @@ STAGES = {
                   "python -m scripts.bench_attention --device-type cpu --rounds 1 --providers ours,sdpa,plain",
                   ATTENTION),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
-                 "SCALE=tiny NPROC=1 bash runs/speedrun.sh", None),
+                 "SCALE=tiny NPROC=1 bash runs/speedrun.sh", "generator greedy pass@1"),
     "ranks": (150, "torchrun --standalone --nproc_per_node=gpu scripts/tango_rl.py -- --run ranks "
                    f"{RL} $([ $(nvidia-smi -L | wc -l) = 1 ] || echo --shard)",
               f"torchrun --standalone --nproc_per_node=2 scripts/tango_rl.py -- --run ranks --device-type cpu {RL} "
-              "--shard", None),
+              "--shard", "step "),
 }
 
 
@@ -95,11 +98,12 @@ def run_stage(command: str, limit: float, log: str, env: dict) -> tuple[str, flo
     return problem, time.perf_counter() - started
 
 
-def figures_of(text: str, names: list[str] | None) -> dict[str, str]:
-    """What a stage found: the named figures of the JSON in its last line, or that line. Raises ValueError."""
-    last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
-    if names is None:
-        return {"last line": last[:WIDTH]}
+def figures_of(text: str, names: list[str] | str | None) -> dict[str, str]:
+    """What a stage found (STAGES). Raises ValueError where its last line should be JSON and is not."""
+    lines = [line for line in map(str.strip, text.splitlines()) if line.startswith(names if type(names) is str else "")]
+    last = next(filter(None, reversed(lines)), "no such line")
+    if not isinstance(names, list):
+        return {"last line": " ".join(last.split())[:WIDTH]}
     found, shown = json.loads(last), {}
     for name in names:
         value = found
@@ -160,14 +164,15 @@ def main() -> int:
     for name in chosen:
         limit, full, tiny, figures = STAGES[name]
         log = os.path.join(args.out, f"{name.replace(' ', '_')}.log")
-        left = until - time.perf_counter()
-        problem, seconds = (run_stage(full if args.scale == "full" else tiny, min(limit, left), log, env) if left > 1
-                            else ("no time left", 0.0))
-        found = {"failed": problem}
-        if not problem:
+        left, command = until - time.perf_counter(), full
+        if args.scale == "tiny":
+            limit, command = SLOWER * limit, tiny
+        problem, seconds = run_stage(command, min(limit, left), log, env) if left > 1 else ("no time left", 0.0)
+        found = {"failed": problem} if problem else {}
+        if seconds:
             try:
                 with open(log) as f:
-                    found = figures_of(f.read(), figures)
+                    found |= figures_of(f.read(), None if problem else figures)
             except ValueError:
                 found = {"failed": "its last line is not JSON"}
         if "failed" in found:

@@ -22,6 +22,7 @@ def day(tmp_path, monkeypatch, stages: dict, *flags) -> tuple[int, str]:
     page = tmp_path / "BENCH.md"
     page.write_text(PAGE)
     monkeypatch.setattr(gpu_day, "STAGES", stages)
+    monkeypatch.setattr(gpu_day, "SLOWER", 1)
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--scale", "tiny", "--bench", str(page), "--out",
                                       str(tmp_path / "out"), "--stages", ",".join(stages), "--commit", "abc", *flags])
     return gpu_day.main(), page.read_text()
@@ -30,13 +31,16 @@ def day(tmp_path, monkeypatch, stages: dict, *flags) -> tuple[int, str]:
 def test_a_failed_stage_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
     code, page = day(tmp_path, monkeypatch, {
         "one": (60, "false", "echo '{\"a\": {\"b\": 3}, \"c\": 4}'", ["a.b", "c", "a.d"]),
-        "two": (60, "", "echo broken; exit 3", None), "three": (60, "", "echo no json", ["a"]),
-        "four": (60, "", "echo fine; echo; echo", None)})
+        "two": (60, "", "echo broken; exit 3", ["a"]), "three": (60, "", "echo no json", ["a"]),
+        "four": (60, "", "echo fine; echo; echo", None),
+        "five": (60, "", "echo step 1; echo 'step   2  x'; echo more", "step "),
+        "six": (60, "", "echo more", "step ")})
     rows = [line.strip("| ").split(" | ")[3:] for line in page.splitlines() if "| abc |" in line]
     assert code == 1 and [row for row in rows if row[1] != "seconds"] == [
         ["one", "a.b", "3"], ["one", "c", "4"], ["one", "a.d", "-"], ["two", "failed", "exit code 3"],
-        ["three", "failed", "its last line is not JSON"], ["four", "last line", "fine"]]
-    assert [row[0] for row in rows if row[1] == "seconds"] == ["one", "two", "three", "four"]
+        ["two", "last line", "broken"], ["three", "failed", "its last line is not JSON"], ["four", "last line", "fine"],
+        ["five", "last line", "step 2 x"], ["six", "last line", "no such line"]]
+    assert [row[0] for row in rows if row[1] == "seconds"] == ["one", "two", "three", "four", "five", "six"]
     assert max(map(len, page.splitlines())) <= 120
     assert capsys.readouterr().out.splitlines()[-1].startswith("failed: two, three;")
     assert (tmp_path / "out" / "two.log").read_text() == "broken\n"
@@ -70,7 +74,7 @@ def test_time_is_up_for_a_stage_and_its_children(tmp_path, monkeypatch):
 def test_stages_behind_the_end_of_all_time_are_named(tmp_path, monkeypatch):
     code, page = day(tmp_path, monkeypatch, {"one": (60, "", "sleep 3", None), "two": (60, "", "echo y", None)},
                      "--minutes", "0.04")
-    assert code == 1 and "| two | failed | no time left |" in page
+    assert code == 1 and "| two | failed | no time left |" in page and "| two | last line |" not in page
 
 
 @pytest.mark.parametrize("flags, words", [(["--stages", "tests,nothing"], "nothing"), (["--scale", "huge"], "huge")])
