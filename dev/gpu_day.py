@@ -31,7 +31,7 @@ GPU_TESTS = "python -m pytest -q -m gpu $(grep -l mark.gpu tests/*.py)"  # colle
 BIG = "--shape qwen2.5-math-1.5b --dtype bfloat16"
 STEP = "--examples-per-step 16 --num-samples 8 --prompt-len 256 --completion-len 512 --steps 2"
 SMALL = "--device-type cpu --vocab-size 512 --depth 2 --n-embd 64 --n-head 2"
-TINY_STEP = "--examples-per-step 4 --num-samples 2 --prompt-len 16 --completion-len 16 --verification-len 8 --steps 1"
+TINY_STEP = "--examples-per-step 4 --num-samples 2 --prompt-len 16 --completion-len 16 --steps 1"
 RL = "--task chain --model-tag tiny --num-steps 2 --warmup-steps 1 --eval-examples 20 --save-every 2"
 ATTENTION = [*(f"results.{name}.{figure}" for name in ("ours", "sdpa", "flex")
                for figure in ("seconds", "useful_tflop_per_s", "peak_bytes")),
@@ -58,7 +58,7 @@ STAGES = {
              ["s_per_step", "gen_s", "update_s", "floor_s", "completion_tok_per_s", "peak_mem_mb", "planned_mem_mb"]),
     "tango step": (240, f"python -m scripts.bench_step {BIG} {STEP} --role generator --verification-len 256 "
                         "--recompute",
-                   f"python -m scripts.bench_step {SMALL} {TINY_STEP} --role generator",
+                   f"python -m scripts.bench_step {SMALL} {TINY_STEP} --role generator --verification-len 8",
                    ["s_per_step", "gen_s", "verify_s", "update_s", "floor_s", "peak_mem_mb", "planned_mem_mb"]),
     "refill": (120, f"python -m scripts.bench_engine {REFILL} --max-rows 256 --num-samples 8 --prompt-len 256 "
                     "--mean-len 128 --completion-len 512 --rounds 1",
@@ -71,7 +71,7 @@ STAGES = {
                   "python -m scripts.bench_attention --device-type cpu --rounds 1 --providers ours,sdpa,plain",
                   ATTENTION),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
-                 "SCALE=tiny NPROC=1 bash runs/speedrun.sh", "generator greedy pass@1"),
+                 "SCALE=tiny NPROC=1 bash runs/speedrun.sh", "generator greedy pass@1, in"),
     "ranks": (150, "torchrun --standalone --nproc_per_node=gpu scripts/tango_rl.py -- --run ranks "
                    f"{RL} $([ $(nvidia-smi -L | wc -l) = 1 ] || echo --shard)",
               f"torchrun --standalone --nproc_per_node=2 scripts/tango_rl.py -- --run ranks --device-type cpu {RL} "
