@@ -103,7 +103,13 @@ def product_dtype(p: torch.Tensor) -> torch.dtype:
 
 def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
     """AdamW (betas 0.9, 0.95) over the given parameters: the optimizer of RL."""
-    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+    parameters = list(parameters)
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fuses(parameters))
+
+
+def fuses(parameters: list) -> bool | None:
+    """Whether AdamW makes its step in one pass over memory: on CPU, where PyTorch does not choose it itself."""
+    return True if all(p.device.type == "cpu" for p in parameters) else None
 
 
 def muon_adamw(model, matrix_lr: float, embedding_lr: float) -> list[torch.optim.Optimizer]:
@@ -137,7 +143,7 @@ def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembed
     ]
     matrices = pick("transformer.h.")
     muon = Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="original")
-    return [muon, torch.optim.AdamW(groups, eps=1e-10)]
+    return [muon, torch.optim.AdamW(groups, eps=1e-10, fused=fuses(matrices))]
 
 
 def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], lr_factor: float,

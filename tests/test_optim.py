@@ -46,6 +46,20 @@ def test_adamw_follows_its_formula(weight_decay):
         torch.testing.assert_close(p.detach(), x, rtol=1e-12, atol=1e-12)
 
 
+def test_adamw_makes_one_pass_on_cpu_and_goes_on_from_states_that_were_saved_before_it_did():
+    draw, before, after = torch.Generator().manual_seed(0), parameter(1.0, -2.0, 0.5), parameter(1.0, -2.0, 0.5)
+    old, new = torch.optim.AdamW([before], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0), adamw([after], 1e-2)
+    assert new.param_groups[0]["fused"] and not old.param_groups[0]["fused"]
+    for step in range(6):
+        before.grad = torch.randn(3, generator=draw, dtype=torch.float64)
+        after.grad = before.grad.clone()
+        old.step()
+        new.step()
+        assert (before - after).abs().max() < 1e-15
+        if step == 2:
+            new.load_state_dict(old.state_dict())
+
+
 def test_adamw_does_not_decay_weights_unless_asked():
     p = parameter(1.0, -2.0)
     optimizer = adamw([p], 1e-2)

@@ -15,7 +15,7 @@ import torch
 from nanochat.kernels.launch import jit, takes_triton, tl
 from nanochat.kernels.linear_logprob import (RowLoss, head_arguments, logit_and_slope, logit_chunks, policy_rows_in_c,
                                              row_statistics, soften, takes_c, torch_statistics, wide_dtype_of)
-from nanochat.ops import matmul
+from nanochat.ops import matmul, mkl_is_slow
 
 LOG_RATIO_LIMIT = 20.0  # as in nanochat.rl.losses, whose formulas the kernel repeats; tests hold them together
 KERNEL_LOSSES, KERNEL_KLS = ("reinforce", "ppo_clip", "cispo"), ("k1", "k2", "k3")  # in the order of cpu_loss.c
@@ -189,10 +189,10 @@ def known_to_kernel(loss) -> bool:
 
 def add_product(total, a, b) -> None:
     """total += a @ b, where total may be of a wider dtype than b, and a of either; summed in total's."""
-    if not b.is_cuda:
+    if not b.is_cuda and mkl_is_slow():
         total += matmul(a.to(total.dtype), b.to(total.dtype))
-    elif b.dtype == total.dtype:
-        total.addmm_(a, b)
+    elif not b.is_cuda or b.dtype == total.dtype:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
     elif torch.__version__ < "2.10":  # whose addmm wants total in b's dtype
         total += torch.mm(a.to(b.dtype), b, out_dtype=total.dtype)
     else:
