@@ -3,6 +3,7 @@ Optimizers against their formulas, the learning-rate schedule, clipping.
 
     python -m pytest tests/test_optim.py -q
 """
+import copy
 import math
 
 import pytest
@@ -57,7 +58,7 @@ def test_adamw_makes_one_pass_on_cpu_and_goes_on_from_states_that_were_saved_bef
         new.step()
         assert (before - after).abs().max() < 1e-15
         if step == 2:
-            new.load_state_dict(old.state_dict())
+            new.load_state_dict(copy.deepcopy(old.state_dict()))
 
 
 def test_adamw_does_not_decay_weights_unless_asked():
