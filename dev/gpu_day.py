@@ -99,9 +99,13 @@ def run_stage(command: str, limit: float, log: str, env: dict) -> tuple[str, flo
 
 
 def figures_of(text: str, names: list[str] | str | None) -> dict[str, str]:
-    """What a stage found (STAGES). Raises ValueError where its last line should be JSON and is not."""
-    lines = [line for line in map(str.strip, text.splitlines()) if line.startswith(names if type(names) is str else "")]
-    last = next(filter(None, reversed(lines)), "no such line")
+    """What a stage found (STAGES). Raises ValueError where its last line should be JSON and is not, and where no line
+    starts as it should."""
+    start = names if isinstance(names, str) else ""
+    lines = [line for line in map(str.strip, text.splitlines()) if line and line.startswith(start)]
+    if start and not lines:
+        raise ValueError(f"no line starts with {start!r}")
+    last = lines[-1] if lines else "no output"
     if not isinstance(names, list):
         return {"last line": " ".join(last.split())[:WIDTH]}
     found, shown = json.loads(last), {}
@@ -173,8 +177,10 @@ def main() -> int:
             try:
                 with open(log) as f:
                     found |= figures_of(f.read(), None if problem else figures)
-            except ValueError:
+            except json.JSONDecodeError:
                 found = {"failed": "its last line is not JSON"}
+            except ValueError as error:
+                found = {"failed": str(error)}
         if "failed" in found:
             failed.append(name)
         found |= {"seconds": f"{seconds:.0f}"}

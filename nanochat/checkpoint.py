@@ -294,10 +294,14 @@ def load_optimizer(stage: str, tag: str, step: int, optimizer, rank: int = 0) ->
 
 def restore_optimizer(optimizer, saved: dict, path: str) -> None:
     """Gives an optimizer a saved state. Raises BadInput that names the file when it was made for other parameters."""
+    ways = [group.get("fused") for group in optimizer.param_groups]  # how a step is made is not the state's to say
     try:
         optimizer.load_state_dict(with_shards(saved, optimizer))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise BadInput(f"{path} does not fit: {error}") from None
+    for group, fused in zip(optimizer.param_groups, ways, strict=True):
+        if fused is not None:
+            group["fused"] = fused
     for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes
         if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values()
                if isinstance(tensor, torch.Tensor)):

@@ -12,14 +12,15 @@ from nanochat.ops import Heads
 
 
 class DecodeStep:
-    """Valid for as long as the model's weights do not change and the cache's tensors are the same.
+    """Of a model that samples (Block.packed) into a cache, for as long as it does: its weights do not change.
 
-    The model's blocks are `ready`. cos_sin: of positions from 0 on, as many as the cache has room for, two of (1,
-    positions, 1, D/2). qk_scale: on queries and keys after their norm.
+    cos_sin: of positions from 0 on, as many as the cache has room for, two of (1, positions, 1, D/2). qk_scale: on
+    queries and keys after their norm.
     """
 
     def __init__(self, model, cache: DecodeCache, cos_sin: tuple[torch.Tensor, torch.Tensor], qk_scale: float):
-        config, self.kept = model.config, []  # what the kernel reads, which has addresses alone
+        config, self.ready = model.config, model.blocks[0].packed(torch.float32)
+        self.kept = []  # what the kernel reads, which has addresses alone
 
         def read(*tensors: torch.Tensor) -> list[int]:
             self.kept += [x.detach().float().contiguous() for x in tensors]
@@ -28,26 +29,28 @@ class DecodeStep:
         layers, gate = [], None
         scalars = zip(model.resid_lambdas.unbind(), model.x0_lambdas.unbind(), strict=True)
         for i, (block, (a, b), window) in enumerate(zip(model.blocks, scalars, model.windows, strict=True)):
-            weights, (o, up, down) = block.ready
+            weights, (o, up, down) = block.packed(torch.float32)
             keys = [x.data_ptr() for x in (cache.k[i], cache.v[i], cache.prefix_k[i], cache.prefix_v[i])]
             of_values = [None, None]
             if str(i) in model.value_embeds:  # of the last layer too
                 gate = block.attn.ve_gate.weight
                 of_values = read(gate, model.value_embeds[str(i)].weight)
             layers.append(_Layer(*read(a, b, weights, o, up, down), *keys, *of_values, window))
-        smear, C, inner = model.smear_gate.weight, config.n_embd, len(model.blocks[0].mlp.c_fc.weight)
+        smear, C, F = model.smear_gate.weight, config.n_embd, len(model.blocks[0].mlp.c_fc.weight)
         shared = read(model.transformer.wte.weight, smear, model.smear_lambda, model.backout_lambda, *cos_sin)
         self.layers = (_Layer * len(layers))(*layers)
-        self.trunk = _Trunk(*shared, cache.last_embedding.data_ptr(), len(layers), len(layers) // 2, C, inner,
+        self.trunk = _Trunk(*shared, cache.last_embedding.data_ptr(), len(layers), len(layers) // 2, C, F,
                             gate.shape[1], smear.shape[1])
         self.heads = Heads(0, 1, 1, config.n_head, config.n_kv_head, config.head_dim, qk_scale,
                            torch.finfo(torch.float32).eps)
-        self.work = torch.empty(len(cache.slots), numbers_per_row(config, inner))
+        self.work = torch.empty(len(cache.slots), numbers_per_row(config, F))
 
     def __call__(self, cache: DecodeCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """ids, positions (n, 1) int64 -> (n, 1, C): hidden states of these tokens, after the final norm."""
+        """ids (below the vocabulary), positions (n, 1) int64 -> (n, 1, C): hidden states of these tokens, after the
+        final norm. cache: the one that this was made for."""
         n = len(ids)
         assert ids.shape == positions.shape == (n, 1) and n == len(cache.places)
+        assert ids.dtype == positions.dtype == torch.long and cache.k[0].data_ptr() == self.layers[0].k
         out, spec = torch.empty(n, 1, self.trunk.C), cache.spec(0, 0, self.heads.Hq // self.heads.Hkv)
         self.heads.U = n
         cpu.call("decode_trunk", ctypes.byref(self.heads), ctypes.byref(self.trunk), self.layers, ctypes.byref(spec),
@@ -55,15 +58,15 @@ class DecodeStep:
         return out
 
 
-def numbers_per_row(config, inner: int) -> int:
-    """What decode_trunk writes down of a row on its way; inner: the width inside of an MLP."""
+def numbers_per_row(config, F: int) -> int:
+    """What decode_trunk writes down of a row on its way. F: the width inside of an MLP."""
     C, heads, kv_heads, D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
-    return D + 5 * C + inner + 2 * heads * D + 3 * kv_heads * D + 1 + heads + 2 * kv_heads
+    return D + 5 * C + F + 2 * heads * D + 3 * kv_heads * D + 1 + heads + 2 * kv_heads
 
 
 class _Layer(ctypes.Structure):
     """`Layer` of cpu_decode.c."""
-    _fields_ = struct_fields("a b weights o in down k v prefix_k prefix_v gate embedding", "window")
+    _fields_ = struct_fields("a b weights o up down k v prefix_k prefix_v gate embedding", "window")
 
 
 class _Trunk(ctypes.Structure):

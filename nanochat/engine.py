@@ -28,7 +28,7 @@ CHECK_EVERY_CUDA = 16  # there, tokens between looks at which rows have ended; o
 LEAST_ROWS_CUDA = 8    # there a batch has all places or a half, a quarter, ... of them, as each size is a graph
 PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
 NO_TOKEN = -1          # where a row has no token yet
-LEAST_TEMPERATURE = 1e-6  # below it logits become infinite
+LEAST_TEMPERATURE = 1e-6  # fp32 logits over less are rounded to whole numbers and more, and at last infinite
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
 
@@ -83,17 +83,17 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     if takes_triton(logits):
         return draw(logits, keys, position, vocab_size=logits.shape[1], softcap=None, temperature=temperature,
                     top_k=top_k)
-    if top_k > 0 and temperature > 0:
-        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
     if cpu.takes_rows(logits):
-        return _draw_kernel(logits, keys, position, logits.shape[1], None, temperature)
+        return _draw_kernel(logits, keys, position, top_k, vocab_size=logits.shape[1], softcap=None,
+                            temperature=temperature)
     if temperature == 0:
         logprobs, tokens = torch.log_softmax(logits, dim=-1).max(dim=-1)
         return tokens, logprobs
-    noise = uniform_noise(keys, position)
+    if top_k > 0:
+        logits = logits.masked_fill(logits < kth_largest(logits, top_k), float("-inf"))
     if temperature != 1:
         logits = logits / temperature
+    noise = uniform_noise(keys, position)
     highest = logits.amax(dim=-1, keepdim=True)
     weights = (logits - highest).exp_()  # (B, V)
     if weights.shape[1] % BLOCK:
@@ -115,18 +115,26 @@ def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float,
     """As pick of model.head(hidden). Kernels read the LM head's outputs: no other logits are made."""
     if takes_triton(hidden):
         return draw(model.lm_head(hidden), keys, position, top_k=top_k, **model.head_options(temperature))
-    if cpu.takes_rows(hidden) and (top_k == 0 or temperature == 0):
-        return _draw_kernel(model.lm_head(hidden), keys, position, **model.head_options(temperature))
+    if cpu.takes_rows(hidden):
+        return _draw_kernel(model.lm_head(hidden), keys, position, top_k, **model.head_options(temperature))
     return pick(model.head(hidden), keys, position, temperature, top_k)
 
 
-def _draw_kernel(z, keys, position, vocab_size: int, softcap: float | None, temperature: float):
+def kth_largest(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The k-th largest logit of each row, the smallest of fewer. (B, V) -> (B, 1)"""
+    return logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
+
+
+def _draw_kernel(z, keys, position, top_k: int, *, vocab_size: int, softcap: float | None, temperature: float):
     """pick, from the raw outputs z (B, at least vocab_size) of an LM head."""
-    noise = uniform_noise(keys, position) if temperature > 0 else None
+    noise = kth = None
+    if temperature > 0:
+        noise = uniform_noise(keys, position)
+        kth = kth_largest(z[:, :vocab_size], top_k).contiguous() if top_k else None
     assert noise is None or noise.shape == z.shape[:1] and noise.dtype == torch.float64
     assert z.dtype == torch.float32 and z.stride(1) == 1 and z.shape[1] >= vocab_size
     tokens, logprobs = torch.empty(len(z), dtype=torch.long), torch.empty(len(z))
-    cpu.call("draw", z, z.stride(0), len(z), vocab_size, softcap or 0, temperature, noise, tokens, logprobs)
+    cpu.call("draw", z, z.stride(0), len(z), vocab_size, kth, softcap or 0, temperature, noise, tokens, logprobs)
     return tokens, logprobs
 
 
@@ -135,6 +143,12 @@ def _first_above(cumulative, target):
     (B, 1)."""
     last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
+
+
+def check_temperature(name: str, temperature: float) -> None:
+    """Raises BadInput, with the flag's or argument's name, for a temperature at which nothing can be drawn."""
+    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
+        raise BadInput(f"{name} {temperature}: must be 0 (greedy), or finite and at least {LEAST_TEMPERATURE}")
 
 
 def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_tokens: int, stop_tokens: list[int],
@@ -151,8 +165,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     """
     if max_new_tokens < 1:
         raise BadInput(f"max_new_tokens {max_new_tokens}: must be at least 1")
-    if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
-        raise BadInput(f"temperature {temperature}: must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
+    check_temperature("temperature", temperature)
     context = model.config.sequence_len
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) <= context - max_new_tokens:

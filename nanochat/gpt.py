@@ -152,7 +152,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    ready = None  # while sampling, the weights as kernels of a layer read them (GPT.joined_projections)
+    ready = None  # while sampling, () and then what `packed` gives (GPT.joined_projections)
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -169,6 +169,13 @@ class Block(nn.Module):
         return tuple([layer.weight.to(dtype) for layer in layers]
                      for layers in ((attn.c_q, attn.c_k, attn.c_v), (attn.c_proj, mlp.c_fc, mlp.c_proj)))
 
+    def packed(self, dtype: torch.dtype) -> tuple | None:
+        """While sampling, the weights as kernels of a layer read them, packed when first asked for. None at other
+        times, and for weights that the kernels do not take."""
+        if self.ready == ():
+            self.ready = packed_layer(*self.weights(dtype))
+        return self.ready
+
     def run(self, x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept):
         """x, and what is yet to be added to it or None: the addition is one operation with what follows. So it was with
         the x and delta that come in. ends (B,): behind attention only the rows' last tokens go on; kept (M,): only
@@ -176,7 +183,7 @@ class Block(nn.Module):
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
             gate_weight = None if value_embedding is None else attn.ve_gate.weight.to(x.dtype)
-            ready_before, ready_behind = self.ready or (None, None)
+            ready_before, ready_behind = self.packed(x.dtype) or (None, None)
             before, behind = self.weights(x.dtype)
             x, *heads = before_attention(x, x0, *lambdas, *before, gate_weight, value_embedding, cos_sin, QK_SCALE,
                                          units, ready_before)
@@ -254,8 +261,7 @@ class GPT(nn.Module):
         assert all(block.attn.c_qkv is None for block in self.blocks), "one call at a time"
         try:
             for block in self.blocks:
-                block.attn.c_qkv = block.attn.joined_weight().to(self.compute_dtype)
-                block.ready = packed_layer(*block.weights(self.compute_dtype))
+                block.attn.c_qkv, block.ready = block.attn.joined_weight().to(self.compute_dtype), ()
             yield
         finally:
             for block in self.blocks:
@@ -279,8 +285,8 @@ class GPT(nn.Module):
         kept (M,) int64: the same for these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or
         (M, C), in compute_dtype.
         """
-        if isinstance(cache, DecodeCache) and self.decodes_in_one(cache, len(ids)):
-            if cache.step is None:
+        if isinstance(cache, DecodeCache) and kept is None and self.decodes_in_one(cache, len(ids)):
+            if cache.step is None or cache.step.ready is not self.blocks[0].ready:
                 columns = torch.arange(cache.num_columns)[None]
                 cache.step = DecodeStep(self, cache, rotary(columns, self.config.head_dim, torch.float32), QK_SCALE)
             return cache.step(cache, ids, positions)
@@ -288,8 +294,8 @@ class GPT(nn.Module):
 
     def decodes_in_one(self, cache: DecodeCache, rows: int) -> bool:
         """Whether one kernel runs a token of each of these rows, and is faster than single operations."""
-        return (self.blocks[0].ready is not None and cache.by_kernel
-                and (self.config.n_embd <= NARROW or rows >= LEAST_ROWS * torch.get_num_threads()))
+        return (cache.by_kernel and (self.config.n_embd <= NARROW or rows >= LEAST_ROWS * torch.get_num_threads())
+                and self.blocks[0].packed(self.compute_dtype) is not None)
 
     def trunk_behind(self, prompt_ids, prompt_positions, ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in

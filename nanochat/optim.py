@@ -108,7 +108,8 @@ def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optim
 
 
 def fuses(parameters: list) -> bool | None:
-    """Whether AdamW makes its step in one pass over memory: on CPU, where PyTorch does not choose it itself."""
+    """Whether AdamW makes its step in one pass over memory: on CPU, where PyTorch does not choose it itself. Gradients
+    lie there as their parameters do, as autograd's are: PyTorch does not look."""
     return True if all(p.device.type == "cpu" for p in parameters) else None
 
 

@@ -13,7 +13,7 @@ import codecs
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
 from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, script_main
-from nanochat.engine import generate, row_key
+from nanochat.engine import check_temperature, generate, row_key
 from nanochat.files import path_of
 from nanochat.rl.formats import COMPACT, PAPER, Format
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
@@ -163,7 +163,8 @@ def read_message() -> str | None:
 
 
 def main(args) -> None:
-    check_least(args, {"step": -1, "temperature": 0, "top_k": 0, "max_new_tokens": 1})
+    check_least(args, {"step": -1, "top_k": 0, "max_new_tokens": 1})
+    check_temperature("--temperature", args.temperature)
     tag = args.model_tag or default_tag(args.source)
     check_name("-g", tag)
     check_name("--verifier", args.verifier or tag)

@@ -17,7 +17,7 @@ from nanochat.checkpoint import default_tag, load_model, warn_of_role
 from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, compute_dtype, gather_lists,
                              init_device, print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches
-from nanochat.engine import pad_prompts
+from nanochat.engine import check_temperature, pad_prompts
 from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.scores import answers_of, labels_of, majority, outcomes_of, pass_at_k, problems_of
@@ -149,8 +149,9 @@ def letter_token(tokenizer, letter: str) -> int:
 def check_args(args) -> None:
     if 0 <= args.max_problems < rank_and_world()[1]:
         raise BadInput(f"-x {args.max_problems}: must be at least 1 per rank, or -1")
-    check_least(args, {"max_problems": -1, "num_samples": 1, "max_rows": 1, "top_k": 0, "temperature": 0, "step": -1,
+    check_least(args, {"max_problems": -1, "num_samples": 1, "max_rows": 1, "top_k": 0, "step": -1,
                        "max_new_tokens": -1})
+    check_temperature("--temperature", args.temperature)
     check_most(args, {"max_problems": 10 ** 6, "num_samples": 10 ** 5})
     if args.max_new_tokens == 0:
         raise BadInput("-m 0: must be at least 1, or -1")

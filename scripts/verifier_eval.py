@@ -23,6 +23,7 @@ from types import SimpleNamespace
 from nanochat.checkpoint import load_model, warn_of_role
 from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, gather_lists, init_device,
                              print0, rank_and_world, script_main)
+from nanochat.engine import check_temperature
 from nanochat.files import path_of, write_json
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
@@ -165,8 +166,9 @@ def check_args(args) -> None:
 def check_players(args, parts: set[str]) -> None:
     """Raises BadInput for what a verifier and a generator cannot be asked. parts: of what --out holds, beside args."""
     check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1,
-                       "temperature": 0, "generator_temperature": 0, "top_k": 0, "verifier_max_new_tokens": -1,
-                       "max_new_tokens": -1, "max_problems": -1})
+                       "top_k": 0, "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_problems": -1})
+    check_temperature("--temperature", args.temperature)
+    check_temperature("--generator-temperature", args.generator_temperature)
     check_most(args, {"num_verifications": 10 ** 5, "num_samples": 10 ** 5, "max_problems": 10 ** 6})
     for name in ("verifier_max_new_tokens", "max_new_tokens", "max_problems"):
         if getattr(args, name) == 0:

@@ -4,6 +4,7 @@ how they are compiled.
 
     python -m pytest tests/test_cpu_kernels.py -q
 """
+import contextlib
 import math
 import os
 import re
@@ -219,14 +220,14 @@ def test_the_same_tokens_are_drawn(called, V, temperature, top_k):
 def test_tokens_are_drawn_from_the_outputs_of_a_head(monkeypatch, called, softcap, temperature, top_k):
     model, keys = model_of(), torch.arange(300) * 7919
     monkeypatch.setattr(model, "softcap", softcap)
-    if softcap is None:
-        monkeypatch.setattr(model, "head", lambda hidden: model.lm_head(hidden)[:, :265])
-    hidden = 40 * random(300, 128)
+    hidden = 8 * random(300, 128)
     with torch.no_grad():
         tokens, logprobs = engine.pick_behind(model, hidden, keys, 5, temperature, top_k)
-        assert called == ["uniform_noise", "draw"][temperature == 0:]
-        expected, expected_logprobs = pick(model.double().head(hidden.double()).double(), keys, 5, temperature, top_k)
-    same = tokens == expected  # both where logits are small, and where the softcap bounds them
+        assert called == ["uniform_noise", "draw"][temperature == 0:]  # with a top-k too
+        z = model.double().lm_head(hidden.double())[:, :265]
+        logits = z if softcap is None else softcap * torch.tanh(z / softcap)
+        expected, expected_logprobs = pick(logits, keys, 5, temperature, top_k)
+    same = tokens == expected  # where the softcap bends logits
     assert (~same).sum() <= 1 and (logprobs - expected_logprobs)[same].abs().max() < 1e-4
     assert tokens.unique().numel() > 50
 
@@ -404,15 +405,49 @@ def test_a_token_is_one_call_and_weights_are_packed_once(monkeypatch, called, na
     assert torch.equal(out.tokens[:-1], fewer.tokens) and (out.logprobs[:-1] - fewer.logprobs).abs().max() < 1e-5
 
 
+def one_token(model, cache, places, **options):
+    """Hidden states of a first token behind the prompt in slot 0."""
+    cache.begin(places, torch.zeros_like(places))
+    positions = cache.advance(places, torch.ones_like(places))[:, None]
+    return model.trunk(places[:, None], positions=positions, cache=cache, **options)
+
+
+def small_cache(model):
+    cache = DecodeCache(model.config, 2, 1, 2, 3, 4, torch.float32, torch.device("cpu"))
+    cache.put(torch.tensor([0]), run_prompts(model, [[1, 2, 3]])[0])
+    return cache
+
+
+@KERNELS
+def test_a_kernel_of_earlier_weights_is_made_again(called):
+    model, places, found = model_of(), torch.arange(2), []
+    with torch.inference_mode():
+        cache = small_cache(model)
+        for _ in range(2):  # what the cache has of the prompt stays as it was
+            with model.joined_projections():
+                found += [one_token(model, cache, places), one_token(model, cache, places)]
+            for p in model.parameters():
+                p.data *= 0.5
+    assert called.count("decode_trunk") == 4 and torch.equal(*found[:2]) and torch.equal(*found[2:])
+    assert not torch.equal(found[0], found[2])
+
+
+@KERNELS
+@pytest.mark.parametrize("joined", [True, False])
+def test_kept_rows_of_a_decoding_step(joined):
+    model, places = model_of(), torch.arange(2)
+    with torch.inference_mode(), model.joined_projections() if joined else contextlib.nullcontext():
+        every = one_token(model, small_cache(model), places)[:, 0]
+        kept = one_token(model, small_cache(model), places, kept=torch.tensor([1]))
+    assert kept.shape == (1, 128) and (kept - every[1:]).abs().max() < 1e-5
+
+
 @KERNELS
 def test_the_memory_of_a_cache_goes_with_it():
     model = model_of()
     with torch.inference_mode(), model.joined_projections():
-        cache = DecodeCache(model.config, 2, 1, 2, 3, 4, torch.float32, torch.device("cpu"))
-        cache.put(torch.tensor([0]), run_prompts(model, [[1, 2, 3]])[0])
-        places = torch.arange(2)
-        cache.begin(places, torch.zeros_like(places))
-        model.trunk(places[:, None], positions=cache.advance(places, places * 0 + 1)[:, None], cache=cache)
+        cache = small_cache(model)
+        one_token(model, cache, torch.arange(2))
     assert cache.step is not None
     keys = weakref.ref(cache.k[0])
     del cache

@@ -39,10 +39,10 @@ def test_a_failed_stage_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
     assert code == 1 and [row for row in rows if row[1] != "seconds"] == [
         ["one", "a.b", "3"], ["one", "c", "4"], ["one", "a.d", "-"], ["two", "failed", "exit code 3"],
         ["two", "last line", "broken"], ["three", "failed", "its last line is not JSON"], ["four", "last line", "fine"],
-        ["five", "last line", "step 2 x"], ["six", "last line", "no such line"]]
+        ["five", "last line", "step 2 x"], ["six", "failed", "no line starts with 'step '"]]
     assert [row[0] for row in rows if row[1] == "seconds"] == ["one", "two", "three", "four", "five", "six"]
     assert max(map(len, page.splitlines())) <= 120
-    assert capsys.readouterr().out.splitlines()[-1].startswith("failed: two, three;")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("failed: two, three, six;")
     assert (tmp_path / "out" / "two.log").read_text() == "broken\n"
 
 

@@ -114,12 +114,14 @@ def test_planned_memory_is_what_is_allocated_in_fp32(name, recompute):
 @pytest.mark.parametrize("name", ["gpt", "tied"])
 @pytest.mark.parametrize("prompts, samples, tokens, new, max_rows",
                          [(8, 4, 100, 20, 4), (8, 3, 100, 20, 5), (20, 1, 100, 12, 7), (8, 8, 5, 12, 12)])
-def test_planned_memory_of_refilled_places_is_what_is_allocated(name, prompts, samples, tokens, new, max_rows):
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_planned_memory_of_refilled_places_is_what_is_allocated(name, top_k, prompts, samples, tokens, new, max_rows):
     """To 5%, where the cache is most of it, and where prompts or logits are."""
     model = allocate(GPT if name == "gpt" else Decoder, CONFIGS[name], torch.float32, "cpu")
     model.init_weights(torch.Generator().manual_seed(0))
     sample = lambda: generate(model, [list(range(tokens))] * prompts, samples, max_new_tokens=new, stop_tokens=[],
-                              keys=list(range(prompts * samples)), max_rows=max_rows, temperature=0.7)
+                              keys=list(range(prompts * samples)), max_rows=max_rows, temperature=0.7,
+                              top_k=top_k)
     planned = sampling_bytes(CONFIGS[name], replace(SETTING, max_rows=max_rows), prompts, samples, tokens, new)
     assert planned == pytest.approx(allocated(sample)[0], rel=0.05)
 

@@ -3,9 +3,9 @@ The CPU kernels of the C files in this folder: compiled by the machine's C compi
 address.
 
 Their counterparts in PyTorch stand where they are called from, in ops.py, attention.py, decode_cache.py, linear_*.py
-and engine.py, and serve where there is no compiler, for other dtypes and devices, and under NANOCHAT_CPU_KERNELS=0. The
-compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under a name made of all that went into it;
-where that folder is not ours alone, each process compiles for itself.
+and engine.py (that of decode_step.py in gpt.py), and serve where there is no compiler, for other dtypes and devices,
+and under NANOCHAT_CPU_KERNELS=0. The compiled library is kept in nanochat/kernels of $XDG_CACHE_HOME or ~/.cache, under
+a name made of all that went into it; where that folder is not ours alone, each process compiles for itself.
 """
 import ctypes
 import functools
@@ -37,8 +37,8 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),
     "before_backward": POINTERS(1) + LONG * 2 + POINTERS(26) + LONG,
     "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(11) + LONG * 4,
-    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8), "draw": POINTERS(1) + LONG * 3 + FLOAT * 2 + POINTERS(3),
-    "uniform_noise": POINTERS(3) + LONG,
+    "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8),
+    "draw": POINTERS(1) + LONG * 3 + POINTERS(1) + FLOAT * 2 + POINTERS(3), "uniform_noise": POINTERS(3) + LONG,
     "transpose_matrix": POINTERS(2) + LONG * 2,
 }
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take

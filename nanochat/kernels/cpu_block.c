@@ -1,5 +1,5 @@
 /* The small operations of a block, and drawing tokens, on CPU in fp32: each one pass over memory.
- * Called from ops.py and engine.py. */
+ * Called from ops.py, engine.py and cpu_decode.c. */
 #include <stdint.h>
 #include <string.h>
 
@@ -206,20 +206,26 @@ static long first_equal(const float *x, long V, float value)
 
 /* Draws a token per row of raw logits z (rows, V) with row stride `stride` under softmax(logit(z)): the first one at
  * which the cumulative weight exceeds noise (rows; in [0, 1)) * total. logprobs (rows): of that distribution.
- * Temperature 0: the first token of the highest logit, and its logprob at temperature 1. */
-void draw(const float *z, long stride, long rows, long V, float softcap, float temperature, const double *noise,
-          long *tokens, float *logprobs, long threads)
+ * kth (rows), where given: what lies below is not drawn. Temperature 0: the first token of the highest logit, and its
+ * logprob at temperature 1. */
+void draw(const float *z, long stride, long rows, long V, const float *kth, float softcap, float temperature,
+          const double *noise, long *tokens, float *logprobs, long threads)
 {
 #pragma omp parallel num_threads(threads)
     {
         float *logits = floats(V), *weights = floats(V); /* the columns behind V: -inf and 0 */
 #pragma omp for schedule(static)
         for (long i = 0; i < rows; i++) {
-            vec best = splat(-INFINITY);
+            vec best = splat(-INFINITY), least = splat(kth ? kth[i] : -INFINITY);
             double total = 0;
             memcpy(logits, z + i * stride, V * sizeof(float));
-            for (long j = 0; j < V; j += L)
-                store(logits + j, logit(load(logits + j), softcap, temperature ? temperature : 1));
+            for (long j = V; j < up(V); j++)
+                logits[j] = 0;
+            for (long j = 0; j < V; j += L) {
+                vec raw = load(logits + j);
+                store(logits + j, choose(raw < least, splat(-INFINITY),
+                                         logit(raw, softcap, temperature ? temperature : 1)));
+            }
             for (long j = V; j < up(V); j++)
                 logits[j] = -INFINITY;
             for (long j = 0; j < V; j += L)

@@ -164,7 +164,7 @@ void decode(const Decoding *s, float *y, long threads)
 /* A layer of a GPT: _Layer of decode_step.py. Weights are panels (pack_weight), but for the gate's; embedding: the value
  * embeddings (vocabulary, H * D). The last two may be NULL. */
 typedef struct {
-    const float *a, *b, *weights, *o, *in, *down;
+    const float *a, *b, *weights, *o, *up, *down;
     float *k, *v; /* these four as in Decoding */
     const float *prefix_k, *prefix_v, *gate, *embedding;
     long window;
@@ -187,15 +187,16 @@ static void gather(float *rows, const float *table, const long *at, long n, long
 }
 
 /* One token of each row through the trunk of a GPT, ids and positions (n): out (n, C), after the final norm. The keys
- * and values that s puts behind the rows' own are those of this token. */
+ * and values that go behind the rows' own are those of this token: s gets them here, and each layer's cache. work:
+ * numbers_per_row of decode_step.py for each row. */
 void decode_trunk(const Heads *heads, const Trunk *t, const Layer *layers, Decoding *s, const long *ids,
                   const long *positions, float *work, float *out, long threads)
 {
     long n = s->n, C = t->C, F = t->F, keys = s->H * s->D, queries = s->G * keys, half = s->D / 2;
     float *cosine = work, *sine = cosine + n * half, *embedding = sine + n * half, *x0 = embedding + n * keys;
     float *x = x0 + n * C, *mixed = x + n * C, *added = mixed + n * C, *middle = added + n * C;
-    float *y = middle + n * C, *q = y + n * queries, *k = q + n * queries, *v = k + n * keys, *up = v + n * keys;
-    float *inverse = up + n * F, *gate = inverse + n, *factors = gate + n * s->H;
+    float *y = middle + n * C, *q = y + n * queries, *k = q + n * queries, *v = k + n * keys, *inner = v + n * keys;
+    float *inverse = inner + n * F, *gate = inverse + n, *factors = gate + n * s->H;
     const float one = 1, minus_backout = -*t->backout;
     gather(cosine, t->cosine, positions, n, half, threads);
     gather(sine, t->sine, positions, n, half, threads);
@@ -215,7 +216,7 @@ void decode_trunk(const Heads *heads, const Trunk *t, const Layer *layers, Decod
         before_forward(heads, C, t->channels, x, x0, l->a, l->b, l->weights, l->gate, l->embedding ? embedding : NULL,
                        cosine, sine, mixed, inverse, gate, q, k, v, factors, threads);
         decode(s, y, threads);
-        behind_forward(mixed, y, l->o, l->in, l->down, added, inverse, up, x, n, C, F, heads->epsilon, threads);
+        behind_forward(mixed, y, l->o, l->up, l->down, added, inverse, inner, x, n, C, F, heads->epsilon, threads);
         if (l - layers == t->middle)
             memcpy(middle, x, n * C * sizeof(float));
     }

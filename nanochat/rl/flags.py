@@ -7,6 +7,7 @@ from itertools import combinations
 
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
 from nanochat.common import BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words, print0
+from nanochat.engine import check_temperature
 from nanochat.rl.advantages import PRESETS
 from nanochat.rl.forms import FORMS, form_of
 from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, is_joint
@@ -129,6 +130,7 @@ def check_args(args, world: int) -> None:
     check_most(args, {"updates_per_batch": MOST_UPDATES, **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), 1e6)})
     if not args.temperature > 0:
         raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
+    check_temperature("--temperature", args.temperature)
     if args.shard and world == 1:
         raise BadInput("--shard: there is one rank, so nothing to shard over; start several with torchrun")
     if args.examples_per_step % world or args.eval_examples < world:

@@ -162,12 +162,14 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     joined = narrow * config.n_layer * C * heads
     if isinstance(config, GPTConfig) and fuses(setting):
         joined += narrow * config.n_layer * C * (heads + 9 * C)
-        joined += narrow * places * numbers_per_row(config, 4 * C)
+        # made by the first decoding step: prompts that are run later find it there
+        step = narrow * places * numbers_per_row(config, 4 * C)
+        logits, running = logits + step, running + (step if places < rows else 0)
     return cached + results + (logits + running if setting.device_type == "cuda" else max(logits, running)) + joined
 
 
 def fuses(setting: Setting) -> bool:
-    """Whether a GPT's layers run by the kernels of ops.before_attention and behind_attention."""
+    """Whether CPU kernels draw tokens, and run a GPT's layers (ops.before_attention, behind_attention)."""
     return setting.device_type == "cpu" and setting.dtype == torch.float32 and cpu.library() is not None
 
 
