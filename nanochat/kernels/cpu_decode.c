@@ -161,8 +161,8 @@ void decode(const Decoding *s, float *y, long threads)
     free(starts);
 }
 
-/* A layer of a GPT: _Layer of decode_step.py. Weights are panels (pack_weight), but for the gate's; embedding: the value
- * embeddings (vocabulary, H * D). The last two may be NULL. */
+/* A layer of a GPT: _Layer of decode_step.py. Weights are panels (pack_weight), but for the gate's; embedding: the
+ * value embeddings (vocabulary, H * D). The last two may be NULL. */
 typedef struct {
     const float *a, *b, *weights, *o, *up, *down;
     float *k, *v; /* these four as in Decoding */
