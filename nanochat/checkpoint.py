@@ -300,7 +300,7 @@ def restore_optimizer(optimizer, saved: dict, path: str) -> None:
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise BadInput(f"{path} does not fit: {error}") from None
     for group, fused in zip(optimizer.param_groups, ways, strict=True):
-        if fused is not None:
+        if "fused" in group:
             group["fused"] = fused
     for p, entry in optimizer.state.items():  # torch compares numbers of parameters, not their shapes
         if any(tensor.dim() and tensor.shape != p.shape for tensor in entry.values()

@@ -60,6 +60,8 @@ def test_adamw_makes_one_pass_on_cpu_and_goes_on_from_states_that_were_saved_bef
         assert (before - after).abs().max() < 1e-15 and new.param_groups[0]["fused"]
         if step == 2:
             restore_optimizer(new, copy.deepcopy(old.state_dict()), "a file")
+    restore_optimizer(old, copy.deepcopy(new.state_dict()), "a file")  # as on another device
+    assert not old.param_groups[0]["fused"]
 
 
 def test_gradients_lie_as_their_parameters():
