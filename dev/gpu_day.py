@@ -38,7 +38,7 @@ ATTENTION = [*(f"results.{name}.{figure}" for name in ("ours", "sdpa", "flex")
              "results.decode: ours.gb_per_s", "results.decode: ours.percent_of_copy"]
 REFILL = "--depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 32768 --dtype bfloat16 --rows 1024"
 
-SLOWER = 3  # times the seconds of a stage that it may take as a rehearsal, on two cores
+SLOWER = 3  # a rehearsal, on two cores, may take so many times the seconds of a stage
 
 # stage: seconds that it may take, its command at full size and as a rehearsal, and what it found: figures of its last
 # line (JSON), the last line that starts with these words, or None: the last line

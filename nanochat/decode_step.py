@@ -15,7 +15,8 @@ class DecodeStep:
     """Of a model that samples (Block.packed) into a cache, for as long as it does: its weights do not change.
 
     cos_sin: of positions from 0 on, as many as the cache has room for, two of (1, positions, 1, D/2). qk_scale: on
-    queries and keys after their norm.
+    queries and keys after their norm. The cache holds the step, so the step must not hold the cache: its memory would
+    wait for the garbage collector.
     """
 
     def __init__(self, model, cache: DecodeCache, cos_sin: tuple[torch.Tensor, torch.Tensor], qk_scale: float):
@@ -26,17 +27,17 @@ class DecodeStep:
             self.kept += [x.detach().float().contiguous() for x in tensors]
             return [x.data_ptr() for x in self.kept[-len(tensors):]]
 
-        layers, gate = [], None
+        layers = []
         scalars = zip(model.resid_lambdas.unbind(), model.x0_lambdas.unbind(), strict=True)
         for i, (block, (a, b), window) in enumerate(zip(model.blocks, scalars, model.windows, strict=True)):
             weights, (o, up, down) = block.packed(torch.float32)
             keys = [x.data_ptr() for x in (cache.k[i], cache.v[i], cache.prefix_k[i], cache.prefix_v[i])]
             of_values = [None, None]
-            if str(i) in model.value_embeds:  # of the last layer too
-                gate = block.attn.ve_gate.weight
-                of_values = read(gate, model.value_embeds[str(i)].weight)
+            if str(i) in model.value_embeds:
+                of_values = read(block.attn.ve_gate.weight, model.value_embeds[str(i)].weight)
             layers.append(_Layer(*read(a, b, weights, o, up, down), *keys, *of_values, window))
-        smear, C, F = model.smear_gate.weight, config.n_embd, len(model.blocks[0].mlp.c_fc.weight)
+        C, F = config.n_embd, len(model.blocks[0].mlp.c_fc.weight)
+        smear, gate = model.smear_gate.weight, model.blocks[-1].attn.ve_gate.weight  # the last layer always has one
         shared = read(model.transformer.wte.weight, smear, model.smear_lambda, model.backout_lambda, *cos_sin)
         self.layers = (_Layer * len(layers))(*layers)
         self.trunk = _Trunk(*shared, cache.last_embedding.data_ptr(), len(layers), len(layers) // 2, C, F,

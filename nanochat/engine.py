@@ -28,7 +28,7 @@ CHECK_EVERY_CUDA = 16  # there, tokens between looks at which rows have ended; o
 LEAST_ROWS_CUDA = 8    # there a batch has all places or a half, a quarter, ... of them, as each size is a graph
 PREFILL_TOKENS = 4096  # prompt tokens that go through the model at once
 NO_TOKEN = -1          # where a row has no token yet
-LEAST_TEMPERATURE = 1e-6  # fp32 logits over less are rounded to whole numbers and more, and at last infinite
+LEAST_TEMPERATURE = 1e-6  # fp32 logits divided by less lose their last digits, and become infinite at last
 BLOCK = 64             # columns of the vocabulary that `pick` sums before it looks closer
 
 
@@ -121,7 +121,7 @@ def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float,
 
 
 def kth_largest(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """The k-th largest logit of each row, the smallest of fewer. (B, V) -> (B, 1)"""
+    """The k-th largest logit of each row; the smallest, where a row has fewer. (B, V) -> (B, 1)"""
     return logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
 
 

@@ -24,7 +24,7 @@ SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads
 ROTARY_BASE = 100000
 QK_SCALE = 1.2        # on q and on k after their norm
-NARROW = 512          # width up to which the calls of a decoding step's operations take longer than their arithmetic
+NARROW = 512          # width up to which few rows decode in one call: faster at 384, slower at 768 (dev/BENCH.md)
 MOST = {"depth": 1000, "n_embd": 2 ** 17, "sequence_len": 2 ** 24}
 
 

@@ -104,12 +104,14 @@ def product_dtype(p: torch.Tensor) -> torch.dtype:
 def adamw(parameters, lr: float, weight_decay: float = 0.0) -> torch.optim.Optimizer:
     """AdamW (betas 0.9, 0.95) over the given parameters: the optimizer of RL."""
     parameters = list(parameters)
-    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=fuses(parameters))
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay,
+                             fused=one_pass(parameters))
 
 
-def fuses(parameters: list) -> bool | None:
-    """Whether AdamW makes its step in one pass over memory: on CPU, where PyTorch does not choose it itself. Gradients
-    lie there as their parameters do, as autograd's are: PyTorch does not look."""
+def one_pass(parameters: list) -> bool | None:
+    """Whether AdamW makes its step in one pass over memory: on CPU, as PyTorch does not choose it there itself. None
+    leaves the choice to PyTorch. One pass needs gradients of their parameters' layout, as autograd makes them, and does
+    not check it."""
     return True if all(p.device.type == "cpu" for p in parameters) else None
 
 
@@ -144,7 +146,7 @@ def pretraining_optimizers(model, matrix_lr: float, embedding_lr: float, unembed
     ]
     matrices = pick("transformer.h.")
     muon = Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="original")
-    return [muon, torch.optim.AdamW(groups, eps=1e-10, fused=fuses(matrices))]
+    return [muon, torch.optim.AdamW(groups, eps=1e-10, fused=one_pass([*parameters.values()]))]
 
 
 def optimize(optimizers: list[torch.optim.Optimizer], parameters: list[torch.nn.Parameter], lr_factor: float,

@@ -97,8 +97,8 @@ static inline vec exponential(vec x)
     return choose(x < least, (vec){0}, p * power);
 }
 
-/* The logit S tanh(z / S) / T with a softcap S and a temperature T, but for a constant that no softmax sees: + S / T =
- * c / (1 + e^(-2 z / S)), c = 2 S / T. S = 0: z / T. */
+/* The logit of z with a softcap S and a temperature T: S tanh(z / S) / T + S / T = c / (1 + e^(-2 z / S)), c = 2 S / T.
+ * A softmax does not see the constant S / T. S = 0: z / T. */
 static inline vec logit(vec z, float S, float T)
 {
     vec power = z * (-2 / S);
