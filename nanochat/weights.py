@@ -54,33 +54,32 @@ def inference_model(model):
     """The model to sample from: itself, or where its weights are sharded or wider than its activations, a whole copy
     with weights of their dtype.
 
-    The copy stays with the model. It is brought up to date here when weights have changed, once per update instead of a
-    cast in every forward; a sharded model's, which takes all ranks, by `refresh`.
+    The copy stays with the model. Each call gives it the model's weights anew: nobody has to say, and nothing has to
+    notice, that they have changed. That reads the weights once, as a decoded token does. A sharded model's copy takes
+    all ranks, so it has the weights of the last `refresh`.
     """
-    if model.compute_dtype == model.lm_head.weight.dtype and not is_sharded(model):
-        return model
-    known, copied = model.__dict__.get("inference_copy", (None, None))
     if is_sharded(model):
-        assert copied is not None, "refresh makes it"
-        return copied
-    versions = [(p.data_ptr(), p._version) for p in model.parameters()]
-    if copied is None:
-        copied = copy_to_sample_from(model)
-    elif known != versions:
-        copy_weights(copied, model)
-    model.__dict__["inference_copy"] = (versions, copied)  # not a submodule: state_dict does not see it
-    return copied
+        assert "inference_copy" in model.__dict__, "refresh makes it"
+        return model.__dict__["inference_copy"]
+    if model.compute_dtype == model.lm_head.weight.dtype:
+        return model
+    return renewed_copy(model)
 
 
 def refresh(model) -> None:
-    """Brings the copy that a sharded model is sampled from up to date, or makes it; nothing for another model. A
-    collective."""
+    """Brings the copy that a sharded model is sampled from up to date, or makes it; nothing for another model. Whoever
+    changes a sharded model's weights calls it. A collective."""
     if is_sharded(model):
-        _, copied = model.__dict__.get("inference_copy", (None, None))
-        if copied is None:
-            model.__dict__["inference_copy"] = (None, copy_to_sample_from(model))
-        else:
-            copy_weights(copied, model)
+        renewed_copy(model)
+
+
+def renewed_copy(model):
+    """The copy to sample from, with the model's weights as they are now. A collective for a sharded model."""
+    if "inference_copy" not in model.__dict__:  # not a submodule: state_dict does not see it
+        model.__dict__["inference_copy"] = copy_to_sample_from(model)
+    else:
+        copy_weights(model.__dict__["inference_copy"], model)
+    return model.__dict__["inference_copy"]
 
 
 def copy_to_sample_from(model):
