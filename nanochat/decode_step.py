@@ -1,6 +1,6 @@
 """
-A GPT's trunk for one token of each row, by one kernel on CPU: there, calls of small operations take longer than their
-arithmetic. Operation by operation it is gpt.GPT.trunk.
+A trunk for one token of each row, by one kernel on CPU: there, calls of small operations take longer than their
+arithmetic. Operation by operation it is gpt.GPT.trunk and hf.decoder.Decoder.trunk.
 """
 import ctypes
 
@@ -9,6 +9,7 @@ import torch
 from nanochat.decode_cache import DecodeCache, struct_fields
 from nanochat.kernels import cpu
 from nanochat.ops import Heads
+from nanochat.tiles import rounded
 
 
 class DecodeStep:
@@ -59,6 +60,46 @@ class DecodeStep:
         return out
 
 
+class DecoderStep:
+    """The same of an imported model whose products are in bf16 (hf.decoder.Decoder, tiles.Layer)."""
+
+    def __init__(self, model, cache: DecodeCache, cos_sin: tuple[torch.Tensor, torch.Tensor]):
+        config, table = model.config, model.model.embed_tokens.weight.detach()
+        self.kept = [table]  # what the kernel reads, which has addresses alone
+
+        def read(*tensors: torch.Tensor | None) -> list[int | None]:
+            self.kept += tensors
+            return [None if x is None else x.data_ptr() for x in tensors]
+
+        layers = []
+        for i, block in enumerate(model.blocks):
+            layer = block.ready
+            bias = None if layer.bias is None else rounded(layer.bias.detach())
+            weights, behind = layer.forward
+            keys = [x.data_ptr() for x in (cache.k[i], cache.v[i], cache.prefix_k[i], cache.prefix_v[i])]
+            layers.append(_DecoderLayer(*read(*(rounded(x.detach()) for x in layer.norms), bias, weights, *behind),
+                                        *keys))
+        self.layers, heads, C = (_DecoderLayer * len(layers))(*layers), config.n_head, config.n_embd
+        shared = read(rounded(model.model.norm.weight.detach()), *(x.contiguous() for x in cos_sin))
+        self.trunk = _DecoderTrunk(table.data_ptr(), *shared, table.dtype == torch.float32, len(layers), C,
+                                   config.intermediate_size)
+        self.heads = Heads(0, 1, 1, heads, config.n_kv_head, config.head_dim, 1.0, config.norm_eps)
+        self.work = torch.empty(len(cache.slots),
+                                config.head_dim * (1 + 2 * heads + 2 * config.n_kv_head) + C + 1)
+
+    def __call__(self, cache: DecodeCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """As DecodeStep's."""
+        n = len(ids)
+        assert ids.shape == positions.shape == (n, 1) and n == len(cache.places)
+        assert ids.dtype == positions.dtype == torch.long and cache.k[0].data_ptr() == self.layers[0].k
+        out, window = torch.empty(n, 1, self.trunk.C), cache.num_columns  # all of it
+        spec = cache.spec(0, window, self.heads.Hq // self.heads.Hkv)
+        self.heads.U = n
+        cpu.call("decode_decoder", ctypes.byref(self.heads), ctypes.byref(self.trunk), self.layers, ctypes.byref(spec),
+                 ids.contiguous(), positions.contiguous(), self.work, out)
+        return out
+
+
 def numbers_per_row(config, F: int) -> int:
     """What decode_trunk writes down of a row on its way. F: the width inside of an MLP."""
     C, heads, kv_heads, D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
@@ -74,3 +115,13 @@ class _Trunk(ctypes.Structure):
     """`Trunk` of cpu_decode.c."""
     _fields_ = struct_fields("embedding smear strength backout cosine sine last",
                              "layers middle C F channels smear_channels")
+
+
+class _DecoderLayer(ctypes.Structure):
+    """`DecoderLayer` of cpu_decoder.c."""
+    _fields_ = struct_fields("norm norm_behind bias qkv o gate_up down k v prefix_k prefix_v", "")
+
+
+class _DecoderTrunk(ctypes.Structure):
+    """`DecoderTrunk` of cpu_decoder.c."""
+    _fields_ = struct_fields("embedding norm cosine sine", "is_wide layers C F")

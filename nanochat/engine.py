@@ -125,8 +125,9 @@ def kth_largest(logits: torch.Tensor, k: int) -> torch.Tensor:
     return logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
 
 
-def _draw_kernel(z, keys, position, top_k: int, *, vocab_size: int, softcap: float | None, temperature: float):
-    """pick, from the raw outputs z (B, at least vocab_size) of an LM head."""
+def _draw_kernel(z, keys, position, top_k: int, *, vocab_size: int, softcap: float | None, temperature: float,
+                 narrow: bool = False):
+    """pick, from the raw outputs z (B, at least vocab_size) of an LM head, however it has multiplied (narrow)."""
     noise = kth = None
     if temperature > 0:
         noise = uniform_noise(keys, position)
@@ -204,10 +205,10 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     seats = Seats([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
     capacity = max(1, max_new_tokens - 1)  # the last token's keys are never read
     cache = DecodeCache(model.config, seats.num_places, seats.num_slots, num_samples, max(map(len, prompts)), capacity,
-                        model.compute_dtype, device)
+                        model.activation_dtype, device)
     # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
     # last token that it drew, how many it has drawn.
-    last_hidden = torch.zeros(seats.num_slots, model.config.n_embd, dtype=model.compute_dtype, device=device)
+    last_hidden = torch.zeros(seats.num_slots, model.config.n_embd, dtype=model.activation_dtype, device=device)
     row, token, drawn = (torch.full((seats.num_places,), value, device=device) for value in (N, 0, 1))
     desk = ToolDesk(tool, seats.num_places, model.vocab_size, max_new_tokens, device) if tool else None
 

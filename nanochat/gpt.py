@@ -224,6 +224,10 @@ class GPT(nn.Module):
         self.windows = [self._window(i) for i in range(config.n_layer)]
 
     @property
+    def activation_dtype(self) -> torch.dtype:
+        return self.compute_dtype
+
+    @property
     def blocks(self) -> nn.ModuleList:
         return self.transformer.h
 

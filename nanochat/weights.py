@@ -61,7 +61,7 @@ def inference_model(model):
     if is_sharded(model):
         assert "inference_copy" in model.__dict__, "refresh makes it"
         return model.__dict__["inference_copy"]
-    if model.compute_dtype == model.lm_head.weight.dtype:
+    if model.lm_head.weight.dtype in (model.compute_dtype, model.activation_dtype):
         return model
     return renewed_copy(model)
 

@@ -13,9 +13,11 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from nanochat import gpt, tiles
 from nanochat.attention import PADDING_POSITION, KVCache, make_mask
 from nanochat.decode_cache import DecodeCache
-from nanochat.gpt import GPT, Linear, at_ends, attend_all, run_passes
+from nanochat.decode_step import DecoderStep
+from nanochat.gpt import GPT, at_ends, attend_all, run_passes
 from nanochat.kernels.block import split_heads
 from nanochat.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
 
@@ -91,19 +93,35 @@ ROPE = {"default": plain_frequencies, "linear": linear_frequencies, "llama3": ll
         "yarn": yarn_frequencies}
 
 
+class Linear(gpt.Linear):
+    """A linear layer; products_dtype: where it is bf16 on CPU, activations stay fp32 (nanochat.tiles)."""
+    is_narrow, panels = False, None  # panels: of a model that samples (Decoder.joined_projections)
+
+    def forward(self, x):
+        if not (self.is_narrow and x.device.type == "cpu" and x.dtype == torch.float32):
+            return super().forward(x)
+        y = tiles.linear(x, self.weight) if self.panels is None else tiles.product(x, self.panels)
+        return y if self.bias is None else y + tiles.rounded(self.bias)
+
+
 class Norm(nn.Module):
     """RMSNorm with a learned scale."""
+    is_narrow = False  # as Linear's
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
-        return norm(x, self.weight.to(x.dtype), self.eps)
+        return norm(x, self.scale(x), self.eps)
+
+    def scale(self, x):
+        """The weight, in x's dtype."""
+        return tiles.rounded(self.weight) if self.is_narrow and x.dtype == torch.float32 else self.weight.to(x.dtype)
 
     def after_adding(self, x, delta):
         """x + delta, and its norm."""
-        return add_norm(x, delta, self.weight.to(x.dtype), self.eps)
+        return add_norm(x, delta, self.scale(x), self.eps)
 
 
 def join(layers: list[Linear]) -> torch.Tensor:
@@ -177,6 +195,7 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     recompute = False  # in the backward pass, instead of keeping activations
+    ready = None       # of a model that samples: what `layer` gives (Decoder.joined_projections)
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
@@ -190,7 +209,30 @@ class Block(nn.Module):
         return self.run_all(*passes)
 
     def run_all(self, *passes):
-        return [self.run(*arguments) for arguments in passes]
+        layer = self.ready or self.layer(passes[0][0])
+        return [self.run(*arguments) if layer is None else self.run_narrow(layer, *arguments) for arguments in passes]
+
+    def layer(self, x) -> tiles.Layer | None:
+        """The weights as kernels want them, where products are in bf16 and all else is in fp32; None where it is not
+        so, or they do not take the shape."""
+        attn, mlp = self.self_attn, self.mlp
+        projections = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        takes = (attn.q_proj.is_narrow and x.device.type == "cpu" and x.dtype == torch.float32
+                 and not hasattr(attn, "q_norm") and attn.o_proj.bias is None and mlp.up_proj.bias is None
+                 and tiles.takes(attn.head_dim, *(n for projection in projections for n in projection.weight.shape)))
+        if not takes:
+            return None
+        weights = [projection.weight for projection in projections]
+        biases = [projection.bias for projection in projections[:3]]
+        return tiles.Layer(weights[:3], weights[3:], (self.input_layernorm.weight, self.post_attention_layernorm.weight),
+                           None if biases[0] is None else torch.cat(biases), self.input_layernorm.eps)
+
+    def run_narrow(self, layer, x, cos_sin, mask, cache, prefix, ends):
+        attn, units = self.self_attn, len(x) if prefix.cache is None else len(prefix.cache.positions)
+        q, k, v = tiles.before_attention(layer, x, cos_sin, units, attn.n_head, attn.n_kv_head)
+        y = attend_all(cache.layer, cache.once(), to_units(q, units, attn.n_kv_head), k, v, mask, prefix.shared(), ends)
+        x = x if ends is None else at_ends(x, ends)
+        return tiles.behind_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1))
 
     def run(self, x, cos_sin, mask, cache, prefix, ends):
         y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache, prefix, ends)
@@ -199,7 +241,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. `compute_dtype` is the dtype of activations; parameters stay as they are."""
+    """The model. `compute_dtype` is the dtype of products, and but on CPU of activations; parameters stay as they
+    are."""
 
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -213,8 +256,17 @@ class Decoder(nn.Module):
             "norm": Norm(config.n_embd, config.norm_eps),
         })
         self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, Linear | Norm):
+                module.is_narrow = compute_dtype == torch.bfloat16
         if config.tied:
             self.tie()
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """What hidden states, keys and values have: on CPU fp32 where products are in bf16."""
+        is_wide = self.compute_dtype == torch.bfloat16 and self.lm_head.weight.device.type == "cpu"
+        return torch.float32 if is_wide else self.compute_dtype
 
     def tie(self) -> None:
         """Makes the head's weight be the embedding's."""
@@ -235,9 +287,22 @@ class Decoder(nn.Module):
             else:
                 p.normal_(0.0, std, generator=generator)
 
+    @contextlib.contextmanager
     def joined_projections(self):
-        """Nothing to do: copies to sample from have joined weights (join_weights)."""
-        return contextlib.nullcontext()
+        """While it lasts, kernels on CPU keep the weights in panels: for many forwards with the same weights. On CUDA
+        copies to sample from have joined weights (join_weights)."""
+        layers = [block.layer(self.lm_head.weight.new_empty(0, dtype=self.activation_dtype)) for block in self.blocks]
+        assert all(block.ready is None for block in self.blocks), "one call at a time"
+        try:
+            if layers and layers[0] is not None and tiles.takes(self.vocab_size):
+                self.lm_head.panels = tiles.packed(self.lm_head.weight)
+                for block, layer in zip(self.blocks, layers, strict=True):
+                    block.ready = layer
+            yield
+        finally:
+            self.lm_head.panels = None
+            for block in self.blocks:
+                block.ready = None
 
     @torch.no_grad()
     def join_weights(self) -> None:
@@ -258,11 +323,16 @@ class Decoder(nn.Module):
             self.frequencies = frequencies.to(positions.device)
         angles = positions[:, :, None, None].float() * self.frequencies
         cos, sin = angles.cos() * self.rope_factor, -angles.sin() * self.rope_factor
-        return cos.to(self.compute_dtype), sin.to(self.compute_dtype)
+        return cos.to(self.activation_dtype), sin.to(self.activation_dtype)
 
     def trunk(self, ids, *, positions=None, cache: KVCache | DecodeCache | None = None, prefix: KVCache | None = None,
               last_only: bool = False, kept: torch.Tensor | None = None):
         """Hidden states of tokens, after the final norm: arguments and result as GPT.trunk's."""
+        if isinstance(cache, DecodeCache) and kept is None and cache.by_kernel and self.blocks[0].ready is not None:
+            if cache.step is None:
+                cos_sin = self.rotary(torch.arange(cache.num_columns, device=ids.device)[None])
+                cache.step = DecoderStep(self, cache, cos_sin)
+            return cache.step(cache, ids, positions)
         return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
 
     trunk_behind = GPT.trunk_behind
@@ -275,7 +345,7 @@ class Decoder(nn.Module):
         B, T = ids.shape
         if positions is None:
             positions = torch.arange(T, device=ids.device).expand(B, T)
-        x = self.model.embed_tokens(ids).to(self.compute_dtype)  # (B, T, C)
+        x = self.model.embed_tokens(ids).to(self.compute_dtype).to(self.activation_dtype)  # (B, T, C)
         context, decoding = self.config.sequence_len, isinstance(cache, DecodeCache)
         if cache is not None and not decoding:
             cache.last_embedding = x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
@@ -302,7 +372,8 @@ class Decoder(nn.Module):
 
     def head_options(self, temperature: float = 1.0) -> dict:
         """What a fused LM-head op must know of this head."""
-        return dict(vocab_size=self.vocab_size, softcap=None, temperature=temperature)
+        narrow = {} if self.activation_dtype == self.compute_dtype else {"narrow": True}
+        return dict(vocab_size=self.vocab_size, softcap=None, temperature=temperature) | narrow
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of a plain causal pass. ids (B, T) -> (B, T, V) fp32."""

@@ -21,8 +21,8 @@ import tempfile
 import torch
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c") for name in ("attention", "block", "decode", "layer", "loss")]
-HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h")]
+SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c") for name in ("attention", "block", "decode", "decoder", "layer", "loss")]
+HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h", "cpu_tiles.h")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
 POINTERS, LONG, FLOAT = lambda n: [ctypes.c_void_p] * n, [ctypes.c_long], [ctypes.c_float]
@@ -40,6 +40,11 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8),
     "draw": POINTERS(1) + LONG * 3 + POINTERS(1) + FLOAT * 2 + POINTERS(3), "uniform_noise": POINTERS(3) + LONG,
     "transpose_matrix": POINTERS(2) + LONG * 2,
+    "has_tiles": [], "pack_tiles": POINTERS(2) + LONG * 4, "pack_tiles_back": POINTERS(2) + LONG * 4,
+    "tiles_product": POINTERS(3) + LONG * 3, "tiles_gradient": POINTERS(3) + LONG * 4,
+    "decoder_before": POINTERS(1) + LONG + POINTERS(10), "decoder_before_back": POINTERS(1) + LONG + POINTERS(12),
+    "decoder_behind": POINTERS(10) + LONG * 4 + FLOAT, "decoder_behind_back": POINTERS(15) + LONG * 4 + FLOAT,
+    "decode_decoder": POINTERS(8),
 }
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
 
@@ -85,7 +90,8 @@ def library():
         if flags is FLAGS:
             print(f"CPU kernels run on one thread, without OpenMP: {problem}", file=sys.stderr)
         for name, types in ARGUMENTS.items():
-            getattr(kernels, name).argtypes, getattr(kernels, name).restype = types + LONG, None
+            getattr(kernels, name).argtypes = types + LONG
+            getattr(kernels, name).restype = ctypes.c_long if name == "has_tiles" else None
         return kernels
     print(f"CPU kernels run as PyTorch operations, which is slower: {problem}", file=sys.stderr)
     return None

@@ -65,17 +65,6 @@ static void add_values(float *y, const float *p, const float *v, long stride, lo
     }
 }
 
-/* The tensors of decoding: _DecodeSpec of decode_cache.py. Each row has one query, and a place where its own keys and
- * values are; rows of one slot continue the same prompt, whose keys come transposed where many rows read them. */
-typedef struct {
-    const float *q, *new_k, *new_v; /* (n, H, G, D), (n, H, D) twice */
-    float *k, *v;                   /* (places, H, capacity, D) */
-    const float *prefix_k, *prefix_v; /* (slots, H, Tp, D), or keys (slots, H, D, Tp) */
-    const long *places, *lengths, *slots, *prefix_lengths; /* (n), (places), (places), (slots) */
-    long n, H, G, D, capacity, Tp, transposed, window;
-    long q_row, q_head, q_group, kv_row, kv_head; /* strides of q, new_k and new_v */
-} Decoding;
-
 /* Scores of a row's own keys behind those of its prompt; then weights, and 1 / their sum.
  * The query sees `window` positions before its own. */
 static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *v,

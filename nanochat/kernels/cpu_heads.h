@@ -5,7 +5,18 @@ typedef struct {
     float scale, epsilon;
 } Heads;
 
-/* Of cpu_layer.c and cpu_block.c: cpu_decode.c calls them too. */
+/* The tensors of decoding: _DecodeSpec of decode_cache.py. Each row has one query, and a place where its own keys and
+ * values are; rows of one slot continue the same prompt, whose keys come transposed where many rows read them. */
+typedef struct {
+    const float *q, *new_k, *new_v; /* (n, H, G, D), (n, H, D) twice */
+    float *k, *v;                   /* (places, H, capacity, D) */
+    const float *prefix_k, *prefix_v; /* (slots, H, Tp, D), or keys (slots, H, D, Tp) */
+    const long *places, *lengths, *slots, *prefix_lengths; /* (n), (places), (places), (slots) */
+    long n, H, G, D, capacity, Tp, transposed, window;
+    long q_row, q_head, q_group, kv_row, kv_head; /* strides of q, new_k and new_v */
+} Decoding;
+
+/* Called from other files than their own: cpu_layer.c, cpu_block.c and cpu_decode.c. */
 void before_forward(const Heads *s, long C, long channels, const float *x, const float *x0, const float *a,
                     const float *b, const float *weights, const float *w_gate, const float *embedding,
                     const float *cosine, const float *sine, float *mixed, float *inverse, float *gate, float *q,
@@ -17,6 +28,7 @@ void norm_forward(const float *x, const float *delta, float *added, float *y, fl
 void mix_forward(const float *x, const float *x0, const float *a, const float *b, float *y, long n, long threads);
 void smear_forward(const float *x, const float *first, const float *w, const float *strength, float *y, float *gates,
                    long B, long T, long C, long channels, long threads);
+void decode(const Decoding *s, float *y, long threads);
 
 /* One head: out = scale * y / rms(y), y = x rotated by minus the angle. Returns scale / rms. */
 static inline float rotate(const Heads *s, float *out, const float *x, const float *cosine, const float *sine)

@@ -6,18 +6,22 @@ per row, on CPU in fp32 by a kernel in C, elsewhere by their PyTorch counterpart
 width.
 """
 import ctypes
+import functools
 
 import torch
 
+from nanochat import tiles
 from nanochat.kernels import cpu
 from nanochat.kernels.launch import jit, power_of_two, round_up, takes_triton, tl
-from nanochat.ops import matmul
+from nanochat.ops import matmul, mkl_is_slow
 
 
-def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: bool) -> int:
+def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: bool, narrow: bool = False) -> int:
     """How many rows of logits to hold at a time. On CUDA enough to keep it busy, at most about 2 GiB, in chunks of
     about one size. Elsewhere what stays in a core's cache (1 MiB of fp32), but 128 rows for the matrix products'
-    sake."""
+    sake; with narrow products, which are so fast that reading the weight's gradient for each chunk counts, 256 MiB."""
+    if narrow:
+        return max(128, 2 ** 26 // num_columns)
     if not on_cuda:
         return max(128, 2 ** 18 // num_columns)
     most = max(128, min(8192, 2 ** 31 // (num_columns * dtype.itemsize)))
@@ -25,27 +29,92 @@ def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: 
     return round_up(max(1, -(-num_rows // num_chunks)), 128)
 
 
-def logit_chunks(hidden, weight, vocab_size: int, rows_per_chunk: int | None, use_triton: bool):
-    """Yields (rows, z, matrix) per chunk: a slice of N, its raw logits z = hidden[rows] @ matrix.T, and the LM head in
-    hidden's dtype.
+class Matrix:
+    """The LM head (V, C) as products want it, in hidden's dtype."""
+
+    def __init__(self, weight, vocab_size: int, dtype: torch.dtype):
+        self.matrix = weight[:vocab_size].to(dtype)
+
+    def __len__(self):
+        return len(self.matrix)
+
+    def logits(self, x):
+        """(R, C) -> raw logits (R, V)."""
+        return matmul(x, self.matrix.t())
+
+    def back(self, dz):
+        """Gradients (R, V) of logits -> of hidden (R, C)."""
+        return matmul(dz.to(self.matrix.dtype), self.matrix)
+
+    def add_gradient(self, total, dz, x) -> None:
+        """total (V, C) += the weight's gradient."""
+        add_product(total, dz.t(), x)
+
+
+class NarrowMatrix:
+    """The same on CPU where operands of products are rounded to bf16 and all else is fp32 (nanochat.tiles)."""
+
+    def __init__(self, weight, vocab_size: int):
+        self.weight = weight.detach()[:vocab_size]
+        self.by_kernel = tiles.takes(*self.weight.shape)
+
+    def __len__(self):
+        return len(self.weight)
+
+    @functools.cached_property
+    def panels(self):
+        return tiles.packed(self.weight)
+
+    @functools.cached_property
+    def panels_back(self):
+        return tiles.packed_back(self.weight)
+
+    def logits(self, x):
+        return tiles.product(x, self.panels) if self.by_kernel else tiles.rounded(x) @ tiles.rounded(self.weight).t()
+
+    def back(self, dz):
+        return tiles.product(dz, self.panels_back) if self.by_kernel else tiles.rounded(dz) @ tiles.rounded(self.weight)
+
+    def add_gradient(self, total, dz, x) -> None:
+        if self.by_kernel:
+            tiles.add_gradient(total, dz, x)
+        else:
+            total.addmm_(tiles.rounded(dz).t(), tiles.rounded(x))
+
+
+def add_product(total, a, b) -> None:
+    """total += a @ b, where total may be of a wider dtype than b, and a of either; summed in total's."""
+    if not b.is_cuda and mkl_is_slow():
+        total += matmul(a.to(total.dtype), b.to(total.dtype))
+    elif not b.is_cuda or b.dtype == total.dtype:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    elif torch.__version__ < "2.10":  # whose addmm wants total in b's dtype
+        total += torch.mm(a.to(b.dtype), b, out_dtype=total.dtype)
+    else:
+        torch.addmm(total, a.to(b.dtype), b, out_dtype=total.dtype, out=total)
+
+
+def logit_chunks(hidden, weight, vocab_size: int, rows_per_chunk: int | None, use_triton: bool, narrow: bool = False):
+    """Yields (rows, z, matrix) per chunk: a slice of N, its raw logits z, and the LM head that made them.
 
     A z may be written over. For Triton all z lie in one buffer, so each is gone when the next is asked for, and have
     all of weight's columns; the buffer's rows are padded to 64: products and loads stay aligned whatever the
     vocabulary. For PyTorch z (R, vocab_size) is at least fp32.
     """
-    matrix = (weight if use_triton else weight[:vocab_size]).to(hidden.dtype)
+    matrix = (NarrowMatrix(weight, vocab_size) if narrow
+              else Matrix(weight, len(weight) if use_triton else vocab_size, hidden.dtype))
     V = len(matrix)
     R = rows_per_chunk or rows_of_chunk(len(hidden), V, hidden.dtype if use_triton else wide_dtype_of(hidden),
-                                        hidden.is_cuda)
+                                        hidden.is_cuda, narrow)
     buffer = (torch.empty(min(R, len(hidden)), round_up(V, 64), dtype=hidden.dtype, device=hidden.device)
               if use_triton else None)
     for start in range(0, len(hidden), R):
         x = hidden[start: start + R]
         rows = slice(start, start + len(x))
         if use_triton:
-            yield rows, torch.mm(x, matrix.t(), out=buffer[: len(x), :V]), matrix  # (R, V)
+            yield rows, torch.mm(x, matrix.matrix.t(), out=buffer[: len(x), :V]), matrix  # (R, V)
         else:
-            yield rows, matmul(x, matrix.t()).to(wide_dtype_of(hidden)), matrix
+            yield rows, matrix.logits(x).to(wide_dtype_of(hidden)), matrix
 
 
 def wide_dtype_of(tensor) -> torch.dtype:
@@ -154,17 +223,18 @@ def head_arguments(z, softcap: float | None, temperature: float) -> dict:
 
 @torch.no_grad()
 def linear_logprob(hidden, weight, targets, *, vocab_size: int, softcap: float | None, temperature: float = 1.0,
-                   rows_per_chunk: int | None = None, use_triton: bool | None = None):
+                   rows_per_chunk: int | None = None, use_triton: bool | None = None, narrow: bool = False):
     """Logprobs of targets and entropies, without gradient, and without more than a chunk of logits at a time.
 
     hidden (N, C), any strides; weight (rows >= vocab_size, C), whose padding rows take no part; targets (N,) int64
     below vocab_size -> two of (N,) fp32. Logits are softcapped (None: not), then divided by the temperature, in fp32 or
-    in hidden's fp64. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1.
+    in hidden's fp64. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1. narrow: on CPU, products
+    of operands rounded to bf16.
     """
     use_triton = takes_triton(hidden) if use_triton is None else use_triton
     logprobs, entropies = torch.empty(2, len(hidden), device=hidden.device)
     targets = targets.contiguous()
-    for rows, z, _ in logit_chunks(hidden, weight, vocab_size, rows_per_chunk, use_triton):
+    for rows, z, _ in logit_chunks(hidden, weight, vocab_size, rows_per_chunk, use_triton, narrow):
         if use_triton:
             logprob_rows[(len(z),)](z, z.stride(0), vocab_size, targets[rows], logprobs[rows], entropies[rows],
                                     **head_arguments(z, softcap, temperature))

@@ -15,7 +15,6 @@ import torch
 from nanochat.kernels.launch import jit, takes_triton, tl
 from nanochat.kernels.linear_logprob import (RowLoss, head_arguments, logit_and_slope, logit_chunks, policy_rows_in_c,
                                              row_statistics, soften, takes_c, torch_statistics, wide_dtype_of)
-from nanochat.ops import matmul, mkl_is_slow
 
 LOG_RATIO_LIMIT = 20.0  # as in nanochat.rl.losses, whose formulas the kernel repeats; tests hold them together
 KERNEL_LOSSES, KERNEL_KLS = ("reinforce", "ppo_clip", "cispo"), ("k1", "k2", "k3")  # in the order of cpu_loss.c
@@ -187,19 +186,7 @@ def known_to_kernel(loss) -> bool:
     return getattr(loss, "name", None) in KERNEL_LOSSES and (not loss.kl_coef or loss.kl in KERNEL_KLS)
 
 
-def add_product(total, a, b) -> None:
-    """total += a @ b, where total may be of a wider dtype than b, and a of either; summed in total's."""
-    if not b.is_cuda and mkl_is_slow():
-        total += matmul(a.to(total.dtype), b.to(total.dtype))
-    elif not b.is_cuda or b.dtype == total.dtype:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
-    elif torch.__version__ < "2.10":  # whose addmm wants total in b's dtype
-        total += torch.mm(a.to(b.dtype), b, out_dtype=total.dtype)
-    else:
-        torch.addmm(total, a.to(b.dtype), b, out_dtype=total.dtype, out=total)
-
-
-def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_chunk, use_triton: bool,
+def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_chunk, use_triton: bool, narrow: bool,
                        wanted: tuple[bool, bool]):
     """-> weighted losses, logprobs, entropy (N,), and the gradients of hidden and weight, None where not wanted."""
     wide = wide_dtype_of(hidden)
@@ -208,15 +195,16 @@ def loss_and_gradients(hidden, weight, tokens: dict, loss, head: dict, rows_per_
     grad_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
     grad_weight = (torch.zeros(weight.shape, dtype=torch.promote_types(weight.dtype, wide), device=weight.device)
                    if wanted[1] else None)
-    for rows, z, matrix in logit_chunks(hidden, weight, head["vocab_size"], rows_per_chunk, use_triton):
+    for rows, z, matrix in logit_chunks(hidden, weight, head["vocab_size"], rows_per_chunk, use_triton,
+                                        narrow):
         chunk = {name: None if x is None else x[rows] for name, x in tokens.items()}
         in_c = known_to_kernel(loss) and takes_c(z, *chunk.values())
         rows_of = triton_rows if use_triton else c_rows if in_c else torch_rows
         losses[rows], logprobs[rows], entropy[rows], dz = rows_of(z, chunk, loss, head, any(wanted))
         if grad_hidden is not None:
-            grad_hidden[rows] = matmul(dz.to(hidden.dtype), matrix)
+            grad_hidden[rows] = matrix.back(dz)
         if grad_weight is not None:
-            add_product(grad_weight[: len(matrix)], dz.t(), hidden[rows])
+            matrix.add_gradient(grad_weight[: len(matrix)], dz, hidden[rows])
     return losses, logprobs, entropy, grad_hidden, grad_weight
 
 
@@ -231,12 +219,12 @@ class _LinearPolicyLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total, *_):
         grad_hidden, grad_weight = (None if x is None else x * grad_total for x in ctx.saved_tensors)
-        return grad_hidden, grad_weight, *[None] * 6
+        return grad_hidden, grad_weight, *[None] * 7
 
 
 def linear_policy_loss(hidden, weight, targets, advantages, weights, *, loss, old_logprobs=None, ref_logprobs=None,
                        vocab_size: int, softcap: float | None, temperature: float = 1.0,
-                       rows_per_chunk: int | None = None, use_triton: bool | None = None):
+                       rows_per_chunk: int | None = None, use_triton: bool | None = None, narrow: bool = False):
     """sum(weights * loss) over N tokens, differentiable in hidden and weight, and the logprobs and entropy met on the
     way.
 
@@ -244,7 +232,8 @@ def linear_policy_loss(hidden, weight, targets, advantages, weights, *, loss, ol
     below vocab_size; advantages, weights (N,) fp32, one per token, any strides; loss: a nanochat.rl.losses.PolicyLoss,
     or any such function of the logprobs and entropies of single tokens; old_logprobs (N,) fp32, or None for exactly
     on-policy tokens (the current logprobs stand in, the ratio is 1); ref_logprobs (N,) fp32 or None; softcap None: no
-    softcap. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1.
+    softcap. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1. narrow: on CPU, products of
+    operands rounded to bf16.
     -> scalar fp32 (fp64 for fp64), logprobs (N,) fp32, entropy (N,) fp32, the last two without gradient.
     """
     tokens = dict(targets=targets, advantages=advantages, weights=weights, old_logprobs=old_logprobs,
@@ -253,4 +242,4 @@ def linear_policy_loss(hidden, weight, targets, advantages, weights, *, loss, ol
     head = dict(vocab_size=vocab_size, softcap=softcap, temperature=temperature)
     use_triton = known_to_kernel(loss) and (takes_triton(hidden) if use_triton is None else use_triton)
     wanted = tuple(torch.is_grad_enabled() and x.requires_grad for x in (hidden, weight))
-    return _LinearPolicyLoss.apply(hidden, weight, tokens, loss, head, rows_per_chunk, use_triton, wanted)
+    return _LinearPolicyLoss.apply(hidden, weight, tokens, loss, head, rows_per_chunk, use_triton, narrow, wanted)
