@@ -38,7 +38,8 @@ from nanochat.rl.losses import PolicyLoss
 from nanochat.rl.page import write_run_page
 from nanochat.rl.plan import check_plan, check_sizes, describe_run
 from nanochat.rl.play import Play, apply_update, described, is_number
-from nanochat.rl.progress import health_check, print_step, print_table, warn_of_no_signal
+from nanochat.rl.progress import (check_apart, count_apart, health_check, print_step, print_table,
+                                    warn_of_no_signal)
 from nanochat.rl.records import rollout_records
 from nanochat.rl.resume import check_no_models, check_problems_stayed, check_recipe_text, read_config, resolve_resume
 from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
@@ -154,7 +155,8 @@ def one_step(t: Play, recipe, counted: str):
     before, random_state, started, updated = t.state.snapshot(), torch.get_rng_state(), time.time(), []
     # the step has the copy: what its memory shared with weights, a continued run would not share either
     t.state.memory, before.memory = before.memory, t.state.memory
-    t.num_drawn, t.sampled, t.labels, t.metrics, t.seconds, t.has_moved = 0, 0, set(), {}, {}, False
+    t.num_drawn, t.sampled, t.labels, t.drawn, t.metrics, t.seconds = 0, 0, set(), {}, {}, {}
+    t.has_moved, t.moved = False, set()
     try:
         record = evaluate_if_due(t, recipe, counted)
         evaluated = time.time()
@@ -175,7 +177,7 @@ def one_step(t: Play, recipe, counted: str):
     record |= {"step": state.step, "role": "+".join(roles) or counted, "phase": first,
                **{f"{short_name(role)}_step": before.role_steps[role] for role in t.roles},
                "sampled_tokens": state.sampled_tokens}
-    record |= t.metrics | {f"{short_name(first)}/sampled_tokens": tokens}
+    record |= t.metrics | count_apart(t, roles, t.metrics) | {f"{short_name(first)}/sampled_tokens": tokens}
     record |= {"timing_s/eval": evaluated - started, **t.seconds, "timing_s/step": seconds,
                **t.run.writer.take_record(), "tokens_per_s": tokens / max(seconds, 1e-9), **process_size()}
     if t.device.type == "cuda":
@@ -197,6 +199,7 @@ def one_step(t: Play, recipe, counted: str):
         if in_a_row >= 3:
             raise Diverged(f"step {record['step']}: loss or gradient of the {role} was not finite three times in a "
                            f"row; look at its learning rate and at the last records of metrics.jsonl")
+    check_apart(t, record)
 
 
 def evaluate_if_due(t: Play, recipe, counted: str) -> dict:

@@ -27,7 +27,7 @@ from nanochat.rl.roles import Role
 from nanochat.rl.rollouts import Rollouts, join
 from nanochat.rl.sampling import Sampler
 from nanochat.rl.state import RunState, check_memory
-from nanochat.rl.trainer import update
+from nanochat.rl.trainer import GAPS, update
 from nanochat.run import Run
 from scripts import tango_rl
 from tasks.common import Problem
@@ -250,7 +250,8 @@ def test_every_skipped_update_of_a_batch_is_counted(monkeypatch):
     """Two updates of one batch: the first is not finite, the second is."""
     t = play_of(generator=tiny_model())
     t.args.updates_per_batch, results = 2, iter([1, 0])
-    monkeypatch.setattr(play_module, "update", lambda *args, **options: {"loss": 0.0, "skipped": next(results)})
+    monkeypatch.setattr(play_module, "update", lambda *args, **options: {
+        "loss": 0.0, "skipped": next(results), **dict.fromkeys(GAPS)})
     rollouts = rollouts_of()
     assert apply_update(t, Update("generator", [(rollouts, torch.ones(4, 5))]))["skipped"] == 1
     assert t.state.skipped_in_a_row == {"generator": 1} and t.steps["generator"] == 1
@@ -261,7 +262,8 @@ def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     t = play_of(generator=tiny_model(), verifier=tiny_model())
     t.args.lr_schedule, t.totals, rates = "linear", {"generator": 10, "verifier": 3}, []
     monkeypatch.setattr(play_module, "update",
-                        lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {"skipped": 0})
+                        lambda role, *args, lr, **options: rates.append(round(lr, 6)) or {
+                            "skipped": 0, **dict.fromkeys(GAPS)})
     for role in ("verifier", "generator", "verifier", "verifier"):
         apply_update(t, Update(role, [(rollouts_of(), torch.ones(4, 5))]))
     assert rates == [1.0, 1.0, 0.55, 0.1]

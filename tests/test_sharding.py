@@ -29,7 +29,7 @@ from nanochat.rl.packing import pack, pad_batches, token_weights
 from nanochat.rl.prompts import Prompt
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.state import load_set
-from nanochat.rl.trainer import completion_hidden, update
+from nanochat.rl.trainer import completion_hidden, score, update
 from nanochat.run import MEASURED
 from nanochat.weights import (allocate, copy_of, fill, inference_model, is_sharded, local_optimizer_state, refresh,
                               whole_state)
@@ -54,9 +54,10 @@ def random_state(name: str) -> dict:
     return model.state_dict()
 
 
-def make_role(name: str, sharded: bool, device: str = "cpu") -> Role:
+def make_role(name: str, sharded: bool, device: str = "cpu", activations: torch.dtype = torch.float64,
+              weights: torch.dtype = torch.float64) -> Role:
     kind, config = MODELS[name]
-    model = allocate(kind, config, torch.float64, device, torch.float64, sharded)
+    model = allocate(kind, config, activations, device, weights, sharded)
     fill(model, random_state(name))
     refresh(model)
     if kind is Decoder:
@@ -82,7 +83,7 @@ def rollouts_of(rank: int, world: int) -> tuple[Rollouts, torch.Tensor]:
 
 
 def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role | None = None,
-               device: str = "cpu") -> tuple[Role, list[dict]]:
+               device: str = "cpu", lr: float = 1e-2) -> tuple[Role, list[dict]]:
     role = role or make_role(name, sharded=world > 1)
     metrics = []
     for _ in range(num_steps):
@@ -96,7 +97,7 @@ def take_steps(name: str, rank: int, world: int, num_steps: int = 2, role: Role 
             most = int(all_reduce(torch.tensor(len(batches)), "max"))
             assert rank or len(batches) <= most
             batches = pad_batches(batches, most, "cpu")
-        metrics.append(update(role, batches, LOSS, lr=1e-2, max_grad_norm=1.0, temperature=1.0,
+        metrics.append(update(role, batches, LOSS, lr=lr, max_grad_norm=1.0, temperature=1.0,
                               device=torch.device(device)))
     return role, metrics
 
@@ -152,7 +153,28 @@ def save_steps(folder: str) -> None:
         except BadInput as error:
             refused = str(error)
         found[name] = {"metrics": metrics + straight, "state": state, "tokens": sampled.tokens, "refused": refused}
+        found[name]["gaps"] = {str(dtype): gaps_of_an_update(name, dtype, rank, world)
+                               for dtype in (torch.float32, torch.bfloat16)}
     torch.save(found, f"{folder}/found{rank}.pt")
+
+
+def gaps_of_an_update(name: str, dtype: torch.dtype, rank: int, world: int) -> tuple[float, float, float]:
+    """How far the logprobs that sampling records are from the trainer's: before an update and behind it; and from the
+    trainer's of the weights before. fp32 weights, activations of a dtype."""
+    role, before = (make_role(name, True, "cpu", dtype, torch.float32) for _ in range(2))
+    start = gap(role.model, role.model)
+    take_steps(name, rank, world, 1, role, lr=0.1)
+    return start, gap(role.model, role.model), gap(role.model, before.model)
+
+
+def gap(sampled, trained) -> float:
+    """The largest difference, over what every rank samples. A collective."""
+    prompts = [[1, 2, 3], [4]]
+    out = generate(sampled, prompts, 4, max_new_tokens=8, stop_tokens=[], keys=list(range(8)))
+    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(8) // 4, out.tokens, out.logprobs, out.lengths,
+                        out.stopped)
+    batch, = pack(rollouts, torch.ones(out.tokens.shape), torch.ones(8), 10 ** 6, True)
+    return float((score(trained, batch, 1.0) - batch.at_trained(batch.sampler_logprobs)).abs().max())
 
 
 def shorter(saved: dict) -> dict:
@@ -170,7 +192,7 @@ def free_port() -> int:
 
 def test_four_sharded_ranks_take_the_steps_of_one(tmp_path):
     """Losses, gradient norms and weights, in fp64; what they sample; a step behind a save and a restore is the same to
-    the bit."""
+    the bit. Behind an update they sample from the weights that it left, in fp32 and bf16."""
     on_ranks(4, save_steps, str(tmp_path))
     ranks = [torch.load(tmp_path / f"found{rank}.pt", weights_only=True) for rank in range(4)]
     for name in MODELS:
@@ -184,6 +206,9 @@ def test_four_sharded_ranks_take_the_steps_of_one(tmp_path):
                 assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-7), name
             assert torch.equal(rank[name]["tokens"], tokens)
             assert "another number of ranks" in rank[name]["refused"]
+            for dtype, close in ((torch.float32, 1e-3), (torch.bfloat16, 0.2)):
+                start, behind, from_before = rank[name]["gaps"][str(dtype)]
+                assert max(start, behind) < close and from_before > 1, (name, dtype)
         assert len({m["loss"] for m in expected}) == 3 and expected[1]["kl"] > 0
         for key, x in ranks[0][name]["state"].items():
             torch.testing.assert_close(x, state[key], rtol=1e-6, atol=1e-8)

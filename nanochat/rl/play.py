@@ -28,7 +28,7 @@ from nanochat.rl.sampling import Sampler, read_solutions, read_verifications
 from nanochat.rl.schedules import LR_SCHEDULES
 from nanochat.rl.scores import num_problems_of, outcomes_of
 from nanochat.rl.state import RunState
-from nanochat.rl.trainer import score, update
+from nanochat.rl.trainer import GAPS, score, update
 from nanochat.run import Run
 from nanochat.weights import copy_weights, refresh
 from tasks.common import Problem, check_problem
@@ -90,9 +90,11 @@ class Play:
     loss: PolicyLoss
     evaluating: bool = False  # draws then belong to no step, and are not counted
     has_moved: bool = False   # weights were changed in this step: it is carried through
+    moved: set[int] = field(default_factory=set)   # ids of the parameters that were
     num_drawn: int = 0        # problems taken in this step
     sampled: int = 0          # tokens of this rank in this step
     labels: set[str] = field(default_factory=set)  # what was drawn in this step
+    drawn: dict[str, object] = field(default_factory=dict)  # label -> model, of draws by the trainer's distribution
     told: set[str] = field(default_factory=set)    # warnings that are given once
     metrics: dict = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -191,6 +193,8 @@ class Play:
         rollouts.calls = [label] * len(rollouts)
         self.check_stop()
         if not self.evaluating:
+            if not (greedy or self.sampler.top_k):
+                self.drawn[label] = self.roles[role].model
             self.sampled += int(rollouts.lengths.sum())
             self.add_seconds(short_name(role), started)
         return rollouts
@@ -323,6 +327,7 @@ class Play:
         self.has_moved = True
         copy_weights(self.roles[target].model, self.roles[source].model)
         refresh(self.roles[target].model)
+        self.moved |= ids_of(self.roles[target].model.parameters())
 
     # Over ranks, and the log
 
@@ -379,6 +384,10 @@ class Play:
             self.check_stop()
             return False
         return self.should_stop()
+
+
+def ids_of(parameters) -> set[int]:
+    return {id(p) for p in parameters}
 
 
 def is_number(value) -> bool:
@@ -448,9 +457,20 @@ def check_update(t: Play, wanted: Update) -> None:
         raise BadInput(f"an Update of {wanted.role} is to be made {wanted.times!r} times: it must be a number from 1")
 
 
+def comparable(t: Play, role: Role, rollouts: Rollouts) -> Rollouts:
+    """The rollouts, with the sampler's logprobs of those alone that were drawn from the role's model, by the
+    distribution that the trainer scores: neither greedily nor with --top-k."""
+    foreign = [label != "" and t.drawn.get(label) is not role.model for label in rollouts.calls]
+    if not any(foreign):
+        return rollouts
+    rows = torch.tensor(foreign, device=rollouts.tokens.device)
+    return replace(rollouts, sampler_logprobs=rollouts.sampler_logprobs.masked_fill(rows[:, None], float("nan")))
+
+
 def apply_update(t: Play, wanted: Update) -> dict:
     """The optimizer step(s) of an update; their metrics. Where there are several the last one's, and how many of
-    them were skipped."""
+    them were skipped. How far sampler and trainer are apart is the first one's, and left out where the role's weights
+    had moved before it in this step."""
     check_update(t, wanted)
     args, role, loss, started = t.args, t.roles[wanted.role], wanted.loss or t.loss, time.time()
     sizes = batch_sizes(torch.cat([rollouts.num_trained() for rollouts, _ in wanted.parts]), t.reduce)
@@ -459,18 +479,22 @@ def apply_update(t: Play, wanted: Update) -> dict:
     for rollouts, advantages in wanted.parts:
         lengths = rollouts.num_trained().float()
         weights = AGGREGATIONS[wanted.per or args.aggregation](lengths, *sizes, rollouts.limit)
-        batches += t.micro_batches(rollouts, advantages, weights, keep_idle)
+        batches += t.micro_batches(comparable(t, role, rollouts), advantages, weights, keep_idle)
     batches, times = t.even(batches), args.updates_per_batch if wanted.times is None else wanted.times
     if times > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)
     base_lr = role.lr if wanted.lr is None else wanted.lr
     lr, num_skipped = base_lr * LR_SCHEDULES[args.lr_schedule](t.progress(role.name)), 0
+    gaps = {} if t.moved & ids_of(role.model.parameters()) else None
     for _ in range(times):
         metrics = update(role, batches, loss, lr=lr, max_grad_norm=args.max_grad_norm, temperature=args.temperature,
                          device=t.device, check_stop=t.check_stop, breaks_off=t.breaks_off)
         t.has_moved = True  # until the state has moved too, nothing may stop this step
+        found = {name: metrics.pop(name) for name in GAPS}
+        gaps = found if gaps is None else gaps
         num_skipped += metrics["skipped"]
+    t.moved |= ids_of(role.parameters)
     for other in t.roles.values():
         if other.trunk_of == role.name:
             copy_shared_lambdas(role.model, other.model, other.num_shared)
@@ -478,4 +502,4 @@ def apply_update(t: Play, wanted: Update) -> dict:
     in_a_row = t.state.skipped_in_a_row
     in_a_row[role.name] = in_a_row.get(role.name, 0) + 1 if num_skipped else 0
     t.add_seconds("update", started)
-    return metrics | {"skipped": num_skipped}
+    return metrics | gaps | {"skipped": num_skipped}

@@ -3,7 +3,7 @@ What a run prints while it goes: the health check, a line per step and the final
 """
 import torch
 
-from nanochat.common import print0
+from nanochat.common import Diverged, dtype_name, print0
 from nanochat.rl.evals import sampled_scores
 from nanochat.rl.play import Play
 from nanochat.rl.roles import short_name
@@ -80,6 +80,7 @@ def step_of_role(record: dict, role: str, shown: list[str]) -> str:
     text += shown_of(record, role, shown)
     text += " | WARNING: lenient verifier" if get("lenient") else ""
     text += " | WARNING: constant verifier" if get("pred_pos_rate") in (0.0, 1.0) else ""
+    text += " | WARNING: sampler and trainer differ" if get("rollout_apart") else ""
     return text + (" | SKIPPED: not finite" if get("skipped") else "")
 
 
@@ -95,6 +96,34 @@ def logprob_gap(t: Play, role: str) -> float:
 # Largest difference of logprobs that two ways to add up the same numbers may have. bf16 logits of 16 to 32 are spaced
 # .125: each of the two logits that make a logprob may be off by half of that, in either of the two ways.
 LARGEST_GAP = {torch.float32: 0.1, torch.bfloat16: 0.5}
+
+
+def largest_gap(model) -> float:
+    """The bar for a model's dtype."""
+    return LARGEST_GAP.get(model.compute_dtype, 0.1)
+
+
+def count_apart(t: Play, roles: list[str], record: dict) -> dict:
+    """Counts, for each of these roles, its steps in a row in which sampler and trainer were further apart than the
+    dtype explains; one in which that cannot be told is passed over. -> what is logged of it"""
+    counted, in_a_row = {}, t.state.apart_in_a_row
+    for role in roles:
+        gap = record.get(f"{short_name(role)}/rollout_logprobs_diff_max")
+        if gap is not None:
+            in_a_row[role] = in_a_row.get(role, 0) + 1 if gap > largest_gap(t.roles[role].model) else 0
+        counted[f"{short_name(role)}/rollout_apart"] = None if gap is None else in_a_row[role]
+    return counted
+
+
+def check_apart(t: Play, record: dict) -> None:
+    """Raises Diverged where a role's sampler and trainer were apart three times in a row."""
+    for role, in_a_row in t.state.apart_in_a_row.items():
+        if in_a_row >= 3:
+            model, gap = t.roles[role].model, record[f"{short_name(role)}/rollout_logprobs_diff_max"]
+            raise Diverged(f"step {record['step']}: three times in a row the {role}'s sampler and trainer differed by "
+                           f"more than {dtype_name(model.compute_dtype)} explains (now by {gap:.3g} in a token's "
+                           f"logprob, where {largest_gap(model)} is the most): it is likely sampled from other weights "
+                           f"than those that are trained, and what it learned since then is not to be trusted")
 
 
 def health_check(t: Play, role: str) -> list[str]:

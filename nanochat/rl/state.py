@@ -26,13 +26,15 @@ class RunState:
     no generator state is needed for it, the global one is kept all the same.
 
     step counts what a recipe's `play` was run for; role_steps the updates of each role; skipped_in_a_row those of a
-    role that were not finite; cursor is the next problem of the rl split; sampled_tokens counts the tokens that all
-    steps sampled; memory is the recipe's; before is the evaluation at step 0, which took start_seconds; step_seconds is
-    the time of all steps, eval_seconds that of the evaluations between them.
+    role that were not finite; apart_in_a_row those whose sampler and trainer differed by more than the dtype explains
+    (progress.LARGEST_GAP); cursor is the next problem of the rl split; sampled_tokens counts the tokens that all steps
+    sampled; memory is the recipe's; before is the evaluation at step 0, which took start_seconds; step_seconds is the
+    time of all steps, eval_seconds that of the evaluations between them.
     """
     step: int = 0
     role_steps: dict[str, int] = field(default_factory=dict)
     skipped_in_a_row: dict[str, int] = field(default_factory=dict)
+    apart_in_a_row: dict[str, int] = field(default_factory=dict)
     cursor: int = 0
     sampled_tokens: int = 0
     last_eval: int | None = None

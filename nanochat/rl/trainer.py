@@ -76,12 +76,14 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
     check_stop()
     grad_norm = clip_gradients(role.parameters, max_grad_norm)
     values = dict(zip(SUMS, sums.tolist(), strict=True))
-    num_tokens, num_drawn = (max(values.pop(name), 1.0) for name in ("num_tokens", "num_drawn"))
-    metrics = {"loss": values.pop("loss"), "rollout_probs_diff_mean": values.pop("rollout_probs_diff_mean") / num_drawn,
-               **{name: value / num_tokens for name, value in values.items()}}
+    num_tokens, num_drawn = max(values.pop("num_tokens"), 1.0), values.pop("num_drawn")
+    loss_sum, diff_sum = values.pop("loss"), values.pop("rollout_probs_diff_mean")
+    metrics = {"loss": loss_sum, **{name: value / num_tokens for name, value in values.items()},
+               "rollout_probs_diff_mean": diff_sum / num_drawn if num_drawn else None,
+               "rollout_logprobs_diff_max": float(gap) if num_drawn else None}
     if not loss.kl_coef:
         metrics["kl"] = None  # not measured without a reference
-    metrics |= {"grad_norm": grad_norm, "lr": lr, "rollout_logprobs_diff_max": float(gap), "skipped": 0}
+    metrics |= {"grad_norm": grad_norm, "lr": lr, "skipped": 0}
     if not math.isfinite(grad_norm) or not math.isfinite(metrics["loss"]):
         metrics["skipped"] = 1
         role.optimizer.zero_grad(set_to_none=True)
@@ -96,6 +98,7 @@ def update(role: Role, batches: list[MicroBatch], loss: PolicyLoss, *, lr: float
 
 SUMS = ("num_tokens", "num_drawn", "loss", "entropy", "kl", "clip_ratio/low", "clip_ratio/high",
         "rollout_probs_diff_mean")
+GAPS = ("rollout_probs_diff_mean", "rollout_logprobs_diff_max")  # of sampler and trainer
 
 
 def with_sequence_ratio(batch: MicroBatch, logprobs: torch.Tensor) -> MicroBatch:

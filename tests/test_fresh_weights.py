@@ -1,0 +1,179 @@
+"""
+What is sampled is the model as it is: behind every way in which weights change, the logprobs that sampling records are
+those of the trainer, and no longer those of the weights before.
+
+    python -m pytest tests/test_fresh_weights.py -q
+"""
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_play import play_of
+from test_trainer import packed, random_advantages, random_rollouts, role_of
+
+from nanochat.checkpoint import load_model, restore_model, save_model
+from nanochat.engine import generate, row_key
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.optim import adamw, muon_adamw, pretraining_optimizers
+from nanochat.rl.heads import share_layers
+from nanochat.rl.losses import PolicyLoss
+from nanochat.rl.prompts import Prompt
+from nanochat.rl.roles import share_copies
+from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.trainer import score, update
+from nanochat.weights import is_sharded
+from scripts import base_train, chat_sft
+
+CPU, VOCAB = torch.device("cpu"), 265
+MODELS = {
+    "own": (GPT, GPTConfig(64, VOCAB, 2, 2, 1, 48, "SL")),
+    "imported": (Decoder, DecoderConfig("qwen2", 64, VOCAB, 2, 4, 2, 48, 12, 64, 1e-6, 1e4, None, True, False, False,
+                                        False, False)),
+    "tied": (Decoder, DecoderConfig("qwen3", 64, VOCAB, 2, 4, 2, 48, 12, 64, 1e-6, 1e4, None, False, False, False,
+                                    True, True)),
+}
+# Largest difference of a token's logprob: what rounding may make, and what the changes below make at least.
+CLOSE, APART = {torch.float32: 1e-3, torch.bfloat16: 0.1}, 1.0
+LR = 0.1  # a step moves each weight by about as much as it is
+every_model = pytest.mark.parametrize("name", list(MODELS))
+every_dtype = pytest.mark.parametrize("dtype", list(CLOSE), ids=["fp32", "bf16"])
+
+
+def model_of(name: str, dtype: torch.dtype, seed: int = 0):
+    """fp32 weights, all of them random, and activations of a dtype."""
+    kind, config = MODELS[name]
+    model, draw = kind(config, dtype), torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.data = torch.randn(p.shape, generator=draw) * (p.shape[1] ** -0.5 if p.dim() == 2 else 0.5)
+    return model
+
+
+def gap(sampled, trained) -> float:
+    """The largest difference between the logprobs that sampling of one model records and the trainer's of another."""
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (3, 9)]
+    out = generate(sampled, prompts, 4, max_new_tokens=12, stop_tokens=[], keys=[row_key(n) for n in range(8)])
+    rollouts = Rollouts([Prompt(ids) for ids in prompts], torch.arange(8) // 4, out.tokens, out.logprobs, out.lengths,
+                        out.stopped)
+    batch, = packed(rollouts, torch.ones(out.tokens.shape))
+    return float((score(trained, batch, 1.0) - batch.at_trained(batch.sampler_logprobs)).abs().max())
+
+
+def check_follows(model, change) -> None:
+    """Sampling of a model follows a change of its weights."""
+    before = copy.deepcopy(model)
+    assert gap(model, model) < CLOSE[model.compute_dtype] and gap(model, before) < CLOSE[model.compute_dtype]
+    for _ in range(2):
+        change()
+        assert gap(model, model) < CLOSE[model.compute_dtype]
+        assert gap(model, before) > APART
+
+
+def learn(role) -> None:
+    """A step of RL on tokens and advantages that nobody drew."""
+    rollouts = random_rollouts([3, 7], [5, 9, 4, 8])
+    metrics = update(role, packed(rollouts, random_advantages(rollouts)), PolicyLoss(), lr=LR, max_grad_norm=1.0,
+                     temperature=1.0, device=CPU)
+    assert metrics["skipped"] == 0
+
+
+def trained_by_rl(model):
+    role = role_of(model, adamw(model.parameters(), LR))
+    return lambda: learn(role)
+
+
+def trained_by_sft(model, optimizers=None):
+    args = SimpleNamespace(pack=False, micro_batch_tokens=100, shard=False, num_steps=10)
+    draw, parameters = torch.Generator().manual_seed(2), list(model.parameters())
+    examples = [(torch.randint(VOCAB, (n,), generator=draw).tolist(), [0] + [1] * (n - 1)) for n in (5, 9, 12)]
+    optimizers = optimizers or muon_adamw(model, LR, LR)
+    return lambda: chat_sft.train_step(args, model, parameters, optimizers, examples, 1, CPU)
+
+
+def trained_by_sft_with_adamw(model):
+    return trained_by_sft(model, [adamw(model.parameters(), LR)])
+
+
+def trained_by_pretraining(model, optimizers=None):
+    args = SimpleNamespace(device_batch_size=2, warmup_steps=0, warmdown_ratio=0.0, final_lr_frac=0.0,
+                           max_grad_norm=1.0)
+    ids = torch.randint(VOCAB, (4, 17), generator=torch.Generator().manual_seed(2))
+    rules = {"batch": 64, "num_steps": 10, "weight_decay": 0.0}
+    optimizers = optimizers or pretraining_optimizers(model, LR, LR, LR, LR, 0.0)
+    return lambda: base_train.train_step(args, model, model.trunk, optimizers, SimpleNamespace(next_batch=lambda: ids),
+                                         rules, 0, CPU)
+
+
+@every_dtype
+@pytest.mark.parametrize("name, training", [
+    *((name, way) for name in MODELS for way in (trained_by_rl, trained_by_sft, trained_by_sft_with_adamw)),
+    ("own", trained_by_pretraining)], ids=lambda x: getattr(x, "__name__", x))
+def test_sampling_follows_a_step_of_training(name, training, dtype):
+    model = model_of(name, dtype)
+    check_follows(model, training(model))
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["own", "imported"])
+@pytest.mark.parametrize("head", ["frozen", "trunk"])
+def test_sampling_follows_a_shared_trunk_that_the_other_role_trains(name, head, dtype):
+    """The verifier is sampled behind each update of the generator, and the generator behind the verifier's where the
+    verifier trains what they share."""
+    generator, verifier = (role_of(model_of(name, dtype, seed)) for seed in range(2))
+    private = share_layers(generator.model, verifier.model, 1)
+    verifier.parameters = list(verifier.model.parameters()) if head == "trunk" else private
+    verifier.num_shared = 1
+    share_copies(generator, verifier)
+    for role in (generator, verifier):
+        role.optimizer = adamw(role.parameters, LR)
+    check_follows(verifier.model, lambda: learn(generator))
+    if head == "trunk":
+        check_follows(generator.model, lambda: learn(verifier))
+    else:
+        learn(verifier)
+        assert gap(generator.model, generator.model) < CLOSE[dtype]
+    assert gap(verifier.model, verifier.model) < CLOSE[dtype]
+
+
+@every_dtype
+@every_model
+def test_sampling_follows_weights_that_are_copied(name, dtype):
+    t = play_of(source=model_of(name, dtype, 1), snapshot=model_of(name, dtype, 0))
+    check_follows(t.roles["snapshot"].model, lambda: t.copy_weights("source", "snapshot"))
+
+
+@every_dtype
+@every_model
+def test_sampling_follows_weights_that_are_restored(name, dtype):
+    """Into the model of a run that is continued, and into one that was sampled from already."""
+    model, state = model_of(name, dtype, 0), model_of(name, dtype, 1).state_dict()
+    check_follows(model, lambda: restore_model(model, state, "a file"))
+
+
+@every_dtype
+@every_model
+def test_a_model_that_was_loaded_samples_its_files_weights(name, dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    model = model_of(name, dtype)
+    check_follows(model, trained_by_rl(model))
+    save_model("sft", "x", 1, model, {})
+    loaded, _ = load_model("sft", "x", CPU, dtype)
+    assert not is_sharded(loaded) and gap(loaded, model) < CLOSE[dtype] and gap(model, loaded) < CLOSE[dtype]
+
+
+@every_dtype
+@every_model
+def test_sampling_follows_a_weight_that_is_written_without_a_trace(name, dtype):
+    """By hand, past autograd's count of changes: as optimizers that make one pass over memory do."""
+    model = model_of(name, dtype)
+    version = model.lm_head.weight._version
+
+    def write():
+        model.lm_head.weight.data.mul_(-1.0)
+        assert model.lm_head.weight._version == version
+    before = copy.deepcopy(model)
+    assert gap(model, before) < CLOSE[dtype]
+    write()
+    assert gap(model, model) < CLOSE[dtype] and gap(model, before) > APART
