@@ -18,11 +18,13 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.common import BadInput, CannotWrite, check_unchanged, dtype_name, print0, rank_and_world
+from nanochat.common import (BadInput, CannotWrite, check_unchanged, compute_dtype, dtype_name, print0,
+                             rank_and_world)
 from nanochat.files import make_folder, path_of, whole_file, write_json, writing
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
+from nanochat.tiles import has_tiles
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import (allocate, fill, is_sharded, local_optimizer_state, not_finite, whole_state,
                               with_shards)
@@ -30,6 +32,7 @@ from nanochat.weights import (allocate, fill, is_sharded, local_optimizer_state,
 # of a configuration
 SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "intermediate_size")
 # absent from older upstream checkpoints, with what they stood for
+NARROW_FROM = 512  # width of an imported model from which products in bf16 are the faster ones (dev/BENCH.md)
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
 
 
@@ -191,17 +194,27 @@ def check_config(config: GPTConfig | DecoderConfig, path: str) -> None:
         raise BadInput(f"{path}: model_config describes no model: {error}") from None
 
 
-def load_model(stage: str, tag: str, device, dtype: torch.dtype, step: int | None = None, sharded: bool = False,
-               trained: bool = True) -> tuple[GPT | Decoder, dict]:
-    """A model and its meta. dtype: of activations. Its weights are fp32 whatever the file has, or where it is not
-    trained of the activations' dtype, which is what sampling casts them to. sharded: over all ranks. Raises BadInput
-    for what is missing, naming it."""
+def dtype_for(device, *configs: GPTConfig | DecoderConfig) -> torch.dtype:
+    """The compute dtype of models of these shapes: common.compute_dtype's, but bfloat16 too for imported models of
+    some width on a CPU that multiplies it in tiles (AMX), where $NANOCHAT_DTYPE does not say otherwise."""
+    if device.type == "cpu" and not os.environ.get("NANOCHAT_DTYPE") and configs and all(
+            isinstance(config, DecoderConfig) and config.n_embd >= NARROW_FROM for config in configs):
+        return torch.bfloat16 if has_tiles() else torch.float32
+    return compute_dtype(device)
+
+
+def load_model(stage: str, tag: str, device, dtype: torch.dtype | None = None, step: int | None = None,
+               sharded: bool = False, trained: bool = True) -> tuple[GPT | Decoder, dict]:
+    """A model and its meta. dtype: what it computes in, None: dtype_for its shape. Its weights are fp32 whatever the
+    file has, or where it is not trained of the compute dtype, which is what sampling casts them to. sharded: over all
+    ranks. Raises BadInput for what is missing, naming it."""
     step = find_step(stage, tag, step)
     meta_path = path_of(stage, tag, f"meta_{step:06d}.json")
     meta, config = load_meta(meta_path)
     check_tokenizer(meta, meta_path)
     path = path_of(stage, tag, f"model_{step:06d}.pt")
     state, kind = weights_in(path, config), GPT if isinstance(config, GPTConfig) else Decoder
+    dtype = dtype or dtype_for(torch.device(device), config)
     with torch.device("meta"):
         check_state(state, kind(config), path)
     model = allocate(kind, config, dtype, device, torch.float32 if trained else dtype, sharded)

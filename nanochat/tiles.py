@@ -205,8 +205,9 @@ class _Behind(torch.autograd.Function):
         grad_x, grad_y, sums = torch.empty_like(added), torch.empty_like(y), y.new_empty(-(-N // ROWS), C)
         trained = ctx.needs_input_grad[3]
         grads = [y.new_empty(C, Q), y.new_empty(2 * F, C), y.new_empty(C, F)] if trained else [None] * 3
-        cpu.call("decoder_behind_back", grad.contiguous(), y, ctx.layer.back_behind[0], norm, *ctx.layer.back_behind[1:],
-                 added, inverse, inner, grad_x, grad_y, sums, *grads, N, C, Q, F, ctx.layer.epsilon)
+        o, *others = ctx.layer.back_behind
+        cpu.call("decoder_behind_back", grad.contiguous(), y, o, norm, *others, added, inverse, inner, grad_x, grad_y,
+                 sums, *grads, N, C, Q, F, ctx.layer.epsilon)
         of_o, of_gate_up, of_down = grads
         of_gate, of_up = of_gate_up.split(F) if trained else (None, None)
         return grad_x, grad_y, sums.sum(dim=0), of_o, of_gate, of_up, of_down, None, None

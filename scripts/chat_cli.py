@@ -12,7 +12,7 @@ import codecs
 
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
-from nanochat.common import BadInput, check_least, check_name, compute_dtype, init_device, script_main
+from nanochat.common import BadInput, check_least, check_name, init_device, script_main
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.files import path_of
 from nanochat.rl.formats import COMPACT, PAPER, Format
@@ -144,7 +144,7 @@ def choose_format(args, recorded: dict, where: str) -> Format | None:
 
 def load_verifier(args, tokenizer, device):
     stage = args.source if args.verifier in list_tags(args.source) else "sft"
-    verifier, meta = load_model(stage, args.verifier, device, compute_dtype(device), trained=False)
+    verifier, meta = load_model(stage, args.verifier, device, trained=False)
     tokenizer.check_model("verifier", verifier)
     warn_of_role(args.verifier, meta, "verifier")
     return verifier
@@ -172,7 +172,7 @@ def main(args) -> None:
         raise BadInput("-p: the message is empty")
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step,
+    model, meta = load_model(args.source, tag, device, None, None if args.step < 0 else args.step,
                              trained=False)
     tokenizer.check_model("model", model)
     fmt = choose_format(args, meta.get("user_config", {}), path_of(args.source, tag, f"meta_{meta['step']:06d}.json"))

@@ -14,7 +14,7 @@ import os
 import torch
 
 from nanochat.checkpoint import default_tag, load_model, warn_of_role
-from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, compute_dtype, gather_lists,
+from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, gather_lists,
                              init_device, print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches
 from nanochat.engine import check_temperature, pad_prompts
@@ -173,7 +173,7 @@ def main(args) -> None:
     check_name("-g", tag)
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    model, meta = load_model(args.source, tag, device, compute_dtype(device), None if args.step < 0 else args.step,
+    model, meta = load_model(args.source, tag, device, None, None if args.step < 0 else args.step,
                              trained=False)
     tokenizer.check_model("model", model)
     warn_of_role(tag, meta, "generator")

@@ -126,12 +126,12 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def start_model(args, tokenizer, device, dtype):
+def start_model(args, tokenizer, device):
     """The model to train: random from the seed and the role, or a checkpoint's. Raises BadInput."""
     if not args.from_stage:
         seed = 2 * args.seed + (args.role == "verifier")
-        return new_model(config_of(args, tokenizer.vocab_size), seed, device, dtype)
-    model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, dtype,
+        return new_model(config_of(args, tokenizer.vocab_size), seed, device, compute_dtype(device))
+    model, meta = load_model(args.from_stage, args.from_tag or args.model_tag, device, None,
                              None if args.from_step < 0 else args.from_step, args.shard)
     tokenizer.check_model(f"{args.from_stage} model", model)
     print0(f"starting from {path_of(args.from_stage, args.from_tag or args.model_tag)} at step {meta['step']}")
@@ -416,9 +416,9 @@ def main(args) -> None:
     seen = look_at(path_of("sft", tag))
     resumed = resume_step("sft", tag, args, MAY_CHANGE, flag_defaults(make_parser()))
     device = init_device(args.device_type)
-    dtype = compute_dtype(device)
-    model = (start_model(args, tokenizer, device, dtype) if resumed is None
-             else load_model("sft", tag, device, dtype, resumed, args.shard)[0])
+    model = (start_model(args, tokenizer, device) if resumed is None
+             else load_model("sft", tag, device, None, resumed, args.shard)[0])
+    dtype = model.compute_dtype
     if resumed is None and args.resume_from_step == "auto":
         print0(f"{path_of('sft', tag)} has no checkpoint: it starts from step 0")
     if args.shard and not isinstance(model, Decoder):

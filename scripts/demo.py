@@ -16,7 +16,7 @@ from collections import Counter
 from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
-from nanochat.common import BadInput, check_least, compute_dtype, init_device, script_main
+from nanochat.common import BadInput, check_least, init_device, script_main
 from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.evals import SPLITS
@@ -84,7 +84,7 @@ def solve(task, problems: list, checkpoints: dict, sampler: Sampler, device) -> 
     """Of each problem (itself, solution, whether it ended, outcome, verification). The first role solves, a second one
     verifies; without it verifications are None."""
     def load(stage, tag, step):
-        model, _ = load_model(stage, tag, device, compute_dtype(device), step, trained=False)
+        model, _ = load_model(stage, tag, device, None, step, trained=False)
         sampler.tokenizer.check_model(tag, model)
         return model
 

@@ -28,7 +28,7 @@ import time
 import torch
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name, compute_dtype,
+from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name,
                              gather_lists, init_device, on_all_ranks, print0, rank_and_world, script_main)
 from nanochat.files import check_writable, make_folder, path_of, whole_file, write_json
 from nanochat.hf.tokenizer import load_tokenizer
@@ -123,7 +123,7 @@ def check_args(args) -> None:
 
 def load(stage: str, tag: str, step: int, tokenizer, device):
     """A model, the flags that it was trained with, the file that says so, and its step."""
-    model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
+    model, meta = load_model(stage, tag, device, None, None if step < 0 else step, trained=False)
     tokenizer.check_model(tag, model)
     warn_of_role(tag, meta, "generator")
     print0(f"{path_of(stage, tag)} at step {meta['step']}")

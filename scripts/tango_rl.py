@@ -26,8 +26,8 @@ from functools import partial
 import torch
 
 from nanochat import recipes
-from nanochat.checkpoint import saved_steps, saying_what_is_whole, warn_of_dtype
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, compute_dtype, dtype_name, finite,
+from nanochat.checkpoint import dtype_for, saved_steps, saying_what_is_whole, warn_of_dtype
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite,
                              flag_defaults, gather_lists, init_device, print0, process_size, rank_and_world,
                              script_main)
 from nanochat.files import check_writable, path_of, whole_file, write_json
@@ -310,8 +310,8 @@ def main(args) -> None:
         raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
     torch.manual_seed(args.seed)  # nothing here draws from it; what a recipe draws would else differ from run to run
-    dtype = compute_dtype(device)
     configs, calls = load_configs(starts), recipes.ask(args.recipe, recipe, "calls", args)
+    dtype = dtype_for(device, *configs.values())
     check_configs(args, recipe.ROLES, configs)
     check_calls(args.recipe, recipe.ROLES, calls)
     if resume_step is None:
@@ -411,7 +411,8 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
 def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     """The run from where it is to its end: evaluation, steps, evaluation, summary. A request to stop saves it first."""
     args, run, is_started = t.args, t.run, is_resumed
-    print0(f"run {args.run} in {run.folder}: {recipes.short(args.recipe)} on {run.world} x {t.device}"
+    print0(f"run {args.run} in {run.folder}: {recipes.short(args.recipe)} on {run.world} x {t.device}, "
+           f"{dtype_name(next(iter(t.roles.values())).model.compute_dtype)}"
            + (f", continued behind step {t.step}" if is_resumed else ""))
     try:
         drop_sets_behind(run, t.step, t.roles)  # first: a set whose records are gone could not be continued

@@ -21,7 +21,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, gather_lists, init_device,
+from nanochat.common import (BadInput, check_least, check_most, check_name, gather_lists, init_device,
                              print0, rank_and_world, script_main)
 from nanochat.engine import check_temperature
 from nanochat.files import path_of, write_json
@@ -415,7 +415,7 @@ def check_writes(tag: str, meta: dict) -> None:
 
 def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     """A role's model, the flags that it was trained with, the file that says so, and its step."""
-    model, meta = load_model(stage, tag, device, compute_dtype(device), None if step < 0 else step, trained=False)
+    model, meta = load_model(stage, tag, device, None, None if step < 0 else step, trained=False)
     tokenizer.check_model(tag, model)
     if role == "verifier":
         check_writes(tag, meta)

@@ -21,7 +21,8 @@ import tempfile
 import torch
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c") for name in ("attention", "block", "decode", "decoder", "layer", "loss")]
+SOURCES = [os.path.join(FOLDER, f"cpu_{name}.c")
+           for name in ("attention", "block", "decode", "decoder", "layer", "loss")]
 HEADERS = [os.path.join(FOLDER, name) for name in ("cpu.h", "cpu_heads.h", "cpu_product.h", "cpu_tiles.h")]
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 FLAGS = ["-O3", NATIVE, "-std=gnu11", "-ffp-contract=fast", "-shared", "-fPIC", "-w"]
