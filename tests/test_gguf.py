@@ -13,6 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Library
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -270,8 +271,11 @@ def tokenizer_of(path) -> HFTokenizer:
 @pytest.mark.parametrize("kind", KINDS)
 def test_ids_are_those_of_the_original_tokenizer(kind, files):
     library, ours = KINDS[kind][0](), tokenizer_of(files / f"{kind}.gguf")
+    again = Library.from_str(ours.files["tokenizer.json"].decode())
     for text in TEXTS:
         assert ours.encode(text) == library.encode(text, add_special_tokens=False).ids, text
+        # Also where no merge of this small vocabulary shows it.
+        assert again.pre_tokenizer.pre_tokenize_str(text) == library.pre_tokenizer.pre_tokenize_str(text), text
     assert ours.vocab_size == library.get_vocab_size()  # what fills the vocabulary up is no token
 
 
