@@ -227,8 +227,10 @@ def test_rotary_scaling_is_read(tmp_path):
     model = small_model("qwen2")
     scaled = lambda **values: shape_of_file(open_file(str(write_model(
         tmp_path / "m.gguf", model, **{f"rope.scaling.{key}": value for key, value in values.items()}))))
-    plain, linear = scaled(type="none"), scaled(type="linear", factor=4.0)
-    assert plain.rope_scaling is None and torch.equal(frequencies(linear), frequencies(plain) / 4)
+    plain = scaled()
+    assert plain.rope_scaling is None and scaled(type="none") == plain
+    for linear in (scaled(type="linear", factor=4.0), scaled(factor=4.0)):  # llama.cpp's default
+        assert torch.equal(frequencies(linear), frequencies(plain) / 4)
     yarn = scaled(type="yarn", factor=4.0, original_context_length=64, finetuned=True)
     assert yarn.rope_scaling == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -239,7 +239,7 @@ def config_json(file: GGUFFile, architecture: str) -> dict:
     given = {name: value_of(file.metadata, key_of(key), kind, file.path) for key, (name, kind) in SHAPE.items()
              if key not in OPTIONAL or key_of(key) in file.metadata}
     scaling = {name: file.metadata[key_of(key)] for key, name in SCALING.items() if key_of(key) in file.metadata}
-    if scaling.get("rope_type") not in (None, "none"):
+    if scaling.setdefault("rope_type", "linear" if scaling.get("factor") else "none") != "none":
         given["rope_scaling"] = scaling
     return given | {
         "model_type": architecture, "vocab_size": len(tokens_of(file)), "tie_word_embeddings": is_tied(file),
