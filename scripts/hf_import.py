@@ -3,10 +3,11 @@ Imports a Llama 2/3, Qwen2/2.5 or Qwen3 model as an SFT checkpoint, with its tok
 chat_eval and chat_cli start from.
 
 One base directory has one tokenizer: generator and verifier must share theirs. Weights keep the dtype they have in the
-folder.
+folder; the quantised ones of a GGUF file become float32.
 
     python -m scripts.hf_import --source Qwen/Qwen2.5-Math-7B --model-tag qwen7b              # from the hub
     python -m scripts.hf_import --source ~/models/Qwen2.5-7B --model-tag qwen7b-ver           # from a folder
+    python -m scripts.hf_import --source ~/models/SmolLM2.gguf --model-tag smol               # from a GGUF file
 """
 import argparse
 import os
@@ -16,7 +17,9 @@ import torch
 from nanochat.checkpoint import check_loaded, list_steps, save_model
 from nanochat.common import BadInput, check_name, print0, script_main
 from nanochat.files import check_writable, path_of
+from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import find_folder, read_model
+from nanochat.hf.gguf import read_gguf
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 
 
@@ -24,8 +27,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--source", required=True,
-                        help="a model folder (config.json, safetensors, tokenizer.json), or the name of a model on "
-                             "the hub")
+                        help="a model folder (config.json, safetensors, tokenizer.json), a GGUF file, or the name of "
+                             "a model on the hub")
     parser.add_argument("--model-tag", required=True,
                         help="tag of the checkpoint; tango_rl takes <tag>-ver for the verifier")
     return parser
@@ -48,16 +51,23 @@ def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> HFTokenizer:
     return kept
 
 
+def read_source(source: str) -> tuple[HFTokenizer, Decoder]:
+    """The tokenizer and the model of a GGUF file, a folder or a name on the hub. Raises BadInput."""
+    path = os.path.expanduser(source)
+    if path.endswith(".gguf") or os.path.isfile(path):
+        return read_gguf(path)
+    folder = find_folder(source)
+    return HFTokenizer.load(folder), read_model(folder, torch.device("cpu"), torch.float32)
+
+
 def main(args) -> None:
     check_name("--model-tag", args.model_tag)
     if list_steps("sft", args.model_tag):
         raise BadInput(f"--model-tag {args.model_tag}: {path_of('sft', args.model_tag)} has a checkpoint already")
     check_writable(path_of("sft", args.model_tag))
-    folder = find_folder(args.source)
-    tokenizer = HFTokenizer.load(folder)
-    model = read_model(folder, torch.device("cpu"), torch.float32)
+    tokenizer, model = read_source(args.source)
     tokenizer.check_model("model", model)
-    check_loaded(model, folder)
+    check_loaded(model, args.source)
     kept = keep_tokenizer(tokenizer, args.source)
     save_model("sft", args.model_tag, 0, model, {"imported_from": args.source, "tokenizer": kept.mark()})
     number = sum(p.numel() for p in model.parameters())

@@ -133,7 +133,12 @@ def refuse_unsupported(given: dict, where: str) -> None:
 def read_config(folder: str) -> DecoderConfig:
     """The shape that a folder's config.json describes. Raises BadInput that names the file and the key."""
     path = os.path.join(folder, "config.json")
-    given = read_json(path)
+    return config_of(read_json(path), path)
+
+
+def config_of(given: dict, path: str) -> DecoderConfig:
+    """The shape that the keys of a config.json describe. path: of the file they are from. Raises BadInput that names
+    it and the key."""
     kind, named = given.get("model_type"), given.get("architectures")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         shown = kind if not isinstance(kind, str) else named[0] if isinstance(named, list) and named else named or kind
@@ -216,7 +221,8 @@ def check_tensors(folder: str, config: DecoderConfig, files: dict[str, str]) -> 
         raise BadInput(f"{folder}: tensor model.layers.{config.n_layer - 1}.input_layernorm.weight is missing")
     with torch.device("meta"):
         model = Decoder(config)
-    check_names(folder, model, files)
+    spare = {"lm_head.weight"} if config.tied else set()
+    check_names(folder, config, {name for name, _ in model.named_parameters()}, files.keys() - spare)
     for path in sorted(set(files.values())):
         with opened(path) as f:
             there = set(f.keys())
@@ -229,17 +235,15 @@ def check_tensors(folder: str, config: DecoderConfig, files: dict[str, str]) -> 
                                        f"expected floats of {tuple(p.shape)}")
 
 
-def check_names(folder: str, model: Decoder, files: dict[str, str]) -> None:
+def check_names(where: str, config: DecoderConfig, wanted: set[str], there: set[str]) -> None:
     """Raises BadInput for a tensor that is missing, or that the model has no place for."""
-    wanted = dict(model.named_parameters())
-    missing = sorted(wanted.keys() - files.keys())
+    missing = sorted(wanted - there)
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise BadInput(f"{folder}: tensor {missing[0]} is missing{more}")
-    spare = {"lm_head.weight"} if model.config.tied else set()
-    unknown = sorted(name for name in files.keys() - wanted.keys() - spare if not IGNORED.fullmatch(name))
+        raise BadInput(f"{where}: tensor {missing[0]} is missing{more}")
+    unknown = sorted(name for name in there - wanted if not IGNORED.fullmatch(name))
     if unknown:
-        raise BadInput(f"{folder}: tensor {unknown[0]} has no place in a {model.config.architecture} model" +
+        raise BadInput(f"{where}: tensor {unknown[0]} has no place in a {config.architecture} model" +
                        (f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""))
 
 
