@@ -5,14 +5,15 @@ from functools import partial
 
 from nanochat.common import MOST, BadInput, takes
 from nanochat.rl.formats import Format
-from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, rewrite
+from tasks import (brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym,
+                   rewrite)
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
 TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "halves": halves.Halves, "lookup": lookup.Lookup,
          "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "rewrite": rewrite.Rewrite,
-         "gsm8k": gsm8k.GSM8K,
+         "gsm8k": gsm8k.GSM8K, "reasoning_gym": reasoning_gym.ReasoningGym,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
-MODULES = (chain, brittle, halves, lookup, last_letter, mixture, rewrite, gsm8k, competition)
+MODULES = (chain, brittle, halves, lookup, last_letter, mixture, rewrite, gsm8k, reasoning_gym, competition)
 # tasks whose flags a task has beside its own; mixture may have those of all
 RESTS_ON = {"brittle": ("chain",), "halves": ("chain",), "lookup": ("chain",)}
 # of a recorded flag, by its default
