@@ -59,7 +59,7 @@ def recorded_value(recorded: dict, name: str, default, where: str):
     if kind in (int, float):
         fits = fits and abs(value) <= MOST
     elif kind is list:
-        fits = fits and value and all(isinstance(x, str) for x in value)
+        fits = fits and (value or not default) and all(isinstance(x, str) for x in value)
     if not fits:
         raise BadInput(f"{where}: {name} is {value!r:.80}, expected {EXPECTED[kind]}")
     return value

@@ -161,6 +161,7 @@ class GSM8K:
     name = "gsm8k"
     fmt = PAPER
     has_step_labels = False
+    has_numbers = True
 
     def __init__(self, args, seed: int):
         self.seed = seed
