@@ -20,7 +20,8 @@ from nanochat.dataloader import length_batches
 from nanochat.engine import check_temperature, pad_prompts
 from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.scores import answers_of, labels_of, majority, outcomes_of, pass_at_k, problems_of
+from nanochat.rl.scores import (answers_of, labels_of, lenient_outcomes, majority, outcomes_of, pass_at_k, problems_of,
+                                share_of)
 from nanochat.rl.prompts import check_prompts_fit
 from nanochat.rl.sampling import Sampler
 from tasks import TASKS, add_task_args, complete_task_args, make_task, recorded_count, task_flags
@@ -63,7 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
 def solve(args, task, split: str, model, sampler, device) -> list[list]:
     """Per problem of a split, over all ranks: its part of a mixture, how many of the samples are right, how many right
     in every step (None where the task has no labels of steps), whether the most frequent answer is right, how many
-    ended, and how many cannot be scored."""
+    ended, how many cannot be scored, and of each whether its last number is the gold one ([] without numbers)."""
     rank, world = rank_and_world()
     n = args.num_samples
     problems = problems_of(task, split, args.max_problems)
@@ -87,7 +88,8 @@ def solve(args, task, split: str, model, sampler, device) -> list[list]:
         vote = majority(answers)
         part = task.part(problem) if hasattr(task, "part") else task
         rows.append([part.name, sum(right), all_right, vote is not None and right[answers.index(vote)],
-                     sum(stopped[i * n: (i + 1) * n]), found.count(None)])
+                     sum(stopped[i * n: (i + 1) * n]), found.count(None),
+                     lenient_outcomes(part, [problem] * n, [s.text for s in mine])])
     return gather_lists(rows, device)
 
 
@@ -95,6 +97,9 @@ def print_rows(args, name: str, rows: list[list]) -> None:
     """A line of scores of these rows of `solve`."""
     n, total = args.num_samples, max(1, len(rows))
     shown = f"{name:40s} {len(rows):5d} problems | pass@1 {100 * sum(row[1] for row in rows) / (n * total):5.1f}%"
+    lenient = [hit for row in rows for hit in row[6]]
+    if lenient:
+        shown += f" | lenient {100 * share_of(lenient):5.1f}%" + f" of {len(lenient)}" * (len(lenient) < n * total)
     if n > 1:
         shown += (f" | pass@{n} {100 * sum(pass_at_k(n, row[1], n) for row in rows) / total:5.1f}%"
                   f" | maj@{n} {100 * sum(row[3] for row in rows) / total:5.1f}%")

@@ -5,14 +5,15 @@ from functools import partial
 
 from nanochat.common import MOST, BadInput, takes
 from nanochat.rl.formats import Format
-from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, rewrite
+from tasks import (brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym,
+                   rewrite)
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
 
 TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "halves": halves.Halves, "lookup": lookup.Lookup,
          "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "rewrite": rewrite.Rewrite,
-         "gsm8k": gsm8k.GSM8K,
+         "gsm8k": gsm8k.GSM8K, "reasoning_gym": reasoning_gym.ReasoningGym,
          **{name: partial(competition.Competition, name) for name in competition.SETS}}
-MODULES = (chain, brittle, halves, lookup, last_letter, mixture, rewrite, gsm8k, competition)
+MODULES = (chain, brittle, halves, lookup, last_letter, mixture, rewrite, gsm8k, reasoning_gym, competition)
 # tasks whose flags a task has beside its own; mixture may have those of all
 RESTS_ON = {"brittle": ("chain",), "halves": ("chain",), "lookup": ("chain",)}
 # of a recorded flag, by its default
@@ -58,7 +59,7 @@ def recorded_value(recorded: dict, name: str, default, where: str):
     if kind in (int, float):
         fits = fits and abs(value) <= MOST
     elif kind is list:
-        fits = fits and value and all(isinstance(x, str) for x in value)
+        fits = fits and (value or not default) and all(isinstance(x, str) for x in value)
     if not fits:
         raise BadInput(f"{where}: {name} is {value!r:.80}, expected {EXPECTED[kind]}")
     return value

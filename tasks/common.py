@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nanochat.common import BadInput
 from nanochat.files import check_data_file, look_for_hub, quiet_datasets
 from nanochat.rl.formats import Format
-from tasks.grading import OPENED_BOX, boxed, extracted, grade
+from tasks.grading import MAX_ANSWER, OPENED_BOX, boxed, extracted, grade, last_number, plain_number, tidy
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.
 SPLIT_BUCKETS = {"sft": range(0, 4), "rl": range(4, 9), "test_in": range(9, 10), "test_out": range(9, 10)}
@@ -115,6 +115,19 @@ def check_answer(fmt: Format, problem: Problem, solution: str) -> bool | None:
     """Whether what a solution answers equals the gold answer as mathematics; None where that cannot be scored, False
     where nothing can be read."""
     return grade(completion=answering_part(fmt, solution), gold=problem.answer)
+
+
+def is_last_number(text: str, gold: str) -> bool | None:
+    """Whether the last number of a text is the gold one, whatever its format; None where the gold is no plain number.
+
+    Lenient accuracy, as much of what is published counts: "so 9 * 2 = $18." is 18, and "18 of 20" is not. Strict is the
+    task's check().
+    """
+    wanted, found = plain_number(tidy(gold)), last_number(text) or ""
+    if wanted is None:
+        return None
+    value = plain_number(tidy(found)) if len(found) <= MAX_ANSWER else None
+    return value is not None and value[0] == wanted[0]
 
 
 def rows_of(where: str, table) -> Iterator[dict]:

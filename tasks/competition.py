@@ -203,6 +203,7 @@ class Competition:
     """One of SETS as a task. dropped[part, reason] and num_dropped: rows of its sources that are in no split."""
     fmt = PAPER
     has_step_labels = False
+    has_numbers = True
 
     def __init__(self, name: str, args, seed: int):
         self.name, self.seed, self.flag = name, seed, f"--{name}-data"

@@ -29,7 +29,7 @@ from tasks.mixture import PARTS
 
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")
 SPLITS = ("sft", "rl", "test_in", "test_out")
-# the others need their data: test_gsm8k.py, test_competition.py
+# the others need their data or library: test_gsm8k.py, test_competition.py, test_reasoning_gym.py
 GENERATED = ["chain", "brittle", "halves", "lookup", "last_letter", "mixture", "rewrite"]
 EVERY_TASK = pytest.mark.parametrize("name", GENERATED)
 # of these, which state last results alone, a wrong solution may be right by luck
@@ -92,7 +92,7 @@ def test_an_unknown_task_is_bad_input():
         task_of("sorting")
 
 
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in GENERATED])
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in (*GENERATED, "reasoning_gym")])
 def test_a_task_of_a_data_set_has_one_flag_for_its_sources(name):
     parser = argparse.ArgumentParser(add_help=False)
     add_task_args(parser)

@@ -222,10 +222,10 @@ class Block(nn.Module):
                  and tiles.takes(attn.head_dim, *(n for projection in projections for n in projection.weight.shape)))
         if not takes:
             return None
-        weights = [projection.weight for projection in projections]
-        biases = [projection.bias for projection in projections[:3]]
-        return tiles.Layer(weights[:3], weights[3:], (self.input_layernorm.weight, self.post_attention_layernorm.weight),
-                           None if biases[0] is None else torch.cat(biases), self.input_layernorm.eps)
+        weights, biases = ([getattr(projection, name) for projection in projections] for name in ("weight", "bias"))
+        first, second = self.input_layernorm, self.post_attention_layernorm
+        return tiles.Layer(weights[:3], weights[3:], (first.weight, second.weight),
+                           None if biases[0] is None else torch.cat(biases[:3]), first.eps)
 
     def run_narrow(self, layer, x, cos_sin, mask, cache, prefix, ends):
         attn, units = self.self_attn, len(x) if prefix.cache is None else len(prefix.cache.positions)

@@ -37,7 +37,7 @@ from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outc
 from nanochat.rl.roles import RoleSpec
 from nanochat.rl.rollouts import Rollouts
 from nanochat.rl.schedules import SCHEDULES, PhaseLengths, exponential_decay, next_phase
-from nanochat.rl.scores import answers_of, labels_of, ranking_reversed
+from nanochat.rl.scores import answers_of, labels_of, ranking_reversed, scores_of
 from tasks.common import Problem
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
@@ -48,6 +48,8 @@ SHOWN = {"generator": ["alpha", "wrong_passed"], "verifier": ["balanced_acc", "s
 TABLE = {
     "gen/pass1_in": "generator greedy pass@1, in distribution",
     "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)",
+    "gen/pass1_lenient_in": "the same by the last number, in distribution",
+    "gen/pass1_lenient_out": "the same by the last number, out of distribution",
     "ver/outcome_f1_fixed": "verifier outcome F1 (macro), fixed solutions",
     "ver/balanced_acc_fixed": "verifier balanced accuracy, fixed solutions",
     "ver/step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
@@ -278,6 +280,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     labels = [labels_of(t.task, problem, text)
               for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
     solutions.columns = {"outcome": outcomes}
+    earned = scores_of(t.task, solutions.problems(), solutions.texts, outcomes)
     verifications, verdicts, finals = None, labels, None
     if judge == "verifier":
         verifications, verdicts, finals = judged(t, solutions)
@@ -285,14 +288,14 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     if judge == "verifier" and reward == "steps":
         chances = STEP_REWARDS[vars(t.args).get("step_rewards", "verdicts")](t, solutions, verdicts)
     alpha = exponential_decay(t.args.alpha_start, t.args.alpha_end, t.progress("generator")) if judge else 0.0
-    sources = [(1 - alpha, outcome_rewards(outcomes, solutions.lengths))]                                       # eq. 2
+    sources = [(1 - alpha, outcome_rewards(earned, solutions.lengths))]                                         # eq. 2
     if judge and reward == "steps":
         sources.append((alpha, step_rewards([s.step_ends for s in steps], chances, t.device)))                  # eq. 3
     elif judge:
         sources.append((alpha, outcome_rewards(finals, solutions.lengths)))
     combine, preset = COMBINE[t.args.combine if judge else "advantages"], PRESETS[t.args.advantage]
     advantages = combine(sources, solutions.group_id, solutions.tokens.shape[1], preset, t.reduce)            # eq. 4-7
-    log_rewards(t, "generator", solutions, outcomes)
+    log_rewards(t, "generator", solutions, earned)
     log_variances(t, "generator", solutions, dict(zip(("outcome", reward), (s for _, s in sources), strict=False)))
     t.log("generator", {"alpha": alpha} | t.mean({
         "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],

@@ -16,8 +16,8 @@ from nanochat.rl.play import Play
 from nanochat.rl.prompts import Verification
 from nanochat.rl.roles import short_name
 from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.scores import (answers_of, judgments, labels_of, majority, pass_at_k, step_sums, verdict_row,
-                                verdict_scores)
+from nanochat.rl.scores import (answers_of, has_numbers, judgments, labels_of, lenient_outcomes, majority, pass_at_k,
+                                share_of, step_sums, verdict_row, verdict_scores)
 from nanochat.rl.voting import auroc
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
@@ -117,14 +117,16 @@ def are_right(outcomes: list[bool | None], split: str) -> list[bool]:
 
 
 def pass_at_1(t: Play, role: str, tool: Callable[[], Tool | None] = lambda: None) -> dict:
-    """A role's greedy pass@1 on both test splits, None for one without problems. tool: makes what solutions may call,
-    anew for each split; the default is that of `Play.solve`."""
+    """A role's greedy pass@1 on both test splits, None for one without problems; of a task with numbers the lenient one
+    too. tool: makes what solutions may call, anew for each split; the default is that of `Play.solve`."""
     scores = {}
     for split, name in SPLITS.items():
-        outcomes = t.check(t.solve(role, t.problems(t.args.eval_examples, split), 1, "eval", greedy=True,
-                                   tool=tool()))
-        right = are_right(t.gather(outcomes), split)
+        solutions = t.solve(role, t.problems(t.args.eval_examples, split), 1, "eval", greedy=True, tool=tool())
+        right = are_right(t.gather(t.check(solutions)), split)
         scores[f"{short_name(role)}/pass1_{name}"] = sum(right) / len(right) if right else None
+        if has_numbers(t.task):
+            lenient = t.gather(lenient_outcomes(t.task, solutions.problems(), solutions.texts))
+            scores[f"{short_name(role)}/pass1_lenient_{name}"] = share_of(lenient)
     return scores
 
 
@@ -183,7 +185,9 @@ def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
     n, right = len(rows), are_right([outcome for row, _, _ in rows for outcome in row], "test_in")
     groups = [right[i: i + k] for i in range(0, len(right), k)]
     voted = [place is not None and group[place] for group, (_, place, _) in zip(groups, rows, strict=True)]
+    lenient = t.gather(lenient_outcomes(t.task, rollouts.problems(), rollouts.texts))
     return {"pass@1": sum(right) / (n * k),
+            **({"pass@1_lenient": share_of(lenient)} if has_numbers(t.task) else {}),
             f"pass@{k}": sum(pass_at_k(k, sum(group), k) for group in groups) / n,
             f"maj@{k}": sum(voted) / n,
             "frac_reward_zero_std": sum(sum(group) in (0, k) for group in groups) / n,

@@ -51,7 +51,8 @@ INDICATORS = {
 # Names of metrics that are shares, under any role's prefix: from 0 to 100 percent in every report.
 SHARES = ({*verdict_scores([]), *(name.partition("/")[2] for name in EVALS), "alpha", "wrong_passed", "step_label_mean",
            "rewards/step/mean", "frac_ranking_reversed", "frac_reward_zero_std", "accuracy", "pair_accuracy",
-           "label_accuracy", "reward_accuracy", "majority_ratio", "step_auc"} - {"step_outcome_corr"})
+           "label_accuracy", "reward_accuracy", "majority_ratio", "step_auc", "pass1_lenient_in", "pass1_lenient_out"}
+          - {"step_outcome_corr"})
 # A verifier's other scores, which only summary.json and metrics.jsonl have, under any role's prefix.
 NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixed", "fixed_out", "current")}
              - {name.partition("/")[2] for name in EVALS})

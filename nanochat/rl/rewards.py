@@ -23,8 +23,8 @@ def terminal_rewards(values: list[float | None], lengths: torch.Tensor) -> Spars
     return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device))
 
 
-def outcome_rewards(outcomes: list[bool | None], lengths: torch.Tensor) -> SparseRewards:
-    """Tango eq. 2: 1 if the answer is right, else 0."""
+def outcome_rewards(outcomes: list[float | None], lengths: torch.Tensor) -> SparseRewards:
+    """Tango eq. 2: 1 if the answer is right, else 0, or what a task's score() gives for it."""
     return terminal_rewards(outcomes, lengths)
 
 

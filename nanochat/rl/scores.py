@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits as bce_with_logits
 
 from nanochat.common import BadInput, in_threads
-from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
+from tasks.common import SPLIT_BUCKETS, check_problem, demo_of, is_last_number
 
 ENDLESS = 400  # problems that stand for all of a task that makes its own
 
@@ -67,6 +67,31 @@ def outcomes_of(task, problems: list, texts: list[str], should_stop=lambda: Fals
             raise BadInput(f"task {task.name}: check() gives {str(outcome)[:80]} for problem {problem.index} of "
                            f"{problem.split}, not True, False or None")
     return outcomes
+
+
+def has_numbers(task) -> bool:
+    """Whether a task's answers are numbers, so that there is a lenient accuracy."""
+    return getattr(task, "has_numbers", False)
+
+
+def lenient_outcomes(task, problems: list, texts: list[str]) -> list[bool]:
+    """Whether the last number of each text is the gold one. Texts of problems without a number for an answer are left
+    out; [] where the task has no numbers."""
+    rows = zip(problems, texts, strict=True) if has_numbers(task) else ()
+    found = [is_last_number(text, problem.answer) for problem, text in rows]
+    return [outcome for outcome in found if outcome is not None]
+
+
+def scores_of(task, problems: list, texts: list[str], outcomes: list[bool | None]) -> list[float | None]:
+    """What each solution earns from 0 to 1: its outcome, or a part of it where the task has a score(). None where there
+    is no outcome. Raises BadInput for what is no such score."""
+    if not hasattr(task, "score"):
+        return outcomes
+    rows = zip(problems, texts, outcomes, strict=True)
+    scores = [None if outcome is None else task.score(problem, text) for problem, text, outcome in rows]
+    if bad := [score for score in scores if score is not None and not 0 <= score <= 1]:
+        raise BadInput(f"task {task.name}: score() gives {str(bad[0])[:80]}, not a number from 0 to 1")
+    return scores
 
 
 def labels_of(task, problem, text: str) -> list[bool]:

@@ -1,0 +1,332 @@
+"""
+Reasoning Gym: the data sets of that library (Stojanovski et al. 2025), by name; gsm_symbolic above all.
+
+gsm_symbolic is word problems like those of GSM8K, made from templates with names and numbers of their own and a worked
+solution (Mirzadeh et al. 2024). A step is one line of the solution. sft, rl and test_in share 55 templates and no
+problem: test_in has new numbers in templates that were trained on. test_out has 20 templates that were never seen. The
+split of the templates is the same for every seed. The library's remark to give no units is left out of the problems:
+the format says how to answer.
+
+The library has 100 templates and draws from 85 of them. BAD_TEMPLATES are left out here: under 95% of 1000 draws of
+each are `is_sound`, or the worked solution states "24=24". Draws of the others that are not sound are drawn again: of
+1000 that is 26 of template 3 (rounded down) and 39 of template 24 (a negative age), and none of the rest.
+
+Of any other set test_in and test_out are both held out and of one kind, unless --reasoning-gym-out-options makes those
+of test_out harder. Its solutions are scored by the library, and only a score of 1 is right. There are no worked
+solutions: a demonstration is the answer alone. REFUSED are the sets whose scorer cannot be trusted with a model's text.
+"""
+import functools
+import json
+import math
+import random
+import re
+import zlib
+from dataclasses import MISSING, fields
+from decimal import Decimal
+from typing import NamedTuple
+
+from nanochat.common import BadInput
+from nanochat.rl.formats import PAPER
+from tasks.common import Problem, check_answer, draw_prompt, in_split, read_answer, split_stream
+from tasks.grading import MAX_ANSWER
+from tasks.gsm8k import equations, judge_equations, mistaken, number
+
+# Worked solutions are rounded down without a word (2, 4, 49, 75, 99), have fractions or hours of 16 digits (46, 52,
+# 66), have a product that its signs do not give (60) or "24=24" (82).
+BAD_TEMPLATES = {2, 4, 46, 49, 52, 60, 66, 75, 82, 99}
+WORDED = "gsm_symbolic"
+NUM_UNSEEN = 20  # templates of test_out
+
+RUNS_TEXT = "its scorer runs an answer as a program"
+TAKES_NAN = "its scorer takes NaN for a right number"
+NO_END = "its scorer takes hours on a short answer"
+REFUSED = {**dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens",
+                            "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+                            "string_insertion"), RUNS_TEXT),
+           **dict.fromkeys(("complex_arithmetic", "number_sorting"), TAKES_NAN),
+           **dict.fromkeys(("coin_flip", "rubiks_cube", "rush_hour"), NO_END),
+           "acre": "it makes all of its problems before the first one",
+           "word_ladder": "it has too few words for a million problems",
+           "game_of_life_halting": "its scorer takes any answer for right",
+           "codeio": "it runs programs that a model wrote", "composite": "it is made of other sets; name one of them"}
+SIZE = 10 ** 6  # problems that a set is made with; those that are asked for are made when they are
+# what sets raise on options that do not fit, and scorers on answers that they cannot read
+ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
+          ValueError)
+
+UNIT = re.compile(r"(?<=[0-9%])(?:[ /](?!x\b)[A-Za-z][A-Za-z'’-]*){1,8}(?= ?[-–−+*/x×÷=])")
+SHOWN_RESULT = re.compile(r"(?<==)( ?\$?)([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)")
+MANY_DECIMALS = re.compile(r"\.[0-9]{5}")
+PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+
+
+# Lines and their equations
+
+def without_units(line: str) -> str:
+    """A line without the words between numbers and signs: "12 balls * €6/ball = €72" -> "12 * $6 = $72"."""
+    line = re.sub(r"(?<=[0-9])\((?=[0-9])", "*(", re.sub("[€£]", "$", line))  # 2(11) is a product
+    return UNIT.sub("", line)
+
+
+def line_equations(line: str) -> list[tuple[str, float, str, bool]]:
+    """The equations of a line, units left out: as tasks.gsm8k.equations."""
+    return equations(without_units(line))
+
+
+def numbers_in(line: str) -> list[Decimal]:
+    """The plain numbers of a line, in order."""
+    return [number(text) for text in PLAIN.findall(line)]
+
+
+def is_right_line(line: str, known: set[Decimal]) -> bool:
+    """Whether all equations of a line hold and its result is a known number: that of its last equation, without one its
+    last number. A line without a number is right."""
+    found = line_equations(line)
+    results = numbers_in(found[-1][2] if found else line)
+    return all(holds for *_, holds in found) and (not results or results[-1] in known)
+
+
+def with_slip(lines: list[str], answer: str, rng: random.Random) -> tuple[list[str], str]:
+    """Lines of which one has a wrong result, if one has an equation, and a wrong answer. Where the last result is the
+    answer and wrong, that is the answer."""
+    slipped, wrong = list(lines), mistaken(answer, rng)
+    results = [(k, match) for k, line in enumerate(lines) for match in SHOWN_RESULT.finditer(line)]
+    for k, match in rng.sample(results, len(results)):
+        slip = mistaken(match[2], rng)
+        slipped[k] = lines[k][: match.start(2)] + slip + lines[k][match.end(2):]
+        if not all(holds for *_, holds in line_equations(slipped[k])):
+            is_answer = (k, match) == results[-1] and number(match[2]) == number(answer)
+            return slipped, slip.replace(",", "") if is_answer else wrong
+        slipped[k] = lines[k]
+    return slipped, wrong
+
+
+def tidy(text: str) -> str:
+    """Text without the zero that floats leave: "29.0*14=406.0" -> "29*14=406"."""
+    return re.sub(r"(?<=[0-9])\.0(?![0-9])", "", text)
+
+
+def worked_lines(worked: str) -> list[str]:
+    """The lines of a worked solution that have a number, without bullets; no headings and no answer."""
+    lines = [line.strip(" •-") for line in tidy(worked).rpartition("####")[0].split("\n")]
+    return [line for line in lines if re.search("[0-9]", line) and not line.endswith(":")]
+
+
+# The library
+
+class Example(NamedTuple):
+    """A problem, the lines of its solution, and what the library's scorer is given; None where it is not asked."""
+    question: str
+    answer: str
+    lines: tuple[str, ...]
+    entry: dict | None = None
+
+
+def import_library():
+    """The library. Raises BadInput where it is not installed."""
+    try:
+        import reasoning_gym
+    except ImportError:
+        raise BadInput("--task reasoning_gym: needs the package reasoning-gym, which is not installed: "
+                       "pip install reasoning-gym") from None
+    return reasoning_gym
+
+
+def read_options(flag: str, config: type, given: tuple[str, ...]) -> dict:
+    """key=value texts as the fields of a set's config, by name. Values are JSON, or else text. Raises BadInput."""
+    defaults = {field.name: field.default if field.default_factory is MISSING else field.default_factory()
+                for field in fields(config) if field.name not in ("seed", "size")}
+    found = {}
+    for text in given:
+        key, _, value = text.partition("=")
+        if "=" not in text or key not in defaults:
+            raise BadInput(f"{flag} {text}: expected KEY=VALUE, where KEY is one of: {', '.join(defaults)}")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+        kind = {float: (int, float), tuple: list}.get(type(defaults[key]), type(defaults[key]))
+        is_flag = isinstance(found[key], bool) and kind is not bool
+        if defaults[key] is not None and (is_flag or not isinstance(found[key], kind)):
+            raise BadInput(f"{flag} {text}: expected a value like {json.dumps(defaults[key])}")
+        found[key] = tuple(found[key]) if isinstance(defaults[key], tuple) else found[key]
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def data_set(name: str, given: tuple[str, ...] = (), flag: str = "--reasoning-gym-options"):
+    """A data set of the library with options, KEY=VALUE each. Raises BadInput."""
+    library = import_library()
+    known = library.factory.DATASETS
+    if name not in known or name in REFUSED:
+        reason = REFUSED.get(name, f"there are {', '.join(sorted(known.keys() - REFUSED))}")
+        raise BadInput(f"--reasoning-gym-name {name}: {reason}")
+    options = read_options(flag, known[name][1], given)
+    try:
+        made = library.create_dataset(name, seed=0, size=SIZE, **options)
+        made[0]
+    except ERRORS as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BadInput(f"--reasoning-gym-name {name} {flag} {' '.join(given)}: cannot be made: {reason}") from None
+    return made
+
+
+def belongs(question: str, split: str) -> bool:
+    """Whether a problem of any other set than gsm_symbolic is in a split: the held-out ones are halved."""
+    is_odd = zlib.crc32(question.encode()) // 10 % 2 == 1
+    return in_split(question, split) and (split not in ("test_in", "test_out") or is_odd is (split == "test_out"))
+
+
+@functools.lru_cache(maxsize=4096)
+def entry_of(name: str, given: tuple[str, ...], seed: int, split: str, index: int) -> Example:
+    """Problem `index` of a split of any other set than gsm_symbolic. Raises BadInput where a set has too few."""
+    rng, made = split_stream(seed, split, index), data_set(name, given)
+    for _ in range(1000):
+        entry = made[rng.randrange(SIZE)]
+        if belongs(entry["question"], split):
+            answer = entry["answer"] or ""  # some sets have no single one
+            return Example(entry["question"], answer, (answer,), entry)
+    raise BadInput(f"--reasoning-gym-name {name}: 1000 draws gave no problem of split {split}")
+
+
+# Templates of gsm_symbolic
+
+@functools.cache
+def templates() -> dict:
+    """The templates of gsm_symbolic, number -> what makes a problem of it."""
+    made = data_set(WORDED).generators
+    from reasoning_gym.arithmetic.gsm_symbolic import gsm_symbolic
+    return {number: made[number] for number in gsm_symbolic.tasks_ok if number not in BAD_TEMPLATES}
+
+
+@functools.cache
+def dealt_templates() -> dict[bool, list[int]]:
+    """The numbers of the templates that are trained on (True) and of those that are never seen (False)."""
+    unseen = set(random.Random("unseen templates").sample(sorted(templates()), NUM_UNSEEN))
+    return {is_seen: [number for number in sorted(templates()) if (number not in unseen) is is_seen]
+            for is_seen in (True, False)}
+
+
+def read_example(made: dict) -> Example:
+    """What a template made."""
+    return Example(tidy(made["question"]), made["answer"], tuple(worked_lines(made["metadata"]["answer_cot"])))
+
+
+def is_sound(example: Example) -> bool:
+    """Whether a worked solution ends in the answer, all of its equations hold, and no number has many decimals."""
+    gold, texts = number(example.answer), (example.question, *example.lines)
+    return (gold is not None and gold >= 0 and not any(MANY_DECIMALS.search(text) for text in texts)
+            and all(holds for line in example.lines for *_, holds in line_equations(line))
+            and gold in numbers_in(example.lines[-1]))
+
+
+@functools.lru_cache(maxsize=4096)
+def example_of(seed: int, split: str, index: int) -> Example:
+    """Problem `index` of a split of gsm_symbolic."""
+    rng, drawn = split_stream(seed, split, index), {}
+
+    def draw() -> str:
+        template = templates()[rng.choice(dealt_templates()[split != "test_out"])]
+        example = next(e for _ in range(1000) if is_sound(e := read_example(template(rng, 1.0))))
+        drawn[example.question] = example
+        return example.question
+    return drawn[draw_prompt(draw, split)]
+
+
+def add_args(parser):
+    group = parser.add_argument_group("task reasoning_gym")
+    group.add_argument("--reasoning-gym-name", default=WORDED, metavar="NAME",
+                       help="a data set of the library Reasoning Gym")
+    group.add_argument("--reasoning-gym-options", nargs="+", default=[], metavar="KEY=VALUE",
+                       help="options of that set, values as in JSON; a wrong one is answered with those there are")
+    group.add_argument("--reasoning-gym-out-options", nargs="+", default=[], metavar="KEY=VALUE",
+                       help=f"further options of its test_out, for harder problems; {WORDED} has none")
+
+
+class ReasoningGym:
+    """A data set of the library as a task."""
+    name, fmt, has_numbers = "reasoning_gym", PAPER, True
+
+    def __init__(self, args, seed: int):
+        self.seed, self.set_name = seed, args.reasoning_gym_name
+        self.options, out = tuple(args.reasoning_gym_options), tuple(args.reasoning_gym_out_options)
+        self.has_step_labels = self.is_worded = self.set_name == WORDED
+        data_set(self.set_name, self.options)
+        if out and self.is_worded:
+            raise BadInput(f"--reasoning-gym-out-options {' '.join(out)}: test_out of {WORDED} is other templates")
+        self.out_options = self.options + out
+        data_set(self.set_name, self.out_options, "--reasoning-gym-out-options")
+        self.about = f"{self.set_name} of Reasoning Gym"
+
+    def _given(self, split: str) -> tuple[str, ...]:
+        return self.out_options if split == "test_out" else self.options
+
+    def _example(self, split: str, index: int) -> Example:
+        return (example_of(self.seed, split, index) if self.is_worded else
+                entry_of(self.set_name, self._given(split), self.seed, split, index))
+
+    def problem(self, split: str, index: int) -> Problem:
+        """Problem `index` of a split; the splits are endless and share no problem."""
+        example = self._example(split, index)
+        return Problem(split, index, example.question, example.answer)
+
+    def score(self, problem: Problem, solution: str) -> float | None:
+        """What a solution earns, from 0 to 1: where the library scores it that may be a part of it. None where it
+        cannot be scored."""
+        if self.is_worded:
+            outcome = check_answer(self.fmt, problem, solution)
+            return None if outcome is None else float(outcome)
+        answer = self.read_answer(solution)
+        if not answer or len(answer) > max(MAX_ANSWER, 2 * len(problem.answer)):
+            return 0.0
+        entry = self._example(problem.split, problem.index).entry
+        try:
+            found = float(data_set(self.set_name, self._given(problem.split)).score_answer(answer, entry))
+        except ERRORS:  # how some scorers say that they cannot read it
+            return 0.0
+        return min(1.0, max(0.0, found)) if math.isfinite(found) else 0.0
+
+    def check(self, problem: Problem, solution: str) -> bool | None:
+        """The outcome: whether a solution earns 1; None where it cannot be scored."""
+        score = self.score(problem, solution)
+        return None if score is None else score == 1
+
+    def read_answer(self, solution: str) -> str | None:
+        """What a solution answers; None where nothing can be read. Grids and the like are read as the format has
+        them."""
+        return read_answer(self.fmt, solution) if self.is_worded else self.fmt.answer(solution)
+
+    def step_labels(self, problem: Problem, solution: str) -> list[bool]:
+        """Gold labels of the steps of gsm_symbolic: see `is_right_line`. Known are the numbers of the worked
+        solution."""
+        if not self.is_worded:
+            return []
+        known = {value for line in self._lines(problem) for value in numbers_in(line)}
+        return [is_right_line(self.fmt.step_body(solution[s:e]), known) for s, e in self.fmt.step_spans(solution)]
+
+    def _lines(self, problem: Problem) -> list[str]:
+        if not problem.answer:
+            raise BadInput(f"task {self.name}: nothing to demonstrate, {self.set_name} has no single answer")
+        return list(self._example(problem.split, problem.index).lines)
+
+    def solution_demo(self, problem: Problem, rng: random.Random) -> str:
+        """The worked solution, one line a step; the answer alone where there is none. `rng` is not used. Raises
+        BadInput."""
+        return self.fmt.render_solution(self._lines(problem), problem.answer)
+
+    def corrupted_solution(self, problem: Problem, rng: random.Random) -> str:
+        """The solution, half of the time with a wrong answer, and where it can be with one slip that leads there: a
+        wrong result of an equation. Later lines stay as they are. The wrong answer of other sets is another
+        problem's. Raises BadInput."""
+        if rng.random() >= 0.5:
+            return self.solution_demo(problem, rng)
+        if not self.is_worded:
+            answer = self.problem(problem.split, rng.randrange(SIZE)).answer
+            return self.fmt.render_solution([answer], answer)
+        return self.fmt.render_solution(*with_slip(self._lines(problem), problem.answer, rng))
+
+    def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
+        """A demonstration for the verifier: a step is wrong iff it is no line of the solution and states an equation
+        that does not hold; the final verdict is the outcome. `rng` is not used. Raises BadInput."""
+        return judge_equations(self.fmt, solution, set(self._lines(problem)), self.check(problem, solution) is True,
+                               line_equations)

@@ -1,0 +1,315 @@
+"""
+Reasoning Gym: the splits of gsm_symbolic's templates, its demonstrations and step labels, other sets and their scorers,
+options, and the lenient accuracy.
+
+    python -m pytest tests/test_reasoning_gym.py
+"""
+import argparse
+import random
+import sys
+from decimal import Decimal
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+
+from nanochat.common import BadInput, script_main
+from nanochat.rl.prompts import parse_verification
+from nanochat.rl.scores import labels_of, lenient_outcomes, scores_of
+from scripts import task_text
+from tasks import add_task_args, complete_task_args, make_task, task_flags
+from tasks.common import Problem, is_last_number
+from tasks.gsm8k import number
+
+pytest.importorskip("reasoning_gym")
+from tasks import reasoning_gym as gym  # noqa: E402
+
+SPLITS = ("sft", "rl", "test_in", "test_out")
+# sets with numbers, words, a grid, partial scores, and no single answer
+OTHERS = ("chain_sum", "spell_backward", "mini_sudoku", "letter_jumble", "graph_color")
+
+
+def args_of(*flags: str):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0)
+    add_task_args(parser)
+    return parser.parse_args(["--task", "reasoning_gym", *flags])
+
+
+def task_of(*flags: str):
+    return make_task(args_of(*flags))
+
+
+@pytest.fixture(scope="module")
+def task():
+    return task_of()
+
+
+def solution_of(task, *steps: str, answer: str = "1") -> str:
+    return task.fmt.render_solution(list(steps), answer)
+
+
+# Problems
+
+@pytest.mark.parametrize("name", ["gsm_symbolic", *OTHERS])
+def test_a_problem_is_a_function_of_seed_split_and_index(name):
+    problems = {}
+    for seed in ("0", "1"):
+        made = task_of("--reasoning-gym-name", name, "--seed", seed)
+        problems[seed] = [made.problem(split, i) for split in SPLITS for i in range(5)]
+        gym.example_of.cache_clear()
+        gym.entry_of.cache_clear()
+        assert problems[seed] == [made.problem(split, i) for split in reversed(SPLITS)
+                                  for i in reversed(range(5))][::-1]
+        assert [(p.split, p.index) for p in problems[seed]] == [(split, i) for split in SPLITS for i in range(5)]
+    assert sum(a.prompt == b.prompt for a, b in zip(*problems.values(), strict=True)) < 3
+
+
+@pytest.mark.parametrize("name, num", [("gsm_symbolic", 100), ("chain_sum", 200), ("spell_backward", 100)])
+def test_splits_share_no_problem_whatever_the_seed(name, num):
+    prompts = {split: set() for split in SPLITS}
+    for seed in ("0", "1"):
+        made = task_of("--reasoning-gym-name", name, "--seed", seed)
+        for split in SPLITS:
+            prompts[split] |= {made.problem(split, i).prompt for i in range(num)}
+    for a, b in combinations(SPLITS, 2):
+        assert not prompts[a] & prompts[b], (a, b)
+    assert all(len(found) > 1.5 * num for found in prompts.values())
+
+
+def test_test_out_has_templates_that_are_never_seen_and_these_are_the_same_for_every_seed(task):
+    seen, unseen = gym.dealt_templates()[True], gym.dealt_templates()[False]
+    assert (len(seen), len(unseen), len(gym.BAD_TEMPLATES)) == (55, 20, 10)
+    assert not set(seen) & set(unseen) and not gym.BAD_TEMPLATES & {*seen, *unseen}
+    assert unseen == [5, 7, 19, 27, 34, 38, 42, 50, 53, 54, 69, 71, 81, 83, 88, 89, 93, 94, 95, 96]
+    is_seen = {"Comet": True, "mini-golf": True, " can peel ": True, " slew ": False, "-sided die": False}
+    for split in SPLITS:
+        prompts = " ".join(task.problem(split, i).prompt for i in range(150))
+        assert {words: words in prompts for words in is_seen} == {
+            words: seen is (split != "test_out") for words, seen in is_seen.items()}, split
+
+
+def test_every_template_is_sound_in_all_but_few_draws():
+    """Of 40 draws of each: template 3 is unsound in 3% and template 24 in 4%, so 8 is many standard errors away."""
+    for template, make in gym.templates().items():
+        examples = [gym.read_example(make(random.Random(i), 1.0)) for i in range(40)]
+        num_unsound = sum(not gym.is_sound(example) for example in examples)
+        assert num_unsound <= (8 if template in (3, 24) else 0), template
+
+
+@pytest.mark.parametrize("changes, sound", [
+    ({}, True),
+    ({"answer": "6"}, False),                                    # no number of the last line
+    ({"answer": "-5"}, False),
+    ({"lines": ("2 boys + 3 girls = 6 kids", "so 5")}, False),   # an equation that does not hold
+    ({"question": "How many are 0.333333 of 15?"}, False),
+])
+def test_a_worked_solution_is_sound_where_it_holds_and_ends_in_the_answer(changes, sound):
+    example = gym.Example("How many are 2 boys and 3 girls?", "5", ("2 boys + 3 girls = 5 kids",))
+    assert gym.is_sound(example._replace(**changes)) is sound
+
+
+def test_lines_are_those_with_a_number_without_bullets_and_headings():
+    worked = "Let's solve this:\n\n1. Initial amounts:\n   • He has 3.0 jars\n   - So 3.0 × 2 = 6.0\nDone.\n#### 6.0"
+    assert gym.worked_lines(worked) == ["He has 3 jars", "So 3 × 2 = 6"]
+
+
+# Demonstrations
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_demonstrations_end_in_the_gold_answer_and_are_right_in_every_step(task, split):
+    for i in range(80):
+        problem = task.problem(split, i)
+        demo = task.solution_demo(problem, random.Random(0))
+        lines = [task.fmt.step_body(demo[s:e]) for s, e in task.fmt.step_spans(demo)]
+        assert task.check(problem, demo) is True and task.score(problem, demo) == 1
+        assert is_last_number(demo, problem.answer) and number(problem.answer) in gym.numbers_in(lines[-1])
+        assert labels_of(task, problem, demo) == [True] * len(lines)
+        judged = parse_verification(task.fmt, task.verification_demo(problem, demo, random.Random(0)), len(lines))
+        assert judged.unmet == () and judged.verdict is True and all(judged.step_verdicts)
+
+
+def test_a_corrupted_solution_is_right_or_has_one_slip_that_label_and_verifier_name(task):
+    seen, slips = {True: 0, False: 0}, 0
+    for i in range(300):
+        problem = task.problem("sft", i)
+        demo, solution = task.solution_demo(problem, None), task.corrupted_solution(problem, random.Random(i))
+        right, labels = task.check(problem, solution), task.step_labels(problem, solution)
+        assert right is (solution == demo) and labels.count(False) <= 1
+        judged = parse_verification(task.fmt, task.verification_demo(problem, solution, None), len(labels))
+        assert judged.unmet == () and judged.verdict is right and judged.step_verdicts == labels
+        seen[right] += 1
+        slips += False in labels
+    assert abs(seen[True] / 300 - 0.5) < 0.09 and slips > 0.9 * seen[False]  # three standard errors
+
+
+@pytest.mark.parametrize("answer, right", [
+    ("{}", True), ("{}.0", True), ("${}", True), ("-{}", False), ("1{}", False), ("{}, 7", False), ("", False),
+    ("about", False), ("{} or 3", False),
+])
+def test_wrong_answers_are_wrong(task, answer, right):
+    problem = task.problem("rl", 0)
+    assert task.check(problem, solution_of(task, answer=answer.replace("{}", problem.answer))) is right
+
+
+# Equations and step labels
+
+@pytest.mark.parametrize("line, found", [
+    ("240 mushroom / 4 mushroom/minute = 60 minutes", [("240/4", "60", True)]),
+    ("3 * €10 = €30, and $8 + £11 = 20", [("3*10", "30", True), ("8+11", "20", False)]),
+    ("14 skeins per beanie + 4 skeins per pair of mittens = 18 skeins", [("14+4", "18", True)]),
+    ("11 sunflowers x $3 = $33", [("11*3", "33", True)]),
+    ("The perimeter is 2(32+17) = 98", [("2*(32+17)", "98", True)]),
+    ("360 spools / 1440 spools * 100% = 25%", [("360/1440*100%", "25%", True)]),
+    ("84 minutes because 27 + 57 = 84", [("27+57", "84", True)]),
+    ("It is 85 total students - 14 read - 2 volleyball = 69", [("85-14-2", "69", True)]),
+    ("3 cats and 4 dogs = 7", []),               # no sign between them
+    ("In 2 years he will be 23*3=69", [("23*3", "69", True)]),
+    ("a 40-minute show = 2", []),
+])
+def test_equations_are_found_among_units(line, found):
+    assert [(left, right, holds) for left, _, right, holds in gym.line_equations(line)] == found
+
+
+@pytest.mark.parametrize("line, right", [
+    ("She needs 4 * 8 = 32 eggs", True),
+    ("She needs 4 * 8 = 33 eggs", False),          # does not hold
+    ("She needs 4 * 9 = 36 eggs", False),          # holds, and is no value of the solution
+    ("There are 8 eggs in each of 4 boxes, 4 boxes * 8 eggs/box = 32 eggs", True),
+    ("First 4 * 8 = 33, then 40 - 8 = 32", False),
+    ("So she has 32 eggs", True), ("So she has 33 eggs", False),
+    ("So she is done", True),
+    ("", True),
+])
+def test_a_line_is_right_where_it_holds_and_its_result_is_known(line, right):
+    assert gym.is_right_line(line, {Decimal(4), Decimal(8), Decimal(32)}) is right
+
+
+def test_hostile_lines_have_labels_soon(task):
+    problem = task.problem("rl", 0)
+    for text in ("1" + " a" * 20000, "1 a b " * 5000 + "=", "9" * 20000 + "+1=2", "(" * 9000 + "1=1", "2(" * 9000):
+        assert len(labels_of(task, problem, solution_of(task, text))) == 1
+
+
+# Other sets
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_sets_are_scored_by_the_library(name):
+    made = task_of("--reasoning-gym-name", name)
+    for split in SPLITS:
+        problem = made.problem(split, 0)
+        if name != "graph_color":
+            demo = made.solution_demo(problem, random.Random(0))
+            assert made.check(problem, demo) is True and made.score(problem, demo) == 1
+            wrong = {made.check(problem, made.corrupted_solution(problem, random.Random(i))) for i in range(12)}
+            assert wrong == {True, False}
+        for answer in ("", "?", "nan", "[", "1e999999999", "9" * 3000):
+            assert made.check(problem, solution_of(made, answer=answer)) is False
+        assert made.check(problem, "no answer") is False and made.step_labels(problem, "x") == []
+
+
+def test_a_part_of_a_score_is_a_reward_and_no_right_answer():
+    made = task_of("--reasoning-gym-name", "spell_backward")
+    problem = next(p for i in range(20) if len((p := made.problem("rl", i)).answer) > 4)
+    near = solution_of(made, answer=problem.answer[:-1] + "?")
+    texts, problems = [solution_of(made, answer=problem.answer), near, near], [problem] * 3
+    assert made.check(problem, near) is False
+    n = len(problem.answer)
+    assert scores_of(made, problems, texts, [True, False, None]) == [1, pytest.approx((n - 1) / n), None]
+    assert scores_of(SimpleNamespace(name="plain"), problems, texts, [True, False, None]) == [True, False, None]
+    with pytest.raises(BadInput, match="score\\(\\) gives 2, not a number from 0 to 1"):
+        scores_of(SimpleNamespace(name="odd", score=lambda *_: 2), problems, texts, [True, False, None])
+
+
+def test_a_set_without_a_single_answer_has_no_demonstrations():
+    made = task_of("--reasoning-gym-name", "graph_color")
+    with pytest.raises(BadInput, match="nothing to demonstrate, graph_color has no single answer"):
+        made.solution_demo(made.problem("sft", 0), random.Random(0))
+
+
+def test_out_options_make_test_out_harder():
+    made = task_of("--reasoning-gym-name", "chain_sum", "--reasoning-gym-options", "min_terms=2", "max_terms=2",
+                   "--reasoning-gym-out-options", "min_terms=5", "max_terms=5")
+    terms = lambda split: {sum(made.problem(split, i).prompt.count(sign) for sign in (" + ", " - ")) for i in range(9)}
+    assert [terms(split) for split in SPLITS] == [{1}, {1}, {1}, {4}]
+    problem = made.problem("test_out", 0)
+    assert made.check(problem, made.solution_demo(problem, None)) is True
+
+
+# What is refused
+
+@pytest.mark.parametrize("flags, words", [
+    (["--reasoning-gym-name", "sums"], "--reasoning-gym-name sums: there are ab, "),
+    (["--reasoning-gym-name", "countdown"], "countdown: its scorer runs an answer as a program"),
+    (["--reasoning-gym-name", "number_sorting"], "number_sorting: its scorer takes NaN for a right number"),
+    (["--reasoning-gym-name", "coin_flip"], "coin_flip: its scorer takes hours on a short answer"),
+    (["--reasoning-gym-name", "composite"], "composite: it is made of other sets"),
+    (["--reasoning-gym-options", "size=3"], "--reasoning-gym-options size=3: expected KEY=VALUE, where KEY is one of: "
+                                            "difficulty"),
+    (["--reasoning-gym-options", "difficulty"], "difficulty: expected KEY=VALUE"),
+    (["--reasoning-gym-options", "difficulty=hard"], "difficulty=hard: expected a value like 1.0"),
+    (["--reasoning-gym-options", "difficulty=2"], "difficulty=2: cannot be made: AssertionError"),
+    (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-options", "min_terms=true"], "a value like 2"),
+    (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-options", "min_terms=9"],
+     "--reasoning-gym-name chain_sum --reasoning-gym-options min_terms=9: cannot be made: max_terms must be"),
+    (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-out-options", "terms=9"],
+     "--reasoning-gym-out-options terms=9: expected KEY=VALUE"),
+    (["--reasoning-gym-out-options", "difficulty=1"], "test_out of gsm_symbolic is other templates"),
+])
+def test_a_set_or_an_option_that_cannot_be_is_one_line(flags, words):
+    with pytest.raises(BadInput) as error:
+        task_of(*flags)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_every_refused_set_is_one_of_the_library():
+    import reasoning_gym
+    assert set(gym.REFUSED) <= reasoning_gym.factory.DATASETS.keys()
+
+
+def test_without_the_library_there_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    gym.data_set.cache_clear()
+    with pytest.raises(SystemExit) as end:
+        script_main(task_text.main, task_text.make_parser(), ["--task", "reasoning_gym", "--out", str(tmp_path / "t")])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    assert "needs the package reasoning-gym, which is not installed: pip install reasoning-gym" in error
+
+
+def test_options_that_a_checkpoint_was_made_with_are_taken_from_it():
+    flags = dict.fromkeys(task_flags())
+    args = argparse.Namespace(task=None, seed=None, **{name: None for name in flags if name != "task"})
+    complete_task_args(args, {"task": "reasoning_gym", "reasoning_gym_options": [],
+                              "reasoning_gym_out_options": ["min_terms=5"]})
+    assert (args.reasoning_gym_options, args.reasoning_gym_out_options) == ([], ["min_terms=5"])
+
+
+# Strict and lenient
+
+@pytest.mark.parametrize("text, gold, lenient, strict", [
+    ("<think></think><answer>\\boxed{18}</answer>", "18", True, True),
+    ("so 9 * 2 = $18.", "18", True, False),          # the format is not kept
+    ("\\boxed{18}", "18", True, True),
+    ("#### 1,800", "1800", True, True),
+    ("<answer>\\boxed{18}</answer> or 19", "18", False, False),
+    ("<answer>\\boxed{18}</answer> or 18", "18", True, False),
+    ("18 of 20", "18", False, False),
+    ("<answer>18 dozen, 216 eggs</answer>", "216", True, False),
+    ("<answer>\\boxed{\\frac{36}{2}}</answer>", "18", False, True),  # lenient is not always more
+    ("it is 18.0 or so", "18", True, False), ("0018", "18", True, False), ("25%", "25", True, False),
+    ("1/2", "0.5", True, False), ("-5", "-5", True, False), ("is -5.", "5", False, False), ("7-5", "5", True, False),
+    ("", "18", False, False), ("eighteen", "18", False, False), ("\u0661\u0668", "18", False, False),
+    ("1e3", "1000", False, False), ("9" * 5000, "18", False, False), ("1 000", "1000", False, False),
+    ("180", "18", False, False), ("18\x00", "18", True, False),
+])
+def test_strict_and_lenient(task, text, gold, lenient, strict):
+    assert is_last_number(text, gold) is lenient
+    assert task.check(Problem("rl", 0, "?", gold), text) is strict
+
+
+def test_there_is_no_lenient_outcome_without_a_number(task):
+    assert is_last_number("x", "x") is is_last_number("1, 2", "1, 2") is None
+    problems = [Problem("rl", i, "?", gold) for i, gold in enumerate(("18", "x", "7"))]
+    assert lenient_outcomes(task, problems, ["18", "x", "8"]) == [True, False]
+    assert lenient_outcomes(SimpleNamespace(), problems, ["18", "x", "8"]) == []
