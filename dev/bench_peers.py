@@ -9,8 +9,8 @@ with ours.
     python dev/bench_peers.py interleave --workload W1 --peer-python /tmp/peers/venv/bin/python \\
         --nanochat-dir /tmp/peers/nanochat
 
-fp32 (W4: bf16), CPU, OMP_NUM_THREADS threads (default: all cores), random weights and rewards, random prompts of exactly
---prompt-len tokens, completions of exactly --completion-len (end tokens lie outside of the model's vocabulary),
+fp32 (W4: bf16), CPU, OMP_NUM_THREADS threads (default: all cores), random weights and rewards, random prompts of
+exactly --prompt-len tokens, completions of exactly --completion-len (end tokens lie outside of the model's vocabulary),
 temperature 1, the whole vocabulary. One warm-up step is not counted. Each peer asserts the lengths and that every
 parameter moved.
 
@@ -50,7 +50,8 @@ WORKLOADS = {
                n_embd=576, n_head=9, n_kv_head=3),
 }
 NARROW = {"W4": ["--shape", "smollm2-135m", "--dtype", "bfloat16"]}  # a real model's shape, in bf16 on both sides
-OURS_TOKENS = {"W1": 4096, "W2": 4096, "W3": 1024, "W4": 4096}  # per pass; W3: the least memory of 1024, 2048, 4096 at one speed
+# per pass; W3: the least memory of 1024, 2048, 4096 at one speed
+OURS_TOKENS = {"W1": 4096, "W2": 4096, "W3": 1024, "W4": 4096}
 TRL_ROWS = {"W1": 32, "W2": 32, "W3": 16, "W4": 16}  # W1: the fastest of 16, 32, 64, 256; W3: of 16, 32, 64; W2: as W1
 
 
@@ -123,7 +124,8 @@ def run_trl(args) -> dict:
         intermediate_size=args.intermediate_size or 4 * args.n_embd, num_hidden_layers=args.depth,
         num_attention_heads=args.n_head, num_key_value_heads=args.n_kv_head,
         max_position_embeddings=args.prompt_len + args.completion_len,
-        tie_word_embeddings=args.bf16, bos_token_id=None, eos_token_id=args.vocab_size, pad_token_id=None, dtype="float32"))
+        tie_word_embeddings=args.bf16, bos_token_id=None, eos_token_id=args.vocab_size, pad_token_id=None,
+        dtype="float32"))
     steps, generation = [], []
 
     class Clock(transformers.TrainerCallback):
@@ -149,8 +151,8 @@ def run_trl(args) -> dict:
             output_dir=folder, max_steps=args.steps + 1, per_device_train_batch_size=args.device_batch_size,
             gradient_accumulation_steps=rows // args.device_batch_size, num_generations=args.num_samples,
             max_completion_length=args.completion_len, learning_rate=1e-4, lr_scheduler_type="constant", beta=0.0,
-            use_cpu=True, bf16=args.bf16, gradient_checkpointing=False, dataloader_pin_memory=False, logging_strategy="no",
-            save_strategy="no", report_to="none", disable_tqdm=True)
+            use_cpu=True, bf16=args.bf16, gradient_checkpointing=False, dataloader_pin_memory=False,
+            logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True)
         trainer = TimedGRPO(
             model, reward_funcs=lambda completions, **_: torch.rand(len(completions), generator=dice).tolist(),
             args=config, train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=tokenizer,
