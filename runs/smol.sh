@@ -20,26 +20,26 @@ case $ARM in
     grpo) FLAGS="--recipe grpo" ;;
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
 esac
-case $TASK in gsm_symbolic | gsm8k | words) ;; *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;; esac
-if [ "$TASK" != gsm_symbolic ] && ! [ -f "$DATA/train.jsonl" ]; then
-    echo "DATA=$DATA: TASK=$TASK needs a folder with train.jsonl and test.jsonl" >&2
-    exit 2
-fi
-[ ! -e "$DATA" ] || DATA=$(realpath "$DATA")  # what follows runs in the project's root
-[ ! -e "$SOURCE" ] || SOURCE=$(realpath "$SOURCE")
 case $TASK in
     gsm_symbolic) PROBLEMS="--task reasoning_gym" TOKENS=224 VERDICTS=224 ;;
-    gsm8k) PROBLEMS="--task gsm8k --gsm8k-data $DATA" TOKENS=256 VERDICTS=224 ;;
-    words) PROBLEMS="--task gsm8k --gsm8k-data $DATA" TOKENS=80 VERDICTS=96 ;;
+    gsm8k) PROBLEMS="--task gsm8k --gsm8k-data" TOKENS=256 VERDICTS=224 ;;
+    words) PROBLEMS="--task gsm8k --gsm8k-data" TOKENS=80 VERDICTS=96 ;;
+    *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;;
 esac
+if [ "$TASK" != gsm_symbolic ]; then
+    [ -n "$DATA" ] || { echo "TASK=$TASK: DATA must name a folder with train.jsonl and test.jsonl" >&2; exit 2; }
+    [[ $DATA == /* ]] || DATA=$PWD/$DATA  # what follows runs in the project's root
+    PROBLEMS="$PROBLEMS $DATA"
+fi
+[[ $SOURCE == /* || ! -e $SOURCE ]] || SOURCE=$PWD/$SOURCE
 source "$(dirname "$0")/setup.sh"
 trap '[[ $? = [02] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-smol}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that wait for work leave the core to others
-NPROC=${NPROC:-1}  # one process with all cores: at this size ranks wait longer for gradients than threads for each other
+NPROC=${NPROC:-1}  # at this size ranks wait longer for gradients than threads for each other
 NAME=smollm2
-[ -z "$SOURCE" ] || NAME=$(basename "${SOURCE%.gguf}" | tr -c 'A-Za-z0-9._\n-' '-')
+if [ -n "$SOURCE" ]; then NAME=${SOURCE%/} NAME=${NAME%.gguf} NAME=${NAME##*/} NAME=${NAME//[^A-Za-z0-9._-]/-}; fi
 TAG=$NAME-$TASK-s$SEED RUN=$NAME-$TASK-$ARM-s$SEED
 launch() {
     if [ "$NPROC" = 1 ]; then
