@@ -82,7 +82,7 @@ def test_test_out_has_templates_that_are_never_seen_and_these_are_the_same_for_e
     assert (len(seen), len(unseen), len(gym.BAD_TEMPLATES)) == (55, 20, 10)
     assert not set(seen) & set(unseen) and not gym.BAD_TEMPLATES & {*seen, *unseen}
     assert unseen == [5, 7, 19, 27, 34, 38, 42, 50, 53, 54, 69, 71, 81, 83, 88, 89, 93, 94, 95, 96]
-    is_seen = {"Comet": True, "mini-golf": True, " can peel ": True, " slew ": False, "-sided die": False}
+    is_seen = {"Comet": True, " can peel ": True, " slew ": False, "-sided die": False}
     for split in SPLITS:
         prompts = " ".join(task.problem(split, i).prompt for i in range(150))
         assert {words: words in prompts for words in is_seen} == {
@@ -163,6 +163,8 @@ def test_wrong_answers_are_wrong(task, answer, right):
     ("360 spools / 1440 spools * 100% = 25%", [("360/1440*100%", "25%", True)]),
     ("84 minutes because 27 + 57 = 84", [("27+57", "84", True)]),
     ("It is 85 total students - 14 read - 2 volleyball = 69", [("85-14-2", "69", True)]),
+    ("39 yards * (3 feet / 1 yards) = 117 feet", [("39*(3/1)", "117", True)]),
+    ("( 3 - 5 ) * 1 = 9", [("(3-5)*1", "9", False)]),
     ("3 cats and 4 dogs = 7", []),               # no sign between them
     ("In 2 years he will be 23*3=69", [("23*3", "69", True)]),
     ("a 40-minute show = 2", []),
@@ -177,6 +179,7 @@ def test_equations_are_found_among_units(line, found):
     ("She needs 4 * 9 = 36 eggs", False),          # holds, and is no value of the solution
     ("There are 8 eggs in each of 4 boxes, 4 boxes * 8 eggs/box = 32 eggs", True),
     ("First 4 * 8 = 33, then 40 - 8 = 32", False),
+    ("There are 4 - 12 = -8 left", False), ("It is 4 / 4 * 8% = 8%", True), ("It is 2 * 4 = 10 - 2", False),
     ("So she has 32 eggs", True), ("So she has 33 eggs", False),
     ("So she is done", True),
     ("", True),
