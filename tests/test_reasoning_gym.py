@@ -18,7 +18,7 @@ from nanochat.rl.prompts import parse_verification
 from nanochat.rl.scores import labels_of, lenient_outcomes, scores_of
 from scripts import task_text
 from tasks import add_task_args, complete_task_args, make_task, task_flags
-from tasks.common import Problem, is_last_number
+from tasks.common import Problem, in_split, is_last_number
 from tasks.gsm8k import number
 
 pytest.importorskip("reasoning_gym")
@@ -72,6 +72,7 @@ def test_splits_share_no_problem_whatever_the_seed(name, num):
         made = task_of("--reasoning-gym-name", name, "--seed", seed)
         for split in SPLITS:
             prompts[split] |= {made.problem(split, i).prompt for i in range(num)}
+            assert all(in_split(prompt, split) for prompt in prompts[split])
     for a, b in combinations(SPLITS, 2):
         assert not prompts[a] & prompts[b], (a, b)
     assert all(len(found) > 1.5 * num for found in prompts.values())
@@ -222,6 +223,19 @@ def test_a_part_of_a_score_is_a_reward_and_no_right_answer():
     assert scores_of(SimpleNamespace(name="plain"), problems, texts, [True, False, None]) == [True, False, None]
     with pytest.raises(BadInput, match="score\\(\\) gives 2, not a number from 0 to 1"):
         scores_of(SimpleNamespace(name="odd", score=lambda *_: 2), problems, texts, [True, False, None])
+
+
+@pytest.mark.parametrize("name, answer", [("prime_factorization", "x"), ("boxnet", "null"), ("game_of_life", "{}")])
+def test_an_answer_that_a_scorer_cannot_read_is_wrong(name, answer):
+    made = task_of("--reasoning-gym-name", name)
+    assert made.score(made.problem("rl", 0), solution_of(made, answer=answer)) == 0
+
+
+def test_an_answer_that_is_far_too_long_is_not_scored():
+    made = task_of("--reasoning-gym-name", "chain_sum")
+    problem = made.problem("rl", 0)
+    scores = [made.score(problem, solution_of(made, answer=problem.answer + " x" * n)) for n in (1, 800)]
+    assert 0 < scores[0] < 1 and scores[1] == 0
 
 
 def test_a_set_without_a_single_answer_has_no_demonstrations():
