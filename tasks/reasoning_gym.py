@@ -7,9 +7,14 @@ problem: test_in has new numbers in templates that were trained on. test_out has
 split of the templates is the same for every seed. The library's remark to give no units is left out of the problems:
 the format says how to answer.
 
-The library has 100 templates and draws from 85 of them. BAD_TEMPLATES are left out here: under 95% of 1000 draws of
+The library has 100 templates and draws from 85 of them. BAD_TEMPLATES are left out here: under 93% of 1000 draws of
 each are `is_sound`, or the worked solution states "24=24". Draws of the others that are not sound are drawn again: of
-1000 that is 26 of template 3 (rounded down) and 39 of template 24 (a negative age), and none of the rest.
+1000 of each that is 54 of template 24 (an age below 0), 19 of template 3 (rounded down), 1 of template 40.
+
+Step labels were compared with 200 lines that were judged by reading, 80 of a small model and 120 worked lines, most of
+them made wrong. Of 60 right lines all were labelled right, of 140 wrong ones 6 too: a sentence that contradicts its
+equation, or a number that belongs to another step. Before parentheses, units in them and signs of results were read as
+they are now it was 11.
 
 Of any other set test_in and test_out are both held out and of one kind, unless --reasoning-gym-out-options makes those
 of test_out harder. Its solutions are scored by the library, and only a score of 1 is right. There are no worked
@@ -54,7 +59,7 @@ SIZE = 10 ** 6  # problems that a set is made with; those that are asked for are
 ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError,
           ValueError)
 
-UNIT = re.compile(r"(?<=[0-9%])(?:[ /](?!x\b)[A-Za-z][A-Za-z'’-]*){1,8}(?= ?[-–−+*/x×÷=])")
+UNIT = re.compile(r"(?<=[0-9%])(?:[ /](?!x\b)[A-Za-z][A-Za-z'’-]*){1,8}(?= ?[-–−+*/x×÷=)])")
 SHOWN_RESULT = re.compile(r"(?<==)( ?\$?)([0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?)")
 MANY_DECIMALS = re.compile(r"\.[0-9]{5}")
 PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
@@ -64,8 +69,8 @@ PLAIN = re.compile(r"[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
 def without_units(line: str) -> str:
     """A line without the words between numbers and signs: "12 balls * €6/ball = €72" -> "12 * $6 = $72"."""
-    line = re.sub(r"(?<=[0-9])\((?=[0-9])", "*(", re.sub("[€£]", "$", line))  # 2(11) is a product
-    return UNIT.sub("", line)
+    line = re.sub(r"(?<=\() +| +(?=\))", "", UNIT.sub("", re.sub("[€£]", "$", line)))
+    return re.sub(r"(?<=[0-9])\((?=[0-9])", "*(", line)  # 2(11) is a product
 
 
 def line_equations(line: str) -> list[tuple[str, float, str, bool]]:
@@ -82,7 +87,7 @@ def is_right_line(line: str, known: set[Decimal]) -> bool:
     """Whether all equations of a line hold and its result is a known number: that of its last equation, without one its
     last number. A line without a number is right."""
     found = line_equations(line)
-    results = numbers_in(found[-1][2] if found else line)
+    results = [number(found[-1][2].rstrip("%"))] if found else numbers_in(line)
     return all(holds for *_, holds in found) and (not results or results[-1] in known)
 
 
@@ -215,9 +220,8 @@ def read_example(made: dict) -> Example:
 def is_sound(example: Example) -> bool:
     """Whether a worked solution ends in the answer, all of its equations hold, and no number has many decimals."""
     gold, texts = number(example.answer), (example.question, *example.lines)
-    return (gold is not None and gold >= 0 and not any(MANY_DECIMALS.search(text) for text in texts)
-            and all(holds for line in example.lines for *_, holds in line_equations(line))
-            and gold in numbers_in(example.lines[-1]))
+    return (gold in numbers_in(example.lines[-1]) and not any(MANY_DECIMALS.search(text) for text in texts)
+            and all(holds for line in example.lines for *_, holds in line_equations(line)))
 
 
 @functools.lru_cache(maxsize=4096)

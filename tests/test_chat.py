@@ -4,6 +4,7 @@ one role.
 
     python -m pytest tests/test_chat.py
 """
+import argparse
 import io
 import json
 import os
@@ -89,6 +90,18 @@ def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
 
 
 # chat_eval
+
+def test_lenient_accuracy_stands_beside_pass_at_1_and_says_of_how_many(capsys):
+    """Rows: part, right, right in every step, vote, ended, cannot be scored, last numbers."""
+    rows = [["gsm8k", 1, None, True, 1, 0, [True]], ["gsm8k", 0, None, False, 1, 0, [True]]]
+    args = argparse.Namespace(num_samples=1)
+    chat_eval.print_rows(args, "gsm8k", rows)
+    chat_eval.print_rows(args, "math", [*rows, ["math", 0, None, False, 0, 0, []]])
+    chat_eval.print_rows(args, "chain", [row[:6] + [[]] for row in rows])
+    full, some, none = capsys.readouterr().out.splitlines()
+    assert "pass@1  50.0% | lenient 100.0% | ended" in full
+    assert "pass@1  33.3% | lenient 100.0% of 2 | ended" in some and "lenient" not in none
+
 
 def scores(capsys, *flags: str) -> dict[str, dict[str, str]]:
     """Per line of chat_eval its name and its numbers, as printed."""

@@ -56,6 +56,18 @@ def test_a_task_that_can_score_nothing_is_warned_of_once_and_the_run_goes_on(bas
         assert len(read_records(metrics)) > len(first)
 
 
+def test_a_score_is_the_reward_and_a_last_number_is_counted_beside_the_outcome(base, monkeypatch):
+    """Whatever a solution answers it earns a quarter, and the last number of each is the gold one."""
+    monkeypatch.setattr(Chain, "score", lambda self, problem, solution: 0.25, raising=False)
+    monkeypatch.setattr(Chain, "has_numbers", True, raising=False)
+    monkeypatch.setattr("nanochat.rl.scores.is_last_number", lambda text, gold: True)
+    train("--recipe", "grpo", "--run", "r", "--num-steps", "1", "--max-new-tokens", "8", "--eval-examples", "4")
+    (_, record), = read_records(str(base / "runs" / "r" / "metrics.jsonl"))
+    after = json.loads((base / "runs" / "r" / "summary.json").read_text())["after"]
+    assert record["gen/reward"] == 0.25 and record["gen/rewards/outcome/mean"] < 0.25
+    assert after["gen/pass1_in"] < 1 and after["gen/pass1_lenient_in"] == after["gen/pass1_lenient_out"] == 1
+
+
 # What a task gives wrongly
 
 @pytest.mark.parametrize("outcome", [0.7, 1, "yes", torch.tensor(True), [True]])

@@ -18,7 +18,7 @@ from nanochat.rl.prompts import parse_verification
 from nanochat.rl.scores import labels_of, lenient_outcomes, scores_of
 from scripts import task_text
 from tasks import add_task_args, complete_task_args, make_task, task_flags
-from tasks.common import Problem, is_last_number
+from tasks.common import Problem, in_split, is_last_number
 from tasks.gsm8k import number
 
 pytest.importorskip("reasoning_gym")
@@ -72,6 +72,7 @@ def test_splits_share_no_problem_whatever_the_seed(name, num):
         made = task_of("--reasoning-gym-name", name, "--seed", seed)
         for split in SPLITS:
             prompts[split] |= {made.problem(split, i).prompt for i in range(num)}
+            assert all(in_split(prompt, split) for prompt in prompts[split])
     for a, b in combinations(SPLITS, 2):
         assert not prompts[a] & prompts[b], (a, b)
     assert all(len(found) > 1.5 * num for found in prompts.values())
@@ -82,7 +83,7 @@ def test_test_out_has_templates_that_are_never_seen_and_these_are_the_same_for_e
     assert (len(seen), len(unseen), len(gym.BAD_TEMPLATES)) == (55, 20, 10)
     assert not set(seen) & set(unseen) and not gym.BAD_TEMPLATES & {*seen, *unseen}
     assert unseen == [5, 7, 19, 27, 34, 38, 42, 50, 53, 54, 69, 71, 81, 83, 88, 89, 93, 94, 95, 96]
-    is_seen = {"Comet": True, "mini-golf": True, " can peel ": True, " slew ": False, "-sided die": False}
+    is_seen = {"Comet": True, " can peel ": True, " slew ": False, "-sided die": False}
     for split in SPLITS:
         prompts = " ".join(task.problem(split, i).prompt for i in range(150))
         assert {words: words in prompts for words in is_seen} == {
@@ -163,6 +164,8 @@ def test_wrong_answers_are_wrong(task, answer, right):
     ("360 spools / 1440 spools * 100% = 25%", [("360/1440*100%", "25%", True)]),
     ("84 minutes because 27 + 57 = 84", [("27+57", "84", True)]),
     ("It is 85 total students - 14 read - 2 volleyball = 69", [("85-14-2", "69", True)]),
+    ("39 yards * (3 feet / 1 yards) = 117 feet", [("39*(3/1)", "117", True)]),
+    ("( 3 - 5 ) * 1 = 9", [("(3-5)*1", "9", False)]),
     ("3 cats and 4 dogs = 7", []),               # no sign between them
     ("In 2 years he will be 23*3=69", [("23*3", "69", True)]),
     ("a 40-minute show = 2", []),
@@ -177,6 +180,7 @@ def test_equations_are_found_among_units(line, found):
     ("She needs 4 * 9 = 36 eggs", False),          # holds, and is no value of the solution
     ("There are 8 eggs in each of 4 boxes, 4 boxes * 8 eggs/box = 32 eggs", True),
     ("First 4 * 8 = 33, then 40 - 8 = 32", False),
+    ("There are 4 - 12 = -8 left", False), ("It is 4 / 4 * 8% = 8%", True), ("It is 2 * 4 = 10 - 2", False),
     ("So she has 32 eggs", True), ("So she has 33 eggs", False),
     ("So she is done", True),
     ("", True),
@@ -219,6 +223,19 @@ def test_a_part_of_a_score_is_a_reward_and_no_right_answer():
     assert scores_of(SimpleNamespace(name="plain"), problems, texts, [True, False, None]) == [True, False, None]
     with pytest.raises(BadInput, match="score\\(\\) gives 2, not a number from 0 to 1"):
         scores_of(SimpleNamespace(name="odd", score=lambda *_: 2), problems, texts, [True, False, None])
+
+
+@pytest.mark.parametrize("name, answer", [("prime_factorization", "x"), ("boxnet", "null"), ("game_of_life", "{}")])
+def test_an_answer_that_a_scorer_cannot_read_is_wrong(name, answer):
+    made = task_of("--reasoning-gym-name", name)
+    assert made.score(made.problem("rl", 0), solution_of(made, answer=answer)) == 0
+
+
+def test_an_answer_that_is_far_too_long_is_not_scored():
+    made = task_of("--reasoning-gym-name", "chain_sum")
+    problem = made.problem("rl", 0)
+    scores = [made.score(problem, solution_of(made, answer=problem.answer + " x" * n)) for n in (1, 800)]
+    assert 0 < scores[0] < 1 and scores[1] == 0
 
 
 def test_a_set_without_a_single_answer_has_no_demonstrations():
