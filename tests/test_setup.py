@@ -152,6 +152,19 @@ def test_only_what_goes_on_is_told_to_be_run_again(project):
     assert done.returncode == 143 and done.stderr.startswith("Not finished. Run the same command again")
 
 
+@pytest.mark.parametrize("variable, said", [
+    ("ARM=none", "ARM=none: there are tango fixed_verifier grpo\n"),
+    ("TASK=none", "TASK=none: there are gsm_symbolic gsm8k words\n"),
+    ("TASK=words", "TASK=words: DATA must name a folder with train.jsonl and test.jsonl\n")])
+def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path, variable, said):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")  # without setup.sh, at which it would stop
+    name, _, value = variable.partition("=")
+    done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
+                          env=os.environ | {name: value})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
 def test_a_folder_that_was_copied_or_moved_is_refused(project):
     start(project).communicate()
     shutil.copytree(project, project.parent / "copy")
