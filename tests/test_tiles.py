@@ -7,6 +7,7 @@ against PyTorch's operations, in all three kinds of kernels that this machine ca
 import contextlib
 import functools
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -360,6 +361,20 @@ def test_a_model_computes_what_pytorchs_operations_do(native, name):
         expected = results()
     for a, b in zip(ours, expected, strict=True):
         assert_close(a, b, 2 * OF_ROUNDING)
+
+
+def test_panels_go_with_their_pass_and_not_with_the_graph(native, monkeypatch):
+    made, num_alive = [], lambda: sum(panels() is not None for panels in made)
+    for name in ("packed", "packed_back"):
+        def pack(*weights, function=getattr(tiles, name), **options):
+            panels = function(*weights, **options)
+            made.append(weakref.ref(panels))
+            return panels
+        monkeypatch.setattr(tiles, name, pack)
+    total = model_of("llama").trunk(torch.arange(12).view(2, 6)).sum()
+    assert (len(made), num_alive()) == (2 * 4, 0)  # in each layer of one product, and of three
+    total.backward()
+    assert (len(made), num_alive()) == (2 * 8, 0)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
