@@ -193,7 +193,7 @@ def test_attention_without_its_kernels_keeps_the_prefix_once_a_row_and_query_hea
     kernels 12 fp32 numbers, without them keys and values of 3 tokens for each query head in place of 2 x 256."""
     config, kernel = shape_of("qwen2.5-1.5b"), Setting()
     without = block_activations(config, replace(kernel, repeats_keys=True), 3)
-    none = block_activations(config, replace(kernel, device_type="cpu"), 3)
+    none = block_activations(config, replace(kernel, device_type="cpu", dtype=torch.float32), 3)
     assert block_activations(config, kernel, 3) == none + 2 * 12 and without == none + 2 * 3 * 1536 - 2 * 256
 
 
