@@ -23,7 +23,8 @@ def add_model_args(parser) -> None:
     parser.add_argument("--n-head", type=int, default=4)
     parser.add_argument("--n-kv-head", type=int, default=0, help="0: as many as --n-head")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES),
-                        help="of activations; weights are kept in float32")
+                        help="of products and activations, on CPU with --shape of products alone; weights are kept in "
+                             "float32")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
     parser.add_argument("--seed", type=int, default=0)
 

@@ -240,7 +240,7 @@ def warn_of_role(tag: str, meta: dict, role: str) -> None:
 
 
 def warn_of_dtype(what: str, before: str | None, dtype: torch.dtype) -> None:
-    """Says so where training goes on with activations of another dtype. before: as it was, None of older versions."""
+    """Says so where training goes on with products of another dtype. before: as it was, None of older versions."""
     if before not in (None, dtype_name(dtype)):
         print0(f"WARNING: {what} was in {before} and goes on in {dtype_name(dtype)}, which rounds differently")
 

@@ -401,8 +401,8 @@ def process_size() -> dict[str, float | int | None]:
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
-    """dtype of activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it and float32 elsewhere. Refuses
-    float16."""
+    """dtype of products and activations: $NANOCHAT_DTYPE, else bfloat16 on GPUs that have it and float32 elsewhere.
+    Refuses float16."""
     name = os.environ.get("NANOCHAT_DTYPE", "")
     if name in ("float16", "fp16", "half"):
         raise BadInput(f"NANOCHAT_DTYPE={name}: float16 overflows in training; use bfloat16 or float32")

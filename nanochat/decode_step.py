@@ -84,8 +84,7 @@ class DecoderStep:
         self.trunk = _DecoderTrunk(table.data_ptr(), *shared, table.dtype == torch.float32, len(layers), C,
                                    config.intermediate_size)
         self.heads = Heads(0, 1, 1, heads, config.n_kv_head, config.head_dim, 1.0, config.norm_eps)
-        self.work = torch.empty(len(cache.slots),
-                                config.head_dim * (1 + 2 * heads + 2 * config.n_kv_head) + C + 1)
+        self.work = torch.empty(len(cache.slots), decoder_numbers_per_row(config))
 
     def __call__(self, cache: DecodeCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As DecodeStep's."""
@@ -104,6 +103,11 @@ def numbers_per_row(config, F: int) -> int:
     """What decode_trunk writes down of a row on its way. F: the width inside of an MLP."""
     C, heads, kv_heads, D = config.n_embd, config.n_head, config.n_kv_head, config.head_dim
     return D + 5 * C + F + 2 * heads * D + 3 * kv_heads * D + 1 + heads + 2 * kv_heads
+
+
+def decoder_numbers_per_row(config) -> int:
+    """The same of decode_decoder."""
+    return config.head_dim * (1 + 2 * config.n_head + 2 * config.n_kv_head) + config.n_embd + 1
 
 
 class _Layer(ctypes.Structure):

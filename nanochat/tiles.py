@@ -18,10 +18,16 @@ from nanochat.ops import Heads, contiguous, run
 ROWS = 256  # tokens whose part of the gradients of norms and biases is one sum (cpu_decoder.c)
 
 
-@functools.cache
 def has_tiles() -> bool:
     """Whether this CPU multiplies tiles of bf16 (AMX)."""
-    return cpu.library() is not None and bool(cpu.library().has_tiles(1))
+    return asked_for_tiles() == 1
+
+
+@functools.cache
+def asked_for_tiles() -> int:
+    """What has_tiles of cpu_decoder.c says: -1 where the kernels have tiles and Linux does not grant them. It is asked
+    before threads start."""
+    return -1 if cpu.library() is None else cpu.library().has_tiles(1)
 
 
 def takes(*sizes: int) -> bool:
@@ -29,10 +35,8 @@ def takes(*sizes: int) -> bool:
     return not torch.compiler.is_compiling() and all(n % cpu.MULTIPLE == 0 for n in sizes) and has_kernels()
 
 
-@functools.cache
 def has_kernels() -> bool:
-    has_tiles()  # asks Linux for them, before threads start
-    return cpu.library() is not None
+    return asked_for_tiles() >= 0
 
 
 class Weight(ctypes.Structure):
@@ -118,7 +122,7 @@ class _Linear(torch.autograd.Function):
 
 class Layer:
     """The weights of an imported model's layer, in panels: made when they are first asked for, and good as long as the
-    weights do not change: for one forward pass and its backward pass, or for one sampling.
+    weights do not change: for one forward pass or one backward pass, or for one sampling.
 
     before: of queries, keys and values; behind: of the output, gate, up and down projections; norms: of both norms;
     bias: of queries, keys and values, or None. epsilon: of the norms.
@@ -132,6 +136,13 @@ class Layer:
         """Panels of queries, keys and values; of output, gate and up, and down."""
         o, gate, up, down = self.behind
         return packed(*self.before), (packed(o), packed(gate, up, turns=True), packed(down))
+
+    def without_panels(self) -> "Layer":
+        return Layer(self.before, self.behind, self.norms, self.bias, self.epsilon)
+
+    def drop_forward(self) -> None:
+        """Gives up the panels of the forward pass: autograd keeps the layer for the backward pass, which has others."""
+        self.__dict__.pop("forward", None)
 
     @functools.cached_property
     def back_before(self) -> torch.Tensor:
@@ -173,8 +184,9 @@ class _Before(torch.autograd.Function):
         x, norm, cos, sin, inverse, *weights = ctx.saved_tensors
         sizes, C, N = [len(w) for w in weights], x.shape[-1], inverse.numel()
         sums = x.new_empty(-(-N // ROWS), C + sum(sizes))
-        grad_x, grads = torch.empty_like(x), x.new_empty(sum(sizes), C) if ctx.needs_input_grad[3] else None
-        cpu.call("decoder_before_back", ctypes.byref(ctx.shape), C, x, norm, ctx.layer.back_before, cos, sin, inverse,
+        grad_x, grads = torch.empty_like(x), x.new_empty(sum(sizes), C) if any(ctx.needs_input_grad[3:6]) else None
+        layer, ctx.layer = ctx.layer, ctx.layer.without_panels()  # which the graph would keep
+        cpu.call("decoder_before_back", ctypes.byref(ctx.shape), C, x, norm, layer.back_before, cos, sin, inverse,
                  *contiguous(grad_q, grad_k, grad_v), grad_x, sums, grads)
         of_norm, of_bias = sums.sum(dim=0).split([C, sum(sizes)])
         of_weights = [None] * 3 if grads is None else grads.split(sizes)
@@ -203,11 +215,12 @@ class _Behind(torch.autograd.Function):
         y, norm, *weights, added, inverse, inner = ctx.saved_tensors
         (C, Q), F, N = weights[0].shape, len(weights[1]), len(inverse)
         grad_x, grad_y, sums = torch.empty_like(added), torch.empty_like(y), y.new_empty(-(-N // ROWS), C)
-        trained = ctx.needs_input_grad[3]
+        trained = any(ctx.needs_input_grad[3:7])
         grads = [y.new_empty(C, Q), y.new_empty(2 * F, C), y.new_empty(C, F)] if trained else [None] * 3
-        o, *others = ctx.layer.back_behind
+        layer, ctx.layer = ctx.layer, ctx.layer.without_panels()  # as above
+        o, *others = layer.back_behind
         cpu.call("decoder_behind_back", grad.contiguous(), y, o, norm, *others, added, inverse, inner, grad_x, grad_y,
-                 sums, *grads, N, C, Q, F, ctx.layer.epsilon)
+                 sums, *grads, N, C, Q, F, layer.epsilon)
         of_o, of_gate_up, of_down = grads
         of_gate, of_up = of_gate_up.split(F) if trained else (None, None)
         return grad_x, grad_y, sums.sum(dim=0), of_o, of_gate, of_up, of_down, None, None

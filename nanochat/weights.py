@@ -52,7 +52,7 @@ def is_sharded(x) -> bool:
 @torch.no_grad()
 def inference_model(model):
     """The model to sample from: itself, or where its weights are sharded or wider than its activations, a whole copy
-    with weights of their dtype.
+    with weights of the dtype of products.
 
     The copy stays with the model. Each call gives it the model's weights anew: nobody has to say, and nothing has to
     notice, that they have changed. That reads the weights once, as a decoded token does. A sharded model's copy takes
@@ -91,7 +91,7 @@ def copy_to_sample_from(model):
 
 
 def copy_of(model, sharded: bool = False):
-    """A copy that is not trained, with weights of the activations' dtype: what a forward of `model` casts them to. A
+    """A copy that is not trained, with weights of the dtype of products: what a forward of `model` casts them to. A
     collective for a sharded model, unless the copy is sharded too."""
     # FSDP2 puts a class of its own before the model's
     kind = type(model).__bases__[-1] if is_sharded(model) else type(model)

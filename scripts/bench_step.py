@@ -146,7 +146,7 @@ def floor_seconds(args, model, speed) -> float:
 
 
 def planned_bytes(args, roles: dict[str, Role], device) -> int:
-    """The peak of one rank by the planner (rl/plan.py)."""
+    """The peak of one rank by the planner (rl/plan.py), without a checkpoint's copy: none is written here."""
     prompt, completion, verification = args.prompt_len, args.completion_len, args.verification_len
     P, G = args.examples_per_step, args.num_samples
     solutions = Draw(next(iter(roles)), "solutions", P, 1 if args.role == "verifier" else G, prompt, completion,
@@ -160,7 +160,8 @@ def planned_bytes(args, roles: dict[str, Role], device) -> int:
     idle = {"plain": None, "generator": "verifier", "verifier": "generator"}[args.role]  # its optimizer never steps
     held = {name: Held(reference=False, moments=0 if name == idle else None) for name in roles}
     configs = {name: role.model.config for name, role in roles.items()}
-    return memory_plan(configs, held, [solutions, *verifications], setting)["peak"]
+    plan = memory_plan(configs, held, [solutions, *verifications], setting)
+    return plan["peak"] - plan["copy"]
 
 
 def main(args) -> None:

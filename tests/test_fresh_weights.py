@@ -33,6 +33,8 @@ MODELS = {
                                         False, False)),
     "tied": (Decoder, DecoderConfig("qwen3", 64, VOCAB, 2, 4, 2, 48, 12, 64, 1e-6, 1e4, None, False, False, False,
                                     True, True)),
+    "panels": (Decoder, DecoderConfig("llama", 64, 288, 2, 2, 1, 64, 32, 96, 1e-6, 1e4, None, False, False, False,
+                                      False, True)),  # in bf16 by the kernels of tiles.py
 }
 # Largest difference of a token's logprob: what rounding may make, and what the changes below make at least.
 CLOSE, APART = {torch.float32: 1e-3, torch.bfloat16: 0.1}, 1.0

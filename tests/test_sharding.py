@@ -40,6 +40,8 @@ MODELS = {
     "gpt": (GPT, GPTConfig(64, 265, 3, 2, 1, 48, "SSL")),
     "tied": (Decoder,
              DecoderConfig("qwen2", 64, 97, 3, 4, 2, 32, 8, 48, 1e-6, 1e4, None, True, False, False, False, True)),
+    "panels": (Decoder,  # which kernels take in bf16
+               DecoderConfig("llama", 64, 128, 2, 2, 1, 64, 32, 96, 1e-6, 1e4, None, False, False, False, False, True)),
 }
 LOSS = PolicyLoss("ppo_clip", kl="k3", kl_coef=0.1)
 

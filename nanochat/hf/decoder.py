@@ -210,7 +210,12 @@ class Block(nn.Module):
 
     def run_all(self, *passes):
         layer = self.ready or self.layer(passes[0][0])
-        return [self.run(*arguments) if layer is None else self.run_narrow(layer, *arguments) for arguments in passes]
+        if layer is None:
+            return [self.run(*arguments) for arguments in passes]
+        outputs = [self.run_narrow(layer, *arguments) for arguments in passes]
+        if self.ready is None:
+            layer.drop_forward()
+        return outputs
 
     def layer(self, x) -> tiles.Layer | None:
         """The weights as kernels want them, where products are in bf16 and all else is in fp32; None where it is not

@@ -27,7 +27,7 @@ static inline long up(long n) { return (n + L - 1) / L * L; }
 /* Room for n floats. Without memory the process ends: there is no one to tell. */
 static float *floats(long n)
 {
-    float *x = aligned_alloc(64, (size_t)up(n + 1) * sizeof(float));
+    float *x = aligned_alloc(64, ((size_t)n * sizeof(float) + 64) / 64 * 64); /* macOS wants a multiple */
     if (!x) {
         fprintf(stderr, "CPU kernels: no memory for %ld floats\n", n);
         abort();

@@ -22,15 +22,20 @@ static inline long least(long a, long b) { return a < b ? a : b; }
 static inline long share(long N, long threads)
 {
     long pieces = ((N + ROWS - 1) / ROWS + threads - 1) / threads * threads;
+    if (!N)
+        return DEEP;
     return ((N + pieces - 1) / pieces + DEEP - 1) / DEEP * DEEP;
 }
 
-/* Whether this processor multiplies tiles, and Linux lets this process do it (asked once: threads to come have it). */
+/* 1: these kernels multiply tiles, and Linux lets this process do it (asked once: threads to come have it); -1: it does
+ * not, and they must not be called; 0: they do without. */
 long has_tiles(long threads)
 {
     (void)threads;
 #if defined(__AMX_BF16__) && defined(SYS_arch_prctl)
-    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0 ? 1 : -1;
+#elif defined(__AMX_BF16__)
+    return -1;
 #else
     return 0;
 #endif
@@ -95,6 +100,7 @@ void tiles_product(const float *a, const bf16 *panels, float *c, long m, long n,
             long i = unit / parts * rows, j = unit % parts * strips * STRIP;
             for (long end = least(n, j + strips * STRIP); j < end; j += STRIP)
                 strip_out(c + i * n + j, n, narrowed + i * k, k, panels + j * k, least(rows, m - i), k);
+            arrive();
         }
         end_tiles();
     }
@@ -117,6 +123,10 @@ static void put_left(bf16 *left, const bf16 *rows, long n, long block, long bloc
 /* grad (n, k) = or += a^T @ b. To be called by all threads of a team. */
 static void weight_gradient(float *grad, const bf16 *left, const bf16 *right, long n, long k, long blocks, int add)
 {
+    if (!blocks && !add) {
+#pragma omp single
+        memset(grad, 0, n * k * sizeof(float));
+    }
     for (long from = 0; from < blocks; from += AT_A_TIME)
         for (long begin = 0; begin < k; begin += PANELS * STRIP) {
             long deep = least(AT_A_TIME, blocks - from), end = least(k, begin + PANELS * STRIP);
@@ -147,6 +157,7 @@ void tiles_gradient(const float *a, const float *b, float *grad, long N, long n,
             narrow_row(rows, b + block * DEEP * k, m * k);
             memset(rows + m * k, 0, (DEEP - m) * k * sizeof(bf16));
             pack_block(right, rows, k, k, block * DEEP, blocks * DEEP, 1);
+            arrive();
         }
         weight_gradient(grad, left, right, n, k, blocks, add);
         end_tiles();
@@ -296,6 +307,7 @@ void decoder_before_back(const Heads *s, long C, const float *x, const float *we
             for (long i = 0; i < m; i++)
                 norm_back(grad_x + (n + i) * C, grad + i * C, NULL, x + (n + i) * C, weight, inverse[n + i], of_weight,
                           C);
+            arrive();
         }
         if (grads)
             weight_gradient(grads, left, right, width, C, blocks, 0);
@@ -350,6 +362,7 @@ void decoder_behind(const float *x, const float *y, const bf16 *o, const float *
             }
             product_tiles(sums, C, hidden, F, down, m, C, F, 1);
             copy(out + n * C, sums, m * C, N >= MANY);
+            arrive();
         }
         end_tiles();
         free(narrowed), free(normed), free(hidden), free(g), free(u), free(sums);
@@ -442,6 +455,7 @@ void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const
                     pack_block(of_y, read + i * Q, Q, Q, n + i, kept, 1);
                 }
             }
+            arrive();
         }
         if (grad_o) {
             weight_gradient(grad_o, of_added, of_y, C, Q, blocks, 0);

@@ -44,13 +44,21 @@ static inline void narrow_row(bf16 *out, const float *x, long n)
 #endif
 }
 
-/* Puts a vector where it will not be read soon: past the caches, at a multiple of its size. */
+/* Puts a vector where it will not be read soon: past the caches, at a multiple of its size. Before another thread reads
+ * it, the one that wrote must say `arrive`: a barrier does not wait for such writes. */
 static inline void put_away(float *p, vec x)
 {
 #ifdef __AVX512F__
     _mm512_stream_ps(p, (__m512)x);
 #else
     store(p, x);
+#endif
+}
+
+static inline void arrive(void)
+{
+#ifdef __AVX512F__
+    _mm_sfence();
 #endif
 }
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanochat import tiles
 from nanochat.common import BadInput
-from nanochat.decode_step import numbers_per_row
+from nanochat.decode_step import decoder_numbers_per_row, numbers_per_row
 from nanochat.flops import decode_floor, prefill_floor
 from nanochat.engine import CHECK_EVERY_CUDA, PREFILL_TOKENS
 from nanochat.gpt import GPT, GPTConfig
@@ -44,7 +45,7 @@ class Setting:
     ranks: int = 1
     shard: bool = False
     recompute: bool = False
-    dtype: torch.dtype = torch.bfloat16  # of activations
+    dtype: torch.dtype = torch.bfloat16  # of products; of activations too, unless is_narrow
     device_type: str = "cuda"
     micro_batch_tokens: int = 4096
     max_rows: int = 1024
@@ -87,8 +88,8 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters: in all, of one block, of the rest, of the LM head, and of the matrices that are cast to
-    the activations' dtype."""
+    """Numbers of parameters: in all, of one block, of the rest, of the LM head, and of the blocks' matrices, which are
+    cast to the dtype of products."""
     total: int
     block: int
     rest: int
@@ -97,7 +98,7 @@ class Sizes:
 
 
 def model_of(config: Config, dtype: torch.dtype = torch.float32):
-    """The model without its weights, on the meta device. dtype: of activations."""
+    """The model without its weights, on the meta device. dtype: of products."""
     with torch.device("meta"):
         return (Decoder if isinstance(config, DecoderConfig) else GPT)(config, dtype)
 
@@ -115,13 +116,31 @@ def _sizes(kind, shape: str) -> Sizes:
     return Sizes(total, blocks // config.n_layer, total - blocks, model.lm_head.weight.numel(), matrices)
 
 
+def is_narrow(config: Config, setting: Setting) -> bool:
+    """Whether products alone are in bf16, and activations in fp32: of imported models on CPU (nanochat.tiles)."""
+    return (setting.device_type == "cpu" and setting.dtype == torch.bfloat16) and isinstance(config, DecoderConfig)
+
+
+def activation_size(config: Config, setting: Setting) -> int:
+    """Bytes of a number of hidden states, keys and values."""
+    return 4 if is_narrow(config, setting) else setting.dtype.itemsize
+
+
+def has_panels(config: Config, setting: Setting) -> bool:
+    """Whether the layers of such a model run by their kernels, with weights in panels (Decoder's Block.layer)."""
+    return (is_narrow(config, setting) and not (config.qk_norm or config.out_bias or config.mlp_bias)
+            and tiles.takes(config.n_embd, config.head_dim, config.intermediate_size))
+
+
 def resident_bytes(config: Config, setting: Setting, held: Held) -> dict[str, int]:
-    """What a role holds all the time. A trained one: fp32 weights, AdamW's two moments and the copy that is sampled
-    from; one that only samples: weights of the activations' dtype, whole on each rank."""
+    """What a role holds all the time. A trained one: fp32 weights, AdamW's two moments and, where sampling does not
+    read these weights, the copy that it reads; one that only samples: weights of the dtype of products, whole on each
+    rank."""
     everything, narrow = sizes_of(config).total, setting.dtype.itemsize
     total = everything if held.own is None else held.own
     moments = everything if held.moments is None else held.moments
-    has_copy = held.trained and (setting.shard or setting.dtype != torch.float32)
+    reads_weights = setting.dtype == torch.float32 or is_narrow(config, setting)
+    has_copy = held.trained and (setting.shard or not reads_weights)
     shards = setting.shards if held.trained else 1
     return {"weights": (4 if held.trained else narrow) * total // shards,
             "AdamW": 8 * moments // shards if held.trained else 0,
@@ -131,15 +150,15 @@ def resident_bytes(config: Config, setting: Setting, held: Held) -> dict[str, in
 
 def cache_bytes_per_token(config: Config, setting: Setting) -> int:
     """Keys and values of one token in all layers."""
-    return 2 * config.n_layer * config.n_kv_head * config.head_dim * setting.dtype.itemsize
+    return 2 * config.n_layer * config.n_kv_head * config.head_dim * activation_size(config, setting)
 
 
 def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int, prompt_tokens: int,
                    new_tokens: int) -> int:
     """The peak of sampling on one rank: keys and values of all places and slots, from the start on; the results; and
     the logits of a decoding step or what prompts that are run hold, on CUDA both: the graphs keep theirs."""
-    rows, narrow, C = prompts * samples, setting.dtype.itemsize, config.n_embd
-    by_kernel = setting.device_type == "cuda" or fuses(setting)
+    rows, size, C = prompts * samples, activation_size(config, setting), config.n_embd
+    by_kernel = setting.device_type == "cuda" or fuses(config, setting)
     places = num_places(prompts, samples, prompt_tokens, new_tokens, setting.max_rows, setting.max_cached_tokens)
     per_token = cache_bytes_per_token(config, setting)
     # The CPU kernel reads a prompt's keys in vectors of 16.
@@ -147,30 +166,43 @@ def sampling_bytes(config: Config, setting: Setting, prompts: int, samples: int,
     cached = per_token * (num_slots(prompts, places, samples) * of_slot + places * max(1, new_tokens - 1))
     results = rows * new_tokens * (8 + 4)
     # In fp32, and two on the way through the softcap, or one for a temperature; for kernels as the head gives them.
-    numbers = 4 * (3 if isinstance(config, GPTConfig) else 2) if not by_kernel else narrow
+    numbers = 4 * (3 if isinstance(config, GPTConfig) else 2) if not by_kernel else size
     logits = places * config.vocab_size * numbers
     # of a token in an MLP: inside; the residual stream and its norm at both ends, what attention added, a GPT's first x
     if isinstance(config, GPTConfig):
-        width = 4 * C + 6 * C if fuses(setting) else 2 * 4 * C + 6 * C
+        width = 4 * C + 6 * C if fuses(config, setting) else 2 * 4 * C + 6 * C
+    elif has_panels(config, setting):  # a layer's input and output, queries, what attention gives
+        width = 2 * C + 2 * config.n_head * config.head_dim
     else:  # gate, up, their product; on CPU gate's silu too
         width = (3 if setting.device_type == "cuda" else 4) * config.intermediate_size + 4 * C
     # New prompts fill at most all places with their rows.
     piece = max(prompt_tokens, min(PREFILL_TOKENS, -(-places // samples) * prompt_tokens))
-    running = piece * (narrow * width + per_token)
+    running = piece * (size * width + per_token)
     # queries, keys and values as one matrix, and a layer's weights as its kernels want them (GPT.joined_projections)
     heads = 0 if isinstance(config, DecoderConfig) else (config.n_head + 2 * config.n_kv_head) * config.head_dim
-    joined = narrow * config.n_layer * C * heads
-    if isinstance(config, GPTConfig) and fuses(setting):
-        joined += narrow * config.n_layer * C * (heads + 9 * C)
-        # made by the first decoding step: prompts that are run later find it there
-        step = narrow * places * numbers_per_row(config, 4 * C)
-        logits, running = logits + step, running + (step if places < rows else 0)
+    joined, step = size * config.n_layer * C * heads, 0
+    if isinstance(config, GPTConfig) and fuses(config, setting):
+        joined += size * config.n_layer * C * (heads + 9 * C)
+        step = size * places * numbers_per_row(config, 4 * C)
+    elif has_panels(config, setting) and tiles.takes(config.vocab_size):  # Decoder.joined_projections
+        joined = 2 * sizes_of(config).matrices + head_rounded(config)
+        step = size * places * decoder_numbers_per_row(config)
+    elif is_narrow(config, setting):
+        step = head_rounded(config)
+    # made by the first decoding step: prompts that are run later find it there
+    logits, running = logits + step, running + (step if places < rows else 0)
     return cached + results + (logits + running if setting.device_type == "cuda" else max(logits, running)) + joined
 
 
-def fuses(setting: Setting) -> bool:
+def head_rounded(config: Config) -> int:
+    """Bytes of an LM head in bf16: in panels, or where no kernel takes it on the way through fp32."""
+    return (2 if tiles.takes(config.vocab_size, config.n_embd) else 2 + 4) * sizes_of(config).head
+
+
+def fuses(config: Config, setting: Setting) -> bool:
     """Whether CPU kernels draw tokens, and run a GPT's layers (ops.before_attention, behind_attention)."""
-    return setting.device_type == "cpu" and setting.dtype == torch.float32 and cpu.library() is not None
+    is_wide = setting.dtype == torch.float32 or is_narrow(config, setting)
+    return setting.device_type == "cpu" and is_wide and cpu.library() is not None
 
 
 def block_activations(config: Config, setting: Setting, seen: float) -> float:
@@ -181,12 +213,14 @@ def block_activations(config: Config, setting: Setting, seen: float) -> float:
     if setting.device_type == "cuda":
         lse = 4 / setting.dtype.itemsize * config.n_head  # fp32, of the kernel
         attention += 2 * seen * queries - 2 * keys if setting.repeats_keys else lse
-    if isinstance(config, GPTConfig) and fuses(setting):
+    if isinstance(config, GPTConfig) and fuses(config, setting):
         # input, mixed, with attention added; input of relu^2; value embeddings
         return attention - queries + 3 * C + 4 * C + 0.5 * keys
     if isinstance(config, GPTConfig):
         # mixing and norms; input of relu^2 and its output; value embeddings
         return attention + 3 * C + 2 * 4 * C + 1.5 * keys
+    if has_panels(config, setting):  # input, with attention added; gate and up in bf16; lse; both norms' 1 / rms
+        return attention - queries + 2 * C + config.intermediate_size + config.n_head + 2
     # norms; gate, its silu, up, their product
     return attention + 4 * C + 4 * config.intermediate_size + 2 * (queries + keys) * config.qk_norm
 
@@ -202,29 +236,37 @@ def activation_bytes(config: Config, setting: Setting, samples: int, prompt_toke
     of_prompt = block_activations(config, setting, 1)
     of_trained = block_activations(config, setting, (prompt_tokens + new_tokens) / new_tokens)
     passing = 0 if isinstance(config, GPTConfig) else 2 * config.intermediate_size  # gradients inside one block
+    if has_panels(config, setting):  # and what they are multiplied with, in bf16
+        passing = (3 * C + 3 * config.intermediate_size + config.n_head * config.head_dim) / 2
     if setting.recompute:
         # inputs of blocks, keys and values of prompts; one block in full, whose prompts take less than the logits that
         # are gone by then
         kept = (prompts + trained) * L * C + prompts * L * keys + trained * of_trained
     else:  # a prompt's last layer gives keys and values alone
         kept = prompts * ((L - 1) * of_prompt + 2 * C + keys) + trained * L * of_trained
-    return int(setting.dtype.itemsize * (kept + trained * (4 * C + passing))), trained
+    return int(activation_size(config, setting) * (kept + trained * (4 * C + passing))), trained
 
 
 def update_bytes(config: Config, setting: Setting, samples: int, prompt_tokens: int, new_tokens: int) -> dict[str, int]:
     """What the update of a role on groups of `samples` holds at its peak: gradients (all there from the second
     micro-batch on), weights gathered or cast, activations, and logits with the LM head's gradient."""
     sizes, narrow, L = sizes_of(config), setting.dtype.itemsize, config.n_layer
+    on_cuda, rounds = setting.device_type == "cuda", is_narrow(config, setting)
     activations, trained = activation_bytes(config, setting, samples, prompt_tokens, new_tokens)
     if setting.shard:  # two blocks gathered, one with its gradient, and the rest with its own
         cast = narrow * (2 * sizes.block + sizes.rest) + (narrow + 4) * sizes.block + narrow * sizes.rest
+    elif rounds:  # a layer's panels
+        cast = narrow * sizes.matrices // L
     elif narrow < 4:  # each of the two passes keeps its casts
         cast = narrow * 2 * (sizes.matrices // L if setting.recompute else sizes.matrices) + narrow * sizes.head
     else:
         cast = 0
-    on_cuda = setting.device_type == "cuda"
-    rows = min(trained, rows_of_chunk(trained, config.vocab_size, setting.dtype, on_cuda))
-    chunk = rows * config.vocab_size * (narrow if on_cuda else 16)
+    rows = min(trained, rows_of_chunk(trained, config.vocab_size, setting.dtype, on_cuda, rounds))
+    # the logits or their gradient, and where these are rounded in bf16, without a kernel on the way through fp32
+    by_kernel = rounds and tiles.takes(config.vocab_size, config.n_embd)
+    chunk = rows * config.vocab_size * (narrow if on_cuda else 4 + 2 if by_kernel else 4 + 6 if rounds else 16)
+    if rounds:  # the head for both its products
+        chunk += (2 if by_kernel else 1) * head_rounded(config)
     return {"gradients": 4 * sizes.total // setting.shards, "weights gathered or cast": cast,
             "activations": activations,
             "logits and the head's gradient": max(chunk + 4 * sizes.head, 2 * 4 * sizes.head)}
