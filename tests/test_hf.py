@@ -160,8 +160,10 @@ def test_parameter_names_are_those_of_transformers():
 
 def test_angles_are_fp32_numbers_whatever_the_activations():
     positions = torch.tensor([[0, 257, 1003]])  # 257 is no bf16 number
-    exact, ours = (Decoder(small_config("llama"), dtype).rotary(positions) for dtype in (torch.float32, torch.bfloat16))
-    assert all(x.dtype == torch.bfloat16 and torch.equal(x, y.bfloat16()) for x, y in zip(ours, exact, strict=True))
+    exact = Decoder(small_config("llama")).rotary(positions)
+    for dtype, given in ((torch.bfloat16, torch.float32), (torch.float16, torch.float16)):  # bf16 is of products alone
+        ours = Decoder(small_config("llama"), dtype).rotary(positions)
+        assert all(x.dtype == given and torch.equal(x, y.to(given)) for x, y in zip(ours, exact, strict=True))
 
 
 # Configurations
@@ -457,10 +459,12 @@ def test_recomputed_blocks_keep_less():
 
 # The rest
 
-def test_activations_have_the_compute_dtype_and_parameters_keep_theirs():
-    model = Decoder(small_config("qwen2"), torch.bfloat16)
+@pytest.mark.parametrize("dtype, given", [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+def test_activations_have_the_compute_dtype_but_for_bf16_on_cpu_and_parameters_keep_theirs(dtype, given):
+    model = Decoder(small_config("qwen2"), dtype)
     model.init_weights(torch.Generator().manual_seed(0))
-    assert model.trunk(random_ids(1, 4)).dtype == torch.bfloat16 and model(random_ids(1, 4)).dtype == torch.float32
+    assert model.activation_dtype == model.trunk(random_ids(1, 4)).dtype == given
+    assert model(random_ids(1, 4)).dtype == torch.float32
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
