@@ -56,7 +56,7 @@ void pack_tiles_back(const Weight *w, bf16 *panels, long n, long k, long from, l
 #pragma omp parallel num_threads(threads)
     {
         bf16 *rows = halves(DEEP * k);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (long p = 0; p < n; p += DEEP) {
             narrow_weight(rows, w, p * k, DEEP * k);
             pack_block(panels, rows, k, k, from + p, deep, 0);
@@ -89,7 +89,7 @@ void tiles_product(const float *a, const bf16 *panels, float *c, long m, long n,
 #pragma omp parallel num_threads(threads)
     {
         begin_tiles();
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic, 16)
         for (long i = 0; i < pieces * rows; i++)
             if (i < m)
                 narrow_row(narrowed + i * k, a + i * k, k);
@@ -130,7 +130,7 @@ static void weight_gradient(float *grad, const bf16 *left, const bf16 *right, lo
     for (long from = 0; from < blocks; from += AT_A_TIME)
         for (long begin = 0; begin < k; begin += PANELS * STRIP) {
             long deep = least(AT_A_TIME, blocks - from), end = least(k, begin + PANELS * STRIP);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
             for (long i = 0; i < n; i += 2 * SIDE)
                 for (long j = begin; j < end; j += STRIP)
                     multiply(2, grad + i * k + j, k, left + (i / SIDE * blocks + from) * TILE_SIZE, blocks * TILE_SIZE,
@@ -148,7 +148,7 @@ void tiles_gradient(const float *a, const float *b, float *grad, long N, long n,
     {
         bf16 *rows = halves(DEEP * (n > k ? n : k));
         begin_tiles();
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (long block = 0; block < blocks; block++) {
             long m = least(DEEP, N - block * DEEP);
             narrow_row(rows, a + block * DEEP * n, m * n);
@@ -232,7 +232,7 @@ void decoder_before(const Heads *s, long C, const float *x, const float *weight,
         bf16 *normed = halves(most * C);
         float *rows = floats(most * width);
         begin_tiles();
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (long n = 0; n < N; n += most) {
             long m = least(most, N - n);
             for (long i = 0; i < m; i++)
@@ -274,7 +274,7 @@ void decoder_before_back(const Heads *s, long C, const float *x, const float *we
         bf16 *normed = halves(ROWS * C), *narrowed = halves(ROWS * width);
         float *row = floats(width), *grad = floats(ROWS * C);
         begin_tiles();
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (long n = 0; n < N; n += ROWS) {
             long m = least(ROWS, N - n), deep = (m + DEEP - 1) / DEEP * DEEP;
             float *of_weight = sums + n / ROWS * (C + width), *of_bias = of_weight + C;
@@ -335,7 +335,7 @@ void decoder_behind(const float *x, const float *y, const bf16 *o, const float *
         bf16 *narrowed = halves(most * Q), *normed = halves(most * C), *hidden = halves(most * F);
         float *g = floats(most * STRIP), *u = floats(most * STRIP), *sums = floats(most * C), product[STRIP];
         begin_tiles();
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (long n = 0; n < N; n += most) {
             long m = least(most, N - n);
             narrow_row(narrowed, y + n * Q, m * Q);
@@ -410,7 +410,7 @@ void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const
         bf16 *read = halves(ROWS * (C > Q ? C : Q));
         float *of_product = floats(ROWS * STRIP), *of_norm = floats(ROWS * C);
         begin_tiles();
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (long n = 0; n < N; n += ROWS) {
             long m = least(ROWS, N - n), deep = (m + DEEP - 1) / DEEP * DEEP;
             float *of_weight = sums + n / ROWS * C;
