@@ -72,7 +72,8 @@ static void strip_out(float *c, long ldc, const bf16 *a, long stride, const bf16
     float sums[2 * SIDE * STRIP] __attribute__((aligned(64)));
     for (long i = 0; i < m; i += 2 * SIDE) {
         long rows = least(2 * SIDE, m - i);
-        multiply(rows > SIDE ? 2 : 1, sums, STRIP, a + i * stride, SIDE * stride, DEEP, stride, panel, k, 0);
+        multiply(rows > SIDE ? 2 : 1, sums, STRIP, a + i * stride, SIDE * stride, DEEP, stride, panel, k, 0,
+                 panel, 0);
         for (long r = 0; r < rows; r++)
             for (long j = 0; j < STRIP; j += L)
                 put_away(c + (i + r) * ldc + j, load(sums + r * STRIP + j));
@@ -135,7 +136,7 @@ static void weight_gradient(float *grad, const bf16 *left, const bf16 *right, lo
                 for (long j = begin; j < end; j += STRIP)
                     multiply(2, grad + i * k + j, k, left + (i / SIDE * blocks + from) * TILE_SIZE, blocks * TILE_SIZE,
                              TILE_SIZE, DEEP, right + j * blocks * DEEP + from * DEEP * STRIP, deep * DEEP,
-                             add || from > 0);
+                             add || from > 0, right, 0);
         }
 }
 

@@ -17,6 +17,7 @@
 #define DEEP 32
 #define STRIP 32
 #define TILE_SIZE (SIDE * DEEP)
+#define FEW 128 /* rows up to which a panel is not yet in the caches when it is needed */
 
 typedef uint16_t bf16;
 
@@ -156,9 +157,10 @@ static const struct {
 #define end_tiles() _tile_release()
 
 /* c (16 * sides, 32) = or += a @ a panel. a: its tile (i, p) is at a + i * side + p / DEEP * deep, with rows `stride`
- * numbers apart. */
+ * numbers apart. soon: what is read next, of which each DEEP rows fetch `fetched` lines of 64 bytes. */
 static inline __attribute__((always_inline)) void multiply(const int sides, float *c, long ldc, const bf16 *a, long side,
-                                                           long deep, long stride, const bf16 *panel, long k, int add)
+                                                           long deep, long stride, const bf16 *panel, long k, int add,
+                                                           const bf16 *soon, long fetched)
 {
     long bytes = ldc * sizeof(float);
     _tile_zero(0);
@@ -174,6 +176,8 @@ static inline __attribute__((always_inline)) void multiply(const int sides, floa
         _tile_loadd(3, c + SIDE * ldc + SIDE, bytes);
     }
     for (long p = 0; p < k; p += DEEP, a += deep, panel += 2 * TILE_SIZE) {
+        for (long i = 0; i < fetched; i++, soon += DEEP)
+            __builtin_prefetch(soon, 0, 2);
         _tile_loadd(4, a, stride * sizeof(bf16));
         _tile_loadd(6, panel, 64);
         _tile_loadd(7, panel + TILE_SIZE, 64);
@@ -208,7 +212,7 @@ static inline vec add_pairs(vec total, int32_t pair, ivec pairs)
 }
 
 static inline void multiply(const int sides, float *c, long ldc, const bf16 *a, long side, long deep, long stride,
-                            const bf16 *panel, long k, int add)
+                            const bf16 *panel, long k, int add, const bf16 *soon, long fetched)
 {
     for (int i = 0; i < sides * SIDE; i += AT_ONCE)
         for (int j = 0; j < STRIP; j += L) {
@@ -233,18 +237,20 @@ static inline void multiply(const int sides, float *c, long ldc, const bf16 *a, 
 }
 #endif
 
-/* c (m, 32) = or += a (m, k) @ a panel. a: bf16 rows, of which there are as many as tiles read. */
+/* c (m, 32) = or += a (m, k) @ a panel. a: bf16 rows, of which there are as many as tiles read. The panel behind it is
+ * fetched meanwhile: decoding reads each once, from memory. */
 static void strip(float *c, long ldc, const bf16 *a, long stride, const bf16 *panel, long m, long k, int add)
 {
-    long i = 0;
-    for (; i + 2 * SIDE <= m; i += 2 * SIDE)
-        multiply(2, c + i * ldc, ldc, a + i * stride, SIDE * stride, DEEP, stride, panel, k, add);
-    for (; i < m; i += SIDE) {
+    const bf16 *soon = panel + STRIP * k;
+    long i = 0, fetched = m <= FEW ? 2 * STRIP * SIDE / (m > SIDE ? m : SIDE) : 0;
+    for (; i + 2 * SIDE <= m; i += 2 * SIDE, soon += fetched * k)
+        multiply(2, c + i * ldc, ldc, a + i * stride, SIDE * stride, DEEP, stride, panel, k, add, soon, fetched);
+    for (; i < m; i += SIDE, soon += fetched * k) {
         float rest[SIDE * STRIP] = {0};
         long rows = m - i < SIDE ? m - i : SIDE;
         for (long r = 0; add && r < rows; r++)
             memcpy(rest + r * STRIP, c + (i + r) * ldc, STRIP * sizeof(float));
-        multiply(1, rest, STRIP, a + i * stride, SIDE * stride, DEEP, stride, panel, k, add);
+        multiply(1, rest, STRIP, a + i * stride, SIDE * stride, DEEP, stride, panel, k, add, soon, fetched);
         for (long r = 0; r < rows; r++)
             memcpy(c + (i + r) * ldc, rest + r * STRIP, STRIP * sizeof(float));
     }
