@@ -94,7 +94,8 @@ ROPE = {"default": plain_frequencies, "linear": linear_frequencies, "llama3": ll
 
 
 class Linear(gpt.Linear):
-    """A linear layer; products_dtype: where it is bf16 on CPU, activations stay fp32 (nanochat.tiles)."""
+    """A linear layer. Where it is narrow, on CPU the operands of its product are rounded to bf16 and all else is fp32
+    (nanochat.tiles)."""
     is_narrow, panels = False, None  # panels: of a model that samples (Decoder.joined_projections)
 
     def forward(self, x):
@@ -246,8 +247,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. `compute_dtype` is the dtype of products, and but on CPU of activations; parameters stay as they
-    are."""
+    """The model. `compute_dtype` is the dtype of products; `activation_dtype` that of what lies between them. Parameters
+    stay as they are."""
 
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
