@@ -247,7 +247,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. `compute_dtype` is the dtype of products; `activation_dtype` that of what lies between them. Parameters
+    """The model. `compute_dtype` is the dtype of products, `activation_dtype` that of what lies between them. Parameters
     stay as they are."""
 
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
