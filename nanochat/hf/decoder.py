@@ -247,8 +247,8 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. `compute_dtype` is the dtype of products, `activation_dtype` that of what lies between them. Parameters
-    stay as they are."""
+    """The model. `compute_dtype` is the dtype of products, `activation_dtype` that of what lies between them.
+    Parameters stay as they are."""
 
     def __init__(self, config: DecoderConfig, compute_dtype: torch.dtype = torch.float32):
         super().__init__()
