@@ -24,15 +24,15 @@ from nanochat.files import make_folder, path_of, whole_file, write_json, writing
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
-from nanochat.tiles import has_tiles
+from nanochat.tiles import has_tiles, takes
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import (allocate, fill, is_sharded, local_optimizer_state, not_finite, whole_state,
                               with_shards)
 
 # of a configuration
 SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "intermediate_size")
+NARROW_FROM = 512  # width of an imported model from which products in bf16 are taken to be the faster ones
 # absent from older upstream checkpoints, with what they stood for
-NARROW_FROM = 512  # width of an imported model from which products in bf16 are the faster ones (dev/BENCH.md)
 MAY_BE_MISSING = {"resid_lambdas": 1.0, "x0_lambdas": 0.0}
 
 
@@ -196,11 +196,19 @@ def check_config(config: GPTConfig | DecoderConfig, path: str) -> None:
 
 def dtype_for(device, *configs: GPTConfig | DecoderConfig) -> torch.dtype:
     """The compute dtype of models of these shapes: common.compute_dtype's, but bfloat16 too for imported models of
-    some width on a CPU that multiplies it in tiles (AMX), where $NANOCHAT_DTYPE does not say otherwise."""
-    if device.type == "cpu" and not os.environ.get("NANOCHAT_DTYPE") and configs and all(
-            isinstance(config, DecoderConfig) and config.n_embd >= NARROW_FROM for config in configs):
-        return torch.bfloat16 if has_tiles() else torch.float32
+    some width on a CPU that multiplies it in tiles (AMX), where $NANOCHAT_DTYPE does not say otherwise and the kernels
+    take them all."""
+    if (device.type == "cpu" and not os.environ.get("NANOCHAT_DTYPE") and configs and all(map(gains_by_tiles, configs))
+            and has_tiles()):
+        return torch.bfloat16
     return compute_dtype(device)
+
+
+def gains_by_tiles(config: GPTConfig | DecoderConfig) -> bool:
+    """Whether the kernels for products in bf16 serve a model of this shape, and it is wide enough to gain."""
+    return (isinstance(config, DecoderConfig) and config.n_embd >= NARROW_FROM
+            and not (config.qk_norm or config.out_bias or config.mlp_bias)
+            and takes(config.n_embd, config.vocab_size, config.intermediate_size, config.head_dim))
 
 
 def load_model(stage: str, tag: str, device, dtype: torch.dtype | None = None, step: int | None = None,

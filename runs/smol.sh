@@ -21,15 +21,22 @@ case $ARM in
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
 esac
 case $TASK in
-    gsm_symbolic) PROBLEMS="--task reasoning_gym" TOKENS=224 VERDICTS=224 ;;
-    gsm8k) PROBLEMS="--task gsm8k --gsm8k-data" TOKENS=256 VERDICTS=224 ;;
-    words) PROBLEMS="--task gsm8k --gsm8k-data" TOKENS=80 VERDICTS=96 ;;
+    gsm_symbolic) PROBLEMS=(--task reasoning_gym) TOKENS=224 VERDICTS=224 RATE=5e-4 ;;
+    gsm8k) PROBLEMS=(--task gsm8k --gsm8k-data) TOKENS=256 VERDICTS=224 RATE=1e-4 ;;
+    words) PROBLEMS=(--task gsm8k --gsm8k-data) TOKENS=80 VERDICTS=96 RATE=1e-4 ;;
     *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;;
 esac
+for number in SEED STEPS BATCH SFT_STEPS; do
+    [[ ${!number} =~ ^[0-9]{1,9}$ ]] || { echo "$number=${!number}: must be a number" >&2; exit 2; }
+done
+if [ "$TASK" = gsm_symbolic ] && [ -n "$DATA" ]; then
+    echo "DATA=$DATA: is of TASK=gsm8k or TASK=words" >&2
+    exit 2
+fi
 if [ "$TASK" != gsm_symbolic ]; then
     [ -n "$DATA" ] || { echo "TASK=$TASK: DATA must name a folder with train.jsonl and test.jsonl" >&2; exit 2; }
     [[ $DATA == /* ]] || DATA=$PWD/$DATA  # what follows runs in the project's root
-    PROBLEMS="$PROBLEMS $DATA"
+    PROBLEMS+=("${DATA%/}")
 fi
 [[ $SOURCE == /* || ! -e $SOURCE ]] || SOURCE=$PWD/$SOURCE
 source "$(dirname "$0")/setup.sh"
@@ -38,9 +45,13 @@ export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-smol}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that wait for work leave the core to others
 NPROC=${NPROC:-1}  # at this size ranks wait longer for gradients than threads for each other
+mark() { local sum; sum=$(cksum <<< "${1%/}"); echo "${sum%% *}"; }  # of a path: other models, other problems
 NAME=smollm2
-if [ -n "$SOURCE" ]; then NAME=${SOURCE%/} NAME=${NAME%.gguf} NAME=${NAME##*/} NAME=${NAME//[^A-Za-z0-9._-]/-}; fi
-TAG=$NAME-$TASK-s$SEED RUN=$NAME-$TASK-$ARM-s$SEED
+if [ -n "$SOURCE" ]; then
+    NAME=${SOURCE%/} NAME=${NAME%.gguf} NAME=${NAME##*/} NAME=${NAME//[^A-Za-z0-9_-]/-}-$(mark "$SOURCE")
+fi
+ABOUT=$TASK${DATA:+-$(mark "$DATA")}
+TAG=$NAME-$ABOUT-s$SEED RUN=$NAME-$ABOUT-$ARM-s$SEED
 launch() {
     if [ "$NPROC" = 1 ]; then
         python -m "scripts.$1" "${@:2}"
@@ -59,15 +70,16 @@ if ! [ -e "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$NAME/meta_000000.json" ]; the
     python -m scripts.hf_import --source "$SOURCE" --model-tag "$NAME"
 fi
 
-START="--from-stage sft --from-tag $NAME --model-tag $TAG --seed $SEED $DEVICE --resume-from-step auto"
-SFT="$PROBLEMS --num-steps $SFT_STEPS --examples-per-step 16 --embedding-lr 1e-4 --max-new-tokens $TOKENS --keep 1"
-launch chat_sft --role generator $START $SFT
+START=(--from-stage sft --from-tag "$NAME" --model-tag "$TAG" --seed "$SEED" $DEVICE --resume-from-step auto)
+SFT=("${PROBLEMS[@]}" --num-steps "$SFT_STEPS" --examples-per-step 16 --embedding-lr $RATE --max-new-tokens $TOKENS
+    --keep 1)
+launch chat_sft --role generator "${START[@]}" "${SFT[@]}"
 if [ "$ARM" != grpo ]; then
-    launch chat_sft --role verifier $START $SFT --num-sampled 512
+    launch chat_sft --role verifier "${START[@]}" "${SFT[@]}" --num-sampled 512
     FLAGS="$FLAGS --verifier-max-new-tokens $VERDICTS"
 fi
 
-launch tango_rl --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" $DEVICE $PROBLEMS \
+launch tango_rl --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" $DEVICE "${PROBLEMS[@]}" \
     --num-steps "$STEPS" --examples-per-step "$BATCH" --num-samples 8 --lr 1.5e-5 --kl-coef 0 \
     --max-new-tokens $TOKENS --eval-every $((STEPS / 2)) --eval-examples 128 --keep 1 $FLAGS
 

@@ -54,7 +54,7 @@ def keep_tokenizer(tokenizer: HFTokenizer, source: str) -> HFTokenizer:
 def read_source(source: str) -> tuple[HFTokenizer, Decoder]:
     """The tokenizer and the model of a GGUF file, a folder or a name on the hub. Raises BadInput."""
     path = os.path.expanduser(source)
-    if path.endswith(".gguf") or os.path.isfile(path):
+    if not os.path.isdir(path) and (path.endswith(".gguf") or os.path.isfile(path)):
         return read_gguf(path)
     folder = find_folder(source)
     return HFTokenizer.load(folder), read_model(folder, torch.device("cpu"), torch.float32)

@@ -187,7 +187,11 @@ def entry_of(name: str, given: tuple[str, ...], seed: int, split: str, index: in
     """Problem `index` of a split of any other set than gsm_symbolic. Raises BadInput where a set has too few."""
     rng, made = split_stream(seed, split, index), data_set(name, given)
     for _ in range(1000):
-        entry = made[rng.randrange(SIZE)]
+        try:
+            entry = made[rng.randrange(SIZE)]
+        except ERRORS as error:
+            raise BadInput(f"--reasoning-gym-name {name}: a problem cannot be made by these options: "
+                           f"{error}") from None
         if belongs(entry["question"], split):
             answer = entry["answer"] or ""  # some sets have no single one
             return Example(entry["question"], answer, (answer,), entry)

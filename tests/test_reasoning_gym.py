@@ -330,3 +330,13 @@ def test_there_is_no_lenient_outcome_without_a_number(task):
     problems = [Problem("rl", i, "?", gold) for i, gold in enumerate(("18", "x", "7"))]
     assert lenient_outcomes(task, problems, ["18", "x", "8"]) == [True, False]
     assert lenient_outcomes(SimpleNamespace(), problems, ["18", "x", "8"]) == []
+
+
+def test_options_under_which_a_later_problem_cannot_be_made_are_one_line(monkeypatch):
+    class Breaks(dict):
+        def __missing__(self, index):
+            raise RuntimeError("no maze of this size")
+    monkeypatch.setattr(gym, "data_set", lambda *_: Breaks())
+    gym.entry_of.cache_clear()
+    with pytest.raises(BadInput, match="maze: a problem cannot be made by these options: no maze of this size"):
+        gym.entry_of("maze", (), 0, "rl", 0)

@@ -155,6 +155,7 @@ def test_only_what_goes_on_is_told_to_be_run_again(project):
 @pytest.mark.parametrize("variable, said", [
     ("ARM=none", "ARM=none: there are tango fixed_verifier grpo\n"),
     ("TASK=none", "TASK=none: there are gsm_symbolic gsm8k words\n"),
+    ("DATA=my", "DATA=my: is of TASK=gsm8k or TASK=words\n"), ("STEPS=abc", "STEPS=abc: must be a number\n"),
     ("TASK=words", "TASK=words: DATA must name a folder with train.jsonl and test.jsonl\n")])
 def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path, variable, said):
     (tmp_path / "runs").mkdir()

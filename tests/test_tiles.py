@@ -445,7 +445,8 @@ def test_wide_imported_models_compute_in_bf16_where_the_cpu_has_tiles(monkeypatc
     for has_tiles in (False, True):
         monkeypatch.setattr(checkpoint, "has_tiles", lambda has=has_tiles: has)
         assert dtype_for(device, wide_model) == (torch.bfloat16 if has_tiles else torch.float32)
-        for others in ((), (narrow,), (gpt,), (wide_model, narrow), (wide_model, gpt)):
+        odd, normed = replace(wide_model, vocab_size=97), replace(wide_model, qk_norm=True)  # not the kernels'
+        for others in ((), (narrow,), (gpt,), (wide_model, narrow), (wide_model, gpt), (odd,), (normed,)):
             assert dtype_for(device, *others) == torch.float32
         for name in ("float32", "bfloat16"):
             monkeypatch.setenv("NANOCHAT_DTYPE", name)
