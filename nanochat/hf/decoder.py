@@ -302,8 +302,8 @@ class Decoder(nn.Module):
         try:
             for block in self.blocks:
                 block.ready = block.layer(x)
-            alone = [self.lm_head, *(layer for block in self.blocks if block.ready is None for layer in block.modules())]
-            for layer in alone if x.dtype != self.compute_dtype else ():
+            alone = [self.lm_head, *(layer for b in self.blocks if b.ready is None for layer in b.modules())]
+            for layer in alone if x.dtype != self.compute_dtype else ():  # where products are narrow
                 if isinstance(layer, Linear) and tiles.takes(*layer.weight.shape):
                     layer.panels = tiles.packed(layer.weight)
             yield
