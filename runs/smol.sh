@@ -40,7 +40,7 @@ if [ "$TASK" != gsm_symbolic ]; then
 fi
 [[ $SOURCE == /* || ! -e $SOURCE ]] || SOURCE=$PWD/$SOURCE
 source "$(dirname "$0")/setup.sh"
-trap '[[ $? = [02] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
+trap '[[ $? = [0-2] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-smol}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that wait for work leave the core to others

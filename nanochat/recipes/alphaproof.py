@@ -49,7 +49,7 @@ SHOWN = {"generator": ["theorems_proved", "claimed_falsely", "proofs_known"]}
 TABLE = {
     "gen/pass1_in": "proved greedily, in distribution",
     "gen/pass_k_in": "proved in --num-samples attempts",
-    "gen/pass1_out": "proved greedily, out of distribution (longer)",
+    "gen/pass1_out": "proved greedily, out of distribution",
     "gen/pass_k_out": "proved in --num-samples attempts, out of distribution",
     "gen/targets/pass1": "targets proved greedily",
     "gen/targets/pass_k": "targets proved in --num-samples attempts",

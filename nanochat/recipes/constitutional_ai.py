@@ -41,7 +41,7 @@ SHOWN = {"generator": ["responses/violated", "revisions/violated", "violated"]}
 TABLE = {
     "gen/pass1_in": "greedy pass@1, in distribution",
     "gen/violated_in": "greedy solutions that break a principle, in distribution",
-    "gen/pass1_out": "greedy pass@1, out of distribution (longer)",
+    "gen/pass1_out": "greedy pass@1, out of distribution",
     "gen/violated_out": "greedy solutions that break a principle, out of distribution",
 }
 CRITIQUE_TOKENS = 4  # the number of a step

@@ -45,7 +45,7 @@ ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-
 SHOWN = {"generator": ["label_accuracy", "kept_label_accuracy", "kept"]}
 TABLE = {
     "gen/pass1_in": "solving: greedy pass@1, in distribution",
-    "gen/pass1_out": "solving: greedy pass@1, out of distribution (longer)",
+    "gen/pass1_out": "solving: greedy pass@1, out of distribution",
     "ver/balanced_acc_fixed": "verifying: balanced accuracy, solutions of the start",
     "ver/balanced_acc_current": "verifying: balanced accuracy, present solutions",
     "ver/parse_fail_current": "verifying: parse failures",

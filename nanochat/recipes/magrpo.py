@@ -43,7 +43,7 @@ TABLE = {
     "joint/sampled_agree_in": "the same, sampled",
     "fir/half_in": "halves of the first agent that are right, greedy",
     "sec/half_in": "of the second one",
-    "joint/pass1_out": "joint solutions that are right: greedy, out of distribution (longer)",
+    "joint/pass1_out": "joint solutions that are right: greedy, out of distribution",
 }
 FROZEN = ("none", "second")
 

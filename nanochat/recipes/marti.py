@@ -43,7 +43,7 @@ TABLE = {
     "gen/pass1_in": "first answer: greedy pass@1, in distribution",
     "gen/final_in": "what the team answers at last",
     "gen/judged_in": "verdicts that are right (graph chain)",
-    "gen/pass1_out": "first answer, out of distribution (longer)",
+    "gen/pass1_out": "first answer, out of distribution",
     "gen/final_out": "what the team answers at last, out of distribution",
 }
 

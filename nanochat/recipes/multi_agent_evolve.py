@@ -43,7 +43,7 @@ ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["proposals/valid", "proposals/difficulty", "judge/score", "rewards/outcome/mean"]}
 TABLE = {
     "gen/pass1_in": "solver greedy pass@1, in distribution",
-    "gen/pass1_out": "solver greedy pass@1, out of distribution (longer)",
+    "gen/pass1_out": "solver greedy pass@1, out of distribution",
     "gen/balanced_acc_fixed": "judge balanced accuracy, fixed solutions",
     "gen/pred_pos_rate_current": "solutions that the judge calls right, current solver",
     "gen/label_pos_rate_current": "solutions that are right, current solver",

@@ -36,7 +36,7 @@ TABLE = {
     "gen/delta_in": "second less first",
     "gen/wrong_to_right_in": "wrong at first, then right",
     "gen/right_to_wrong_in": "right at first, then wrong",
-    "gen/pass1_out": "first attempt, out of distribution (longer)",
+    "gen/pass1_out": "first attempt, out of distribution",
     "gen/turn2_out": "second attempt, out of distribution",
 }
 CREDIT = {"own": lambda own, later: own, "total": lambda own, later: own + later}  # what the first attempt earns

@@ -29,7 +29,7 @@ TAGS = dict(family="single model with a search", verifier="none", reward="outcom
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["queries"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 with the search, in distribution",
-         "gen/pass1_out": "greedy pass@1 with the search, out of distribution (longer)",
+         "gen/pass1_out": "greedy pass@1 with the search, out of distribution",
          "gen/memory_pass1_in": "greedy pass@1 from memory, in distribution",
          "gen/memory_pass1_out": "greedy pass@1 from memory, out of distribution"}
 

@@ -34,7 +34,7 @@ ROLES = {"generator": RoleSpec("--model-tag"), "snapshot": RoleSpec("--model-tag
 SHOWN = {"generator": ["iteration", "pair_loss", "right_order", "no_pair"]}
 TABLE = {
     "gen/pass1_in": "greedy pass@1, in distribution",
-    "gen/pass1_out": "greedy pass@1, out of distribution (longer)",
+    "gen/pass1_out": "greedy pass@1, out of distribution",
     "gen/balanced_acc_fixed": "as a judge: balanced accuracy, solutions of the start",
     "gen/balanced_acc_current": "as a judge: balanced accuracy, its own solutions",
     "gen/pos_rate_wrong_current": "as a judge: wrong ones of its own that it passes",

@@ -29,7 +29,7 @@ SHOWN = {"verifier": ["ranked_right", "parse_fail"]}
 VOTES = (1, 4, 8)  # k
 TABLE = {**{f"ver/acc_k{k}_in": f"right solution scored highest, {k} vote{'s' * (k > 1)}" for k in VOTES},
          "ver/acc_meta_in": f"the same, the likelier half of {VOTES[-1]} votes",
-         "ver/acc_k8_out": "8 votes, out of distribution (longer)", "ver/parse_fail_in": "votes without scores"}
+         "ver/acc_k8_out": "8 votes, out of distribution", "ver/parse_fail_in": "votes without scores"}
 
 
 def add_args(group) -> None:

@@ -33,7 +33,7 @@ TAGS = dict(family="single model, own search", verifier="none", reward="outcome 
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["queries", "rewards/format/mean"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 from memory, in distribution",
-         "gen/pass1_out": "greedy pass@1 from memory, out of distribution (longer)",
+         "gen/pass1_out": "greedy pass@1 from memory, out of distribution",
          "gen/search_pass1_in": "greedy pass@1 with the search, in distribution",
          "gen/search_pass1_out": "greedy pass@1 with the search, out of distribution"}
 OUTCOME, FORM = 0.9, 0.1  # what the answer and the form count

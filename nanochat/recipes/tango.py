@@ -47,7 +47,7 @@ ROLES = {"generator": RoleSpec("--model-tag"),
 SHOWN = {"generator": ["alpha", "wrong_passed"], "verifier": ["balanced_acc", "step_f1"]}
 TABLE = {
     "gen/pass1_in": "generator greedy pass@1, in distribution",
-    "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)",
+    "gen/pass1_out": "generator greedy pass@1, out of distribution",
     "gen/pass1_lenient_in": "the same by the last number, in distribution",
     "gen/pass1_lenient_out": "the same by the last number, out of distribution",
     "ver/outcome_f1_fixed": "verifier outcome F1 (macro), fixed solutions",

@@ -195,7 +195,7 @@ def warn_of_form(t: Play, form: str, parse_fail: float | None) -> None:
 
 PAIR_TABLE = {
     "ver/pair_acc_in": "pairs judged rightly, both orders",
-    "ver/pair_acc_out": "the same, out of distribution (longer)",
+    "ver/pair_acc_out": "the same, out of distribution",
     "ver/swap_consistent_in": "pairs of which both orders give the same solution",
     "ver/first_chosen_in": "choices of the solution that is shown first",
     "ver/parse_fail_in": "verifications without a choice",

@@ -15,7 +15,7 @@ def percent(value: float | None) -> str:
 
 
 PASS_AT_1 = {"gen/pass1_in": "generator greedy pass@1, in distribution",
-             "gen/pass1_out": "generator greedy pass@1, out of distribution (longer)",
+             "gen/pass1_out": "generator greedy pass@1, out of distribution",
              "gen/pass1_lenient_in": "the same by the last number, in distribution",
              "gen/pass1_lenient_out": "the same by the last number, out of distribution"}
 
