@@ -41,6 +41,8 @@ REFILL = "--depth 28 --n-embd 1536 --n-head 12 --n-kv-head 2 --vocab-size 32768 
 # SmolLM2 comes from a package; a machine without a registry has its GGUF file in SOURCE
 SMOL = "bash runs/smol.sh"
 
+APART = ["smol grpo", "smol tango"]  # which take ten minutes on their own
+
 SLOWER = 3  # a rehearsal, on two cores, may take so many times the seconds of a stage
 
 # stage: seconds that it may take, its command at full size and as a rehearsal, and what it found: figures of its last
@@ -154,8 +156,9 @@ def commit() -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=["full", "tiny"], default="full")
-    parser.add_argument("--stages", default=",".join(STAGES),
-                        help=f"of: {', '.join(STAGES)}; ranks goes on from speedrun's models")
+    parser.add_argument("--stages", default=",".join(name for name in STAGES if name not in APART),
+                        help=f"of: {', '.join(STAGES)}; ranks goes on from speedrun's models; {', '.join(APART)} are "
+                             f"left out unless named")
     parser.add_argument("--minutes", type=float, default=30, help="for all stages together")
     parser.add_argument("--commit", default=commit(), help="what the rows name")
     parser.add_argument("--bench", default=BENCH, help="the page that gets the rows")

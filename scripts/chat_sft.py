@@ -300,8 +300,8 @@ def train_step(args, model, parameters, optimizers, examples: list, step: int, d
     loss = torch.zeros((), device=device)
     if args.pack:
         examples = pack_whole(examples, model.config.sequence_len, 0)
-    of_batch = TOKENS_PER_BATCH.get(model.compute_dtype) if device.type == "cpu" else None
-    batches = length_batches(examples, args.micro_batch_tokens, of_batch or 2 ** 20)
+    of_batch = TOKENS_PER_BATCH.get(model.compute_dtype, 2 ** 20) if device.type == "cpu" else 2 ** 20
+    batches = length_batches(examples, args.micro_batch_tokens, of_batch)
     if args.shard:  # all ranks gather weights as often: some train nothing
         most = int(all_reduce(torch.tensor(len(batches), device=device), "max"))
         batches += [[([0, 0], [0, 0])]] * (most - len(batches))

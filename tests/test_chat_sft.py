@@ -179,7 +179,7 @@ def test_a_step_lowers_the_mean_loss_of_trained_tokens(base):
     train("--model-tag", "a", "--num-steps", "1", "--seed", "5")
     args = parse(chat_sft, ["--role", "generator", *MODEL, "--model-tag", "a", "--seed", "5"])
     tokenizer = Tokenizer.load(path_of("tokenizer"))
-    model = chat_sft.start_model(args, tokenizer, torch.device("cpu"), torch.float32)
+    model = chat_sft.start_model(args, tokenizer, torch.device("cpu"))
     losses = []
     for i in range(8):
         ids, mask = chat_sft.Examples(args, make_task(args), tokenizer, 128)(i)
@@ -223,7 +223,7 @@ def test_micro_batches_change_no_result(base, monkeypatch):
     monkeypatch.setattr(chat_sft, "supervised_loss",
                         lambda model, ids, *rest: shapes.append(tuple(ids.shape)) or loss(model, ids, *rest))
     for tag, cost in (("a", 2 ** 20), ("b", 0)):
-        monkeypatch.setattr(chat_sft, "TOKENS_PER_BATCH", {"cpu": cost})
+        monkeypatch.setattr(chat_sft, "TOKENS_PER_BATCH", {torch.float32: cost})
         train("--model-tag", tag, "--num-steps", "3")
         assert len(shapes) > 3 if tag == "b" else len(shapes) == 3
         shapes.clear()

@@ -281,7 +281,7 @@ def test_rows_of_one_prompt_that_lie_apart_read_it_all_the_same():
 
 
 def test_the_struct_is_the_one_of_the_source():
-    with open(os.path.join(cpu.FOLDER, "cpu_decode.c")) as f:
+    with open(os.path.join(cpu.FOLDER, "cpu_heads.h")) as f:
         text = f.read().split("/* The tensors of decoding")[1].split("} Decoding;")[0].split("typedef struct {")[1]
     lines = [line.split(";")[0] for line in text.splitlines() if ";" in line]
     names = [name.strip(" *") for line in lines

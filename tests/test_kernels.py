@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat.common import BadInput
 from nanochat.kernels import cpu
-from nanochat.kernels import linear_policy_loss as linear_policy_loss_module
+from nanochat.kernels import linear_logprob as linear_logprob_module
 from nanochat.kernels.launch import jit, tl
 from nanochat.kernels.linear_logprob import linear_logprob, rows_of_chunk
 from nanochat.kernels.linear_policy_loss import LOG_RATIO_LIMIT, kl_term, linear_policy_loss, policy_term
@@ -410,11 +410,11 @@ def test_the_benchmark_ends_with_json_and_refuses_unknown_providers(capsys):
                                                   (torch.float32, torch.float32, torch.bfloat16),
                                                   (torch.float64, torch.float64, torch.float32)])
 def test_products_are_added_in_the_totals_dtype(monkeypatch, slow, of_total, of_a, of_b):
-    monkeypatch.setattr(linear_policy_loss_module, "mkl_is_slow", lambda: slow)
+    monkeypatch.setattr(linear_logprob_module, "mkl_is_slow", lambda: slow)
     draw = torch.Generator().manual_seed(0)
     total, a, b = (torch.randn(shape, generator=draw).to(dtype)
                    for shape, dtype in (((70, 20), of_total), ((33, 70), of_a), ((33, 20), of_b)))
     expected = total.double() + a.t().double() @ b.double()
-    linear_policy_loss_module.add_product(total[:50], a.t()[:50], b)
-    linear_policy_loss_module.add_product(total[50:], a.t()[50:], b)
+    linear_logprob_module.add_product(total[:50], a.t()[:50], b)
+    linear_logprob_module.add_product(total[50:], a.t()[50:], b)
     assert total.dtype == of_total and (total - expected).abs().max() < (1e-5 if of_total == torch.float32 else 1e-12)

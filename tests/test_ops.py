@@ -365,7 +365,7 @@ def test_every_kernel_is_called_as_it_is_written():
     kinds = {"long": "c_long", "float": "c_float"}
     source = "".join(open(path).read() for path in cpu.SOURCES)
     written = {}
-    for name, parameters in re.findall(r"^void (\w+)\(([^)]*)\)", source, re.MULTILINE):
+    for name, parameters in re.findall(r"^(?:void|long) (\w+)\(([^)]*)\)", source, re.MULTILINE):
         written[name] = ["c_void_p" if "*" in p else kinds[p.split()[0]] for p in parameters.split(",")]
         assert parameters.split(",")[-1].strip() == "long threads"
     assert written == {name: [t.__name__ for t in types] + ["c_long"] for name, types in cpu.ARGUMENTS.items()}

@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import on_two_ranks, parse, rl_flags, run_scripts
 from test_documents import TODAY
-from test_glossary import keys_of, spelled_out, unexplained, unseen
+from test_glossary import UNSEEN, keys_of, spelled_out, unexplained, unseen
 
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps
@@ -209,7 +209,7 @@ def test_what_is_logged_is_in_the_glossary_and_what_is_there_is_logged(logged, l
 def test_metrics_that_a_page_names_are_logged(logged, page):
     """Names in backticks that begin with a role's prefix, or with timing_s."""
     names = re.findall(r"`((?:gen|ver|prm|opp|timing_s)/[^`\s]+)`", page.read_text(encoding="utf-8"))
-    keys = set().union(*logged["rl"].values())
+    keys = set(UNSEEN).union(*logged["rl"].values())
     for name in itertools.chain(*map(spelled_out, names)):
         pattern = re.sub(r"\\\*|<\w+>", ".+", re.escape(name))
         assert any(re.fullmatch(pattern, key) for key in keys), name

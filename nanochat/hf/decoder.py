@@ -297,22 +297,18 @@ class Decoder(nn.Module):
     def joined_projections(self):
         """While it lasts, kernels on CPU keep the weights in panels: for many forwards with the same weights. On CUDA
         copies to sample from have joined weights (join_weights)."""
+        layers = [block.layer(self.lm_head.weight.new_empty(0, dtype=self.activation_dtype)) for block in self.blocks]
         assert all(block.ready is None for block in self.blocks), "one call at a time"
-        x = self.lm_head.weight.new_empty(0, dtype=self.activation_dtype)
         try:
-            for block in self.blocks:
-                block.ready = block.layer(x)
-            alone = [self.lm_head, *(layer for b in self.blocks if b.ready is None for layer in b.modules())]
-            for layer in alone if x.dtype != self.compute_dtype else ():  # where products are narrow
-                if isinstance(layer, Linear) and tiles.takes(*layer.weight.shape):
-                    layer.panels = tiles.packed(layer.weight)
+            if layers and layers[0] is not None and tiles.takes(self.vocab_size):
+                self.lm_head.panels = tiles.packed(self.lm_head.weight)
+                for block, layer in zip(self.blocks, layers, strict=True):
+                    block.ready = layer
             yield
         finally:
-            for module in self.modules():
-                if isinstance(module, Linear):
-                    module.panels = None
-                elif isinstance(module, Block):
-                    module.ready = None
+            self.lm_head.panels = None
+            for block in self.blocks:
+                block.ready = None
 
     @torch.no_grad()
     def join_weights(self) -> None:
