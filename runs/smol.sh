@@ -42,9 +42,10 @@ fi
 source "$(dirname "$0")/setup.sh"
 trap '[[ $? = [0-2] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-smol}
+NPROC=${NPROC:-1}  # several ranks of one thread hold the models as often
+[ "$NPROC" = 1 ] || OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that wait for work leave the core to others
-NPROC=${NPROC:-1}  # at this size ranks wait longer for gradients than threads for each other
 mark() { local sum; sum=$(cksum <<< "${1%/}"); echo "${sum%% *}"; }  # of a path: other models, other problems
 NAME=smollm2
 if [ -n "$SOURCE" ]; then
