@@ -82,7 +82,7 @@ STAGES = {
               f"torchrun --standalone --nproc_per_node=2 scripts/tango_rl.py -- --run ranks --device-type cpu {RL} "
               "--shard", "step "),
     **{f"smol {arm}": (300, f"ARM={arm} BATCH=64 STEPS=60 SFT_STEPS=200 DEVICE='--device-type cuda' {SMOL}",
-                       f"ARM={arm} BATCH=2 STEPS=2 SFT_STEPS=2 {SMOL}", "generator greedy pass@1, in")
+                       f"ARM={arm} BATCH=2 STEPS=2 SFT_STEPS=2 EVALS=8 {SMOL}", "generator greedy pass@1, in")
        for arm in ("grpo", "tango")},
 }
 

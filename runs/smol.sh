@@ -10,10 +10,11 @@
 #   TASK=gsm8k DATA=folder bash runs/smol.sh    # your own problems: train.jsonl and test.jsonl, as GSM8K has them
 #   TASK=words DATA=folder bash runs/smol.sh    # the same with shorter solutions, of one or two steps
 #   SOURCE=model.gguf bash runs/smol.sh         # your own start: a GGUF file, a folder or a hub's name
-# Other dials: STEPS (of the generator), BATCH (problems per step), SFT_STEPS, NPROC, DEVICE="--device-type cuda".
+# Other dials: STEPS (of the generator), BATCH (problems per step), SFT_STEPS, EVALS (problems of each held-out split),
+# NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
-STEPS=${STEPS:-30} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-60} DEVICE=${DEVICE:---device-type cpu}
+STEPS=${STEPS:-30} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-60} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
 case $ARM in
     tango) FLAGS="--warmup-steps 6 --verifier-balance --verifier-replay 0.5" ;;
     fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
@@ -26,7 +27,7 @@ case $TASK in
     words) PROBLEMS=(--task gsm8k --gsm8k-data) TOKENS=80 VERDICTS=96 RATE=1e-4 ;;
     *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;;
 esac
-for number in SEED STEPS BATCH SFT_STEPS; do
+for number in SEED STEPS BATCH SFT_STEPS EVALS; do
     [[ ${!number} =~ ^[0-9]{1,9}$ ]] || { echo "$number=${!number}: must be a number" >&2; exit 2; }
 done
 if [ "$TASK" = gsm_symbolic ] && [ -n "$DATA" ]; then
@@ -82,10 +83,10 @@ fi
 
 launch tango_rl --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" $DEVICE "${PROBLEMS[@]}" \
     --num-steps "$STEPS" --examples-per-step "$BATCH" --num-samples 8 --lr 1.5e-5 --kl-coef 0 \
-    --max-new-tokens $TOKENS --eval-every $((STEPS / 2)) --eval-examples 128 --keep 1 $FLAGS
+    --max-new-tokens $TOKENS --eval-every $((STEPS / 2)) --eval-examples "$EVALS" --keep 1 $FLAGS
 
 for stage in "sft -g $TAG" "rl -g $RUN-gen"; do  # sampled, before and after; the table above is greedy
-    launch chat_eval -i $stage -t 1 -n 4 -x 64 $DEVICE
+    launch chat_eval -i $stage -t 1 -n 4 -x $(((EVALS + 1) / 2)) $DEVICE
 done
 python -m scripts.report "$RUN"
 python -m scripts.demo "$RUN" $DEVICE
