@@ -1,10 +1,10 @@
 """
 Products in bf16 on CPU, and an imported model's layer made of them.
 
-There bf16 is the dtype of products alone: their operands are rounded to it, sums and all else are fp32. So sampling and
-training compute the same but for the order of sums, and whatever is no product has fp32's kernels. Processors with AMX
-multiply so 4 to 8 times as fast as in fp32; others by the same kernels, without that gain. What the kernels do not take
-runs in PyTorch, as `linear` has it.
+There weights and what they are multiplied with are rounded to bf16. Sums, attention and all else are fp32; what the
+backward pass keeps of a gated MLP is bf16 too. So sampling and training compute the same but for the order of sums.
+Processors with AMX multiply bf16 several times as fast as fp32; others run the same kernels without that gain. What the
+kernels do not take runs in PyTorch, as `linear` has it.
 """
 import ctypes
 import functools

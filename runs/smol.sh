@@ -43,7 +43,7 @@ fi
 source "$(dirname "$0")/setup.sh"
 trap '[[ $? = [0-2] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-smol}
-NPROC=${NPROC:-1}  # several ranks of one thread hold the models as often
+NPROC=${NPROC:-1}  # each rank holds the models
 [ "$NPROC" = 1 ] || OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that wait for work leave the core to others
