@@ -6,7 +6,7 @@
 #   bash runs/smol.sh                           # Tango on gsm_symbolic
 #   ARM=grpo bash runs/smol.sh                  # from the same SFT checkpoints: no verifier
 #   ARM=fixed_verifier bash runs/smol.sh        # or one that RL leaves alone
-#   SEED=1 bash runs/smol.sh
+#   SEED=1 bash runs/smol.sh                    # RL with other problems and samples, from the same SFT checkpoints
 #   TASK=gsm8k DATA=folder bash runs/smol.sh    # your own problems: train.jsonl and test.jsonl, as GSM8K has them
 #   TASK=words DATA=folder bash runs/smol.sh    # the same with shorter solutions, of one or two steps
 #   SOURCE=model.gguf bash runs/smol.sh         # your own start: a GGUF file, a folder or a hub's name
@@ -14,7 +14,7 @@
 # NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
-STEPS=${STEPS:-30} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-60} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
+STEPS=${STEPS:-30} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
 case $ARM in
     tango) FLAGS="--warmup-steps 6 --verifier-balance --verifier-replay 0.5" ;;
     fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
@@ -22,9 +22,9 @@ case $ARM in
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
 esac
 case $TASK in
-    gsm_symbolic) PROBLEMS=(--task reasoning_gym) TOKENS=224 VERDICTS=224 RATE=5e-4 ;;
-    gsm8k) PROBLEMS=(--task gsm8k --gsm8k-data) TOKENS=256 VERDICTS=224 RATE=1e-4 ;;
-    words) PROBLEMS=(--task gsm8k --gsm8k-data) TOKENS=80 VERDICTS=96 RATE=1e-4 ;;
+    gsm_symbolic) PROBLEMS=(--task reasoning_gym --reasoning-gym-format lines) TOKENS=192 VERDICTS=136 RATE=5e-4 ;;
+    gsm8k) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=224 VERDICTS=160 RATE=1e-4 ;;
+    words) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=64 VERDICTS=64 RATE=1e-4 ;;
     *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;;
 esac
 for number in SEED STEPS BATCH SFT_STEPS EVALS; do
@@ -53,7 +53,7 @@ if [ -n "$SOURCE" ]; then
     NAME=${SOURCE%/} NAME=${NAME%.gguf} NAME=${NAME##*/} NAME=${NAME//[^A-Za-z0-9_-]/-}-$(mark "$SOURCE")
 fi
 ABOUT=$TASK${DATA:+-$(mark "$DATA")}
-TAG=$NAME-$ABOUT-s$SEED RUN=$NAME-$ABOUT-$ARM-s$SEED
+TAG=$NAME-$ABOUT RUN=$NAME-$ABOUT-$ARM-s$SEED
 launch() {
     if [ "$NPROC" = 1 ]; then
         python -m "scripts.$1" "${@:2}"
@@ -72,12 +72,12 @@ if ! [ -e "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$NAME/meta_000000.json" ]; the
     python -m scripts.hf_import --source "$SOURCE" --model-tag "$NAME"
 fi
 
-START=(--from-stage sft --from-tag "$NAME" --model-tag "$TAG" --seed "$SEED" $DEVICE --resume-from-step auto)
-SFT=("${PROBLEMS[@]}" --num-steps "$SFT_STEPS" --examples-per-step 16 --embedding-lr $RATE --max-new-tokens $TOKENS
+START=(--from-stage sft --from-tag "$NAME" --model-tag "$TAG" $DEVICE --resume-from-step auto)
+SFT=("${PROBLEMS[@]}" --examples-per-step 16 --micro-batch-tokens 4096 --embedding-lr $RATE --max-new-tokens $TOKENS
     --keep 1)
-launch chat_sft --role generator "${START[@]}" "${SFT[@]}"
+launch chat_sft --role generator "${START[@]}" "${SFT[@]}" --num-steps "$SFT_STEPS"
 if [ "$ARM" != grpo ]; then
-    launch chat_sft --role verifier "${START[@]}" "${SFT[@]}" --num-sampled 512
+    launch chat_sft --role verifier "${START[@]}" "${SFT[@]}" --num-steps $(((SFT_STEPS + 1) / 2)) --num-sampled 256
     FLAGS="$FLAGS --verifier-max-new-tokens $VERDICTS"
 fi
 

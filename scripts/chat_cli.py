@@ -15,14 +15,13 @@ from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
 from nanochat.common import BadInput, check_least, check_name, init_device, script_main
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.files import path_of
-from nanochat.rl.formats import COMPACT, PAPER, Format
+from nanochat.rl.formats import FORMATS, Format
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from nanochat.rl.terminal import add_colour_flag, one_line, paint, printable, wants_colour
 from tasks import TASKS, recorded_task, recorded_value, task_flags
 from tasks.mixture import PARTS
 
-FORMATS = {"compact": COMPACT, "paper": PAPER}
 COLOURS = {True: "32", False: "31", None: "33"}  # right green, wrong red, no verdict yellow
 SHOWN = {"<|python_start|>": "[", "<|python_end|>": " = ", "<|output_start|>": "", "<|output_end|>": "]"}
 
@@ -128,8 +127,10 @@ def format_of(recorded: dict, where: str) -> str:
         task = names.split(",")[0]
         if task not in PARTS:
             raise BadInput(f"{where}: mixture_tasks is {names!r:.80}, and there are {', '.join(PARTS)}")
-    kind = TASKS.get(task)
-    return getattr(kind, "func", kind).fmt.name if task else "chat"  # a set of problems has its class under func
+    if not task or f"{task}_format" in task_flags():
+        return recorded_value(recorded, f"{task}_format", "paper", where) if task else "chat"
+    kind = TASKS[task]
+    return getattr(kind, "func", kind).fmt.name  # a set of problems has its class under func
 
 
 def choose_format(args, recorded: dict, where: str) -> Format | None:
@@ -138,7 +139,7 @@ def choose_format(args, recorded: dict, where: str) -> Format | None:
     name = args.format or format_of(recorded, where)
     if args.verifier and name == "chat":
         raise BadInput(f"--verifier {args.verifier}: a verifier judges steps, and chat has none: give --format "
-                       f"compact or paper")
+                       f"{' or '.join(FORMATS)}")
     return FORMATS.get(name)
 
 

@@ -27,7 +27,7 @@ from nanochat.engine import check_temperature
 from nanochat.files import path_of, write_json
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.rl.formats import FORMATS
 from nanochat.rl.judge_report import judge_report, rationales_of, report_lines
 from nanochat.rl.scores import ENDLESS, answers_of, first_error, labels_of, majority, outcomes_of, problems_of
 from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
@@ -39,7 +39,6 @@ from tasks import add_task_args, complete_task_args, make_task, recorded_count, 
 from tasks.common import Problem
 from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
 
-FORMATS = {"paper": PAPER, "compact": COMPACT}
 CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
 # Recipes that train a verifier which writes nothing: the judge of recipe fixed_verifier that reads it, "" for none.
 UNWRITTEN = {"orm": "end", "prm": "steps", "genrm": "verdict", "gram": "preferred", "refit": "steps", "cooper": "",

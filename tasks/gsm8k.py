@@ -15,7 +15,7 @@ from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput, print0
-from nanochat.rl.formats import PAPER, Format
+from nanochat.rl.formats import IN_WORDS, Format
 from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
@@ -153,18 +153,25 @@ def add_args(parser):
     group.add_argument("--gsm8k-data", default="openai/gsm8k", metavar="SOURCE",
                        help="a folder with train.jsonl and test.jsonl (columns question, answer), "
                             "or the name of a dataset on the hub")
+    add_format_arg(group, "gsm8k")
+
+
+def add_format_arg(group, name: str) -> None:
+    """--<name>-format, for tasks in words."""
+    group.add_argument(f"--{name}-format", choices=list(IN_WORDS), default="paper",
+                       help="how solutions and verifications are written: in the tags of RL Tango, or one step a "
+                            "line, which takes fewer tokens")
 
 
 class GSM8K:
     """The GSM8K task. The order of its problems is a function of `seed`; num_dropped: how many rows had no readable
     gold answer, or another one than a row with the same question."""
     name = "gsm8k"
-    fmt = PAPER
     has_step_labels = False
     has_numbers = True
 
     def __init__(self, args, seed: int):
-        self.seed = seed
+        self.seed, self.fmt = seed, IN_WORDS[args.gsm8k_format]
         rows = {name: read_split(args.gsm8k_data, name) for name in ("train", "test")}
         golds: dict[str, set] = {}
         for name in rows:

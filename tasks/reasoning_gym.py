@@ -31,10 +31,10 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import PAPER
+from nanochat.rl.formats import IN_WORDS
 from tasks.common import Problem, check_answer, draw_prompt, in_split, read_answer, split_stream
 from tasks.grading import MAX_ANSWER
-from tasks.gsm8k import equations, judge_equations, mistaken, number
+from tasks.gsm8k import add_format_arg, equations, judge_equations, mistaken, number
 
 # Worked solutions are rounded down without a word (2, 4, 49, 75, 99), have fractions or hours of 16 digits (46, 52,
 # 66), have a product that its signs do not give (60) or "24=24" (82).
@@ -249,14 +249,15 @@ def add_args(parser):
                        help="options of that set, values as in JSON; a wrong one is answered with those there are")
     group.add_argument("--reasoning-gym-out-options", nargs="+", default=[], metavar="KEY=VALUE",
                        help=f"further options of its test_out, for harder problems; {WORDED} has none")
+    add_format_arg(group, "reasoning-gym")
 
 
 class ReasoningGym:
     """A data set of the library as a task."""
-    name, fmt, has_numbers = "reasoning_gym", PAPER, True
+    name, has_numbers = "reasoning_gym", True
 
     def __init__(self, args, seed: int):
-        self.seed, self.set_name = seed, args.reasoning_gym_name
+        self.seed, self.set_name, self.fmt = seed, args.reasoning_gym_name, IN_WORDS[args.reasoning_gym_format]
         self.options, out = tuple(args.reasoning_gym_options), tuple(args.reasoning_gym_out_options)
         self.has_step_labels = self.is_worded = self.set_name == WORDED
         data_set(self.set_name, self.options)

@@ -519,8 +519,8 @@ def test_a_verifier_of_a_model_without_a_task_needs_a_format(capsys, base, monke
     flags = ["--verifier", "tiny-ver", "-p", "1+1"]
     expected = talk(capsys, monkeypatch, *flags)
     change_meta(base, task=None)
-    assert "--format compact or paper" in refused(capsys, chat_cli, *flags)
-    assert "--format compact or paper" in refused(capsys, chat_cli, *flags, "--format", "chat")
+    assert "--format paper or lines or compact" in refused(capsys, chat_cli, *flags)
+    assert "--format paper or lines or compact" in refused(capsys, chat_cli, *flags, "--format", "chat")
     assert talk(capsys, monkeypatch, *flags, "--format", "compact") == expected
     assert talk(capsys, monkeypatch, "-p", "1+1")[0].endswith("; chat")
 

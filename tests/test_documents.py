@@ -6,7 +6,7 @@ The pages, README.md and dev/*.md: commands have flags that exist, links lead so
 import contextlib
 import functools
 import importlib
-import importlib.util
+import importlib.machinery
 import inspect
 import io
 import itertools
@@ -171,7 +171,8 @@ def script_and_flags(words: tuple[str, ...]) -> tuple[str, list[str]] | None:
     elif words[0] in ("python", "python3") and words[1] == "-m":
         path, flags = words[2].replace(".", "/") + ".py", list(words[3:])
         if not path.startswith("scripts/"):
-            if importlib.util.find_spec(words[2]) is None:
+            # not find_spec: looking for pip with it has setuptools give way to the library's distutils for good
+            if importlib.machinery.PathFinder.find_spec(words[2].partition(".")[0]) is None:
                 raise BadInput(f"no module {words[2]}")
             return None
     else:

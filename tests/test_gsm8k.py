@@ -4,6 +4,7 @@ GSM8K: reading its files, numbers and equations in text, slips, and the demonstr
     python -m pytest tests/test_gsm8k.py -q
 """
 import argparse
+import copy
 import inspect
 import json
 import os
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from nanochat.common import BadInput
 from nanochat.rl.scores import verdict_scores
+from nanochat.rl.formats import IN_WORDS
 from nanochat.rl.prompts import parse_verification
 from tasks.chain import Chain
 from tasks.common import Problem
@@ -126,8 +128,8 @@ def test_every_epoch_has_each_problem_once_in_an_order_of_its_own(task):
 
 def test_a_problem_is_a_function_of_seed_split_and_index(task):
     again, other = (GSM8K.__new__(GSM8K) for _ in range(2))
-    for copy, seed in ((again, 0), (other, 1)):
-        copy.__dict__ = {**vars(task), "seed": seed}
+    for made, seed in ((again, 0), (other, 1)):
+        made.__dict__ = {**vars(task), "seed": seed}
     for split in SPLITS:
         problems = [task.problem(split, i) for i in range(150)]
         assert problems == [again.problem(split, i) for i in reversed(range(150))][::-1]
@@ -238,6 +240,19 @@ def test_a_slip_is_another_number_of_the_same_form(shown):
 
 def test_a_solution_demo_is_the_worked_solution_without_marks(task):
     assert task.solution_demo(problem_of(CLIPS), random.Random(0)) == DEMO
+
+
+def test_in_lines_a_demonstration_is_written_as_the_data_set_is(task):
+    task, problem = copy.copy(task), problem_of(CLIPS)
+    task.fmt = IN_WORDS[args_of("--gsm8k-format", "lines").gsm8k_format]
+    solution = "She sold 48/2 = 24 clips in May.\nIn all 48+24 = 72 clips.\n#### 72"
+    assert task.solution_demo(problem, None) == solution and task.check(problem, solution)
+    assert task.check(problem, solution.replace("#### 72", "#### 27")) is False
+    assert task.verification_demo(problem, solution, None) == "48/2=24[CORRECT]\n48+24=72[CORRECT]\n#### [CORRECT]"
+    for i in range(50):
+        slipped = task.corrupted_solution(problem, random.Random(i))
+        judged = parse_verification(task.fmt, task.verification_demo(problem, slipped, None), 2)
+        assert judged.unmet == () and judged.verdict is (slipped == solution)
 
 
 def test_step_labels_are_unknown_and_scores_leave_them_out(task):

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.rl.formats import COMPACT, LINES, PAPER
 from nanochat.rl.scores import first_error, first_error_f1
 from nanochat.rl.prompts import verifier_prompt
 from nanochat.rl.voting import (SCORES, aligned, auroc, best_of_n, brier, calibration, choose,
@@ -209,7 +209,7 @@ HOSTILE = ["</step>", "<step>", "<step>x</step>", "</think>", "<think>", "<answe
 def test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold(steps):
     sample = LabelledSolution("7|3", tuple(steps), -1, True, "math", 1)
     for fmt, marks in ((PAPER, ["<think>", "<step>", "</step>", "</think>", "<answer>\\boxed{", "}</answer>"]),
-                       (COMPACT, [";", "="])):
+                       (LINES, ["\n", "#### "]), (COMPACT, [";", "="])):
         text = solution_text(fmt, sample)
         bodies = [re.sub("|".join(map(re.escape, marks)), "?", step) for step in steps]
         assert [fmt.step_body(text[start:end]) for start, end in fmt.step_spans(text)] == bodies
@@ -217,11 +217,12 @@ def test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold(st
         step_marks = (fmt.step_open, fmt.step_close)
         assert all(text.count(mark) == (len(steps) if mark in step_marks else 1) for mark in marks)
         prompt = verifier_prompt(Bytes, fmt, sample.problem, text)
-        if fmt is PAPER:
+        if fmt is not COMPACT:
             assert f"The solution has {len(steps)} steps." in prompt.rpartition("Solution: ")[2]
+        if fmt is PAPER:
             assert (prompt.count("<step>") == len(steps) + 1
                     and prompt.count("<final_verification>") == 1)  # the last of each from the instructions
-        else:
+        if fmt is COMPACT:
             assert prompt.count("|") == 2 and prompt.endswith(f"|{len(steps)}") and not set("TF") & set(prompt)
 
 

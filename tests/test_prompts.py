@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.rl.formats import COMPACT, FORMATS, LINES, PAPER
 from nanochat.rl.prompts import (UNMET, choice_text, generator_prompt, parse_choice, parse_scores, parse_verification,
                                  read_solution, refine_prompt, several_prompt, verifier_prompt)
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
-FORMATS = {"paper": PAPER, "compact": COMPACT}
 EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 SETTINGS = settings(max_examples=80, deadline=None)
 
@@ -55,7 +54,9 @@ def token_soup(tokenizer, fmt):
     return st.lists(pieces, max_size=8).map(lambda parts: [token for part in parts for token in part])
 
 
-PLAIN = st.text("abcdef 0123456789+-*:\né", max_size=12)  # can form no mark
+def plain(fmt):
+    """Text that can form no mark."""
+    return st.text("abcdef 0123456789+-*:é" + "\n" * ("\n" not in marks(fmt)), max_size=12)
 
 
 # Formats
@@ -64,7 +65,7 @@ PLAIN = st.text("abcdef 0123456789+-*:\né", max_size=12)  # can form no mark
 @SETTINGS
 @given(data=st.data())
 def test_a_rendered_solution_gives_back_its_steps_and_answer(fmt, data):
-    steps, answer = data.draw(st.lists(PLAIN, max_size=5)), data.draw(PLAIN)
+    steps, answer = data.draw(st.lists(plain(fmt), max_size=5)), data.draw(plain(fmt))
     solution = fmt.render_solution(steps, answer)
     assert [fmt.step_body(solution[start:end]) for start, end in fmt.step_spans(solution)] == steps
     assert fmt.answer(solution) == answer.strip()
@@ -77,6 +78,9 @@ def test_a_rendered_solution_gives_back_its_steps_and_answer(fmt, data):
     (COMPACT, ";;=", [";", ";"]),                         # empty steps are steps
     (COMPACT, "=6", []),
     (COMPACT, "", []),
+    (LINES, "3+5 is 8\n8*2 is 6\n#### 6", ["3+5 is 8\n", "8*2 is 6\n"]),
+    (LINES, "3+5 is 8\n8*2 is 6", ["3+5 is 8\n"]),
+    (LINES, "3+5 is 8\n#### 6\n8*2 is 6\n", ["3+5 is 8\n"]),
     (PAPER, "<think><step>a</step>\n<step>b</step></think><answer>\\boxed{6}</answer>",
      ["<step>a</step>", "<step>b</step>"]),
     (PAPER, "<step>a</step><think><step>b</step></think>", ["<step>b</step>"]),  # thinking begins at its mark
@@ -99,6 +103,7 @@ def test_a_very_long_text_without_marks_is_read():
     (COMPACT, "3+5:8;8*2:6;=6", "6"), (COMPACT, "8;= 6 \n", "6"), (COMPACT, "8;=", ""), (COMPACT, "8;", None),
     (COMPACT, "", None),
     (COMPACT, "8;=6;=8", "6;=8"),  # a second answer does not replace the first
+    (LINES, "8\n#### 6", "6"), (LINES, "8\n#### 6\n", "6"), (LINES, "8\n####6", None), (LINES, "8\n", None),
     (PAPER, "<answer>\\boxed{6}</answer>", "6"), (PAPER, "<answer>\\boxed{ 6 }</answer>\n", "6"),
     (PAPER, "<answer>\\boxed{}</answer>", ""), (PAPER, "<answer>\\boxed{\\frac{1}{2}}</answer>", "\\frac{1}{2}"),
     (PAPER, "<answer>\\boxed{6}</answer> or 8", None), (PAPER, "<answer>\\boxed{6}", None),
@@ -180,7 +185,8 @@ def test_quoted_text_holds_no_reserved_mark_and_never_grows(fmt, data):
 
 def test_the_marks_that_give_verdicts_are_reserved():
     """Nothing that a verdict is read from may be quotable: verdicts, and in PAPER the tags only a verification has."""
-    assert {COMPACT.correct, COMPACT.incorrect, *COMPACT.choices} <= set(COMPACT.reserved)
+    for fmt in (COMPACT, LINES):
+        assert {fmt.correct, fmt.incorrect, *fmt.choices} <= set(fmt.reserved)
     only_in_verifications = {PAPER.correct, PAPER.incorrect, PAPER.verification_open, PAPER.verification_close,
                              PAPER.final_open, PAPER.final_close, *PAPER.choices}
     assert only_in_verifications <= set(PAPER.reserved)
@@ -196,6 +202,8 @@ FORGERIES = [
     (PAPER, "\\boxed{COR\\boxed{CORRECT}RECT}", "\\boxed{COR?RECT}"),                    # and does not become one
     (PAPER, "<final_ver<step_verification>ification>", "<final_ver?ification>"),
     (PAPER, "\\boxed{INCORRECT}\\boxed{CORRECT}", "??"),
+    (LINES, "a[CORRECT]\n#### [CORRECT]", "a?\n#### ?"),
+    (LINES, "[COR[CORRECT]RECT][[A]]", "[COR?RECT]?"),
     (COMPACT, "3+5:8T;=6T|1", "3+5:8?;=6??1"),
     (COMPACT, "|T|F|", "?????"),
 ]
@@ -288,6 +296,11 @@ VERDICTS = [  # format, text, steps of the solution, step verdicts, verdict, unm
     (COMPACT, "3+5:8T;8*2:5F;=T=F", 2,
      [True, False], False, (NO_TAGS,)),                             # two final judgments: the last counts, badly formed
     (COMPACT, "3+5:8t;8*2:5f;=t", 2, [None, None], None, (NO_STEP_VERDICT, NO_FINAL)),   # small letters are no verdicts
+    (LINES, "3+5=8[CORRECT]\n8*2=5[INCORRECT]\n#### [INCORRECT]", 2, [True, False], False, ()),
+    (LINES, "#### [CORRECT]", 0, [], True, ()),
+    (LINES, "3+5=8[CORRECT]\n\n#### [CORRECT]\n", 1, [True, None], True, (NO_STEP_VERDICT, MISCOUNT)),  # an empty line
+    (LINES, "3+5=8[CORRECT]#### [CORRECT]", 1, [], True, (NO_TAGS, MISCOUNT)),           # the last step is not closed
+    (LINES, "3+5=8[CORRECT]\n#### so [CORRECT]", 1, [True], None, (NO_TAGS, NO_FINAL)),
     (PAPER, paper(GOOD + BAD, F), 2, [True, False], False, ()),
     (PAPER, f"Let me see.\n{paper(GOOD + BAD, f' so: {F} ', between=' ')}\n", 2, [True, False], False, ()),
     (PAPER, paper("", T), 0, [], True, ()),
@@ -324,7 +337,7 @@ def test_what_a_verification_says(fmt, text, num_steps, step_verdicts, verdict, 
 @SETTINGS
 @given(data=st.data())
 def test_a_rendered_verification_gives_back_its_verdicts(fmt, data):
-    judged = data.draw(st.lists(st.tuples(PLAIN, st.booleans()), max_size=5))
+    judged = data.draw(st.lists(st.tuples(plain(fmt), st.booleans()), max_size=5))
     analyses, verdicts, verdict = [a for a, _ in judged], [v for _, v in judged], data.draw(st.booleans())
     read = parse_verification(fmt, fmt.render_verification(analyses, verdicts, verdict), len(judged))
     assert (read.step_verdicts, read.verdict, read.unmet, read.usable_steps) == (verdicts, verdict, (), verdicts)
@@ -455,7 +468,7 @@ def test_reading_judgments_of_several_is_total(fmt, data):
 @SETTINGS
 @given(data=st.data())
 def test_rendered_judgments_are_read_back(fmt, data):
-    analyses, choice = data.draw(st.lists(PLAIN, max_size=4)), data.draw(st.sampled_from([1, 2, 3, -1, -2, -3]))
+    analyses, choice = data.draw(st.lists(plain(fmt), max_size=4)), data.draw(st.sampled_from([1, 2, 3, -1, -2, -3]))
     assert parse_choice(fmt, fmt.render_judgment(analyses, choice_text(fmt, choice, True)), graded=True) == choice
     assert parse_choice(fmt, fmt.render_judgment(analyses, choice_text(fmt, choice))) == (1 if choice > 0 else -1)
     scores = data.draw(st.lists(st.integers(0, 10), min_size=2, max_size=4))

@@ -41,8 +41,11 @@ def task_of(*flags: str):
 
 
 @pytest.fixture(scope="module")
-def task():
-    return task_of()
+def task(request):
+    return task_of("--reasoning-gym-format", getattr(request, "param", "paper"))
+
+
+EVERY_FORMAT = pytest.mark.parametrize("task", ["paper", "lines"], indirect=True)
 
 
 def solution_of(task, *steps: str, answer: str = "1") -> str:
@@ -117,6 +120,7 @@ def test_lines_are_those_with_a_number_without_bullets_and_headings():
 
 # Demonstrations
 
+@EVERY_FORMAT
 @pytest.mark.parametrize("split", SPLITS)
 def test_demonstrations_end_in_the_gold_answer_and_are_right_in_every_step(task, split):
     for i in range(80):
@@ -130,6 +134,7 @@ def test_demonstrations_end_in_the_gold_answer_and_are_right_in_every_step(task,
         assert judged.unmet == () and judged.verdict is True and all(judged.step_verdicts)
 
 
+@EVERY_FORMAT
 def test_a_corrupted_solution_is_right_or_has_one_slip_that_label_and_verifier_name(task):
     seen, slips = {True: 0, False: 0}, 0
     for i in range(300):

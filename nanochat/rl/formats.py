@@ -3,11 +3,12 @@ The text formats of a solution and of a verification, as data.
 
 A solution is a list of reasoning steps and an answer; a verification is one judgment per step and a final one. Where
 several solutions are judged together, the final judgment is a choice or a list of scores. `PAPER` uses the tags of RL
-Tango (section 3); `COMPACT` spends one character per mark, for tiny models with short contexts. Marks are ordinary
-text, never special tokens.
+Tango (section 3). `LINES` has one step a line and "####" before the answer, as GSM8K is written: three quarters of a
+solution's tokens, half of a verification's. `COMPACT` spends one character per mark, for tiny models with short
+contexts. Marks are ordinary text, never special tokens.
 """
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,44 @@ class Format:
         return re.sub("|".join(map(re.escape, self.reserved)), "?", text)
 
 
+def prompts_in_words(solution_form: str, judgment_form: tuple[str, str], correct: str, incorrect: str) -> dict:
+    """The templates of a format whose prompts are sentences. solution_form: how a solution looks; judgment_form: what
+    stands before and after a final judgment; both, and the two marks, with braces doubled."""
+    before, after = judgment_form
+    return {
+        "generator_prompt": f"{{problem}}\n\nSolve this step by step, in this form: {solution_form}",
+        "verifier_prompt": "Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse "
+                           f"each, end each analysis with {correct} or {incorrect}, then judge the whole, in this "
+                           f"form: {before}{correct.replace('CORRECT', '...')}{after}",
+        "refine_prompt": "Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the "
+                         f"problem again, step by step, in this form: {solution_form}",
+        "reference_prompt": "{problem}\n\nReference answer: {answer}\n\nA solution to compare with it:",
+        "pair_prompt": "Problem: {problem}\n\n{solutions}Which solution is better? Analyse the steps of both, then "
+                       f"choose, in this form: {before}[[A]] or [[B]]{after}",
+        "solve_pair_prompt": "Problem: {problem}\n\n{solutions}Which solution is better? First solve the problem "
+                             "yourself, compare both with what you found, then choose, in this form: "
+                             f"{before}[[A]] or [[B]]{after}",
+        "graded_prompt": "Problem: {problem}\n\n{solutions}Which solution is better, and is it slightly (1), clearly "
+                         "(2) or much (3) better? Analyse the steps of both, then choose, in this form: "
+                         f"{before}[[A]]2{after}",
+        "scores_prompt": "Problem: {problem}\n\n{solutions}Name the principles to judge by, criticise each solution by "
+                         "them, then score each from 0 to 10, or a single one 1 if it is right and 0 if not, in this "
+                         f"form: {before}\\boxed{{{{...,...}}}}{after}",
+        "argue_prompt": "{problem}\n\nArgue that the answer is {answer}: write a derivation that comes to it, step by "
+                        f"step, in this form: {solution_form}",
+        "propose_prompt": "{hint}\n\nWrite a new problem that fits what stands above: one that can be solved, has one "
+                          "answer, and does not give it away. Write the problem alone.",
+        "first_prompt": "{problem}\n\nYou and a partner solve this together, each without seeing what the other "
+                        "writes. Write the first half.",
+        "second_prompt": "{problem}\n\nYou and a partner solve this together, each without seeing what the other "
+                         "writes. Write the second half.",
+        "reason_prompt": "{problem}\n\nSo far: {context}\n\nGo on: either ask for what you need, <q>like this</q>, and "
+                         f"stop, or solve the problem, in this form: {solution_form}",
+        "condense_prompt": "{document}\n\nFrom this document, write down what serves the query {query}, and nothing "
+                           "else.",
+    }
+
+
 PAPER = Format(
     name="paper",
     think_open="<think>", step_open="<step>", step_close="</step>", think_close="</think>",
@@ -129,46 +168,21 @@ PAPER = Format(
     correct="\\boxed{CORRECT}", incorrect="\\boxed{INCORRECT}",
     reserved=("<step_verification>", "</step_verification>", "<final_verification>", "</final_verification>",
               "\\boxed{CORRECT}", "\\boxed{INCORRECT}", "[[A]]", "[[B]]"),
-    generator_prompt="{problem}\n\nSolve this step by step, in this form: "
-                     "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
-    verifier_prompt="Problem: {problem}\n\nSolution: {solution}\n\nThe solution has {num_steps} steps. Analyse each, "
-                    "end each analysis with \\boxed{{CORRECT}} or \\boxed{{INCORRECT}}, then judge the whole, in this "
-                    "form: <step_verification><step>...</step>...</step_verification>"
-                    "<final_verification>\\boxed{{...}}</final_verification>",
-    refine_prompt="Problem: {problem}\n\nAn attempt that may be wrong: {solution}\n\n{critique}\n\nSolve the problem "
-                  "again, step by step, in this form: "
-                  "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
-    reference_prompt="{problem}\n\nReference answer: {answer}\n\nA solution to compare with it:",
     choices=("[[A]]", "[[B]]"), scores_open="\\boxed{", scores_close="}",
     listed="Solution {name}: {solution}\n\n",
-    pair_prompt="Problem: {problem}\n\n{solutions}Which solution is better? Analyse the steps of both, then choose, in "
-                "this form: <step_verification><step>...</step>...</step_verification>"
-                "<final_verification>[[A]] or [[B]]</final_verification>",
-    solve_pair_prompt="Problem: {problem}\n\n{solutions}Which solution is better? First solve the problem yourself, "
-                      "compare both with what you found, then choose, in this form: "
-                      "<step_verification><step>...</step>...</step_verification>"
-                      "<final_verification>[[A]] or [[B]]</final_verification>",
-    graded_prompt="Problem: {problem}\n\n{solutions}Which solution is better, and is it slightly (1), clearly (2) or "
-                  "much (3) better? Analyse the steps of both, then choose, in this form: "
-                  "<step_verification><step>...</step>...</step_verification>"
-                  "<final_verification>[[A]]2</final_verification>",
-    scores_prompt="Problem: {problem}\n\n{solutions}Name the principles to judge by, criticise each solution by them, "
-                  "then score each from 0 to 10, or a single one 1 if it is right and 0 if not, in this form: "
-                  "<step_verification><step>...</step>...</step_verification>"
-                  "<final_verification>\\boxed{{...,...}}</final_verification>",
-    argue_prompt="{problem}\n\nArgue that the answer is {answer}: write a derivation that comes to it, step by "
-                 "step, in this form: <think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
-    propose_prompt="{hint}\n\nWrite a new problem that fits what stands above: one that can be solved, has one answer, "
-                   "and does not give it away. Write the problem alone.",
-    first_prompt="{problem}\n\nYou and a partner solve this together, each without seeing what the other writes. "
-                 "Write the first half.",
-    second_prompt="{problem}\n\nYou and a partner solve this together, each without seeing what the other writes. "
-                  "Write the second half.",
-    reason_prompt="{problem}\n\nSo far: {context}\n\nGo on: either ask for what you need, <q>like this</q>, and stop, "
-                  "or solve the problem, in this form: "
-                  "<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
-    condense_prompt="{document}\n\nFrom this document, write down what serves the query {query}, and nothing else.",
     query_open="<q>", query_close="</q>", info_open="<i>", info_close="</i>",
+    **prompts_in_words("<think><step>...</step>...</think><answer>\\boxed{{...}}</answer>",
+                       ("<step_verification><step>...</step>...</step_verification><final_verification>",
+                        "</final_verification>"), "\\boxed{{CORRECT}}", "\\boxed{{INCORRECT}}"),
+)
+
+LINES = replace(
+    PAPER, name="lines",
+    think_open="", step_open="", step_close="\n", think_close="", answer_open="#### ", answer_close="",
+    verification_open="", verification_close="", final_open="#### ", final_close="",
+    correct="[CORRECT]", incorrect="[INCORRECT]", reserved=("[CORRECT]", "[INCORRECT]", "[[A]]", "[[B]]"),
+    **prompts_in_words("one step a line, then #### and the answer", ("one step a line, then #### ", ""), "[CORRECT]",
+                       "[INCORRECT]"),
 )
 
 COMPACT = Format(
@@ -187,3 +201,6 @@ COMPACT = Format(
     reason_prompt="{context}|G|{problem}", condense_prompt="{document}|{query}|C",
     query_open="<", query_close=">", info_open="(", info_close=")",
 )
+
+FORMATS = {fmt.name: fmt for fmt in (PAPER, LINES, COMPACT)}
+IN_WORDS = {fmt.name: fmt for fmt in (PAPER, LINES)}
