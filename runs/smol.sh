@@ -83,10 +83,10 @@ fi
 
 launch tango_rl --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" $DEVICE "${PROBLEMS[@]}" \
     --num-steps "$STEPS" --examples-per-step "$BATCH" --num-samples 8 --lr 1.5e-5 --kl-coef 0 \
-    --max-new-tokens $TOKENS --eval-every $((STEPS / 2)) --eval-examples "$EVALS" --keep 1 $FLAGS
+    --max-new-tokens $TOKENS --eval-examples "$EVALS" --keep 1 $FLAGS
 
 for stage in "sft -g $TAG" "rl -g $RUN-gen"; do  # sampled, before and after; the table above is greedy
-    launch chat_eval -i $stage -t 1 -n 4 -x $(((EVALS + 1) / 2)) $DEVICE
+    launch chat_eval -i $stage --seed "$SEED" -t 1 -n 4 -x "$EVALS" $DEVICE
 done
 python -m scripts.report "$RUN"
 python -m scripts.demo "$RUN" $DEVICE

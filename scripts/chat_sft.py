@@ -106,7 +106,7 @@ def make_parser() -> argparse.ArgumentParser:
                            "solution, which as a whole is wrong, for scripts.step_retry")
     data.add_argument("--num-sampled", type=int, default=2048,
                       help="verifier: solutions sampled from the generator; half of its demonstrations judge one")
-    data.add_argument("--max-new-tokens", type=int, default=96, help="verifier: length limit of those")
+    data.add_argument("--max-new-tokens", type=int, default=96, help="length limit of solutions")
     training = parser.add_argument_group("training")
     training.add_argument("--num-steps", type=int, default=700)
     training.add_argument("--examples-per-step", type=int, default=24,
@@ -273,16 +273,18 @@ class Examples:
         num_all *= 1 + (args.role == "both")
         self.num_checked = min(num_all, args.num_steps * args.examples_per_step)
 
-    def check(self) -> None:
-        """Raises BadInput when one of the demonstrations that are looked at (the first 512, and all of a finite task
-        that the generator will see), or none of 512 conversations, fits the context: now, not in the middle of
-        training."""
+    def check(self) -> list[int]:
+        """Trained tokens of the first 512 examples. Raises BadInput when one of the demonstrations that are looked at
+        (the first 512, and all of a finite task that the generator will see), or none of 512 conversations, fits the
+        context: now, not in the middle of training."""
         for index in range(512, self.num_checked):
             self.demonstration(index)
-        num_long = [self(i) for i in range(512)].count(None)
+        found = [self(i) for i in range(512)]
+        num_long = found.count(None)
         if num_long and num_long == math.floor(512 * self.share):
             raise BadInput(f"--conversations {self.names}: none of the first {num_long} fits the context of "
                            f"{self.context}")
+        return [sum(example[1]) for example in found if example]
 
     def __call__(self, index: int) -> tuple[list[int], list[int]] | None:
         """Ids and loss mask, None for a conversation longer than the context: to be counted."""
@@ -455,7 +457,11 @@ def main(args) -> None:
         warn_of_dtype(f"step {resumed} of {tag}", saved.get("dtype"), dtype)
         state = saved["state"]
     examples = Examples(args, task, tokenizer, model.config.sequence_len)
-    examples.check()  # before anything is sampled or written, and with what was sampled below
+    lengths = examples.check()  # before anything is sampled or written, and with what was sampled below
+    num_cut = sum(length > args.max_new_tokens for length in lengths)
+    if args.role == "generator" and num_cut and not examples.conversations:
+        print0(f"{num_cut} of the first {len(lengths)} demonstrations are longer than the --max-new-tokens "
+               f"{args.max_new_tokens} that solutions are given: it cannot write the like")
     print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, "
            f"{sum(p.numel() for p in parameters):,} parameters trained, {device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,

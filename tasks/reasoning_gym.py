@@ -25,6 +25,7 @@ import json
 import math
 import random
 import re
+import traceback
 import zlib
 from dataclasses import MISSING, fields
 from decimal import Decimal
@@ -171,7 +172,8 @@ def data_set(name: str, given: tuple[str, ...] = (), flag: str = "--reasoning-gy
         made = library.create_dataset(name, seed=0, size=SIZE, **options)
         made[0]
     except ERRORS as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        failed = traceback.extract_tb(error.__traceback__)[-1].line  # an assertion without words
+        reason = (str(error).strip() or failed or type(error).__name__).splitlines()[0]
         raise BadInput(f"--reasoning-gym-name {name} {flag} {' '.join(given)}: cannot be made: {reason}") from None
     return made
 

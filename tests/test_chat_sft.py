@@ -412,3 +412,12 @@ def test_another_dtype_is_told(base, monkeypatch, capsys):
     monkeypatch.setenv("NANOCHAT_DTYPE", "bfloat16")
     train("--model-tag", "a", "--save-every", "2", "--resume-from-step", "2")
     assert "WARNING: step 2 of a was in float32 and goes on in bfloat16" in capsys.readouterr().out
+
+
+def test_demonstrations_that_the_model_could_not_write_are_said(base, capsys):
+    train("--model-tag", "a", "--max-new-tokens", "60", "--num-steps", "1")
+    assert "longer than" not in capsys.readouterr().out
+    train("--model-tag", "b", "--max-new-tokens", "9", "--num-steps", "1")
+    examples = examples_of()
+    long = sum(sum(examples(i)[1]) > 9 for i in range(512))
+    assert f"{long} of the first 512 demonstrations are longer than the --max-new-tokens 9 " in capsys.readouterr().out

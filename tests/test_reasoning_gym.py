@@ -270,7 +270,7 @@ def test_out_options_make_test_out_harder():
                                             "difficulty"),
     (["--reasoning-gym-options", "difficulty"], "difficulty: expected KEY=VALUE"),
     (["--reasoning-gym-options", "difficulty=hard"], "difficulty=hard: expected a value like 1.0"),
-    (["--reasoning-gym-options", "difficulty=2"], "difficulty=2: cannot be made: AssertionError"),
+    (["--reasoning-gym-options", "difficulty=2"], "difficulty=2: cannot be made: assert 1.0 <= self.difficulty"),
     (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-options", "min_terms=true"], "a value like 2"),
     (["--reasoning-gym-name", "chain_sum", "--reasoning-gym-options", "min_terms=9"],
      "--reasoning-gym-name chain_sum --reasoning-gym-options min_terms=9: cannot be made: max_terms must be"),
