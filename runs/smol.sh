@@ -22,7 +22,8 @@ case $ARM in
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
 esac
 case $TASK in
-    gsm_symbolic) PROBLEMS=(--task reasoning_gym --reasoning-gym-format lines) TOKENS=192 VERDICTS=136 RATE=5e-4 ;;
+    gsm_symbolic) PROBLEMS=(--task reasoning_gym --reasoning-gym-format lines --reasoning-gym-most-lines 2)
+        TOKENS=80 VERDICTS=56 RATE=5e-4 ;;
     gsm8k) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=224 VERDICTS=160 RATE=1e-4 ;;
     words) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=64 VERDICTS=64 RATE=1e-4 ;;
     *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;;

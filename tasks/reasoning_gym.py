@@ -4,7 +4,7 @@ Reasoning Gym: the data sets of that library (Stojanovski et al. 2025), by name;
 gsm_symbolic is word problems like those of GSM8K, made from templates with names and numbers of their own and a worked
 solution (Mirzadeh et al. 2024). A step is one line of the solution. sft, rl and test_in share 55 templates and no
 problem: test_in has new numbers in templates that were trained on. test_out has 20 templates that were never seen. The
-split of the templates is the same for every seed. The library's remark to give no units is left out of the problems:
+split of the templates is the same for every seed. --reasoning-gym-most-lines 2 leaves 19 and 6, of two steps each. The library's remark to give no units is left out of the problems:
 the format says how to answer.
 
 The library has 100 templates and draws from 85 of them. BAD_TEMPLATES are left out here: under 93% of 1000 draws of
@@ -230,13 +230,20 @@ def is_sound(example: Example) -> bool:
             and all(holds for line in example.lines for *_, holds in line_equations(line)))
 
 
+@functools.cache
+def chosen_templates(is_seen: bool, most_lines: int) -> list[int]:
+    """Those of dealt_templates whose worked solutions have at most so many lines, as drawn 20 times; 0 = all."""
+    most = lambda n: max(len(read_example(templates()[n](random.Random(i), 1.0)).lines) for i in range(20))
+    return [number for number in dealt_templates()[is_seen] if not most_lines or most(number) <= most_lines]
+
+
 @functools.lru_cache(maxsize=4096)
-def example_of(seed: int, split: str, index: int) -> Example:
+def example_of(seed: int, split: str, index: int, most_lines: int = 0) -> Example:
     """Problem `index` of a split of gsm_symbolic."""
     rng, drawn = split_stream(seed, split, index), {}
 
     def draw() -> str:
-        template = templates()[rng.choice(dealt_templates()[split != "test_out"])]
+        template = templates()[rng.choice(chosen_templates(split != "test_out", most_lines))]
         example = next(e for _ in range(1000) if is_sound(e := read_example(template(rng, 1.0))))
         drawn[example.question] = example
         return example.question
@@ -251,6 +258,8 @@ def add_args(parser):
                        help="options of that set, values as in JSON; a wrong one is answered with those there are")
     group.add_argument("--reasoning-gym-out-options", nargs="+", default=[], metavar="KEY=VALUE",
                        help=f"further options of its test_out, for harder problems; {WORDED} has none")
+    group.add_argument("--reasoning-gym-most-lines", type=int, default=0,
+                       help=f"of {WORDED}: lines that a worked solution has at most; 0 = all")
     add_format_arg(group, "reasoning-gym")
 
 
@@ -263,6 +272,12 @@ class ReasoningGym:
         self.options, out = tuple(args.reasoning_gym_options), tuple(args.reasoning_gym_out_options)
         self.has_step_labels = self.is_worded = self.set_name == WORDED
         data_set(self.set_name, self.options)
+        self.most_lines = args.reasoning_gym_most_lines
+        if self.most_lines and not self.is_worded:
+            raise BadInput(f"--reasoning-gym-most-lines {self.most_lines}: is of {WORDED}, and {self.set_name} has no "
+                           f"worked solutions")
+        if self.most_lines and not all(chosen_templates(is_seen, self.most_lines) for is_seen in (True, False)):
+            raise BadInput(f"--reasoning-gym-most-lines {self.most_lines}: no problem is as short; the least is 2")
         if out and self.is_worded:
             raise BadInput(f"--reasoning-gym-out-options {' '.join(out)}: test_out of {WORDED} is other templates")
         self.out_options = self.options + out
@@ -273,7 +288,7 @@ class ReasoningGym:
         return self.out_options if split == "test_out" else self.options
 
     def _example(self, split: str, index: int) -> Example:
-        return (example_of(self.seed, split, index) if self.is_worded else
+        return (example_of(self.seed, split, index, self.most_lines) if self.is_worded else
                 entry_of(self.set_name, self._given(split), self.seed, split, index))
 
     def problem(self, split: str, index: int) -> Problem:

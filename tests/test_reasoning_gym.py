@@ -118,6 +118,26 @@ def test_lines_are_those_with_a_number_without_bullets_and_headings():
     assert gym.worked_lines(worked) == ["He has 3 jars", "So 3 × 2 = 6"]
 
 
+def test_short_problems_are_those_of_the_templates_with_few_lines():
+    short = task_of("--reasoning-gym-most-lines", "2")
+    assert [len(gym.chosen_templates(is_seen, 2)) for is_seen in (True, False)] == [19, 6]
+    assert [gym.chosen_templates(is_seen, 0) for is_seen in (True, False)] == [*map(gym.dealt_templates().get, (1, 0))]
+    for split in SPLITS:
+        problems = [short.problem(split, i) for i in range(60)]
+        assert all(len(short.fmt.step_spans(short.solution_demo(problem, None))) <= 2 for problem in problems)
+        assert short.problem(split, 0) == problems[0]
+
+
+@pytest.mark.parametrize("flags, complaint", [
+    (["--reasoning-gym-most-lines", "1"], "most-lines 1: no problem is as short; the least is 2"),
+    (["--reasoning-gym-most-lines", "-1"], "most-lines -1: no problem is as short; the least is 2"),
+    (["--reasoning-gym-most-lines", "2", "--reasoning-gym-name", "chain_sum"], "is of gsm_symbolic, and chain_sum has"),
+])
+def test_lines_that_no_problem_can_have_are_refused(flags, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        task_of(*flags)
+
+
 # Demonstrations
 
 @EVERY_FORMAT
