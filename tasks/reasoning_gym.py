@@ -4,8 +4,8 @@ Reasoning Gym: the data sets of that library (Stojanovski et al. 2025), by name;
 gsm_symbolic is word problems like those of GSM8K, made from templates with names and numbers of their own and a worked
 solution (Mirzadeh et al. 2024). A step is one line of the solution. sft, rl and test_in share 55 templates and no
 problem: test_in has new numbers in templates that were trained on. test_out has 20 templates that were never seen. The
-split of the templates is the same for every seed. --reasoning-gym-most-lines 2 leaves 19 and 6, of two steps each. The library's remark to give no units is left out of the problems:
-the format says how to answer.
+split of the templates is the same for every seed. --reasoning-gym-most-lines 2 leaves 19 and 6, of two steps each. The
+library's remark to give no units is left out of the problems: the format says how to answer.
 
 The library has 100 templates and draws from 85 of them. BAD_TEMPLATES are left out here: under 93% of 1000 draws of
 each are `is_sound`, or the worked solution states "24=24". Draws of the others that are not sound are drawn again: of
