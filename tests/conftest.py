@@ -8,6 +8,7 @@ prompt. So solutions and verifications are mostly in form, and differ from promp
 import argparse
 import contextlib
 import functools
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -106,6 +107,12 @@ def prepared_once():
         restore(self)
         prepared.clear()
     interpreter._patch_lang, scope.restore = prepare_once, restore_and_forget
+
+
+def pytest_collection_finish():
+    """What thousands of collected tests hold stays to the end: no later garbage collection looks through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
