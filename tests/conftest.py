@@ -67,6 +67,14 @@ UNIT_LAST, UNIT_ALONE = 1 / 1.8, 1 / 1.7  # what makes a table's entry a logit o
 SLOW = 15                                 # the channel of a head's queries and keys that turns little with the position
 
 
+# The files that take longest come first: none of them is left to one worker at the end.
+LONG = [f"test_{name}" for name in (
+    "recipes", "bad_flags", "tango_rl", "base_train", "sharding", "qwen", "plan", "faults", "common", "grading",
+    "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_kernels", "decode_cache", "engine", "fresh_weights",
+    "hf_tokenizer", "kernels", "bench", "chat_sft", "tasks", "chat", "report", "gpt", "label_steps", "apart", "gpu_day",
+    "setup", "competition", "gguf", "attention")]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def short_starts():
     shorten_starts()
@@ -116,6 +124,7 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
