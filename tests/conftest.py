@@ -258,7 +258,7 @@ def base(sft_base, tmp_path, monkeypatch):
 def on_ranks(world: int, share, *args) -> None:
     """Runs share(*args), a function of a test's module, on so many ranks. They are forks of a server that has imported
     torch and the trainer, so a start takes no second."""
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "scripts.tango_rl"])
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "scripts.tango_rl"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(as_rank, args=(world, folder, dict(os.environ), share, args),
                                               nprocs=world, start_method="forkserver")
