@@ -8,6 +8,7 @@ prompt. So solutions and verifications are mostly in form, and differ from promp
 import argparse
 import contextlib
 import functools
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -66,6 +67,14 @@ UNIT_LAST, UNIT_ALONE = 1 / 1.8, 1 / 1.7  # what makes a table's entry a logit o
 SLOW = 15                                 # the channel of a head's queries and keys that turns little with the position
 
 
+# The files that take longest come first: none of them is left to one worker at the end.
+LONG = [f"test_{name}" for name in (
+    "recipes", "bad_flags", "tango_rl", "base_train", "sharding", "qwen", "plan", "faults", "common", "grading",
+    "attention_kernels", "kernels_gpu", "bad_input", "tiles", "cpu_kernels", "decode_cache", "engine", "fresh_weights",
+    "hf_tokenizer", "kernels", "bench", "chat_sft", "tasks", "chat", "report", "gpt", "label_steps", "apart", "gpu_day",
+    "setup", "competition", "gguf", "attention")]
+
+
 @pytest.fixture(autouse=True, scope="session")
 def short_starts():
     shorten_starts()
@@ -73,13 +82,22 @@ def short_starts():
 
 def shorten_starts() -> None:
     """The trainer looks at few problems when it starts: all 400 that stand for an endless task take a quarter of a
-    short run's time. Pretraining does not measure the machine, which takes as much."""
+    short run's time. Pretraining does not measure the machine, which takes as much. That a model can be made from a
+    configuration is tried once for each: a start reads it many times, and a trial takes 20 ms."""
+    from nanochat import checkpoint
     from nanochat.rl import flags
     from nanochat.rl.scores import problems_of
     from scripts import base_train
     flags.problems_of = lambda task, split, num: problems_of(
         task, split, FEW if num < 0 and not hasattr(task, "num_problems") else num)
     base_train.machine_speed = lambda device, dtype: (1e11, 1e10)
+    check_config, sound = checkpoint.check_config, set()
+
+    def check_once(config, path: str) -> None:
+        if repr(config) not in sound:
+            check_config(config, path)
+            sound.add(repr(config))
+    checkpoint.check_config = check_once
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -108,7 +126,18 @@ def prepared_once():
     interpreter._patch_lang, scope.restore = prepare_once, restore_and_forget
 
 
+def pytest_collection_finish():
+    """What thousands of collected tests hold stays to the end: no later garbage collection looks through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # or extensions complain of what is left at the end
+
+
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -242,7 +271,7 @@ def base(sft_base, tmp_path, monkeypatch):
 def on_ranks(world: int, share, *args) -> None:
     """Runs share(*args), a function of a test's module, on so many ranks. They are forks of a server that has imported
     torch and the trainer, so a start takes no second."""
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed.fsdp", "scripts.tango_rl"])
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "scripts.tango_rl"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(as_rank, args=(world, folder, dict(os.environ), share, args),
                                               nprocs=world, start_method="forkserver")

@@ -118,7 +118,7 @@ def case(sizes, Hkv=2, group=2, D=32, transposed=True, dtype=torch.float32, unre
 
 
 def by_definition(case: Case, window: int) -> torch.Tensor:
-    """One query head of one row at a time, in fp64. -> (n, Hkv, group, D)"""
+    """One head of keys of one row at a time, in fp64. -> (n, Hkv, group, D)"""
     cache, out = case.cache, torch.zeros(case.q[:, :, 0, :, 0].shape, dtype=torch.float64)
     for r, (place, length) in enumerate(zip(case.places.tolist(), case.lengths.tolist(), strict=True)):
         slot = int(cache.slots[place])
@@ -130,10 +130,9 @@ def by_definition(case: Case, window: int) -> torch.Tensor:
             values = torch.cat([cache.prefix_v[LAYER][slot, h, :before], cache.v[LAYER][place, h, : length - 1],
                                 case.v[r, h, 0]]).double()
             first = max(0, before + length - 1 - window)
-            for g in range(out.shape[2]):
-                scores = [float(case.q[r, h, 0, g, 0].double() @ key) / math.sqrt(out.shape[3]) for key in keys[first:]]
-                weights = [math.exp(score - max(scores)) for score in scores]
-                out[r, h, g] = sum(w * value for w, value in zip(weights, values[first:], strict=True)) / sum(weights)
+            scores = case.q[r, h, 0, :, 0].double() @ keys[first:].T / math.sqrt(out.shape[3])
+            weights = (scores - scores.amax(1, keepdim=True)).exp()
+            out[r, h] = weights @ values[first:] / weights.sum(1, keepdim=True)
     return out
 
 

@@ -126,7 +126,7 @@ ROWS = {
     ],
     "ranks with unequal work": [
         "tests/test_trainer.py::test_two_gloo_ranks_equal_one",
-        "tests/test_sharding.py::test_four_sharded_ranks_take_the_steps_of_one",
+        "tests/test_sharding.py::test_three_sharded_ranks_take_the_steps_of_one",
         "tests/test_dpo.py::test_a_rank_without_pairs_takes_part_in_the_step_of_the_others",
         "tests/test_prime.py::test_a_rank_without_rollouts_has_empty_advantages",
         "tests/test_recipes.py::test_two_ranks_do_what_one_does",

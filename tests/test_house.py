@@ -4,6 +4,7 @@ The house rules that can be checked: imports point down, importing does no work,
     python -m pytest tests/test_house.py
 """
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ PACKAGES = ("scripts", "nanochat.recipes", "nanochat.rl", "tasks", "nanochat")
 GROUND = ("nanochat.rl.advantages", "nanochat.rl.formats", "nanochat.rl.losses", "nanochat.rl.schedules")
 
 
+@functools.cache
 def modules() -> dict[str, str]:
     found = {}
     for top in ("nanochat", "tasks", "scripts"):
@@ -31,6 +33,7 @@ def modules() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def imports_of(path: str) -> set[str]:
     """Our own modules that a file imports, at any depth of the file."""
     with open(path) as f:

@@ -41,6 +41,13 @@ CONFIGS = {"gpt": GPTConfig(512, VOCABULARY, 3, 4, 2, 256, "L"), "tied": replace
 SETTING = Setting(dtype=torch.float32, device_type="cpu", micro_batch_tokens=800)  # two groups
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_collections():
+    """What the files before have imported and left is looked through once, not in every measurement."""
+    gc.collect()
+    gc.freeze()
+
+
 def allocated(action) -> tuple[int, int]:
     """Bytes of tensors on CPU that `action` adds: at its peak and at its end. Garbage of what ran before would count as
     freed by it, and its own as kept."""
