@@ -14,9 +14,9 @@
 # NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
-STEPS=${STEPS:-30} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
+STEPS=${STEPS:-16} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
 case $ARM in
-    tango) FLAGS="--warmup-steps 6 --verifier-balance --verifier-replay 0.5" ;;
+    tango) FLAGS="--warmup-steps 2 --verifier-balance --verifier-replay 0.5" ;;
     fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
     grpo) FLAGS="--recipe grpo" ;;
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
@@ -90,4 +90,4 @@ for stage in "sft -g $TAG" "rl -g $RUN-gen"; do  # sampled, before and after; th
     launch chat_eval -i $stage --seed "$SEED" -t 1 -n 4 -x "$EVALS" $DEVICE
 done
 python -m scripts.report "$RUN"
-python -m scripts.demo "$RUN" $DEVICE
+python -m scripts.demo "$RUN" --num-scored 40 $DEVICE
