@@ -14,7 +14,7 @@
 # NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
-STEPS=${STEPS:-16} BATCH=${BATCH:-16} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
+STEPS=${STEPS:-12} BATCH=${BATCH:-32} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
 case $ARM in
     tango) FLAGS="--warmup-steps 2 --verifier-balance --verifier-replay 0.5" ;;
     fixed_verifier) FLAGS="--recipe fixed_verifier" ;;

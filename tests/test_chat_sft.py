@@ -280,7 +280,7 @@ def test_what_was_trained_before_a_demonstration_that_does_not_fit_is_saved(base
     problem = Chain.problem
     train("--model-tag", "whole")
     with monkeypatch.context() as other:
-        other.setattr(chat_sft.Examples, "check", lambda self: None)  # it looks at the first 512
+        other.setattr(chat_sft.Examples, "check", lambda self: [])  # it looks at the first 512
         other.setattr(Chain, "solution_demo", lambda self, problem, rng: "1" * 200 if problem.index == 20 else "1=1;")
         with pytest.raises(BadInput, match="too short: demonstration 20 of .*; the model behind step 2 is saved$"):
             train("--model-tag", "a")
