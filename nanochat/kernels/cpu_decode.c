@@ -8,8 +8,7 @@
 #include "cpu_product.h"
 #include "cpu_heads.h"
 
-#define PLACES 32      /* queries whose scores are held at a time */
-#define MOST_QUERIES 4 /* of a row that read a key together */
+#define PLACES 32 /* queries whose scores are held at a time */
 
 /* The sums of L vectors, as one vector: pairs are folded into one, again and again. */
 static inline __attribute__((always_inline)) vec sums(vec x[L])
@@ -20,108 +19,69 @@ static inline __attribute__((always_inline)) vec sums(vec x[L])
     return x[0];
 }
 
-/* out[j] = q . k_j for n keys, and -inf up to a multiple of L; of G queries, which are D apart and whose outputs are
- * `width` apart. soon: what lies like these keys and is read next. */
-static inline __attribute__((always_inline)) void dots_of(const long D, const long G, float *out, long width,
-                                                          const float *q, const float *k, long stride, long n,
-                                                          const float *soon)
+/* out[j] = q . k_j for n keys, and -inf up to a multiple of L. soon: what lies like these and is read next. */
+static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q,
+                                                          const float *k, long stride, long n, const float *soon)
 {
     for (long j = 0; j < n; j += L) {
-        vec x[MOST_QUERIES][L];
+        vec x[L];
         prefetch(soon + j * stride, L * D);
         for (int i = 0; i < L; i++) {
             const float *key = k + (j + i < n ? j + i : n - 1) * stride;
-            for (long g = 0; g < G; g++)
-                x[g][i] = load(q + g * D) * load(key);
+            x[i] = load(q) * load(key);
             for (long d = L; d < D; d += L)
-                for (long g = 0; g < G; g++)
-                    x[g][i] += load(q + g * D + d) * load(key + d);
+                x[i] += load(q + d) * load(key + d);
         }
-        for (long g = 0; g < G; g++)
-            store(out + g * width + j, sums(x[g]));
+        store(out + j, sums(x));
     }
-    for (long g = 0; g < G; g++)
-        for (long j = n; j < up(n); j++)
-            out[g * width + j] = -INFINITY;
+    for (long j = n; j < up(n); j++)
+        out[j] = -INFINITY;
 }
 
-/* y (D) += the sum of p[j] v_j over n values; of G queries, whose weights are `width` apart and y D. soon: what lies
- * like these values and is read next. */
-static inline __attribute__((always_inline)) void values_of(const long G, float *y, const float *p, long width,
-                                                            const float *v, long stride, long n, long D,
-                                                            const float *soon)
+static void dots(float *out, const float *q, const float *k, long stride, long n, long D, const float *soon)
+{
+    switch (D) {
+    case 32: dots_of(32, out, q, k, stride, n, soon); break;
+    case 64: dots_of(64, out, q, k, stride, n, soon); break;
+    case 128: dots_of(128, out, q, k, stride, n, soon); break;
+    default: dots_of(D, out, q, k, stride, n, soon);
+    }
+}
+
+/* y (D) += the sum of p[j] v_j over n values. soon: what lies like these and is read next. */
+static void add_values(float *y, const float *p, const float *v, long stride, long n, long D, const float *soon)
 {
     for (long d = 0; d < D; d += L) {
-        vec acc[MOST_QUERIES][4];
-        for (long g = 0; g < G; g++)
-            acc[g][0] = load(y + g * D + d), acc[g][1] = acc[g][2] = acc[g][3] = (vec){0};
+        vec acc[4] = {load(y + d)};
         long j = 0;
         for (; j + 4 <= n; j += 4) {
             prefetch(soon + j * stride + 4 * d, 4 * L);
-            for (int i = 0; i < 4; i++) {
-                vec value = load(v + (j + i) * stride + d);
-                for (long g = 0; g < G; g++)
-                    acc[g][i] += p[g * width + j + i] * value;
-            }
+            for (int i = 0; i < 4; i++)
+                acc[i] += p[j + i] * load(v + (j + i) * stride + d);
         }
         for (; j < n; j++)
-            for (long g = 0; g < G; g++)
-                acc[g][0] += p[g * width + j] * load(v + j * stride + d);
-        for (long g = 0; g < G; g++)
-            store(y + g * D + d, acc[g][0] + acc[g][1] + acc[g][2] + acc[g][3]);
+            acc[0] += p[j] * load(v + j * stride + d);
+        store(y + d, acc[0] + acc[1] + acc[2] + acc[3]);
     }
 }
 
-/* Calls `of` with a G that the compiler knows. */
-#define BY_QUERIES(of, G, ...) \
-    switch (G) { \
-    case 1: of(1, __VA_ARGS__); break; \
-    case 2: of(2, __VA_ARGS__); break; \
-    case 3: of(3, __VA_ARGS__); break; \
-    default: of(4, __VA_ARGS__); \
-    }
-#define DOTS_32(G, ...) dots_of(32, G, __VA_ARGS__)
-#define DOTS_64(G, ...) dots_of(64, G, __VA_ARGS__)
-#define DOTS_128(G, ...) dots_of(128, G, __VA_ARGS__)
-#define DOTS(G, ...) dots_of(D, G, __VA_ARGS__)
-
-static void dots(long G, float *out, long width, const float *q, const float *k, long stride, long n, long D,
-                 const float *soon)
-{
-    switch (D) {
-    case 32: BY_QUERIES(DOTS_32, G, out, width, q, k, stride, n, soon) break;
-    case 64: BY_QUERIES(DOTS_64, G, out, width, q, k, stride, n, soon) break;
-    case 128: BY_QUERIES(DOTS_128, G, out, width, q, k, stride, n, soon) break;
-    default: BY_QUERIES(DOTS, G, out, width, q, k, stride, n, soon)
-    }
-}
-
-static void add_values(long G, float *y, const float *p, long width, const float *v, long stride, long n, long D,
-                       const float *soon)
-{
-    BY_QUERIES(values_of, G, y, p, width, v, stride, n, D, soon)
-}
-
-/* Scores of a row's own keys behind those of its prompt; then weights. Of G queries, which see `window` positions
- * before their own; inverse (G): 1 / the sum of the weights. */
-static inline void row_weights(const Decoding *s, long G, float *row, long width, const float *q, const float *k,
-                               const float *v, const float *prefix_k, const float *prefix_v, long length, long Tp,
-                               float *inverse)
+/* Scores of a row's own keys behind those of its prompt; then weights, and 1 / their sum.
+ * The query sees `window` positions before its own. */
+static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *v,
+                                const float *prefix_k, const float *prefix_v, long length, long Tp)
 {
     long D = s->D, Tpp = up(Tp), sees = length - 1 - s->window; /* own column from which the query sees */
     float highest;
     if (!s->transposed)
-        dots(G, row, width, q, prefix_k, D, Tp, D, prefix_v);
-    dots(G, row + Tpp, width, q, k, D, length, D, v);
-    for (long g = 0; g < G; g++, row += width) {
-        for (long j = Tp; j < Tpp; j++)
-            row[j] = -INFINITY;
-        for (long j = 0; j < Tp && j < Tp + sees; j++)
-            row[j] = -INFINITY;
-        for (long j = 0; j < sees; j++)
-            row[Tpp + j] = -INFINITY;
-        inverse[g] = 1 / softmax(row, Tpp + up(length), &highest);
-    }
+        dots(row, q, prefix_k, D, Tp, D, prefix_v);
+    for (long j = Tp; j < Tpp; j++)
+        row[j] = -INFINITY;
+    for (long j = 0; j < Tp && j < Tp + sees; j++)
+        row[j] = -INFINITY;
+    dots(row + Tpp, q, k, D, length, D, v);
+    for (long j = 0; j < sees; j++)
+        row[Tpp + j] = -INFINITY;
+    return 1 / softmax(row, Tpp + up(length), &highest);
 }
 
 /* Decoding: puts the new keys and values behind each row's own, which are `lengths` then, and attends to all of them.
@@ -164,22 +124,17 @@ void decode(const Decoding *s, float *y, long threads)
                 }
                 if (s->transposed)
                     product(scores, width, q, D, prefix_k, s->Tp, m, up(Tp), D, 0);
-                for (long i = 0, some; i < m; i += some) { /* queries of one row */
+                for (long i = 0; i < m; i++) {
                     float *row = scores + i * width, *o = out + i * D;
                     long place = s->places[(first + i) / G], at = (place * H + h) * own, length = s->lengths[place];
-                    some = G - (first + i) % G;
-                    some = some > MOST_QUERIES ? MOST_QUERIES : some;
-                    some = some > m - i ? m - i : some;
                     /* The next row's keys, or those of the next head. */
-                    long next = i + some < m ? (s->places[(first + i + some) / G] * H + h) * own
-                                             : (s->places[first / G] * H + h + (h + 1 < H)) * own;
-                    row_weights(s, some, row, width, q + i * D, s->k + at, s->v + at, prefix_k, prefix_v, length, Tp,
-                                inverse + i);
-                    memset(o, 0, some * D * sizeof(float));
+                    long next = i + 1 < m ? (s->places[(first + i + 1) / G] * H + h) * own
+                                          : (s->places[first / G] * H + h + (h + 1 < H)) * own;
+                    inverse[i] = row_weights(s, row, q + i * D, s->k + at, s->v + at, prefix_k, prefix_v, length, Tp);
+                    memset(o, 0, D * sizeof(float));
                     if (!s->transposed)
-                        add_values(some, o, row, width, prefix_v, D, Tp, D,
-                                   prefix_k + (i + some == m && h + 1 < H) * s->Tp * D);
-                    add_values(some, o, row + up(Tp), width, s->v + at, D, length, D, s->k + next);
+                        add_values(o, row, prefix_v, D, Tp, D, prefix_k + (i + 1 == m && h + 1 < H) * s->Tp * D);
+                    add_values(o, row + up(Tp), s->v + at, D, length, D, s->k + next);
                 }
                 if (s->transposed)
                     product(out, D, scores, width, prefix_v, D, m, D, Tp, 1);
