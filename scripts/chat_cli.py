@@ -127,8 +127,10 @@ def format_of(recorded: dict, where: str) -> str:
         task = names.split(",")[0]
         if task not in PARTS:
             raise BadInput(f"{where}: mixture_tasks is {names!r:.80}, and there are {', '.join(PARTS)}")
-    if not task or f"{task}_format" in task_flags():
-        return recorded_value(recorded, f"{task}_format", "paper", where) if task else "chat"
+    if not task:
+        return "chat"
+    if f"{task}_format" in task_flags():
+        return recorded_value(recorded, f"{task}_format", "paper", where)
     kind = TASKS[task]
     return getattr(kind, "func", kind).fmt.name  # a set of problems has its class under func
 
