@@ -134,13 +134,13 @@ def decimal_text(value: float) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
-def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool, find=equations) -> str:
+def judge_equations(fmt: Format, solution: str, gold: set[str], verdict: bool) -> str:
     """A verification with this final verdict: a step is wrong iff it is none of the gold steps and states an equation
-    that does not hold. find: the equations of a step, as `equations` gives them."""
+    that does not hold."""
     analyses, verdicts = [], []
     for start, end in fmt.step_spans(solution):
         step = fmt.step_body(solution[start:end])
-        known, found = step in gold, find(step)
+        known, found = step in gold, equations(step)
         parts = [f"{left}={stated}" if holds or known else f"{left}={decimal_text(value)}, not {stated}"
                  for left, value, stated, holds in found]
         analyses.append("; ".join(parts) or NO_EQUATION)

@@ -84,12 +84,27 @@ def numbers_in(line: str) -> list[Decimal]:
     return [number(text) for text in PLAIN.findall(line)]
 
 
-def is_right_line(line: str, known: set[Decimal]) -> bool:
-    """Whether all equations of a line hold and its result is a known number: that of its last equation, without one its
-    last number. A line without a number is right."""
+def result_of(line: str) -> Decimal | None:
+    """The result of a line's last equation, without one its last number; None where there is no plain number."""
     found = line_equations(line)
     results = [number(found[-1][2].rstrip("%"))] if found else numbers_in(line)
-    return all(holds for *_, holds in found) and (not results or results[-1] in known)
+    return results[-1] if results else None
+
+
+def is_right_line(line: str, known: set[Decimal]) -> bool:
+    """Whether all equations of a line hold and its result is a known number. A line without a number is right."""
+    return all(holds for *_, holds in line_equations(line)) and (result_of(line) in known or not numbers_in(line))
+
+
+def analysis_of(line: str, worked: str, is_right: bool) -> str:
+    """What a verifier writes about a line: what the worked solution has in its place, and what is wrong."""
+    found = line_equations(line)
+    parts = [f"{left}={stated}" for left, _, stated, _ in line_equations(worked)]
+    text = "; ".join(parts) or PLAIN.findall(worked)[-1]
+    if is_right:
+        return text
+    wrong = [stated for *_, stated, holds in found if not holds] or [stated for *_, stated, _ in found[-1:]]
+    return f"{text}, not {(wrong or PLAIN.findall(line)[-1:])[0]}"
 
 
 def with_slip(lines: list[str], answer: str, rng: random.Random) -> tuple[list[str], str]:
@@ -352,7 +367,14 @@ class ReasoningGym:
         return self.fmt.render_solution(*with_slip(self._lines(problem), problem.answer, rng))
 
     def verification_demo(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A demonstration for the verifier: a step is wrong iff it is no line of the solution and states an equation
-        that does not hold; the final verdict is the outcome. `rng` is not used. Raises BadInput."""
-        return judge_equations(self.fmt, solution, set(self._lines(problem)), self.check(problem, solution) is True,
-                               line_equations)
+        """A demonstration for the verifier, with the outcome as its final verdict. Of gsm_symbolic: it works out each
+        step itself, as the line of the worked solution with the same result or else the one in its place, and
+        compares; its step verdicts are the gold labels. `rng` is not used. Raises BadInput."""
+        worked, verdict = self._lines(problem), self.check(problem, solution) is True
+        if not self.is_worded:
+            return judge_equations(self.fmt, solution, set(worked), verdict)
+        same, labels = {result_of(line): line for line in reversed(worked)}, self.step_labels(problem, solution)
+        steps = [self.fmt.step_body(solution[start:end]) for start, end in self.fmt.step_spans(solution)]
+        analyses = [analysis_of(step, same.get(result_of(step), worked[min(k, len(worked) - 1)]), label)
+                    for k, (step, label) in enumerate(zip(steps, labels, strict=True))]
+        return self.fmt.render_verification(analyses, labels, verdict)
