@@ -74,12 +74,11 @@ if ! [ -e "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$NAME/meta_000000.json" ]; the
     python -m scripts.hf_import --source "$SOURCE" --model-tag "$NAME"
 fi
 
-START=(--from-stage sft --from-tag "$NAME" --model-tag "$TAG" $DEVICE --resume-from-step auto)
-SFT=("${PROBLEMS[@]}" --examples-per-step 16 --micro-batch-tokens 4096 --embedding-lr $RATE --max-new-tokens $TOKENS
-    --keep 1)
-launch chat_sft --role generator "${START[@]}" "${SFT[@]}" --num-steps "$SFT_STEPS"
-if [ "$ARM" != grpo ]; then
-    launch chat_sft --role verifier "${START[@]}" "${SFT[@]}" --num-steps $(((SFT_STEPS + 1) / 2)) --num-sampled 256
+SFT=(--from-stage sft --model-tag "$TAG" $DEVICE --resume-from-step auto "${PROBLEMS[@]}" --examples-per-step 16
+    --micro-batch-tokens 4096 --embedding-lr $RATE --max-new-tokens $TOKENS --keep 1)
+launch chat_sft --role generator --from-tag "$NAME" "${SFT[@]}" --num-steps "$SFT_STEPS"
+if [ "$ARM" != grpo ]; then  # the verifier starts from the generator: to judge a step it works it out itself
+    launch chat_sft --role verifier --from-tag "$TAG" "${SFT[@]}" --num-steps $(((SFT_STEPS + 1) / 2)) --num-sampled 256
     FLAGS="$FLAGS --verifier-max-new-tokens $VERDICTS"
 fi
 

@@ -214,6 +214,31 @@ def test_a_line_is_right_where_it_holds_and_its_result_is_known(line, right):
     assert gym.is_right_line(line, {Decimal(4), Decimal(8), Decimal(32)}) is right
 
 
+@pytest.mark.parametrize("line, said", [
+    ("She needs 8 * 4 = 32 eggs", "4*8=32"),                       # right in another way
+    ("She needs 4 + 8 = 12 eggs", "4*8=32, not 12"),
+    ("First 4 * 8 = 33, then 33 - 1 = 32", "4*8=32, not 33"),      # the first that does not hold
+    ("So she has 31 eggs", "4*8=32, not 31"),
+    ("So she is done", "4*8=32"),
+])
+def test_a_verifier_works_out_a_line_and_says_what_is_wrong(line, said):
+    right = gym.is_right_line(line, {Decimal(4), Decimal(8), Decimal(32)})
+    assert gym.analysis_of(line, "4 boxes * 8 eggs/box = 32 eggs", right) == said
+    assert gym.analysis_of(line, "She has 32 eggs", right) == said.replace("4*8=", "")
+
+
+@EVERY_FORMAT
+def test_a_step_is_compared_with_the_worked_line_of_its_result_else_of_its_place(task):
+    problem = task.problem("sft", 0)
+    worked = [parts[0][0] + "=" + parts[0][2] for parts in map(gym.line_equations, task._lines(problem))]
+    second = gym.result_of(task._lines(problem)[1])
+    solution = task.fmt.render_solution([f"So it is {second}", "I say 987654", "I say 987654"], "1")
+    text = task.verification_demo(problem, solution, None)
+    assert text == task.fmt.render_verification(
+        [worked[1], f"{worked[1]}, not 987654", f"{worked[min(2, len(worked) - 1)]}, not 987654"],
+        [True, False, False], False)
+
+
 def test_hostile_lines_have_labels_soon(task):
     problem = task.problem("rl", 0)
     for text in ("1" + " a" * 20000, "1 a b " * 5000 + "=", "9" * 20000 + "+1=2", "(" * 9000 + "1=1", "2(" * 9000):
