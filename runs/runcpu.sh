@@ -32,7 +32,7 @@ MODEL="--depth 4 --n-embd 128 --n-head 4 --model-tag $TAG --seed $SEED --device-
 launch scripts/chat_sft.py -- --role generator $MODEL --resume-from-step auto
 launch scripts/chat_sft.py -- --role verifier $MODEL --resume-from-step auto
 
-# A finished run is evaluated again and prints its table.
+# A finished run prints its table again.
 launch scripts/tango_rl.py -- --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" --device-type cpu \
     --num-steps 80 --eval-every 20 --kl-coef 0 $FLAGS
 

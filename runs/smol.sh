@@ -10,27 +10,29 @@
 #   TASK=gsm8k DATA=folder bash runs/smol.sh    # your own problems: train.jsonl and test.jsonl, as GSM8K has them
 #   TASK=words DATA=folder bash runs/smol.sh    # the same with shorter solutions, of one or two steps
 #   SOURCE=model.gguf bash runs/smol.sh         # your own start: a GGUF file, a folder or a hub's name
-# Other dials: STEPS (of the generator), BATCH (problems per step), SFT_STEPS, EVALS (problems of each held-out split),
-# NPROC, DEVICE="--device-type cuda".
+# Other dials: STEPS (of the generator), BATCH (problems per step), SFT_STEPS, LR and SFT_LR (rates), EVALS (problems of
+# each held-out split), NPROC, DEVICE="--device-type cuda".
 set -euo pipefail
 SEED=${SEED:-0} ARM=${ARM:-tango} TASK=${TASK:-gsm_symbolic} DATA=${DATA:-} SOURCE=${SOURCE:-}
-STEPS=${STEPS:-12} BATCH=${BATCH:-32} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128}
+STEPS=${STEPS:-12} BATCH=${BATCH:-32} SFT_STEPS=${SFT_STEPS:-120} EVALS=${EVALS:-128} LR=${LR:-1.5e-5}
 DEVICE=${DEVICE:---device-type cpu}
+JUDGING="--combine advantages --alpha-start 0.1 --alpha-end 0.001"  # as the paper has it: this verifier is a weak one
 case $ARM in
-    tango) FLAGS="--warmup-steps 2 --verifier-balance --verifier-replay 0.5" ;;
-    fixed_verifier) FLAGS="--recipe fixed_verifier" ;;
+    tango) FLAGS="$JUDGING --warmup-steps 2 --verifier-balance --verifier-replay 0.5" ;;
+    fixed_verifier) FLAGS="$JUDGING --recipe fixed_verifier" ;;
     grpo) FLAGS="--recipe grpo" ;;
     *) echo "ARM=$ARM: there are tango fixed_verifier grpo" >&2; exit 2 ;;
 esac
 case $TASK in
     gsm_symbolic) PROBLEMS=(--task reasoning_gym --reasoning-gym-format lines --reasoning-gym-most-lines 2)
-        TOKENS=80 VERDICTS=56 RATE=5e-4 ;;
-    gsm8k) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=224 VERDICTS=160 RATE=1e-4 ;;
-    words) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=64 VERDICTS=64 RATE=1e-4 ;;
+        TOKENS=80 VERDICTS=56 SFT_LR=${SFT_LR:-5e-4} ;;
+    gsm8k) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=224 VERDICTS=160 SFT_LR=${SFT_LR:-1e-4} ;;
+    words) PROBLEMS=(--task gsm8k --gsm8k-format lines --gsm8k-data) TOKENS=64 VERDICTS=64 SFT_LR=${SFT_LR:-1e-4} ;;
     *) echo "TASK=$TASK: there are gsm_symbolic gsm8k words" >&2; exit 2 ;;
 esac
 for number in SEED STEPS BATCH SFT_STEPS EVALS; do
-    [[ ${!number} =~ ^[0-9]{1,9}$ ]] || { echo "$number=${!number}: must be a number" >&2; exit 2; }
+    [[ ${!number} =~ ^(0|[1-9][0-9]{0,8})$ ]] || { echo "$number=${!number}: must be a number" >&2; exit 2; }
+    [[ $number = S[ET]* || ${!number} != 0 ]] || { echo "$number=0: must be at least 1" >&2; exit 2; }
 done
 if [ "$TASK" = gsm_symbolic ] && [ -n "$DATA" ]; then
     echo "DATA=$DATA: is of TASK=gsm8k or TASK=words" >&2
@@ -39,12 +41,18 @@ fi
 if [ "$TASK" != gsm_symbolic ]; then
     [ -n "$DATA" ] || { echo "TASK=$TASK: DATA must name a folder with train.jsonl and test.jsonl" >&2; exit 2; }
     [[ $DATA == /* ]] || DATA=$PWD/$DATA  # what follows runs in the project's root
+    for part in train test; do
+        [ -e "$DATA/$part.jsonl" ] || { echo "DATA=$DATA: has no $part.jsonl" >&2; exit 2; }
+    done
     PROBLEMS+=("${DATA%/}")
 fi
-[[ $SOURCE == /* || ! -e $SOURCE ]] || SOURCE=$PWD/$SOURCE
+[ ! -e "$SOURCE" ] || SOURCE=$(cd "$(dirname "$SOURCE")" && pwd)/$(basename "$SOURCE")
+if [[ $SOURCE == *.gguf && ! -e $SOURCE ]]; then
+    echo "SOURCE=$SOURCE: there is no such file" >&2
+    exit 2
+fi
 source "$(dirname "$0")/setup.sh"
-trap '[[ $? = [0-2] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
-export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-smol}
+trap '[[ $? = [02] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 NPROC=${NPROC:-1}  # each rank holds the models
 [ "$NPROC" = 1 ] || OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
@@ -54,6 +62,7 @@ NAME=smollm2
 if [ -n "$SOURCE" ]; then
     NAME=${SOURCE%/} NAME=${NAME%.gguf} NAME=${NAME##*/} NAME=${NAME//[^A-Za-z0-9_-]/-}-$(mark "$SOURCE")
 fi
+export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-$NAME}  # of one family of models
 ABOUT=$TASK${DATA:+-$(mark "$DATA")}
 TAG=$NAME-$ABOUT RUN=$NAME-$ABOUT-$ARM-s$SEED
 launch() {
@@ -75,7 +84,7 @@ if ! [ -e "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$NAME/meta_000000.json" ]; the
 fi
 
 SFT=(--from-stage sft --model-tag "$TAG" $DEVICE --resume-from-step auto "${PROBLEMS[@]}" --examples-per-step 16
-    --micro-batch-tokens 4096 --embedding-lr $RATE --max-new-tokens $TOKENS --keep 1)
+    --micro-batch-tokens 4096 --embedding-lr $SFT_LR --max-new-tokens $TOKENS --keep 1)
 launch chat_sft --role generator --from-tag "$NAME" "${SFT[@]}" --num-steps "$SFT_STEPS"
 if [ "$ARM" != grpo ]; then  # the verifier starts from the generator: to judge a step it works it out itself
     launch chat_sft --role verifier --from-tag "$TAG" "${SFT[@]}" --num-steps $(((SFT_STEPS + 1) / 2)) --num-sampled 256
@@ -83,11 +92,32 @@ if [ "$ARM" != grpo ]; then  # the verifier starts from the generator: to judge 
 fi
 
 launch tango_rl --run "$RUN" --resume-from-step auto --model-tag "$TAG" --seed "$SEED" $DEVICE "${PROBLEMS[@]}" \
-    --num-steps "$STEPS" --examples-per-step "$BATCH" --num-samples 8 --lr 1.5e-5 --kl-coef 0 \
+    --num-steps "$STEPS" --examples-per-step "$BATCH" --num-samples 8 --lr $LR --kl-coef 0 \
     --max-new-tokens $TOKENS --eval-examples "$EVALS" --keep 1 $FLAGS
 
-for stage in "sft -g $TAG" "rl -g $RUN-gen"; do  # sampled, before and after; the table above is greedy
-    launch chat_eval -i $stage --seed "$SEED" -t 1 -n 4 -x "$EVALS" $DEVICE
+# The table above is greedy. What is sampled, before and after; and what RL changed, on five problems. Both are kept.
+once() {  # a file, what it is newer than, a command: what the command printed
+    if ! [ "$1" -nt "$2" ]; then
+        mkdir -p "$(dirname "$1")"
+        "${@:3}" > "$1.part"
+        mv "$1.part" "$1"
+    fi
+    cat "$1"
+}
+SAID=$NANOCHAT_BASE_DIR/said RUNS=$NANOCHAT_BASE_DIR/runs
+SAMPLE=(--seed "$SEED" -t 1 -n 4 -x "$EVALS" $DEVICE)
+once "$SAID/$TAG-s$SEED-$EVALS" "$(echo "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$TAG"/meta_*.json)" \
+    launch chat_eval -i sft -g "$TAG" "${SAMPLE[@]}"
+once "$SAID/$RUN-$EVALS" "$RUNS/$RUN/summary.json" launch chat_eval -i rl -g "$RUN-gen" "${SAMPLE[@]}"
+once "$SAID/$RUN-demo" "$RUNS/$RUN/summary.json" python -m scripts.demo "$RUN" --num-scored 40 $DEVICE
+
+ARMS=()  # that there are, of the same start and seed
+for arm in tango fixed_verifier grpo; do
+    [ ! -e "$RUNS/$NAME-$ABOUT-$arm-s$SEED/summary.json" ] || ARMS+=("$NAME-$ABOUT-$arm-s$SEED")
 done
-python -m scripts.report "$RUN"
-python -m scripts.demo "$RUN" --num-scored 40 $DEVICE
+OUT=$NANOCHAT_BASE_DIR/compared/$NAME-$ABOUT-s$SEED
+[ ${#ARMS[@]} != 1 ] || OUT=$RUNS/$RUN
+python -m scripts.report "${ARMS[@]}" --out "$OUT"
+case $ARM in tango) JUDGE="--verifier $RUN-ver" ;; fixed_verifier) JUDGE="--verifier $TAG-ver" ;; grpo) JUDGE="" ;; esac
+echo "To talk to it: source .venv/bin/activate"
+echo "NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR python -m scripts.chat_cli -i rl -g $RUN-gen $JUDGE"

@@ -31,6 +31,7 @@ from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, dty
                              flag_defaults, gather_lists, init_device, print0, process_size, rank_and_world,
                              script_main)
 from nanochat.files import check_writable, path_of, whole_file, write_json
+from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
                                complete_args, warn_of_starts)
@@ -408,6 +409,16 @@ def open_run(args, recipe, task, problems: list[int], starts: dict, device, dtyp
     return run
 
 
+def kept_scores(t: Play) -> dict | None:
+    """The scores at the end of a finished run, if no flag was changed since; else None. The first rank reads them."""
+    found = []
+    if t.run.rank == 0:
+        path = os.path.join(t.run.folder, "summary.json")
+        is_same = not any(r["changed"] for r in read_config(t.args.run)["resumed"] if r["step"] == t.step)
+        found = [read_json(path).get("after") if is_same and os.path.exists(path) else None]
+    return gather_lists(found, t.device)[0]
+
+
 def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     """The run from where it is to its end: evaluation, steps, evaluation, summary. A request to stop saves it first."""
     args, run, is_started = t.args, t.run, is_resumed
@@ -422,6 +433,10 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
             start_state(t, recipe)
             is_started = True
         if t.steps[trained_roles(recipe.ROLES)[0]] >= args.num_steps:
+            after = kept_scores(t)
+            if after:
+                print0("all steps are made, with these flags: its scores are as they were")
+                return tell_end(t, recipe, after)
             print0("all steps are made: it is evaluated again")
         else:
             run.remove("summary.json")  # a finished run that goes on is not finished
@@ -453,15 +468,20 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
                 run.writer.finish()
                 print0(f"run {args.run} is saved behind step {t.step}; what stopped it:")
         raise
-    print_table(t.state.before, after, getattr(recipe, "TABLE", None))
     if run.rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {
             "seed": args.seed, "recipe": recipes.short(args.recipe), "minutes": round(seconds / 60, 2), "steps": t.step,
             **{f"{short_name(role)}_steps": t.steps[role] for role in t.roles},
             "sampled_tokens": t.state.sampled_tokens, "before": finite(t.state.before), "after": finite(after)})
     show_page(t, None)
-    run.finish()
-    print0(f"\nopen {os.path.join(run.folder, 'report.html')} in a browser\nthe run's folder:\n{run.folder}")
+    tell_end(t, recipe, after)
+
+
+def tell_end(t: Play, recipe, after: dict) -> None:
+    """Prints the scores of a finished run and where it is, and closes its log."""
+    print_table(t.state.before, after, getattr(recipe, "TABLE", None))
+    t.run.finish()
+    print0(f"\nopen {os.path.join(t.run.folder, 'report.html')} in a browser\nthe run's folder:\n{t.run.folder}")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from nanochat.common import BadInput
 from nanochat.rl.formats import IN_WORDS
 from tasks.common import Problem, check_answer, draw_prompt, in_split, read_answer, split_stream
 from tasks.grading import MAX_ANSWER
-from tasks.gsm8k import add_format_arg, equations, judge_equations, mistaken, number
+from tasks.gsm8k import add_format_arg, decimal_text, equations, judge_equations, mistaken, number
 
 # Worked solutions are rounded down without a word (2, 4, 49, 75, 99), have fractions or hours of 16 digits (46, 52,
 # 66), have a product that its signs do not give (60) or "24=24" (82).
@@ -103,8 +103,11 @@ def analysis_of(line: str, worked: str, is_right: bool) -> str:
     text = "; ".join(parts) or PLAIN.findall(worked)[-1]
     if is_right:
         return text
-    wrong = [stated for *_, stated, holds in found if not holds] or [stated for *_, stated, _ in found[-1:]]
-    return f"{text}, not {(wrong or PLAIN.findall(line)[-1:])[0]}"
+    for left, value, stated, holds in found:
+        if not holds:  # 3*13=36, where 3*12=36 belongs
+            return f"{left}={decimal_text(value)}, not {stated}" if number(stated) == result_of(worked) else (
+                f"{text}, not {stated}")
+    return f"{text}, not {found[-1][2] if found else PLAIN.findall(line)[-1]}"
 
 
 def with_slip(lines: list[str], answer: str, rng: random.Random) -> tuple[list[str], str]:
@@ -149,7 +152,7 @@ def import_library():
         import reasoning_gym
     except ImportError:
         raise BadInput("--task reasoning_gym: needs the package reasoning-gym, which is not installed: "
-                       "pip install reasoning-gym") from None
+                       "pip install reasoning-gym==0.1.25") from None
     return reasoning_gym
 
 

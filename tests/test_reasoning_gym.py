@@ -218,7 +218,7 @@ def test_a_line_is_right_where_it_holds_and_its_result_is_known(line, right):
     ("She needs 8 * 4 = 32 eggs", "4*8=32"),                       # right in another way
     ("She needs 4 + 8 = 12 eggs", "4*8=32, not 12"),
     ("First 4 * 8 = 33, then 33 - 1 = 32", "4*8=32, not 33"),      # the first that does not hold
-    ("So she has 31 eggs", "4*8=32, not 31"),
+    ("So she has 31 eggs", "4*8=32, not 31"), ("She needs 4 * 9 = 32 eggs", "4*9=36, not 32"),
     ("So she is done", "4*8=32"),
 ])
 def test_a_verifier_works_out_a_line_and_says_what_is_wrong(line, said):

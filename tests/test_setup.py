@@ -156,7 +156,9 @@ def test_only_what_goes_on_is_told_to_be_run_again(project):
     ("ARM=none", "ARM=none: there are tango fixed_verifier grpo\n"),
     ("TASK=none", "TASK=none: there are gsm_symbolic gsm8k words\n"),
     ("DATA=my", "DATA=my: is of TASK=gsm8k or TASK=words\n"), ("STEPS=abc", "STEPS=abc: must be a number\n"),
-    ("TASK=words", "TASK=words: DATA must name a folder with train.jsonl and test.jsonl\n")])
+    ("STEPS=08", "STEPS=08: must be a number\n"), ("EVALS=0", "EVALS=0: must be at least 1\n"),
+    ("TASK=words", "TASK=words: DATA must name a folder with train.jsonl and test.jsonl\n"),
+    ("SOURCE=none.gguf", "SOURCE=none.gguf: there is no such file\n")])
 def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path, variable, said):
     (tmp_path / "runs").mkdir()
     shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")  # without setup.sh, at which it would stop
@@ -164,6 +166,13 @@ def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path, variable
     done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
                           env=os.environ | {name: value})
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+def test_smol_refuses_a_folder_without_problems(tmp_path):
+    (tmp_path / "train.jsonl").touch()
+    done = subprocess.run(["bash", ROOT / "runs" / "smol.sh"], capture_output=True, text=True,
+                          env=os.environ | {"TASK": "gsm8k", "DATA": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"DATA={tmp_path}: has no test.jsonl\n")
 
 
 def test_a_folder_that_was_copied_or_moved_is_refused(project):

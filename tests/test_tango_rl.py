@@ -171,6 +171,18 @@ def test_resume_at_the_last_step_trains_nothing_and_reports_the_same(straight, s
             == json.loads((straight / "runs" / "r" / "summary.json").read_text())["after"])
 
 
+def test_a_finished_run_is_evaluated_again_only_where_a_flag_has_changed(straight_copy, monkeypatch, capsys):
+    flags = ["--run", "r", "--eval-every", "2", "--resume-from-step", "auto", "--save-every"]
+    table = lambda: [line for line in capsys.readouterr().out.split("\n") if " -> " in line]
+    calls, evaluate = [], tango_rl.held_out
+    monkeypatch.setattr(tango_rl, "held_out", lambda *args: calls.append(1) or evaluate(*args))
+    train(*flags, "1")
+    kept = table()
+    assert not calls and kept
+    train(*flags, "2")
+    assert calls and table() == kept
+
+
 def test_what_a_continued_run_changes_is_written_down(straight_copy):
     """The report compares runs by config.json: it must say what the last steps were made with."""
     path = straight_copy / "runs" / "r" / "config.json"

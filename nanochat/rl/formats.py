@@ -83,14 +83,15 @@ class Format:
                                  self.think_open)
 
     def closed_steps(self, text: str, opening: str) -> list[tuple[int, int]]:
-        """Spans of the closed steps of `text` behind the mark `opening`."""
+        """Spans of the closed steps of `text` after the mark `opening`. Where a step is a line, a blank one is none."""
         at, spans = text.find(opening) + len(opening) if opening in text else 0, []
         while (start := text.find(self.step_open, at)) >= 0:
             close = text.find(self.step_close, start + len(self.step_open))
             if close < 0:
                 break
             at = close + len(self.step_close)
-            spans.append((start, at))
+            if self.step_close != "\n" or text[start:close].strip(" \t\r"):
+                spans.append((start, at))
         return spans
 
     def judgment_steps(self, text: str) -> list[str]:
