@@ -111,9 +111,10 @@ once "$SAID/$TAG-s$SEED-$EVALS" "$(echo "$NANOCHAT_BASE_DIR/chatsft_checkpoints/
 once "$SAID/$RUN-$EVALS" "$RUNS/$RUN/summary.json" launch chat_eval -i rl -g "$RUN-gen" "${SAMPLE[@]}"
 once "$SAID/$RUN-demo" "$RUNS/$RUN/summary.json" python -m scripts.demo "$RUN" --num-scored 40 $DEVICE
 
-ARMS=()  # that there are, of the same start and seed
+ARMS=("$RUN")  # and the others that are finished, of the same start and seed
 for arm in tango fixed_verifier grpo; do
-    [ ! -e "$RUNS/$NAME-$ABOUT-$arm-s$SEED/summary.json" ] || ARMS+=("$NAME-$ABOUT-$arm-s$SEED")
+    other=$NAME-$ABOUT-$arm-s$SEED
+    [ "$arm" = "$ARM" ] || [ ! -e "$RUNS/$other/summary.json" ] || ARMS+=("$other")
 done
 OUT=$NANOCHAT_BASE_DIR/compared/$NAME-$ABOUT-s$SEED
 [ ${#ARMS[@]} != 1 ] || OUT=$RUNS/$RUN

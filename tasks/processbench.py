@@ -132,7 +132,8 @@ def without_solution_marks(fmt, text: str) -> str:
 
 
 def solution_text(fmt, judged: LabelledSolution) -> str:
-    """The sample as a solution in a format. It has exactly len(judged.steps) steps: marks inside of them become "?".
-    Its answer is what the last step has in \\boxed{}, empty where that is nothing."""
-    steps = [without_solution_marks(fmt, step) for step in judged.steps]
+    """The sample as a solution in a format. It has exactly len(judged.steps) steps: marks inside of them become "?",
+    and so does a blank step where it would be none. Its answer is what the last step has in \\boxed{}, empty where that
+    is nothing."""
+    steps = [without_solution_marks(fmt, "?" if fmt.is_blank(step) else step) for step in judged.steps]
     return fmt.render_solution(steps, without_solution_marks(fmt, boxed(judged.steps[-1])))

@@ -94,6 +94,9 @@ def commands_of(block: str, folder: Path) -> list[Command]:
     (folder / "recorder").write_text(RECORDER)
     if not (folder / "runs").exists():
         (folder / "runs").symlink_to(ROOT / "runs")
+        for name in ("base/said/x", "models/model.gguf", "problems/train.jsonl", "problems/test.jsonl"):  # of smol.sh
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
     calls, block = folder / "calls", re.sub(r"(?<=\s)/tmp/", "~/tmp/", block)
     calls.write_text("")
     env = {"PATH": "/nowhere", "HOME": str(folder), "NANOCHAT_BASE_DIR": str(folder / "base"), "CALLS": str(calls),

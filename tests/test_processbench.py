@@ -205,13 +205,15 @@ HOSTILE = ["</step>", "<step>", "<step>x</step>", "</think>", "<think>", "<answe
 @example(HOSTILE)
 @example([";"])
 @example(["</step"])
+@example([" ", "", "\n"])
 @example(["1", "so \\boxed{=;</step></answer>}"])
 def test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold(steps):
     sample = LabelledSolution("7|3", tuple(steps), -1, True, "math", 1)
     for fmt, marks in ((PAPER, ["<think>", "<step>", "</step>", "</think>", "<answer>\\boxed{", "}</answer>"]),
                        (LINES, ["\n", "#### "]), (COMPACT, [";", "="])):
         text = solution_text(fmt, sample)
-        bodies = [re.sub("|".join(map(re.escape, marks)), "?", step) for step in steps]
+        bodies = [re.sub("|".join(map(re.escape, marks)), "?", "?" if fmt is LINES and step.strip(" \t\r") == ""
+                         else step) for step in steps]
         assert [fmt.step_body(text[start:end]) for start, end in fmt.step_spans(text)] == bodies
         assert fmt.answer(text) is not None
         step_marks = (fmt.step_open, fmt.step_close)

@@ -82,15 +82,19 @@ class Format:
         return self.closed_steps(solution[: min((end for end in ends if end >= 0), default=len(solution))],
                                  self.think_open)
 
+    def is_blank(self, body: str) -> bool:
+        """Whether this is no step: a blank line, where a step is a line."""
+        return self.step_close == "\n" and not body.strip(" \t\r")
+
     def closed_steps(self, text: str, opening: str) -> list[tuple[int, int]]:
-        """Spans of the closed steps of `text` after the mark `opening`. Where a step is a line, a blank one is none."""
+        """Spans of the closed steps of `text` after the mark `opening`."""
         at, spans = text.find(opening) + len(opening) if opening in text else 0, []
         while (start := text.find(self.step_open, at)) >= 0:
             close = text.find(self.step_close, start + len(self.step_open))
             if close < 0:
                 break
             at = close + len(self.step_close)
-            if self.step_close != "\n" or text[start:close].strip(" \t\r"):
+            if not self.is_blank(text[start:close]):
                 spans.append((start, at))
         return spans
 
