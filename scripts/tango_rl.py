@@ -414,7 +414,7 @@ def kept_scores(t: Play) -> dict | None:
     found = []
     if t.run.rank == 0:
         path = os.path.join(t.run.folder, "summary.json")
-        is_same = not any(r["changed"] for r in read_config(t.args.run)["resumed"] if r["step"] == t.step)
+        is_same = not any(r["changed"] for r in read_config(t.args.run).get("resumed", []) if r["step"] == t.step)
         found = [read_json(path).get("after") if is_same and os.path.exists(path) else None]
     return gather_lists(found, t.device)[0]
 
