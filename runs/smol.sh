@@ -54,6 +54,7 @@ fi
 source "$(dirname "$0")/setup.sh"
 trap '[[ $? = [02] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 NPROC=${NPROC:-1}  # each rank holds the models
+[ $((BATCH % NPROC)) = 0 ] || { echo "BATCH=$BATCH: must be a multiple of NPROC=$NPROC" >&2; exit 2; }
 [ "$NPROC" = 1 ] || OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} WANDB_MODE=${WANDB_MODE:-disabled}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}  # threads that wait for work leave the core to others

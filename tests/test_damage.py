@@ -425,8 +425,10 @@ def test_a_terminal_that_is_closed_stops_the_run_as_sigterm_does(base, monkeypat
         os.kill(os.getpid(), signal.SIGHUP)
     monkeypatch.setattr(Run, "log", hang_up)
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a suite that nohup started would not hear it
-    code, _ = outcome_of(capsys, "--recipe", "grpo", "--run", "r", "--save-every", "0", "--num-steps", "9")
-    signal.signal(signal.SIGHUP, before)
+    try:
+        code, _ = outcome_of(capsys, "--recipe", "grpo", "--run", "r", "--save-every", "0", "--num-steps", "9")
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert code == 143 and saved_steps("r") == [1]
 
 

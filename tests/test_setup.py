@@ -168,6 +168,15 @@ def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path, variable
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
+def test_smol_refuses_a_batch_that_its_ranks_cannot_share(tmp_path):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")
+    (tmp_path / "runs" / "setup.sh").touch()
+    done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
+                          env=os.environ | {"BATCH": "9", "NPROC": "2"})
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "BATCH=9: must be a multiple of NPROC=2\n")
+
+
 def test_smol_refuses_a_folder_without_problems(tmp_path):
     (tmp_path / "train.jsonl").touch()
     done = subprocess.run(["bash", ROOT / "runs" / "smol.sh"], capture_output=True, text=True,
