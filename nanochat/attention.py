@@ -43,6 +43,20 @@ class KVCache:
         return k, v
 
 
+def columns_up_to(places: torch.Tensor, B: int, T: int) -> torch.Tensor:
+    """How many columns each of B rows of T tokens has up to the last of these places (M,) of the B * T; 0 where it has
+    none. -> (B,) int64"""
+    return torch.zeros(B, dtype=torch.long, device=places.device).scatter_reduce(0, places // T, places % T + 1, "amax")
+
+
+def first_columns(lengths: torch.Tensor, T: int) -> torch.Tensor | None:
+    """The places, of all of B rows of T tokens, of each row's first `lengths` (B,). -> (N,) int64; None where they are
+    all."""
+    if bool((lengths >= T).all()):
+        return None
+    return (torch.arange(T, device=lengths.device) < lengths[:, None]).flatten().nonzero()[:, 0]
+
+
 @dataclass
 class Mask:
     """What queries may see, as numbers added to scores: 0, or -inf where they may not look. None: all of it (own: for a

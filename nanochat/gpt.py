@@ -301,21 +301,23 @@ class GPT(nn.Module):
         return (cache.by_kernel and (self.config.n_embd <= NARROW or rows >= LEAST_ROWS * torch.get_num_threads())
                 and self.blocks[0].packed(self.compute_dtype) is not None)
 
-    def trunk_behind(self, prompt_ids, prompt_positions, ids, positions) -> tuple[torch.Tensor, torch.Tensor]:
+    def trunk_behind(self, prompt_ids, prompt_positions, ids, positions,
+                     lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
         one.
 
-        prompt_ids, prompt_positions (U, Tp), ids and positions (B, T), all int64. -> (U, 1, C), (B, T, C)
+        prompt_ids, prompt_positions (U, Tp), ids and positions (B, T), all int64; lengths (B,) int64: tokens of each
+        row that are asked for, its first ones; what is given of others means nothing. -> (U, 1, C), (B, T, C)
         """
         prefix = KVCache(self.config.n_layer)
         prompts, rows = run_passes(self.blocks, [self.steps(prompt_ids, prompt_positions, prefix, None, True),
-                                                 self.steps(ids, positions, None, prefix, False)])
+                                                 self.steps(ids, positions, None, prefix, False, lengths=lengths)])
         return prompts, rows
 
     def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
-              kept: torch.Tensor | None = None):
-        """A forward pass (run_passes) with trunk's arguments. The cache's positions and length are set as soon as it
-        begins."""
+              kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
+        """A forward pass (run_passes) with trunk's arguments, and trunk_behind's lengths, which save nothing here. The
+        cache's positions and length are set as soon as it begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
         if positions is None:

@@ -154,73 +154,82 @@ class Layer:
         return packed_back(o), packed_back(gate, up), packed_back(down)
 
 
-def before_attention(layer: Layer, x, cos_sin, units: int, heads: int, kv_heads: int):
+def before_attention(layer: Layer, x, cos_sin, units: int, heads: int, kv_heads: int, places=None):
     """Queries, keys and values of a layer's normed input. x (B, T, C) fp32; cos, sin (B, T, 1, D/2) -> q (B, T, H, D),
-    k and v (U, Hkv, R, T, D)."""
-    return run(_Before, x, layer.norms[0], layer.bias, *layer.before, layer, *cos_sin, units, heads, kv_heads)
+    k and v (U, Hkv, R, T, D). places (N,) int64: the tokens of the B * T that are run; others are zero."""
+    return run(_Before, x, layer.norms[0], layer.bias, *layer.before, layer, *cos_sin, units, heads, kv_heads, places)
 
 
-def behind_attention(layer: Layer, x, y):
-    """A layer from its attention on: added = x + y @ w_o.T, plus the gated MLP of its norm. x (..., C), y (..., Q)."""
-    return run(_Behind, x, y, layer.norms[1], *layer.behind, layer, torch.is_grad_enabled())
+def behind_attention(layer: Layer, x, y, places=None):
+    """A layer from its attention on: added = x + y @ w_o.T, plus the gated MLP of its norm. x (..., C), y (..., Q).
+    places: as above."""
+    return run(_Behind, x, y, layer.norms[1], *layer.behind, layer, torch.is_grad_enabled(), places)
+
+
+def blank(x: torch.Tensor, places: torch.Tensor | None, *shape: int) -> torch.Tensor:
+    """Of x's dtype, for tokens to be written: zero where some are not."""
+    return x.new_empty(shape) if places is None else x.new_zeros(shape)
 
 
 class _Before(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, norm, bias, w_q, w_k, w_v, layer, cos, sin, units, heads, kv_heads):
-        (B, T, C), D = x.shape, 2 * cos.shape[-1]
+    def forward(ctx, x, norm, bias, w_q, w_k, w_v, layer, cos, sin, units, heads, kv_heads, places):
+        (B, T, C), D, N = x.shape, 2 * cos.shape[-1], x.shape[:2].numel() if places is None else len(places)
         shape = Heads(units, B // units, T, heads, kv_heads, D, 1.0, layer.epsilon)
         x, norm, bias, cos, sin = contiguous(x, rounded(norm), None if bias is None else rounded(bias), cos, sin)
-        q, k, inverse = x.new_empty(B, T, heads, D), x.new_empty(units, kv_heads, B // units, T, D), x.new_empty(B, T)
-        v = torch.empty_like(k)
-        cpu.call("decoder_before", ctypes.byref(shape), C, x, norm, layer.forward[0], bias, cos, sin, inverse, q, k, v)
-        ctx.save_for_backward(x, norm, cos, sin, inverse, w_q, w_k, w_v)
+        q, inverse = blank(x, places, B, T, heads, D), x.new_empty(N)
+        k, v = (blank(x, places, units, kv_heads, B // units, T, D) for _ in range(2))
+        cpu.call("decoder_before", ctypes.byref(shape), C, x, norm, layer.forward[0], bias, cos, sin, inverse, q, k, v,
+                 places, N)
+        ctx.save_for_backward(x, norm, cos, sin, inverse, w_q, w_k, w_v, places)
         ctx.layer, ctx.shape = layer, shape
         return q, k, v
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_q, grad_k, grad_v):
-        x, norm, cos, sin, inverse, *weights = ctx.saved_tensors
-        sizes, C, N = [len(w) for w in weights], x.shape[-1], inverse.numel()
-        sums = x.new_empty(-(-N // ROWS), C + sum(sizes))
-        grad_x, grads = torch.empty_like(x), x.new_empty(sum(sizes), C) if any(ctx.needs_input_grad[3:6]) else None
+        x, norm, cos, sin, inverse, *weights, places = ctx.saved_tensors
+        sizes, C, N = [len(w) for w in weights], x.shape[-1], len(inverse)
+        sums, grad_x = x.new_empty(-(-N // ROWS), C + sum(sizes)), blank(x, places, *x.shape)
+        grads = x.new_empty(sum(sizes), C) if any(ctx.needs_input_grad[3:6]) else None
         layer, ctx.layer = ctx.layer, ctx.layer.without_panels()  # which the graph would keep
         cpu.call("decoder_before_back", ctypes.byref(ctx.shape), C, x, norm, layer.back_before, cos, sin, inverse,
-                 *contiguous(grad_q, grad_k, grad_v), grad_x, sums, grads)
+                 *contiguous(grad_q, grad_k, grad_v), grad_x, sums, grads, places, N)
         of_norm, of_bias = sums.sum(dim=0).split([C, sum(sizes)])
         of_weights = [None] * 3 if grads is None else grads.split(sizes)
-        return grad_x, of_norm, of_bias if ctx.needs_input_grad[2] else None, *of_weights, *[None] * 6
+        return grad_x, of_norm, of_bias if ctx.needs_input_grad[2] else None, *of_weights, *[None] * 7
 
 
 class _Behind(torch.autograd.Function):
     """Saves gate and up in bf16, and no norm: it is made again from `added`."""
 
     @staticmethod
-    def forward(ctx, x, y, norm, w_o, w_gate, w_up, w_down, layer, has_gradient):
+    def forward(ctx, x, y, norm, w_o, w_gate, w_up, w_down, layer, has_gradient, places):
         x, y, norm = contiguous(x, y, rounded(norm))
-        (C, Q), F, N = w_o.shape, len(w_gate), x.numel() // x.shape[-1]
-        added = torch.empty_like(x) if has_gradient else None
+        (C, Q), F, N = w_o.shape, len(w_gate), x.numel() // x.shape[-1] if places is None else len(places)
+        added = x.new_empty(N, C) if has_gradient else None
         inner = torch.empty(N, 2 * F, dtype=torch.bfloat16) if has_gradient else None
-        out, inverse = torch.empty_like(x), x.new_empty(N)
+        out, inverse = blank(x, places, *x.shape), x.new_empty(N)
         o, gate_up, down = layer.forward[1]
-        cpu.call("decoder_behind", x, y, o, norm, gate_up, down, added, inverse, inner, out, N, C, Q, F, layer.epsilon)
-        ctx.save_for_backward(y, norm, w_o, w_gate, w_up, w_down, added, inverse, inner)
+        cpu.call("decoder_behind", x, y, o, norm, gate_up, down, added, inverse, inner, out, places, N, C, Q, F,
+                 layer.epsilon)
+        ctx.save_for_backward(y, norm, w_o, w_gate, w_up, w_down, added, inverse, inner, places)
         ctx.layer = layer
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        y, norm, *weights, added, inverse, inner = ctx.saved_tensors
+        y, norm, *weights, added, inverse, inner, places = ctx.saved_tensors
         (C, Q), F, N = weights[0].shape, len(weights[1]), len(inverse)
-        grad_x, grad_y, sums = torch.empty_like(added), torch.empty_like(y), y.new_empty(-(-N // ROWS), C)
+        grad_x, grad_y = blank(y, places, *grad.shape), blank(y, places, *y.shape)
+        sums = y.new_empty(-(-N // ROWS), C)
         trained = any(ctx.needs_input_grad[3:7])
         grads = [y.new_empty(C, Q), y.new_empty(2 * F, C), y.new_empty(C, F)] if trained else [None] * 3
         layer, ctx.layer = ctx.layer, ctx.layer.without_panels()  # as above
         o, *others = layer.back_behind
         cpu.call("decoder_behind_back", grad.contiguous(), y, o, norm, *others, added, inverse, inner, grad_x, grad_y,
-                 sums, *grads, N, C, Q, F, layer.epsilon)
+                 sums, *grads, places, N, C, Q, F, layer.epsilon)
         of_o, of_gate_up, of_down = grads
         of_gate, of_up = of_gate_up.split(F) if trained else (None, None)
-        return grad_x, grad_y, sums.sum(dim=0), of_o, of_gate, of_up, of_down, None, None
+        return grad_x, grad_y, sums.sum(dim=0), of_o, of_gate, of_up, of_down, *[None] * 3

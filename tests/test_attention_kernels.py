@@ -278,7 +278,8 @@ def hidden_states_and_gradients(model):
     draw = torch.Generator().manual_seed(1)
     ids = lambda *shape: torch.randint(100, shape, generator=draw).to(DEVICE)
     positions = torch.arange(7).repeat(2, 1).masked_fill(torch.arange(7) >= torch.tensor([[7], [3]]), PADDING_POSITION)
-    batch = MicroBatch(ids(2, 7), positions.to(DEVICE), ids(6, 6), *[None] * 6)
+    everything = torch.arange(36, device=DEVICE)
+    batch = MicroBatch(ids(2, 7), positions.to(DEVICE), ids(6, 6), None, everything, *[None] * 4)
     parts = [completion_hidden(model, batch)]
     prompt, own = KVCache(2), KVCache(2)
     model.trunk(ids(1, 5), cache=prompt)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from test_trainer import packed as packed_batches
 
 from nanochat import checkpoint, tiles
+from nanochat.attention import PADDING_POSITION, first_columns
 from nanochat.checkpoint import dtype_for
 from nanochat.common import BadInput
 from nanochat.engine import generate, row_key
@@ -294,6 +295,29 @@ def test_what_is_behind_attention_equals_pytorchs_operations(kernels, rows, froz
         assert torch.equal(outputs, tiles.behind_attention(layer, x, y))
 
 
+def test_of_some_places_a_layer_computes_what_it_does_of_all(kernels):
+    """Each token's numbers to the bit, and nothing of others; of weights the same sums in pieces."""
+    units, rows, T, heads, kv_heads, D, C, Q = 3, 2, 150, 4, 2, 32, 96, 128
+    layer, x = layer_of(C, Q, kv_heads * D, 160, True), random(units * rows, T, C, seed=3).requires_grad_()
+    angles, y = random(units * rows, T, 1, D // 2, seed=4), random(units * rows, T, Q, seed=5).requires_grad_()
+    places = first_columns(torch.tensor([150, 3, 0, 97, 149, 31]), T)
+    mask = torch.zeros(units * rows * T).index_fill(0, places, 1.0).view(units * rows, T)
+
+    def masked(q, k, v, out):
+        by_unit = mask.view(units, 1, rows, T, 1)
+        return q * mask[..., None, None], k * by_unit, v * by_unit, out * mask[..., None]
+
+    def results(places, finish):
+        before = tiles.before_attention(layer, x, (angles.cos(), angles.sin()), units, heads, kv_heads, places)
+        outputs = finish(*before, tiles.behind_attention(layer, x, y, places))
+        trained = [x, y, *layer.before, *layer.behind, *layer.norms, layer.bias]
+        return outputs, torch.autograd.grad(outputs, trained, [random(*out.shape, seed=6) for out in outputs])
+    (ours, grads), (expected, of_all) = results(places, lambda *out: out), results(None, masked)
+    assert all(map(torch.equal, ours, expected)) and all(map(torch.equal, grads[:2], of_all[:2]))
+    for a, b in zip(grads[2:], of_all[2:], strict=True):
+        assert_close(a, b, OF_SUMS)
+
+
 def test_a_weight_takes_its_gradient_also_where_others_are_frozen(native):
     layer = layer_of(64, 64, 32, 96, False, frozen=True)
     x, angles = random(1, 5, 64), random(1, 5, 1, 16)
@@ -361,6 +385,38 @@ def test_a_model_computes_what_pytorchs_operations_do(native, name):
         expected = results()
     for a, b in zip(ours, expected, strict=True):
         assert_close(a, b, 2 * OF_ROUNDING)
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_padding_is_not_run(native, monkeypatch, name):
+    """Of rows whose first tokens are asked for, and of prompts; what is asked for and all gradients are the same."""
+    model, T, lengths = model_of(name), 37, torch.tensor([37, 1, 20, 0, 8, 36])
+    ids, prompts = torch.arange(6 * T).view(6, T) * 89 % 250, torch.arange(3 * 9).view(3, 9) * 83 % 250
+    positions = torch.arange(9).expand(3, 9).masked_fill(torch.arange(9) >= torch.tensor([[9], [2], [5]]),
+                                                         PADDING_POSITION)
+    places, num_run = first_columns(lengths, T), []
+    call = cpu.call
+    monkeypatch.setattr(cpu, "call", lambda kernel, *args: (
+        num_run.append(args[-1]) if kernel == "decoder_before" else None, call(kernel, *args)))
+
+    def results(hidden):
+        model.zero_grad()
+        (hidden * random(*hidden.shape)).sum().backward()
+        return [hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]  # the head is not run
+
+    def behind(lengths):
+        columns = 9 + torch.arange(T).expand(6, T)  # of rows two by two behind a prompt
+        first, rest = model.trunk_behind(prompts, positions, ids, columns, lengths)
+        return torch.cat([first[:, 0], rest.flatten(0, 1)[places]])
+    for kept, full, num_prompts in ((lambda: model.trunk(ids, kept=places),
+                                     lambda: model.trunk(ids).flatten(0, 1)[places], []),
+                                    (lambda: behind(lengths), lambda: behind(None), [16])):
+        num_run.clear()
+        ours = results(kept())
+        if name in ("llama", "qwen2"):
+            assert num_run == [*num_prompts, len(places)] * 2  # in each layer
+        for a, b in zip(ours, results(full()), strict=True):
+            assert_close(a, b, 1e-4)
 
 
 def test_panels_go_with_their_pass_and_not_with_the_graph(native, monkeypatch):

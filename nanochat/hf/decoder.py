@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from nanochat import gpt, tiles
-from nanochat.attention import PADDING_POSITION, KVCache, make_mask
+from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, first_columns, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecoderStep
 from nanochat.gpt import GPT, at_ends, attend_all, run_passes
@@ -233,14 +233,15 @@ class Block(nn.Module):
         return tiles.Layer(weights[:3], weights[3:], (first.weight, second.weight),
                            None if biases[0] is None else torch.cat(biases[:3]), first.eps)
 
-    def run_narrow(self, layer, x, cos_sin, mask, cache, prefix, ends):
+    def run_narrow(self, layer, x, cos_sin, mask, cache, prefix, ends, places):
+        """As run, of the tokens in these places (tiles.before_attention) alone."""
         attn, units = self.self_attn, len(x) if prefix.cache is None else len(prefix.cache.positions)
-        q, k, v = tiles.before_attention(layer, x, cos_sin, units, attn.n_head, attn.n_kv_head)
+        q, k, v = tiles.before_attention(layer, x, cos_sin, units, attn.n_head, attn.n_kv_head, places)
         y = attend_all(cache.layer, cache.once(), to_units(q, units, attn.n_kv_head), k, v, mask, prefix.shared(), ends)
-        x = x if ends is None else at_ends(x, ends)
-        return tiles.behind_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1))
+        x, places = (x, places) if ends is None else (at_ends(x, ends), None)
+        return tiles.behind_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1), places)
 
-    def run(self, x, cos_sin, mask, cache, prefix, ends):
+    def run(self, x, cos_sin, mask, cache, prefix, ends, places):
         y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache, prefix, ends)
         x, normed = self.post_attention_layernorm.after_adding(x if ends is None else at_ends(x, ends), y)
         return x + self.mlp(normed)
@@ -344,9 +345,9 @@ class Decoder(nn.Module):
     trunk_behind = GPT.trunk_behind
 
     def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
-              kept: torch.Tensor | None = None):
-        """A forward pass (gpt.run_passes) with trunk's arguments. The cache's positions and length are set as soon as
-        it begins."""
+              kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
+        """A forward pass (gpt.run_passes) with trunk's arguments, and trunk_behind's lengths. The cache's positions and
+        length are set as soon as it begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
         if positions is None:
@@ -359,7 +360,11 @@ class Decoder(nn.Module):
                 cache.positions = positions
         cos_sin = self.rotary(positions)
         mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, x.dtype)
-        ends = None
+        ends, places = None, None
+        if self.lm_head.is_narrow and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            if kept is not None and cache is None:
+                lengths = columns_up_to(kept, B, T)
+            places = first_columns((positions < PADDING_POSITION).sum(dim=1) if lengths is None else lengths, T)
         if cache is not None and not decoding:
             cache.length += T
         i = 0
@@ -368,7 +373,7 @@ class Decoder(nn.Module):
                 # The last real token of each row; padding (PADDING_POSITION) stands behind it.
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
-            x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends
+            x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends, places
             i += 1
         yield self.model.norm(x if kept is None else x.flatten(0, 1).index_select(0, kept))
 

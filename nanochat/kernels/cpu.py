@@ -43,8 +43,9 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "transpose_matrix": POINTERS(2) + LONG * 2,
     "has_tiles": [], "pack_tiles": POINTERS(2) + LONG * 4, "pack_tiles_back": POINTERS(2) + LONG * 4,
     "tiles_product": POINTERS(3) + LONG * 3, "tiles_gradient": POINTERS(3) + LONG * 4,
-    "decoder_before": POINTERS(1) + LONG + POINTERS(10), "decoder_before_back": POINTERS(1) + LONG + POINTERS(12),
-    "decoder_behind": POINTERS(10) + LONG * 4 + FLOAT, "decoder_behind_back": POINTERS(15) + LONG * 4 + FLOAT,
+    "decoder_before": POINTERS(1) + LONG + POINTERS(11) + LONG,
+    "decoder_before_back": POINTERS(1) + LONG + POINTERS(13) + LONG,
+    "decoder_behind": POINTERS(11) + LONG * 4 + FLOAT, "decoder_behind_back": POINTERS(16) + LONG * 4 + FLOAT,
     "decode_decoder": POINTERS(8),
 }
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take

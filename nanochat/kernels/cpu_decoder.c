@@ -2,6 +2,7 @@
  * gradients of both, one token of each row through all layers, and products alone.
  *
  * ROWS tokens at a time go through all operations, so that what lies between two products never leaves the caches.
+ * places: where among all tokens, padding included, the N tokens are that are run; NULL: they are all.
  * Called from tiles.py and decode_step.py, where the shapes get their names. Weights are (out, in), as panels.
  */
 #ifdef __linux__
@@ -17,6 +18,8 @@
 #define MANY 1024    /* tokens from which what is written will not be in the caches when it is read */
 
 static inline long least(long a, long b) { return a < b ? a : b; }
+
+static inline long place(const long *places, long n) { return places ? places[n] : n; }
 
 /* How many of N tokens to take at a time: at most ROWS, such that each thread has as many. A multiple of DEEP. */
 static inline long share(long N, long threads)
@@ -221,12 +224,13 @@ static inline void turn(float *out, const float *x, const float *cosine, const f
     }
 }
 
-/* Queries, keys and values of a layer's normed input, rotated. x (N, C); panels: of all three; bias: theirs, or NULL;
- * q (N, Hq, D), k and v (U, Hkv, R, T, D); inverse (N): 1 / rms. */
+/* Queries, keys and values of a layer's normed input, rotated. x (U R T, C); panels: of all three; bias: theirs, or
+ * NULL; q (U R T, Hq, D), k and v (U, Hkv, R, T, D); inverse (N): 1 / rms. */
 void decoder_before(const Heads *s, long C, const float *x, const float *weight, const bf16 *panels, const float *bias,
-                    const float *cosine, const float *sine, float *inverse, float *q, float *k, float *v, long threads)
+                    const float *cosine, const float *sine, float *inverse, float *q, float *k, float *v,
+                    const long *places, long N, long threads)
 {
-    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R, N = s->U * R * T, width = (Hq + 2 * Hkv) * D;
+    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R, width = (Hq + 2 * Hkv) * D;
     long most = share(N, threads);
 #pragma omp parallel num_threads(threads)
     {
@@ -237,16 +241,16 @@ void decoder_before(const Heads *s, long C, const float *x, const float *weight,
         for (long n = 0; n < N; n += most) {
             long m = least(most, N - n);
             for (long i = 0; i < m; i++)
-                inverse[n + i] = norm_narrow(normed + i * C, x + (n + i) * C, weight, C, s->epsilon);
+                inverse[n + i] = norm_narrow(normed + i * C, x + place(places, n + i) * C, weight, C, s->epsilon);
             product_tiles(rows, width, normed, C, panels, m, width, C, 0);
             for (long i = 0; i < m; i++) {
                 float *row = rows + i * width;
-                const float *c = cosine + (n + i) * D / 2, *e = sine + (n + i) * D / 2;
-                long t = (n + i) % T, r = (n + i) / T % R, u = (n + i) / T / R;
+                long own = place(places, n + i), t = own % T, r = own / T % R, u = own / T / R;
+                const float *c = cosine + own * D / 2, *e = sine + own * D / 2;
                 for (long d = 0; bias && d < width; d += L)
                     store(row + d, load(row + d) + load(bias + d));
                 for (long h = 0; h < Hq; h++)
-                    turn(q + ((n + i) * Hq + h) * D, row + h * D, c, e, D, 1);
+                    turn(q + (own * Hq + h) * D, row + h * D, c, e, D, 1);
                 for (long h = 0; h < Hkv; h++) {
                     long at = (((u * Hkv + h) * R + r) * T + t) * D;
                     turn(k + at, row + (Hq + h) * D, c, e, D, 1);
@@ -265,9 +269,9 @@ void decoder_before(const Heads *s, long C, const float *x, const float *weight,
 void decoder_before_back(const Heads *s, long C, const float *x, const float *weight, const bf16 *panels,
                          const float *cosine, const float *sine, const float *inverse, const float *grad_q,
                          const float *grad_k, const float *grad_v, float *grad_x, float *sums, float *grads,
-                         long threads)
+                         const long *places, long N, long threads)
 {
-    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R, N = s->U * R * T, width = (Hq + 2 * Hkv) * D;
+    long D = s->D, Hq = s->Hq, Hkv = s->Hkv, T = s->T, R = s->R, width = (Hq + 2 * Hkv) * D;
     long blocks = (N + DEEP - 1) / DEEP;
     bf16 *left = halves(grads ? blocks * DEEP * width : 0), *right = halves(grads ? blocks * DEEP * C : 0);
 #pragma omp parallel num_threads(threads)
@@ -281,10 +285,10 @@ void decoder_before_back(const Heads *s, long C, const float *x, const float *we
             float *of_weight = sums + n / ROWS * (C + width), *of_bias = of_weight + C;
             memset(of_weight, 0, (C + width) * sizeof(float));
             for (long i = 0; i < m; i++) {
-                const float *c = cosine + (n + i) * D / 2, *e = sine + (n + i) * D / 2;
-                long t = (n + i) % T, r = (n + i) / T % R, u = (n + i) / T / R;
+                long own = place(places, n + i), t = own % T, r = own / T % R, u = own / T / R;
+                const float *c = cosine + own * D / 2, *e = sine + own * D / 2;
                 for (long h = 0; h < Hq; h++)
-                    turn(row + h * D, grad_q + ((n + i) * Hq + h) * D, c, e, D, -1);
+                    turn(row + h * D, grad_q + (own * Hq + h) * D, c, e, D, -1);
                 for (long h = 0; h < Hkv; h++) {
                     long at = (((u * Hkv + h) * R + r) * T + t) * D;
                     turn(row + (Hq + h) * D, grad_k + at, c, e, D, -1);
@@ -298,16 +302,17 @@ void decoder_before_back(const Heads *s, long C, const float *x, const float *we
             product_tiles(grad, C, narrowed, width, panels, m, C, width, 0);
             if (grads) {
                 for (long i = 0; i < m; i++)
-                    norm_narrow(normed + i * C, x + (n + i) * C, weight, C, s->epsilon);
+                    norm_narrow(normed + i * C, x + place(places, n + i) * C, weight, C, s->epsilon);
                 memset(normed + m * C, 0, (deep - m) * C * sizeof(bf16));
                 for (long i = 0; i < deep; i += DEEP) {
                     put_left(left, narrowed + i * width, width, (n + i) / DEEP, blocks);
                     pack_block(right, normed + i * C, C, C, n + i, blocks * DEEP, 1);
                 }
             }
-            for (long i = 0; i < m; i++)
-                norm_back(grad_x + (n + i) * C, grad + i * C, NULL, x + (n + i) * C, weight, inverse[n + i], of_weight,
-                          C);
+            for (long i = 0; i < m; i++) {
+                long own = place(places, n + i);
+                norm_back(grad_x + own * C, grad + i * C, NULL, x + own * C, weight, inverse[n + i], of_weight, C);
+            }
             arrive();
         }
         if (grads)
@@ -324,11 +329,11 @@ static inline vec sigmoid(vec x)
 }
 
 /* added = x + y @ w_o^T; out = added + (silu(g) * u) @ w_down^T, g and u = weight * norm(added) @ w_gate^T and w_up^T.
- * x, added, out (N, C); y (N, Q); o, gate_up, down: panels, those of gate and up in turn; inverse (N): 1 / rms;
- * inner (N, 2 F): g and u, in bf16; NULL: not kept. out may be x. */
+ * x, out (all, C); y (all, Q); o, gate_up, down: panels, those of gate and up in turn; added (N, C); inverse (N):
+ * 1 / rms; inner (N, 2 F): g and u, in bf16; added, inner NULL: not kept. out may be x. */
 void decoder_behind(const float *x, const float *y, const bf16 *o, const float *weight, const bf16 *gate_up,
-                    const bf16 *down, float *added, float *inverse, bf16 *inner, float *out, long N, long C, long Q,
-                    long F, float epsilon, long threads)
+                    const bf16 *down, float *added, float *inverse, bf16 *inner, float *out, const long *places,
+                    long N, long C, long Q, long F, float epsilon, long threads)
 {
     long most = share(N, threads);
 #pragma omp parallel num_threads(threads)
@@ -339,8 +344,11 @@ void decoder_behind(const float *x, const float *y, const bf16 *o, const float *
 #pragma omp for schedule(dynamic)
         for (long n = 0; n < N; n += most) {
             long m = least(most, N - n);
-            narrow_row(narrowed, y + n * Q, m * Q);
-            memcpy(sums, x + n * C, m * C * sizeof(float));
+            for (long i = 0; i < m; i++) {
+                long own = place(places, n + i);
+                narrow_row(narrowed + i * Q, y + own * Q, Q);
+                memcpy(sums + i * C, x + own * C, C * sizeof(float));
+            }
             product_tiles(sums, C, narrowed, Q, o, m, C, Q, 1);
             for (long i = 0; i < m; i++)
                 inverse[n + i] = norm_narrow(normed + i * C, sums + i * C, weight, C, epsilon);
@@ -362,7 +370,8 @@ void decoder_behind(const float *x, const float *y, const bf16 *o, const float *
                 }
             }
             product_tiles(sums, C, hidden, F, down, m, C, F, 1);
-            copy(out + n * C, sums, m * C, N >= MANY);
+            for (long i = 0; i < m; i++)
+                copy(out + place(places, n + i) * C, sums + i * C, C, N >= MANY);
             arrive();
         }
         end_tiles();
@@ -399,8 +408,8 @@ static inline void swiglu_back(bf16 *hidden, bf16 *of_gate, bf16 *of_up, const b
  * weight; grad_o, grad_gate_up, grad_down where they are wanted, else NULL. */
 void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const float *weight, const bf16 *gate_up,
                          const bf16 *down, const float *added, const float *inverse, const bf16 *inner, float *grad_x,
-                         float *grad_y, float *sums, float *grad_o, float *grad_gate_up, float *grad_down, long N,
-                         long C, long Q, long F, float epsilon, long threads)
+                         float *grad_y, float *sums, float *grad_o, float *grad_gate_up, float *grad_down,
+                         const long *places, long N, long C, long Q, long F, float epsilon, long threads)
 {
     long blocks = (N + DEEP - 1) / DEEP, kept = grad_o ? blocks * DEEP : 0;
     bf16 *of_out = halves(kept * C), *of_hidden = halves(kept * F), *of_slopes = halves(kept * 2 * F);
@@ -410,13 +419,15 @@ void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const
         bf16 *narrowed = halves(ROWS * C), *hidden = halves(ROWS * F), *slopes = halves(ROWS * 2 * F);
         bf16 *read = halves(ROWS * (C > Q ? C : Q));
         float *of_product = floats(ROWS * STRIP), *of_norm = floats(ROWS * C);
+        float *rows = floats(places ? ROWS * Q : 0);
         begin_tiles();
 #pragma omp for schedule(dynamic)
         for (long n = 0; n < N; n += ROWS) {
             long m = least(ROWS, N - n), deep = (m + DEEP - 1) / DEEP * DEEP;
             float *of_weight = sums + n / ROWS * C;
             memset(of_weight, 0, C * sizeof(float));
-            narrow_row(narrowed, grad + n * C, m * C);
+            for (long i = 0; i < m; i++)
+                narrow_row(narrowed + i * C, grad + place(places, n + i) * C, C);
             memset(narrowed + m * C, 0, (deep - m) * C * sizeof(bf16));
             for (long f = 0; f < F; f += STRIP) {
                 strip(of_product, STRIP, narrowed, C, down + f * C, m, C, 0);
@@ -436,9 +447,11 @@ void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const
                 pack_block(of_hidden, hidden + i * F, F, F, n + i, kept, 1);
                 put_left(of_slopes, slopes + i * 2 * F, 2 * F, block, blocks);
             }
-            for (long i = 0; i < m; i++)
-                norm_back(grad_x + (n + i) * C, of_norm + i * C, grad + (n + i) * C, added + (n + i) * C, weight,
+            for (long i = 0; i < m; i++) {
+                long own = place(places, n + i);
+                norm_back(grad_x + own * C, of_norm + i * C, grad + own * C, added + (n + i) * C, weight,
                           inverse[n + i], of_weight, C);
+            }
             if (grad_o) {
                 for (long i = 0; i < m; i++)
                     norm_narrow(read + i * C, added + (n + i) * C, weight, C, epsilon);
@@ -446,10 +459,14 @@ void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const
                 for (long i = 0; i < deep; i += DEEP)
                     pack_block(of_normed, read + i * C, C, C, n + i, kept, 1);
             }
-            narrow_row(narrowed, grad_x + n * C, m * C);
-            product_tiles(grad_y + n * Q, Q, narrowed, C, o, m, Q, C, 0);
+            for (long i = 0; i < m; i++)
+                narrow_row(narrowed + i * C, grad_x + place(places, n + i) * C, C);
+            product_tiles(places ? rows : grad_y + n * Q, Q, narrowed, C, o, m, Q, C, 0);
+            for (long i = 0; places && i < m; i++)
+                copy(grad_y + places[n + i] * Q, rows + i * Q, Q, N >= MANY);
             if (grad_o) {
-                narrow_row(read, y + n * Q, m * Q);
+                for (long i = 0; i < m; i++)
+                    narrow_row(read + i * Q, y + place(places, n + i) * Q, Q);
                 memset(read + m * Q, 0, (deep - m) * Q * sizeof(bf16));
                 for (long i = 0; i < deep; i += DEEP) {
                     put_left(of_added, narrowed + i * C, C, (n + i) / DEEP, blocks);
@@ -465,6 +482,7 @@ void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const
         }
         end_tiles();
         free(narrowed), free(hidden), free(slopes), free(read), free(of_product), free(of_norm);
+        free(rows);
     }
     free(of_out), free(of_hidden), free(of_slopes), free(of_normed), free(of_added), free(of_y);
 }
@@ -505,9 +523,10 @@ void decode_decoder(const Heads *heads, const DecoderTrunk *t, const DecoderLaye
     s->q_row = queries, s->q_head = s->G * s->D, s->q_group = s->D, s->kv_row = keys, s->kv_head = s->D;
     for (const DecoderLayer *l = layers; l < layers + t->layers; l++) {
         s->k = l->k, s->v = l->v, s->prefix_k = l->prefix_k, s->prefix_v = l->prefix_v;
-        decoder_before(heads, C, x, l->norm, l->qkv, l->bias, cosine, sine, inverse, q, k, v, threads);
+        decoder_before(heads, C, x, l->norm, l->qkv, l->bias, cosine, sine, inverse, q, k, v, NULL, n,
+                       threads);
         decode(s, y, threads);
-        decoder_behind(x, y, l->o, l->norm_behind, l->gate_up, l->down, NULL, inverse, NULL, x, n, C, queries, F,
+        decoder_behind(x, y, l->o, l->norm_behind, l->gate_up, l->down, NULL, inverse, NULL, x, NULL, n, C, queries, F,
                        heads->epsilon, threads);
     }
     for (long i = 0; i < n; i++) {

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.attention import PADDING_POSITION
+from nanochat.attention import PADDING_POSITION, columns_up_to
 from nanochat.common import all_reduce, wide_dtype
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
@@ -18,7 +18,8 @@ from nanochat.weights import free_gathered, refresh
 
 
 def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
-    """Hidden states that predict the completion tokens, each prompt run once for its rows. -> (U*R, T, C)"""
+    """Hidden states that predict the completion tokens up to the last trained one of each row, each prompt run once for
+    its rows. What is given for later tokens means nothing. -> (U*R, T, C)"""
     U, T = len(batch.prompt_ids), batch.tokens.shape[1]
     R = len(batch.tokens) // U
     # The last token predicts nothing; one that is alone is run all the same, so that every rank gathers sharded weights
@@ -27,7 +28,8 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     prompt_lengths = (batch.prompt_positions < PADDING_POSITION).sum(dim=1)
     positions = (prompt_lengths.repeat_interleave(R)[:, None]
                  + torch.arange(inputs.shape[1], device=prompt_lengths.device))
-    prompt_hidden, rest = model.trunk_behind(batch.prompt_ids, batch.prompt_positions, inputs, positions)
+    lengths = (columns_up_to(batch.index, U * R, T) - 1).clamp(min=0)
+    prompt_hidden, rest = model.trunk_behind(batch.prompt_ids, batch.prompt_positions, inputs, positions, lengths)
     first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
     return torch.cat([first, rest[:, : T - 1]], dim=1)
 
