@@ -34,6 +34,13 @@ for number in SEED STEPS BATCH SFT_STEPS EVALS; do
     [[ ${!number} =~ ^(0|[1-9][0-9]{0,8})$ ]] || { echo "$number=${!number}: must be a number" >&2; exit 2; }
     [[ $number = S[ET]* || ${!number} != 0 ]] || { echo "$number=0: must be at least 1" >&2; exit 2; }
 done
+for rate in LR SFT_LR; do
+    [[ ${!rate} =~ ^[0-9]*\.?[0-9]+(e-?[0-9]+)?$ ]] || { echo "$rate=${!rate}: must be a number" >&2; exit 2; }
+done
+if [[ $DEVICE != --device-type\ [a-z]* ]]; then
+    echo "DEVICE=$DEVICE: must be as in DEVICE=\"--device-type cuda\"" >&2
+    exit 2
+fi
 if [ "$TASK" = gsm_symbolic ] && [ -n "$DATA" ]; then
     echo "DATA=$DATA: is of TASK=gsm8k or TASK=words" >&2
     exit 2
@@ -42,7 +49,7 @@ if [ "$TASK" != gsm_symbolic ]; then
     [ -n "$DATA" ] || { echo "TASK=$TASK: DATA must name a folder with train.jsonl and test.jsonl" >&2; exit 2; }
     [[ $DATA == /* ]] || DATA=$PWD/$DATA  # what follows runs in the project's root
     for part in train test; do
-        [ -e "$DATA/$part.jsonl" ] || { echo "DATA=$DATA: has no $part.jsonl" >&2; exit 2; }
+        [ -f "$DATA/$part.jsonl" ] || { echo "DATA=$DATA: has no $part.jsonl" >&2; exit 2; }
     done
     PROBLEMS+=("${DATA%/}")
 fi
@@ -118,8 +125,9 @@ for arm in tango fixed_verifier grpo; do
     [ "$arm" = "$ARM" ] || [ ! -e "$RUNS/$other/summary.json" ] || ARMS+=("$other")
 done
 OUT=$NANOCHAT_BASE_DIR/compared/$NAME-$ABOUT-s$SEED
-[ ${#ARMS[@]} != 1 ] || OUT=$RUNS/$RUN
-python -m scripts.report "${ARMS[@]}" --out "$OUT"
+if [ ${#ARMS[@]} = 1 ] || ! python -m scripts.report "${ARMS[@]}" --out "$OUT"; then  # such as arms of other STEPS
+    python -m scripts.report "$RUN" --out "$RUNS/$RUN"
+fi
 case $ARM in tango) JUDGE="--verifier $RUN-ver" ;; fixed_verifier) JUDGE="--verifier $TAG-ver" ;; grpo) JUDGE="" ;; esac
 echo "To talk to it: source .venv/bin/activate"
 echo "NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR python -m scripts.chat_cli -i rl -g $RUN-gen $JUDGE"

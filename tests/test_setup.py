@@ -158,7 +158,9 @@ def test_only_what_goes_on_is_told_to_be_run_again(project):
     ("DATA=my", "DATA=my: is of TASK=gsm8k or TASK=words\n"), ("STEPS=abc", "STEPS=abc: must be a number\n"),
     ("STEPS=08", "STEPS=08: must be a number\n"), ("EVALS=0", "EVALS=0: must be at least 1\n"),
     ("TASK=words", "TASK=words: DATA must name a folder with train.jsonl and test.jsonl\n"),
-    ("SOURCE=none.gguf", "SOURCE=none.gguf: there is no such file\n")])
+    ("SOURCE=none.gguf", "SOURCE=none.gguf: there is no such file\n"), ("LR=abc", "LR=abc: must be a number\n"),
+    ("SFT_LR=1e", "SFT_LR=1e: must be a number\n"),
+    ("DEVICE=cuda", 'DEVICE=cuda: must be as in DEVICE="--device-type cuda"\n')])
 def test_smol_refuses_what_it_does_not_know_before_it_sets_up(tmp_path, variable, said):
     (tmp_path / "runs").mkdir()
     shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")  # without setup.sh, at which it would stop
