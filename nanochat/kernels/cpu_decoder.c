@@ -523,8 +523,7 @@ void decode_decoder(const Heads *heads, const DecoderTrunk *t, const DecoderLaye
     s->q_row = queries, s->q_head = s->G * s->D, s->q_group = s->D, s->kv_row = keys, s->kv_head = s->D;
     for (const DecoderLayer *l = layers; l < layers + t->layers; l++) {
         s->k = l->k, s->v = l->v, s->prefix_k = l->prefix_k, s->prefix_v = l->prefix_v;
-        decoder_before(heads, C, x, l->norm, l->qkv, l->bias, cosine, sine, inverse, q, k, v, NULL, n,
-                       threads);
+        decoder_before(heads, C, x, l->norm, l->qkv, l->bias, cosine, sine, inverse, q, k, v, NULL, n, threads);
         decode(s, y, threads);
         decoder_behind(x, y, l->o, l->norm_behind, l->gate_up, l->down, NULL, inverse, NULL, x, NULL, n, C, queries, F,
                        heads->epsilon, threads);
