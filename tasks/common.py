@@ -6,6 +6,7 @@ text; they never run models.
 """
 import functools
 import glob
+import json
 import random
 import zlib
 from collections.abc import Iterator
@@ -144,19 +145,34 @@ def rows_of(where: str, table) -> Iterator[dict]:
         yield row
 
 
+def wrong_line(path: str) -> str | None:
+    """The first line of a .jsonl file that is no json object, by its number and with what is wrong. None for other
+    files: what reads tables counts rows from 0, of a part of the file."""
+    if not path.endswith(".jsonl"):
+        return None
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f"line {number}: is no json object"
+            except json.JSONDecodeError as error:
+                return f"line {number}: is no json: {error.msg}, column {error.colno}"
+
+
 def read_table(where: str, columns: tuple[str, ...], *path, **options):
     """The table that datasets.load_dataset(*path, **options) opens. Raises BadInput, which begins with `where`, when it
     cannot or a column is missing."""
     datasets = quiet_datasets()
-    if "data_files" in options:  # a file, whose name may look like the pattern that datasets takes it for
-        check_data_file(options["data_files"])
-        options["data_files"] = glob.escape(options["data_files"])
+    file = options.get("data_files", "")
+    if file:  # whose name may look like the pattern that datasets takes it for
+        check_data_file(file)
+        options["data_files"] = glob.escape(file)
     else:
         look_for_hub()
     try:
         table = datasets.load_dataset(*path, **options)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        reason = str(error.__cause__ or error).strip() or type(error).__name__
+        reason = wrong_line(file) or str(error.__cause__ or error).strip() or type(error).__name__
         raise BadInput(f"{where}: {reason.splitlines()[0]}") from None
     missing = [column for column in columns if column not in table.column_names]
     if missing:

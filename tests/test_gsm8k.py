@@ -158,10 +158,13 @@ def test_files_that_cannot_be_used_are_bad_input(cache, tmp_path):
     (folder / "train.jsonl").write_bytes('{"question": "é?", "answer": "#### 3"}\n'.encode("latin1"))
     with pytest.raises(BadInput, match="train.jsonl: row 1: is no text in UTF-8"):
         GSM8K(source, 0)
-    (folder / "train.jsonl").write_text("not json\n")
-    with pytest.raises(BadInput, match="train.jsonl: ") as error:
-        GSM8K(source, 0)
-    assert "\n" not in str(error.value)
+    row = '{"question": "What?", "answer": "#### 3"}\n'
+    for lines, said in [("not json\n", "is no json of rows: it begins with b'not json"),
+                        (row + "\n" + row[:30], "line 3: is no json: Expecting ':' delimiter, column 31$"),
+                        (row + "[3]\n", "line 2: is no json object$")]:
+        (folder / "train.jsonl").write_text(lines)
+        with pytest.raises(BadInput, match=f"train.jsonl: {said}"):
+            GSM8K(source, 0)
 
 
 # Numbers and outcomes

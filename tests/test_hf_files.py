@@ -487,6 +487,8 @@ def test_a_source_is_a_folder_or_a_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    refused(lambda: find_folder(str(tmp_path)), f"--source {tmp_path}: is no model folder: it has no config.json")
+    (tmp_path / "config.json").touch()
     assert find_folder(str(tmp_path)) == str(tmp_path) and find_folder("~") == str(tmp_path) and not asked
     assert find_folder("Qwen/Qwen2.5-0.5B_x") == str(tmp_path)
     (name, patterns), = asked

@@ -40,6 +40,8 @@ def find_folder(source: str) -> str:
         for name in sorted(os.listdir(folder)):  # a pipe would be waited for
             if not os.path.isdir(path := os.path.join(folder, name)) and not os.path.isfile(path):
                 raise BadInput(f"{path}: is no file")
+        if not os.path.exists(os.path.join(folder, "config.json")):
+            raise BadInput(f"--source {source}: is no model folder: it has no config.json")
         return folder
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", source):
         raise BadInput(f"--source {source}: no such folder, and not the name of a model on the hub (owner/name)")
