@@ -55,8 +55,8 @@ from tasks.conversations import load_conversations
 
 # sft problems from this index on are for sampled solutions: demonstrations of an endless task never get there
 SAMPLED_FROM = 10_000_000
-# What a micro-batch costs besides its tokens, in tokens, on CPU in fp32. Elsewhere the fewest are best: a GPU runs
-# padding fast, and an imported model in bf16 on a CPU runs none.
+# What a micro-batch costs besides its tokens, in tokens, on CPU in fp32. Elsewhere the fewest are taken: an imported
+# model in bf16 on a CPU runs no padding.
 TOKENS_PER_BATCH = {torch.float32: 100}
 MAY_CHANGE = {"resume_from_step", "run", "device_type", "save_every", "keep", "micro_batch_tokens", "recompute"}
 

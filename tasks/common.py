@@ -146,17 +146,19 @@ def rows_of(where: str, table) -> Iterator[dict]:
 
 
 def wrong_line(path: str) -> str | None:
-    """The first line of a .jsonl file that is no json object, by its number and with what is wrong. None for other
-    files: what reads tables counts rows from 0, of a part of the file."""
+    """What is wrong with a .jsonl file, after the number of its first line that is no json object; None where every
+    line is one, and for other files. The library's own message counts rows from 0, in a part of the file."""
     if not path.endswith(".jsonl"):
         return None
-    with open(path, encoding="utf-8", errors="replace") as lines:
+    with open(path, encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 if line.strip() and not isinstance(json.loads(line), dict):
                     return f"line {number}: is no json object"
             except json.JSONDecodeError as error:
                 return f"line {number}: is no json: {error.msg}, column {error.colno}"
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deep nesting
+                return f"line {number}: {error}"
 
 
 def read_table(where: str, columns: tuple[str, ...], *path, **options):

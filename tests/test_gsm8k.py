@@ -161,7 +161,8 @@ def test_files_that_cannot_be_used_are_bad_input(cache, tmp_path):
     row = '{"question": "What?", "answer": "#### 3"}\n'
     for lines, said in [("not json\n", "is no json of rows: it begins with b'not json"),
                         (row + "\n" + row[:30], "line 3: is no json: Expecting ':' delimiter, column 31$"),
-                        (row + "[3]\n", "line 2: is no json object$")]:
+                        ("\ufeff" + row + "[3]\n", "line 2: is no json object$"),
+                        (row + "[" * 10 ** 5, "line 2: ")]:
         (folder / "train.jsonl").write_text(lines)
         with pytest.raises(BadInput, match=f"train.jsonl: {said}"):
             GSM8K(source, 0)
