@@ -117,12 +117,12 @@ def trained(model, trunk) -> list[torch.Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_compiled_trunk_is_one_graph_of_the_same_loss_and_gradients(backend):
-    """With sliding windows and gates, in fp32: what is traced is what CUDA runs. Names of weights stay."""
+def test_a_compiled_trunk_is_one_graph_of_the_same_loss_and_gradients():
+    """With sliding windows and gates, in fp32: both passes are traced as for a GPU, and PyTorch's operations run what
+    was traced. Names of weights stay."""
     model = small_model(n_layer=2, n_embd=64, n_head=2, n_kv_head=1, window_pattern="SL", sequence_len=192)
     names = list(model.state_dict())
-    compiled = trained(model, torch.compile(model.trunk, dynamic=False, fullgraph=True, backend=backend))
+    compiled = trained(model, torch.compile(model.trunk, dynamic=False, fullgraph=True, backend="aot_eager"))
     plain = trained(model, None)
     most = max(float(x.abs().max()) for x in plain)
     for ours, theirs in zip(compiled, plain, strict=True):
