@@ -102,7 +102,7 @@ static inline vec exponential(vec x)
 static inline vec logit(vec z, float S, float T)
 {
     vec power = z * (-2 / S);
-    return S ? 2 * S / T / (1 + exponential(choose(power > 80, splat(80), power))) : z / T;
+    return S ? 2 * S / T / (1 + exponential(choose(power > 80, splat(80), power))) : T == 1 ? z : z / T;
 }
 
 /* Replaces scores by exp(score - the highest). Returns their sum; highest: where the highest goes. */

@@ -178,30 +178,31 @@ void uniform_noise(const long *keys, const long *positions, double *noise, long 
     }
 }
 
-/* The first of V columns at which the cumulative weight exceeds the target: vector by vector, then inside of the one
- * that is reached; where rounding lets none be reached there, its last one that has weight. */
-static long first_above(const float *weights, long V, double target)
-{
-    double passed = 0;
-    long found = 0, j = 0;
-    for (; j + L < V && passed + sum(load(weights + j)) <= target; j += L)
-        passed += sum(load(weights + j));
-    for (long c = j; c < V && c < j + L; c++)
-        if (weights[c] > 0) {
-            found = c;
-            passed += weights[c];
-            if (passed > target)
-                break;
-        }
-    return found;
-}
-
 static long first_equal(const float *x, long V, float value)
 {
     for (long j = 0; j < V; j++)
         if (x[j] == value)
             return j;
     return 0; /* no number */
+}
+
+/* The first column at which the cumulative weight e^(logit - highest) exceeds the target: vector by vector, by their
+ * sums, then inside of the one that is reached; where rounding lets none be reached there, its last that has weight. */
+static long first_above(const float *logits, const float *sums, long V, float highest, double target)
+{
+    double passed = 0;
+    long found = 0, j = 0;
+    for (; j + L < V && passed + sums[j / L] <= target; j += L)
+        passed += sums[j / L];
+    vec weights = exponential(load(logits + j) - highest);
+    for (long c = 0; c < L && j + c < V; c++)
+        if (weights[c] > 0) {
+            found = j + c;
+            passed += weights[c];
+            if (passed > target)
+                break;
+        }
+    return found;
 }
 
 /* Draws a token per row of raw logits z (rows, V) with row stride `stride` under softmax(logit(z)): the first one at
@@ -213,37 +214,36 @@ void draw(const float *z, long stride, long rows, long V, const float *kth, floa
 {
 #pragma omp parallel num_threads(threads)
     {
-        float *logits = floats(V), *weights = floats(V); /* the columns behind V: -inf and 0 */
+        float *logits = floats(up(V)), *sums = floats(up(V) / L); /* the columns behind V: -inf */
 #pragma omp for schedule(static)
         for (long i = 0; i < rows; i++) {
             vec best = splat(-INFINITY), least = splat(kth ? kth[i] : -INFINITY);
             double total = 0;
-            memcpy(logits, z + i * stride, V * sizeof(float));
-            for (long j = V; j < up(V); j++)
-                logits[j] = 0;
             for (long j = 0; j < V; j += L) {
-                vec raw = load(logits + j);
-                store(logits + j, choose(raw < least, splat(-INFINITY),
-                                         logit(raw, softcap, temperature ? temperature : 1)));
+                vec raw = {0};
+                if (j + L <= V)
+                    raw = load(z + i * stride + j);
+                else
+                    memcpy(&raw, z + i * stride + j, (V - j) * sizeof(float));
+                raw = choose(raw < least, splat(-INFINITY), logit(raw, softcap, temperature ? temperature : 1));
+                for (long c = V - j; c < L; c++)
+                    raw[c] = -INFINITY;
+                store(logits + j, raw);
+                best = larger(raw, best);
             }
-            for (long j = V; j < up(V); j++)
-                logits[j] = -INFINITY;
-            for (long j = 0; j < V; j += L)
-                best = larger(load(logits + j), best);
             float highest = maximum(best);
             for (long j = 0; j < V; j += L) {
-                vec w = exponential(load(logits + j) - highest);
-                store(weights + j, w);
-                total += sum(w);
+                sums[j / L] = sum(exponential(load(logits + j) - highest));
+                total += sums[j / L];
             }
             if (temperature) {
                 double target = noise[i] * total;
-                tokens[i] = first_above(weights, V, target < total ? target : nextafter(total, 0));
+                tokens[i] = first_above(logits, sums, V, highest, target < total ? target : nextafter(total, 0));
             } else
                 tokens[i] = first_equal(logits, V, highest);
             logprobs[i] = logits[tokens[i]] - highest - (float)log(total);
         }
-        free(logits), free(weights);
+        free(logits), free(sums);
     }
 }
 
