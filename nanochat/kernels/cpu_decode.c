@@ -13,19 +13,23 @@
 /* The sums of L vectors, as one vector: pairs are folded into one, again and again. */
 static inline __attribute__((always_inline)) vec sums(vec x[L])
 {
+#pragma GCC unroll 4
     for (int n = L / 2; n; n /= 2)
+#pragma GCC unroll 8
         for (int i = 0; i < n; i++)
             x[i] = EVEN(x[2 * i], x[2 * i + 1]) + ODD(x[2 * i], x[2 * i + 1]);
     return x[0];
 }
 
-/* out[j] = q . k_j for n keys, and -inf up to a multiple of L. soon: what lies like these and is read next. */
+/* out[j] = q . k_j for n keys, and -inf up to a multiple of L. soon: what lies like these and is read next, or NULL. */
 static inline __attribute__((always_inline)) void dots_of(const long D, float *out, const float *q,
                                                           const float *k, long stride, long n, const float *soon)
 {
     for (long j = 0; j < n; j += L) {
         vec x[L];
-        prefetch(soon + j * stride, L * D);
+        if (soon)
+            prefetch(soon + j * stride, L * D);
+#pragma GCC unroll 16
         for (int i = 0; i < L; i++) {
             const float *key = k + (j + i < n ? j + i : n - 1) * stride;
             x[i] = load(q) * load(key);
@@ -48,26 +52,41 @@ static void dots(float *out, const float *q, const float *k, long stride, long n
     }
 }
 
-/* y (D) += the sum of p[j] v_j over n values. soon: what lies like these and is read next. */
+/* y (vecs * L) += the sum of p[j] v_j over n values. */
+static inline __attribute__((always_inline)) void add_columns(const int vecs, float *y, const float *p, const float *v,
+                                                              long stride, long n, const float *soon)
+{
+    vec acc[4][4] = {0};
+    long j = 0;
+    for (int c = 0; c < vecs; c++)
+        acc[0][c] = load(y + c * L);
+    for (; j + 4 <= n; j += 4)
+        for (int i = 0; i < 4; i++) {
+            if (soon)
+                prefetch(soon + (j + i) * stride, vecs * L);
+            for (int c = 0; c < vecs; c++)
+                acc[i][c] += p[j + i] * load(v + (j + i) * stride + c * L);
+        }
+    for (; j < n; j++)
+        for (int c = 0; c < vecs; c++)
+            acc[0][c] += p[j] * load(v + j * stride + c * L);
+    for (int c = 0; c < vecs; c++)
+        store(y + c * L, acc[0][c] + acc[1][c] + acc[2][c] + acc[3][c]);
+}
+
+/* y (D) += the sum of p[j] v_j over n values. soon: as in dots_of. */
 static void add_values(float *y, const float *p, const float *v, long stride, long n, long D, const float *soon)
 {
-    for (long d = 0; d < D; d += L) {
-        vec acc[4] = {load(y + d)};
-        long j = 0;
-        for (; j + 4 <= n; j += 4) {
-            prefetch(soon + j * stride + 4 * d, 4 * L);
-            for (int i = 0; i < 4; i++)
-                acc[i] += p[j + i] * load(v + (j + i) * stride + d);
-        }
-        for (; j < n; j++)
-            acc[0] += p[j] * load(v + j * stride + d);
-        store(y + d, acc[0] + acc[1] + acc[2] + acc[3]);
-    }
+    long d = 0;
+    for (; L == 16 && d + 4 * L <= D; d += 4 * L)
+        add_columns(4, y + d, p, v + d, stride, n, soon ? soon + d : NULL);
+    for (; d < D; d += 2 * L)
+        add_columns(2, y + d, p, v + d, stride, n, soon ? soon + d : NULL);
 }
 
 /* Scores of a row's own keys behind those of its prompt; then weights, and 1 / their sum.
  * The query sees `window` positions before its own. */
-static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *v,
+static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *soon,
                                 const float *prefix_k, const float *prefix_v, long length, long Tp)
 {
     long D = s->D, Tpp = up(Tp), sees = length - 1 - s->window; /* own column from which the query sees */
@@ -78,7 +97,7 @@ static inline float row_weights(const Decoding *s, float *row, const float *q, c
         row[j] = -INFINITY;
     for (long j = 0; j < Tp && j < Tp + sees; j++)
         row[j] = -INFINITY;
-    dots(row + Tpp, q, k, D, length, D, v);
+    dots(row + Tpp, q, k, D, length, D, soon);
     for (long j = 0; j < sees; j++)
         row[Tpp + j] = -INFINITY;
     return 1 / softmax(row, Tpp + up(length), &highest);
@@ -126,15 +145,17 @@ void decode(const Decoding *s, float *y, long threads)
                     product(scores, width, q, D, prefix_k, s->Tp, m, up(Tp), D, 0);
                 for (long i = 0; i < m; i++) {
                     float *row = scores + i * width, *o = out + i * D;
-                    long place = s->places[(first + i) / G], at = (place * H + h) * own, length = s->lengths[place];
-                    /* The next row's keys, or those of the next head. */
-                    long next = i + 1 < m ? (s->places[(first + i + 1) / G] * H + h) * own
-                                          : (s->places[first / G] * H + h + (h + 1 < H)) * own;
-                    inverse[i] = row_weights(s, row, q + i * D, s->k + at, s->v + at, prefix_k, prefix_v, length, Tp);
+                    long r = (first + i) / G, g = (first + i) % G, place = s->places[r];
+                    long at = (place * H + h) * own, length = s->lengths[place];
+                    /* The next row's keys and values, or the next head's, are fetched with the row's first query. */
+                    long next = (r + 1 < starts[run + 1] ? s->places[r + 1] * H + h
+                                                         : s->places[starts[run]] * H + h + (h + 1 < H)) * own;
+                    const float *soon_k = g ? NULL : s->k + next, *soon_v = g ? NULL : s->v + next;
+                    inverse[i] = row_weights(s, row, q + i * D, s->k + at, soon_k, prefix_k, prefix_v, length, Tp);
                     memset(o, 0, D * sizeof(float));
                     if (!s->transposed)
                         add_values(o, row, prefix_v, D, Tp, D, prefix_k + (i + 1 == m && h + 1 < H) * s->Tp * D);
-                    add_values(o, row + up(Tp), s->v + at, D, length, D, s->k + next);
+                    add_values(o, row + up(Tp), s->v + at, D, length, D, soon_v);
                 }
                 if (s->transposed)
                     product(out, D, scores, width, prefix_v, D, m, D, Tp, 1);
