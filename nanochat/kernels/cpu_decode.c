@@ -85,14 +85,14 @@ static void add_values(float *y, const float *p, const float *v, long stride, lo
 }
 
 /* Scores of a row's own keys behind those of its prompt; then weights, and 1 / their sum.
- * The query sees `window` positions before its own. */
+ * The query sees `window` positions before its own. soon, prefix_soon: as in dots_of. */
 static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *soon,
-                                const float *prefix_k, const float *prefix_v, long length, long Tp)
+                                const float *prefix_k, const float *prefix_soon, long length, long Tp)
 {
     long D = s->D, Tpp = up(Tp), sees = length - 1 - s->window; /* own column from which the query sees */
     float highest;
     if (!s->transposed)
-        dots(row, q, prefix_k, D, Tp, D, prefix_v);
+        dots(row, q, prefix_k, D, Tp, D, prefix_soon);
     for (long j = Tp; j < Tpp; j++)
         row[j] = -INFINITY;
     for (long j = 0; j < Tp && j < Tp + sees; j++)
@@ -151,10 +151,11 @@ void decode(const Decoding *s, float *y, long threads)
                     long next = (r + 1 < starts[run + 1] ? s->places[r + 1] * H + h
                                                          : s->places[starts[run]] * H + h + (h + 1 < H)) * own;
                     const float *soon_k = g ? NULL : s->k + next, *soon_v = g ? NULL : s->v + next;
-                    inverse[i] = row_weights(s, row, q + i * D, s->k + at, soon_k, prefix_k, prefix_v, length, Tp);
+                    inverse[i] = row_weights(s, row, q + i * D, s->k + at, soon_k, prefix_k, i ? NULL : prefix_v, length,
+                                             Tp);
                     memset(o, 0, D * sizeof(float));
                     if (!s->transposed)
-                        add_values(o, row, prefix_v, D, Tp, D, prefix_k + (i + 1 == m && h + 1 < H) * s->Tp * D);
+                        add_values(o, row, prefix_v, D, Tp, D, i || h + 1 == H ? NULL : prefix_k + s->Tp * D);
                     add_values(o, row + up(Tp), s->v + at, D, length, D, soon_v);
                 }
                 if (s->transposed)
