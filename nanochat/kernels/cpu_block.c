@@ -214,7 +214,7 @@ void draw(const float *z, long stride, long rows, long V, const float *kth, floa
 {
 #pragma omp parallel num_threads(threads)
     {
-        float *logits = floats(up(V)), *sums = floats(up(V) / L); /* the columns behind V: -inf */
+        float *logits = floats(up(V)), *sums = floats(up(V) / L); /* logits from V on: -inf */
 #pragma omp for schedule(static)
         for (long i = 0; i < rows; i++) {
             vec best = splat(-INFINITY), least = splat(kth ? kth[i] : -INFINITY);

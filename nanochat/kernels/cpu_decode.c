@@ -52,7 +52,7 @@ static void dots(float *out, const float *q, const float *k, long stride, long n
     }
 }
 
-/* y (vecs * L) += the sum of p[j] v_j over n values. */
+/* y (vecs * L) += the sum of p[j] v_j over n values. soon: as in dots_of. */
 static inline __attribute__((always_inline)) void add_columns(const int vecs, float *y, const float *p, const float *v,
                                                               long stride, long n, const float *soon)
 {
