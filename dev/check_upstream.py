@@ -246,7 +246,7 @@ def compare_tokenizer(tokenizer, record: dict):
 def checks(args, base: str):
     """All checks, in the order of the work."""
     from nanochat.checkpoint import load_model, save_model
-    from nanochat.files import path_of
+    from nanochat.storage.files import path_of
     from nanochat.tokenizer import Tokenizer
     os.environ["NANOCHAT_BASE_DIR"] = theirs = os.path.join(base, "theirs")
     records = run_upstream(args, theirs, "make")

@@ -49,31 +49,31 @@ SLOWER = 3  # a rehearsal, on two cores, may take so many times the seconds of a
 # line (JSON), the last line that starts with these words, or None: the last line
 STAGES = {
     "tests": (240, GPU_TESTS, GPU_TESTS, None),
-    "kernels": (120, "python -m scripts.bench_kernels --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936",
-                "python -m scripts.bench_kernels --device-type cpu --rows 64 --n-embd 32 --vocab-size 257 --rounds 1",
+    "kernels": (120, "python -m dev.bench.kernels --dtype bfloat16 --rows 16384 --n-embd 2048 --vocab-size 151936",
+                "python -m dev.bench.kernels --device-type cpu --rows 64 --n-embd 32 --vocab-size 257 --rounds 1",
                 ["results.ours.percent_of_products", "results.ours.useful_tflop_per_s", "results.ours.peak_bytes",
                  "results.linear_logprob.percent_of_products"]),
-    "engine": (150, f"python -m scripts.bench_engine {BIG} --rows 256 --num-samples 8 --prompt-len 512 "
+    "engine": (150, f"python -m dev.bench.engine {BIG} --rows 256 --num-samples 8 --prompt-len 512 "
                     "--completion-len 256 --rounds 1",
-               f"python -m scripts.bench_engine {SMALL} --rows 8 --num-samples 2 --prompt-len 16 --completion-len 8 "
+               f"python -m dev.bench.engine {SMALL} --rows 8 --num-samples 2 --prompt-len 16 --completion-len 8 "
                "--rounds 1",
                ["results.ours.decode_tok_per_s", "results.ours.percent_of_bound", "results.ours.prefill_s",
                 "results.transformers.decode_tok_per_s"]),
-    "step": (150, f"python -m scripts.bench_step {BIG} {STEP}", f"python -m scripts.bench_step {SMALL} {TINY_STEP}",
+    "step": (150, f"python -m dev.bench.step {BIG} {STEP}", f"python -m dev.bench.step {SMALL} {TINY_STEP}",
              ["s_per_step", "gen_s", "update_s", "floor_s", "completion_tok_per_s", "peak_mem_mb", "planned_mem_mb"]),
-    "tango step": (240, f"python -m scripts.bench_step {BIG} {STEP} --role generator --verification-len 256 "
+    "tango step": (240, f"python -m dev.bench.step {BIG} {STEP} --role generator --verification-len 256 "
                         "--recompute",
-                   f"python -m scripts.bench_step {SMALL} {TINY_STEP} --role generator --verification-len 8",
+                   f"python -m dev.bench.step {SMALL} {TINY_STEP} --role generator --verification-len 8",
                    ["s_per_step", "gen_s", "verify_s", "update_s", "floor_s", "peak_mem_mb", "planned_mem_mb"]),
-    "refill": (120, f"python -m scripts.bench_engine {REFILL} --max-rows 256 --num-samples 8 --prompt-len 256 "
+    "refill": (120, f"python -m dev.bench.engine {REFILL} --max-rows 256 --num-samples 8 --prompt-len 256 "
                     "--mean-len 128 --completion-len 512 --rounds 1",
-               f"python -m scripts.bench_engine {SMALL} --rows 32 --max-rows 8 --num-samples 2 --prompt-len 16 "
+               f"python -m dev.bench.engine {SMALL} --rows 32 --max-rows 8 --num-samples 2 --prompt-len 16 "
                "--mean-len 4 --completion-len 16 --rounds 1",
                ["results.ours.decode_tok_per_s", "results.ours.percent_of_bound"]),
-    "attention": (120, "python -m scripts.bench_attention --dtype bfloat16 --units 4 --rows 8 --n-head 12 "
+    "attention": (120, "python -m dev.bench.attention --dtype bfloat16 --units 4 --rows 8 --n-head 12 "
                        "--n-kv-head 2 --head-dim 128 --prefix-len 1024 --completion-len 512 --decode-units 32 "
                        "--rounds 3",
-                  "python -m scripts.bench_attention --device-type cpu --rounds 1 --providers ours,sdpa,plain",
+                  "python -m dev.bench.attention --device-type cpu --rounds 1 --providers ours,sdpa,plain",
                   ATTENTION),
     "speedrun": (420, "SCALE=tiny NPROC=1 DEVICE='--device-type cuda' bash runs/speedrun.sh",
                  "SCALE=tiny NPROC=1 bash runs/speedrun.sh", "generator greedy pass@1, in"),

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import scripts
 from nanochat import recipes
 from nanochat.common import BadInput, flag_defaults, parse_flags, print0, script_main
-from nanochat.rl.forms import form_of
-from nanochat.rl.heads import is_joint
-from nanochat.rl.prompts import DEMOS, template_of
-from nanochat.rl.roles import head_of
-from nanochat.rl.report import ACCURACY, Run, at_equal_tokens, change, filled, interval, spread
+from nanochat.rl.learn.heads import is_joint
+from nanochat.rl.learn.roles import head_of
+from nanochat.rl.records.prompts import DEMOS, template_of
+from nanochat.rl.report.report import ACCURACY, Run, at_equal_tokens, change, filled, interval, spread
+from nanochat.rl.verify.forms import form_of
 from scripts import tango_rl
 from tasks import add_task_args, make_task
 
@@ -47,10 +47,11 @@ class Arm(NamedTuple):
 
 
 COMMANDS = {  # how the runs of a csv were made
-    "chain": "bash runs/fig4.sh",
-    "merged/chain": 'bash runs/fig4.sh --arms "grpo tango fixed_verifier tango_merged fixed_merged gold_steps"',
-    "systems/chain": 'bash runs/fig4.sh --arms "grpo prime_2e-4 dpo spin"',
-    "systems/chain_refine": 'bash runs/fig4.sh --start refine --arms "grpo_2e-4 critique_grpo_2e-4"'}
+    "chain": "bash dev/experiments/fig4.sh",
+    "merged/chain": 'bash dev/experiments/fig4.sh '
+                    '--arms "grpo tango fixed_verifier tango_merged fixed_merged gold_steps"',
+    "systems/chain": 'bash dev/experiments/fig4.sh --arms "grpo prime_2e-4 dpo spin"',
+    "systems/chain_refine": 'bash dev/experiments/fig4.sh --start refine --arms "grpo_2e-4 critique_grpo_2e-4"'}
 BESIDE = {  # a part of results.md -> recipes that are compared there, on another task
     "Verifiers of every kind": ("orm", "prm", "genrm", "genprm", "critic_rm", "gram", "supervisor", "rm_r1", "think_rm",
                                 "think_rm_policy", "spct"),
@@ -385,7 +386,7 @@ def flags_page() -> str:
 
 @functools.cache
 def points_of(path: str) -> dict[tuple[str, str], list[dict]]:
-    """(arm, metric) -> rows of a csv as nanochat/rl/report.py writes it. Raises BadInput."""
+    """(arm, metric) -> rows of a csv as nanochat/rl/report/report.py writes it. Raises BadInput."""
     rows = {}
     try:
         with open(path, newline="", encoding="utf-8") as f:
@@ -531,12 +532,14 @@ def recipe_section(name: str) -> list[str]:
 def recipes_page() -> str:
     intro = (f"{WRITTEN} A recipe is a system of the field in one file, started with `python -m scripts.tango_rl "
              "--recipe NAME`. What was learned from these runs is in [results.md](results.md). Whole commands, with "
-             "the SFT that a recipe starts from: `bash runs/selfplay.sh --list`, and `bash runs/fig4.sh --list flags`.")
+             "the SFT that a recipe starts from: `bash dev/experiments/selfplay.sh --list`, and `bash "
+             "dev/experiments/fig4.sh --list flags`.")
     how = ("The task is chain where only the final result is the answer, so a wrong solution can be right by luck. "
            "A model has 4 layers of width 128. A run makes 60 updates of the generator, of 32 problems x 8 samples "
            "each, without a KL. Arms with a verifier have `--alpha-start 0.5 --alpha-end 0.05`; a verifier that is "
-           "trained has `--verifier-lr 1e-4 --verifier-balance --verifier-replay 0.5`. `bash runs/fig4.sh --list "
-           "flags` prints all flags of every arm. The machine is an AMD EPYC (2 cores, torch 2.13).")
+           "trained has `--verifier-lr 1e-4 --verifier-balance --verifier-replay 0.5`. `bash "
+           "dev/experiments/fig4.sh --list flags` prints all flags of every arm. The machine is an AMD EPYC (2 cores, "
+           "torch 2.13).")
     read = ["*rate*: the generator's learning rate.",
             "*final*: greedy pass@1 on 400 held-out problems at the end, in percent, ± the standard deviation over "
             "seeds. *start*: the same before RL.",

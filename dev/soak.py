@@ -19,11 +19,11 @@ import torch
 
 from nanochat.checkpoint import load_file, saved_steps
 from nanochat.common import BadInput, script_main
-from nanochat.files import path_of, read_records
-from nanochat.rl.resume import read_config
-from nanochat.rl.roles import short_name
-from nanochat.rl.state import tag_of
-from nanochat.run import MEASURED
+from nanochat.rl.learn.roles import short_name
+from nanochat.rl.learn.state import tag_of
+from nanochat.rl.run.resume import read_config
+from nanochat.storage.files import path_of, read_records
+from nanochat.storage.run import MEASURED
 
 # of a state: what tells of the machine, and of how the files were written
 CLOCKS = ("start_seconds", "step_seconds", "eval_seconds", "checksums")

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nanochat.kernels import cpu
 from nanochat.kernels.attention import attention, takes_attention
-from nanochat.ops import contiguous, run
+from nanochat.kernels.ops import contiguous, run
 
 PADDING_POSITION = 1 << 30  # position of a padding column
 QUERIES = 64   # queries whose scores are computed together on CPU

@@ -18,16 +18,14 @@ from collections.abc import Callable
 
 import torch
 
-from nanochat.common import (BadInput, CannotWrite, check_unchanged, compute_dtype, dtype_name, print0,
-                             rank_and_world)
-from nanochat.files import make_folder, path_of, whole_file, write_json, writing
+from nanochat.common import BadInput, CannotWrite, check_unchanged, compute_dtype, dtype_name, print0, rank_and_world
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.hf.tokenizer import mark_of, read_files
-from nanochat.tiles import has_tiles, takes
+from nanochat.kernels.tiles import has_tiles, takes
+from nanochat.storage.files import make_folder, path_of, whole_file, write_json, writing
 from nanochat.tokenizer import Tokenizer
-from nanochat.weights import (allocate, fill, is_sharded, local_optimizer_state, not_finite, whole_state,
-                              with_shards)
+from nanochat.weights import allocate, fill, is_sharded, local_optimizer_state, not_finite, whole_state, with_shards
 
 # of a configuration
 SIZES = ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "head_dim", "intermediate_size")

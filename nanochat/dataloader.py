@@ -18,7 +18,7 @@ from itertools import zip_longest
 import torch
 
 from nanochat.common import BadInput, print0
-from nanochat.files import check_data_file, look_for_hub, quiet_datasets
+from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets
 
 FORMATS = {".txt": "text", ".jsonl": "json", ".parquet": "parquet"}
 BUFFER = 1000     # documents that wait for a row they fit

@@ -8,8 +8,8 @@ import torch
 
 from nanochat.decode_cache import DecodeCache, struct_fields
 from nanochat.kernels import cpu
-from nanochat.ops import Heads
-from nanochat.tiles import rounded
+from nanochat.kernels.ops import Heads
+from nanochat.kernels.tiles import rounded
 
 
 class DecodeStep:

@@ -1,10 +1,15 @@
 """
-What a model's work and memory traffic cost: FLOPs per token, and the seconds that sampling takes at least.
+What a model's work and memory traffic cost: FLOPs per token, and the seconds that sampling takes at least; and what
+this machine reaches.
 """
+import time
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
+
+from nanochat.common import all_reduce
+from nanochat.kernels.ops import matmul
 
 # Dense bf16 FLOP/s (half of what is printed with sparsity) by what a device's name holds, the longest name first. From
 # the vendor's data sheets: nvidia.com/en-us/data-center/{gb200-nvl72, hgx, h200, h100, a100, l40s}; the 4090's from the
@@ -89,3 +94,32 @@ def decode_floor(model, prompts: int, rows: int, prompt_len: int, completion_len
         work = rows * (2 * weights + 4 * config.n_layer * config.n_head * config.head_dim * (prompt_len + t))
         seconds += max(read / speed[1], work / speed[0])
     return seconds
+
+
+# This machine
+
+def synchronize(device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+def seconds_of(action, device) -> float:
+    synchronize(device)
+    started = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def machine_speed(device, dtype) -> tuple[float, float]:
+    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, of all ranks, which run them
+    together."""
+    size, length = (8192, 2 ** 30) if device.type == "cuda" else (1536, 2 ** 26)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    source = torch.zeros(length, device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    product = min(seconds_of(lambda: matmul(a, b), device) for _ in range(5))
+    copy = min(seconds_of(lambda: target.copy_(source), device) for _ in range(5))
+    return tuple(all_reduce(torch.tensor([2 * size ** 3 / product, 2 * length / copy], device=device)).tolist())

@@ -17,8 +17,8 @@ from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecodeStep
-from nanochat.ops import (LEAST_ROWS, add_norm, before_attention, behind_attention, fuses_layers, linear, mix_norm,
-                          norm, packed_layer, relu_squared, smear, split_heads, value_gate)
+from nanochat.kernels.ops import (LEAST_ROWS, add_norm, before_attention, behind_attention, fuses_layers, linear,
+                                  mix_norm, norm, packed_layer, relu_squared, smear, split_heads, value_gate)
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
 VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gate reads

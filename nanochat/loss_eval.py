@@ -9,7 +9,7 @@ import torch
 from nanochat.common import all_reduce, wide_dtype
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
-from nanochat.rl.losses import PolicyLoss
+from nanochat.kernels.losses import PolicyLoss
 
 
 def supervised_loss(model, ids: torch.Tensor, mask: torch.Tensor | None, num_tokens: float,

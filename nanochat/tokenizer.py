@@ -12,7 +12,7 @@ import tiktoken
 import torch
 
 from nanochat.common import BadInput
-from nanochat.files import make_folder, whole_file
+from nanochat.storage.files import make_folder, whole_file
 
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]

@@ -14,9 +14,9 @@ from nanochat.common import (BadInput, check_least, check_most, check_name, comp
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
 from nanochat.engine import generate, row_key
-from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_own_tokenizer
 from nanochat.loss_eval import bits_per_byte
+from nanochat.storage.files import path_of
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -18,22 +18,21 @@ from itertools import islice
 
 import torch
 
-from nanochat.bench import machine_speed
-from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model,
-                                 save_training, saying_what_is_whole, warn_of_dtype)
+from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
+                                 saying_what_is_whole, warn_of_dtype)
 from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, check_least, check_most,
                              check_name, compute_dtype, dtype_name, flag_defaults, in_words, init_device, on_all_ranks,
                              print0, rank_and_world, script_main)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
 from nanochat.engine import generate, row_key
-from nanochat.files import check_writable, path_of
-from nanochat.flops import flops_per_token, matrix_parameters, peak_flops
+from nanochat.flops import flops_per_token, machine_speed, matrix_parameters, peak_flops
 from nanochat.gpt import GPT, add_model_args, config_of, new_model
 from nanochat.hf.tokenizer import load_own_tokenizer
 from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
-from nanochat.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
+from nanochat.storage.files import check_writable, path_of
+from nanochat.storage.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens

@@ -14,12 +14,12 @@ from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
 from nanochat.common import BadInput, check_least, check_name, init_device, script_main
 from nanochat.engine import check_temperature, generate, row_key
-from nanochat.files import path_of
-from nanochat.rl.formats import FORMATS, Format
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
-from nanochat.rl.prompts import Verification, parse_verification, read_solution, verifier_prompt
-from nanochat.rl.terminal import add_colour_flag, one_line, paint, printable, wants_colour
+from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
+from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, printable, wants_colour
+from nanochat.storage.files import path_of
 from tasks import TASKS, recorded_task, recorded_value, task_flags
+from tasks.formats import FORMATS, Format
 from tasks.mixture import PARTS
 
 COLOURS = {True: "32", False: "31", None: "33"}  # right green, wrong red, no verdict yellow

@@ -14,18 +14,18 @@ import os
 import torch
 
 from nanochat.checkpoint import default_tag, load_model, warn_of_role
-from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, gather_lists,
-                             init_device, print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, all_reduce, check_least, check_most, check_name, gather_lists, init_device,
+                             print0, rank_and_world, script_main)
 from nanochat.dataloader import length_batches
 from nanochat.engine import check_temperature, pad_prompts
-from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.scores import (answers_of, labels_of, lenient_outcomes, majority, outcomes_of, pass_at_k, problems_of,
-                                share_of)
-from nanochat.rl.prompts import check_prompts_fit
-from nanochat.rl.sampling import Sampler
+from nanochat.rl.measure.scores import majority, pass_at_k, share_of
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.outcomes import answers_of, labels_of, lenient_outcomes, outcomes_of, problems_of
+from nanochat.rl.records.prompts import check_prompts_fit
+from nanochat.storage.files import path_of
 from tasks import TASKS, add_task_args, complete_task_args, make_task, recorded_count, task_flags
-from tasks.multiple_choice import RANDOM_BASELINE, CHOICE_SETS, choice_prompt, load_choices
+from tasks.multiple_choice import CHOICE_SETS, RANDOM_BASELINE, choice_prompt, load_choices
 
 SPLITS = {"test_in": "", "test_out": ", test_out"}
 

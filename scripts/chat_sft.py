@@ -34,20 +34,20 @@ from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all
                              print0, rank_and_world, script_main)
 from nanochat.dataloader import check_same_files, length_batches, mark_of, pack_whole, shuffled
 from nanochat.engine import pad_prompts
-from nanochat.files import check_writable, path_of
 from nanochat.gpt import add_model_args, config_of, new_model
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.loss_eval import supervised_loss
 from nanochat.optim import muon_adamw, optimize, warmup_cosine
-from nanochat.recipes.critique_grpo import CRITIQUES
-from nanochat.rl.forms import FORMS, check_form, form_prompt, judged_together, one_bare
-from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
-from nanochat.rl.prompts import DEMOS, generator_prompt, quoting_prompt, refine_prompt
-from nanochat.rl.roles import set_recompute
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import outcomes_of, problems_digest, texts_digest
-from nanochat.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
+from nanochat.recipes.policy.critique_grpo import CRITIQUES
+from nanochat.rl.learn.heads import check_shared, copy_shared_lambdas, share_layers
+from nanochat.rl.learn.roles import set_recompute
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.outcomes import outcomes_of, problems_digest, texts_digest
+from nanochat.rl.records.prompts import DEMOS, generator_prompt, quoting_prompt, refine_prompt
+from nanochat.rl.verify.forms import FORMS, check_form, form_prompt, judged_together, one_bare
+from nanochat.storage.files import check_writable, path_of
+from nanochat.storage.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights
 from tasks import add_task_args, make_task
 from tasks.common import demo_of
@@ -103,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
                            "its answer alone, for recipe debate, whose judge also hears one side")
     data.add_argument("--cut-share", type=float, default=0.0,
                       help="of the demonstrations of --verifier-form steps those that judge the beginning of a "
-                           "solution, which as a whole is wrong, for scripts.step_retry")
+                           "solution, which as a whole is wrong, for dev.experiments.step_retry")
     data.add_argument("--num-sampled", type=int, default=2048,
                       help="verifier: solutions sampled from the generator; half of its demonstrations judge one")
     data.add_argument("--max-new-tokens", type=int, default=96, help="length limit of solutions")

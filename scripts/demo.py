@@ -17,15 +17,15 @@ from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
 from nanochat.common import BadInput, check_least, init_device, script_main
-from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.evals import SPLITS
-from nanochat.rl.report import Run, read_run, run_folder
-from nanochat.rl.roles import Start
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import answers_of, labels_of, outcomes_of, problems_of
-from nanochat.rl.state import tag_of
-from nanochat.rl.terminal import add_colour_flag, one_line, paint, wants_colour
+from nanochat.rl.learn.roles import Start
+from nanochat.rl.learn.state import tag_of
+from nanochat.rl.measure.evals import SPLITS
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.outcomes import answers_of, labels_of, outcomes_of, problems_of
+from nanochat.rl.report.report import Run, read_run, run_folder
+from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, wants_colour
+from nanochat.storage.files import path_of
 from tasks import complete_task_args, make_task, recorded_count, recorded_value, task_flags
 
 COLOURS = {True: "32", False: "31", None: "90"}  # right green, wrong red, none grey

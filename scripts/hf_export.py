@@ -10,10 +10,10 @@ import torch
 
 from nanochat.checkpoint import find_step, load_meta, load_model, load_state_dict
 from nanochat.common import BadInput, check_name, dtype_name, print0, script_main
-from nanochat.files import check_writable, path_of
 from nanochat.hf.decoder import DecoderConfig
 from nanochat.hf.files import DTYPES, write_model
 from nanochat.hf.tokenizer import load_tokenizer
+from nanochat.storage.files import check_writable, path_of
 
 
 def make_parser() -> argparse.ArgumentParser:

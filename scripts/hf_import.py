@@ -16,11 +16,11 @@ import torch
 
 from nanochat.checkpoint import check_loaded, list_steps, save_model
 from nanochat.common import BadInput, check_name, print0, script_main
-from nanochat.files import check_writable, path_of
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import find_folder, read_model
 from nanochat.hf.gguf import read_gguf
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
+from nanochat.storage.files import check_writable, path_of
 
 
 def make_parser() -> argparse.ArgumentParser:

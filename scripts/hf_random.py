@@ -14,11 +14,11 @@ import tokenizers
 import torch
 
 from nanochat.common import BadInput, check_least, check_most, print0, script_main
-from nanochat.files import check_writable
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, write_model
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.hf.tokenizer import HFTokenizer
+from nanochat.storage.files import check_writable
 from nanochat.weights import allocate
 
 QWEN_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501

@@ -28,16 +28,17 @@ import time
 import torch
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name,
-                             gather_lists, init_device, on_all_ranks, print0, rank_and_world, script_main)
-from nanochat.files import check_writable, make_folder, path_of, whole_file, write_json
+from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name, gather_lists,
+                             init_device, on_all_ranks, print0, rank_and_world, script_main)
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.labelled import solution_rows
-from nanochat.rl.prefixes import VALUES, Cut, Meter, forced_answer
-from nanochat.rl.prompts import check_fit, generator_prompt, longest_problem, read_solution
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import labels_of, num_problems_of, outcomes_of, share_of
-from nanochat.rl.step_labels import METHODS, agreement, run_plans, until_error
+from nanochat.rl.measure.scores import share_of
+from nanochat.rl.measure.step_labels import METHODS, agreement, run_plans, until_error
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.outcomes import labels_of, num_problems_of, outcomes_of
+from nanochat.rl.records.prompts import check_fit, generator_prompt, longest_problem, read_solution
+from nanochat.rl.verify.labelled import solution_rows
+from nanochat.rl.verify.prefixes import VALUES, Cut, Meter, forced_answer
+from nanochat.storage.files import check_writable, make_folder, path_of, whole_file, write_json
 from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem
 

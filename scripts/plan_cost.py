@@ -14,12 +14,13 @@ from dataclasses import replace
 import torch
 
 from nanochat.common import BadInput, check_least, check_most, print0, script_main
-from nanochat.gpt import GPT, config_of
 from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
-from nanochat.rl.plan import (BANDWIDTH, DISK_SPEED, Draw, Held, Setting, Speed, describe_stop, draw_seconds, draws_of,
-                              sampling_seconds)
-from nanochat.recipes import grpo, tango
-from nanochat.rl.prompts import empty_verifier_prompt
+from nanochat.gpt import GPT, config_of
+from nanochat.recipes.policy import grpo
+from nanochat.recipes.tango import tango
+from nanochat.rl.records.prompts import empty_verifier_prompt
+from nanochat.rl.run.plan import (BANDWIDTH, DISK_SPEED, Draw, Held, Setting, Speed, describe_stop, draw_seconds,
+                                  draws_of, sampling_seconds)
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU

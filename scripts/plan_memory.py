@@ -13,13 +13,14 @@ import argparse
 
 from nanochat.checkpoint import find_step, list_steps, load_meta
 from nanochat.common import BadInput, check_choices, check_least, print0, script_main
-from nanochat.files import path_of
 from nanochat.hf.files import DTYPES, find_folder, read_config
-from nanochat.rl.heads import HEADS, OPTIMIZERS, add_head_args, check_head, check_shapes, num_shared
-from nanochat.rl.plan import (Config, Setting, Speed, describe_stop, draws_of, held_by, memory_plan, show_plan,
-                              variants)
-from nanochat.recipes import grpo, tango
 from nanochat.hf.shapes import SHAPES, shape_of
+from nanochat.recipes.policy import grpo
+from nanochat.recipes.tango import tango
+from nanochat.rl.learn.heads import HEADS, OPTIMIZERS, add_head_args, check_head, check_shapes, num_shared
+from nanochat.rl.run.plan import (Config, Setting, Speed, describe_stop, draws_of, held_by, memory_plan, show_plan,
+                                  variants)
+from nanochat.storage.files import path_of
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -12,9 +12,9 @@ import os
 import re
 
 from nanochat.common import BadInput, check_least, print0, script_main
-from nanochat.files import check_writable, make_folder
-from nanochat.rl.page import MOST_ROLLOUTS, draw_curves, write_page
-from nanochat.rl.report import compare, markdown_table, provenance, read_run, run_folder, tidy, write_csv
+from nanochat.rl.report.page import MOST_ROLLOUTS, draw_curves, write_page
+from nanochat.rl.report.report import compare, markdown_table, provenance, read_run, run_folder, tidy, write_csv
+from nanochat.storage.files import check_writable, make_folder
 
 
 def make_parser() -> argparse.ArgumentParser:

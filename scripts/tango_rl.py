@@ -27,30 +27,29 @@ import torch
 
 from nanochat import recipes
 from nanochat.checkpoint import dtype_for, saved_steps, saying_what_is_whole, warn_of_dtype
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite,
-                             flag_defaults, gather_lists, init_device, print0, process_size, rank_and_world,
-                             script_main)
-from nanochat.files import check_writable, path_of, whole_file, write_json
+from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, dtype_name, finite, flag_defaults,
+                             gather_lists, init_device, print0, process_size, rank_and_world, script_main)
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
-                               complete_args, warn_of_starts)
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.page import write_run_page
-from nanochat.rl.plan import check_plan, check_sizes, describe_run
-from nanochat.rl.play import Play, apply_update, described, is_number
-from nanochat.rl.progress import (check_apart, count_apart, health_check, print_step, print_table,
-                                    warn_of_no_signal)
-from nanochat.rl.records import rollout_records
-from nanochat.rl.resume import check_no_models, check_problems_stayed, check_recipe_text, read_config, resolve_resume
-from nanochat.rl.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
-                               short_name, trained_roles)
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.scores import problems_digest, texts_digest
-from nanochat.rl.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
-from nanochat.rl.theory import theory_scores
-from nanochat.run import (add_run_args, choose_run_name, claim_run_name, describe_versions, look_at, start_run,
-                          uses_wandb)
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.rl.learn.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
+                                     short_name, trained_roles)
+from nanochat.rl.learn.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
+from nanochat.rl.measure.theory import theory_scores
+from nanochat.rl.play.play import Play, apply_update, described, is_number
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.outcomes import problems_digest, texts_digest
+from nanochat.rl.report.page import write_run_page
+from nanochat.rl.run.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
+                                   complete_args, warn_of_starts)
+from nanochat.rl.run.plan import check_plan, check_sizes, describe_run
+from nanochat.rl.run.progress import check_apart, count_apart, health_check, print_step, print_table, warn_of_no_signal
+from nanochat.rl.run.resume import (check_no_models, check_problems_stayed, check_recipe_text, read_config,
+                                    resolve_resume)
+from nanochat.rl.run.rollout_log import rollout_records
+from nanochat.storage.files import check_writable, path_of, whole_file, write_json
+from nanochat.storage.run import (add_run_args, choose_run_name, claim_run_name, describe_versions, look_at, start_run,
+                                  uses_wandb)
 from nanochat.weights import check_weights
 from tasks import add_task_args, make_task
 

@@ -11,8 +11,8 @@ import re
 import shutil
 
 from nanochat.common import BadInput, CannotWrite, check_least, check_most, print0, script_main
-from nanochat.files import check_writable, is_alone, make_folder, whole_file, writing
 from nanochat.hf.files import PARTIAL
+from nanochat.storage.files import check_writable, is_alone, make_folder, whole_file, writing
 from tasks import add_task_args, make_task, task_texts
 
 

@@ -14,8 +14,8 @@ import tiktoken
 
 from nanochat.common import BadInput, print0, script_main
 from nanochat.dataloader import tell_long
-from nanochat.files import path_of
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
+from nanochat.storage.files import path_of
 from nanochat.tokenizer import Tokenizer
 
 SAMPLES = {

@@ -15,9 +15,9 @@ from itertools import chain
 from nanochat.checkpoint import list_tags
 from nanochat.common import BadInput, check_least, check_most, print0, rank_and_world, script_main
 from nanochat.dataloader import Documents
-from nanochat.files import check_writable, path_of
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.run import add_run_args, is_at_work
+from nanochat.storage.files import check_writable, path_of
+from nanochat.storage.run import add_run_args, is_at_work
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks import add_task_args, make_task, task_texts
 from tasks.common import demo_of

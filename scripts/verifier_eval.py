@@ -21,22 +21,23 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.common import (BadInput, check_least, check_most, check_name, gather_lists, init_device,
-                             print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, check_least, check_most, check_name, gather_lists, init_device, print0,
+                             rank_and_world, script_main)
 from nanochat.engine import check_temperature
-from nanochat.files import path_of, write_json
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.formats import FORMATS
-from nanochat.rl.judge_report import judge_report, rationales_of, report_lines
-from nanochat.rl.scores import ENDLESS, answers_of, first_error, labels_of, majority, outcomes_of, problems_of
-from nanochat.rl.prompts import Solution, Verification, check_prompts_fit, read_solution, verifier_prompt
-from nanochat.rl.prompts import count_copies
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.voting import (SCORES, aligned, calibration, choose, final_share, first_error_scores, mean_scores,
-                                step_share)
+from nanochat.rl.measure.scores import first_error, majority
+from nanochat.rl.measure.voting import (SCORES, aligned, calibration, choose, final_share, first_error_scores,
+                                        mean_scores, step_share)
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.outcomes import ENDLESS, answers_of, labels_of, outcomes_of, problems_of
+from nanochat.rl.records.prompts import (Solution, Verification, check_prompts_fit, count_copies, read_solution,
+                                         verifier_prompt)
+from nanochat.rl.report.judge_report import judge_report, rationales_of, report_lines
+from nanochat.storage.files import path_of, write_json
 from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
 from tasks.common import Problem
+from tasks.formats import FORMATS
 from tasks.processbench import HUB, LabelledSolution, load_processbench, solution_text
 
 CHOICES = ("pass@1", "maj", "bon", "weighted", "pass@n")
@@ -108,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("best of n")
     add_generator_args(group, is_needed=False)
     group.add_argument("--judge-report", action="store_true",
-                       help="report what ails the judge, on the same solutions (nanochat.rl.judge_report)")
+                       help="report what ails the judge, on the same solutions (nanochat.rl.report.judge_report)")
     group.add_argument("--own-tag", default="",
                        help="judge report: a model that solves as the judge would, for example the checkpoint of both "
                             "roles; its solutions are judged beside the generator's, for self-preference")

@@ -4,10 +4,9 @@ import random
 from functools import partial
 
 from nanochat.common import MOST, BadInput, takes
-from nanochat.rl.formats import Format
-from tasks import (brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym,
-                   rewrite)
+from tasks import brittle, chain, competition, gsm8k, halves, last_letter, lookup, mixture, reasoning_gym, rewrite
 from tasks.common import SPLIT_BUCKETS, check_problem, demo_of
+from tasks.formats import Format
 
 TASKS = {"chain": chain.Chain, "brittle": brittle.Brittle, "halves": halves.Halves, "lookup": lookup.Lookup,
          "last_letter": last_letter.LastLetter, "mixture": mixture.Mixture, "rewrite": rewrite.Rewrite,
@@ -108,7 +107,7 @@ def make_task(args):
 def check_parts(name: str, task) -> None:
     """Raises BadInput for the first part that a task lacks or has as nothing that can be."""
     if not isinstance(getattr(task, "name", None), str) or not isinstance(getattr(task, "fmt", None), Format):
-        raise BadInput(f"--task {name}: its class needs a name (text) and a fmt (a Format of nanochat.rl.formats)")
+        raise BadInput(f"--task {name}: its class needs a name (text) and a fmt (a Format of tasks.formats)")
     for part, given in METHODS.items():
         if not callable(getattr(task, part, None)):
             raise BadInput(f"--task {name}: its class has no method {part}")

@@ -16,8 +16,8 @@ import re
 from dataclasses import replace
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import COMPACT
 from tasks.common import Problem, draw_prompt, in_split, split_stream
+from tasks.formats import COMPACT
 
 OPS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
 # Tiny models do not generalise to positions they never saw: this share of the demonstrations has test_out's lengths,

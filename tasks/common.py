@@ -1,7 +1,7 @@
 """
 What every task offers, and helpers to make one.
 
-A task is any object with `name`, `fmt` (nanochat.rl.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label
+A task is any object with `name`, `fmt` (tasks.formats.Format) and the methods of `tasks.chain.Chain`. Tasks label
 text; they never run models.
 """
 import functools
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nanochat.common import BadInput
-from nanochat.files import check_data_file, look_for_hub, quiet_datasets
-from nanochat.rl.formats import Format
+from nanochat.storage.files import check_data_file, look_for_hub, quiet_datasets
+from tasks.formats import Format
 from tasks.grading import MAX_ANSWER, OPENED_BOX, boxed, extracted, grade, last_number, plain_number, tidy
 
 # Problems are dealt to the splits by a hash of their text: sft, rl and the two test splits have no text in common.

@@ -6,7 +6,7 @@ import json
 import os
 
 from nanochat.common import BadInput
-from nanochat.files import look_for_hub, quiet_datasets
+from nanochat.storage.files import look_for_hub, quiet_datasets
 from nanochat.tokenizer import PARTS
 
 

@@ -15,8 +15,8 @@ from decimal import Decimal
 
 from nanochat.calculator import calculate
 from nanochat.common import BadInput, print0
-from nanochat.rl.formats import IN_WORDS, Format
 from tasks.common import Problem, check_answer, in_split, nth_of_epochs, read_answer, read_table, rows_of
+from tasks.formats import IN_WORDS, Format
 
 INTEGER = "(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 ANSWER = re.compile(rf"-?{INTEGER}(?:\.[0-9]*)?|-?\.[0-9]+")

@@ -13,8 +13,8 @@ import re
 from string import ascii_lowercase
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import COMPACT
 from tasks.common import Problem, draw_prompt, split_stream
+from tasks.formats import COMPACT
 
 MOST = 1000  # words of a problem, and letters of a word
 MIN_USABLE_WORDS = 100  # of a words file, for the split with the shortest words

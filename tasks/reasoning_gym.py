@@ -32,8 +32,8 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import IN_WORDS
 from tasks.common import Problem, check_answer, draw_prompt, in_split, read_answer, split_stream
+from tasks.formats import IN_WORDS
 from tasks.grading import MAX_ANSWER
 from tasks.gsm8k import add_format_arg, decimal_text, equations, judge_equations, mistaken, number
 

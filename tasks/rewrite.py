@@ -23,8 +23,8 @@ from collections.abc import Callable
 from itertools import product
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import COMPACT
 from tasks.common import Problem, draw_prompt, split_stream
+from tasks.formats import COMPACT
 
 LETTERS = "abc"
 RULES = {"aa": "", "bb": "", "cc": "", "ca": "ac", "bab": "aba", "cbc": "bcb", "cbac": "bcba"}

@@ -85,8 +85,8 @@ def shorten_starts() -> None:
     short run's time. Pretraining does not measure the machine, which takes as much. That a model can be made from a
     configuration is tried once for each: a start reads it many times, and a trial takes 20 ms."""
     from nanochat import checkpoint
-    from nanochat.rl import flags
-    from nanochat.rl.scores import problems_of
+    from nanochat.rl.records.outcomes import problems_of
+    from nanochat.rl.run import flags
     from scripts import base_train
     flags.problems_of = lambda task, split, num: problems_of(
         task, split, FEW if num < 0 and not hasattr(task, "num_problems") else num)

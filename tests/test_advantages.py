@@ -7,12 +7,11 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from nanochat.rl.advantages import (CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, gae, merge, source_advantages,
-                                    to_go, whiten)
-from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
+from nanochat.rl.credit.advantages import (CENTER, PRESETS, SCALE, SPREAD, SparseRewards, blend, gae, merge,
+                                           source_advantages, to_go, whiten)
+from nanochat.rl.credit.rewards import outcome_rewards, step_rewards, terminal_rewards
 
 CENTRED = [name for name, preset in PRESETS.items() if preset.center != "none"]
 

@@ -12,7 +12,7 @@ from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parse
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.alphaproof import claims, of_targets, proved_of, remembered, shortest
+from nanochat.recipes.self_play.alphaproof import claims, of_targets, proved_of, remembered, shortest
 from scripts import tango_rl
 from tasks import make_task
 from tasks.common import Problem

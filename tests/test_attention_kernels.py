@@ -17,8 +17,8 @@ from nanochat.hf.decoder import Decoder, DecoderConfig
 from nanochat.kernels import attention as kernels, decode_attention as decode_module
 from nanochat.kernels.attention import attention, num_parts, register_operator
 from nanochat.kernels.decode_attention import LEAST_KEYS, decode_attention, decode_attention_plain, num_splits
-from nanochat.rl.packing import MicroBatch
-from nanochat.rl.trainer import completion_hidden
+from nanochat.rl.learn.packing import MicroBatch
+from nanochat.rl.learn.trainer import completion_hidden
 
 # the interpreter's numpy, of -inf that is meant
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -16,16 +16,17 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
 from test_bad_input import files_under
 from test_recipes import OPTIONS
 
+from dev.bench import attention as bench_attention, engine as bench_engine, kernels as bench_kernels, step as bench_step
+from dev.experiments import run_arms, step_retry, verify_or_sample
 from nanochat import dataloader, recipes
 from nanochat.checkpoint import load_model, save_model
 from nanochat.common import script_main
 from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
-from nanochat.rl import roles
-from scripts import (base_eval, base_train, bench_attention, bench_engine, bench_kernels, bench_step, chat_cli,
-                     chat_eval, chat_rl, chat_sft, demo, hf_export, hf_import, hf_random, label_steps, plan_cost,
-                     plan_memory, report, run_arms, step_retry, tango_rl, task_text, tok_eval, tok_train, verifier_eval,
-                     verify_or_sample)
+from nanochat.rl.learn import roles
+from scripts import (base_eval, base_train, chat_cli, chat_eval, chat_rl, chat_sft, demo, hf_export, hf_import,
+                     hf_random, label_steps, plan_cost, plan_memory, report, tango_rl, task_text, tok_eval, tok_train,
+                     verifier_eval)
 from tasks import TASKS, task_flags
 
 HUGE = str(10 ** 15)

@@ -12,9 +12,10 @@ import sys
 import pytest
 from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
+from dev.experiments import run_arms
 from nanochat import recipes
 from nanochat.common import script_main
-from scripts import chat_sft, run_arms, tango_rl, tok_train
+from scripts import chat_sft, tango_rl, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -201,7 +202,7 @@ def test_exit_code_of_the_process_is_2(base):
 
 
 def fig4(capsys, *flags: str) -> tuple[int, str, str]:
-    """What runs/fig4.sh hands its flags to; exit code, stdout, stderr."""
+    """What dev/experiments/fig4.sh hands its flags to; exit code, stdout, stderr."""
     code = 0
     try:
         script_main(run_arms.main, run_arms.make_parser(), list(flags))

@@ -22,12 +22,12 @@ from conftest import parse, scripts_on_two_ranks
 from nanochat.checkpoint import list_steps, load_model, resumable_steps
 from nanochat.common import BadInput, CannotWrite, Diverged, script_main
 from nanochat.dataloader import PackedBatches
-from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig, config_of, new_model
 from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
-from nanochat.run import Run
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
+from nanochat.storage.files import path_of
+from nanochat.storage.run import Run
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, base_train, plan_cost, task_text, tok_train
 

@@ -9,10 +9,12 @@ import json
 import pytest
 import torch
 
-from nanochat import bench, flops
+from nanochat import flops
+
+from dev.bench import (attention as bench_attention, common as bench, engine as bench_engine, kernels as bench_kernels,
+                       step as bench_step)
 from nanochat.common import BadInput, script_main
 from nanochat.gpt import GPT, GPTConfig
-from scripts import bench_attention, bench_engine, bench_kernels, bench_step
 from tests.conftest import parse
 
 TINY = ["--device-type", "cpu", "--vocab-size", "70", "--depth", "2", "--n-embd", "24", "--n-head", "2", "--n-kv-head",

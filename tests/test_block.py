@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat import ops
 from nanochat.gpt import rotary
 from nanochat.hf.decoder import Attention, DecoderConfig
-from nanochat.kernels import block
+from nanochat.kernels import block, ops
 from nanochat.kernels.launch import tl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +30,7 @@ def random(*shape, dtype=torch.float32, seed=0, scale=1.0):
 def pytorch_versions(monkeypatch):
     """ops and models run PyTorch, on CPU without kernels and on CUDA as in training."""
     monkeypatch.setattr(ops.cpu, "takes", lambda x: False)
-    monkeypatch.setattr("nanochat.ops.takes_block", lambda x: False)
+    monkeypatch.setattr("nanochat.kernels.ops.takes_block", lambda x: False)
     monkeypatch.setattr("nanochat.hf.decoder.takes_block", lambda x: False)
 
 

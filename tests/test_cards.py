@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_report import ROLLOUT
 
-from nanochat.rl.cards import card, cards, evenly, segments
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.records import of_first_problems, token_ends
-from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.report.cards import card, cards, evenly, segments
+from nanochat.rl.run.rollout_log import of_first_problems, token_ends
 from nanochat.tokenizer import MIN_VOCAB_SIZE, Tokenizer
 from tasks.common import Problem
 

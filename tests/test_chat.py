@@ -21,14 +21,14 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, scripts_on_two_ranks
 from nanochat import engine
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
-from nanochat.rl.formats import PAPER
-from nanochat.rl import scores as rl_scores
-from nanochat.rl.sampling import Sampler
-from nanochat.run import MEASURED
+from nanochat.rl.measure import scores as rl_scores
+from nanochat.rl.play.sampling import Sampler
+from nanochat.storage.run import MEASURED
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli, chat_eval, chat_rl, chat_sft, tango_rl
 from tasks import make_task
 from tasks.chain import Chain
+from tasks.formats import PAPER
 from tasks.multiple_choice import choice_prompt, load_choices
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -16,14 +16,14 @@ from conftest import TASK_FLAGS, parse, scripts_on_two_ranks
 
 from nanochat.checkpoint import list_steps, load_model, save_model
 from nanochat.common import BadInput, script_main
-from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.rl.formats import COMPACT
+from nanochat.storage.files import path_of
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, tok_train
 from tasks import make_task
 from tasks.chain import Chain
 from tasks.conversations import load_conversations
+from tasks.formats import COMPACT
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = [*TASK_FLAGS, "--device-type", "cpu", "--depth", "1", "--n-embd", "32", "--n-head", "2", "--sequence-len",

@@ -13,9 +13,9 @@ from nanochat import checkpoint
 from nanochat.checkpoint import (default_tag, find_step, list_steps, list_tags, load_file, load_model, load_optimizer,
                                  load_state, save_atomic, save_model, save_optimizer, save_state, saved_steps)
 from nanochat.common import BadInput, CannotWrite
-from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import adamw
+from nanochat.storage.files import path_of
 from nanochat.weights import local_optimizer_state
 
 FP32 = torch.float32

@@ -19,8 +19,8 @@ from conftest import RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import __version__, common
 from nanochat.common import BadInput, CannotWrite, StopRequested, process_size, script_main
-from nanochat.files import is_alone, whole_file
-from nanochat.run import Run, describe_versions, lock_run, uses_wandb
+from nanochat.storage.files import is_alone, whole_file
+from nanochat.storage.run import Run, describe_versions, lock_run, uses_wandb
 from scripts import base_train, chat_sft, tango_rl, tok_train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -122,7 +122,7 @@ def test_the_commit_is_that_of_a_checkout_and_of_no_repository_around_it(monkeyp
                                         capture_output=True, text=True, check=True).stdout.strip()
     (tmp_path / "nanochat").mkdir()
     (tmp_path / "nanochat" / "run.py").touch()
-    monkeypatch.setattr("nanochat.run.__file__", str(tmp_path / "nanochat" / "run.py"))
+    monkeypatch.setattr("nanochat.storage.run.__file__", str(tmp_path / "nanochat" / "run.py"))
     assert describe_versions()["commit"] is None
     git("init")
     git("commit", "--allow-empty", "-m", "another project")
@@ -164,8 +164,8 @@ def test_the_size_of_the_process_is_what_it_holds(monkeypatch, tmp_path):
 GROWTH = """
 import sys
 import torch
-from nanochat import ops
 from nanochat.common import init_device, process_size
+from nanochat.kernels import ops
 
 ops.mkl_is_slow = lambda: True  # so that oneDNN makes the products
 init_device("cpu")

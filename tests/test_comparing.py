@@ -16,19 +16,19 @@ from conftest import TASK_FLAGS, parse, rl_flags
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.rm_r1 import choice_reward
-from nanochat.recipes.spct import likelier_half, rank_reward, ranked_right
-from nanochat.recipes.think_rm import binary_reward, graded_reward, true_choice
-from nanochat.rl.advantages import PRESETS, difference_advantages, source_advantages
-from nanochat.rl.comparing import (WORTHS, Lineup, balanced_places, chose_right, lined_up, mean_scores, one_right,
-                                   pair_scores, rings)
-from nanochat.rl.formats import COMPACT
-from nanochat.rl.play import Play
-from nanochat.rl.rewards import terminal_rewards
+from nanochat.recipes.reward_models.rm_r1 import choice_reward
+from nanochat.recipes.reward_models.spct import likelier_half, rank_reward, ranked_right
+from nanochat.recipes.reward_models.think_rm import binary_reward, graded_reward, true_choice
+from nanochat.rl.credit.advantages import PRESETS, difference_advantages, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.play.play import Play
+from nanochat.rl.verify.comparing import (WORTHS, Lineup, balanced_places, chose_right, lined_up, mean_scores,
+                                          one_right, pair_scores, rings)
 from scripts import tango_rl
 from tasks import make_task
 from tasks.chain import Chain
 from tasks.common import Problem
+from tasks.formats import COMPACT
 
 
 # Who stands together

@@ -13,7 +13,7 @@ import random
 import pytest
 
 from nanochat.common import BadInput
-from nanochat.rl.prompts import parse_verification
+from nanochat.rl.records.prompts import parse_verification
 from tasks import add_task_args, complete_task_args, make_task
 from tasks.chain import Chain
 from tasks.competition import SETS, Competition, Row, read_plain, read_rows, solution_steps

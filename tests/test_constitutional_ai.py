@@ -11,8 +11,8 @@ from test_dpo import assert_close, gradient_of, log_likelihoods, moved_by, parse
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.constitutional_ai import critique, preference, preference_rewards
-from nanochat.rl.prompts import parse_verification
+from nanochat.recipes.self_play.constitutional_ai import critique, preference, preference_rewards
+from nanochat.rl.records.prompts import parse_verification
 from tasks import make_task
 from tasks.chain import COMPACT, Chain
 from tasks.common import Problem

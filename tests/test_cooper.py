@@ -15,8 +15,8 @@ from test_prime import model, moved, records
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
-from nanochat.recipes import cooper
-from nanochat.rl.play import apply_update
+from nanochat.recipes.reward_models import cooper
+from nanochat.rl.play.play import apply_update
 from scripts import tango_rl
 
 

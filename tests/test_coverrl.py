@@ -14,9 +14,9 @@ from test_ttrl import assert_gold_answers_change_nothing, written
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.coverrl import is_kept, to_verify, with_form
-from nanochat.rl.play import apply_update
-from nanochat.rl.prompts import refine_prompt
+from nanochat.recipes.self_play.coverrl import is_kept, to_verify, with_form
+from nanochat.rl.play.play import apply_update
+from nanochat.rl.records.prompts import refine_prompt
 from tasks import make_task
 
 coverrl = recipes.load("coverrl")

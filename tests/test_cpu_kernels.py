@@ -18,13 +18,14 @@ import pytest
 import torch
 from test_decode_cache import decoded
 
-from nanochat import engine, gpt, ops
+from nanochat import engine, gpt
+
 from nanochat.attention import PADDING_POSITION, KVCache, Mask, attend, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.engine import generate, pick, run_prompts
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.kernels import cpu
-from nanochat.ops import LEAST_ROWS, before_attention, behind_attention, packed_layer
+from nanochat.kernels import cpu, ops
+from nanochat.kernels.ops import LEAST_ROWS, before_attention, behind_attention, packed_layer
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 NO_END = 10 ** 6  # a window or context that no row here reaches

@@ -10,9 +10,10 @@ from test_supervised import BYTES, F, T, check_update, log_likelihood, play_on_l
 from torch.nn.functional import logsigmoid
 
 from nanochat.common import BadInput
-from nanochat.recipes import critic_rm, genprm
-from nanochat.rl.labelled import pairs_of_step
-from nanochat.rl.play import Play
+from nanochat.recipes.reward_models import critic_rm
+from nanochat.recipes.verifiers import genprm
+from nanochat.rl.play.play import Play
+from nanochat.rl.verify.labelled import pairs_of_step
 from scripts import tango_rl
 
 MARK = {True: "T", False: "F"}

@@ -14,15 +14,16 @@ from conftest import TASK_FLAGS
 
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.recipes import critique_grpo
-from nanochat.recipes.critique_grpo import CRITIQUES, first_best, shaped
-from nanochat.rl.losses import AGGREGATIONS, PolicyLoss
-from nanochat.rl.packing import pack
-from nanochat.rl.play import Play
-from nanochat.rl.prompts import Prompt, generator_prompt
-from nanochat.rl.roles import Role
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.trainer import update
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.recipes.policy import critique_grpo
+from nanochat.recipes.policy.critique_grpo import CRITIQUES, first_best, shaped
+from nanochat.rl.credit.aggregation import AGGREGATIONS
+from nanochat.rl.learn.packing import pack
+from nanochat.rl.learn.roles import Role
+from nanochat.rl.learn.trainer import update
+from nanochat.rl.play.play import Play
+from nanochat.rl.records.prompts import Prompt, generator_prompt
+from nanochat.rl.records.rollouts import Rollouts
 from scripts import tango_rl
 from tasks import make_task
 from tasks.chain import Chain

@@ -19,12 +19,11 @@ from conftest import TASK_FLAGS, parse, rl_flags
 
 from nanochat.checkpoint import load_file, load_model, save_atomic, saved_steps
 from nanochat.common import BadInput, CannotWrite, Diverged, script_main
-from nanochat.files import read_records
-from nanochat.rl import play
-from nanochat.rl.play import Play
-from nanochat.rl.roles import find_starts, load_roles
-from nanochat.rl.state import load_set, save_set
-from nanochat.run import Run, choose_run_name
+from nanochat.rl.learn.roles import find_starts, load_roles
+from nanochat.rl.learn.state import load_set, save_set
+from nanochat.rl.play.play import Play, play
+from nanochat.storage.files import read_records
+from nanochat.storage.run import Run, choose_run_name
 from scripts import base_train, chat_sft, tango_rl
 
 GRPO = ["--recipe", "grpo", "--run", "r", "--save-every", "1"]

@@ -12,10 +12,10 @@ from test_dpo import parsed, random_play
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.dapo import dynamic_sampling, kind_of, length_penalty
-from nanochat.rl.losses import AGGREGATIONS
-from nanochat.rl.rollouts import Rollouts
-from nanochat.run import Run
+from nanochat.recipes.policy.dapo import dynamic_sampling, kind_of, length_penalty
+from nanochat.rl.credit.aggregation import AGGREGATIONS
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.storage.run import Run
 from tasks import make_task
 
 dapo = recipes.load("dapo")

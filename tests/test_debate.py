@@ -17,13 +17,13 @@ from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.debate import preference
-from nanochat.recipes.dpo import learn_from_pairs, pair_coefficients, pair_losses
-from nanochat.rl.comparing import choice_chances
-from nanochat.rl import debates
-from nanochat.rl.debates import Position, are_reached, debate_scores, positions_of, quoted, won
-from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.recipes.self_play import _debates as debates
+from nanochat.recipes.self_play._debates import Position, are_reached, debate_scores, positions_of, quoted, won
+from nanochat.recipes.self_play.debate import preference
+from nanochat.rl.play.pairs import learn_from_pairs, pair_coefficients, pair_losses
+from nanochat.rl.verify.comparing import choice_chances
 from tasks import make_task
+from tasks.formats import COMPACT, PAPER
 
 debate = recipes.load("debate")
 U = torch.tensor([-800.0, -2.0, 0.0, 0.7, 800.0], dtype=torch.float64)

@@ -16,7 +16,7 @@ from test_chat import force_picks
 
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
-from nanochat.rl.sampling import Sampler
+from nanochat.rl.play.sampling import Sampler
 from nanochat.tokenizer import Tokenizer
 from scripts import demo, tango_rl
 from tasks import make_task

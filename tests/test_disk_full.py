@@ -13,17 +13,18 @@ import torch
 from conftest import TASK_FLAGS, parse, rl_flags
 from test_report import make_run
 
+from dev.experiments import run_arms
 from nanochat.checkpoint import save_atomic
 from nanochat.common import CannotWrite, script_main
-from nanochat.files import make_folder, path_of, write_json
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import write_model
-from nanochat.rl.page import draw_curves, write_run_page
-from nanochat.rl.report import read_run, tidy, write_csv
-from nanochat.run import Run, lock_run
+from nanochat.rl.report.page import draw_curves, write_run_page
+from nanochat.rl.report.report import read_run, tidy, write_csv
+from nanochat.storage.files import make_folder, path_of, write_json
+from nanochat.storage.run import Run, lock_run
 from nanochat.tokenizer import Tokenizer
 from nanochat.weights import allocate
-from scripts import hf_random, run_arms, tango_rl, task_text
+from scripts import hf_random, tango_rl, task_text
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def test_a_folder_that_cannot_be_made_is_told_in_one_line(make, tmp_path):
 def test_the_text_of_a_recipe_that_cannot_be_written_is_told_in_one_line(base, tmp_path, monkeypatch, capsys):
     """Other files of a run are long enough to fail before it."""
     recipe = tmp_path / "own.py"
-    recipe.write_text("from nanochat.recipes.grpo import *\n")
+    recipe.write_text("from nanochat.recipes.policy.grpo import *\n")
 
     def refuse(path, mode="w"):
         assert os.path.basename(path) == "recipe.py"

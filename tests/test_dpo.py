@@ -14,16 +14,17 @@ from torch.nn.functional import logsigmoid
 
 from nanochat import recipes
 from nanochat.common import BadInput, rank_and_world
-from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.recipes.dpo import learn_from_pairs, margins, pair_coefficients, right_and_wrong
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.play import Play, apply_update
-from nanochat.rl.roles import Role
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.state import RunState
-from nanochat.run import Run
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.recipes.policy.dpo import right_and_wrong
+from nanochat.rl.learn.roles import Role
+from nanochat.rl.learn.state import RunState
+from nanochat.rl.play.pairs import learn_from_pairs, margins, pair_coefficients
+from nanochat.rl.play.play import Play, apply_update
+from nanochat.rl.play.sampling import Sampler
+from nanochat.storage.files import path_of
+from nanochat.storage.run import Run
 from scripts import tango_rl
 from tasks import make_task
 

@@ -9,15 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from nanochat.rl import evals
-from nanochat.rl.prompts import Verification
-from nanochat.rl.rewards import outcome_rewards, step_rewards, terminal_rewards
-from nanochat.rl.scores import (balanced_accuracy, first_error, first_error_f1, verdict_scores, macro_f1, majority,
-                                pass_at_k, ranking_reversed)
-from nanochat.rl.pool import choose_solutions
+from nanochat.recipes.tango._pool import choose_solutions
+from nanochat.rl.credit.rewards import outcome_rewards, step_rewards, terminal_rewards
+from nanochat.rl.measure import evals
+from nanochat.rl.measure.scores import (balanced_accuracy, first_error, first_error_f1, macro_f1, majority, pass_at_k,
+                                        ranking_reversed, verdict_scores)
+from nanochat.rl.records.prompts import Verification
 
 T, F = True, False
 SETTINGS = settings(max_examples=100, deadline=None)

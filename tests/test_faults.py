@@ -23,16 +23,19 @@ import pytest
 import torch
 from conftest import ONE, RL_FLAGS, on_two_ranks, parse, rl_flags
 
-from nanochat import core_eval, files
+from nanochat import core_eval
+
 from nanochat.checkpoint import load_meta
 from nanochat.common import BadInput, Diverged
 from nanochat.dataloader import open_rows
 from nanochat.hf.files import find_folder, read_json
 from nanochat.hf.tokenizer import load_tokenizer, parse_json
-from nanochat.rl import report, trainer
-from nanochat.rl.progress import health_warnings
-from nanochat.rl.resume import read_config
-from nanochat.run import claim_run_name, lock_run
+from nanochat.rl.learn import trainer
+from nanochat.rl.report import report
+from nanochat.rl.run.progress import health_warnings
+from nanochat.rl.run.resume import read_config
+from nanochat.storage import files
+from nanochat.storage.run import claim_run_name, lock_run
 from scripts import tango_rl
 from tasks.common import read_table
 from tasks.conversations import load_conversations
@@ -466,7 +469,7 @@ def test_two_processes_in_one_base_directory_have_a_run_each_and_do_the_same(two
 def test_a_dummy_name_that_two_processes_chose_is_the_first_ones(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
     chosen = iter(["dummy-1", "dummy-1", "dummy-2"])
-    monkeypatch.setattr("nanochat.run.choose_run_name", lambda name: next(chosen))
+    monkeypatch.setattr("nanochat.storage.run.choose_run_name", lambda name: next(chosen))
     assert [claim_run_name("dummy"), claim_run_name("dummy")] == ["dummy-1", "dummy-2"]
     assert sorted(os.listdir(tmp_path / "runs")) == ["dummy-1", "dummy-2"]
 

@@ -10,9 +10,9 @@ import pytest
 from conftest import TASK_FLAGS, parse
 
 from nanochat.common import BadInput
-from nanochat.rl.forms import (FORMS, believed_score, check_form, form_prompt, judged_together, one_bare, preferred,
-                               strength)
-from nanochat.rl.prompts import Verification, parse_choice, parse_scores, parse_verification
+from nanochat.rl.records.prompts import Verification, parse_choice, parse_scores, parse_verification
+from nanochat.rl.verify.forms import (FORMS, believed_score, check_form, form_prompt, judged_together, one_bare,
+                                      preferred, strength)
 from scripts import chat_sft
 from tasks import make_task
 from tasks.chain import Chain

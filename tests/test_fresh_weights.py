@@ -16,13 +16,13 @@ from nanochat.checkpoint import load_model, restore_model, save_model
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw, muon_adamw, pretraining_optimizers
-from nanochat.rl.heads import share_layers
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.roles import share_copies
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.trainer import score, update
+from nanochat.rl.learn.heads import share_layers
+from nanochat.rl.learn.roles import share_copies
+from nanochat.rl.learn.trainer import score, update
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
 from nanochat.weights import is_sharded
 from scripts import base_train, chat_sft
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 from conftest import TASK_FLAGS, parse
 
-from nanochat.recipes import tango
-from nanochat.rl.progress import LARGEST_GAP
-from nanochat.rl.rewards import FORMAT_PENALTY, ClassWeights
+from nanochat.recipes.tango import tango
+from nanochat.rl.credit.rewards import FORMAT_PENALTY, ClassWeights
+from nanochat.rl.run.progress import LARGEST_GAP
 from scripts import base_train, chat_sft, task_text
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from test_decode_cache import decoded
 from nanochat.attention import PADDING_POSITION, KVCache, Mask
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig, rotary
-from nanochat.ops import rotate
+from nanochat.kernels.ops import rotate
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -353,7 +353,7 @@ def test_importing_a_module_does_nothing(tmp_path):
     out = subprocess.run([sys.executable, "-c", IMPORT_ALL, "--no-such-flag", "x"], cwd=ROOT, env=env,
                          capture_output=True, text=True)
     assert out.returncode == 0, out.stderr
-    assert ({"nanochat.gpt", "nanochat.rl.trainer", "nanochat.kernels.linear_logprob", "scripts.tango_rl"}
+    assert ({"nanochat.gpt", "nanochat.rl.learn.trainer", "nanochat.kernels.linear_logprob", "scripts.tango_rl"}
             <= set(out.stdout.split()))
     assert len(out.stdout.splitlines()) == 1 and not out.stderr
     assert not (tmp_path / "absent").exists()

@@ -14,11 +14,11 @@ from test_supervised import BYTES, check_update, log_likelihood, play_on_labels
 from torch.nn.functional import cross_entropy, logsigmoid
 
 from nanochat.common import BadInput
-from nanochat.recipes import gram
-from nanochat.rl.comparing import Lineup, forced_choices, turned
-from nanochat.rl.judges import JUDGES
-from nanochat.rl.labelled import read_labelled
-from nanochat.rl.spots import log_odds_at
+from nanochat.recipes.reward_models import gram
+from nanochat.rl.verify.comparing import Lineup, forced_choices, turned
+from nanochat.rl.verify.judges import JUDGES
+from nanochat.rl.verify.labelled import read_labelled
+from nanochat.rl.verify.spots import log_odds_at
 from scripts import tango_rl
 
 A, B = BYTES.encode("AB")

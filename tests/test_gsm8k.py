@@ -13,15 +13,14 @@ from decimal import Decimal
 from itertools import combinations
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from nanochat.common import BadInput
-from nanochat.rl.scores import verdict_scores
-from nanochat.rl.formats import IN_WORDS
-from nanochat.rl.prompts import parse_verification
+from nanochat.rl.measure.scores import verdict_scores
+from nanochat.rl.records.prompts import parse_verification
 from tasks.chain import Chain
 from tasks.common import Problem
+from tasks.formats import IN_WORDS
 from tasks.gsm8k import GSM8K, NO_EQUATION, add_args, equations, gold_answer, mistaken, number, worked_lines
 
 DATA = os.environ.get("NANOCHAT_DATA") or os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..",

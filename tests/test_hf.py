@@ -18,7 +18,7 @@ from nanochat.attention import PADDING_POSITION, KVCache
 from nanochat.engine import generate, row_key
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
 from nanochat.hf.files import read_config, read_model, written_config
-from nanochat.rl.trainer import completion_hidden
+from nanochat.rl.learn.trainer import completion_hidden
 from test_decode_cache import decoded
 from test_trainer import batch_rows, full_rows, packed, random_advantages, random_rollouts
 

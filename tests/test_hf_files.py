@@ -24,8 +24,8 @@ from nanochat.hf import files
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import find_folder, read_config, read_model, write_model
 from nanochat.optim import adamw
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rollouts import Rollouts
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
 from nanochat.weights import allocate, fill
 from test_hf import CPU, FAMILIES, ROPES, imported, random_ids, read, reference_model, small_config, write
 from test_trainer import packed, random_advantages, role_of, step

@@ -16,17 +16,16 @@ from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from tokenizers import Tokenizer as Library
+from hypothesis import given, settings, strategies as st
+from tokenizers import (AddedToken, Regex, Tokenizer as Library, decoders, models, normalizers, pre_tokenizers,
+                        processors, trainers)
 
 from nanochat.common import BadInput
 from nanochat.hf import chat_template, template_worker
-from nanochat.rl.formats import PAPER
 from nanochat.hf.tokenizer import HFTokenizer, load_own_tokenizer, load_tokenizer, mark_of
-from nanochat.rl.prompts import read_solution
+from nanochat.rl.records.prompts import read_solution
 from nanochat.tokenizer import Tokenizer
+from tasks.formats import PAPER
 
 SETTINGS = settings(max_examples=60, deadline=None)
 TEXT = ["the cat sat on the mat, and the other cat sat there too; 1234567890 5678!\n",

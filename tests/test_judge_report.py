@@ -8,12 +8,12 @@ import random
 import pytest
 from conftest import TASK_FLAGS, parse
 
-from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.judge_report import WORDS, analyses_of, judge_report, rationales_of, report_lines
-from nanochat.rl.prompts import parse_verification
+from nanochat.rl.records.prompts import parse_verification
+from nanochat.rl.report.judge_report import WORDS, analyses_of, judge_report, rationales_of, report_lines
 from scripts import chat_sft
 from tasks import make_task
 from tasks.common import Problem
+from tasks.formats import COMPACT, PAPER
 
 CHAIN = Problem("test_in", 0, "1+2*2", "01")  # modulo 3: 1+2:0, 0*2:0
 

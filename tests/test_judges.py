@@ -14,19 +14,19 @@ from conftest import parse, rl_flags
 from test_log_odds import play_of, random_model, true_log_odds
 
 from nanochat.common import BadInput
-from nanochat.recipes import fixed_verifier
-from nanochat.rl.advantages import PRESETS, difference_advantages, source_advantages
-from nanochat.rl.comparing import WORTHS
-from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.judge_evals import judged_scores
-from nanochat.rl.judges import AGGREGATES, JUDGE_CALLS, JUDGES, OF_THE_WHOLE, Judgment, shares
-from nanochat.rl.prompts import Verification, generator_prompt, parse_verification
-from nanochat.rl.rewards import terminal_rewards
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
+from nanochat.recipes.tango.tango import fixed_verifier
+from nanochat.rl.credit.advantages import PRESETS, difference_advantages, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.records.prompts import Verification, generator_prompt, parse_verification
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.verify.comparing import WORTHS
+from nanochat.rl.verify.judge_evals import judged_scores
+from nanochat.rl.verify.judges import AGGREGATES, JUDGES, JUDGE_CALLS, OF_THE_WHOLE, Judgment, shares
+from nanochat.rl.verify.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks.common import Problem
+from tasks.formats import COMPACT, PAPER
 
 BYTES = Tokenizer.train(iter([]), 265)
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dev.bench import kernels as bench_kernels
 from nanochat.common import BadInput
-from nanochat.kernels import cpu
-from nanochat.kernels import linear_logprob as linear_logprob_module
+from nanochat.kernels import cpu, linear_logprob as linear_logprob_module
 from nanochat.kernels.launch import jit, tl
 from nanochat.kernels.linear_logprob import linear_logprob, rows_of_chunk
 from nanochat.kernels.linear_policy_loss import LOG_RATIO_LIMIT, kl_term, linear_policy_loss, policy_term
-from nanochat.rl.losses import KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
-from scripts import bench_kernels
+from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
 
 # the interpreter's numpy, of NaNs that are masked later or meant
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

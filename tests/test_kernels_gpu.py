@@ -21,8 +21,8 @@ from nanochat.engine import pick, pick_behind, row_key, uniform_noise
 from nanochat.kernels.draw import draw
 from nanochat.kernels.linear_logprob import linear_logprob, logprob_rows
 from nanochat.kernels.linear_policy_loss import linear_policy_loss, policy_rows
-from nanochat.rl.advantages import PRESETS, blend, whiten
-from nanochat.rl.losses import PolicyLoss
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.rl.credit.advantages import PRESETS, blend, whiten
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 gpu = pytest.mark.gpu
@@ -36,7 +36,7 @@ import sys
 sys.modules["triton"] = None  # importing it raises ImportError
 import torch
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
-from nanochat.rl.losses import PolicyLoss
+from nanochat.kernels.losses import PolicyLoss
 ones, hidden = torch.ones(2), torch.ones(2, 3, requires_grad=True)
 linear_policy_loss(hidden, torch.eye(3), torch.tensor([0, 1]), ones, ones, loss=PolicyLoss(), vocab_size=3, softcap=None)[0].backward()
 print(hidden.grad.shape)
@@ -280,9 +280,9 @@ def test_drawing_makes_no_logits():
 @pytest.mark.parametrize("kind", ["gpt", "qwen2", "qwen3"])
 def test_decoding_kernels_give_what_pytorch_gives(kind):
     """Hidden states of a prompt in bf16, and of one more token each: as near to fp32 as PyTorch's are."""
-    from nanochat import ops
     from nanochat.gpt import GPT, GPTConfig
     from nanochat.hf import decoder
+    from nanochat.kernels import ops
     if kind == "gpt":
         make = lambda dtype: GPT(GPTConfig(256, 1000, 4, 6, 3, 384, "SL"), dtype)
     else:

@@ -18,18 +18,19 @@ from test_bad_input import files_under
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.rl import prefixes
-from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.prefixes import (Cut, Found, Meter, are_held, best_of_chance, complete, completion_logprobs,
-                                  forced_answer, right_share, share_right)
-from nanochat.rl.prompts import read_solution
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.step_labels import METHODS, agreement, any_right, gains, relative_progress, run_plans, until_error
+from nanochat.rl.measure.step_labels import (METHODS, agreement, any_right, gains, relative_progress, run_plans,
+                                             until_error)
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.prompts import read_solution
+from nanochat.rl.verify import prefixes
+from nanochat.rl.verify.prefixes import (Cut, Found, Meter, are_held, best_of_chance, complete, completion_logprobs,
+                                         forced_answer, right_share, share_right)
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, label_steps
 from tasks import make_task
 from tasks.chain import Chain
 from tasks.common import Problem
+from tasks.formats import COMPACT, PAPER
 
 FLAGS = ["--device-type", "cpu", "--generator-tag", "tiny", "--num-completions", "4"]
 SAMPLED = ["--num-problems", "8", "--num-samples", "3"]

@@ -11,9 +11,9 @@ import pytest
 from conftest import rl_flags
 
 from nanochat.common import BadInput
-from nanochat.rl import labelled as labelled_module
-from nanochat.rl.labelled import (Labelled, by_problem, check_kind, check_labels, check_outcomes, labelled_of_step,
-                                  pairs_of_step, read_labelled, right_and_wrong)
+from nanochat.rl.verify import labelled as labelled_module
+from nanochat.rl.verify.labelled import (Labelled, by_problem, check_kind, check_labels, check_outcomes,
+                                         labelled_of_step, pairs_of_step, read_labelled, right_and_wrong)
 from tasks import make_task
 from tasks.common import Problem
 

@@ -14,19 +14,19 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.log_odds import (PLACES, bce_coefficients, behind_steps, end_read, ended, log_odds, mean_over,
-                                  pair_coefficients, squared_coefficients, steps_filled, steps_read, verdict_opening,
-                                  verdict_parts, verdict_tokens)
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.play import Call, Play, Update, apply_update
-from nanochat.rl.prompts import Prompt, Solution
-from nanochat.rl.roles import Role
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.state import RunState
-from nanochat.run import Run
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.rl.learn.roles import Role
+from nanochat.rl.learn.state import RunState
+from nanochat.rl.play.play import Call, Play, Update, apply_update
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.prompts import Prompt, Solution
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, behind_steps, end_read, ended, log_odds, mean_over,
+                                         pair_coefficients, squared_coefficients, steps_filled, steps_read,
+                                         verdict_opening, verdict_parts, verdict_tokens)
+from nanochat.storage.run import Run
 from tasks.common import Problem
+from tasks.formats import COMPACT, PAPER
 
 CPU = torch.device("cpu")
 END = 7

@@ -6,12 +6,11 @@ Lookup: facts and what is made of them, problems, labels and demonstrations by h
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from test_tasks import task_of
 
 from nanochat.common import BadInput
-from nanochat.rl.prompts import parse_verification
+from nanochat.rl.records.prompts import parse_verification
 from tasks import flags_of_others
 from tasks.common import Problem
 from tasks.lookup import facts_of

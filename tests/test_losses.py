@@ -11,8 +11,8 @@ import torch
 
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
-from nanochat.rl.losses import (AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss, importance_ratio,
-                                sequence_old_logprobs)
+from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss, importance_ratio, sequence_old_logprobs
+from nanochat.rl.credit.aggregation import AGGREGATIONS
 
 
 def row(*values) -> torch.Tensor:

@@ -15,10 +15,10 @@ from test_dpo import assert_close, gradient_of, log_likelihoods, parsed, random_
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.magrpo import aligned, cross, returns_of
-from nanochat.rl.advantages import PRESETS, source_advantages
-from nanochat.rl.play import apply_update
-from nanochat.rl.rewards import terminal_rewards
+from nanochat.recipes.policy.magrpo import aligned, cross, returns_of
+from nanochat.rl.credit.advantages import PRESETS, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.play.play import apply_update
 from tasks import make_task
 
 magrpo = recipes.load("magrpo")

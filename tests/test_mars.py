@@ -12,12 +12,12 @@ from test_dpo import parsed, random_play
 
 from nanochat import engine
 from nanochat.common import BadInput
-from nanochat.recipes import mars
-from nanochat.recipes.mars import (asked, balanced, balanced_rows, first_fit_decreasing, last_turns, packed,
-                                   run_episodes, system_advantages)
-from nanochat.rl.advantages import PRESETS
-from nanochat.rl.formats import COMPACT, PAPER
+from nanochat.recipes.search import mars
+from nanochat.recipes.search.mars import (asked, balanced, balanced_rows, first_fit_decreasing, last_turns, packed,
+                                          run_episodes, system_advantages)
+from nanochat.rl.credit.advantages import PRESETS
 from tasks import make_task
+from tasks.formats import COMPACT, PAPER
 
 SMALL = ["--task", "lookup", "--lookup-noise", "3", "--chain-modulus", "3", "--max-new-tokens", "8",
          "--most-turns", "3", "--condense-tokens", "2", "--most-bins", "2", "--bin-size", "6", "--num-samples", "6"]

@@ -8,7 +8,7 @@ from test_dpo import parsed, random_play
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.marti import means_before, shaped
+from nanochat.recipes.policy.marti import means_before, shaped
 from tasks import make_task
 
 marti = recipes.load("marti")

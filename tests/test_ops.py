@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanochat import ops
 from nanochat.gpt import rotary
-from nanochat.kernels import cpu
-from nanochat.ops import (add_norm, before_attention, behind_attention, linear, matmul, mix, norm, relu_squared, smear,
-                          split_heads, transposed)
+from nanochat.kernels import cpu, ops
+from nanochat.kernels.ops import (add_norm, before_attention, behind_attention, linear, matmul, mix, norm, relu_squared,
+                                  smear, split_heads, transposed)
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 

@@ -18,7 +18,7 @@ from nanochat.flops import muon_flops
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import (Muon, adamw, all_reduce_gradients, clip_gradients, muon_adamw, orthogonal, product_dtype,
                             warmup_cosine)
-from nanochat.rl.heads import share_layers
+from nanochat.rl.learn.heads import share_layers
 
 
 def tiny_model(seed=0, n_layer=3):

@@ -16,9 +16,9 @@ from conftest import COMMON_RL_FLAGS, TASK_FLAGS, parse, rl_flags
 
 from nanochat import recipes
 from nanochat.common import BadInput, script_main
-from nanochat.files import read_records
-from nanochat.rl.flags import warn_of_shared
-from nanochat.rl.scores import labels_of, outcomes_of, problems_of, texts_digest
+from nanochat.rl.records.outcomes import labels_of, outcomes_of, problems_of, texts_digest
+from nanochat.rl.run.flags import warn_of_shared
+from nanochat.storage.files import read_records
 from scripts import chat_eval, chat_sft, tango_rl, tok_train
 from tasks import TASKS
 from tasks.chain import Chain
@@ -60,7 +60,7 @@ def test_a_score_is_the_reward_and_a_last_number_is_counted_beside_the_outcome(b
     """Whatever a solution answers it earns a quarter, and the last number of each is the gold one."""
     monkeypatch.setattr(Chain, "score", lambda self, problem, solution: 0.25, raising=False)
     monkeypatch.setattr(Chain, "has_numbers", True, raising=False)
-    monkeypatch.setattr("nanochat.rl.scores.is_last_number", lambda text, gold: True)
+    monkeypatch.setattr("nanochat.rl.measure.scores.is_last_number", lambda text, gold: True)
     train("--recipe", "grpo", "--run", "r", "--num-steps", "1", "--max-new-tokens", "8", "--eval-examples", "4")
     (_, record), = read_records(str(base / "runs" / "r" / "metrics.jsonl"))
     after = json.loads((base / "runs" / "r" / "summary.json").read_text())["after"]

@@ -13,8 +13,8 @@ import pytest
 from test_report import ROLLOUT, make_other_run, make_run
 
 from nanochat.common import script_main
-from nanochat.rl.page import write_run_page
-from nanochat.rl.report import INDICATORS
+from nanochat.rl.report.page import write_run_page
+from nanochat.rl.report.report import INDICATORS
 from scripts import report
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -332,7 +332,7 @@ def test_a_single_run_is_titled_and_compared_with_nothing(browser, tmp_path):
 
 @IN_BROWSER
 def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanochat.rl.page.RELOAD_SECONDS", 2)
+    monkeypatch.setattr("nanochat.rl.report.page.RELOAD_SECONDS", 2)
     address = alone(tmp_path, {"state": "under way, behind step 12", "minutes_left": 7.3, "is_alive": True})
     browser.get(address)
     assert find(browser, "#state")[0].text.startswith("under way, behind step 12, about 7 minutes left (written at ")

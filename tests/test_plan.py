@@ -15,21 +15,21 @@ from nanochat.decode_cache import DecodeCache
 from nanochat.engine import PREFILL_TOKENS, generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
-from nanochat.kernels.cpu import library
-from nanochat.optim import adamw
-from nanochat.rl.flags import complete_args
-from nanochat.rl.plan import (Draw, Held, Setting, Speed, block_activations, describe_stop, draw_seconds, draws_of,
-                              held_by, memory_plan, resident_bytes, sampling_bytes, saved_bytes, seconds_unheard,
-                              show_plan, sizes_of, update_bytes, variants)
-from nanochat.recipes import tango
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role, check_configs, find_starts, load_configs, load_roles, set_recompute
-from nanochat.rl.packing import pack, token_weights
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.trainer import update
-from nanochat.seats import Seats
 from nanochat.hf.shapes import SHAPES, shape_of
+from nanochat.kernels.cpu import library
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.optim import adamw
+from nanochat.recipes.tango import tango
+from nanochat.rl.learn.packing import pack, token_weights
+from nanochat.rl.learn.roles import Role, check_configs, find_starts, load_configs, load_roles, set_recompute
+from nanochat.rl.learn.trainer import update
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.run.flags import complete_args
+from nanochat.rl.run.plan import (Draw, Held, Setting, Speed, block_activations, describe_stop, draw_seconds, draws_of,
+                                  held_by, memory_plan, resident_bytes, sampling_bytes, saved_bytes, seconds_unheard,
+                                  show_plan, sizes_of, update_bytes, variants)
+from nanochat.seats import Seats
 from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
 

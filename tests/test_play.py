@@ -15,20 +15,19 @@ from conftest import parse, rl_flags
 
 from nanochat.common import BadInput, StopRequested
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
-from nanochat.rl import play as play_module
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.packing import pack
-from nanochat.rl.play import Call, Play, Update, apply_update, check_loss
-from nanochat.rl.pool import completions_of, extended
-from nanochat.rl.progress import health_warnings, print_step
-from nanochat.rl.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
-from nanochat.rl.roles import Role
-from nanochat.rl.rollouts import Rollouts, join
-from nanochat.rl.sampling import Sampler
-from nanochat.rl.state import RunState, check_memory
-from nanochat.rl.trainer import GAPS, update
-from nanochat.run import Run
+from nanochat.recipes.tango._pool import completions_of, extended
+from nanochat.rl.learn.packing import pack
+from nanochat.rl.learn.roles import Role
+from nanochat.rl.learn.state import RunState, check_memory
+from nanochat.rl.learn.trainer import GAPS, update
+from nanochat.rl.play.play import Call, Play, Update, apply_update, check_loss, play as play_module
+from nanochat.rl.play.sampling import Sampler
+from nanochat.rl.records.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
+from nanochat.rl.records.rollouts import Rollouts, join
+from nanochat.rl.run.progress import health_warnings, print_step
+from nanochat.storage.run import Run
 from scripts import tango_rl
 from tasks.common import Problem
 

@@ -12,9 +12,9 @@ from test_prime import model, moved, records
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nanochat.common import BadInput
-from nanochat.recipes import ppo
-from nanochat.rl.advantages import alone, whiten
-from nanochat.rl.play import apply_update
+from nanochat.recipes.policy import ppo
+from nanochat.rl.credit.advantages import alone, whiten
+from nanochat.rl.play.play import apply_update
 from scripts import tango_rl
 
 

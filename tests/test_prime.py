@@ -14,18 +14,16 @@ from torch.nn.functional import binary_cross_entropy
 
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.recipes import prime
-from nanochat.rl.advantages import to_go, whiten
-from nanochat.rl.rewards import keep_groups
-from nanochat.rl.scores import judgments, pair_wins, step_sums
-from nanochat.rl.advantages import PRESETS, source_advantages
-from nanochat.rl.packing import pack, token_weights
-from nanochat.rl.play import Play
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rewards import outcome_rewards
-from nanochat.rl.roles import Role
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.trainer import update
+from nanochat.recipes.policy import prime
+from nanochat.rl.credit.advantages import PRESETS, source_advantages, to_go, whiten
+from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
+from nanochat.rl.learn.packing import pack, token_weights
+from nanochat.rl.learn.roles import Role
+from nanochat.rl.learn.trainer import update
+from nanochat.rl.measure.scores import judgments, pair_wins, step_sums
+from nanochat.rl.play.play import Play
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
 from scripts import tango_rl
 
 FLAGS = [*TASK_FLAGS, "--recipe", "prime", "--device-type", "cpu", "--model-tag", "tiny", "--max-new-tokens", "28",

@@ -1,6 +1,6 @@
 """
 ProcessBench: rows as the hub has them, rows and places that must be refused, solutions with forged marks; and
-nanochat.rl.voting, whose formulas score it.
+nanochat.rl.measure.voting, whose formulas score it.
 
     python -m pytest tests/test_processbench.py
 """
@@ -11,15 +11,15 @@ from fractions import Fraction
 
 import datasets
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import COMPACT, LINES, PAPER
-from nanochat.rl.scores import first_error, first_error_f1
-from nanochat.rl.prompts import verifier_prompt
-from nanochat.rl.voting import (SCORES, aligned, auroc, best_of_n, brier, calibration, choose,
-                                expected_calibration_error, first_error_scores, mean_scores, reliability, weighted_vote)
+from nanochat.rl.measure.scores import first_error, first_error_f1
+from nanochat.rl.measure.voting import (SCORES, aligned, auroc, best_of_n, brier, calibration, choose,
+                                        expected_calibration_error, first_error_scores, mean_scores, reliability,
+                                        weighted_vote)
+from nanochat.rl.records.prompts import verifier_prompt
+from tasks.formats import COMPACT, LINES, PAPER
 from tasks.processbench import HUB, LabelledSolution, boxed, find_tables, load_processbench, solution_text
 
 ROW = {"id": "math-0", "generator": "someone", "problem": "What is 2*3-1?",
@@ -234,7 +234,7 @@ def test_plain_steps_stay_as_they_are_to_the_character():
     assert text == f"<think><step>{steps[0]}</step><step>{steps[1]}</step></think><answer>\\boxed{{}}</answer>"
 
 
-# Formulas of nanochat.rl.voting
+# Formulas of nanochat.rl.measure.voting
 
 def test_first_error_scores_by_hand():
     """Erroneous: labels 0, 2, 1, predicted 0, 1, None: 1/3. Correct: predicted -1, -1, 0, None: 2/4. F1 = 2 * 1/3 * 1/2

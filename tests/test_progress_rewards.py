@@ -8,8 +8,8 @@ import torch
 from test_dpo import parsed, random_play
 
 from nanochat.common import BadInput
-from nanochat.recipes import progress_rewards
-from nanochat.rl.rewards import at_step_ends, step_rewards
+from nanochat.recipes.policy import progress_rewards
+from nanochat.rl.credit.rewards import at_step_ends, step_rewards
 from scripts import tango_rl
 
 TEXTS = ["1+1:2;2+1:0;=20", "1+1:2;2+1:1;=21", "=2"]

@@ -4,13 +4,13 @@ Formats, the step splitter, quoting and the verdict parser, on well-formed and o
     python -m pytest tests/test_prompts.py -q
 """
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from nanochat.rl.formats import COMPACT, FORMATS, LINES, PAPER
-from nanochat.rl.prompts import (UNMET, choice_text, generator_prompt, parse_choice, parse_scores, parse_verification,
-                                 read_solution, refine_prompt, several_prompt, verifier_prompt)
+from nanochat.rl.records.prompts import (UNMET, choice_text, generator_prompt, parse_choice, parse_scores,
+                                         parse_verification, read_solution, refine_prompt, several_prompt,
+                                         verifier_prompt)
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from tasks.formats import COMPACT, FORMATS, LINES, PAPER
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 SETTINGS = settings(max_examples=80, deadline=None)

@@ -16,10 +16,10 @@ from test_bad_input import refused
 from test_tango_rl import assert_same_weights, records, weights
 
 from nanochat.checkpoint import list_steps, load_model, save_model
-from nanochat.files import path_of
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
+from nanochat.storage.files import path_of
 from scripts import (base_eval, base_train, chat_cli, chat_eval, chat_sft, hf_export, hf_import, hf_random, tango_rl,
                      tok_train, verifier_eval)
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from nanochat.common import BadInput, script_main
-from nanochat.rl.prompts import parse_verification
-from nanochat.rl.scores import labels_of, lenient_outcomes, scores_of
+from nanochat.rl.records.outcomes import labels_of, lenient_outcomes, scores_of
+from nanochat.rl.records.prompts import parse_verification
 from scripts import task_text
 from tasks import add_task_args, complete_task_args, make_task, task_flags
 from tasks.common import Problem, in_split, is_last_number

@@ -22,8 +22,8 @@ from test_glossary import UNSEEN, keys_of, spelled_out, unexplained, unseen
 from nanochat import recipes
 from nanochat.checkpoint import saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested, script_main
-from nanochat.rl.play import Play
-from nanochat.run import MEASURED
+from nanochat.rl.play.play import Play
+from nanochat.storage.run import MEASURED
 from scripts import report, tango_rl
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -381,7 +381,7 @@ def test_a_borrowed_pair_update_keeps_its_guard(base, own):
     own.write_text(own.read_text().replace("--gold-every", "--beta").replace("gold_every", "beta").replace(
         'yield Update("generator", [(solutions, advantages)])',
         'yield from learn_from_pairs(t, "generator", solutions, [0], [1], advantages)').replace(
-        "from nanochat.rl.play", "from nanochat.recipes.dpo import learn_from_pairs\nfrom nanochat.rl.play"))
+        "from nanochat.rl.play", "from nanochat.rl.play.pairs import learn_from_pairs\nfrom nanochat.rl.play", 1))
     with pytest.raises(BadInput, match="the coefficients hold for one optimizer step"):
         train(str(own), "--run", "mine", "--updates-per-batch", "2")
 

@@ -11,12 +11,12 @@ from test_prime import model, moved, records
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nanochat.common import BadInput
-from nanochat.recipes import refit
-from nanochat.rl.advantages import PRESETS, merge
-from nanochat.rl.judges import JUDGES
-from nanochat.rl.log_odds import PLACES
-from nanochat.rl.play import apply_update
-from nanochat.rl.rewards import outcome_rewards, step_rewards
+from nanochat.recipes.tango.tango import refit
+from nanochat.rl.credit.advantages import PRESETS, merge
+from nanochat.rl.credit.rewards import outcome_rewards, step_rewards
+from nanochat.rl.play.play import apply_update
+from nanochat.rl.verify.judges import JUDGES
+from nanochat.rl.verify.log_odds import PLACES
 from scripts import tango_rl
 
 

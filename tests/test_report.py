@@ -13,13 +13,12 @@ import sys
 import pytest
 
 from nanochat.common import BadInput, script_main
-from nanochat.files import read_records
-from nanochat.rl import cards
-from nanochat.rl.page import (axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_page,
-                               write_run_page)
-from nanochat.rl.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, axis_of, cells, compare,
-                                dial_table, evaluated, filled, first_reach, height_at, interval, markdown_table,
-                                read_run, recovered, tidy)
+from nanochat.rl.report.page import (axes_of, health, mean_curve, panels_of, scale_of, scores_of, write_page,
+                                     write_run_page)
+from nanochat.rl.report.report import (COLUMNS, DIAL_COLUMNS, EVALS, INDICATORS, area_under, axis_of, cards, cells,
+                                       compare, dial_table, evaluated, filled, first_reach, height_at, interval,
+                                       markdown_table, read_run, recovered, tidy)
+from nanochat.storage.files import read_records
 from scripts import report
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -11,10 +11,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from nanochat.rl import rewards
-from nanochat.rl.prompts import UNMET
-from nanochat.rl.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
-                                 terminal_rewards, verdict_reward)
+from nanochat.rl.credit import rewards
+from nanochat.rl.credit.rewards import (ClassWeights, VerdictTrust, format_reward, outcome_rewards, step_rewards,
+                                        terminal_rewards, verdict_reward)
+from nanochat.rl.records.prompts import UNMET
 
 T, F = True, False
 

@@ -10,7 +10,7 @@ import pytest
 from test_tasks import task_of
 
 from nanochat.common import BadInput
-from nanochat.rl.prompts import parse_verification
+from nanochat.rl.records.prompts import parse_verification
 from tasks import flags_of_others
 from tasks.common import Problem
 from tasks.rewrite import (LETTERS, REDEX, RULES, VARIANTS, accepts, analysed, error_of, false_results, follows,

@@ -11,17 +11,17 @@ from nanochat.checkpoint import load_model
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.linear_logprob import linear_logprob
+from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
-from nanochat.recipes import fixed_generator
-from nanochat.rl.flags import complete_args
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.heads import check_shared, copy_shared_lambdas, share_layers
-from nanochat.rl.roles import Role, find_starts, load_roles, trainable_only
-from nanochat.rl.packing import pack, token_weights
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.state import weights_to_save
-from nanochat.rl.trainer import update
+from nanochat.recipes.tango.tango import fixed_generator
+from nanochat.rl.learn.heads import check_shared, copy_shared_lambdas, share_layers
+from nanochat.rl.learn.packing import pack, token_weights
+from nanochat.rl.learn.roles import Role, find_starts, load_roles, trainable_only
+from nanochat.rl.learn.state import weights_to_save
+from nanochat.rl.learn.trainer import update
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.run.flags import complete_args
 from nanochat.weights import copy_of
 from scripts import tango_rl
 

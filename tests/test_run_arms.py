@@ -14,14 +14,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TASK_FLAGS, parse
-from conftest import rl_flags as rl_flags_of_test
+from conftest import TASK_FLAGS, parse, rl_flags as rl_flags_of_test
 
-from nanochat.files import path_of
-from nanochat.run import lock_run
-from nanochat.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
+from dev.experiments import run_arms
+from dev.experiments.arms import DIALS, PAYS, Experiment, all_arms, experiments_of, rl_flags, sft
 from nanochat.common import BadInput, script_main
-from scripts import chat_sft, run_arms, tango_rl
+from nanochat.storage.files import path_of
+from nanochat.storage.run import lock_run
+from scripts import chat_sft, tango_rl
 
 ROOT = Path(__file__).resolve().parent.parent
 # Writes down how it was called, and makes what the script would make, an SFT its last step's checkpoint. FAILS: the
@@ -314,7 +314,7 @@ def test_all_sfts_come_before_all_runs_and_a_dial_gets_one_report(world):
     out_folder = world.base / "out" / "start"
     assert world.calls("report") == [f"--out {out_folder} {' '.join(names)}"]
     text = (out_folder / "start.md").read_text()
-    assert text.startswith("`bash runs/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
+    assert text.startswith("`bash dev/experiments/pays.sh --dial start --settings 'weak usual' --seeds '1 2' --arms ")
     assert re.search(r"\d+ cores of .+, 1 runs of one thread .+ took 0 minutes", text)
     assert text.endswith("\n\na table\n") and text in out
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| small_chain_")]
@@ -364,7 +364,8 @@ def test_what_is_finished_is_reused_and_what_was_interrupted_goes_on(world):
     assert not world.calls("tok_train")
     assert world.calls("chat_sft") == [f"--resume-from-step auto {' '.join(sft(one(), '1', 'tango')[1].split())}"]
     assert world.calls("tango_rl") == [f"--run chain-grpo-s1 --resume-from-step auto {rl_flags(one(), '1', 'grpo')}"]
-    assert (world.base / "out" / "chain.md").read_text().startswith("`bash runs/fig4.sh --arms 'tango grpo' --seeds 1 ")
+    assert (world.base / "out" / "chain.md").read_text().startswith(
+        "`bash dev/experiments/fig4.sh --arms 'tango grpo' --seeds 1 ")
 
 
 def test_what_other_flags_made_is_refused_in_any_setting(world):
@@ -490,7 +491,7 @@ def wrapper(tmp_path, name: str, *flags: str, **env: str) -> subprocess.Complete
 ])
 def test_a_wrapper_hands_its_flags_on(tmp_path, name, env, shown):
     done = wrapper(tmp_path, name, "--dial", "start", "--seeds", "1 2", **env)
-    assert done.stdout == f"{shown}\n{tmp_path}\n-m|scripts.run_arms|--dial|start|--seeds|1 2|"
+    assert done.stdout == f"{shown}\n{tmp_path}\n-m|dev.experiments.run_arms|--dial|start|--seeds|1 2|"
 
 
 @pytest.mark.parametrize("name", ["fig4.sh", "pays.sh"])
@@ -503,4 +504,4 @@ def test_help_is_the_head_of_the_wrapper(tmp_path, name):
 
 def test_pays_turns_all_dials_unless_one_is_named(tmp_path):
     shown = wrapper(tmp_path, "pays.sh", "--seeds", "1").stdout
-    assert shown.endswith(f"-m|scripts.run_arms|--dial|{' '.join(DIALS)}|--seeds|1|")
+    assert shown.endswith(f"-m|dev.experiments.run_arms|--dial|{' '.join(DIALS)}|--seeds|1|")

@@ -8,13 +8,15 @@ import os
 import pytest
 from conftest import parse
 
-from nanochat import recipes, selfplay_arms
+from nanochat import recipes
+
+from dev.experiments import run_selfplay, selfplay_arms
+from dev.experiments.run_selfplay import stages_of, table_of
+from dev.experiments.selfplay_arms import FAMILIES, Family, needed, starts_of
 from nanochat.common import script_main
-from nanochat.rl.page import mean_curve
-from nanochat.rl.report import Run
-from nanochat.selfplay_arms import FAMILIES, Family, needed, starts_of
-from scripts import chat_sft, run_selfplay, tango_rl
-from scripts.run_selfplay import stages_of, table_of
+from nanochat.rl.report.page import mean_curve
+from nanochat.rl.report.report import Run
+from scripts import chat_sft, tango_rl
 from tasks import make_task
 
 SCRIPTS = {"scripts.chat_sft": chat_sft, "scripts.tango_rl": tango_rl}

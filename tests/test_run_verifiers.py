@@ -9,12 +9,13 @@ import os
 import pytest
 from conftest import parse
 
+from dev.experiments import run_verifiers
+from dev.experiments.run_verifiers import reward_job, stages_of, table_of, training_job, training_table
+from dev.experiments.verifier_arms import LABELS, VERIFIERS
 from nanochat import recipes
 from nanochat.common import script_main
-from nanochat.rl.judges import JUDGES
-from nanochat.verifier_arms import LABELS, VERIFIERS
-from scripts import chat_sft, label_steps, run_verifiers, tango_rl
-from scripts.run_verifiers import reward_job, stages_of, table_of, training_job, training_table
+from nanochat.rl.verify.judges import JUDGES
+from scripts import chat_sft, label_steps, tango_rl
 
 SCRIPTS = {"scripts.chat_sft": chat_sft, "scripts.label_steps": label_steps, "scripts.tango_rl": tango_rl}
 

@@ -5,8 +5,8 @@ Who moves next, alpha and the learning rate, step by step.
 """
 import pytest
 
-from nanochat.rl.schedules import (FOLLOWS, LR_SCHEDULES, SCHEDULES, PhaseLengths, adaptive, exponential_decay, fixed,
-                                   next_phase)
+from nanochat.rl.credit.schedules import (FOLLOWS, LR_SCHEDULES, SCHEDULES, PhaseLengths, adaptive, exponential_decay,
+                                          fixed, next_phase)
 
 
 def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=lambda step: None) -> str:

@@ -12,10 +12,10 @@ from test_critique_grpo import (assert_close, by_text, moved, padded, parsed, pl
                                 tiny_model, train, update_gradient, watched)
 
 from nanochat.common import BadInput
-from nanochat.recipes import score
-from nanochat.recipes.score import changes, turn_rewards, with_kl
-from nanochat.rl.losses import PolicyLoss, k2
-from nanochat.rl.prompts import generator_prompt
+from nanochat.kernels.losses import PolicyLoss, k2
+from nanochat.recipes.policy import score
+from nanochat.recipes.policy.score import changes, turn_rewards, with_kl
+from nanochat.rl.records.prompts import generator_prompt
 from scripts import tango_rl
 from tasks import make_task
 from tasks.chain import Chain

@@ -13,13 +13,13 @@ from test_dpo import moved_by, random_play
 from test_tasks import task_of
 
 from nanochat import engine
-from nanochat.recipes.search_r1 import unmasked
-from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.play import Update
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.recipes.search.search_r1 import unmasked
+from nanochat.rl.play.play import Update
 from nanochat.search import Search
 from nanochat.tokenizer import Tokenizer
 from tasks import task_texts
+from tasks.formats import COMPACT, PAPER
 
 BYTES = Tokenizer.train(iter([]), 265)
 FACTS = {"c": "7", "g": "3"}

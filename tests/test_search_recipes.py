@@ -12,17 +12,17 @@ from test_lookup import RIGHT
 
 from nanochat import engine
 from nanochat.common import BadInput
-from nanochat.recipes import r1_searcher, search_r1, ssrl
-from nanochat.recipes.r1_searcher import is_formed, stage1_reward, stage2_reward
-from nanochat.recipes.search_r1 import answers_once, read_queries
-from nanochat.recipes.ssrl import form_reward, information_mask, reward_of
-from nanochat.rl.advantages import PRESETS, source_advantages
-from nanochat.rl.formats import COMPACT, PAPER
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.play import Update
-from nanochat.rl.rewards import terminal_rewards
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.recipes.search import r1_searcher, search_r1, ssrl
+from nanochat.recipes.search.r1_searcher import is_formed, stage1_reward, stage2_reward
+from nanochat.recipes.search.search_r1 import answers_once, read_queries
+from nanochat.recipes.search.ssrl import form_reward, information_mask, reward_of
+from nanochat.rl.credit.advantages import PRESETS, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.play.play import Update
 from nanochat.tokenizer import Tokenizer
 from tasks import make_task
+from tasks.formats import COMPACT, PAPER
 
 RECIPES = {"search_r1": search_r1, "r1_searcher": r1_searcher, "ssrl": ssrl}
 

@@ -11,9 +11,9 @@ from test_dpo import parsed, random_play, weights_of
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.self_rewarding import POINTS, best_and_worst
-from nanochat.rl.judges import Judgment, shares
-from nanochat.rl.prompts import parse_verification
+from nanochat.recipes.self_play.self_rewarding import POINTS, best_and_worst
+from nanochat.rl.records.prompts import parse_verification
+from nanochat.rl.verify.judges import Judgment, shares
 from tasks import make_task
 from tasks.chain import COMPACT
 

@@ -197,7 +197,8 @@ def test_smol_refuses_a_model_that_has_changed_since_its_import(tmp_path):
     imported.touch()
     os.utime(imported, ns=(0, os.stat(tmp_path / "model.gguf").st_mtime_ns - 1))
     done = subprocess.run(["bash", tmp_path / "runs" / "smol.sh"], capture_output=True, text=True,
-                          env=os.environ | {"SOURCE": f"{tmp_path}/model.gguf", "NANOCHAT_BASE_DIR": f"{tmp_path}/base"})
+                          env=os.environ | {"SOURCE": f"{tmp_path}/model.gguf",
+                                            "NANOCHAT_BASE_DIR": f"{tmp_path}/base"})
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (f"SOURCE={tmp_path}/model.gguf: has changed since it was imported: "
                            f"give another NANOCHAT_BASE_DIR than {tmp_path}/base\n")

@@ -22,15 +22,15 @@ from nanochat.common import BadInput, all_reduce
 from nanochat.engine import generate
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
+from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role, set_recompute
-from nanochat.rl.packing import pack, pad_batches, token_weights
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.state import load_set
-from nanochat.rl.trainer import completion_hidden, score, update
-from nanochat.run import MEASURED
+from nanochat.rl.learn.packing import pack, pad_batches, token_weights
+from nanochat.rl.learn.roles import Role, set_recompute
+from nanochat.rl.learn.state import load_set
+from nanochat.rl.learn.trainer import completion_hidden, score, update
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.storage.run import MEASURED
 from nanochat.weights import (allocate, copy_of, fill, inference_model, is_sharded, local_optimizer_state, refresh,
                               whole_state)
 from scripts import tango_rl

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nanochat.recipes.simulated_judge import group_auc, judged
+from nanochat.recipes.policy.simulated_judge import group_auc, judged
 
 
 def test_an_unspoiled_judge_says_the_outcome_and_an_unknown_one_stays_unknown():

@@ -13,9 +13,9 @@ from test_dpo import assert_close, gradient_of, literal_loss, moved_by, parsed, 
 
 from nanochat import recipes
 from nanochat.common import BadInput
-from nanochat.recipes.dpo import learn_from_pairs
-from nanochat.recipes.spin import demonstrations, sft_problems
-from nanochat.rl.rollouts import join
+from nanochat.recipes.self_play.spin import demonstrations, sft_problems
+from nanochat.rl.play.pairs import learn_from_pairs
+from nanochat.rl.records.rollouts import join
 from scripts import tango_rl
 from tasks import make_task
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 from test_verifier_eval import VERIFIER
 
+from dev.experiments import step_retry
+from dev.experiments.step_retry import Attempt, judgment_ends, leads, take_step, take_verdict
 from nanochat.common import BadInput, script_main
-from nanochat.files import path_of
 from nanochat.hf.tokenizer import load_tokenizer
-from nanochat.rl.formats import COMPACT, PAPER
-from scripts import step_retry
-from scripts.step_retry import Attempt, judgment_ends, leads, take_step, take_verdict
+from nanochat.storage.files import path_of
 from tasks.common import Problem
+from tasks.formats import COMPACT, PAPER
 
 PROBLEM = Problem("test_in", 0, "1+2*2", "0")
 

@@ -15,14 +15,15 @@ from test_log_odds import assert_update_is, play_of, random_model, true_log_odds
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from nanochat.common import BadInput
-from nanochat.recipes import genprm, genrm, orm, prm
-from nanochat.rl.formats import COMPACT
-from nanochat.rl.labelled import Labelled, as_rollouts, labelled_of_step
-from nanochat.rl.prompts import Verification
-from nanochat.rl.spots import forced_verdicts, spot_of
+from nanochat.recipes.reward_models import orm, prm
+from nanochat.recipes.verifiers import genprm, genrm
+from nanochat.rl.records.prompts import Verification
+from nanochat.rl.verify.labelled import Labelled, as_rollouts, labelled_of_step
+from nanochat.rl.verify.spots import forced_verdicts, spot_of
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks import make_task
+from tasks.formats import COMPACT
 
 BYTES = Tokenizer.train(iter([]), 265)
 T, F = BYTES.encode("TF")

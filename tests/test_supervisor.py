@@ -14,10 +14,10 @@ from test_log_odds import assert_update_is, play_of, random_model
 from test_supervised import BYTES, behind_steps, log_likelihood
 
 from nanochat.common import BadInput
-from nanochat.recipes import supervisor
-from nanochat.rl.labelled import as_rollouts, labelled_of_step
-from nanochat.rl.prefixes import answer_logprob
-from nanochat.rl.step_labels import gains
+from nanochat.recipes.verifiers import supervisor
+from nanochat.rl.measure.step_labels import gains
+from nanochat.rl.verify.labelled import as_rollouts, labelled_of_step
+from nanochat.rl.verify.prefixes import answer_logprob
 from scripts import label_steps, tango_rl
 from tasks import make_task
 

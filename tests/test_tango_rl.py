@@ -18,11 +18,12 @@ from test_dpo import random_play, weights_of
 
 from nanochat.checkpoint import list_steps, saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested
-from nanochat.recipes import tango
-from nanochat.rl import evals, state
-from nanochat.rl.play import Play, apply_update
-from nanochat.rl.prompts import Verification
-from nanochat.run import MEASURED, lock_run
+from nanochat.recipes.tango import tango
+from nanochat.rl.learn import state
+from nanochat.rl.measure import evals
+from nanochat.rl.play.play import Play, apply_update
+from nanochat.rl.records.prompts import Verification
+from nanochat.storage.run import MEASURED, lock_run
 from scripts import chat_sft, tango_rl
 from tasks.chain import Chain
 from tasks.common import epoch_order, nth_of_epochs
@@ -291,7 +292,7 @@ def test_sigterm_in_the_last_evaluation_keeps_the_last_set(base, straight, monke
 
 
 def test_three_updates_that_are_not_finite_stop_the_run(base, monkeypatch):
-    monkeypatch.setattr("nanochat.rl.flags.MOST_LR", 1e31)
+    monkeypatch.setattr("nanochat.rl.run.flags.MOST_LR", 1e31)
     with pytest.raises(Diverged, match="not finite three times in a row"):
         train("--run", "r", "--lr", "1e30")
     assert [r.get("gen/skipped", r.get("ver/skipped")) for r in records(base, "r")][-3:] == [1, 1, 1]

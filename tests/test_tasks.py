@@ -15,16 +15,15 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nanochat.common import BadInput
-from nanochat.rl.formats import COMPACT, PAPER, Format
-from nanochat.rl.prompts import parse_verification
+from nanochat.rl.records.outcomes import outcomes_of
+from nanochat.rl.records.prompts import parse_verification
 from tasks import MODULES, TASKS, add_task_args, flags_of_others, make_task
 from tasks.chain import STEP
-from nanochat.rl.scores import outcomes_of
 from tasks.common import Problem, check_answer, epoch_order, nth_of_epochs
+from tasks.formats import COMPACT, PAPER, Format
 from tasks.mixture import PARTS
 
 METHODS = ("problem", "check", "step_labels", "solution_demo", "corrupted_solution", "verification_demo")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_dpo import parsed, random_play
 
-from nanochat.rl.evals import SPLITS
-from nanochat.rl.theory import num_unchanged, sampled, solver_of, theory_scores, update_sparsity
+from nanochat.rl.measure.evals import SPLITS
+from nanochat.rl.measure.theory import num_unchanged, sampled, solver_of, theory_scores, update_sparsity
 from scripts import tango_rl
 
 
@@ -49,7 +49,7 @@ def test_sparsity_counts_the_weights_that_a_role_trains(monkeypatch):
     model = torch.nn.Module()
     model.ours, model.others = torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter(torch.ones(2))
     model.config, files = None, {"ours": torch.ones(4), "others": torch.zeros(2)}
-    monkeypatch.setattr("nanochat.rl.theory.weights_in", lambda path, config: files)
+    monkeypatch.setattr("nanochat.rl.measure.theory.weights_in", lambda path, config: files)
     role = SimpleNamespace(model=model, parameters=[model.ours], start=SimpleNamespace(path=lambda part: part))
     t = SimpleNamespace(device=torch.device("cpu"), args=SimpleNamespace(shard=False))
     assert update_sparsity(t, role) == {"update_sparsity": 1, "update_sparsity_bf16": 1}
@@ -70,7 +70,7 @@ def test_every_problem_is_asked_as_often_and_nothing_is_counted(base):
     t.solve = lambda role, problems, n, label: asked.append((role, len(problems), n, label)) or solve(
         role, problems, n, label)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanochat.rl.theory.update_sparsity", lambda t, role: {})
+        patch.setattr("nanochat.rl.measure.theory.update_sparsity", lambda t, role: {})
         found = theory_scores(t)
     assert asked == [("generator", 3, 5, "theory")] * len(SPLITS)
     assert t.sampled == t.num_drawn == 0

@@ -9,10 +9,10 @@ from conftest import parse, rl_flags
 from test_log_odds import play_of, random_model
 
 from nanochat.common import BadInput
-from nanochat.recipes import think_rm_policy
-from nanochat.rl.advantages import PRESETS, source_advantages
-from nanochat.rl.comparing import all_pairs
-from nanochat.rl.rewards import terminal_rewards
+from nanochat.recipes.reward_models import think_rm_policy
+from nanochat.rl.credit.advantages import PRESETS, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.verify.comparing import all_pairs
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 from tasks import make_task

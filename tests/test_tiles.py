@@ -15,22 +15,23 @@ import torch
 import torch.nn.functional as F
 from test_trainer import packed as packed_batches
 
-from nanochat import checkpoint, tiles
+from nanochat import checkpoint
+
 from nanochat.attention import PADDING_POSITION, first_columns
 from nanochat.checkpoint import dtype_for
 from nanochat.common import BadInput
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
-from nanochat.kernels import cpu
+from nanochat.kernels import cpu, tiles
 from nanochat.kernels.cpu import library as native_library
 from nanochat.kernels.linear_logprob import linear_logprob
 from nanochat.kernels.linear_policy_loss import linear_policy_loss
-from nanochat.ops import to_units
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.trainer import score
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.kernels.ops import to_units
+from nanochat.rl.learn.trainer import score
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
 
 # What compilers are told, and what /proc/cpuinfo must say
 VARIANTS = {"native": ("", ""), "AVX-512 with bf16": ("-march=x86-64-v4 -mavx512bf16", "avx512_bf16 avx512bw avx512vl"),

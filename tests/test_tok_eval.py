@@ -11,8 +11,8 @@ import tiktoken
 
 from nanochat import dataloader
 from nanochat.common import BadInput, script_main
-from nanochat.files import path_of
 from nanochat.hf.tokenizer import HFTokenizer
+from nanochat.storage.files import path_of
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import hf_random, tok_eval
 

@@ -13,12 +13,12 @@ from test_engine import emulate
 from nanochat.calculator import Calculator
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.roles import Role
-from nanochat.rl.packing import pack, token_weights
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.trainer import score, update
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.rl.learn.packing import pack, token_weights
+from nanochat.rl.learn.roles import Role
+from nanochat.rl.learn.trainer import score, update
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
 

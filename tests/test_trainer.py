@@ -14,16 +14,16 @@ from conftest import on_two_ranks
 from nanochat.common import all_reduce
 from nanochat.engine import generate, row_key
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels.losses import PolicyLoss
 from nanochat.optim import adamw
-from nanochat.rl import trainer
-from nanochat.rl.advantages import PRESETS, source_advantages
-from nanochat.rl.losses import PolicyLoss
-from nanochat.rl.rewards import terminal_rewards
-from nanochat.rl.roles import Role
-from nanochat.rl.packing import pack, token_weights
-from nanochat.rl.prompts import Prompt
-from nanochat.rl.rollouts import Rollouts
-from nanochat.rl.trainer import completion_hidden, score, update
+from nanochat.rl.credit.advantages import PRESETS, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.learn import trainer
+from nanochat.rl.learn.packing import pack, token_weights
+from nanochat.rl.learn.roles import Role
+from nanochat.rl.learn.trainer import completion_hidden, score, update
+from nanochat.rl.records.prompts import Prompt
+from nanochat.rl.records.rollouts import Rollouts
 from nanochat.weights import copy_of
 
 CPU = torch.device("cpu")

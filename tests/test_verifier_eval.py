@@ -20,8 +20,9 @@ from nanochat import recipes
 from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.engine import generate, row_key
-from nanochat.rl import sampling, scores
-from nanochat.rl.judges import JUDGES
+from nanochat.rl.measure import scores
+from nanochat.rl.play.play import sampling
+from nanochat.rl.verify.judges import JUDGES
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, verifier_eval
 from tasks import TASKS, make_task

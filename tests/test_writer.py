@@ -18,12 +18,14 @@ from conftest import TASK_FLAGS, on_two_ranks, parse, rl_flags
 from test_damage import outcome_of
 from test_tango_rl import assert_same_weights, gen_weights, records
 
-from nanochat import checkpoint, writer
+from nanochat import checkpoint
+
 from nanochat.checkpoint import begun_steps, drop_old_sets, list_steps, resumable_steps, saved_steps
 from nanochat.common import BadInput, CannotWrite, Diverged, StopRequested
-from nanochat.rl import state
-from nanochat.run import Run
-from nanochat.writer import Writer
+from nanochat.rl.learn import state
+from nanochat.storage import writer
+from nanochat.storage.run import Run
+from nanochat.storage.writer import Writer
 from scripts import base_train, chat_sft, tango_rl
 
 CPU = torch.device("cpu")

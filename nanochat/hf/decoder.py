@@ -13,13 +13,15 @@ import torch
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from nanochat import gpt, tiles
+from nanochat import gpt
+
 from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, first_columns, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecoderStep
 from nanochat.gpt import GPT, at_ends, attend_all, run_passes
+from nanochat.kernels import tiles
 from nanochat.kernels.block import split_heads
-from nanochat.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
+from nanochat.kernels.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
 
 
 @dataclass
@@ -95,7 +97,7 @@ ROPE = {"default": plain_frequencies, "linear": linear_frequencies, "llama3": ll
 
 class Linear(gpt.Linear):
     """A linear layer. Where it is narrow, on CPU the operands of its product are rounded to bf16 and all else is fp32
-    (nanochat.tiles)."""
+    (nanochat.kernels.tiles)."""
     is_narrow, panels = False, None  # panels: of a model that samples (Decoder.joined_projections)
 
     def forward(self, x):

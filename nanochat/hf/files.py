@@ -16,8 +16,8 @@ import tempfile
 import torch
 
 from nanochat.common import BadInput, CannotWrite, dtype_name, print0
-from nanochat.files import look_for_hub, make_folder, write_json, writing
 from nanochat.hf.decoder import ROPE, Decoder, DecoderConfig
+from nanochat.storage.files import look_for_hub, make_folder, write_json, writing
 from nanochat.weights import allocate
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}

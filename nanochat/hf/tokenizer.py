@@ -17,8 +17,8 @@ from secrets import token_hex
 import tokenizers
 
 from nanochat.common import BadInput
-from nanochat.files import make_folder, whole_file
 from nanochat.hf.chat_template import ChatTemplate, Fence, any_of, one_line, plain_messages
+from nanochat.storage.files import make_folder, whole_file
 from nanochat.tokenizer import Tokenizer
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

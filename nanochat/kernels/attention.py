@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from nanochat.kernels.decode_attention import LOG2_E, keys_of_block, num_multiprocessors, softmax_step
 from nanochat.kernels.launch import jit, power_of_two, tl, triton
-from nanochat.ops import run
+from nanochat.kernels.ops import run
 
 SIZES = ["Tp", "Tk", "T", "R", "Hkv", "window", "blocks"]  # not compiled in: other sizes need no other kernel
 

@@ -10,10 +10,9 @@ import functools
 
 import torch
 
-from nanochat import tiles
-from nanochat.kernels import cpu
+from nanochat.kernels import cpu, tiles
 from nanochat.kernels.launch import jit, power_of_two, round_up, takes_triton, tl
-from nanochat.ops import matmul, mkl_is_slow
+from nanochat.kernels.ops import matmul, mkl_is_slow
 
 
 def rows_of_chunk(num_rows: int, num_columns: int, dtype: torch.dtype, on_cuda: bool, narrow: bool = False) -> int:
@@ -52,7 +51,7 @@ class Matrix:
 
 
 class NarrowMatrix:
-    """The same on CPU where operands of products are rounded to bf16 and all else is fp32 (nanochat.tiles)."""
+    """The same on CPU where operands of products are rounded to bf16 and all else is fp32 (nanochat.kernels.tiles)."""
 
     def __init__(self, weight, vocab_size: int):
         self.weight = weight.detach()[:vocab_size]

@@ -16,7 +16,7 @@ from nanochat.kernels.launch import jit, takes_triton, tl
 from nanochat.kernels.linear_logprob import (RowLoss, head_arguments, logit_and_slope, logit_chunks, policy_rows_in_c,
                                              row_statistics, soften, takes_c, torch_statistics, wide_dtype_of)
 
-LOG_RATIO_LIMIT = 20.0  # as in nanochat.rl.losses, whose formulas the kernel repeats; tests hold them together
+LOG_RATIO_LIMIT = 20.0  # as in nanochat.kernels.losses, whose formulas the kernel repeats; tests hold them together
 KERNEL_LOSSES, KERNEL_KLS = ("reinforce", "ppo_clip", "cispo"), ("k1", "k2", "k3")  # in the order of cpu_loss.c
 
 
@@ -229,8 +229,8 @@ def linear_policy_loss(hidden, weight, targets, advantages, weights, *, loss, ol
     way.
 
     hidden (N, C), any strides; weight (rows >= vocab_size, C), whose padding rows take no part; targets (N,) int64
-    below vocab_size; advantages, weights (N,) fp32, one per token, any strides; loss: a nanochat.rl.losses.PolicyLoss,
-    or any such function of the logprobs and entropies of single tokens; old_logprobs (N,) fp32, or None for exactly
+    below vocab_size; advantages, weights (N,) fp32, one per token, any strides; loss: a kernels.losses.PolicyLoss, or
+    any such function of the logprobs and entropies of single tokens; old_logprobs (N,) fp32, or None for exactly
     on-policy tokens (the current logprobs stand in, the ratio is 1); ref_logprobs (N,) fp32 or None; softcap None: no
     softcap. use_triton None: by device; True on CPU tensors needs TRITON_INTERPRET=1. narrow: on CPU, products of
     operands rounded to bf16.

@@ -1,5 +1,5 @@
 """
-Recipes: one system of the field per module. A recipe is a module with
+Recipes: one system of the field per module, in a folder per family. A recipe is a module with
 
     TAGS       what kind of system it is, for --list-recipes
     ROLES      role -> RoleSpec
@@ -21,7 +21,7 @@ import traceback
 from types import ModuleType
 
 from nanochat.common import BadInput, takes
-from nanochat.rl.roles import RoleSpec, short_name, trained_roles
+from nanochat.rl.learn.roles import RoleSpec, short_name, trained_roles
 
 NEEDED = ("TAGS", "ROLES", "calls", "play", "evaluate")
 # and what they are given
@@ -29,9 +29,16 @@ FUNCTIONS = {"add_args": "group", "check": "args, task", "calls": "args", "updat
              "evaluate": "t", "eval_step": "t"}
 
 
+@functools.cache
+def modules() -> dict[str, str]:
+    """The recipes of the repository: name -> module. What a family's recipes share is in modules that begin with _."""
+    found = [module.name for module in pkgutil.walk_packages(__path__, f"{__name__}.") if not module.ispkg]
+    return {name.rpartition(".")[2]: name for name in sorted(found) if "._" not in name}
+
+
 def names() -> list[str]:
-    """The recipes of the repository."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """The names of the recipes of the repository."""
+    return sorted(modules())
 
 
 def is_file(name: str) -> bool:
@@ -43,8 +50,8 @@ def load(name: str) -> ModuleType:
     """The recipe of this name, or in this file. Raises BadInput for one that is unknown or lacks a part."""
     if is_file(name):
         module = run_file(name, read_text(name))
-    elif name in names():
-        module = importlib.import_module(f"{__name__}.{name}")
+    elif name in modules():
+        module = importlib.import_module(modules()[name])
     else:
         raise BadInput(f"--recipe {name}: there are {', '.join(names())}, and files (a path that ends in .py)")
     missing = [part for part in NEEDED if not hasattr(module, part)]

@@ -1,0 +1,1 @@
+"""A policy, or several, without a learned verifier."""

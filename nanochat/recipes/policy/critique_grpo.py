@@ -1,0 +1,167 @@
+"""Critique-GRPO (Zhang et al. 2025): GRPO with a refinement in each group, written behind a critique. arXiv 2506.03106.
+
+G solutions of each problem are criticised and each is refined once. The first right refinement takes the place of the
+group's first solution. It is trained behind the problem alone, with the loss -A pi / (pi + c), which spares tokens that
+are very likely or very unlikely there.
+
+Defaults are those of recipe grpo, so that the two differ by the refinement alone. The authors' script has --kl-coef 0,
+--entropy-coef 1e-3, --lr 1e-6 and means --advantage dr_grpo --aggregation constant; but its trainer reads another flag
+and divides by the standard deviation.
+
+Departures:
+1. One optimizer step per batch (theirs: two), so the ratio of the sampled tokens is 1.
+2. A rule's critique is written with the marks of the task's format: "F=6" where theirs is a sentence. Kind `steps` is
+   ours. Their kind `text` is by GPT-4o; recipe critique_grpo_verifier has a verifier's.
+3. A refinement keeps the tokens that were sampled. Theirs is decoded, encoded again and always ended.
+4. As theirs, a wrong refinement takes the slot where none is right; --right-refinements-only is ours.
+5. A tiny model learns the form of a refinement by SFT first (chat_sft --demo-shares refine:0.5); else none of them
+   is right.
+"""
+from dataclasses import replace
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.scores import first_error
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.outcomes import labels_of
+from nanochat.rl.records.prompts import refine_prompt
+from nanochat.rl.records.rollouts import Rollouts, join
+
+TAGS = dict(family="single model, two turns", verifier="rule", reward="outcome", credit="z-score, shaped refinement")
+ROLES = {"generator": RoleSpec("--model-tag")}
+SHOWN = {"generator": ["refined/accuracy", "refined/rescued"]}
+CRITIQUE_TOKENS = 32  # that the context check counts for a rule's critique; sampling refuses a prompt that does not fit
+
+
+# Critiques of a solution that was right or wrong: (task, problem, solution, outcome) -> text
+
+def simple(task, problem, solution: str, outcome: bool) -> str:
+    """Whether it is right: "F"."""
+    return task.fmt.correct if outcome else task.fmt.incorrect
+
+
+def simple_gt(task, problem, solution: str, outcome: bool) -> str:
+    """Whether it is right, and the gold answer: "F=6"."""
+    gold = task.fmt.answer_open + problem.answer + task.fmt.answer_close
+    return simple(task, problem, solution, outcome) + gold
+
+
+def steps(task, problem, solution: str, outcome: bool) -> str:
+    """Whether it is right, behind the number of the first step that is wrong by its gold label: "2F"."""
+    wrong = -1 if outcome else first_error(labels_of(task, problem, solution))  # -1 too where only the answer is wrong
+    return (str(wrong + 1) if wrong >= 0 else "") + simple(task, problem, solution, outcome)
+
+
+CRITIQUES = {"simple": simple, "simple_gt": simple_gt, "steps": steps}
+
+
+def by_rule(t: Play, solutions: Rollouts, outcomes: list[bool | None]) -> list[str]:
+    """A critique of each solution, of the kind that --critique names; "" where the outcome is not known."""
+    rows = zip(solutions.problems(), solutions.texts, outcomes, strict=True)
+    return ["" if row[2] is None else CRITIQUES[t.args.critique](t.task, *row) for row in rows]
+
+
+# Flags
+
+def add_args(group) -> None:
+    group.add_argument("--critique", default="simple_gt", help=f"what it says, one of: {', '.join(CRITIQUES)}")
+    add_refinement_args(group)
+
+
+def add_refinement_args(group) -> None:
+    group.add_argument("--shaping", type=float, default=0.1, help="c of a refinement's weight pi / (pi + c)")
+    group.add_argument("--right-refinements-only", action="store_true", help="a wrong refinement replaces no solution")
+
+
+def check(args, task) -> None:
+    critique = getattr(args, "critique", None)
+    if critique is not None and critique not in CRITIQUES:
+        raise BadInput(f"--critique {critique}: there are {', '.join(CRITIQUES)}")
+    if critique == "steps" and not getattr(task, "has_step_labels", True):
+        raise BadInput(f"--critique steps: task {task.name} has no gold labels of steps")
+    if not args.shaping > 0:
+        raise BadInput(f"--shaping {args.shaping}: must be above 0")
+    check_one_update(args)
+
+
+def calls(args, critique_tokens: int = CRITIQUE_TOKENS) -> list[Call]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
+    return [Call("generator", "generator", P, G, limit, args.num_steps, trained=True),
+            Call("generator", "refined", P * G, 1, limit, args.num_steps, wrap=refine_prompt,
+                 quoted=limit + critique_tokens, scored=1)]  # one refinement of each group is, in fact
+
+
+# The algorithm
+
+def first_best(outcomes: list[bool | None], num_samples: int) -> list[int]:
+    """The place of each group's first right entry, else of its first wrong one, else of its first. -> one per group"""
+    value, starts = {True: 2, False: 1, None: 0}, range(0, len(outcomes), num_samples)
+    return [max(range(i, i + num_samples), key=lambda n: value[outcomes[n]]) for i in starts]
+
+
+def shaped(advantages: torch.Tensor, logprobs: torch.Tensor, c: float) -> torch.Tensor:
+    """A c pi / (pi + c)^2: the gradient of A pi / (pi + c) with respect to log pi, largest where pi = c. Any shape."""
+    probs = logprobs.exp()
+    return advantages * c * probs / (probs + c) ** 2
+
+
+def play(t: Play, criticise=by_rule):
+    """Solutions, critiques, refinements, and an update on groups of one refinement and G - 1 solutions.
+
+    criticise(t, solutions, outcomes) -> a text for each solution.
+    """
+    G = t.args.num_samples
+    solutions = t.solve("generator", t.problems(), G, "generator")
+    outcomes = t.check(solutions)
+    critiques = criticise(t, solutions, outcomes)
+    refined = t.refine("generator", solutions, critiques, 1, "refined")
+    refined_outcomes = t.check(refined)
+
+    best = first_best(refined_outcomes, G)  # (P)
+    replaced = [p for p, n in enumerate(best) if refined_outcomes[n] is True or not t.args.right_refinements_only]
+    off_policy = refined.select(best).behind(solutions.select(best).prompt_of())  # the prompt without the critique
+    rows = list(range(len(solutions)))
+    for p in replaced:
+        rows[p * G] = len(solutions) + p
+    mixed = join([solutions, off_policy]).select(rows)  # (N, T)
+    mixed_outcomes = [(outcomes + [refined_outcomes[n] for n in best])[row] for row in rows]
+
+    advantages = t.advantages(mixed, mixed_outcomes).clone()
+    logprobs, slots = t.logprobs("generator", off_policy), [p * G for p in replaced]  # before the update
+    width = logprobs.shape[1]
+    advantages[slots, :width] = shaped(advantages[slots, :width], logprobs[replaced], t.args.shaping)
+
+    refines = {p * G: best[p] for p in replaced}  # row of a refinement -> the solution that it refines
+    mixed.columns = {"outcome": mixed_outcomes, "turns": [
+        [["first attempt", solutions.texts[refines[n]]], ["critique", critiques[refines[n]]]] if n in refines else []
+        for n in range(len(rows))]}
+    log_rewards(t, "generator", solutions, outcomes)
+    log_refinements(t, outcomes, refined_outcomes, mixed_outcomes)
+    t.log("generator", t.mean({
+        "refined/replaced": [p in replaced for p in range(len(best))],
+        "refined/chosen_right": [refined_outcomes[n] for n in best],
+        "refined/prob": logprobs.exp()[off_policy.mask].tolist()}))
+    yield Update("generator", [(mixed, advantages)], loss=replace(t.loss, name="reinforce"))
+
+
+def log_refinements(t: Play, outcomes: list, refined: list, mixed: list) -> None:
+    """Logs what refinements change, from the outcomes of solutions, of refinements and of what is trained.
+
+    refined/rescued: the share of the groups without a right solution that have a right refinement.
+    """
+    G, pairs = t.args.num_samples, list(zip(outcomes, refined, strict=True))
+    groups = [slice(i, i + G) for i in range(0, len(outcomes), G)]
+    t.log("generator", t.mean({
+        "unscorable": [o is None for o in outcomes],
+        "refined/accuracy": refined,
+        "refined/accuracy_of_wrong": [new for old, new in pairs if old is False],
+        "refined/rescued": [True in refined[group] for group in groups if True not in outcomes[group]],
+        "refined/frac_reward_zero_std": [len(set(mixed[group]) - {None}) < 2 for group in groups]}))
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

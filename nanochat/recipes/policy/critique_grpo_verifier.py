@@ -1,0 +1,45 @@
+"""Critique-GRPO (Zhang et al. 2025) with a generative verifier's text as the critique. arXiv 2506.03106.
+
+The verifier is RL Tango's, as its SFT left it. Departures beside those of recipe critique_grpo: it sees no gold
+solution, as GPT-4o does in the paper, and it also judges right solutions, about which the paper's rule speaks.
+"""
+from nanochat.common import check_least
+from nanochat.recipes.policy import critique_grpo
+from nanochat.recipes.policy.critique_grpo import SHOWN, evaluate  # noqa: F401
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import gathered_verdict_scores
+from nanochat.rl.play.play import Call
+from nanochat.rl.records.prompts import empty_verifier_prompt
+
+TAGS = dict(family="generator-verifier, two turns", verifier="generative, frozen", reward="outcome",
+            credit="z-score, shaped refinement")
+ROLES = critique_grpo.ROLES | {"verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
+
+
+def add_args(group):
+    critique_grpo.add_refinement_args(group)
+    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+
+
+def check(args, task):
+    critique_grpo.check(args, task)
+    check_least(args, {"verifier_max_new_tokens": 1})
+
+
+def calls(args):
+    num_solutions = args.examples_per_step * args.num_samples
+    return critique_grpo.calls(args, critique_tokens=args.verifier_max_new_tokens) + [
+        Call("verifier", "critiques", num_solutions, 1, args.verifier_max_new_tokens, args.num_steps,
+             wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
+
+
+def by_verifier(t, solutions, outcomes):
+    """The text of a verification of each solution."""
+    verifications = t.read_verifications(t.verify("verifier", solutions, 1, "critiques"))
+    scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
+    t.log("generator", {f"critiques/{name}": value for name, value in scores.items()})
+    return [v.text for v in verifications]
+
+
+def play(t):
+    yield from critique_grpo.play(t, by_verifier)

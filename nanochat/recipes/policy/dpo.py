@@ -1,0 +1,66 @@
+"""DPO (Rafailov et al. 2023): learn from pairs without a reward model, here from right against wrong. arXiv 2305.18290.
+
+A pair is a right (chosen, y_w) and a wrong (rejected, y_l) solution of the same problem. Its loss is -log sigma(u) with
+u = beta * [(log pi(y_w) - log ref(y_w)) - (log pi(y_l) - log ref(y_l))] (eq. 7): sums over the solutions' tokens, the
+starting weights as ref, beta 0.1 as in the paper. A step takes the mean over the pairs of all ranks. Its gradient is
+that of a weighted log-likelihood with the coefficients +-beta * sigma(-u), exact for one optimizer step per batch. The
+loss is the recipe's own: --advantage, --loss, --aggregation, --kl-coef and --entropy-coef have no say.
+
+Departures:
+1. Online: a step's pairs are sampled from the present model. The paper goes several times through a fixed set of pairs.
+2. The preferences are the task's gold check, not people's: nothing says that they follow the Bradley-Terry model.
+3. A problem gives as many pairs as it can without using a solution twice, so those that are solved half of the time
+   weigh most. --pairs-per-problem 1 makes all that have a pair count alike.
+4. AdamW at a constant --lr, not RMSprop at 1e-6 with 150 steps of warm-up: the models here are tiny.
+"""
+from nanochat.common import check_least
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.play.pairs import add_pair_args, check_pair_args, learn_from_pairs
+from nanochat.rl.play.play import Call, Play
+
+TAGS = dict(family="pairs", verifier="none", reward="outcome", credit="pair loss against the starting weights")
+ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
+SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin"]}
+
+
+def add_args(group) -> None:
+    add_pair_args(group)
+    group.add_argument("--pairs-per-problem", type=int, default=0, help="at most; 0 = all that use no solution twice")
+
+
+def check(args, task) -> None:
+    check_pair_args(args)
+    check_least(args, {"pairs_per_problem": 0, "num_samples": 2})
+
+
+def calls(args) -> list[Call]:
+    P, G = args.examples_per_step, args.num_samples
+    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True, scored=1)]
+
+
+def play(t: Play):
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    outcomes = t.check(solutions)
+    solutions.columns = {"outcome": outcomes}
+    log_rewards(t, "generator", solutions, outcomes)
+    t.log("generator", t.mean({"unscorable": [o is None for o in outcomes]}))
+    chosen, rejected = right_and_wrong(outcomes, solutions.group_id.tolist(), t.args.pairs_per_problem)  # y_w > y_l | x
+    paired, Q = solutions.select(chosen + rejected), len(chosen)  # no rollouts on a rank without pairs
+    ref_logprobs = t.logprobs("generator", paired, reference=True)
+    yield from learn_from_pairs(t, "generator", paired, list(range(Q)), list(range(Q, 2 * Q)), ref_logprobs)
+
+
+def right_and_wrong(outcomes: list[bool | None], group_id: list[int], most: int = 0) -> tuple[list[int], list[int]]:
+    """Pairs of a right and a wrong rollout of one group: its first right one with its first wrong one, and so on, at
+    most `most` of a group (0: all). None is neither. -> the indices of the chosen, those of the rejected"""
+    groups: dict[int, tuple[list[int], list[int]]] = {}  # the right and the wrong rollouts of each
+    for n, (g, outcome) in enumerate(zip(group_id, outcomes, strict=True)):
+        if outcome is not None:
+            groups.setdefault(g, ([], []))[0 if outcome else 1].append(n)
+    pairs = [pair for group in groups.values() for pair in list(zip(*group, strict=False))[: most or None]]
+    return [w for w, _ in pairs], [l for _, l in pairs]
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

@@ -1,0 +1,156 @@
+"""MAGRPO (Liu et al. 2025): two agents with weights of their own learn from one joint reward. arXiv 2508.04652.
+
+Both agents read the problem, and each writes a part of its solution without seeing the other's. Each samples G
+completions. A joint action is a completion of either, and it earns 1 if the two together are right. --joint aligned
+takes the g-th completions of both. cross takes all G^2 pairs, and the return of a completion is then the sum over its
+pairs, as in the released code (OpenMLRL/CoMLRL). An agent's advantage is the return less the mean over its completions
+of the problem. The loss is -A log pi: a sum over tokens, a mean over completions, without ratio, clip or KL, so --loss
+and --aggregation have no say. Both agents learn in every step, each by an update of its own. With --frozen second the
+partner of the first agent stays as SFT left it. For a single agent this is REINFORCE with the group's mean as baseline.
+
+The released code has G 4, aligned, a learning rate of 5e-6, temperature and top-p 0.6, top-k 50, and two turns.
+
+Departures:
+1. One turn. Theirs adds 0.9 times the mean return of the next turn, whose prompts hold what the environment says.
+2. All tokens learn. Their loss loses the last one of each completion: it drops a logit too many.
+3. --advantage has their baselines mean (dr_grpo, the default), rloo and raw (reinforce), and not their max.
+4. A completion of which a pair cannot be scored teaches nothing. In theirs all rewards are known.
+5. One optimizer step for a batch of problems (theirs: 2), at temperature 1: the models here are tiny.
+6. Both agents start from the same checkpoint, which has learned to write either part (task halves, chat_sft
+   --demo-shares first:0.4 second:0.4).
+"""
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from nanochat.common import BadInput, check_choices
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.learn.roles import RoleSpec, short_name
+from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
+from nanochat.rl.measure.scores import share_of
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.prompts import quoting_prompt
+from nanochat.rl.records.rollouts import Rollouts
+from tasks.common import Problem
+
+TAGS = dict(family="team", verifier="none", reward="joint outcome", credit="return less the group's mean, per agent")
+ROLES = {"first": RoleSpec("--model-tag"), "second": RoleSpec("--model-tag")}
+SHOWN = {"first": ["half_accuracy", "joint_accuracy", "agree"], "second": ["half_accuracy"]}
+TABLE = {
+    "joint/pass1_in": "joint solutions that are right: greedy, in distribution",
+    "joint/sampled_in": "the same, sampled",
+    "joint/agree_in": "pairs that follow one convention, greedy",
+    "joint/sampled_agree_in": "the same, sampled",
+    "fir/half_in": "halves of the first agent that are right, greedy",
+    "sec/half_in": "of the second one",
+    "joint/pass1_out": "joint solutions that are right: greedy, out of distribution",
+}
+FROZEN = ("none", "second")
+
+
+def add_args(group) -> None:
+    group.set_defaults(kl_coef=0.0, advantage="dr_grpo")
+    group.add_argument("--joint", default="aligned", help=f"which completions of the agents are taken together, one "
+                                                          f"of: {', '.join(JOINT)}")
+    group.add_argument("--frozen", default="none", help=f"the agent that stays as it is, one of: {', '.join(FROZEN)}")
+
+
+def check(args, task) -> None:
+    check_choices(args, {"joint": JOINT, "frozen": FROZEN})
+    if missing := [name for name in ("joint", "half_outcomes", "agrees") if not hasattr(task, name)]:
+        raise BadInput(f"--task {task.name}: it says nothing of how parts of two agents make a solution (it has no "
+                       f"{', '.join(missing)}); task halves does")
+    check_one_update(args)
+
+
+def updates(args) -> dict[str, int]:
+    return {role: 0 if role == args.frozen else args.num_steps for role in ROLES}
+
+
+def calls(args) -> list[Call]:
+    return [Call(role, role, args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps,
+                 trained=True, wrap=partial(quoting_prompt, template=f"{role}_prompt")) for role in ROLES]
+
+
+# Joint actions: of G completions of each agent, which ones are taken together
+
+def aligned(G: int, num_agents: int) -> list[tuple[int, ...]]:
+    """The g-th completion of every agent."""
+    return [(g,) * num_agents for g in range(G)]
+
+
+def cross(G: int, num_agents: int) -> list[tuple[int, ...]]:
+    """Every completion of each agent with every one of all others."""
+    return list(product(range(G), repeat=num_agents))
+
+
+JOINT = {"aligned": aligned, "cross": cross}
+
+
+def returns_of(agent: int, actions: list[tuple[int, ...]], outcomes: list[bool | None], num: int) -> list[float | None]:
+    """For each of an agent's `num` completions the sum of the outcomes of the joint actions that it is in; None where
+    one of them is not known."""
+    returns: list[float | None] = [0.0] * num
+    for action, outcome in zip(actions, outcomes, strict=True):
+        n = action[agent]
+        returns[n] = None if outcome is None or returns[n] is None else returns[n] + outcome
+    return returns
+
+
+# The algorithm
+
+def sample_parts(t: Play, problems: list[Problem], num_samples: int, label: str,
+                 greedy: bool = False) -> list[Rollouts]:
+    """What each agent writes, which reads nothing but the problem."""
+    return [t.sample(role, t.prompts(f"{role}_prompt", problems), num_samples, label.format(role), greedy=greedy,
+                     tool=t.sampler.calculator_tool()) for role in ROLES]
+
+
+def joint_texts(t: Play, parts: list[Rollouts], actions: list[tuple[int, ...]]) -> list[str]:
+    """What the completions of each joint action make together."""
+    return [t.task.joint(*(part.texts[n] for part, n in zip(parts, action, strict=True))) for action in actions]
+
+
+def play(t: Play):
+    G, problems = t.args.num_samples, t.problems()
+    parts = sample_parts(t, problems, G, "{}")
+    actions = [tuple(p * G + g for g in action) for p in range(len(problems))
+               for action in JOINT[t.args.joint](G, len(parts))]
+    texts = joint_texts(t, parts, actions)
+    outcomes = t.check_texts([problems[action[0] // G] for action in actions], texts)
+    log_joint(t, parts, outcomes, texts)
+    for agent, (role, part) in enumerate(zip(ROLES, parts, strict=True)):
+        returns = returns_of(agent, actions, outcomes, len(part))
+        part.columns = {"partner": parts[1 - agent].texts,
+                        "outcome": outcomes if t.args.joint == "aligned" else [None] * len(part)}
+        log_rewards(t, role, part, returns)
+        if role != t.args.frozen:
+            yield Update(role, [(part, t.advantages(part, returns))], replace(t.loss, name="reinforce"), per="rollout")
+
+
+def log_joint(t: Play, parts: list[Rollouts], outcomes: list[bool | None], texts: list[str]) -> None:
+    """Logs how often joint solutions are right, how often they follow one convention, and how often each agent's own
+    part is right."""
+    t.log("first", t.mean({"joint_accuracy": outcomes, "agree": [t.task.agrees(text) for text in texts],
+                           "unscorable": [outcome is None for outcome in outcomes]}))
+    aligned_texts = joint_texts(t, parts, [(n, n) for n in range(len(parts[0]))])
+    halves = list(map(t.task.half_outcomes, parts[0].problems(), aligned_texts))
+    for agent, role in enumerate(ROLES):
+        t.log(role, t.mean({"half_accuracy": [pair[agent] for pair in halves]}))
+
+
+def evaluate(t: Play) -> dict:
+    """Of one joint solution of each problem, greedy and sampled: whether it is right, its convention, its parts."""
+    scores = {}
+    for split, name in SPLITS.items():
+        problems = t.problems(t.args.eval_examples, split)
+        for kind, greedy in (("", True), ("sampled_", False)):
+            parts = sample_parts(t, problems, 1, f"eval_{kind}{{}}", greedy)
+            texts = joint_texts(t, parts, [(n, n) for n in range(len(problems))])
+            right = are_right(t.gather(t.check_texts(problems, texts)), split)
+            halves = t.gather(list(map(t.task.half_outcomes, problems, texts)))
+            scores |= {f"joint/{kind or 'pass1_'}{name}": share_of(right),
+                       f"joint/{kind}agree_{name}": share_of(t.gather(list(map(t.task.agrees, texts))))}
+            scores |= {f"{short_name(role)}/{kind}half_{name}": share_of([pair[agent] for pair in halves])
+                       for agent, role in enumerate(ROLES)}
+    return scores

@@ -1,0 +1,177 @@
+"""PRIME (Cui et al. 2025): a generator and an implicit process reward model, trained together. arXiv 2502.01456.
+
+The process reward of a token is the log-ratio of the PRM to its own SFT start, so outcomes alone train it. The
+advantage is that of RLOO on outcomes plus that of RLOO on process rewards. Defaults as in the released settings: beta
+.05, problems of accuracy .2 to .8, no KL, token mean, scores from the forward pass before the PRM's update ("after").
+Those have 256 problems with 4 rollouts each, and rates of 5e-7 (generator) and 1e-6 (PRM): --lr and --prm-lr.
+
+Departures:
+1. One optimizer step of each role per batch; the released code takes several on parts of it.
+2. Problems outside of --accuracy-filter are left out and counted; the batch is not filled up with others.
+3. --process-baseline: the paper's equation subtracts the mean of the other rollouts' mean process rewards. The released
+   code also adds (r_t - the rollout's own mean) / (K - 1). The equation is the default.
+4. --process-norm batch is the released code's, but with one maximum over all ranks instead of one for each.
+5. The last token keeps its process reward, as in the released code; the later recipe in verl drops it.
+6. Rollouts that cannot be scored are left out, so K is the number of those that are.
+7. Gradients of both roles are clipped at --max-grad-norm; the released settings clip the PRM's at 10.
+"""
+from dataclasses import replace
+
+import torch
+
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.rl.credit.advantages import PRESETS, SparseRewards, source_advantages, to_go, whiten
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_odds_scores, log_rewards, log_variances, pass_at_1
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.rollouts import Rollouts
+
+TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", reward="outcome + process",
+            credit="RLOO per source")
+ROLES = {"generator": RoleSpec("--model-tag"), "prm": RoleSpec("--model-tag", lr="--prm-lr", reference=True)}
+SHOWN = {"prm": ["bce", "pair_accuracy", "step_auc"]}
+CHOICES = {"prm_update": ("before", "after", "none"), "process_baseline": ("paper", "code"),
+           "process_norm": ("batch", "none")}
+EPSILON = 1e-6  # added to divisors
+
+
+# Flags
+
+def add_args(group) -> None:
+    one_of = lambda name: f"one of: {', '.join(CHOICES[name])}"
+    group.add_argument("--prm-beta", type=float, default=0.05, help="beta: process reward per log-ratio")
+    group.add_argument("--prm-update", default="after",
+                       help=f"whether the PRM is updated before or after it scores a batch, {one_of('prm_update')}")
+    group.add_argument("--prm-freeze-after", type=int, default=-1,
+                       help="updates of the PRM, which then stays as it is; -1 = never. With 0 (or --prm-update none) "
+                       "it equals its reference, and outcomes alone reward")
+    group.add_argument("--accuracy-filter", type=float, nargs=2, default=[0.2, 0.8], metavar=("LOW", "HIGH"),
+                       help="accuracies of the problems that are trained on; 0 1 = all")
+    group.add_argument("--process-baseline", default="paper", help=one_of("process_baseline"))
+    group.add_argument("--process-norm", default="batch",
+                       help=f"batch: process rewards are divided by their largest return, {one_of('process_norm')}")
+    group.set_defaults(advantage="rloo", kl_coef=0.0, aggregation="token")
+
+
+def check(args, task) -> None:
+    """Raises BadInput for settings that cannot work."""
+    check_choices(args, CHOICES)
+    check_least(args, {"prm_lr": 0, "prm_freeze_after": -1})
+    low, high = args.accuracy_filter
+    if not 0 <= low <= high <= 1:
+        raise BadInput(f"--accuracy-filter {low} {high}: must be two shares, the lower one first")
+    if not args.prm_beta > 0:
+        raise BadInput(f"--prm-beta {args.prm_beta}: must be above 0")
+    if args.advantage != "rloo":
+        raise BadInput(f"--advantage {args.advantage}: PRIME's is rloo")
+    check_one_update(args)
+
+
+# What a run is made of
+
+def updates(args) -> dict[str, int]:
+    most = 0 if args.prm_update == "none" else args.prm_freeze_after
+    return {"generator": args.num_steps, "prm": args.num_steps if most < 0 else min(args.num_steps, most)}
+
+
+def calls(args) -> list[Call]:
+    """The rollouts, which the generator samples and the PRM is given."""
+    size = (args.examples_per_step, args.num_samples, args.max_new_tokens)
+    return [Call("generator", "generator", *size, args.num_steps, trained=True),
+            Call("prm", "scored", *size, updates(args)["prm"], trained=True, given=True,
+                 scored=2 if args.prm_update == "before" else 1)]
+
+
+# Formulas
+
+def prm_coefficients(q: torch.Tensor, outcomes: list[bool], mask: torch.Tensor, beta: float) -> torch.Tensor:
+    """Minus the gradient of BCE(sigma(beta sum_t q_t), outcome) in each token's logprob. q, mask (N, T) -> (N, T)"""
+    right = torch.tensor(outcomes, dtype=q.dtype, device=q.device)
+    return beta * (right - torch.sigmoid(beta * q.sum(dim=1)))[:, None] * mask
+
+
+def process_rloo(rewards: torch.Tensor, mask: torch.Tensor, group_id: torch.Tensor, baseline: str) -> torch.Tensor:
+    """Process rewards less the mean, over the group's K - 1 other rollouts, of their mean reward; 0 in a group of one.
+
+    baseline "code": plus (r_t - own mean) / (K - 1), which makes r_t K / (K - 1) - sum of all means / (K - 1).
+    rewards, mask (N, T), group_id (N,) -> (N, T)
+    """
+    means = rewards.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # (N,)
+    total = torch.zeros_like(means).index_add_(0, group_id, means)[group_id]
+    K = torch.bincount(group_id)[group_id]
+    others = (K - 1).clamp(min=1)
+    centred = rewards - ((total - means) / others)[:, None]
+    if baseline == "code":
+        centred = centred + (rewards - means[:, None]) / others[:, None]
+    return centred * mask * (K > 1)[:, None]
+
+
+def largest_return(rewards: torch.Tensor, reduce) -> torch.Tensor:
+    """The largest return in size over all rollouts of all ranks. rewards (N, T) -> ()"""
+    sizes = to_go(rewards).abs().flatten()
+    return reduce(torch.cat([sizes, sizes.new_zeros(1)]).max(), "max")  # a rank may have no rollouts
+
+
+# The algorithm
+
+def play(t: Play):
+    """Rollouts, the problems neither too easy nor too hard, their process rewards, and an update of each role."""
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions.columns = {"outcome": t.check(solutions)}
+    rollouts = filtered(t, solutions)
+    if not t.reduce(torch.tensor(len(rollouts), device=t.device)):
+        return  # on no rank a problem that is neither too easy nor too hard
+    ref_logprobs = t.logprobs("prm", rollouts, reference=True)
+    q = t.logprobs("prm", rollouts) - ref_logprobs                                           # (N, T)
+    log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q)  # it has not yet learned from these rollouts
+    learn = prm_update(rollouts, q, t.args.prm_beta)                                         # L_CE
+    when = t.args.prm_update if t.steps["prm"] < t.totals["prm"] else "none"
+    if when == "before":
+        yield learn
+        q = t.logprobs("prm", rollouts) - ref_logprobs
+        log_odds_scores(t, "prm", rollouts, t.args.prm_beta * q, "rescored/")
+    places = torch.arange(q.shape[1], device=t.device).expand(q.shape)
+    log_variances(t, "generator", rollouts, {
+        "outcome": outcome_rewards(rollouts.columns["outcome"], rollouts.lengths),
+        "process": SparseRewards(t.args.prm_beta * q, places, rollouts.mask)})
+    yield Update("generator", [(rollouts, advantages_of(t, rollouts, q))])                   # L_CLIP
+    if when == "after":
+        yield learn
+
+
+def prm_update(rollouts: Rollouts, q: torch.Tensor, beta: float) -> Update:
+    """A step on the mean over rollouts of the PRM's cross-entropy. q (N, T): of the PRM as it is."""
+    coefficients = prm_coefficients(q, rollouts.columns["outcome"], rollouts.mask, beta)
+    not_its_own = replace(rollouts, sampler_logprobs=torch.full_like(rollouts.sampler_logprobs, float("nan")))
+    return Update("prm", [(not_its_own, coefficients)], PolicyLoss("reinforce"), per="rollout")
+
+
+def filtered(t: Play, solutions: Rollouts) -> Rollouts:
+    """The rollouts that are trained on; logs all, and the share of problems that are left out."""
+    outcomes, group_id = solutions.columns["outcome"], solutions.group_id.tolist()
+    rows = keep_groups(outcomes, group_id, *t.args.accuracy_filter)
+    left = {group_id[n] for n in rows}
+    log_rewards(t, "generator", solutions, outcomes)
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
+                               "filtered": [g not in left for g in range(len(solutions.prompts))]}))
+    return solutions.select(rows)
+
+
+def advantages_of(t: Play, rollouts: Rollouts, q: torch.Tensor) -> torch.Tensor:
+    """RLOO on process rewards plus RLOO on outcomes, as returns, whitened over the batch. q (N, T) -> (N, T)"""
+    rewards = t.args.prm_beta * q                                                            # r(y_t)
+    largest = largest_return(rewards, t.reduce)
+    if t.args.process_norm == "batch":
+        rewards = rewards / (largest + EPSILON)                                              # dp_prime.py: prime_norm
+    process = to_go(process_rloo(rewards, rollouts.mask, rollouts.group_id, t.args.process_baseline))
+    outcome = source_advantages(outcome_rewards(rollouts.columns["outcome"], rollouts.lengths), rollouts.group_id,
+                                rollouts.tokens.shape[1], PRESETS["rloo"])
+    t.log("generator", {"largest_process_return": largest.item()})
+    return whiten(process + outcome, rollouts.mask, t.reduce)                                # core_algos.py
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

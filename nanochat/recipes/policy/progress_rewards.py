@@ -1,0 +1,112 @@
+"""Progress rewards (PAV, Setlur et al. 2024): what each step adds to a prover's chance of success. arXiv 2410.08146.
+
+The values behind a solution's steps are measured, not learned: a prover goes on from there several times, and the task
+checks where it ends. PAV's step reward is the progress Q(behind the step) - Q(before it) of a prover that keeps the
+best of K, and the policy is rewarded with its outcome plus alpha times the progress. --step-values names other
+rewards of the same measurements: Math-Shepherd's hard and soft estimates (Wang et al. 2024, arXiv 2312.08935) and
+GenPRM's relative progress. The prover is --prover-tag as it is, by default what the policy starts from.
+
+Departures:
+1. The papers train a verifier on such estimates and let it reward; here they reward directly, at the cost of
+   --continuations completions of each prefix. Equal prefixes share theirs.
+2. The outcome and the steps' rewards are added and normalised together (recipe tango's --combine rewards), or each by
+   itself (advantages).
+3. A solution of more than --most-steps steps is rewarded by its outcome alone, and counted (step_abstained).
+"""
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.rl.credit.advantages import COMBINE, PRESETS
+from nanochat.rl.credit.rewards import at_step_ends, outcome_rewards
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_rewards, log_variances, pass_at_1
+from nanochat.rl.measure.scores import pass_at_k
+from nanochat.rl.measure.step_labels import METHODS, run_plans
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.verify.prefixes import prompt_behind
+
+TAGS = dict(family="generator-prover", verifier="continuations", reward="outcome + progress",
+            credit="z-score of the sum")
+ROLES = {"generator": RoleSpec("--model-tag"), "prover": RoleSpec("--prover-tag", trained=False)}
+SHOWN = {"generator": ["rewards/step/mean", "step_abstained"]}
+STEP_VALUES = ("pav", "math_shepherd", "math_shepherd_soft", "rpe")  # of METHODS those that ask in one round
+
+
+def add_args(group) -> None:
+    group.add_argument("--step-values", default="pav", help=f"one of: {', '.join(STEP_VALUES)}")
+    group.add_argument("--continuations", type=int, default=8, help="completions of each prefix")
+    group.add_argument("--best-of", type=int, default=4, help="pav: the prover keeps the best of so many")
+    group.add_argument("--alpha", type=float, default=3.0, help="weight of the steps' rewards beside the outcome's 1")
+    group.add_argument("--most-steps", type=int, default=12, help="a longer solution has no step rewards")
+    group.add_argument("--combine", default="rewards", help=f"one of: {', '.join(COMBINE)}")
+
+
+def check(args, task) -> None:
+    check_choices(args, {"step_values": STEP_VALUES, "combine": COMBINE})
+    check_least(args, {"continuations": 1, "best_of": 1, "most_steps": 1, "alpha": 0})
+    if args.best_of > args.continuations:
+        raise BadInput(f"--best-of {args.best_of}: of --continuations {args.continuations} no so many can be kept")
+
+
+def calls(args) -> list[Call]:
+    P, G = args.examples_per_step, args.num_samples
+    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True),
+            Call("prover", "continued", P * G * (args.most_steps + 1), args.continuations, args.max_new_tokens,
+                 args.num_steps, quoted=args.max_new_tokens)]
+
+
+def play(t: Play):
+    """Solutions, the rewards of their outcomes and steps, and an update."""
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    outcomes, steps = t.check(solutions), t.read_solutions(solutions)
+    values = step_values(t, solutions, [s.step_ends for s in steps])
+    sources = {"outcome": outcome_rewards(outcomes, solutions.lengths),
+               "step": at_step_ends([s.step_ends for s in steps], values, t.device)}
+    weighted = list(zip((1.0, t.args.alpha), sources.values(), strict=True))
+    advantages = COMBINE[t.args.combine](weighted, solutions.group_id, solutions.tokens.shape[1],
+                                         PRESETS[t.args.advantage], t.reduce)
+    solutions.columns = {"outcome": outcomes, "step_values": values}
+    log_rewards(t, "generator", solutions, outcomes)
+    log_variances(t, "generator", solutions, sources)
+    t.log("generator", t.mean({
+        "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
+        "rewards/step/mean": [x for row in values for x in row or []],
+        "step_abstained": [row is None for row in values]}))
+    yield Update("generator", [(solutions, advantages)])
+
+
+def step_values(t: Play, solutions: Rollouts, step_ends: list[list[int]]) -> list[list[float] | None]:
+    """A number per reasoning step of each solution, as --step-values makes them of the values of its prefixes; None
+    where the continuations of one cannot be scored, or there are too many steps."""
+    rows, prompts, method = solutions.completions(), solutions.prompt_of(), METHODS[t.args.step_values]
+    few = [n for n, ends in enumerate(step_ends) if len(ends) <= t.args.most_steps]
+
+    def values_of(asked: list[tuple[int, int]]) -> list[float | None]:
+        """Of prefixes: the k-th of the i-th of these few solutions ends with its k-th step."""
+        prefixes = [(prompts[n], tuple(rows[n][: step_ends[n][k - 1] + 1] if k else ()))
+                    for n, k in ((few[i], k) for i, k in asked)]
+        keys = [(prompt.problem, begun) for prompt, begun in prefixes]
+        found = prefix_values(t, dict(zip(keys, prefixes, strict=True)), method.value)
+        return [found[key] for key in keys]
+
+    labels = dict(zip(few, run_plans([method.plan(len(step_ends[n])) for n in few], values_of), strict=True))
+    return [labels.get(n) for n in range(len(solutions))]
+
+
+def prefix_values(t: Play, prefixes: dict, value: str) -> dict:
+    """What the prover's continuations of each prefix, a prompt and the tokens behind it, are worth: the share that is
+    right, or with value "best_of" the chance that one of --best-of is, without bias. None where too few can be
+    scored."""
+    N, K = t.args.continuations, t.args.best_of if value == "best_of" else 1
+    asked = [prompt_behind(prompt.ids, prompt.problem, list(begun)) for prompt, begun in prefixes.values()]
+    rollouts = t.sample("prover", asked, N, "continued", tool=t.sampler.calculator_tool())
+    begun = [begun for _, begun in prefixes.values() for _ in range(N)]
+    texts = [t.tokenizer.decode([*before, *tokens[: len(tokens) - stopped]]) for before, tokens, stopped in zip(
+        begun, rollouts.completions(), rollouts.stopped.tolist(), strict=True)]
+    outcomes = t.check_texts(rollouts.problems(), texts)
+    known = [[o for o in outcomes[i: i + N] if o is not None] for i in range(0, len(outcomes), N)]
+    return {key: pass_at_k(len(row), sum(row), K) if len(row) >= K else None
+            for key, row in zip(prefixes, known, strict=True)}
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

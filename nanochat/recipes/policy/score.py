@@ -1,0 +1,134 @@
+"""SCoRe (Kumar et al. 2024): RL on two attempts in a row, the second to correct the first. arXiv 2409.12917.
+
+Stage I rewards the second attempt and ties the first to the starting weights. Stage II rewards both, the second with a
+bonus alpha (r2 - r1). The paper's Table 5 has alpha 10, beta1 0.01, beta2 0.1 (MATH) or 0.25 (MBPP), learning rates
+5e-6 and 1e-5, and 3000 and 1500 steps. How many are stage I's was not found, nor any code of the authors.
+
+The loss is REINFORCE with the KL in its weights: --advantage, --loss, --kl-coef and --aggregation have no effect.
+
+Departures:
+1. The baseline is the mean of the problem's other G - 1 episodes (RLOO), of either turn by itself. The paper names
+   REINFORCE as of Ahmadian et al. 2024, which is where RLOO is from, but no number of samples.
+2. --credit own: either attempt earns its own reward. The gradient of eq. 3 and 4 as written is --credit total, where
+   the first attempt also earns the second's. With alpha 10 that is 11 r2 - 9 r1: a wrong first attempt then pays.
+3. The KL is per token (k2) and is not carried back to earlier tokens. The first attempt in stage I has beta2 alone.
+4. The mean is over the 2G attempts at a problem, half of that over G episodes.
+5. One optimizer step per batch; all first attempts are the present policy's; AdamW's averages outlive stage I.
+6. A tiny model learns the form of a second attempt by SFT first (chat_sft --demo-shares refine:0.5); else none of them
+   is right.
+"""
+import torch
+
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.kernels.losses import PolicyLoss
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import SPLITS, log_rewards
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.prompts import refine_prompt
+
+TAGS = dict(family="single model, two turns", verifier="none", reward="outcome + progress", credit="RLOO per turn")
+ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
+SHOWN = {"generator": ["stage", "turn2/accuracy", "turn2/delta"]}
+TABLE = {
+    "gen/pass1_in": "first attempt: greedy pass@1, in distribution",
+    "gen/turn2_in": "second attempt",
+    "gen/delta_in": "second less first",
+    "gen/wrong_to_right_in": "wrong at first, then right",
+    "gen/right_to_wrong_in": "right at first, then wrong",
+    "gen/pass1_out": "first attempt, out of distribution",
+    "gen/turn2_out": "second attempt, out of distribution",
+}
+CREDIT = {"own": lambda own, later: own, "total": lambda own, later: own + later}  # what the first attempt earns
+
+
+def add_args(group) -> None:
+    group.add_argument("--stage1-steps", type=int, default=50, help="steps of stage I, out of --num-steps")
+    group.add_argument("--alpha", type=float, default=10.0, help="weight of the bonus r2 - r1 in stage II")
+    group.add_argument("--beta1", type=float, default=0.01, help="weight of the KL to the starting weights")
+    group.add_argument("--beta2", type=float, default=0.1, help="the same for the first attempt in stage I")
+    group.add_argument("--credit", default="own", help=f"rewards of the first attempt, one of: {', '.join(CREDIT)}")
+
+
+def check(args, task) -> None:
+    check_least(args, {"stage1_steps": 0, "alpha": 0, "beta1": 0, "beta2": 0})
+    check_choices(args, {"credit": CREDIT})
+    if args.num_samples < 2:
+        raise BadInput("--num-samples 1: the baseline is the mean of a problem's other samples; give at least 2")
+    check_one_update(args)
+
+
+def calls(args) -> list[Call]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
+    return [Call("generator", "generator", P, G, limit, args.num_steps, trained=True, scored=1),
+            Call("generator", "second", P * G, 1, limit, args.num_steps, trained=True, wrap=refine_prompt, quoted=limit,
+                 scored=1)]
+
+
+# The formulas
+
+def turn_rewards(first: bool | None, second: bool | None, stage: int, alpha: float, credit: str = "own") -> tuple:
+    """What either attempt earns, from the outcomes of both; None, None where one is not known."""
+    if first is None or second is None:
+        return None, None
+    if stage == 1:
+        own, later = 0.0, float(second)                                    # eq. 3
+    else:
+        own, later = float(first), second + alpha * (second - first)       # eq. 4 and the bonus
+    return CREDIT[credit](own, later), later
+
+
+def with_kl(advantages: torch.Tensor, log_ratio: torch.Tensor, beta: float) -> torch.Tensor:
+    """A - beta (log pi - log ref), which adds beta (log pi - log ref)^2 / 2 to the loss. All (N, T)."""
+    return advantages - beta * log_ratio
+
+
+def changes(outcomes: list) -> dict[str, list]:
+    """Per episode whose outcomes (first, second) are known: second less first, wrong then right, right then wrong."""
+    known = [(a, b) for a, b in outcomes if None not in (a, b)]
+    return {"delta": [b - a for a, b in known], "wrong_to_right": [b > a for a, b in known],
+            "right_to_wrong": [a > b for a, b in known]}
+
+
+# The algorithm
+
+def play(t: Play):
+    """Two attempts in a row at each problem, G times, and one update on both."""
+    args, stage = t.args, 1 if t.steps["generator"] < t.args.stage1_steps else 2
+    first = t.solve("generator", t.problems(), args.num_samples, "generator")
+    second = t.refine("generator", first, [""] * len(first), 1, "second")  # about the first one nothing is said
+    outcomes = list(zip(t.check(first), t.check(second), strict=True))
+    rewards = list(zip(*(turn_rewards(a, b, stage, args.alpha, args.credit) for a, b in outcomes), strict=True))
+    betas = (args.beta2 if stage == 1 else args.beta1), args.beta1
+
+    parts = []
+    for turn, rollouts, values, beta in zip((1, 2), (first, second), rewards, betas, strict=True):
+        # Second attempts at a problem are one group too, although each has a prompt of its own.
+        advantages = t.advantages(rollouts, values, groups=first.group_id, preset="rloo")
+        log_ratio = t.logprobs("generator", rollouts) - t.logprobs("generator", rollouts, reference=True)  # (N, T)
+        parts.append((rollouts, with_kl(advantages, log_ratio, beta)))
+        kl = log_ratio.sum(dim=1).tolist()  # of a whole attempt
+        t.log("generator", t.mean({f"turn{turn}/shaped_reward": values, f"turn{turn}/kl": kl}))
+
+    right, right_then = ([pair[turn] for pair in outcomes] for turn in (0, 1))
+    first.columns = {"outcome": right, "shaped_reward": rewards[0]}
+    # their record shows the first attempt too
+    second.columns = {"outcome": right, "second_outcome": right_then, "shaped_reward": rewards[1]}
+    log_rewards(t, "generator", first, right)
+    t.log("generator", {"stage": stage} | t.mean({
+        "turn2/accuracy": right_then, **{f"turn2/{name}": values for name, values in changes(outcomes).items()},
+        "turn2/copied": [a == b for a, b in zip(first.texts, second.texts, strict=True)],
+        "turn2/mean_length": second.lengths.tolist(), "unscorable": [None in pair for pair in outcomes]}))
+    yield Update("generator", parts, loss=PolicyLoss("reinforce"), per="rollout")
+
+
+def evaluate(t: Play) -> dict:
+    """Greedy pass@1 of the first attempt, as other recipes have it, and what becomes of it in the second."""
+    scores = {}
+    for split, name in SPLITS.items():
+        first = t.solve("generator", t.problems(t.args.eval_examples, split), 1, "eval", greedy=True)
+        second = t.refine("generator", first, [""] * len(first), 1, "eval_second", greedy=True)
+        pairs = t.gather([[a is True, b is True] for a, b in zip(t.check(first), t.check(second), strict=True)])
+        found = {"pass1": [a for a, _ in pairs], "turn2": [b for _, b in pairs], **changes(pairs)}
+        scores |= {f"gen/{key}_{name}": sum(values) / len(values) if pairs else None for key, values in found.items()}
+    return scores

@@ -1,0 +1,74 @@
+"""Simulated judge: GRPO rewarded by a judge that is as accurate as one says, and in the way one says. arXiv 2503.15477.
+
+What makes a reward a good teacher (Razin et al. 2025): not accuracy alone, but also how far it tells apart what the
+policy samples. A judge here knows the outcome of a solution, and is spoiled in one of two ways, or in both. With
+--judge-ties q it gives .5 to all solutions of a share q of the problems: it says nothing false. With --judge-flips e it
+says the opposite of a share e of the solutions.
+
+Of a right and a wrong solution of one problem it ranks the right one higher with a chance of 1 - q / 2, a tie counting
+half, and of 1 - e; in both ways, of (1 - q)(1 - e) + q / 2. So q = 2e gives two judges that are equally accurate; the
+one with ties varies less, by 1 - q. What it ties and flips is a function of the seed, the problem and the text.
+
+Departures:
+1. In the paper reward models of different accuracy and variance are trained or made; here the flaws are planted.
+2. The advantage is divided by the group's standard deviation (--advantage dr_grpo does without): so a reward that is
+   only scaled down, the paper's first example, would teach as before. Whole groups that are alike cannot.
+"""
+import random
+
+from nanochat.common import BadInput
+from nanochat.recipes.policy.grpo import ROLES, calls, evaluate  # noqa: F401
+from nanochat.rl.credit.advantages import PRESETS, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.measure.evals import log_rewards, log_variances
+from nanochat.rl.measure.voting import auroc
+from nanochat.rl.play.play import Play, Update
+
+TAGS = dict(family="single model", verifier="simulated", reward="a spoiled outcome", credit="z-score")
+SHOWN = {"generator": ["judge_auc", "zero_variance/judge"]}
+
+
+def add_args(group) -> None:
+    group.add_argument("--judge-ties", type=float, default=0.0, help="q: share of the problems with the same reward "
+                       "for all solutions")
+    group.add_argument("--judge-flips", type=float, default=0.0, help="e: share of the solutions that are rewarded for "
+                       "the opposite")
+
+
+def check(args, task) -> None:
+    for flag in ("judge_ties", "judge_flips"):
+        if not 0 <= getattr(args, flag) <= 1:
+            raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
+
+
+def judged(outcome: bool | None, seed: int, problem: str, text: str, ties: float, flips: float) -> float | None:
+    """The reward of a solution: its outcome, spoiled; None where that is not known."""
+    happens = lambda share, *what: random.Random(repr((seed, *what))).random() < share
+    if outcome is None:
+        return None
+    if happens(ties, "tie", problem):
+        return 0.5
+    return float(outcome != happens(flips, "flip", problem, text))
+
+
+def group_auc(rewards: list[float | None], outcomes: list[bool | None], num_samples: int) -> list[float | None]:
+    """Of each group the chance that a right solution has more reward than a wrong one, a tie counting half."""
+    scored = list(zip(rewards, outcomes, strict=True))
+    groups = [[row for row in scored[i: i + num_samples] if row[1] is not None]
+              for i in range(0, len(scored), num_samples)]
+    return [auroc([reward for reward, _ in group], [outcome for _, outcome in group]) for group in groups]
+
+
+def play(t: Play):
+    G = t.args.num_samples
+    solutions = t.solve("generator", t.problems(), G, "generator")
+    outcomes = solutions.columns["outcome"] = t.check(solutions)
+    rewards = [judged(outcome, t.args.seed, problem.prompt, text, t.args.judge_ties, t.args.judge_flips)
+               for outcome, problem, text in zip(outcomes, solutions.problems(), solutions.texts, strict=True)]
+    log_rewards(t, "generator", solutions, rewards)
+    source = terminal_rewards(rewards, solutions.lengths)
+    log_variances(t, "generator", solutions, {"judge": source})
+    t.log("generator", t.mean({"judge_auc": group_auc(rewards, outcomes, G), "rewards/outcome/mean": outcomes,
+                               "unscorable": [outcome is None for outcome in outcomes]}))
+    yield Update("generator", [(solutions, source_advantages(source, solutions.group_id, solutions.tokens.shape[1],
+                                                             PRESETS[t.args.advantage], t.reduce))])

@@ -1,0 +1,1 @@
+"""Models that give rewards: trained on labels, on preferences, or together with the policy."""

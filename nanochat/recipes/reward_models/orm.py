@@ -1,0 +1,70 @@
+"""ORM (Cobbe et al. 2021): a verifier that scores whole solutions, trained on their outcomes. arXiv 2110.14168.
+
+The verifier reads a solution behind its problem and says how likely the answer is right: V = sigma(s), s the log-odds
+of the verdict token. It is asked at the end of the solution (--orm-places end), or behind every token (tokens), which
+makes a value function of it. With --lm-coef it also goes on to model right solutions as text. The labelled solutions
+come from a file (--labels); their step labels are not used.
+
+Departures:
+1. s is the difference of two rows of the LM head. The paper has a bias and a gain on one special token's logit, which
+   differ in initialisation only.
+2. Cross-entropy; the paper's loss is the mean squared error (--orm-loss squared).
+3. The LM loss is on the right ones of the labelled solutions, the paper's on its training set.
+4. The paper takes 100 solutions of each problem and one epoch; here the file and --num-steps decide.
+"""
+import torch
+
+from nanochat.common import check_choices, check_least
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.play.play import Call, Play
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
+from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_call,
+                                         labelled_of_step)
+from nanochat.rl.verify.log_odds import (LOSSES, PLACES, learn_verdicts, likelihood_parts, log_judgments, log_odds,
+                                         verdict_parts)
+
+TAGS = dict(family="supervised verifier", verifier="outcome, log-odds at the end or every token", reward="none: labels")
+ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
+SHOWN = {"verifier": ["bce", "accuracy"]}
+CHOICES = {"orm_places": ("end", "tokens"), "orm_loss": tuple(LOSSES)}
+
+
+def add_args(group) -> None:
+    add_label_args(group)
+    add_judged_args(group)
+    for name, words in (("orm_places", "where the outcome is asked for"), ("orm_loss", "of V against the outcome")):
+        group.add_argument(f"--{name.replace('_', '-')}", default=CHOICES[name][0],
+                           help=f"{words}, one of: {', '.join(CHOICES[name])}")
+    group.add_argument("--lm-coef", type=float, default=0.0, help="weight of the LM loss on right solutions")
+
+
+def check(args, task) -> None:
+    check_choices(args, CHOICES)
+    check_least(args, {"lm_coef": 0})
+    check_one_update(args)
+    check_judged_args(args)
+    check_labels(args, task)
+    check_outcomes(args, task)
+
+
+def calls(args) -> list[Call]:
+    return [*judged_calls(args, args.orm_places), labelled_call(args)]
+
+
+def play(t: Play):
+    rows = [row for row in labelled_of_step(t) if row.outcome is not None]
+    rollouts = as_rollouts(t, "verifier", rows)
+    places = PLACES[t.args.orm_places](rollouts, t.read_solutions(rollouts))               # (N, T)
+    labels = places * torch.tensor([[float(row.outcome)] for row in rows], device=t.device).view(-1, 1)
+    s = log_odds(t, "verifier", rollouts)
+    log_judgments(t, "verifier", s, labels, places)
+    losses = [(verdict_parts(t, rollouts, LOSSES[t.args.orm_loss](s, labels, places)), places.sum().item())]
+    if t.args.lm_coef:
+        right = rollouts.select([n for n, row in enumerate(rows) if row.outcome])
+        losses.append((likelihood_parts(right, t.args.lm_coef * right.mask), right.num_trained().sum().item()))
+    yield from learn_verdicts(t, "verifier", *losses)
+
+
+def evaluate(t: Play) -> dict:
+    return scores_as_judge(t, t.args.orm_places)

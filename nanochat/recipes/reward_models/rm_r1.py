@@ -1,0 +1,58 @@
+"""RM-R1 (Chen et al. 2025): a judge of pairs that works the problem before it judges, by RL. arXiv 2505.02387.
+
+The verifier is shown a right and a wrong solution of a problem. It solves the problem itself, compares both with what
+it found, and chooses. A choice of the right one earns 1, any other text -1: there is no reward for the form. With
+--judge only it works the steps of both solutions instead. The generator of the solutions does not learn;
+recipe fixed_verifier rewards one (--judge solve_pair, or pair).
+
+Departures:
+1. The judge learns the form by SFT on demonstrations (chat_sft --verifier-form solve_pair, or pair for --judge only),
+   not by distilling another model's reasoning.
+2. Rubrics, which the paper's judge writes for chats, are left out: every problem here is one to be solved.
+3. Pairs are sampled solutions of which the task's check calls one right and one wrong, at most one of a problem.
+4. The choice must be all of the final judgment. The released code looks for it in the last 80 characters.
+"""
+from nanochat.common import check_choices, check_least
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, add_judge_args, chose_right, judge, judge_calls,
+                                          learn_to_judge, read_choices, scores_of_pairs)
+
+TAGS = dict(family="verifier alone", verifier="generative, pairs, solves first", reward="choice", credit="z-score")
+ROLES = {"generator": RoleSpec("--model-tag", trained=False),
+         "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
+SHOWN = {"verifier": ["pair_acc", "parse_fail"]}
+TABLE = PAIR_TABLE
+FORM = {"solve": "solve_pair", "only": "pair"}
+
+
+def add_args(group) -> None:
+    group.add_argument("--judge", default="solve", help="whether it solves the problem first, one of: solve, only")
+    add_judge_args(group, 192)
+
+
+def check(args, task) -> None:
+    check_choices(args, {"judge": FORM})
+    check_least(args, JUDGE_LEAST | {"num_solutions": 2})
+
+
+def calls(args):
+    return judge_calls(args, FORM[args.judge], 2)
+
+
+def choice_reward(choice: int | None, right: int) -> float:
+    """1 for the choice of the right solution, -1 for the other one and for none that can be read."""
+    return 1.0 if chose_right(choice, right) else -1.0
+
+
+def play(t):
+    """A pair of each problem that has one, a group of verifications of it, and an update of the verifier."""
+    rollouts, pairs = judge(t, FORM[t.args.judge], 2)
+    choices = read_choices(t, rollouts)
+    hits = [chose_right(choice, pair.right) for choice, pair in zip(choices, pairs, strict=True)]
+    t.log("verifier", t.mean({"pair_acc": hits, "parse_fail": [choice is None for choice in choices]}))
+    yield from learn_to_judge(t, rollouts, [choice_reward(choice, pair.right)
+                                            for choice, pair in zip(choices, pairs, strict=True)])
+
+
+def evaluate(t) -> dict:
+    return scores_of_pairs(t, FORM[t.args.judge])

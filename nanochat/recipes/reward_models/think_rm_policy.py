@@ -1,0 +1,86 @@
+"""Think-RM's policy (Hong et al. 2025): RL on differences, as a judge of pairs sees them. arXiv 2505.16265.
+
+The generator samples a group of solutions of each problem. A judge of pairs, which does not learn, is shown every pair
+of a group and chooses; with --grades graded it also says how much better the chosen one is. Recipe think_rm trains such
+a judge. The advantage of a solution is its mean difference from the others, over the standard deviation that the
+differences come to (`difference_advantages`). There is no reward, and gold answers are for the log alone.
+
+Departures:
+1. A solution is shown first in about half of its pairs. In the released code the earlier one of a pair is.
+2. Differences are means over --verifications choices, in units of the greatest strength, so from -1 to 1.
+3. A pair of equal texts is not judged: its difference is 0. So is that of a pair without a readable choice.
+"""
+from functools import partial
+
+import torch
+
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.recipes.reward_models.think_rm import FORM
+from nanochat.rl.credit.advantages import difference_advantages
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.verify.comparing import Worths, all_pairs, verified_together
+from nanochat.rl.verify.forms import empty_form_prompt
+
+TAGS = dict(family="generator-verifier", verifier="generative, pairs, frozen", reward="none: differences",
+            credit="mean difference")
+ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
+SHOWN = {"generator": ["duels/right_won"]}
+
+
+def add_args(group) -> None:
+    group.add_argument("--grades", default="binary", help=f"of a choice, one of: {', '.join(FORM)}")
+    group.add_argument("--verifications", type=int, default=1, help="of a pair")
+    group.add_argument("--verifier-max-new-tokens", type=int, default=192)
+
+
+def check(args, task) -> None:
+    if args.advantage != "grpo":
+        raise BadInput(f"--advantage {args.advantage}: the advantages are of differences, and --advantage has no say")
+    check_choices(args, {"grades": FORM})
+    check_least(args, {"num_samples": 2, "verifications": 1, "verifier_max_new_tokens": 1})
+
+
+def calls(args) -> list[Call]:
+    P, G = args.examples_per_step, args.num_samples
+    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True),
+            Call("verifier", "verdicts", P * G * (G - 1) // 2, args.verifications, args.verifier_max_new_tokens,
+                 args.num_steps, wrap=partial(empty_form_prompt, form=FORM[args.grades], num=2),
+                 quoted=2 * args.max_new_tokens)]
+
+
+def differences(pairs: list[list[int]], worths: Worths, num: int, num_votes: int) -> torch.Tensor:
+    """How much better each of `num` rollouts is judged than each other, from `num_votes` judgments of each pair: 0
+    where there is none. -> (N, N) fp32, d_ij = -d_ji"""
+    d = torch.zeros(num, num)
+    for q, (a, b) in enumerate(pairs):
+        read = [row for row in worths[q * num_votes: (q + 1) * num_votes] if row is not None]
+        if read:
+            d[a, b] = sum(one - other for one, other in read) / len(read)
+            d[b, a] = -d[a, b]
+    return d
+
+
+def play(t: Play):
+    """A group of solutions of each problem, a judgment of every pair, and an update by their differences."""
+    G, k, form = t.args.num_samples, t.args.verifications, FORM[t.args.grades]
+    solutions = t.solve("generator", t.problems(), G, "generator")
+    pairs = all_pairs(solutions.group_id.tolist())
+    asked = [[a, b] for a, b in pairs if solutions.texts[a] != solutions.texts[b]]
+    _, worths = verified_together(t, "verifier", solutions, asked, form, 2, k)
+    d = differences(asked, worths, len(solutions), k)
+    advantages = [difference_advantages(d[i: i + G, i: i + G]) for i in range(0, len(solutions), G)]
+    outcomes = t.check(solutions)
+    log_rewards(t, "generator", solutions, outcomes)
+    t.log("generator", t.mean({
+        "duels/equal": [solutions.texts[a] == solutions.texts[b] for a, b in pairs],
+        "duels/unread": [row is None for row in worths],
+        "duels/right_won": [((d[a, b] > 0) == outcomes[a]).item() for a, b in asked
+                            if d[a, b] and {outcomes[a], outcomes[b]} == {True, False}]}))
+    advantages = torch.cat([*advantages, torch.zeros(0)]).to(t.device)[:, None].expand_as(solutions.tokens)  # (N, T)
+    yield Update("generator", [(solutions, advantages)])
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

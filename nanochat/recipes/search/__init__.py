@@ -1,0 +1,1 @@
+"""Agents that search, and write what they search for."""

@@ -1,0 +1,279 @@
+"""MARS (Chen et al. 2025): two systems of one model, one that reasons and one that reads. arXiv 2510.04935.
+
+System 2 solves a problem in turns (reason_prompt). A turn that ends with a query is answered: the documents that the
+search finds are packed into as few prompts as hold them, first-fit decreasing, and System 1 writes down what serves the
+query (condense_prompt). That stands in the next turn's prompt. The last turn's answer earns 1 or 0, and the reward is
+that of every turn and of everything that System 1 wrote on the way.
+
+Advantages are z-scores within a problem, of each system by itself: System 2's over its trajectories, System 1's over
+all that it wrote for them. After that, System 1's samples are drawn to be as many as System 2's, without repeats where
+there are more, with some twice where there are fewer. A sample is drawn with a chance in proportion to
+(|A| + 1e-6) ** --balance-eta. 0 is the paper's first version, which draws evenly. The second says "advantage-weighted"
+in its abstract; its formula was not found, so what is above 0 is a guess. No code of the authors was found.
+
+Search-o1 (Li et al. 2025, arXiv 2501.05366) has the same turns and the same reader, and trains nothing: it is this
+recipe's evaluation with --num-steps 0, and the score before training of every other run. --no-train-condenser learns
+from System 2's samples alone. It shares System 1's weights, so that is no frozen System 1.
+
+Departures:
+1. A turn is a completion of its own. In the paper a trajectory is one, in which what System 1 wrote is masked. Here it
+   stands in a prompt, so no token of it gets a gradient from System 2's samples. So System 2's samples are turns:
+   System 1's are drawn to as many, and a trajectory weighs as much as it has turns. In the paper all weigh the same.
+2. A turn asks one query, and there is no purpose beside it. The paper's ask several tools, a Python interpreter among
+   them.
+3. Both losses are parts of one mean (--aggregation), not a sum of two means. The draw gives them equal numbers of
+   samples, but for problems of which no trajectory asks.
+4. Both systems learn their form by SFT first (chat_sft --demo-shares reason:0.4 condense:0.4). The paper starts from a
+   pretrained model without SFT.
+"""
+import argparse
+import random
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from nanochat.common import BadInput, check_least, check_most
+from nanochat.rl.credit.advantages import PRESETS, Preset, alone, source_advantages
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
+from nanochat.rl.measure.scores import share_of
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.prompts import quoting_prompt
+from nanochat.rl.records.rollouts import Rollouts, join
+from tasks.common import Problem
+
+TAGS = dict(family="single model, two prompts, turns", verifier="none", reward="outcome, shared",
+            credit="z-score per system")
+ROLES = {"generator": RoleSpec("--model-tag")}
+SHOWN = {"generator": ["queries", "condensed/right"]}
+EPSILON = 1e-6  # so that a sample without an advantage may be drawn
+
+
+# Flags
+
+def add_args(group) -> None:
+    group.add_argument("--most-turns", type=int, default=6, help="turns of a trajectory; the last one has to answer")
+    group.add_argument("--condense-tokens", type=int, default=8, help="of what System 1 writes")
+    group.add_argument("--bin-size", type=int, default=16,
+                       help="characters of documents that System 1 reads at once, at least those of the longest one")
+    group.add_argument("--most-bins", type=int, default=4, help="prompts of System 1 that a query may take")
+    group.add_argument("--balance", action=argparse.BooleanOptionalAction, default=True,
+                       help="draw as many samples of System 1 as System 2 has turns")
+    group.add_argument("--balance-eta", type=float, default=0.0,
+                       help="draw them by |advantage| to this power; 0 draws evenly")
+    group.add_argument("--train-condenser", action=argparse.BooleanOptionalAction, default=True,
+                       help="System 1's samples are trained")
+
+
+def check(args, task) -> None:
+    check_least(args, {"most_turns": 1, "condense_tokens": 1, "bin_size": 1, "most_bins": 1, "balance_eta": 0})
+    check_most(args, {"most_turns": 1000, "balance_eta": 10})
+    if not hasattr(task, "documents"):
+        raise BadInput(f"--task {args.task}: has no documents to search, which this recipe needs; lookup has them")
+    if args.calculator:
+        raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
+    for query in getattr(task, "queries", ()):
+        packed(task.documents(query), args)  # refuses what some step would
+
+
+def calls(args) -> list[Call]:
+    """Each turn, and what System 1 writes behind it. A prompt quotes all turns before it."""
+    N, limit, short = args.examples_per_step * args.num_samples, args.max_new_tokens, args.condense_tokens
+    found = []
+    for k in range(args.most_turns):
+        quoted = k * (limit + args.most_bins * short + MARK_TOKENS)
+        wrap = partial(quoting_prompt, template="reason_prompt", context="")
+        found.append(Call("generator", f"turn{k}", N, 1, limit, args.num_steps, trained=True, wrap=wrap, quoted=quoted,
+                          remedy=REMEDY))
+        wrap = partial(quoting_prompt, template="condense_prompt", document="", query="")
+        found.append(Call("generator", f"condense{k}", N * args.most_bins, 1, short, args.num_steps, trained=True,
+                          wrap=wrap, quoted=args.bin_size + limit, remedy=REMEDY))
+    return found
+
+
+MARK_TOKENS = 16  # around what System 1 wrote, at most
+REMEDY = "lower --most-turns, --max-new-tokens, --condense-tokens or --most-bins"
+
+
+# Formulas
+
+def first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
+    """Bins of places in `sizes`: each goes, the largest first, into the first bin that holds it. One that is too large
+    for any is alone."""
+    bins: list[list[int]] = []
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        room = (b for b in bins if sum(sizes[j] for j in b) + sizes[i] <= capacity)
+        fit = next(room, None)
+        if fit is None:
+            bins.append([i])
+        else:
+            fit.append(i)
+    return bins
+
+
+def system_advantages(rewards: list[float | None], group_id: list[int], preset: Preset, device="cpu",
+                      reduce=alone) -> torch.Tensor:
+    """The advantage of each sample of one system: its trajectory's reward, normalised over the samples of its problem
+    (--advantage). -> (n,)"""
+    groups = torch.tensor(group_id, dtype=torch.long, device=device)
+    one = torch.ones_like(groups)
+    return source_advantages(terminal_rewards(rewards, one), groups, 1, preset, reduce)[:, 0]
+
+
+def balanced(advantages: list[float], num: int, eta: float, rng: random.Random) -> list[int]:
+    """`num` of these samples, by their places in order: without repeats where there are as many, else each, and some
+    again. The chance of each goes with (|A| + EPSILON) ** eta."""
+    chances = [(abs(a) + EPSILON) ** eta for a in advantages]
+    places = range(len(advantages))
+    if not places:
+        return []
+    if num >= len(places):
+        return sorted([*places, *rng.choices(places, chances, k=num - len(places))])
+    # the largest of log(u) / chance: a draw without repeats (Efraimidis and Spirakis 2006)
+    keys = [-rng.expovariate(1.0) / chance for chance in chances]
+    return sorted(sorted(places, key=lambda i: -keys[i])[:num])
+
+
+def asked(fmt, text: str) -> str | None:
+    """The query that a turn ends with, None where it ends with none."""
+    before, opened, query = text.rpartition(fmt.query_open)
+    closed = opened and query.endswith(fmt.query_close)
+    return query.removesuffix(fmt.query_close) if closed else None
+
+
+# A trajectory
+
+def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> tuple[Rollouts, Rollouts]:
+    """A trajectory of each problem: System 2's turns and what System 1 wrote, in the order of sampling, each with the
+    number of its trajectory. Every rank goes through all turns, also with none left."""
+    fmt, args, turns, condensed = t.task.fmt, t.args, [], []
+    contexts, live = [""] * len(problems), list(range(len(problems)))
+    for k in range(args.most_turns):
+        prompts = t.prompts("reason_prompt", [problems[n] for n in live], context=[contexts[n] for n in live])
+        said = t.sample("generator", prompts, 1, f"turn{k}", greedy=greedy)            # s_i, (t_i, p_i)
+        said.columns = {"trajectory": live, "turns": [[["so far", contexts[n]]] if k else [] for n in live]}
+        texts = dict(zip(live, said.texts, strict=True))
+        queries = {n: query for n, text in texts.items()
+                   if k + 1 < args.most_turns and (query := asked(fmt, text)) is not None}
+        bins = [(n, text) for n, query in queries.items() for text in packed(t.task.documents(query), args)]
+        columns = {"trajectory": [n for n, _ in bins], "document": [text for _, text in bins],
+                   "query": [queries[n] for n, _ in bins]}
+        prompts = t.prompts("condense_prompt", [problems[n] for n, _ in bins], document=columns["document"],
+                            query=columns["query"])
+        written = t.sample("generator", prompts, 1, f"condense{k}", greedy=greedy)     # o~
+        written.columns = columns
+        live, found = list(queries), dict.fromkeys(queries, "")
+        for (n, _), text in zip(bins, written.texts, strict=True):
+            found[n] += text
+        for n in live:                                                                 # c_{i+1}
+            contexts[n] += texts[n] + fmt.info_open + found[n] + fmt.info_close + fmt.step_close
+        turns.append(said)
+        condensed.append(written)
+    return join(turns), join(condensed)
+
+
+def last_turns(turns: Rollouts) -> Rollouts:
+    """The last turn of each trajectory."""
+    return turns.select(list({k: n for n, k in enumerate(turns.columns["trajectory"])}.values()))
+
+
+def num_queries(turns: Rollouts) -> list[int]:
+    """How many queries of each trajectory were answered: behind each another turn follows."""
+    return [num - 1 for num in Counter(turns.columns["trajectory"]).values()]
+
+
+def packed(documents: list[str], args) -> list[str]:
+    """Documents as the texts that System 1 reads. Raises BadInput where one is too long, or they are too many."""
+    sizes = [len(document) for document in documents]
+    if max(sizes, default=0) > args.bin_size:
+        raise BadInput(f"--bin-size {args.bin_size}: a document has {max(sizes)} characters")
+    bins = first_fit_decreasing(sizes, args.bin_size)
+    if len(bins) > args.most_bins:
+        raise BadInput(f"--bin-size {args.bin_size}: what a query finds fills {len(bins)} prompts, and --most-bins is "
+                       f"{args.most_bins}")
+    return ["".join(documents[i] for i in sorted(b)) for b in bins]
+
+
+# The algorithm
+
+def play(t: Play):
+    G, preset = t.args.num_samples, PRESETS[t.args.advantage]
+    problems = t.problems()
+    turns, condensed = run_episodes(t, [problem for problem in problems for _ in range(G)])
+    of_turn, of_condensed = turns.columns["trajectory"], condensed.columns["trajectory"]
+    outcomes = t.check(last_turns(turns))                                                      # r^k
+    turns.columns["outcome"] = [outcomes[k] for k in of_turn]
+    condensed.columns["outcome"] = [outcomes[k] for k in of_condensed]                         # r^{k,j} = r^k
+    groups2, groups1 = [k // G for k in range(len(outcomes))], [k // G for k in of_condensed]
+    A2 = system_advantages(outcomes, groups2, preset, t.device, t.reduce)
+    A1 = system_advantages(condensed.columns["outcome"], groups1, preset, t.device, t.reduce)
+    log_systems(t, turns, condensed, outcomes)
+
+    chosen = list(range(len(of_condensed)))
+    if t.args.balance:  # the advantages stand
+        chosen = balanced_rows(A1.tolist(), groups1, [problem.index for problem in problems],
+                               Counter(k // G for k in of_turn), t.args.balance_eta, f"{t.args.seed}-{t.step}")
+    parts = [(turns, spread(A2[of_turn], turns))]                                              # L_2
+    if t.args.train_condenser:
+        parts.append((condensed.select(chosen), spread(A1[chosen], condensed)))                # L_1
+    log_shares(t, parts)
+    yield Update("generator", parts)
+
+
+def balanced_rows(advantages: list[float], group_id: list[int], indices: list[int], nums: dict[int, int], eta: float,
+                  seed: str) -> list[int]:
+    """The samples of System 1 that are trained: of each problem `nums` of them, if it has any. indices: of the
+    problems, which key the draws, so that they are the same on any number of ranks."""
+    rows = []
+    for g, index in enumerate(indices):
+        mine = [n for n, group in enumerate(group_id) if group == g]
+        drawn = balanced([advantages[n] for n in mine], nums[g], eta, random.Random(f"{seed}-{index}"))
+        rows += [mine[i] for i in drawn]
+    return rows
+
+
+def spread(advantages: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
+    """The advantage of each rollout on all its tokens. (n,) -> (n, T)"""
+    return advantages[:, None].expand(-1, rollouts.tokens.shape[1])
+
+
+def log_systems(t: Play, turns: Rollouts, condensed: Rollouts, outcomes: list[bool | None]) -> None:
+    """Logs the trajectories, and what either system wrote for them."""
+    G, columns = t.args.num_samples, condensed.columns
+    of_problem = torch.tensor([k // G for k in turns.columns["trajectory"]], dtype=torch.long, device=t.device)
+    log_rewards(t, "generator", replace(turns, group_id=of_problem), turns.columns["outcome"])
+    serves = getattr(t.task, "serves", lambda document, query: None)
+    served = [serves(*row) for row in zip(columns["document"], columns["query"], strict=True)]
+    last, nums = last_turns(turns).texts, num_queries(turns)
+    t.log("generator", t.mean({
+        "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes], "queries": nums,
+        "searched": [num > 0 for num in nums], "unanswered": [asked(t.task.fmt, text) is not None for text in last],
+        "unreadable": [t.task.fmt.answer(text) is None for text in last],
+        "condensed/right": [None if best is None else text == best
+                            for text, best in zip(condensed.texts, served, strict=True)],
+        "condensed/empty": [text == "" for text in condensed.texts],
+        "condensed/mean_length": condensed.lengths.tolist()}))
+
+
+def log_shares(t: Play, parts: list) -> None:
+    """Logs how much of the update is System 1's: its share of the samples, and of the advantages' size over trained
+    tokens."""
+    sizes = torch.zeros(2, 2, device=t.device)
+    for i, (rollouts, advantages) in enumerate(parts):
+        sizes[i] = torch.stack([rollouts.num_trained().gt(0).sum(), (advantages.abs() * rollouts.mask).sum()])
+    samples, weight = t.reduce(sizes).T.tolist()
+    share = lambda pair: pair[1] / sum(pair) if sum(pair) else None
+    t.log("generator", {"condensed/share_of_samples": share(samples), "condensed/share_of_weight": share(weight)})
+
+
+def evaluate(t: Play) -> dict:
+    """Greedy pass@1 of both systems together."""
+    scores = {}
+    for split, name in SPLITS.items():
+        turns, _ = run_episodes(t, t.problems(t.args.eval_examples, split), greedy=True)
+        right = are_right(t.gather(t.check(last_turns(turns))), split)
+        scores |= {f"gen/pass1_{name}": share_of(right), f"gen/queries_{name}": share_of(t.gather(num_queries(turns)))}
+    return scores

@@ -1,0 +1,87 @@
+"""R1-Searcher (Song et al. 2025): first the use of a search is rewarded, then the answer. arXiv 2503.05592.
+
+Stage 1 pays 0.5 for a solution that searches and whose marks pair up, and 0.5 for its form, whatever it answers. Stage
+2 pays the answer, 1 or 0, and takes 2 off for a bad form; it no longer asks for a search. The form: every query has the
+information that the search gave it, and there is one answer, at the end, that is no query. The information is masked
+from the loss. The advantage is REINFORCE++'s (Hu 2025), normalised over the batch. The authors' scripts have 16
+samples, a learning rate of 2e-6 and no KL.
+
+The released rewards differ from the paper's. Stage 1 also pays 1 for a right answer and takes 1 off for a wrong one
+(--stage1-answer 1); stage 2 takes 1 off for a bad form with Llama (--format-penalty 1). With Qwen there is one stage
+alone, that of 2 (--stage1-steps 0), and the estimators of the scripts are those of a group.
+
+Departures:
+1. The answer is right or wrong. Theirs earns the F1 of its words, which is the same of a single one.
+2. Their form has a closed block of thinking, at most 10 words in the answer and no Chinese. The formats here have none
+   of these.
+3. Stage 1 ends behind a number of steps on the same problems. Theirs has 350 problems of its own.
+4. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
+"""
+from nanochat.common import check_least
+from nanochat.recipes.search import search_r1
+from nanochat.recipes.search.search_r1 import (add_search_args, answers_once, learn, log_queries, no_search,
+                                               read_queries, scores_of_both, search_of)
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.play.play import Play
+
+TAGS = dict(family="single model with a search", verifier="none", reward="search and form, then outcome",
+            credit="normalised over the batch")
+ROLES = {"generator": RoleSpec("--model-tag")}
+SHOWN = {"generator": ["stage", "queries"]}
+TABLE = search_r1.TABLE
+calls = search_r1.calls
+
+
+def add_args(group) -> None:
+    add_search_args(group)
+    group.add_argument("--stage1-steps", type=int, default=20, help="steps of stage 1")
+    group.add_argument("--stage1-answer", type=float, default=0.0,
+                       help="what stage 1 pays for a right answer and takes off for a wrong one; the released code: 1")
+    group.add_argument("--format-penalty", type=float, default=2.0, help="what stage 2 takes off for a bad form")
+    group.set_defaults(advantage="reinforce++", kl_coef=0.0)
+
+
+def check(args, task) -> None:
+    search_r1.check(args, task)
+    check_least(args, {"stage1_steps": 0, "stage1_answer": 0, "format_penalty": 0})
+
+
+def is_formed(fmt, text: str, stopped: bool, num_queries: int) -> bool:
+    """Whether a solution has the form: all information in it is what the search gave to its `num_queries` queries."""
+    queries = read_queries(fmt, text)
+    return queries is not None and len(queries) == num_queries and answers_once(fmt, text, stopped)
+
+
+def stage1_reward(searches: bool, formed: bool, outcome: bool | None, answer: float = 0.0) -> float | None:
+    """0.5 for a search, 0.5 for the form, and the answer's weight up or down; None where that is not known."""
+    if answer and outcome is None:
+        return None
+    return 0.5 * searches + 0.5 * formed + (answer * (1 if outcome else -1) if answer else 0.0)
+
+
+def stage2_reward(formed: bool, outcome: bool | None, penalty: float) -> float | None:
+    """The answer, less a penalty for a bad form; None where the outcome is not known."""
+    return None if outcome is None else outcome - penalty * (not formed)
+
+
+def play(t: Play):
+    search, fmt = search_of(t), t.task.fmt
+    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator", tool=search)
+    outcomes, num_queries = t.check(solutions), [search.num_queries[n] for n in range(len(solutions))]
+    formed = [is_formed(fmt, *row) for row in zip(solutions.texts, solutions.stopped.tolist(), num_queries,
+                                                  strict=True)]
+    stage = 1 if t.steps["generator"] < t.args.stage1_steps else 2
+    if stage == 1:
+        searches = [num > 0 and read_queries(fmt, text) is not None
+                    for num, text in zip(num_queries, solutions.texts, strict=True)]
+        rewards = [stage1_reward(*row, t.args.stage1_answer) for row in zip(searches, formed, outcomes, strict=True)]
+    else:
+        rewards = [stage2_reward(*row, t.args.format_penalty) for row in zip(formed, outcomes, strict=True)]
+    solutions.columns = {"outcome": outcomes}
+    log_queries(t, solutions, num_queries)
+    t.log("generator", {"stage": stage} | t.mean({"rewards/format/mean": formed}))
+    yield learn(t, solutions, rewards)
+
+
+def evaluate(t: Play) -> dict:
+    return scores_of_both(t, lambda: search_of(t), no_search, "memory")

@@ -1,0 +1,1 @@
+"""Models that set their own problems, judge themselves or play against each other."""

@@ -1,0 +1,251 @@
+"""AlphaProof (Hubert et al. 2025), the perfect-verifier arm: expert iteration against a kernel. arXiv 2202.01344.
+
+AlphaProof (Nature, doi 10.1038/s41586-025-09833-y) has no arXiv number. The one above is of its nearest relative, the
+expert iteration of Polu et al. 2022. All that is claimed here is what a verifier that is never wrong gives to RL.
+
+The reward is the task's check: of task rewrite, a kernel. As in AlphaProof the model learns the found proofs by
+cross-entropy, drawn from a window of the last ones, and failed attempts teach nothing (Methods, "Main RL"). The window
+has one proof of each theorem, the shortest. The loss is its own: --advantage, --loss, --aggregation, --kl-coef and
+--entropy-coef have no say. They have with --learner grpo, which learns from failures too. --reward claim, a control,
+pays whatever states what was to be proved.
+
+Test-time RL (Methods, "Scaling with TTRL") trains a specialist on targets and their variants. The targets are theorems
+of --targets-of that the start proves neither greedily nor in --num-samples attempts. With --curriculum variants a place
+of a batch has a target with chance --target-share, else a variant of one. A target that is proved is left alone, and so
+are its variants. With --target-share 0 no target is trained on, but other held-out theorems may be among the variants:
+gen/targets/* is what counts. --curriculum rl is the control: the same targets and ordinary training.
+
+Departures:
+1. No tree search, no value, no tactics: a proof is written as a whole, and --num-samples are tried.
+2. A reward of 1 for a proof, not -1 for each step. Shortest proofs are kept, which the -1 is for.
+3. Nothing is disproved, as all theorems here are true. In the paper's pseudocode every second attempt is to disprove.
+4. Theorems of the curriculum are drawn evenly. The paper's matchmaker prefers those that are proved now and then.
+5. Batches are of found proofs alone; the paper mixes in 10% of its SFT proofs. Ours are wrong in part.
+6. The model goes on from where it is, as in AlphaProof. Polu et al. fine-tune the start anew in each iteration, for an
+   epoch on all proofs so far.
+7. Variants are made by the task's programs, with up to 3 changes one on top of the other. In the paper a language model
+   writes most of them, in up to 15 rounds.
+"""
+import random
+from dataclasses import replace
+
+import torch
+
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
+from nanochat.rl.measure.scores import pass_at_k, share_of
+from nanochat.rl.play.play import Call, Play, Update, warn_once
+from nanochat.rl.records.outcomes import answers_of
+from nanochat.rl.records.prompts import count_copies
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.verify.log_odds import learn_likelihood
+from tasks.common import Problem
+
+TAGS = dict(family="single model", verifier="kernel", reward="proof", credit="likelihood of proofs, or z-score")
+ROLES = {"generator": RoleSpec("--model-tag")}
+SHOWN = {"generator": ["theorems_proved", "claimed_falsely", "proofs_known"]}
+TABLE = {
+    "gen/pass1_in": "proved greedily, in distribution",
+    "gen/pass_k_in": "proved in --num-samples attempts",
+    "gen/pass1_out": "proved greedily, out of distribution",
+    "gen/pass_k_out": "proved in --num-samples attempts, out of distribution",
+    "gen/targets/pass1": "targets proved greedily",
+    "gen/targets/pass_k": "targets proved in --num-samples attempts",
+}
+
+
+def add_args(group) -> None:
+    group.set_defaults(kl_coef=0.0)  # the paper has none
+    group.add_argument("--learner", default="expert_iteration", help=f"one of: {', '.join(LEARNERS)}")
+    group.add_argument("--reward", default="kernel", help=f"one of: {', '.join(REWARDS)}")
+    group.add_argument("--window", type=int, default=1024,
+                       help="theorems whose proofs are kept: the last ones that got a proof, or a shorter one")
+    group.add_argument("--num-proofs", type=int, default=64, help="proofs that an update of expert iteration draws")
+    group.add_argument("--curriculum", default="rl", help=f"what is trained on, one of: {', '.join(CURRICULA)}")
+    group.add_argument("--targets-of", default="", help=f"split whose unproved theorems are the targets, one of: "
+                       f"{', '.join(SPLITS)}")
+    group.add_argument("--num-targets", type=int, default=20, help="targets at most")
+    group.add_argument("--target-share", type=float, default=0.1,
+                       help="how often --curriculum variants has a target itself; 0 = it is never trained on")
+
+
+def check(args, task) -> None:
+    check_choices(args, {"learner": LEARNERS, "reward": REWARDS, "curriculum": CURRICULA})
+    check_least(args, {"window": 1, "num_proofs": 1, "num_targets": 1})
+    if args.learner == "expert_iteration":
+        check_one_update(args)
+    if not 0 <= args.target_share <= 1:
+        raise BadInput(f"--target-share {args.target_share}: must be from 0 to 1")
+    if args.targets_of not in ("", *SPLITS):
+        raise BadInput(f"--targets-of {args.targets_of}: there are {', '.join(SPLITS)}")
+    if args.curriculum == "variants" and not args.targets_of:
+        raise BadInput(f"--curriculum variants: of which theorems? --targets-of is one of: {', '.join(SPLITS)}")
+    if args.curriculum == "variants" and not hasattr(task, "variants"):
+        raise BadInput(f"--curriculum variants: task {task.name} makes none (it has no variants)")
+
+
+def calls(args) -> list[Call]:
+    P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
+    split = args.targets_of if args.curriculum == "variants" else "rl"  # a variant is about as long as its target
+    attempts = Call("generator", "generator", P, G, limit, times, trained=args.learner == "grpo", split=split)
+    found = Call("generator", "proofs", args.num_proofs, 1, limit, times, trained=True, given=True, split=split)
+    return [attempts] if args.learner == "grpo" else [attempts, found]
+
+
+# What earns something, and what is tried
+
+def claims(t: Play, attempts: Rollouts) -> list[bool]:
+    """Whether each attempt states what was to be proved, be it proved or not."""
+    answers = answers_of(t.task, attempts.texts)
+    return [answer == problem.answer for answer, problem in zip(answers, attempts.problems(), strict=True)]
+
+
+REWARDS = {"kernel": "outcome", "claim": "claimed"}  # columns of the attempts
+
+
+def of_targets(t: Play) -> tuple[list[Problem], list[int]]:
+    """This rank's share of a batch of targets that are still to be proved and variants of them, and how often each has
+    come before in the whole batch. Raises BadInput where there never was a target."""
+    args, rng = t.args, random.Random(f"variants-{t.args.seed}-{t.step}")
+    targets = [t.task.problem(args.targets_of, i) for i in t.memory["targets"]]
+    if not targets:
+        raise BadInput(f"--targets-of {args.targets_of}: the start leaves none of its first {args.eval_examples} "
+                       f"theorems unproved, so there is no target")
+    left = [target for target in targets if target.index not in t.memory["proved"]]
+    if not left:
+        warn_once(t, "all targets are proved, and nothing more is learned")
+    drawn = [rng.choice(left) for _ in range(args.examples_per_step)] if left else []
+    problems = [target if rng.random() < args.target_share else variant_of(t.task, target, targets, rng)
+                for target in drawn]
+    # A place of its own in the noise for every variant.
+    problems = [problem if problem in targets else replace(problem, split="variants", index=t.step * len(drawn) + p)
+                for p, problem in enumerate(problems)]
+    share = slice(t.run.rank, None, t.run.world)
+    return problems[share], count_copies(problems)[share]
+
+
+def variant_of(task, target: Problem, targets: list[Problem], rng: random.Random) -> Problem:
+    """A variant of a target that is no target itself. Raises BadInput where a thousand are."""
+    prompts = {other.prompt for other in targets}
+    for _ in range(1000):
+        if (variant := task.variants(target, rng)).prompt not in prompts:
+            return variant
+    raise BadInput(f"task {task.name}: 1000 variants of {target.prompt!r} are targets too; lower --num-targets")
+
+
+CURRICULA = {"rl": lambda t: (t.problems(), None), "variants": of_targets}
+
+
+# The learners
+
+def shortest(rewards: list, lengths: list[int], group_id: list[int]) -> dict[int, int]:
+    """Of each group that has a rewarded rollout the shortest of these, the first where several are."""
+    found: dict[int, int] = {}
+    for n, (reward, length, g) in enumerate(zip(rewards, lengths, group_id, strict=True)):
+        if reward and (g not in found or length < lengths[found[g]]):
+            found[g] = n
+    return found
+
+
+def remembered(window: dict[str, list], found: list[list], most: int) -> dict[str, list]:
+    """The window with the proofs that were found ([theorem, answer, proof]): a theorem keeps its shortest, and moves to
+    the end when it gets another. The last `most` theorems stay."""
+    for theorem, answer, proof in found:
+        if theorem not in window or len(proof) < len(window[theorem][1]):
+            window.pop(theorem, None)
+            window[theorem] = [answer, proof]
+    return dict(list(window.items())[-most:])
+
+
+def expert_iteration(t: Play, attempts: Rollouts, rewards: list):
+    """One step of cross-entropy on proofs drawn from the window."""
+    best = shortest(rewards, [len(text) for text in attempts.texts], attempts.group_id.tolist())
+    rows = [[attempts.prompts[g].problem.prompt, attempts.prompts[g].problem.answer, attempts.texts[best[g]]]
+            if g in best else None for g in range(len(attempts.prompts))]
+    found = [row for row in t.gather(rows) if row]
+    window = t.memory["proofs"] = remembered(t.memory.get("proofs", {}), found, t.args.window)
+    t.log("generator", {"proofs_known": len(window)})
+    if not window:
+        return
+    rng = random.Random(f"proofs-{t.args.seed}-{t.step}")
+    drawn = rng.sample(list(window.items()), min(t.args.num_proofs, len(window)))[t.run.rank:: t.run.world]
+    problems = [Problem("proofs", i, theorem, answer) for i, (theorem, (answer, _)) in enumerate(drawn)]
+    proofs = t.written("generator", t.solve_prompts(problems), [proof for _, (_, proof) in drawn])
+    yield from learn_likelihood(t, "generator", proofs)
+
+
+def grpo(t: Play, attempts: Rollouts, rewards: list):
+    """One step of the policy gradient, of proofs against failed attempts."""
+    advantages = t.advantages(attempts, rewards)
+    yield Update("generator", [(attempts, advantages)])
+
+
+LEARNERS = {"expert_iteration": expert_iteration, "grpo": grpo}
+
+
+# The algorithm
+
+def play(t: Play):
+    """Attempts at a batch of theorems, what the kernel says of them, and a step of the learner."""
+    theorems, copies = CURRICULA[t.args.curriculum](t)
+    attempts = t.solve("generator", theorems, t.args.num_samples, "generator", copies=copies)
+    attempts.columns["outcome"] = t.check(attempts)
+    attempts.columns["claimed"] = claims(t, attempts)
+    rewards = attempts.columns[REWARDS[t.args.reward]]
+    log_rewards(t, "generator", attempts, rewards)
+    log_proofs(t, attempts)
+    if t.reduce(torch.tensor(len(attempts), device=t.device)):  # none where every target is proved
+        yield from LEARNERS[t.args.learner](t, attempts, rewards)
+
+
+def log_proofs(t: Play, attempts: Rollouts) -> None:
+    """Logs what was proved and what was only claimed, and notes the targets that were proved."""
+    outcomes, claimed = attempts.columns["outcome"], attempts.columns["claimed"]
+    proved = [False] * len(attempts.prompts)
+    for g, outcome in zip(attempts.group_id.tolist(), outcomes, strict=True):
+        proved[g] |= outcome is True
+    steps = [len(solution.step_ends) for solution in t.read_solutions(attempts)]
+    t.log("generator", t.mean({
+        "proved": outcomes, "theorems_proved": proved, "claimed": claimed,
+        "claimed_falsely": [said and outcome is False for said, outcome in zip(claimed, outcomes, strict=True)],
+        "proof_steps": [num for num, outcome in zip(steps, outcomes, strict=True) if outcome],
+        "unscorable": [outcome is None for outcome in outcomes]}))
+    if t.args.curriculum == "variants":
+        tried = zip((prompt.problem for prompt in attempts.prompts), proved, strict=True)
+        note_targets(t, t.gather([[p.index, is_proved] if p.split == t.args.targets_of else None
+                                  for p, is_proved in tried]))
+
+
+def note_targets(t: Play, tried: list[list | None]) -> None:
+    """Notes and logs which targets were proved, from [index, whether it was proved] of each that a batch has."""
+    tried = [row for row in tried if row]
+    proved = t.memory["proved"] = sorted({*t.memory["proved"], *(index for index, is_proved in tried if is_proved)})
+    t.log("generator", {"targets/tried": len(tried), "targets/left": len(t.memory["targets"]) - len(proved)})
+
+
+def evaluate(t: Play) -> dict:
+    """What is proved greedily and in --num-samples attempts of both test splits, and of the targets. The first
+    evaluation, of the start, chooses these."""
+    scores, k = {}, t.args.num_samples
+    for split, name in SPLITS.items():
+        problems = t.problems(t.args.eval_examples, split)
+        greedy = are_right(t.gather(t.check(t.solve("generator", problems, 1, "eval", greedy=True))), split)
+        outcomes = t.check(t.solve("generator", problems, k, "eval_sampled"))
+        groups = t.gather([outcomes[n: n + k] for n in range(0, len(outcomes), k)])
+        sampled = are_right([outcome for group in groups for outcome in group], split)
+        rows = [[right, sum(sampled[i * k: i * k + k])] for i, right in enumerate(greedy)]
+        scores |= proved_of(rows, k, "gen/{}_" + name)
+        if split == t.args.targets_of:
+            unproved = [i for i, (right, num) in enumerate(rows) if not right and not num]
+            targets = t.memory.setdefault("targets", unproved[: t.args.num_targets])
+            t.memory.setdefault("proved", [])
+            scores |= proved_of([rows[i] for i in targets], k, "gen/targets/{}") | {"gen/targets/num": len(targets)}
+    return scores
+
+
+def proved_of(rows: list[list], k: int, names: str) -> dict[str, float | None]:
+    """The shares of theorems that are proved greedily and in k attempts, from [greedily, number of k]; None of none."""
+    return {names.format("pass1"): share_of([right for right, _ in rows]),
+            names.format("pass_k"): share_of([pass_at_k(k, num, k) for _, num in rows])}

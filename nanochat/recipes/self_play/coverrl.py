@@ -1,0 +1,206 @@
+"""CoVerRL (Pan et al. 2026): votes teach one model to verify, and its verdicts filter the votes. arXiv 2603.17775.
+
+One model has both roles, and no gold answer enters an update. The most frequent answer of the votes is a problem's
+label, as in recipe ttrl. The first votes for it get one verification each, at most --verifications. One of the other
+votes, of the rarest answer, gets as many. A verification earns 1 for a readable verdict and 1 for agreeing with the
+label, and all on one side of a vote are a group, whichever solutions they are of (the paper's answer anchors). A label
+is kept if most verdicts on its own side are for it; else all rollouts of its problem are left out. A solution earns 1
+for a readable answer and 1 for the label's. Second attempts behind verdicts against a solution can be trained too.
+
+Three kinds of labels are kept unverified, as in the released code: all votes agree, there is one vote for the label,
+or there is none that can be read. The first and the last teach nothing.
+
+The released script has 64 problems of 32 votes, 16 of them trained on, 8 verifications a side and 6 refinements. It has
+a rate of 5e-7 and clips at 0.2 and 0.28.
+
+Departures:
+1. --refinements is 0: a tiny model has to be shown their form first (chat_sft --demo-shares refine:0.2). Their prompt
+   quotes the solution and the verification, where the code goes on with one conversation.
+2. A verdict that cannot be read is one against the label. The code takes such a text for a verdict in favour, unless it
+   has a word such as "wrong".
+3. Verifications of unreadable votes are a group for each problem. In the code they are one group of all problems.
+4. One optimizer step for all rollouts, with the KL of all recipes; the code has one for every 256. With --verifier-head
+   own there are two models, and a step for each.
+5. Departure 2 of recipe ttrl, and a constant --lr, not a cosine.
+"""
+import math
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from nanochat.common import BadInput, check_least
+from nanochat.recipes.self_play import ttrl
+from nanochat.recipes.self_play.ttrl import votes_per_problem
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.outcomes import answers_of
+from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
+from nanochat.rl.records.rollouts import Rollouts
+
+TAGS = dict(family="one model, two roles", verifier="generative, RL on votes", reward="filtered majority vote",
+            credit="z-score")
+ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", shares="generator")}
+SHOWN = {"generator": ["label_accuracy", "kept_label_accuracy", "kept"]}
+TABLE = {
+    "gen/pass1_in": "solving: greedy pass@1, in distribution",
+    "gen/pass1_out": "solving: greedy pass@1, out of distribution",
+    "ver/balanced_acc_fixed": "verifying: balanced accuracy, solutions of the start",
+    "ver/balanced_acc_current": "verifying: balanced accuracy, present solutions",
+    "ver/parse_fail_current": "verifying: parse failures",
+}
+
+
+def add_args(group) -> None:
+    ttrl.add_args(group)
+    group.add_argument("--verifications", type=int, default=8, help="of either side of a vote, at most")
+    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+    group.add_argument("--refinements", type=int, default=0, help="second attempts behind each verdict against a vote")
+    group.set_defaults(verifier_head="prompt")
+
+
+def check(args, task) -> None:
+    ttrl.check(args, task)
+    check_least(args, {"verifications": 2, "verifier_max_new_tokens": 1, "refinements": 0})
+    if args.verifier_head not in ("prompt", "own"):
+        raise BadInput(f"--verifier-head {args.verifier_head}: both roles learn from each step; give prompt, for one "
+                       f"model, or own, for two")
+    if args.verifier_optimizer != "shared":
+        raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: one model learns from both roles at once")
+    if args.refinements == 1:
+        raise BadInput("--refinements 1: those behind one verification are compared; give 0, or at least 2")
+
+
+def updates(args) -> dict[str, int]:
+    return {"generator": args.num_steps, "verifier": 0 if args.verifier_head == "prompt" else args.num_steps}
+
+
+def calls(args) -> list[Call]:
+    limit, critique, times = args.max_new_tokens, args.verifier_max_new_tokens, args.num_steps
+    num_judged = 2 * args.examples_per_step * args.verifications
+    found = [*ttrl.calls(args), Call("verifier", "verifications", num_judged, 1, critique, times, trained=True,
+                                     wrap=empty_verifier_prompt, quoted=limit)]
+    if args.refinements:
+        found.append(Call("generator", "refinements", num_judged, args.refinements, limit, times, trained=True,
+                          wrap=refine_prompt, quoted=limit + critique))
+    return found
+
+
+# The vote and its filter
+
+def to_verify(answers: list[str | None], label: str | None, most: int) -> tuple[list[int], list[int]]:
+    """Which votes of a problem are verified: the first ones for its label, `most` or else an even number of them; and
+    as many times one of the others, of the answer with the fewest votes, ties going to the earliest. It is one that
+    cannot be read only where none can. Nothing where there are no others, or fewer than two for the label."""
+    agree = [n for n, answer in enumerate(answers) if answer is not None and answer == label]
+    others = [n for n in range(len(answers)) if n not in agree]
+    num = most if len(agree) >= most else len(agree) // 2 * 2
+    if not num or not others:
+        return [], []
+    counts = Counter(answers)
+    rarest = min(others, key=lambda n: math.inf if answers[n] is None else counts[answers[n]])
+    return agree[:num], [rarest] * num
+
+
+def is_kept(verdicts: list[bool | None]) -> bool:
+    """Whether a label stays, given the verdicts on votes for it: more for it than against it, or none at all."""
+    return not verdicts or 2 * verdicts.count(True) > len(verdicts)
+
+
+def with_form(answered: list[str | bool | None], agrees: list[bool]) -> list[float]:
+    """1 for each text from which an answer or verdict can be read, and 1 for each that agrees with the label."""
+    return [(answer is not None) + float(agree) for answer, agree in zip(answered, agrees, strict=True)]
+
+
+# The algorithm
+
+def play(t: Play):
+    """Votes, verifications of both sides of each vote, the filter, second attempts, and an update on all."""
+    N, M = votes_per_problem(t.args), t.args.num_samples
+    votes, labels = ttrl.cast_votes(t)
+    judged, verifications, of_label = verified(t, votes, labels)
+    verdicts, agrees = verifications.columns["verdict"], [reward == 1 for reward in judged.columns["majority_reward"]]
+    kept = [is_kept([v for j, agree, v in zip(of_label, agrees, verdicts, strict=True) if j == i and agree])
+            for i in range(len(labels))]
+    log_filter(t, votes, kept, of_label)
+
+    solutions = votes.select([n for n in range(len(votes)) if n % N < M and kept[n // N]])
+    rewards = with_form(solutions.columns["answer"], solutions.columns["majority_reward"])
+    log_rewards(t, "generator", solutions, rewards)
+    parts = {"generator": [(solutions, t.advantages(solutions, rewards))]}
+    trained = [q for q, i in enumerate(of_label) if kept[i]]
+    if t.args.refinements:
+        blamed = [q for q in trained if verdicts[q] is False]
+        parts["generator"].append(second_attempts(t, judged.select(blamed), verifications.select(blamed)))
+    learned = verifications.select(trained)
+    rewards = with_form(learned.columns["verdict"], [verdicts[q] == agrees[q] for q in trained])
+    anchors = torch.tensor([2 * of_label[q] + agrees[q] for q in trained], dtype=torch.long, device=t.device)
+    log_rewards(t, "verifier", replace(learned, group_id=anchors), rewards)
+    parts["verifier"] = [(learned, t.advantages(learned, rewards, groups=anchors))]
+    yield from learn(t, parts)
+
+
+def verified(t: Play, votes: Rollouts, labels: list[str | None]) -> tuple[Rollouts, Rollouts, list[int]]:
+    """The votes that are verified, as often as they are; their verifications; and of which label each is."""
+    N, answers = votes_per_problem(t.args), votes.columns["answer"]
+    places = [(i, i * N + n) for i, label in enumerate(labels)
+              for side in to_verify(answers[i * N: (i + 1) * N], label, t.args.verifications) for n in side]
+    judged = votes.select([n for _, n in places])
+    verifications = t.verify("verifier", judged, 1, "verifications")
+    read = t.read_verifications(verifications)
+    verifications.columns = {"outcome": judged.columns["outcome"]} | verification_columns(read)
+    log_verifications(t, judged, read)
+    return judged, verifications, [i for i, _ in places]
+
+
+def second_attempts(t: Play, first: Rollouts, verifications: Rollouts) -> tuple[Rollouts, torch.Tensor]:
+    """A group of second attempts behind each of these solutions and its verification, rewarded by the label."""
+    R = t.args.refinements
+    second = t.refine("generator", first, verifications.texts, R, "refinements")
+    answers, outcomes = answers_of(t.task, second.texts), t.check(second)
+    labels = [label for label in first.columns["pseudo_label"] for _ in range(R)]
+    rewards = with_form(answers, [a is not None and a == label for a, label in zip(answers, labels, strict=True)])
+    second.columns = {"outcome": [o for o in first.columns["outcome"] for _ in range(R)], "second_outcome": outcomes,
+                      "answer": answers, "pseudo_label": labels, "reward": rewards}
+    t.log("generator", t.mean({"second/accuracy": outcomes, "second/reward": rewards}))
+    return second, t.advantages(second, rewards)
+
+
+def learn(t: Play, parts: dict[str, list[tuple[Rollouts, torch.Tensor]]]):
+    """One update of the one model on the rollouts of both roles, or one of each of two; none where no rank has any."""
+    if t.args.verifier_head == "prompt":
+        parts = {"generator": [part for own in parts.values() for part in own]}
+    for role, own in parts.items():
+        if t.reduce(torch.tensor(sum(len(rollouts) for rollouts, _ in own), device=t.device)).item():
+            yield Update(role, own)
+
+
+# The log, which alone knows gold answers
+
+def log_filter(t: Play, votes: Rollouts, kept: list[bool], of_label: list[int]) -> None:
+    """How many labels are kept, and how far they are right; recipe ttrl logs the same of all."""
+    N, rewarded = votes_per_problem(t.args), votes.columns["majority_reward"]
+    right, stays = votes.columns["label_outcome"][::N], [k for k in kept for _ in range(N)]
+    t.log("generator", t.mean({
+        "labels_verified": [i in of_label for i in range(len(kept))], "kept": kept,
+        "kept_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if k],
+        "dropped_label_accuracy": [outcome for outcome, k in zip(right, kept, strict=True) if not k],
+        "kept_reward_accuracy": [reward == outcome for reward, outcome, k in
+                                 zip(rewarded, votes.columns["outcome"], stays, strict=True)
+                                 if k and outcome is not None]}))
+
+
+def log_verifications(t: Play, judged: Rollouts, read: list[Verification]) -> None:
+    """How far verdicts are right, and how far the labels that they are to agree with."""
+    outcomes = judged.columns["outcome"]
+    rows = list(zip([v.verdict for v in read], outcomes, judged.columns["majority_reward"], strict=True))
+    t.log("verifier", gathered_verdict_scores(t, judged, outcomes, read))
+    t.log("verifier", t.mean({
+        "verdict_accuracy": [verdict == outcome for verdict, outcome, _ in rows if outcome is not None],
+        "agrees_with_label": [verdict == agree for verdict, _, agree in rows],
+        "reward_accuracy": [outcome == agree for _, outcome, agree in rows if outcome is not None]}))
+
+
+def evaluate(t: Play) -> dict:
+    return scores_of_pair(t)

@@ -1,0 +1,110 @@
+"""MedVLSynther (Huang et al. 2025), its text-only core: RL on problems that a verifier has passed. arXiv 2510.25867.
+
+A proposer writes problems and answers them, a verifier scores each by a rubric, and problems with all essentials and a
+score of at least 0.90 are learned by GRPO. Proposer and verifier are the starting models and stay as they are; the
+generator learns. --min-score 0 is the control without a verifier.
+
+The essentials are that the text is a problem (the task reads it) and that its answer can be read. The score is read
+from a verification of the solution that the answer comes from. The answer of the proposer, its key, is what solutions
+are rewarded by, as in the paper: where it is wrong and passes, the generator learns it. Gold answers are for the log
+alone (key_right), unless --answers gold takes them for the keys.
+
+Departures:
+1. No images, and no options to choose from: nothing is said here about multimodal data.
+2. The key is of a second completion. The authors' proposer writes question, options and key at once, from a figure and
+   its text; here it is shown a reference problem.
+3. Their rubric has 7 essentials, 4 to 8 bonus items and penalties. Here a verdict that is not right costs all points,
+   and each step is one.
+4. Problems are made anew in every step; theirs are a data set (13,087 problems) that is made once. A step learns from
+   those that pass, which may be few or none.
+"""
+from dataclasses import replace
+
+import torch
+
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.proposals import Proposals, check_reads_problems, log_proposals, propose, propose_prompt
+from nanochat.rl.records.outcomes import answers_of
+from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
+
+TAGS = dict(family="proposer-verifier-solver", verifier="generative, frozen", reward="agreement with a passed answer",
+            credit="z-score")
+ROLES = {"generator": RoleSpec("--model-tag"), "proposer": RoleSpec("--model-tag", trained=False),
+         "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
+SHOWN = {"generator": ["passed", "key_right", "rewards/outcome/mean"]}
+ANSWERS = {"own": lambda problem, own: replace(problem, answer=own), "gold": lambda problem, own: problem}
+
+
+def add_args(group) -> None:
+    group.add_argument("--min-score", type=float, default=0.9, help="of a problem that is learned; 0 passes all")
+    group.add_argument("--answers", default="own", help=f"that solutions are rewarded by, one of: {', '.join(ANSWERS)}")
+    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+
+
+def check(args, task) -> None:
+    check_choices(args, {"answers": ANSWERS})
+    check_least(args, {"verifier_max_new_tokens": 1})
+    if not 0 <= args.min_score <= 1:
+        raise BadInput(f"--min-score {args.min_score}: must be from 0 to 1")
+    check_reads_problems(task)
+
+
+def calls(args) -> list[Call]:
+    P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
+    return [Call("proposer", "propose", P, 1, limit, times, wrap=propose_prompt),
+            Call("proposer", "keys", P, 1, limit, times),
+            Call("verifier", "verdicts", P, 1, args.verifier_max_new_tokens, times, wrap=empty_verifier_prompt,
+                 quoted=limit),
+            Call("generator", "generator", P, G, limit, times, trained=True)]
+
+
+def rubric_score(verification: Verification) -> float:
+    """The share of the steps that pass where the verdict is right, else 0; 0 too where it cannot be read."""
+    said = verification.usable_steps
+    return sum(said) / max(1, len(said)) if verification.verdict and said is not None else 0.0
+
+
+def passes(answer: str | None, score: float, min_score: float) -> bool:
+    """Whether a problem is learned: it has an answer, the other essential, and the score."""
+    return answer is not None and score >= min_score
+
+
+def play(t: Play):
+    """Problems, their answers, a verification of each, and GRPO on those that pass."""
+    proposals = propose(t, "proposer", t.problems(), 1, "propose")
+    problems = [problem for problem in proposals.problems if problem]
+    keys = t.solve("proposer", problems, 1, "keys")
+    answers = answers_of(t.task, keys.texts)
+    scores = [rubric_score(v) for v in t.read_verifications(t.verify("verifier", keys, 1, "verdicts"))]
+    passed = [passes(answer, score, t.args.min_score) for answer, score in zip(answers, scores, strict=True)]
+    learned = [ANSWERS[t.args.answers](problem, answer)
+               for problem, answer, is_in in zip(problems, answers, passed, strict=True) if is_in]
+    log_problems(t, proposals, scores, passed, t.check(keys))
+
+    solutions = t.solve("generator", learned, t.args.num_samples, "generator")
+    rewards = t.check(solutions)
+    gold = {problem.index: problem for problem in problems}
+    outcomes = t.check(solutions.behind([replace(prompt, problem=gold[prompt.problem.index])
+                                         for prompt in solutions.prompt_of()]))
+    solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
+    log_rewards(t, "generator", solutions, rewards)
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [r is None for r in rewards]}))
+    if t.reduce(torch.tensor(len(solutions), device=t.device)):  # something passed, on some rank
+        yield Update("generator", [(solutions, t.advantages(solutions, rewards))])
+
+
+def log_problems(t: Play, proposals: Proposals, scores: list[float], passed: list[bool],
+                 right: list[bool | None]) -> None:
+    """Logs what the verifier passes, and how often an answer that it passes, or does not, is right by gold."""
+    log_proposals(t, "proposer", proposals)
+    pairs = list(zip(right, passed, strict=True))
+    t.log("generator", t.mean({
+        "passed": passed, "score": scores, "key_right": [o for o, is_in in pairs if is_in],
+        "key_right_of_others": [o for o, is_in in pairs if not is_in]}))
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

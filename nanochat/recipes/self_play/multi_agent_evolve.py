@@ -1,0 +1,177 @@
+"""Multi-Agent Evolve (Chen et al. 2025): one model proposes problems, solves them and judges both. arXiv 2510.23595.
+
+The proposer writes a problem behind a reference problem, the solver solves problems of the pool, the judge writes a
+verification and so gives a score s from 1 to 10, worth (s - 1) / 9, or 0.5 where it cannot be read. The proposer earns
+(quality + difficulty + format) / 3 with difficulty = 1 - the mean score of n = 3 solutions; with a quality below 0.7 no
+difficulty, and the problem stays out of the pool; 0 for what is no problem. The solver earns half its score and half
+its format, the judge its format alone. Advantages are whitened within the batch of each role, then all roles share one
+update: --advantage has no say. These are rewards of the authors' code (reward_managers.py); its script samples n = 5.
+
+No gold answer enters an update by default. Nothing then holds the judge's scores to the truth, and the log shows how
+far they part: judge/score beside rewards/outcome/mean. Variants use gold answers: --judge-reward grounded pays the
+judge as Tango does, --proposer-reward one_minus, azr and parabola pay the proposer by the share of right solutions.
+
+Departures:
+1. A score comes from a written verification of a solution: 10 where its verdict is right, else less by the share of the
+   wrong steps, of which there is at least one. The authors ask for a number.
+2. The quality of a problem is the highest score of its n solutions. The authors ask the judge about the problem itself,
+   which no demonstration teaches here.
+3. Whether a text is a problem is read by the task, so its format is 1 or it earns 0. A text of a test split is refused
+   and earns nothing either way.
+4. G proposals behind each reference, and G solutions of each problem. Theirs has one, half of the proposals without a
+   reference.
+5. The pool starts empty. Reference problems stand in for what it lacks.
+"""
+import torch
+
+from nanochat.common import check_choices, check_least
+from nanochat.rl.credit.advantages import whiten
+from nanochat.rl.credit.rewards import format_reward, terminal_rewards, verdict_reward
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
+                                        gathered, log_proposals, propose, propose_prompt, spread)
+from nanochat.rl.records.outcomes import answers_of
+from nanochat.rl.records.prompts import TOP_SCORE, Verification, empty_verifier_prompt
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.verify.forms import believed_score
+
+TAGS = dict(family="self-play, one model", verifier="generative, the same model", reward="its own scores",
+            credit="whitened per role")
+ROLES = {"generator": RoleSpec("--model-tag")}
+SHOWN = {"generator": ["proposals/valid", "proposals/difficulty", "judge/score", "rewards/outcome/mean"]}
+TABLE = {
+    "gen/pass1_in": "solver greedy pass@1, in distribution",
+    "gen/pass1_out": "solver greedy pass@1, out of distribution",
+    "gen/balanced_acc_fixed": "judge balanced accuracy, fixed solutions",
+    "gen/pred_pos_rate_current": "solutions that the judge calls right, current solver",
+    "gen/label_pos_rate_current": "solutions that are right, current solver",
+}
+NEUTRAL = 0.5        # the score of what cannot be read
+LEAST_QUALITY = 0.7  # of a problem that is kept
+JUDGE_REWARDS = {
+    "format": lambda verification, outcome: format_reward(verification.unmet),
+    "grounded": lambda verification, outcome: verdict_reward(verification.verdict, outcome, verification.unmet, 1.0)}
+
+
+def add_args(group) -> None:
+    group.set_defaults(kl_coef=0.0, advantage="reinforce++")
+    group.add_argument("--proposer-reward", default="judge",
+                       help=f"judge: (quality + difficulty + format) / 3; by the share p of right solutions: "
+                            f"{', '.join(BY_ACCURACY)}")
+    group.add_argument("--judge-reward", default="format", help=f"one of: {', '.join(JUDGE_REWARDS)}")
+    group.add_argument("--num-attempts", type=int, default=3, help="n: solutions by which a proposal is rewarded")
+    group.add_argument("--pool-size", type=int, default=1024, help="proposed problems that are kept, the last ones")
+    group.add_argument("--verifier-max-new-tokens", type=int, default=96, help="of a judge's verification")
+
+
+def check(args, task) -> None:
+    check_choices(args, {"proposer_reward": {"judge", *BY_ACCURACY}, "judge_reward": JUDGE_REWARDS})
+    check_least(args, {"num_attempts": 1, "pool_size": 1, "verifier_max_new_tokens": 1})
+    check_reads_problems(task)
+
+
+def calls(args) -> list[Call]:
+    P, G, n, times = args.examples_per_step, args.num_samples, args.num_attempts, args.num_steps
+    limit, judged = args.max_new_tokens, args.verifier_max_new_tokens
+    verify = dict(wrap=empty_verifier_prompt, quoted=limit)
+    return [Call("generator", "propose", P, G, limit, times, trained=True, wrap=propose_prompt),
+            Call("generator", "attempts", P * G, n, limit, times),
+            Call("generator", "attempt_scores", P * G * n, 1, judged, times, **verify),
+            Call("generator", "generator", P, G, limit, times, trained=True),
+            Call("generator", "judge", P * G, 1, judged, times, trained=True, **verify)]
+
+
+# The formulas
+
+def judge_score(verification: Verification) -> float:
+    """(s - 1) / 9 of the score s from 1 to 10 that a verification comes to, 0.5 where it cannot be read."""
+    if verification.verdict is None or verification.usable_steps is None:
+        return NEUTRAL
+    s, K = believed_score(verification, num_solutions=2), len(verification.step_verdicts)  # out of 10, as of several
+    if not verification.verdict:  # a wrong whole has a wrong step, also where none is blamed
+        s = min(s, (TOP_SCORE - 1) * (K - 1) // max(1, K))
+    return min(1.0, max(0.0, (s - 1) / 9))
+
+
+def proposer_reward(scores: list[float]) -> float:
+    """What a problem earns whose solutions have these scores; its format is 1."""
+    quality, difficulty = max(scores), 1 - sum(scores) / len(scores)
+    return (quality + difficulty * (quality >= LEAST_QUALITY) + 1) / 3
+
+
+def solver_reward(score: float, form: float) -> float:
+    return 0.5 * score + 0.5 * form
+
+
+def role_advantages(rewards: list[float | None], rollouts: Rollouts, reduce) -> torch.Tensor:
+    """Each token's later rewards, whitened over all tokens of a role: Task-Relative REINFORCE++. A rollout without a
+    reward takes no part. -> (N, T)"""
+    earned = terminal_rewards(rewards, rollouts.lengths)  # (N, 1)
+    return whiten(earned.values.expand(rollouts.tokens.shape), rollouts.mask & earned.valid, reduce)
+
+
+# The algorithm
+
+def play(t: Play):
+    """Proposals, solutions of pooled problems and verifications of these, and one update on all."""
+    G, pool, references = t.args.num_samples, t.memory.get("pool", []), t.problems()
+    proposals = propose(t, "generator", references, G, "propose")
+    earned, kept = rewarded(t, proposals)
+
+    problems = [old or reference for old, reference in zip(drawn(t, pool), references, strict=True)]
+    solutions = t.solve("generator", problems, G, "generator")
+    outcomes = t.check(solutions)  # for the log, and for --judge-reward grounded
+    judgments = t.verify("generator", solutions, 1, "judge")
+    verifications = t.read_verifications(judgments)
+    scores = [judge_score(v) for v in verifications]
+    forms = [float(stopped and answer is not None) for stopped, answer
+             in zip(solutions.stopped.tolist(), answers_of(t.task, solutions.texts), strict=True)]
+    solved = [solver_reward(score, form) for score, form in zip(scores, forms, strict=True)]
+    judged = [JUDGE_REWARDS[t.args.judge_reward](v, o) for v, o in zip(verifications, outcomes, strict=True)]
+
+    solutions.columns = {"outcome": outcomes, "judge_score": scores}
+    judgments.columns = {"outcome": outcomes, "reward": judged} | verification_columns(verifications)
+    log_rewards(t, "generator", solutions, solved)
+    log_judge(t, solutions, judgments, verifications)
+    t.memory["pool"] = (pool + gathered(t, proposals, kept, G))[-t.args.pool_size:]
+    t.log("generator", {"pool_size": len(pool)})
+    parts = [(proposals.rollouts, earned), (solutions, solved), (judgments, judged)]
+    yield Update("generator", [(rollouts, role_advantages(rewards, rollouts, t.reduce)) for rollouts, rewards in parts])
+
+
+def rewarded(t: Play, proposals: Proposals) -> tuple[list[float | None], list[int]]:
+    """What each proposal earns, and the places of those that are kept."""
+    n, by_accuracy = t.args.num_attempts, BY_ACCURACY.get(t.args.proposer_reward)
+    attempts = t.solve("generator", [problem for problem in proposals.problems if problem], n, "attempts")
+    verifications = t.read_verifications(t.verify("generator", attempts, 1, "attempt_scores"))
+    scores = [judge_score(v) for v in verifications]
+    by_problem = [scores[i: i + n] for i in range(0, len(scores), n)]
+    shares = accuracies(t.check(attempts), n)
+    kept = [place for place, row in zip(proposals.valid, by_problem, strict=True)
+            if by_accuracy or max(row) >= LEAST_QUALITY]
+    values = spread(shares if by_accuracy else by_problem, proposals.problems)
+    earned = [earns(why, value, by_accuracy or proposer_reward)
+              for why, value in zip(proposals.refusals, values, strict=True)]
+    proposals.rollouts.columns |= {"reward": earned, "scores": spread(by_problem, proposals.problems),
+                                   "solved": spread(shares, proposals.problems)}
+    log_proposals(t, "generator", proposals, reward=earned, solved=shares, quality=[max(row) for row in by_problem],
+                  difficulty=[1 - sum(row) / n for row in by_problem],
+                  kept=[place in kept for place in proposals.valid])
+    return earned, kept
+
+
+def log_judge(t: Play, solutions: Rollouts, judgments: Rollouts, verifications: list[Verification]) -> None:
+    """Logs how right the solutions are by gold, and how right the judge is about them."""
+    outcomes = solutions.columns["outcome"]
+    found = gathered_verdict_scores(t, solutions, outcomes, verifications) | t.mean({
+        "score": solutions.columns["judge_score"], "reward": judgments.columns["reward"],
+        "accuracy": [v.verdict == o for v, o in zip(verifications, outcomes, strict=True) if o is not None]})
+    t.log("generator", {f"judge/{name}": value for name, value in found.items()})
+    t.log("generator", t.mean({"rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes]}))
+
+
+def evaluate(t: Play) -> dict:
+    """pass@1, and how well the same model judges."""
+    return scores_of_pair(t, "generator", "generator")

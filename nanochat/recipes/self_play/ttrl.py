@@ -1,0 +1,114 @@
+"""TTRL (Zuo et al. 2025): GRPO without gold answers, rewarded for agreeing with the majority vote. arXiv 2504.16084.
+
+Of each problem --num-votes solutions are sampled. Their most frequent answer is its pseudo label, and a solution with
+that answer earns 1, any other 0 (section 2.2). Of the votes --num-samples are trained on, the first ones as in the
+released code: 32 of 64 in the paper. A solution without a readable answer has no vote and earns 0, but counts in the
+majority ratio; a tie goes to the answer that came first. Both are as in the released code (ttrl_utils.py).
+
+No gold answer enters an update: where a wrong answer has the majority, it is rewarded. Gold answers are for the log
+alone, over all votes (the paper's appendix E): label_accuracy (the pseudo label is right: maj@n), reward_accuracy (the
+share of rewards that the gold answer would give too) and ground_truth_ratio (the share of right votes). majority_ratio,
+the share of votes that agree with the label, needs none.
+
+Departures:
+1. The problems are those of the rl split, and pass@1 is that of held-out ones. The paper trains on the unlabelled
+   problems of a test set, 10 to 80 times over, and reports these.
+2. Two answers agree where the task reads the same text. The released code compares simplified texts and rewards what
+   its grader takes for equal to the label. Here 1/2 and 0.5 are two votes, and only one of them can earn anything.
+3. One optimizer step per batch; the released script takes one for each of its 8 problems. It averages over tokens
+   (--aggregation token).
+4. A constant --lr, not a cosine from 5e-7, and temperature 1, which the paper has for Qwen2.5-Math and reasoning models
+   (else 0.6): the models here are tiny.
+"""
+from nanochat.common import BadInput
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.scores import majority
+from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.records.outcomes import answers_of
+from nanochat.rl.records.rollouts import Rollouts
+
+TAGS = dict(family="single model", verifier="none", reward="majority vote", credit="z-score")
+ROLES = {"generator": RoleSpec("--model-tag")}
+SHOWN = {"generator": ["majority_ratio", "label_accuracy", "reward_accuracy"]}
+
+
+def add_args(group) -> None:
+    group.add_argument("--num-votes", type=int, default=0,
+                       help="N: solutions per problem that vote; 0 = twice --num-samples, which are trained on")
+
+
+def check(args, task) -> None:
+    if args.num_votes and args.num_votes < max(2, args.num_samples):
+        raise BadInput(f"--num-votes {args.num_votes}: must be at least 2, and at least --num-samples "
+                       f"{args.num_samples}, which are taken from the votes (or 0 for twice as many)")
+
+
+def votes_per_problem(args) -> int:
+    return args.num_votes or 2 * args.num_samples
+
+
+def calls(args) -> list[Call]:
+    """The votes, and those of them that are trained on."""
+    P, limit, times = args.examples_per_step, args.max_new_tokens, args.num_steps
+    return [Call("generator", "votes", P, votes_per_problem(args), limit, times),
+            Call("generator", "generator", P, args.num_samples, limit, times, trained=True, given=True)]
+
+
+def pseudo_labels(answers: list[str | None], num_votes: int) -> list[str | None]:
+    """The majority answer of each problem, whose votes follow each other; None where none of them is readable."""
+    return [majority(answers[i: i + num_votes]) for i in range(0, len(answers), num_votes)]
+
+
+def majority_rewards(answers: list[str | None], labels: list[str | None]) -> list[float]:
+    """1 for each vote that gives its problem's label, else 0: also where there is nothing to read."""
+    N = len(answers) // max(1, len(labels))
+    return [float(answer is not None and answer == labels[n // N]) for n, answer in enumerate(answers)]
+
+
+def cast_votes(t: Play) -> tuple[Rollouts, list[str | None]]:
+    """The votes of each problem, with what they say and earn as columns, and the problems' labels. They are logged."""
+    N = votes_per_problem(t.args)
+    votes = t.solve("generator", t.problems(), N, "votes")                        # y_1 ... y_N
+    answers = answers_of(t.task, votes.texts)
+    labels = pseudo_labels(answers, N)                                            # y*
+    votes.columns = {"outcome": t.check(votes), "answer": answers,
+                     "majority_reward": majority_rewards(answers, labels),        # R(y_i, y*)
+                     "pseudo_label": [label for label in labels for _ in range(N)]}
+    of_label = outcomes_of_labels(votes.columns, labels)
+    votes.columns["label_outcome"] = [outcome for outcome in of_label for _ in range(N)]
+    log_votes(t, votes.columns)
+    return votes, labels
+
+
+def play(t: Play):
+    N, M = votes_per_problem(t.args), t.args.num_samples
+    votes, _ = cast_votes(t)
+    solutions = votes.select([n for n in range(len(votes)) if n % N < M])         # vote, then sample
+    rewards = solutions.columns["majority_reward"]
+    advantages = t.advantages(solutions, rewards)
+    log_rewards(t, "generator", solutions, rewards)
+    yield Update("generator", [(solutions, advantages)])
+
+
+def outcomes_of_labels(columns: dict[str, list], labels: list[str | None]) -> list[bool | None]:
+    """Whether each label is right: as the first vote for it is, and wrong where there is none."""
+    N = len(columns["answer"]) // max(1, len(labels))
+    first = [None if label is None else columns["answer"].index(label, i * N) for i, label in enumerate(labels)]
+    return [False if n is None else columns["outcome"][n] for n in first]
+
+
+def log_votes(t: Play, columns: dict[str, list]) -> None:
+    """Logs how far the votes agree, and how far they and their labels are right. What the gold check cannot score is
+    left out of that."""
+    outcomes, answers, rewards = columns["outcome"], columns["answer"], columns["majority_reward"]
+    pairs = list(zip(rewards, outcomes, strict=True))
+    t.log("generator", t.mean({
+        "majority_ratio": rewards, "label_accuracy": columns["label_outcome"],  # each label N times
+        "reward_accuracy": [None if outcome is None else reward == outcome for reward, outcome in pairs],
+        "ground_truth_ratio": outcomes, "unreadable": [answer is None for answer in answers],
+        "unscorable": [outcome is None for outcome in outcomes]}))
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator")

@@ -1,0 +1,1 @@
+"""RL Tango, and what shows where it comes from."""

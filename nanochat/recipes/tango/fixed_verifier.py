@@ -1,0 +1,71 @@
+"""Fixed verifier: RL Tango's generator with a verifier as SFT left it. arXiv 2505.15034, section 4.3.
+
+The generator is rewarded as in recipe tango. The verifier judges and does not learn. Beside recipe tango this shows
+what training it adds. With --judge the verifier may be of any kind, such as what recipe orm or prm has trained
+(--verifier-source rl): the chance that a step is right takes the place of the verdict on it, and that of the whole
+where the judge says nothing of steps. Judges of several solutions (pair, graded, solve_pair, scores) are verifiers that
+learned this form by SFT (chat_sft --verifier-form), and perhaps by RL in recipe rm_r1, think_rm or spct; give them the
+--verifier-max-new-tokens of these. Each solution of a group is judged beside its neighbours, in a ring, and its chance
+is its share of duels won, or of the highest score. Recipe tango trains verifiers of single solutions alone.
+
+Departures: 3, 5 and 6 of recipe tango.
+"""
+from nanochat.common import BadInput, check_choices
+from nanochat.recipes.tango import tango
+from nanochat.recipes.tango.tango import TABLE, WRITTEN  # noqa: F401
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import pass_at_1, scores_of_pair
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, scores_as_judge
+from nanochat.rl.verify.judges import (JUDGES, JUDGE_CALLS, OF_THE_WHOLE, add_together_args, check_together_args,
+                                       reference_calls)
+
+TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
+            credit="z-score of the sum")
+ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
+SHOWN = {"generator": ["alpha", "wrong_passed"]}
+
+
+def add_args(group):
+    tango.add_label_args(group)
+    tango.add_alpha_args(group)
+    tango.add_verdict_args(group)
+    tango.add_distinct_args(group)
+    tango.add_step_args(group)
+    group.add_argument("--judge", default=WRITTEN,
+                       help=f"how the verifier says what is right, one of: {', '.join(JUDGES)}")
+    add_judged_args(group)
+    add_together_args(group)
+
+
+def check(args, task):
+    tango.check(args, task)
+    check_judged_args(args)
+    check_choices(args, {"judge": JUDGES})
+    check_together_args(args)
+    if args.judge != WRITTEN and args.step_rewards != "verdicts":
+        raise BadInput(f"--judge {args.judge}: gives chances, and --step-rewards {args.step_rewards} makes them of "
+                       f"verdicts; say --step-rewards verdicts")
+    if args.judge == WRITTEN and args.verifications > 1:
+        raise BadInput(f"--verifications {args.verifications}: the judge {WRITTEN} reads one here; see --judge "
+                       f"analysed")
+
+
+def calls(args):
+    if args.judge == WRITTEN:
+        return tango.generator_calls(args)
+    return [*tango.solution_calls(args),
+            JUDGE_CALLS[args.judge](args, args.examples_per_step, args.num_samples, args.num_steps),
+            *reference_calls(args, args.judge, args.examples_per_step, args.num_steps)]
+
+
+def play(t):
+    yield from tango.generator_step(t, judge="verifier", reward="verdict" if t.args.judge in OF_THE_WHOLE else "steps")
+
+
+def evaluate(t):
+    if t.args.judge == WRITTEN:
+        return scores_of_pair(t)
+    # Neither the verifier nor what it is scored on changes, but for the present generator's reference.
+    if "judged" not in t.memory or reference_calls(t.args, t.args.judge, 1, 0):
+        t.memory["judged"] = scores_as_judge(t, t.args.judge)
+    return pass_at_1(t, "generator") | t.memory["judged"]

@@ -1,0 +1,20 @@
+"""Outcome verifier: RL Tango in which the verifier's final verdict is rewarded, no step's. arXiv 2505.15034.
+
+Both roles are trained as in recipe tango. To the generator a verdict is worth 1 or 0 for the whole solution.
+
+Departures: 1 to 4 and 6 of recipe tango, and --verify-distinct of 5.
+"""
+from nanochat.recipes.tango import tango
+from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, calls, check, eval_step, evaluate, updates  # noqa: F401
+
+TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
+            credit="z-score per source")
+
+
+def add_args(group):
+    tango.add_pair_args(group)
+    group.set_defaults(combine="advantages")  # what was measured; merged was not
+
+
+def play(t):
+    yield from tango.play(t, reward="verdict")

@@ -1,0 +1,92 @@
+"""Refit (ours): a policy, and a verifier that is fitted again on its samples every k steps. After arXiv 2110.14168.
+
+The middle between a frozen verifier and one that RL trains. The verifier gives the chance that a solution is right, as
+the log-odds of the verdict token: behind each step, at the end or at every token (--judge). It learns the outcomes of
+the policy's own solutions by cross-entropy, at each of these places (Cobbe et al. 2021). Every --refit-every steps it
+makes one update on each batch since the last time, so that any k makes as many; 0 leaves it frozen. The policy is
+rewarded as in recipe tango: its outcomes, and with weight alpha the chances, of steps by eq. 3.
+
+Departures:
+1. Cobbe et al. train the verifier once, on samples of one generator. The rewards, alpha and its decay are RL Tango's
+   (arXiv 2505.15034), with chances in place of verdicts.
+"""
+import torch
+
+from nanochat.common import check_choices, check_least
+from nanochat.recipes.tango._pool import completions_of, scored_solutions
+from nanochat.recipes.tango import tango
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.play.play import Call, Play
+from nanochat.rl.records.prompts import solve_prompt
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, scores_as_judge
+from nanochat.rl.verify.judges import JUDGE_CALLS, OF_THE_WHOLE
+from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, ended, learn_verdicts, log_judgments, log_odds,
+                                         verdict_parts)
+
+TAGS = dict(family="generator-verifier", verifier="log-odds, refitted on outcomes", reward="outcome + process",
+            credit="z-score of the sum")
+ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
+SHOWN = {"generator": ["alpha", "verdicts/outcome_auc"], "verifier": ["bce"]}
+
+
+def add_args(group) -> None:
+    tango.add_alpha_args(group)
+    group.add_argument("--refit-every", type=int, default=1,
+                       help="k: steps between the verifier's refits, each on all batches since the last; 0 = never")
+    group.add_argument("--judge", default="steps", help=f"where the verifier is asked, one of: {', '.join(PLACES)}")
+    add_judged_args(group)
+
+
+def check(args, task) -> None:
+    tango.check(args, task)
+    check_judged_args(args)
+    check_choices(args, {"judge": PLACES})
+    check_least(args, {"refit_every": 0})
+    if args.refit_every:
+        check_one_update(args)
+
+
+def updates(args) -> dict[str, int]:
+    k = args.refit_every
+    return {"generator": args.num_steps, "verifier": args.num_steps // k * k if k else 0}
+
+
+def calls(args) -> list[Call]:
+    size = (args.examples_per_step, args.num_samples)
+    return [*tango.solution_calls(args), JUDGE_CALLS[args.judge](args, *size, args.num_steps),
+            Call("verifier", "refitted", *size, args.max_new_tokens + 1, updates(args)["verifier"], trained=True,
+                 given=True, scored=2)]
+
+
+def play(t: Play):
+    """Solutions, their judgments, an update of the policy, and where it is due the verifier's refit."""
+    policy, = tango.generator_step(t, "verifier", "verdict" if t.args.judge in OF_THE_WHOLE else "steps")
+    solutions, _ = policy.parts[0]
+    samples = scored_solutions(t, solutions, solutions.columns["outcome"])
+    yield policy
+    if t.args.refit_every:
+        waiting = [*t.memory.get("samples", []), samples]
+        is_due = len(waiting) == t.args.refit_every
+        t.memory["samples"] = [] if is_due else waiting
+        for batch in waiting if is_due else []:
+            yield from refit(t, batch)
+
+
+def refit(t: Play, batch: dict[str, torch.Tensor]):
+    """Cross-entropy of the chance at each place against the solution's outcome, the mean over places."""
+    mine = list(range(t.run.rank, len(batch["problem"]), t.run.world))
+    problems = [t.task.problem("rl", index) for index in batch["problem"][mine].tolist()]
+    prompts = [solve_prompt(t.tokenizer, t.task.fmt, problem) for problem in problems]
+    rollouts = ended(t, "verifier", prompts, t.written("verifier", prompts, completions_of(batch, mine)))
+    places = PLACES[t.args.judge](rollouts, t.read_solutions(rollouts))                   # (N, T)
+    labels = places * batch["outcome"][mine].to(t.device).float()[:, None]
+    s = log_odds(t, "verifier", rollouts)
+    log_judgments(t, "verifier", s, labels, places)
+    parts = verdict_parts(t, rollouts, bce_coefficients(s, labels, places))                     # y - V
+    yield from learn_verdicts(t, "verifier", (parts, places.sum().item()))
+
+
+def evaluate(t: Play) -> dict:
+    return pass_at_1(t, "generator") | scores_as_judge(t, t.args.judge)

@@ -1,0 +1,63 @@
+"""Learning to Self-Verify (Chen et al. 2026): one model learns to solve and to verify, in turns. arXiv 2602.07594.
+
+A generator step is GRPO on solutions. A verifier step is GRPO on verifications of the model's own solutions, as many
+right as wrong ones; a verification earns 1 for the right verdict. The paper's claim is that learning to verify helps
+solving, and that learning to solve does not help verifying. Runs from one checkpoint (chat_sft --role both) show it, as
+both scores are in every evaluation: in turns (--generator-steps 5 --verifier-steps 1, the default and that of the
+released script), generation alone (--verifier-steps 0), verification alone (--num-steps N --warmup-steps N) and
+verification first (--warmup-steps W --verifier-steps 0).
+
+There is one model, so --num-steps counts the steps of both kinds. The released script has 128 problems of 8 samples, 8
+verifications of a solution, a rate of 1e-6 and no KL.
+
+Departures:
+1. A verifier step does not come on top of a generator step: it takes the place of one.
+2. What is judged are whole solutions. In the released code of the turns it is their final answer alone.
+3. A verifier step samples one solution of each problem, and takes past ones where right or wrong ones are missing. The
+   code takes one right and one wrong one of each group of the generator steps before, then others, but none of a group
+   without a right one.
+4. A step of each kind is one optimizer step; the script has four. The KL is that of all recipes.
+"""
+from nanochat.common import BadInput
+from nanochat.recipes.tango import tango
+from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.play.play import Call, Play
+
+TAGS = dict(family="one model, two roles", verifier="generative, RL on outcomes", reward="outcome", credit="z-score")
+ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
+
+
+def add_args(group) -> None:
+    tango.add_schedule_args(group)
+    tango.add_verifier_args(group)
+    group.set_defaults(verifier_head="prompt", generator_steps=5, warmup_steps=0, gamma=0.0, class_weights=False,
+                       verifier_balance=True)
+
+
+def check(args, task) -> None:
+    tango.check(args, task)
+    if args.verifier_head != "prompt":
+        raise BadInput(f"--verifier-head {args.verifier_head}: this recipe is about one model in both roles, which is "
+                       f"--verifier-head prompt; recipe tango has the others")
+    if args.verifier_optimizer != "shared":
+        raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: both kinds of steps are updates of one role; "
+                       f"recipe tango has one for each")
+
+
+def updates(args) -> dict[str, int]:
+    return {"generator": args.num_steps, "verifier": 0}
+
+
+def calls(args) -> list[Call]:
+    return tango.solution_calls(args) + tango.verifier_calls(args, args.num_steps)
+
+
+def play(t: Play):
+    """A step of the phase that is on, as recipe tango makes it, and an update of the one model."""
+    phase, phase_steps = tango.phase_of(t)
+    t.memory["phase"], t.memory["phase_steps"] = phase, phase_steps + 1
+    t.log(None, {"phase": phase})
+    steps = tango.generator_step(t, judge=None) if phase == "generator" else tango.verifier_step(t)
+    for update in steps:
+        yield update._replace(role="generator")

@@ -1,0 +1,1 @@
+"""Verifiers that are trained on labelled solutions and write or give verdicts."""

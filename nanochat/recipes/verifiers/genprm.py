@@ -1,0 +1,90 @@
+"""GenPRM (Zhao et al. 2025): a verifier that learns analyses whose verdicts agree with labels. arXiv 2504.00891.
+
+It analyses each step before its verdict. It writes --num-samples verifications of each labelled solution. Those whose
+verdicts on all steps, and on the whole, agree with the labels are kept, and it is trained on them as SFT. A chance is
+p(T) / (p(T) + p(F)) at the place of a verdict in a sampled text, the mean over --verifications texts. The labels come
+from a file (--labels); in the paper they are relative progress estimates of a step's continuations. With outcomes alone
+in mind this is GenRM-CoT.
+
+Departures:
+1. The verifier itself writes what it learns from, anew in each step. In the paper a larger model writes it, once.
+2. No code is written or run.
+3. A solution with several kept verifications counts for each; --kept-per-solution 1 makes all that have one count
+   alike.
+4. The paper labels a step by its progress relative to the one before, at least .8 of it: that is label_steps' work. A
+   step is right here where its label is at least --label-bar.
+"""
+import torch
+
+from nanochat.common import BadInput, check_least
+from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import log_rewards, verification_columns
+from nanochat.rl.play.play import Call, Play
+from nanochat.rl.records.prompts import Verification
+from nanochat.rl.verify.comparing import warn_of_form
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
+from nanochat.rl.verify.judges import written_call
+from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step,
+                                         quoting_labelled)
+from nanochat.rl.verify.log_odds import learn_likelihood
+
+TAGS = dict(family="supervised verifier", verifier="generative, own analyses that agree with labels",
+            reward="none: labels")
+ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
+SHOWN = {"verifier": ["kept", "reward"]}
+
+
+def add_args(group) -> None:
+    add_label_args(group)
+    add_judged_args(group)
+    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+    group.add_argument("--label-bar", type=float, default=0.5, help="a step whose label is at least this is right")
+    group.add_argument("--kept-per-solution", type=int, default=0, help="at most; 0 = all that agree")
+
+
+def check(args, task) -> None:
+    check_least(args, {"verifier_max_new_tokens": 1, "kept_per_solution": 0})
+    if not 0 < args.label_bar <= 1:
+        raise BadInput(f"--label-bar {args.label_bar}: must be above 0, and at most 1")
+    check_one_update(args)
+    check_judged_args(args)
+    check_labels(args, task, kind="chances")
+
+
+def calls(args) -> list[Call]:
+    analyses = written_call(args, args.examples_per_step, 1, args.num_steps)
+    return [*judged_calls(args, "analysed"),
+            quoting_labelled(args, analyses._replace(label="analyses", num_samples=args.num_samples, trained=True))]
+
+
+def agrees(verification: Verification, row: Labelled, bar: float) -> bool:
+    """Whether the verdicts on all steps are those of the labels, and the final one is the outcome, where that is
+    known."""
+    return (verification.usable_steps == [label >= bar for label in row.labels] and verification.verdict is not None
+            and row.outcome in (None, verification.verdict))
+
+
+def kept_rows(agree: list[bool], num_samples: int, most: int) -> list[int]:
+    """Of each solution's verifications those that agree, the first `most` of them (0: all)."""
+    kept = [[n for n in range(i, i + num_samples) if agree[n]] for i in range(0, len(agree), num_samples)]
+    return [n for rows in kept for n in rows[: most or None]]
+
+
+def play(t: Play):
+    rows, G = labelled_of_step(t), t.args.num_samples
+    solutions = as_rollouts(t, "verifier", rows)
+    rollouts = t.verify("verifier", solutions, G, "analyses", copies=[row.copy for row in rows])
+    verifications = t.read_verifications(rollouts)
+    agree = [agrees(v, rows[n // G], t.args.label_bar) for n, v in enumerate(verifications)]
+    unread = [v.usable_steps is None or v.verdict is None for v in verifications]
+    warn_of_form(t, "steps", t.mean({"unread": unread})["unread"])
+    rollouts.columns = verification_columns(verifications)
+    log_rewards(t, "verifier", rollouts, agree)
+    kept = rollouts.select(kept_rows(agree, G, t.args.kept_per_solution))                  # consensus filtering
+    t.log("verifier", {"kept": t.reduce(torch.tensor(len(kept), device=t.device)).item()})
+    yield from learn_likelihood(t, "verifier", kept)
+
+
+def evaluate(t: Play) -> dict:
+    return scores_as_judge(t, "analysed")

@@ -1,0 +1,1 @@
+"""From what happened to a weight for each token: rewards, advantages, averaging, schedules."""

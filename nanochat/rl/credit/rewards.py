@@ -1,0 +1,143 @@
+"""
+Reward sources: what happened -> sparse (token, value) rewards; and the class weights of the verifier.
+"""
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanochat.rl.credit.advantages import SparseRewards, alone
+
+EM_ROUNDS = 10
+# What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
+# much: a right answer behind a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
+TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
+FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
+
+
+def terminal_rewards(values: list[float | None], lengths: torch.Tensor) -> SparseRewards:
+    """One reward per rollout at its last token; None abstains."""
+    valid = torch.tensor([v is not None for v in values], dtype=torch.bool)[:, None]
+    filled = torch.tensor([0.0 if v is None else float(v) for v in values])[:, None]
+    return SparseRewards(filled.to(lengths.device), (lengths - 1).clamp(min=0)[:, None], valid.to(lengths.device))
+
+
+def outcome_rewards(outcomes: list[float | None], lengths: torch.Tensor) -> SparseRewards:
+    """Tango eq. 2: 1 if the answer is right, else 0, or what a task's score() gives for it."""
+    return terminal_rewards(outcomes, lengths)
+
+
+def step_rewards(step_ends: list[list[int]], verdicts: list[list[float] | None], device) -> SparseRewards:
+    """Tango eq. 3: +1/K or -1/K at the end token of each of a rollout's K steps; between them where a verdict, True or
+    False, is a chance that the step is right. None abstains. Raises ValueError where there are not K verdicts."""
+    rewards = at_step_ends(step_ends, verdicts, device)
+    K = rewards.valid.sum(dim=1, keepdim=True).clamp(min=1)
+    return replace(rewards, values=((2 * rewards.values - 1) / K).masked_fill(~rewards.valid, 0.0))
+
+
+def at_step_ends(step_ends: list[list[int]], values: list[list[float] | None], device) -> SparseRewards:
+    """A value at the end token of each of a rollout's K steps. None abstains. Raises ValueError where there are not K
+    values."""
+    width = max([len(ends) for ends in step_ends] + [1])
+    found, token_index = torch.zeros(len(values), width), torch.zeros(len(values), width, dtype=torch.long)
+    valid = torch.zeros(len(values), width, dtype=torch.bool)
+    for n, (ends, row) in enumerate(zip(step_ends, values, strict=True)):
+        if row:
+            K = len(ends)
+            if len(row) != K:
+                raise ValueError(f"rollout {n} has {K} steps and {len(row)} verdicts")
+            found[n, :K] = torch.tensor(row, dtype=torch.float32)
+            token_index[n, :K] = torch.tensor(ends)
+            valid[n, :K] = True
+    return SparseRewards(found.to(device), token_index.to(device), valid.to(device))
+
+
+def keep_groups(outcomes: list[bool | None], group_id: list[int], low: float, high: float) -> list[int]:
+    """The rollouts with an outcome whose group's accuracy over such rollouts is from low to high."""
+    groups: dict[int, list[bool]] = {}
+    for outcome, g in zip(outcomes, group_id, strict=True):
+        groups.setdefault(g, []).extend([] if outcome is None else [outcome])
+    inside = {g for g, known in groups.items() if known and low <= sum(known) / len(known) <= high}
+    return [n for n, outcome in enumerate(outcomes) if outcome is not None and group_id[n] in inside]
+
+
+def format_reward(unmet: tuple[str, ...]) -> float:
+    """1, less FORMAT_PENALTY for each unmet criterion of the format, not below 0."""
+    return max(0.0, 1.0 - FORMAT_PENALTY * len(unmet))
+
+
+def verdict_reward(verdict: bool | None, outcome: bool | None, unmet: tuple[str, ...], gamma: float) -> float | None:
+    """Tango eq. 8: 1 if the final verdict agrees with the outcome, plus gamma * format reward; None where there is no
+    outcome."""
+    return None if outcome is None else float(verdict == outcome) + gamma * format_reward(unmet)
+
+
+@dataclass
+class ClassWeights:
+    """Tango eq. 9: s_c = sqrt(n / (2 n_c)), at most `cap`, over moving averages of how many judged solutions were right
+    and wrong."""
+    right: float = 0.0
+    wrong: float = 0.0
+    decay: float = 0.8
+    cap: float = 4.0
+    batches: int = 0
+
+    def observe(self, right: float, wrong: float) -> None:
+        """Takes in one batch's counts (over all ranks); the first sets the averages."""
+        keep = self.decay if self.batches else 0.0
+        self.right = keep * self.right + (1 - keep) * right
+        self.wrong = keep * self.wrong + (1 - keep) * wrong
+        self.batches += 1
+
+    def weight(self, outcome: bool) -> float:
+        """The factor on the advantages of a solution that was in truth right (outcome True) or wrong."""
+        count = self.right if outcome else self.wrong
+        return min(self.cap, ((self.right + self.wrong) / (2 * count)) ** 0.5) if count > 0 else self.cap
+
+
+@dataclass
+class VerdictTrust:
+    """How far step verdicts can be believed, learned from outcomes alone; ours, not the paper's.
+
+    A step that was judged right is right with chance `right_if_right`, one that was judged wrong with chance
+    `right_if_wrong`, each for itself. A solution whose steps are all right has the right answer, any other with chance
+    `luck`. The three are estimated by expectation maximisation over batches: `sums` are expected numbers, of which a
+    batch keeps the share `decay`.
+    """
+    right_if_right: float = 0.9
+    right_if_wrong: float = 0.4
+    luck: float = 0.1
+    sums: list[float] | None = None  # right and all of those judged right, of those judged wrong; lucky, with errors
+    decay: float = 0.9
+
+    def chances(self, verdicts: list[bool], outcome: bool | None) -> list[float]:
+        """How likely each step is right, given all verdicts on the solution and its outcome, if that is known."""
+        own = [self.right_if_right if v else self.right_if_wrong for v in verdicts]
+        if outcome is None:
+            return own
+        no_error = math.prod(own)
+        if outcome:
+            known = no_error + self.luck * (1 - no_error)
+            return [(no_error + self.luck * (p - no_error)) / known for p in own]
+        return [(p - no_error) / (1 - no_error) for p in own]
+
+    def observe(self, verdicts: list[list[bool] | None], outcomes: list[bool | None], reduce: Callable = alone) -> None:
+        """Takes in one batch over all ranks. A solution without an outcome or step verdicts says nothing."""
+        known = [(row, o) for row, o in zip(verdicts, outcomes, strict=True) if row and o is not None]
+        before = self.sums or [0.0] * 6
+        for _ in range(EM_ROUNDS):
+            new = torch.tensor([self.expected(row, o) for row, o in known], dtype=torch.float64).view(-1, 6).sum(dim=0)
+            self.sums = [self.decay * a + b for a, b in zip(before, reduce(new).tolist(), strict=True)]
+            self.right_if_right, self.right_if_wrong, self.luck = (
+                (part + weight * first) / (whole + weight) for part, whole, (first, weight)
+                in zip(self.sums[::2], self.sums[1::2], TRUST_BEFORE, strict=True))
+
+    def expected(self, verdicts: list[bool], outcome: bool) -> list[float]:
+        """What one solution adds to `sums`, given the estimates so far."""
+        chances = self.chances(verdicts, outcome)
+        no_error = math.prod(self.right_if_right if v else self.right_if_wrong for v in verdicts)
+        lucky = self.luck * (1 - no_error)
+        with_error = lucky / (no_error + lucky) if outcome else 1.0
+        of = {kind: [p for p, v in zip(chances, verdicts, strict=True) if v is kind] for kind in (True, False)}
+        return [sum(of[True]), len(of[True]), sum(of[False]), len(of[False]), outcome * with_error, with_error]

@@ -1,0 +1,1 @@
+"""Scores, votes, held-out evaluations."""

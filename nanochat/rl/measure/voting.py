@@ -1,0 +1,133 @@
+"""
+What k verifications of a solution, or n solutions of a problem, decide together, and how far the share of "CORRECT" can
+be believed.
+
+k verifications, n solutions, K steps. A verdict is True, False or None (unreadable), which never speaks for anything.
+"""
+from bisect import bisect_left, bisect_right
+
+from nanochat.rl.measure.scores import majority, pass_at_k
+
+NUM_BINS = 10
+
+
+def aligned(step_verdicts: list[bool | None], num_steps: int) -> list[bool | None]:
+    """The verdicts of exactly `num_steps` steps, as evals.verdict_scores reads them: missing ones are None, those of no
+    step are left out."""
+    return (step_verdicts + [None] * num_steps)[:num_steps]
+
+
+def first_error_scores(labels: list[int], predictions: list[int | None]) -> dict:
+    """ProcessBench's scores (Zheng et al. 2024): error_acc, the share of erroneous samples (label >= 0) whose first
+    error is found exactly; correct_acc, that of correct ones (-1) with none claimed; f1, their harmonic mean. None
+    where a kind does not occur. A prediction None is wrong."""
+    hits = {kind: [l == p for l, p in zip(labels, predictions, strict=True) if (l >= 0) is kind]
+            for kind in (True, False)}
+    a, b = (sum(h) / len(h) if h else None for h in hits.values())
+    f1 = None if a is None or b is None else 2 * a * b / (a + b) if a + b else 0.0
+    return {"error_acc": a, "correct_acc": b, "f1": f1}
+
+
+def mean_scores(rows: list[dict]) -> dict:
+    """The mean of each score over several rows of first_error_scores; None where one of them has none."""
+    return {name: None if any(row[name] is None for row in rows) else sum(row[name] for row in rows) / len(rows)
+            for name in ("error_acc", "correct_acc", "f1")}
+
+
+# Scores of one solution from its k verifications: verdicts (k), step_verdicts (k, K), aligned
+
+def final_share(verdicts: list[bool | None], step_verdicts: list[list[bool | None]]) -> float:
+    """The share of the verifications whose final verdict is CORRECT."""
+    return verdicts.count(True) / len(verdicts)
+
+
+def step_share(verdicts: list[bool | None], step_verdicts: list[list[bool | None]]) -> float:
+    """The share of steps judged right, mean over the verifications; 0 without steps."""
+    said = [v for row in step_verdicts for v in row]
+    return said.count(True) / max(1, len(said))
+
+
+def min_step(verdicts: list[bool | None], step_verdicts: list[list[bool | None]]) -> float:
+    """The share of the verifications that judge the weakest step right (the minimum over steps of Wang et al. 2024,
+    Math-Shepherd); 0 without steps."""
+    return min((column.count(True) / len(column) for column in zip(*step_verdicts, strict=True)), default=0.0)
+
+
+SCORES = {"final": final_share, "steps": step_share, "min_step": min_step}
+
+
+# Choosing among n solutions
+
+def best_of_n(scores: list[float], tie_breaks: list[float]) -> int:
+    """Index of the solution with the highest score (Cobbe et al. 2021); ties go to the higher tie break, then to the
+    earliest."""
+    return max(range(len(scores)), key=lambda i: (scores[i], tie_breaks[i], -i))
+
+
+def weighted_vote(answers: list[str | None], scores: list[float]) -> str | None:
+    """The answer whose solutions have the largest sum of scores (Li et al. 2023), ties going to the earliest; None when
+    no answer could be read."""
+    sums: dict[str, float] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            sums[answer] = sums.get(answer, 0.0) + score
+    # Rounded, or 1/3 + 2/3 in another order would decide ties.
+    return max(sums, key=lambda answer: round(sums[answer], 9), default=None)
+
+
+def choose(answers: list[str | None], outcomes: list[bool | None], scores: list[float],
+           tie_breaks: list[float]) -> dict | None:
+    """What one problem's n solutions come to, as shares of right ones: pass@1, maj, bon, weighted, pass@n; and
+    "chosen", the answers or (bon) the index that were. Solutions without an outcome are left out; None where none is
+    left. An answer stands for the earliest solution that gives it."""
+    kept = [i for i, outcome in enumerate(outcomes) if outcome is not None]
+    if not kept:
+        return None
+    answers, outcomes, scores, tie_breaks = ([row[i] for i in kept] for row in (answers, outcomes, scores, tie_breaks))
+    n, num_right = len(kept), sum(outcomes)
+    vote, best, weighted = majority(answers), best_of_n(scores, tie_breaks), weighted_vote(answers, scores)
+    right = lambda answer: float(answer is not None and outcomes[answers.index(answer)])
+    return {"pass@1": num_right / n, "maj": right(vote), "bon": float(outcomes[best]), "weighted": right(weighted),
+            "pass@n": pass_at_k(n, num_right, n), "chosen": {"maj": vote, "bon": kept[best], "weighted": weighted}}
+
+
+# Calibration of shares (of k verifications that say CORRECT) as probabilities of being right
+
+def brier(shares: list[float], outcomes: list[bool]) -> float:
+    """The mean of (share - outcome)^2 (Brier 1950); 0.25 for one who always says a half."""
+    return sum((p - y) ** 2 for p, y in zip(shares, outcomes, strict=True)) / len(shares)
+
+
+def auroc(shares: list[float], outcomes: list[bool]) -> float | None:
+    """The probability that a right solution has a larger share than a wrong one, ties counting half (Mann and Whitney
+    1947); None unless both occur."""
+    right, wrong = (sorted(p for p, y in zip(shares, outcomes, strict=True) if y is kind) for kind in (True, False))
+    if not right or not wrong:
+        return None
+    return sum(bisect_left(wrong, p) + bisect_right(wrong, p) for p in right) / (2 * len(right) * len(wrong))
+
+
+def reliability(shares: list[float], outcomes: list[bool], num_bins: int = NUM_BINS) -> list[dict]:
+    """Bins of equal width, the last one closed, without empty ones: low, high, count, the mean share and how many of
+    them are right (a share too)."""
+    bins: dict[int, list] = {}
+    for p, y in zip(shares, outcomes, strict=True):
+        bins.setdefault(min(int(p * num_bins), num_bins - 1), []).append((p, y))
+    return [{"low": m / num_bins, "high": (m + 1) / num_bins, "count": len(pairs),
+             "mean_share": sum(p for p, _ in pairs) / len(pairs),
+             "right": sum(y for _, y in pairs) / len(pairs)} for m, pairs in sorted(bins.items())]
+
+
+def expected_calibration_error(bins: list[dict]) -> float:
+    """ECE = sum over bins of count / n * |right - mean share| (Guo et al. 2017, eq. 3), from `reliability`."""
+    n = sum(row["count"] for row in bins)
+    return sum(row["count"] / n * abs(row["right"] - row["mean_share"]) for row in bins)
+
+
+def calibration(shares: list[float], outcomes: list[bool]) -> dict | None:
+    """count, ece, brier, auroc and the bins of `reliability`; None of nothing."""
+    if not shares:
+        return None
+    bins = reliability(shares, outcomes)
+    return {"count": len(shares), "ece": expected_calibration_error(bins), "brier": brier(shares, outcomes),
+            "auroc": auroc(shares, outcomes), "bins": bins}

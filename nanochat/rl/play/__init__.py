@@ -1,0 +1,1 @@
+"""What a recipe may do in a step: sample, score, check, learn."""

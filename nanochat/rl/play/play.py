@@ -1,0 +1,513 @@
+"""
+What a recipe may do in one step: sample, score, check, learn. It knows roles by their names and no algorithm.
+
+P prompts, N rollouts, T tokens.
+"""
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+
+from nanochat.common import MOST, BadInput, all_reduce, gather_lists, mean_over_ranks, print0
+from nanochat.engine import Tool
+from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES, PolicyLoss
+from nanochat.rl.credit.advantages import PRESETS, source_advantages
+from nanochat.rl.credit.aggregation import AGGREGATIONS
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.credit.schedules import LR_SCHEDULES
+from nanochat.rl.learn.heads import copy_shared_lambdas
+from nanochat.rl.learn.packing import MicroBatch, batch_sizes, pack, pad_batches
+from nanochat.rl.learn.roles import Role, short_name
+from nanochat.rl.learn.state import RunState
+from nanochat.rl.learn.trainer import GAPS, score, update
+from nanochat.rl.play.sampling import Sampler, read_solutions, read_verifications
+from nanochat.rl.records.outcomes import num_problems_of, outcomes_of
+from nanochat.rl.records.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
+                                         generator_prompt, numbered, quoting_prompt, refine_prompt, refine_prompts,
+                                         solve_prompt, verify_prompts)
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.storage.run import Run
+from nanochat.weights import copy_weights, refresh
+from tasks.common import Problem, check_problem
+
+
+class Call(NamedTuple):
+    """What a recipe samples (or is given as text) under one label in a step, at most: the context check, the memory
+    plan and the hours follow from it.
+
+    num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update
+    learns from it; given: it is not sampled. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of
+    completions that stand in it. scored: calls of Play.logprobs on it, without those of a reference; split: where its
+    problems are from; remedy: what would shorten it where it does not fit.
+    """
+    role: str
+    label: str
+    num_prompts: int
+    num_samples: int
+    max_new_tokens: int
+    times: int
+    trained: bool = False
+    given: bool = False
+    wrap: Callable = generator_prompt
+    quoted: int = 0
+    scored: int = 0
+    split: str = "rl"
+    remedy: str = LOWER_LIMITS
+
+
+class Update(NamedTuple):
+    """What a recipe yields; the loop makes one optimizer step of it.
+
+    parts: rollouts and their advantages (N, T), which share the step; loss: None = as the flags say; per: one of
+    AGGREGATIONS, None = as the flags say; lr: None = the role's own; times: optimizer steps on it, None = as the flags
+    say.
+    """
+    role: str
+    parts: list[tuple[Rollouts, torch.Tensor]]
+    loss: PolicyLoss | None = None
+    per: str | None = None
+    lr: float | None = None
+    times: int | None = None
+
+
+@dataclass
+class Play:
+    """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: sampling,
+    scoring, gathering and logging of means wait for each other. What a recipe draws itself comes from random.Random of
+    the seed and the step, not from torch's global generator. `totals` are the updates of each role in a whole run,
+    `calls` what the recipe declares that it samples. What a step draws and logs is collected here until the step is
+    over."""
+    args: object
+    run: Run
+    sampler: Sampler
+    roles: dict[str, Role]
+    calls: dict[str, Call]
+    totals: dict[str, int]
+    state: RunState
+    loss: PolicyLoss
+    evaluating: bool = False  # draws then belong to no step, and are not counted
+    has_moved: bool = False   # weights were changed in this step: it is carried through
+    moved: set[int] = field(default_factory=set)   # ids of the parameters that were
+    num_drawn: int = 0        # problems taken in this step
+    sampled: int = 0          # tokens of this rank in this step
+    labels: set[str] = field(default_factory=set)  # what was drawn in this step
+    drawn: dict[str, object] = field(default_factory=dict)  # label -> model, of draws by the trainer's distribution
+    told: set[str] = field(default_factory=set)    # warnings that are given once
+    metrics: dict = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def task(self):
+        return self.sampler.task
+
+    @property
+    def tokenizer(self):
+        return self.sampler.tokenizer
+
+    @property
+    def device(self) -> torch.device:
+        return self.run.device
+
+    @property
+    def memory(self) -> dict:
+        """Plain values and tensors on CPU that are saved with the run: pools, averages, the phase."""
+        return self.state.memory
+
+    @property
+    def step(self) -> int:
+        """The number of the step, from 0."""
+        return self.state.step
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Updates that each role has made."""
+        return self.state.role_steps
+
+    def progress(self, role: str) -> float:
+        """How far a role is through its updates of the run, from 0 at its first to 1 at its last."""
+        return min(1.0, self.steps[role] / max(1, self.totals[role] - 1))
+
+    # Problems and prompts
+
+    def problems(self, num: int | None = None, split: str = "rl") -> list[Problem]:
+        """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another
+        split. In an evaluation the next ones stay the next."""
+        rank, world = self.run.rank, self.run.world
+        num = self.args.examples_per_step if num is None else num
+        if split != "rl":
+            places = range(rank, num_problems_of(self.task, split, num), world)
+        else:
+            first = self.state.cursor + self.num_drawn
+            self.num_drawn += 0 if self.evaluating else num
+            places = range(first + rank, first + num, world)
+        where = f"task {self.task.name}"
+        return self.each(lambda i: check_problem(where, self.task.problem(split, i), split, i), places)
+
+    def each(self, function: Callable, items) -> list:
+        """function(item) of each item. A request to stop ends it early."""
+        found = []
+        for item in items:
+            if self.should_stop():
+                break
+            found.append(function(item))
+        self.check_stop()
+        return found
+
+    def solve_prompts(self, problems: list[Problem], copies: list[int] | None = None) -> list[Prompt]:
+        """The generator's prompts. copies: how often each problem has come before; None counts on this rank."""
+        prompts = self.each(lambda problem: solve_prompt(self.tokenizer, self.task.fmt, problem), problems)
+        return numbered(prompts, copies)
+
+    def verify_prompts(self, solutions: Rollouts, copies: list[int] | None = None) -> list[Prompt]:
+        """The verifier's prompts, one for each solution. copies: see `verify_prompts` of rl.records.prompts."""
+        return verify_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions),
+                              copies)
+
+    def refine_prompts(self, solutions: Rollouts, critiques: list[str],
+                       copies: list[int] | None = None) -> list[Prompt]:
+        """The generator's prompts for a second attempt, one for each solution, which they quote with its critique."""
+        return refine_prompts(self.tokenizer, self.task.fmt, solutions.problems(), self.read_solutions(solutions),
+                              critiques, copies)
+
+    def prompts(self, template: str, problems: list[Problem], **quoted: list[str]) -> list[Prompt]:
+        """Prompts of one of the format's templates, one for each problem, and what each of them quotes."""
+        rows = [dict(zip(quoted, texts, strict=True)) for texts in zip(*quoted.values(), strict=True)]
+        pairs = zip(problems, rows or [{} for _ in problems], strict=True)
+        return numbered(self.each(lambda pair: Prompt(
+            quoting_prompt(self.tokenizer, self.task.fmt, pair[0].prompt, template, **pair[1]), pair[0]), pairs))
+
+    # Sampling
+
+    def sample(self, role: str, prompts: list[Prompt], num_samples: int, label: str, *, greedy: bool = False,
+               tool: Tool | None = None, wrap: Callable | None = None) -> Rollouts:
+        """`num_samples` completions of each prompt, drawn from a role. label names the draw; the recipe's `calls`
+        declare it. In an evaluation any label will do: the limit is that of the calls with this label, else with this
+        `wrap`, else of all of the role. Raises BadInput for more than was declared."""
+        started = time.time()
+        stream = (label,) if self.evaluating else (label, self.step)
+        limit = self._limit(role, label, wrap, len(prompts), num_samples)
+        rollouts = self.sampler.sample(self.roles[role].model, prompts, num_samples, stream, limit, greedy, tool)
+        rollouts.calls = [label] * len(rollouts)
+        self.check_stop()
+        if not self.evaluating:
+            if not (greedy or self.sampler.top_k):
+                self.drawn[label] = self.roles[role].model
+            self.sampled += int(rollouts.lengths.sum())
+            self.add_seconds(short_name(role), started)
+        return rollouts
+
+    def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *, greedy: bool = False,
+              tool: Tool | None = None, copies: list[int] | None = None) -> Rollouts:
+        """`num_samples` solutions of each problem, with a tool: by default the calculator, where --calculator says
+        so."""
+        tool = tool or self.sampler.calculator_tool()
+        return self.sample(role, self.solve_prompts(problems, copies), num_samples, label, greedy=greedy, tool=tool,
+                           wrap=generator_prompt)
+
+    def refine(self, role: str, solutions: Rollouts, critiques: list[str], num_samples: int, label: str, *,
+               greedy: bool = False) -> Rollouts:
+        """`num_samples` further attempts behind each solution and its critique, with the calculator as in `solve`."""
+        return self.sample(role, self.refine_prompts(solutions, critiques), num_samples, label, greedy=greedy,
+                           tool=self.sampler.calculator_tool(), wrap=refine_prompt)
+
+    def verify(self, role: str, solutions: Rollouts, num_samples: int, label: str, *, greedy: bool = False,
+               copies: list[int] | None = None) -> Rollouts:
+        """`num_samples` verifications of each solution."""
+        return self.sample(role, self.verify_prompts(solutions, copies), num_samples, label, greedy=greedy,
+                           wrap=empty_verifier_prompt)
+
+    def written(self, role: str, prompts: list[Prompt], completions: list[str] | list[list[int]]) -> Rollouts:
+        """Given completions as rollouts of a role, one for each prompt. Text is encoded as ordinary text and ended;
+        token ids stand as they are. Raises BadInput for one that does not fit the role's context."""
+        end, context = self.tokenizer.stop_tokens[0], self.roles[role].model.config.sequence_len
+        rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
+        for prompt, row in zip(prompts, rows, strict=True):
+            if len(prompt.ids) + len(row) > context:
+                raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}, of "
+                               f"problem {prompt.problem.index} of {prompt.problem.split} "
+                               f"({prompt.problem.prompt[:40]!r}): the {role}'s context is {context}")
+        lengths = [len(row) for row in rows]
+        width = max(lengths, default=1)
+        tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long, device=self.device)
+        tokens = tokens.view(len(rows), width)
+        stopped = [row[-1] in self.tokenizer.stop_tokens for row in rows]
+        unknown = torch.full(tokens.shape, float("nan"), device=self.device)
+        texts = [self.tokenizer.decode(row[:-1] if ended else row) for row, ended in zip(rows, stopped, strict=True)]
+        limit = max(call.max_new_tokens for call in self.calls.values() if call.role == role)
+        return Rollouts(prompts, torch.arange(len(rows), device=self.device), tokens, unknown,
+                        torch.tensor(lengths, dtype=torch.long, device=self.device),
+                        torch.tensor(stopped, dtype=torch.bool, device=self.device), limit=limit, texts=texts)
+
+    def _limit(self, role: str, label: str, wrap: Callable | None, num_prompts: int, num_samples: int) -> int:
+        """Tokens that a completion may have. Raises BadInput for what the recipe has not declared."""
+        if role not in self.roles:
+            raise BadInput(f"the recipe samples of a role {role!r}: there are {', '.join(self.roles)}")
+        if self.evaluating:
+            of_role = [call for call in self.calls.values() if call.role == role]
+            alike = [call for call in of_role if call.label == label] or [call for call in of_role if call.wrap is wrap]
+            return max((call.max_new_tokens for call in alike or of_role), default=0)
+        call = self.calls.get(label)
+        most = -(-call.num_prompts // self.run.world) if call else 0
+        if label in self.labels:
+            raise BadInput(f"the recipe samples {label!r} twice in a step: the second draw would have the first "
+                             f"one's noise")
+        self.labels.add(label)
+        if call is None or call.role != role or num_prompts > most or num_samples > call.num_samples:
+            raise BadInput(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its "
+                             f"calls() declare {call or 'no such label'}")
+        return call.max_new_tokens
+
+    # Reading
+
+    def check(self, rollouts: Rollouts) -> list[bool | None]:
+        """The outcome of each solution by the task's gold check; None where it cannot be scored."""
+        return self.check_texts(rollouts.problems(), rollouts.texts)
+
+    def check_texts(self, problems: list[Problem], texts: list[str]) -> list[bool | None]:
+        """The same of given texts, one for each problem."""
+        outcomes = outcomes_of(self.task, problems, texts, self.should_stop)
+        self.check_stop()
+        return outcomes
+
+    def read_solutions(self, rollouts: Rollouts) -> list[Solution]:
+        """The completions read as solutions: their text and where their reasoning steps end."""
+        return read_solutions(self.tokenizer, self.task.fmt, rollouts)
+
+    def read_verifications(self, rollouts: Rollouts) -> list[Verification]:
+        """The completions read as verifications."""
+        return read_verifications(self.task.fmt, rollouts)
+
+    # Credit, scoring and weights
+
+    def advantages(self, rollouts: Rollouts, rewards: list[float | None], *, preset: str = "",
+                   groups: torch.Tensor | None = None) -> torch.Tensor:
+        """Advantages of one reward at the end of each rollout, by --advantage or a preset. None takes no part. groups
+        (N,): in place of the prompts' groups. -> (N, T)"""
+        return source_advantages(terminal_rewards(rewards, rollouts.lengths),
+                                 rollouts.group_id if groups is None else groups, rollouts.tokens.shape[1],
+                                 PRESETS[preset or self.args.advantage], self.reduce)
+
+    def micro_batches(self, rollouts: Rollouts, advantages: torch.Tensor, weights: torch.Tensor,
+                      keep_idle: bool) -> list[MicroBatch]:
+        """Rollouts as micro-batches."""
+        return pack(rollouts, advantages, weights, self.args.micro_batch_tokens, keep_idle, self.args.prefix_sharing)
+
+    def even(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """With --shard as many micro-batches as any rank has; those that are added train nothing."""
+        if not self.args.shard:
+            return batches
+        most = int(self.reduce(torch.tensor(len(batches), device=self.device), "max"))
+        return pad_batches(batches, most, self.device)
+
+    def logprobs(self, role: str, rollouts: Rollouts, *, reference: bool = False,
+                 targets: torch.Tensor | None = None) -> torch.Tensor:
+        """Logprobs of the tokens, or of `targets` (N, T) in their places, under a role or its starting weights; no
+        gradient. -> (N, T) fp32 in the order of the rollouts, 0 where a token is not trained"""
+        scored = rollouts if targets is None else replace(rollouts, targets=targets)
+        model = self.roles[role].reference if reference else self.roles[role].model
+        out = torch.zeros(scored.tokens.shape, device=self.device)
+        for batch in self.even(self.micro_batches(scored, out, out[:, 0], keep_idle=True)):
+            if self.breaks_off():
+                break
+            logprobs = score(model, batch, self.args.temperature)
+            places = torch.zeros(batch.tokens.numel(), device=self.device)
+            if len(batch.index):  # an added micro-batch is of no rollout
+                places[batch.index] = logprobs
+                out[batch.rows, : batch.tokens.shape[1]] = places.view_as(batch.tokens)
+        self.check_stop()
+        return out
+
+    def copy_weights(self, source: str, target: str) -> None:
+        """Gives a role another's present weights: a snapshot. It is saved with the run. Behind it the step is carried
+        through, as behind an update."""
+        self.check_stop()
+        self.has_moved = True
+        copy_weights(self.roles[target].model, self.roles[source].model)
+        refresh(self.roles[target].model)
+        self.moved |= ids_of(self.roles[target].model.parameters())
+
+    # Over ranks, and the log
+
+    def reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """The sum or max over ranks, in place."""
+        return all_reduce(tensor, op)
+
+    def gather(self, rows: list) -> list:
+        """Rows (json values) of all ranks, which dealt them out in turn, back in the order of the whole."""
+        self.check_stop()
+        world, rank = self.run.world, self.run.rank
+        numbered = gather_lists([[i * world + rank, row] for i, row in enumerate(rows)], self.device)
+        return [row for _, row in sorted(numbered, key=lambda pair: pair[0])]
+
+    def mean(self, values: dict[str, list]) -> dict[str, float | None]:
+        """The mean of each list over all ranks, None left out."""
+        return mean_over_ranks(values, self.device)
+
+    def log(self, role: str | None, values: dict) -> None:
+        """Adds to the step's record in metrics.jsonl, under the role's prefix."""
+        for name, value in values.items():
+            if not (is_number(value) or isinstance(value, str)):
+                raise BadInput(f"{name} of the {role or 'step'} is a {described(value)}: numbers and texts are logged")
+        if role is not None and role not in self.roles:
+            raise BadInput(f"metrics of a role {role!r}: there are {', '.join(self.roles)}")
+        if role is None:
+            self.check_names(values)
+        prefix = f"{short_name(role)}/" if role else ""
+        self.metrics |= {f"{prefix}{name}": value for name, value in values.items()}
+
+    def check_names(self, values: dict) -> None:
+        """Raises BadInput where a recipe gives what the loop itself says of a step."""
+        own = {"step", "role", "sampled_tokens", *(f"{short_name(name)}_step" for name in self.roles)}
+        if taken := own & set(values):
+            raise BadInput(f"a recipe logs {min(taken)!r} of the step, which the loop does itself")
+
+    def add_seconds(self, name: str, started: float) -> None:
+        """Adds the time since `started` to what the step logs as timing_s/<name>."""
+        self.seconds[f"timing_s/{name}"] = self.seconds.get(f"timing_s/{name}", 0.0) + time.time() - started
+
+    def check_stop(self) -> None:
+        """Stops the run on all ranks if any was told to, unless an update of this step was made."""
+        if not self.has_moved:
+            self.run.check_stop()
+
+    def should_stop(self) -> bool:
+        """Whether this rank may break off what it samples."""
+        return not self.has_moved and self.run.should_stop()
+
+    def breaks_off(self) -> bool:
+        """Whether this rank leaves out the micro-batches to come; behind them all ranks call check_stop. With --shard
+        all ranks gather weights in each, and stop together here."""
+        if self.args.shard:
+            self.check_stop()
+            return False
+        return self.should_stop()
+
+
+def warn_once(t: Play, text: str) -> None:
+    """Prints a warning that this run has not had yet."""
+    if text not in t.told:
+        t.told.add(text)
+        print0(f"WARNING: {text}")
+
+
+def ids_of(parameters) -> set[int]:
+    return {id(p) for p in parameters}
+
+
+def is_number(value) -> bool:
+    """Whether a value can be logged as a number: None, where it cannot be told, is one."""
+    return value is None or isinstance(value, float) or isinstance(value, int) and abs(value) <= MOST
+
+
+def described(value) -> str:
+    """What a value is that is no number."""
+    return f"number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+
+
+def check_column(name: str, values, num: int) -> None:
+    """Raises BadInput where a column of rollouts cannot be logged: one value of json for each of `num`."""
+    try:
+        if not isinstance(name, str):
+            raise TypeError(f"its name is a {type(name).__name__}")
+        if not isinstance(values, list | tuple) or len(values) != num:
+            raise TypeError(f"it is a {type(values).__name__} of {len(values)}")
+        json.dumps(values)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise BadInput(f"column {name!r} of {num} rollouts must be a list with one value for each, of numbers, text, "
+                       f"True, False, None or lists of these: {error}") from None
+
+
+def check_loss(role: str, loss: PolicyLoss, has_reference: bool) -> None:
+    """Raises BadInput where a role cannot learn from a loss."""
+    if not isinstance(loss, PolicyLoss):
+        raise BadInput(f"the loss of an Update of {role} is a {type(loss).__name__}, not a PolicyLoss")
+    for word, table in ((loss.name, POLICY_LOSSES), (loss.kl, KL_ESTIMATORS)):
+        if word not in table:
+            raise BadInput(f"the loss of an Update of {role} names {word!r}; there are {', '.join(table)}")
+    numbers = loss.clip_low, loss.clip_high, loss.dual_clip or 0.0, loss.kl_coef, loss.entropy_coef
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise BadInput(f"the loss of an Update of {role} has what is no number: {loss}")
+    if loss.kl_coef and not has_reference:
+        raise BadInput(f"the loss of an Update of {role} has a KL to its start, which is not kept: give the role's "
+                       f"RoleSpec reference=True")
+
+
+def check_update(t: Play, wanted: Update) -> None:
+    """Raises BadInput for what a recipe yields and no step can be made of."""
+    if not isinstance(wanted, Update):
+        raise BadInput(f"play yields a {type(wanted).__name__}, not an Update")
+    if wanted.role not in t.roles or t.roles[wanted.role].optimizer is None:
+        trained = ", ".join(name for name, role in t.roles.items() if role.optimizer is not None)
+        raise BadInput(f"play yields an Update of {wanted.role!r}; the roles that are trained are {trained}")
+    if not isinstance(wanted.parts, list) or not wanted.parts:
+        raise BadInput(f"the parts of an Update of {wanted.role} must be a list of (rollouts, advantages)")
+    for part in wanted.parts:
+        rollouts, advantages = part if isinstance(part, tuple) and len(part) == 2 else (None, None)
+        if not isinstance(rollouts, Rollouts) or not isinstance(advantages, torch.Tensor):
+            raise BadInput(f"the parts of an Update of {wanted.role} must be pairs of Rollouts and a tensor")
+        if not advantages.is_floating_point() or advantages.device != rollouts.tokens.device:
+            raise BadInput(f"the advantages of an Update of {wanted.role} are {advantages.dtype} on "
+                             f"{advantages.device}: they must be floats on {rollouts.tokens.device}")
+        if {"step", "role"} & rollouts.columns.keys():
+            raise BadInput("columns of rollouts cannot be called step or role: the loop writes these")
+        for name, values in rollouts.columns.items():
+            check_column(name, values, len(rollouts.lengths))
+    check_loss(wanted.role, wanted.loss or t.loss, t.roles[wanted.role].reference is not None)
+    if not (wanted.per is None or wanted.per in AGGREGATIONS):
+        raise BadInput(f"an Update of {wanted.role} averages per {wanted.per!r}; there are {', '.join(AGGREGATIONS)}")
+    if not (wanted.lr is None or isinstance(wanted.lr, int | float) and 0 <= wanted.lr < math.inf):
+        raise BadInput(f"the rate of an Update of {wanted.role} is {wanted.lr!r}: it must be a number from 0")
+    if not (wanted.times is None or isinstance(wanted.times, int) and wanted.times > 0):
+        raise BadInput(f"an Update of {wanted.role} is to be made {wanted.times!r} times: it must be a number from 1")
+
+
+def comparable(t: Play, role: Role, rollouts: Rollouts) -> Rollouts:
+    """The rollouts, with the sampler's logprobs of those alone that were drawn from the role's model, by the
+    distribution that the trainer scores: neither greedily nor with --top-k."""
+    foreign = [label != "" and t.drawn.get(label) is not role.model for label in rollouts.calls]
+    if not any(foreign):
+        return rollouts
+    rows = torch.tensor(foreign, device=rollouts.tokens.device)
+    return replace(rollouts, sampler_logprobs=rollouts.sampler_logprobs.masked_fill(rows[:, None], float("nan")))
+
+
+def apply_update(t: Play, wanted: Update) -> dict:
+    """The optimizer step(s) of an update; their metrics. Where there are several the last one's, and how many of
+    them were skipped. How far sampler and trainer are apart is the first one's, and left out where the role's weights
+    had moved before it in this step."""
+    check_update(t, wanted)
+    args, role, loss, started = t.args, t.roles[wanted.role], wanted.loss or t.loss, time.time()
+    sizes = batch_sizes(torch.cat([rollouts.num_trained() for rollouts, _ in wanted.parts]), t.reduce)
+    keep_idle = loss.kl_coef > 0 or loss.entropy_coef > 0
+    batches = []
+    for rollouts, advantages in wanted.parts:
+        lengths = rollouts.num_trained().float()
+        weights = AGGREGATIONS[wanted.per or args.aggregation](lengths, *sizes, rollouts.limit)
+        batches += t.micro_batches(comparable(t, role, rollouts), advantages, weights, keep_idle)
+    batches, times = t.even(batches), args.updates_per_batch if wanted.times is None else wanted.times
+    if times > 1:
+        for batch in batches:
+            batch.old_logprobs = score(role.model, batch, args.temperature)
+    base_lr = role.lr if wanted.lr is None else wanted.lr
+    lr, num_skipped = base_lr * LR_SCHEDULES[args.lr_schedule](t.progress(role.name)), 0
+    gaps = {} if t.moved & ids_of(role.model.parameters()) else None
+    for _ in range(times):
+        metrics = update(role, batches, loss, lr=lr, max_grad_norm=args.max_grad_norm, temperature=args.temperature,
+                         device=t.device, check_stop=t.check_stop, breaks_off=t.breaks_off)
+        t.has_moved = True  # until the state has moved too, nothing may stop this step
+        found = {name: metrics.pop(name) for name in GAPS}
+        gaps = found if gaps is None else gaps
+        num_skipped += metrics["skipped"]
+    t.moved |= ids_of(role.parameters)
+    for other in t.roles.values():
+        if other.trunk_of == role.name:
+            copy_shared_lambdas(role.model, other.model, other.num_shared)
+    t.steps[role.name] += 1
+    in_a_row = t.state.skipped_in_a_row
+    in_a_row[role.name] = in_a_row.get(role.name, 0) + 1 if num_skipped else 0
+    t.add_seconds("update", started)
+    return metrics | gaps | {"skipped": num_skipped}

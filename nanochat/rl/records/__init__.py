@@ -1,0 +1,1 @@
+"""Prompts and rollouts, and what a task says of them."""

@@ -1,0 +1,108 @@
+"""
+What a task says: its problems, the outcome, score, answer and step labels of solutions.
+"""
+import contextlib
+import random
+import zlib
+
+from nanochat.common import BadInput, in_threads
+from tasks.common import SPLIT_BUCKETS, check_problem, demo_of, is_last_number
+
+ENDLESS = 400  # problems that stand for all of a task that makes its own
+
+
+def num_problems_of(task, split: str, num: int) -> int:
+    """How many problems `num` of a split are: -1 stands for all, ENDLESS where they are made; a finite split has no
+    more than it has."""
+    size = task.num_problems(split) if hasattr(task, "num_problems") else ENDLESS if num < 0 else num
+    if not isinstance(size, int) or size < 0:
+        raise BadInput(f"task {task.name}: num_problems({split!r}) gives {str(size)[:80]}, not a number from 0")
+    return size if num < 0 else min(num, size)
+
+
+def problems_of(task, split: str, num: int) -> list:
+    """The first `num_problems_of` problems of a split: none is counted twice. Raises BadInput for one that is none."""
+    return [check_problem(f"task {task.name}", task.problem(split, i), split, i)
+            for i in range(num_problems_of(task, split, num))]
+
+
+def problems_digest(task, tokenizer) -> int:
+    """A number that tells a task's problems, as models read them, from others': a checksum of the tokens of the first
+    16 of each split that it has. They change with nearly any change of its data file, of the code that makes problems,
+    or of the tokenizer, and not with its check()."""
+    found = 0
+    for split in SPLIT_BUCKETS:
+        with contextlib.suppress(BadInput):  # nothing of this split among what was given
+            for i in range(num_problems_of(task, split, 16)):
+                problem = check_problem(f"task {task.name}", task.problem(split, i), split, i)
+                tokens = tokenizer.encode(problem.prompt), tokenizer.encode(problem.answer)
+                found = zlib.crc32(repr((split, tokens)).encode(), found)
+    return found
+
+
+def texts_digest(task) -> int:
+    """A number that tells the texts of a finite task from others': a checksum of all problems, answers and worked
+    solutions. 0 of a task that makes its own."""
+    found = 0
+    for split in SPLIT_BUCKETS if hasattr(task, "num_problems") else ():
+        with contextlib.suppress(BadInput):  # nothing of this split, or nothing to demonstrate
+            for problem in problems_of(task, split, -1):
+                worked = demo_of(task, "solution_demo", problem, random.Random(0)) if split == "sft" else ""
+                found = zlib.crc32(repr((split, problem.prompt, problem.answer, worked)).encode(), found)
+    return found
+
+
+def outcomes_of(task, problems: list, texts: list[str], should_stop=lambda: False) -> list[bool | None]:
+    """The outcome of each solution, many at a time: grading may wait for worker processes. Raises BadInput where the
+    task gives anything but True, False or None."""
+    outcomes = in_threads(task.check, problems, texts, should_stop=should_stop)
+    for problem, outcome in zip(problems, outcomes, strict=True):
+        if not (outcome is None or isinstance(outcome, bool)):
+            raise BadInput(f"task {task.name}: check() gives {str(outcome)[:80]} for problem {problem.index} of "
+                           f"{problem.split}, not True, False or None")
+    return outcomes
+
+
+def has_numbers(task) -> bool:
+    """Whether a task's answers are numbers, so that there is a lenient accuracy."""
+    return getattr(task, "has_numbers", False)
+
+
+def lenient_outcomes(task, problems: list, texts: list[str]) -> list[bool]:
+    """Whether the last number of each text is the gold one. Texts of problems without a number for an answer are left
+    out; [] where the task has no numbers."""
+    rows = zip(problems, texts, strict=True) if has_numbers(task) else ()
+    found = [is_last_number(text, problem.answer) for problem, text in rows]
+    return [outcome for outcome in found if outcome is not None]
+
+
+def scores_of(task, problems: list, texts: list[str], outcomes: list[bool | None]) -> list[float | None]:
+    """What each solution earns from 0 to 1: its outcome, or a part of it where the task has a score(). None where there
+    is no outcome. Raises BadInput for what is no such score."""
+    if not hasattr(task, "score"):
+        return outcomes
+    rows = zip(problems, texts, outcomes, strict=True)
+    scores = [None if outcome is None else task.score(problem, text) for problem, text, outcome in rows]
+    if bad := [score for score in scores if score is not None and not 0 <= score <= 1]:
+        raise BadInput(f"task {task.name}: score() gives {str(bad[0])[:80]}, not a number from 0 to 1")
+    return scores
+
+
+def labels_of(task, problem, text: str) -> list[bool]:
+    """Gold labels of a solution's steps, [] where they are not known. Raises BadInput where the task gives anything but
+    a bool for each step that its format finds."""
+    labels, num_steps = task.step_labels(problem, text), len(task.fmt.step_spans(text))
+    if not isinstance(labels, list) or not all(isinstance(label, bool) for label in labels):
+        raise BadInput(f"task {task.name}: step_labels() gives {str(labels)[:80]} for problem {problem.index} of "
+                       f"{problem.split}, not a list of True and False")
+    if labels and len(labels) != num_steps:
+        raise BadInput(f"task {task.name}: step_labels() gives {len(labels)} labels for problem {problem.index} of "
+                       f"{problem.split}, and its format finds {num_steps} steps in the solution")
+    return labels
+
+
+def answers_of(task, texts: list[str]) -> list[str | None]:
+    """What solutions answer, for votes: as the task reads it, else as its format does. None where nothing can be
+    read."""
+    read = getattr(task, "read_answer", task.fmt.answer)
+    return [read(text) for text in texts]

@@ -1,0 +1,122 @@
+"""
+Rollouts: completions with the prompts that they stand behind.
+
+P prompts, N rollouts, T tokens.
+"""
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.nn.functional import pad
+
+from nanochat.rl.records.prompts import Prompt
+from tasks.common import Problem
+
+
+@dataclass
+class Rollouts:
+    """N completions of P prompts.
+
+    tokens (N, T) int64, the end token included; lengths (N,) int64; stopped (N,) bool: it ended itself (finish reason
+    "stop", else "length"); group_id (N,) int64: the prompt of each. sampler_logprobs (N, T) fp32: as it was drawn, NaN
+    for tokens that were not drawn from a role behind this prompt. forced (N, T) bool: tokens that a tool put there,
+    never trained, or None. targets (N, T) int64: what each position is asked to predict, None for the tokens
+    themselves. limit: tokens that a completion may have. texts: the completions as text, without their end token.
+    calls: the label under which each was drawn, "" where it was given. columns: what rollouts.jsonl is to say of each,
+    beside what every rollout has.
+    """
+    prompts: list[Prompt]
+    group_id: torch.Tensor
+    tokens: torch.Tensor
+    sampler_logprobs: torch.Tensor
+    lengths: torch.Tensor
+    stopped: torch.Tensor
+    forced: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    limit: int = 0
+    texts: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    columns: dict[str, list] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Tokens that are trained: all up to the length but those that were forced. -> (N, T) bool"""
+        inside = torch.arange(self.tokens.shape[1], device=self.tokens.device) < self.lengths[:, None]
+        return inside if self.forced is None else inside & ~self.forced
+
+    def num_trained(self) -> torch.Tensor:
+        """Trained tokens of each rollout. -> (N,) int64"""
+        return self.lengths if self.forced is None else self.lengths - self.forced.sum(dim=1)
+
+    def completions(self) -> list[list[int]]:
+        """Token ids of each rollout, end token included."""
+        lengths = self.lengths.tolist()
+        return [row[:n] for row, n in zip(self.tokens.tolist(), lengths, strict=True)]
+
+    def prompt_of(self) -> list[Prompt]:
+        """The prompt of each rollout."""
+        return [self.prompts[g] for g in self.group_id.tolist()]
+
+    def problems(self) -> list[Problem]:
+        """The problem that each rollout is about."""
+        return [prompt.problem for prompt in self.prompt_of()]
+
+    def select(self, rows: list[int]) -> "Rollouts":
+        """These rollouts, in this order; prompts that lose all theirs are left out."""
+        index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
+        taken = {name: None if getattr(self, name) is None else getattr(self, name)[index] for name in PER_ROLLOUT}
+        columns = {name: [values[n] for n in rows] for name, values in self.columns.items()}
+        texts, calls = ([values[n] for n in rows] if values else [] for values in (self.texts, self.calls))
+        chosen = replace(self, **taken, texts=texts, calls=calls, columns=columns)
+        return chosen.behind(chosen.prompt_of())
+
+    def behind(self, prompts: list[Prompt]) -> "Rollouts":
+        """The same completions behind other prompts, one for each rollout. Equal prompts about one problem make a
+        group.
+
+        Where a prompt changes, the completion was not drawn from there: its sampler_logprobs become NaN.
+        """
+        groups: dict[tuple, int] = {}
+        distinct, group_id = [], []
+        for prompt in prompts:
+            key = (tuple(prompt.ids), prompt.problem, prompt.copy)
+            if key not in groups:
+                groups[key] = len(groups)
+                distinct.append(prompt)
+            group_id.append(groups[key])
+        moved = [new.ids != old.ids for new, old in zip(prompts, self.prompt_of(), strict=True)]
+        device = self.tokens.device
+        logprobs = self.sampler_logprobs.masked_fill(torch.tensor(moved, dtype=torch.bool, device=device)[:, None],
+                                                     float("nan"))
+        return replace(self, prompts=distinct, group_id=torch.tensor(group_id, dtype=torch.long, device=device),
+                       sampler_logprobs=logprobs)
+
+
+# tensors, a row each
+PER_ROLLOUT = ("group_id", "tokens", "sampler_logprobs", "lengths", "stopped", "forced", "targets")
+
+
+def join(parts: list[Rollouts]) -> Rollouts:
+    """All rollouts of the parts, one after the other; those behind equal prompts about one problem are one group."""
+    width = max(part.tokens.shape[1] for part in parts)
+
+    def stacked(name: str) -> torch.Tensor | None:
+        rows = [getattr(part, name) for part in parts]
+        if all(row is None for row in rows):
+            return None
+        missing = {"forced": lambda part: torch.zeros_like(part.tokens, dtype=torch.bool),
+                   "targets": lambda part: part.tokens}
+        rows = [missing[name](part) if row is None else row for row, part in zip(rows, parts, strict=True)]
+        return torch.cat([pad(row, (0, width - row.shape[1])) if row.dim() == 2 else row for row in rows])
+
+    group_id = torch.cat([part.group_id + sum(len(other.prompts) for other in parts[:i])
+                          for i, part in enumerate(parts)])
+    shared = [name for name in parts[0].columns if all(name in part.columns for part in parts)]
+    whole = Rollouts([prompt for part in parts for prompt in part.prompts], group_id,
+                     **{name: stacked(name) for name in PER_ROLLOUT if name != "group_id"},
+                     limit=max(part.limit for part in parts), texts=[text for part in parts for text in part.texts],
+                     calls=[call for part in parts for call in part.calls or [""] * len(part)],
+                     columns={name: [value for part in parts for value in part.columns[name]] for name in shared})
+    return whole.behind(whole.prompt_of())

@@ -1,0 +1,87 @@
+"""
+What ails a judge: judgments that cannot be read, that follow a solution's length or its author, and right verdicts for
+wrong reasons.
+
+A judged solution is a dict: outcome (bool or None), length (tokens), share (of its verifications that call it CORRECT,
+None where it was not verified), verifications, malformed (numbers of them), labels (gold, per step), step_verdicts and
+rationales (a row per verification, an entry per step; a rationale is True where the analysis behind a verdict is right,
+None where there is none). k verifications, K steps.
+"""
+from nanochat.rl.measure.scores import correlation, share_of
+
+
+def rationales_of(task, problem, solution: str, verification) -> list[bool | None]:
+    """Whether the analysis of each step of a solution is right, by the task (`analysis_labels`), whatever its verdict;
+    None for a step without one, and for all of a task that cannot tell. -> (K,)"""
+    num_steps = len(task.fmt.step_spans(solution))
+    if not hasattr(task, "analysis_labels"):
+        return [None] * num_steps
+    labels = task.analysis_labels(problem, solution, analyses_of(task.fmt, verification.text))
+    return (labels + [None] * num_steps)[:num_steps]
+
+
+def analyses_of(fmt, text: str) -> list[str]:
+    """What a verification says of each step before its verdict. COMPACT: "3+5:8T;8*2:5F;=F" -> ["3+5:8", "8*2:5"]."""
+    bodies = fmt.judgment_steps(text)
+    cut_at = [max(body.rfind(fmt.correct), body.rfind(fmt.incorrect)) for body in bodies]
+    return [body[:at] if at >= 0 else body for body, at in zip(bodies, cut_at, strict=True)]
+
+
+def judge_report(judged: list[dict], own: list[dict] | None = None) -> dict:
+    """The scores of a judge on solutions, and on its own ones beside them (own), all as shares or correlations, None
+    where there is nothing to take them of.
+
+    parse_fail: malformed verifications. length_right, length_wrong: the correlation of the share of CORRECT with the
+    length, among right and among wrong solutions. verdict_acc: step verdicts that are the gold label. rationale_acc:
+    analyses that are right, of the steps that have one. wrong_reason: of right verdicts with an analysis, those whose
+    analysis is wrong. own_right, own_wrong: the mean share on own solutions less that on the others, among right and
+    among wrong ones; self_preference: the mean of the two.
+    """
+    steps = [(label, said, why) for row in judged for verdicts, reasons in zip(
+        row["step_verdicts"], row["rationales"], strict=True)
+        for label, said, why in zip(row["labels"], verdicts, reasons, strict=True)]
+    num = sum(row["verifications"] for row in judged)
+    found = {"parse_fail": sum(row["malformed"] for row in judged) / num if num else None}
+    for name, outcome in (("right", True), ("wrong", False)):
+        kind = of_outcome(judged, outcome)
+        found[f"length_{name}"] = correlation([row["share"] for row in kind], [float(row["length"]) for row in kind])
+    found |= {"verdict_acc": share_of([said is label for label, said, _ in steps]),
+              "rationale_acc": share_of([why for _, _, why in steps if why is not None]),
+              "wrong_reason": share_of([not why for label, said, why in steps if said is label and why is not None])}
+    if own is not None:
+        for name, outcome in (("right", True), ("wrong", False)):
+            means = [mean_share(of_outcome(rows, outcome)) for rows in (own, judged)]
+            found[f"own_{name}"] = None if None in means else means[0] - means[1]
+        both = found["own_right"], found["own_wrong"]
+        found["self_preference"] = None if None in both else sum(both) / 2
+    return found
+
+
+def of_outcome(judged: list[dict], outcome: bool) -> list[dict]:
+    """The judged solutions of an outcome that were verified."""
+    return [row for row in judged if row["outcome"] is outcome and row["share"] is not None]
+
+
+def mean_share(judged: list[dict]) -> float | None:
+    """The mean share of CORRECT; None of nothing."""
+    return sum(row["share"] for row in judged) / len(judged) if judged else None
+
+
+WORDS = {
+    "parse_fail": "malformed verifications, percent",
+    "verdict_acc": "step verdicts that are right, percent",
+    "rationale_acc": "analyses that are right, percent of those that there are",
+    "wrong_reason": "right verdicts behind a wrong analysis, percent",
+    "length_right": "correlation of CORRECT with length, right solutions",
+    "length_wrong": "correlation of CORRECT with length, wrong solutions",
+    "own_right": "CORRECT on its own right solutions, less on the generator's, points",
+    "own_wrong": "CORRECT on its own wrong solutions, less on the generator's, points",
+    "self_preference": "self-preference: the mean of these two, points",
+}
+
+
+def report_lines(report: dict) -> list[str]:
+    """A report in lines."""
+    factor = lambda name: 1 if name.startswith("length") else 100
+    shown = lambda name, x: "-" if x is None else f"{factor(name) * x:.{2 if name.startswith('length') else 1}f}"
+    return [f"{WORDS[name]:72s} {shown(name, report[name]):>8s}" for name in WORDS if name in report]

@@ -1,0 +1,227 @@
+"""
+The pictures of a report: its curves, and report.html, one file that opens offline.
+"""
+import json
+import os
+import time
+from importlib.resources import files
+from statistics import mean, stdev
+
+from nanochat.rl.learn.roles import short_name
+from nanochat.rl.report.cards import cards
+from nanochat.rl.report.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
+                                       compare, filled, is_count, is_number, provenance, read_run, steps_of)
+from nanochat.storage.files import whole_file
+from tasks import flags_of_others
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; arms beyond them start over with dashes, then with
+# dots.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F", "#B59F00")
+DASHES = {"none": "-", "6 3": "--", "2 2": ":"}  # SVG's and matplotlib's
+PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sampled_tokens"),
+          *((name, "ver_step") for name in EVALS if name.endswith(("_fixed", "_fixed_out"))),
+          ("ver/step_f1_current", "gen_step"), *((name, "gen_step") for name in INDICATORS)]
+# A metric that is not among them is titled by its name.
+TITLES = EVALS | INDICATORS | {
+    "gen/alpha": "weight of step rewards (alpha)", "gen/wrong_passed": "wrong steps passed, moving average",
+    "ver/balanced_acc": "verifier balanced accuracy, in training", "ver/step_f1": "verifier step F1, in training"}
+RELOAD_SECONDS = 20  # how often the page of a run that is under way reloads itself
+MOST_ROLLOUTS = 600
+
+
+def mean_curve(runs: list[Run], metric: str, x: str, in_order: bool = False) -> list[tuple]:
+    """(mean x, mean, standard deviation, number of seeds, the first run's record) of an arm's runs, wherever any of
+    them was evaluated: runs meet where all roles have made as many steps, or in_order at each one's n-th evaluation,
+    as a role may have skipped updates."""
+    at: dict[tuple, list[dict]] = {}
+    for n, point in ((n, point) for run in runs for n, point in enumerate(run.points)
+                     if point.get(metric) is not None and x in point):
+        steps = tuple(count for name, count in point.items() if is_count(name) and name.endswith("_step"))
+        at.setdefault((n,) if in_order else steps, []).append(point)
+    rows = []
+    for _, here in sorted(at.items()):
+        values = [point[metric] for point in here]
+        rows.append((mean(point[x] for point in here), mean(values),
+                     stdev(values) if len(values) > 1 else 0.0, len(values), here[0]["record"]))
+    return rows
+
+
+def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
+    """The runs by arm."""
+    return {arm: [run for run in runs if run.arm == arm] for arm in sorted({run.arm for run in runs}, key=arm_order)}
+
+
+def panels_of(runs: list[Run]) -> list[tuple]:
+    """(metric, x, mean_curve by arm) of every panel that has a curve: PANELS, then the metrics that have no place
+    there, over the steps of their role. Over the solving role's, where no run has moved theirs. runs: of one task."""
+    lasts = [run.points[-1] for run in runs]
+    others = {name: steps_of(name, last) for last in lasts for name in last
+              if not is_count(name) and name not in EVALS | INDICATORS}
+    moved = {name for last in lasts for name, count in last.items() if is_count(name) and count} | {"sampled_tokens"}
+    panels = []
+    for metric, x in (*PANELS, *others.items()):
+        x = x if x in moved else "gen_step"
+        panels.append((metric, x, {arm: mean_curve(of_arm, metric, x) for arm, of_arm in arms_of(runs).items()}))
+    return [panel for panel in panels if any(panel[2].values())]
+
+
+def axes_of(runs: list[Run]) -> dict[str, str]:
+    """What the counts of steps and tokens are called."""
+    axes = {f"{short_name(role)}_step": f"{role} step" for run in runs for role in run.roles}
+    solvers = " or ".join(dict.fromkeys(run.solver for run in runs))
+    return axes | {"gen_step": f"{solvers} step", "sampled_tokens": "sampled tokens"}
+
+
+def scale_of(metric: str) -> int:
+    """What a metric is multiplied by to be shown: shares are in percent."""
+    return 100 if axis_of(metric) == (0, 1) else 1
+
+
+def unit_of(metric: str) -> str:
+    return "%" if scale_of(metric) == 100 else ""
+
+
+def in_percent(metric: str, points: list[tuple]) -> list[tuple]:
+    """Points of mean_curve as they are shown."""
+    scale = scale_of(metric)
+    return [(x, scale * y, scale * spread, *rest) for x, y, spread, *rest in points]
+
+
+def draw_curves(runs: list[Run], path: str, watched: dict[str, str] | None = None) -> None:
+    """One panel per metric: mean and standard deviation over seeds, one line per arm. runs: of one task; watched: the
+    metrics to draw, over sampled tokens, and their titles. Raises CannotWrite."""
+    os.environ["MPLBACKEND"] = "agg"  # a notebook names its own, which need not be there
+    import matplotlib  # here, since importing it makes its cache folder
+    from matplotlib.figure import Figure
+    panels, titles, labels, width = panels_of(runs), TITLES, axes_of(runs), 4
+    if watched is not None:
+        titles, width = watched, min(4, len(watched))
+        panels = [(metric, "sampled_tokens", {arm: mean_curve(of_arm, metric, "sampled_tokens", in_order=True)
+                                              for arm, of_arm in arms_of(runs).items()}) for metric in watched]
+    with matplotlib.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
+        num_rows = max(1, -(-len(panels) // width))
+        figure = Figure(figsize=(4 * width, 2.6 * num_rows), layout="constrained")
+        axes = figure.subplots(num_rows, width, squeeze=False).flatten()
+        for axis, (metric, x, curves) in zip(axes, panels, strict=False):
+            for i, (arm, points) in enumerate(curves.items()):
+                if points:
+                    xs, ys, spread, _, _ = zip(*in_percent(metric, points), strict=True)
+                    style = dict(color=COLOURS[i % len(COLOURS)],
+                                 linestyle=list(DASHES.values())[i // len(COLOURS) % len(DASHES)])
+                    axis.plot(xs, ys, label=arm, linewidth=1.6, marker=".", markersize=4, **style)
+                    axis.fill_between(xs, [y - s for y, s in zip(ys, spread, strict=True)],
+                                      [y + s for y, s in zip(ys, spread, strict=True)],
+                                      color=style["color"], alpha=0.15, linewidth=0)
+            axis.set_title(titles.get(metric, metric), fontsize=9)
+            axis.set_ylabel(unit_of(metric))
+            if axis_of(metric):
+                axis.set_ylim(*(scale_of(metric) * end for end in axis_of(metric)))
+            axis.set_xlabel(labels[x])
+            axis.locator_params(axis="x", nbins=5)
+            axis.grid(alpha=0.25)
+        for axis in axes[len(panels):]:
+            axis.set_visible(False)
+        handles = {label: handle for axis in axes
+                   for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=8, frameon=False)
+        figure.suptitle(f"{runs[0].task}: mean and standard deviation over up to "
+                        f"{len({run.seed for run in runs})} seed(s)", fontsize=10)
+        with whole_file(path, "wb") as f:
+            figure.savefig(f, format="png", dpi=90)
+
+
+def health(run: Run) -> list[dict]:
+    """Health indicators of a run: the mean over the first and the last tenth of each role's steps; of all steps where
+    the role was never updated."""
+    scores = {**run.summary["before"], **run.summary.get("after", {})}  # no after yet: it is under way
+    indicators = [name for name in run.points[-1] if not is_count(name) and name not in scores]
+    rows = []
+    for role in run.roles:
+        records = [r for r in run.records if role in r["role"].split("+")] or run.records
+        tenth, prefix = max(1, len(records) // 10), short_name(role) + "/"
+        names = [prefix + name for name in (*HEALTH, *(n.removeprefix("gen/") for n in INDICATORS))]
+        for name in dict.fromkeys([*names, *(n for n in indicators if n.startswith(prefix))]):
+            early, late = ([r[name] for r in part if is_number(r.get(name))]
+                           for part in (records[:tenth], records[-tenth:]))
+            if early and late:
+                rows.append({"name": name, "early": round(mean(early), 4), "late": round(mean(late), 4)})
+    without = [r.get("without_update") or 0 for r in run.records]
+    if any(without):
+        tenth = max(1, len(without) // 10)
+        early, late = (round(mean(part), 4) for part in (without[:tenth], without[-tenth:]))
+        rows.append({"name": "without_update", "early": early, "late": late})
+    return rows
+
+
+def scores_of(run: Run) -> list[list[str]]:
+    """What the held-out evaluations of a run say: name, first, last and change, as texts."""
+    rows, indicators = [], {*INDICATORS, *(run.config.get("shown") or ())}
+    for name in run.points[-1]:
+        values = [point[name] for point in run.points if point.get(name) is not None]
+        if not is_count(name) and name not in indicators and values:
+            scale, digits = scale_of(name), 1 if scale_of(name) == 100 else 3
+            first, last = (scale * value for value in (values[0], values[-1]))
+            rows.append([TITLES.get(name, name), f"{first:.{digits}f}{unit_of(name)}",
+                         f"{last:.{digits}f}{unit_of(name)}", f"{last - first:+.{digits}f}"])
+    return rows
+
+
+def task_of_page(of_task: list[Run], rows: list[dict]) -> dict:
+    """The curves and the comparison of the runs of one task; a single run has none to be compared with."""
+    labels = axes_of(of_task)
+    panels = [{"title": TITLES.get(metric, metric), "x": labels[x], "unit": unit_of(metric),
+               "range": axis_of(metric) and [scale_of(metric) * end for end in axis_of(metric)],
+               "curves": {arm: in_percent(metric, points) for arm, points in curves.items()}}
+              for metric, x, curves in panels_of(of_task)]
+    columns, table = filled(COLUMNS, [cells(row) for row in rows if row["task"] == of_task[0].task])
+    return {"name": of_task[0].task, "arms": list(arms_of(of_task)), "panels": panels, "columns": columns,
+            "table": table if len(of_task) > 1 else []}
+
+
+def run_of_page(run: Run, most_rollouts: int) -> dict:
+    """What the page shows of one run."""
+    args = run.config["args"]
+    settings = {name: value for name, value in args.items() if not name.startswith(flags_of_others(args["task"]))}
+    return {"name": run.name, "task": run.task, "arm": run.arm, "settings": settings,
+            "versions": {k: v for k, v in run.config.items() if k != "args"}, "minutes": run.summary["minutes"],
+            "scores": scores_of(run), "health": health(run), "num_rollouts": len(run.rollouts),
+            "rollouts": cards(run.rollouts, run.solver, most_rollouts)}
+
+
+def write_page(runs: list[Run], rows: list[dict], path: str, most_rollouts: int = MOST_ROLLOUTS,
+               live: dict | None = None) -> None:
+    """report.html, whole or not at all: curves, scores or a comparison, settings, health indicators and rollouts of all
+    runs; no file or address outside itself.
+
+    rows: of `report.compare`. About `most_rollouts` are shown, whole groups evenly spread over runs and steps; the page
+    says of how many. live: of a run that is under way, {"state": what it is doing, "minutes_left", "is_alive"};
+    the page of one that is alive reloads itself.
+    """
+    tasks = [task_of_page([run for run in runs if run.task == task], rows)
+             for task in dict.fromkeys(run.task for run in runs)]
+    title = ", ".join(run.name for run in runs[:3]) + (f" and {len(runs) - 3} more" if runs[3:] else "")
+    data = {"title": title, "made": provenance(runs), "about": runs[0].config.get("about"),
+            "live": live and {**live, "every": RELOAD_SECONDS, "written": int(time.time())},
+            "colours": COLOURS, "dashes": list(DASHES), "tasks": tasks,
+            "runs": [run_of_page(run, most_rollouts // len(runs)) for run in runs]}
+    # "<" never appears in the data: no text of a model can close the script element that holds it.
+    text = json.dumps(rounded(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    template = files("nanochat.rl.report").joinpath("page.html").read_text(encoding="utf-8")
+    with whole_file(path) as f:
+        f.write(template.replace("{{data}}", text))
+
+
+def write_run_page(folder: str, so_far: dict | None, live: dict | None = None) -> str:
+    """report.html in a run's folder, which it returns. so_far: of `report.read_run`, None once it is finished."""
+    run, path = read_run(folder, so_far), os.path.join(folder, "report.html")
+    write_page([run], compare([run]), path, live=live)
+    return path
+
+
+def rounded(value):
+    """Floats to 5 significant digits, all the way down."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if value == value and abs(value) != float("inf") else None
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return [rounded(v) for v in value] if isinstance(value, (list, tuple)) else value

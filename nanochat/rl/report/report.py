@@ -1,0 +1,566 @@
+"""
+What finished runs say together, as numbers: their points, tidy rows, and a table that compares arms seed by seed.
+
+An arm is what is compared (tango, grpo, ...), a run is one arm with one seed. Runs named <task>-<arm>-s<seed> are
+compared within their task. Roles and scores are those that a run declares and logs, whatever its recipe; accuracy and
+steps of a recipe's first role, where none is called generator, stand under gen/pass1_in, gen/pass1_out and gen_step.
+"""
+import csv
+import math
+import os
+import re
+from dataclasses import dataclass
+from statistics import NormalDist, mean, stdev
+
+from nanochat.common import MOST, BadInput, print0
+from nanochat.hf.files import read_json
+from nanochat.rl.learn.roles import short_name
+from nanochat.rl.measure.scores import verdict_scores
+from nanochat.rl.report.cards import SHOWN
+from nanochat.storage.files import path_of, read_records, whole_file
+from tasks import TASKS
+
+BASELINE, ORACLE = "grpo", "gold_steps"
+ACCURACY = "gen/pass1_in"
+# metric: title of its panel. Evaluations are points in time; indicators are means over the steps since the evaluation
+# before. Evaluations of other names, and what a recipe shows per step, get panels behind these, under their names.
+EVALS = {
+    "gen/pass1_in": "generator pass@1, in distribution",
+    "gen/pass1_out": "generator pass@1, out of distribution",
+    "ver/step_f1_fixed": "verifier step F1, fixed solutions",
+    "ver/step_f1_fixed_out": "verifier step F1, fixed, out of distribution",
+    "ver/outcome_f1_fixed": "verifier outcome F1, fixed solutions",
+    "ver/outcome_f1_fixed_out": "verifier outcome F1, fixed, out of distribution",
+    "ver/balanced_acc_fixed": "verifier balanced accuracy, fixed solutions",
+    "ver/step_f1_current": "verifier step F1, current solutions",
+}
+INDICATORS = {
+    "gen/reward": "mean reward of the generator (each recipe's own)",
+    "gen/completions/mean_length": "tokens per solution",
+    "gen/entropy": "entropy of the generator, per token",
+    "gen/verdicts/wrong_steps_passed": "wrong steps passed",
+    "gen/verdicts/right_steps_blamed": "right steps blamed",
+    "gen/verdicts/pos_rate_wrong": "wrong solutions judged right",
+    "gen/verdicts/step_outcome_corr": "correlation of step verdicts with outcome",
+    "gen/reasoning_steps": "steps per solution",
+    "gen/step_length": "tokens per step",
+    "gen/frac_ranking_reversed": "groups that step rewards reverse",
+    "gen/step_label_mean": "right steps (gold labels)",
+    "gen/rewards/step/mean": "right steps (as rewarded)",
+}
+# Names of metrics that are shares, under any role's prefix: from 0 to 100 percent in every report.
+SHARES = ({*verdict_scores([]), *(name.partition("/")[2] for name in EVALS), "alpha", "wrong_passed", "step_label_mean",
+           "rewards/step/mean", "frac_ranking_reversed", "frac_reward_zero_std", "accuracy", "pair_accuracy",
+           "label_accuracy", "reward_accuracy", "majority_ratio", "step_auc", "pass1_lenient_in", "pass1_lenient_out"}
+          - {"step_outcome_corr"})
+# A verifier's other scores, which only summary.json and metrics.jsonl have, under any role's prefix.
+NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixed", "fixed_out", "current")}
+             - {name.partition("/")[2] for name in EVALS})
+# What every role logs that tells whether it is well.
+HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
+          "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
+          "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
+# What a run's files must hold for a report, as they are told; behind every one may stand " or null".
+KINDS = {
+    "a text": lambda value: isinstance(value, str),
+    "a word": lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None,  # names files
+    "a whole number": lambda value: type(value) is int and abs(value) <= MOST,
+    "a number": lambda value: is_number(value),
+    "a number or a text": lambda value: is_number(value) or isinstance(value, str),
+    "true or false": lambda value: isinstance(value, bool),
+    "an object": lambda value: isinstance(value, dict),
+    "a list of texts": lambda value: is_list(value, "a text"),
+    "a list of whole numbers": lambda value: is_list(value, "a whole number"),
+    "a list of numbers and nulls": lambda value: is_list(value, "a number or null"),
+    "a list of true, false and null": lambda value: is_list(value, "true or false or null"),
+    "a list of pairs of whole numbers": lambda value: is_list(value, "a list of whole numbers") and are_pairs(value),
+    "a list of pairs of texts": lambda value: is_list(value, "a list of texts") and are_pairs(value),
+}
+CONFIG = {"args": "an object", "starts": "an object or null", "shown": "a list of texts or null",
+          "about": "a text or null"}
+ARGS = {"task": "a word", "seed": "a whole number", "recipe": "a text or null", "run": "a text or null"}
+START = {"tag": "a word", "step": "a whole number", "fingerprint": "a whole number"}
+RECORD = {"role": "a text", "without_update": "a number or null"}
+# 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+@dataclass
+class Run:
+    """A run. points: its evaluations in order, each {<short>_step of every role, sampled_tokens, record: the step of
+    the run, metric: value}, indicators included; records: one per step; rollouts: as sampled for the log; roles: in
+    their order."""
+    name: str
+    task: str
+    arm: str
+    seed: int
+    config: dict
+    summary: dict
+    points: list[dict]
+    records: list[dict]
+    rollouts: list[dict]
+    roles: list[str]
+
+    @property
+    def solver(self) -> str:
+        """The role whose accuracy and steps the comparison is about."""
+        return "generator" if "generator" in self.roles else self.roles[0]
+
+
+def run_folder(run: str) -> str:
+    """The folder of a run, given by its name or as the folder. Raises BadInput where there is none."""
+    folder = run if os.path.isdir(run) else path_of("runs", run)
+    if not os.path.isdir(folder):
+        what = "is no folder" if os.path.exists(folder) else "does not exist"
+        raise BadInput(f"{run}: neither a folder nor a run ({folder} {what})")
+    return folder
+
+
+def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple = ()) -> Run:
+    """Reads a run's folder. so_far: of a run that is under way, what stands in its summary.json at the end: minutes and
+    the evaluation `before`; watched: metrics that its points have beside those of every report. Raises BadInput where
+    it is no finished run, or its files hold what no report can show."""
+    name = os.path.basename(os.path.abspath(folder))
+    of_config, of_summary, of_records, of_rollouts = (
+        os.path.join(folder, file) for file in ("config.json", "summary.json", "metrics.jsonl", "rollouts.jsonl"))
+    for path in (of_config, of_summary) if so_far is None else ():
+        if not os.path.exists(path):
+            raise BadInput(f"{folder}: no {os.path.basename(path)}; is it the folder of a finished run?")
+    config, summary = read_json(of_config), so_far or read_json(of_summary)
+    records, rollouts = ([record for _, record in read_records(path)] if os.path.exists(path) else []
+                         for path in (of_records, of_rollouts))
+    check_config(of_config, config)
+    roles = list(config.get("starts") or ("generator", "verifier"))  # older runs do not name them
+    counts = {f"{short_name(role)}_step": f"{short_name(role)}_steps" for role in roles}
+    counts["sampled_tokens"] = "sampled_tokens"
+    evaluations = ["before"] if so_far else ["before", "after"]
+    check_fields(of_summary, summary, {"minutes": "a number", **dict.fromkeys(evaluations, "an object")})
+    for when in evaluations:
+        check_scores(f"{of_summary}, {when}", summary[when], filter(is_count, summary[when]))
+    first, last = {**dict.fromkeys(counts, 0), **summary["before"]}, None
+    for number, record in enumerate(records, 1):
+        check_fields(f"{of_records}, line {number}", record, RECORD)
+        check_scores(f"{of_records}, line {number}", record, filter(is_count, first))
+    for number, rollout in enumerate(rollouts, 1):
+        check_fields(f"{of_rollouts}, line {number}", rollout, SHOWN)
+        num_spans, num_ends = len(rollout["step_spans"]), len(rollout["step_ends"])
+        if num_ends < num_spans:
+            raise BadInput(f"{of_rollouts}, line {number}: {num_spans} step_spans, but {num_ends} step_ends")
+    if so_far is None:
+        steps = ["steps"] if "steps" in summary else ["gen_steps", "ver_steps"]  # older runs do not name their number
+        check_fields(of_summary, summary, dict.fromkeys([*steps, *counts.values()], "a whole number"))
+        last = {**{name: summary[total] for name, total in counts.items()}, **summary["after"]}
+        num_steps = sum(summary[total] for total in steps)
+        if len(records) != num_steps:
+            raise BadInput(f"{of_records}: {len(records)} records, but the run made {num_steps} steps")
+    match = re.fullmatch(r"(?P<task>\w+)-(?P<arm>.+)-s(?P<seed>\d+)", name)
+    task, seed = config["args"]["task"], config["args"]["seed"]
+    task, arm = (match["task"], match["arm"]) if match and int(match["seed"]) == seed else (task, name)
+    points = evaluated(records, first, last, config.get("shown") or (), watched)
+    return Run(name, task, arm, seed, config, summary, points, records, rollouts, roles)
+
+
+def fits(value, kind: str) -> bool:
+    """Whether a value is of one of KINDS."""
+    plain = kind.removesuffix(" or null")
+    return value is None and plain != kind or KINDS[plain](value)
+
+
+def is_list(value, kind: str) -> bool:
+    """Whether a value is a list of one of KINDS."""
+    return isinstance(value, list) and all(fits(x, kind) for x in value)
+
+
+def are_pairs(lists: list[list]) -> bool:
+    return all(len(pair) == 2 for pair in lists)
+
+
+def check_fields(where: str, record: dict, kinds: dict[str, str]) -> None:
+    """Raises BadInput, which begins with `where`, for the first field that is missing or not of its kind."""
+    for name, kind in kinds.items():
+        if not fits(record.get(name), kind):
+            raise BadInput(f"{where}: {name} is {record[name]!r:.80}, expected {kind}" if name in record else
+                           f"{where}: has no {name}; was it made by another version?")
+
+
+def check_config(path: str, config: dict) -> None:
+    """Raises BadInput where a run's config.json does not hold what is used of it."""
+    check_fields(path, config, CONFIG)
+    check_fields(f"{path}, args", config["args"], ARGS)
+    starts = config.get("starts") or {}
+    check_fields(f"{path}, starts", starts, dict.fromkeys(starts, "an object"))
+    for role, start in starts.items():
+        check_fields(f"{path}, starts, {role}", start, {name: START[name] for name in START if name in start})
+
+
+def check_scores(where: str, record: dict, counts) -> None:
+    """Raises BadInput, which begins with `where`, for what can neither be logged nor stand in an evaluation. counts:
+    the names that are never without a number."""
+    check_fields(where, record, dict.fromkeys(record, "a number or a text or null")
+                 | dict.fromkeys(record.keys() & set(counts), "a number"))
+
+
+def is_count(name: str) -> bool:
+    """Whether a point has under this name how far the run is, not a metric."""
+    return name in ("sampled_tokens", "record") or (name.endswith("_step") and "/" not in name)
+
+
+def is_number(value) -> bool:
+    return isinstance(value, int) and abs(value) <= MOST or isinstance(value, float) and math.isfinite(value)
+
+
+def evaluated(records: list[dict], first: dict, last: dict | None,
+              indicators: list[str] | tuple = (), watched: list[str] | tuple = ()) -> list[dict]:
+    """The points of a run: its first evaluation, those among its records, its last one (None: it is under way); each
+    with the mean of every indicator since the one before. first and last: counts and scores; indicators: those that the
+    recipe shows besides; watched: further scores and indicators."""
+    counts = [name for name in first if is_count(name) and name != "sampled_tokens"]
+    solver = "gen" if "gen_step" in counts else counts[0].removesuffix("_step")
+    known_as = {f"{solver}/pass1_{split}": f"gen/pass1_{split}" for split in ("in", "out")}
+    end = first if last is None else last
+    scores = [name for name in {**first, **end}
+              if not is_count(name) and (is_number(first.get(name)) or is_number(end.get(name)))]
+    always = [name for name in scores if name in first and name in end]
+    marks = [f"{solver}/pass1_in"] if f"{solver}/pass1_in" in always else always  # what only evaluations have
+    drawn = {name: name for name in EVALS}  # -> its name in the records
+    drawn |= {known_as.get(name, name): name for name in scores
+              if name in watched or name.partition("/")[2] not in NOT_DRAWN}
+    indicators = [name for name in dict.fromkeys((*INDICATORS, *indicators, *watched)) if name not in drawn]
+    points, since = [], []
+    for record in [first, *records, *([] if last is None else [last])]:
+        is_end = record is first or record is last  # the first record repeats the first evaluation
+        if is_end or (record["step"] > 0 and marks and all(name in record for name in marks)):
+            point = {"gen_step": record.get(f"{solver}_step", 0), "ver_step": 0}
+            point |= {name: record.get(name, 0) for name in (*counts, "sampled_tokens")}
+            point["record"] = 0 if record is first else record.get("step", len(records))
+            point |= {name: record[logged] if is_number(record.get(logged)) else None for name, logged in drawn.items()}
+            for name in indicators:
+                values = [r[name] for r in since if is_number(r.get(name))]
+                point[name] = mean(values) if values else None
+            points.append(point)
+            since = []
+        since.append(record)
+    return points
+
+
+def axis_of(metric: str) -> tuple[int, int] | None:
+    """The ends of a metric's axis, the same in every report: shares are from 0 to 1, correlations from -1. None: it
+    follows the values."""
+    name = metric.partition("/")[2]
+    if name.endswith("_corr"):
+        return -1, 1
+    return (0, 1) if name in SHARES or name.removeprefix("verdicts/") in SHARES else None
+
+
+def steps_of(metric: str, point: dict) -> str:
+    """The count of the role that a metric is about; the solving role's where that is not known."""
+    name = f"{metric.partition('/')[0]}_step"
+    return name if "/" in metric and name in point else "gen_step"
+
+
+def tidy(runs: list[Run]) -> list[dict]:
+    """One row per number: task, arm, seed, step (of the role that the metric is about), sampled_tokens, metric,
+    value."""
+    return [{"task": run.task, "arm": run.arm, "seed": run.seed, "step": point[steps_of(metric, point)],
+             "sampled_tokens": point["sampled_tokens"], "metric": metric, "value": round(value, 5)}
+            for run in runs for point in run.points for metric, value in point.items()
+            if not is_count(metric) and value is not None]
+
+
+def write_csv(rows: list[dict], path: str) -> None:
+    """Writes rows of `tidy`. Raises CannotWrite."""
+    with whole_file(path) as f:
+        writer = csv.DictWriter(f, list(rows[0]) if rows else [])  # no rows: nothing was evaluated
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# Numbers of one run
+
+def curve(run: Run, metric: str, x: str) -> tuple[list[float], list[float]]:
+    """A metric's points over the steps of a role or sampled_tokens."""
+    points = [(point[x], point[metric]) for point in run.points if point.get(metric) is not None]
+    return [a for a, _ in points], [b for _, b in points]
+
+
+def first_reach(xs: list[float], ys: list[float], level: float) -> float | None:
+    """Where the line through the points first is at `level`; None where it never is. Raises ValueError without
+    points."""
+    if not xs:
+        raise ValueError("a curve without points")
+    if ys[0] >= level:
+        return xs[0]
+    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), list(zip(xs, ys, strict=True))[1:], strict=False):
+        if y1 >= level:
+            return x0 + (level - y0) / (y1 - y0) * (x1 - x0)
+    return None
+
+
+def area_under(xs: list[float], ys: list[float]) -> float:
+    """The mean height of the line through the points (trapezoids)."""
+    span = xs[-1] - xs[0]
+    if span == 0:  # a generator that never moves
+        return mean(ys)
+    return sum((x1 - x0) * (y0 + y1) / 2 for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False)) / span
+
+
+def height_at(xs: list[float], ys: list[float], x: float) -> float | None:
+    """The height of the line through the points at x; None where it ends before."""
+    if not xs or x > xs[-1]:
+        return None
+    for x0, x1, y0, y1 in zip(xs, xs[1:], ys, ys[1:], strict=False):
+        if x <= x1:
+            return y0 + (x - x0) / (x1 - x0) * (y1 - y0) if x1 > x0 else y1
+    return ys[-1]
+
+
+# Numbers over seeds
+
+def interval(values: list[float]) -> tuple[float, float | None]:
+    """Mean and half-width of its 95% interval (Student's t); no width for a single value."""
+    if len(values) < 2:
+        return values[0], None
+    degrees, z = len(values) - 1, NormalDist().inv_cdf(0.975)
+    t = (STUDENT[degrees - 1] if degrees <= len(STUDENT)
+         else z + (z ** 3 + z) / (4 * degrees) + (5 * z ** 5 + 16 * z ** 3 + 3 * z) / (96 * degrees ** 2))
+    return mean(values), t * stdev(values) / len(values) ** 0.5
+
+
+def recovered(gains: dict[int, float], oracle_gains: dict[int, float]) -> float | None:
+    """The share of the oracle's mean gain over the baseline that an arm has, over the seeds that have both; None where
+    the oracle's gain is not above two standard errors. gains: by seed."""
+    seeds = sorted(gains.keys() & oracle_gains.keys())
+    if len(seeds) < 2:
+        return None
+    oracle = [oracle_gains[s] for s in seeds]
+    measurable = mean(oracle) > 2 * stdev(oracle) / len(seeds) ** 0.5
+    return mean(gains[s] for s in seeds) / mean(oracle) if measurable and mean(oracle) > 0 else None
+
+
+# Flags that may differ between the seeds of one arm.
+PER_RUN = {"run", "seed", "resume_from_step", "save_every", "keep", "log_rollouts", "device_type",
+           "micro_batch_tokens", "prefix_sharing", "tensorboard"}
+
+
+def counts_solver(run: Run) -> bool:
+    """Whether --num-steps counts updates of the role that solves: not where that one stays as it was."""
+    moved = [name for name, count in run.points[-1].items() if name.endswith("_step") and is_count(name) and count]
+    return run.config["args"].get("recipe") != "fixed_generator" and (not moved or "gen_step" in moved)
+
+
+def check_comparable(runs: list[Run]) -> None:
+    """Raises BadInput unless runs of one task have the same problems, evaluation and number of generator steps, those
+    of one seed also the same starting generator, and those of one arm all flags but PER_RUN and roles' checkpoints.
+    Flags that only one of two recipes or versions knows are passed over. Two texts of one arm's recipe are told."""
+    for n, run in enumerate(runs):
+        for other in runs[:n]:
+            flags, others = run.config["args"], other.config["args"]
+            tasks = TASKS if flags["task"] == "mixture" else (flags["task"],)  # other tasks' flags change nothing
+            same = {"task", "model_step", "eval_examples", "eval_every", "max_new_tokens"}
+            same |= {"verifier_max_new_tokens"} & flags.keys() & others.keys()
+            same |= {name for name in flags if name.startswith(tuple(f"{task}_" for task in tasks))}
+            if counts_solver(run) and counts_solver(other):
+                same.add("num_steps")
+            if run.seed == other.seed:
+                same.add("model_tag")
+            if run.arm == other.arm:
+                same |= {name for name in flags.keys() & others.keys() - PER_RUN if not name.endswith("_tag")}
+            for name in sorted(same):
+                if flags.get(name) != others.get(name):
+                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: --{name.replace('_', '-')} "
+                                   f"{flags.get(name)} and {others.get(name)}")
+            marks = run.config.get("recipe_mark"), other.config.get("recipe_mark")
+            if run.arm == other.arm and None not in marks and marks[0] != marks[1]:
+                print0(f"WARNING: runs {run.name} and {other.name} of one arm are of two texts of recipe {run.arm}")
+            for what, value in unseen(run).items() if run.seed == other.seed else ():
+                if None not in (value, unseen(other)[what]) and value != unseen(other)[what]:
+                    raise BadInput(f"runs {run.name} and {other.name} cannot be compared: their {what} differ, under "
+                                   f"the same flags")
+
+
+def unseen(run: Run) -> dict:
+    """What flags do not tell of a run: marks of its problems, their texts and its starting model; None where it is of
+    an older version."""
+    start = (run.config.get("starts") or {}).get(run.solver) or {}
+    return {"problems": run.config.get("problems"), "texts of problems": run.config.get("texts"),
+            "starting models": start.get("fingerprint")}
+
+
+def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dict]:
+    """One row per task and arm: what the tables show, each a list over seeds or a number. Differences are paired: same
+    seed, same problems, same SFT checkpoint of the generator. partners: another arm to compare an arm with, beside the
+    baseline. Raises BadInput for runs that are not comparable."""
+    rows = []
+    for task in dict.fromkeys(run.task for run in runs):
+        of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
+        if len(of_task) < sum(run.task == task for run in runs):
+            raise BadInput(f"task {task}: two runs have the same arm and seed, or one is named twice")
+        check_comparable(list(of_task.values()))
+        finals = {key: {"final": run.points[-1][ACCURACY], "area": height_of(run)} for key, run in of_task.items()}
+        gains = {}  # (arm, kind) -> seed -> difference to the baseline
+        for arm, seed in of_task:
+            if (BASELINE, seed) in of_task:
+                for kind, value in finals[arm, seed].items():
+                    if value is not None and finals[BASELINE, seed][kind] is not None:
+                        gains.setdefault((arm, kind), {})[seed] = value - finals[BASELINE, seed][kind]
+        for arm in sorted({arm for arm, _ in of_task}, key=arm_order):
+            mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
+            row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
+                   "final_out": [run.points[-1]["gen/pass1_out"] for run in mine.values()],
+                   "area": [finals[arm, s]["area"] for s in mine], "has_oracle": any(a == ORACLE for a, _ in of_task)}
+            for kind in ("final", "area"):
+                row[f"{kind}_gain"] = list(gains.get((arm, kind), {}).values())
+                row[f"{kind}_recovered"] = recovered(gains.get((arm, kind), {}), gains.get((ORACLE, kind), {}))
+            for unit, x in (("steps", "gen_step"), ("tokens", "sampled_tokens")):
+                row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine
+                                        if learned(of_task.get((BASELINE, s)))]
+            equal = {s: at_equal_tokens(run, of_task[BASELINE, s]) for s, run in mine.items()
+                     if (BASELINE, s) in of_task}
+            row["at_equal_tokens"] = list(equal.values())
+            row["tokens_gain"] = [value - finals[BASELINE, s]["final"] for s, value in equal.items()
+                                  if None not in (value, finals[BASELINE, s]["final"])]
+            row["sampled_tokens"] = [run.points[-1]["sampled_tokens"] for run in mine.values()]
+            row["partner"] = partner = (partners or {}).get(arm)
+            pairs = [(finals[arm, s]["final"], finals[partner, s]["final"]) for s in mine if (partner, s) in of_task]
+            row["partner_gain"] = [a - b for a, b in pairs if None not in (a, b)]
+            passed = [curve(run, "gen/verdicts/wrong_steps_passed", "gen_step")[1] for run in mine.values()]
+            row["wrong_steps_passed"] = [(values[0], values[-1]) for values in passed if values]
+            for name in ("ver/step_f1_fixed", "ver/outcome_f1_fixed"):
+                row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values()
+                             if None not in (run.points[0][name], run.points[-1][name])]
+            rows.append(row)
+    return rows
+
+
+def arm_order(arm: str) -> tuple:
+    """Sorts arms: tango, the baseline, the others by name."""
+    return arm != "tango", arm != BASELINE, arm
+
+
+def height_of(run: Run) -> float | None:
+    """The mean height of a run's accuracy curve; None where it has none."""
+    xs, ys = curve(run, ACCURACY, "gen_step")
+    return area_under(xs, ys) if xs else None
+
+
+def learned(baseline: Run | None) -> bool:
+    """Whether there is a baseline that ends above where it began: otherwise there is nothing to reach."""
+    return baseline is not None and (baseline.points[-1][ACCURACY] or 0) > (baseline.points[0][ACCURACY] or 0)
+
+
+def reach_ratio(run: Run, baseline: Run, x: str) -> float | None:
+    """Where the run reaches the baseline's final accuracy, over where the baseline ends; None where it never does."""
+    xs, ys = curve(run, ACCURACY, x)
+    reached = first_reach(xs, ys, baseline.points[-1][ACCURACY]) if xs else None
+    return None if reached is None else reached / max(1, baseline.points[-1][x])
+
+
+def at_equal_tokens(run: Run, baseline: Run, metric: str = ACCURACY) -> float | None:
+    """The run's accuracy, or another metric, when it had sampled as many tokens as the baseline did in all; None where
+    it ended earlier."""
+    return height_at(*curve(run, metric, "sampled_tokens"), baseline.points[-1]["sampled_tokens"])
+
+
+# The table as text
+
+COLUMNS = ("arm", "seeds", "final", "longer", "mean height", "final - GRPO", "height - GRPO", "steps / GRPO's",
+           "tokens / GRPO's", "final at GRPO's tokens", "oracle's final gain", "oracle's height gain", "step F1",
+           "outcome F1")
+
+
+def spread(values: list[float | None]) -> str:
+    """Mean and standard deviation in percent, None left out."""
+    values = [v for v in values if v is not None]
+    deviation = f" ± {100 * stdev(values):.1f}" if len(values) > 1 else ""
+    return "-" if not values else f"{100 * mean(values):.1f}" + deviation
+
+
+def paired(values: list[float], row: dict) -> str:
+    """Mean of paired differences and half of its 95% interval, in points; how many pairs, where a seed has none."""
+    if not values or row["arm"] == BASELINE:
+        return "-"
+    middle, half = interval(values)
+    pairs = f" ({len(values)} pairs)" if len(values) < row["seeds"] else ""
+    return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "") + pairs
+
+
+def missed(values: list[float | None], words: str) -> str:
+    count = sum(v is None for v in values)
+    return f" ({count} of {len(values)} {words})" if count else ""
+
+
+def change(pairs: list[tuple[float, float]]) -> str:
+    """First and last mean, in percent."""
+    return "-" if not pairs else f"{100 * mean(a for a, _ in pairs):.1f} -> {100 * mean(b for _, b in pairs):.1f}"
+
+
+def share(value: float | None, row: dict) -> str:
+    """Of the oracle's gain, where there is an oracle."""
+    if row["arm"] == BASELINE or not row["has_oracle"]:
+        return "-"
+    return "not measurable" if value is None else f"{100 * value:.0f}%"
+
+
+def filled(columns: tuple, table: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns that say something in some row, and the table of these."""
+    kept = [i for i in range(len(columns)) if any(row[i] not in ("-", "not measurable") for row in table)]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in table]
+
+
+def equal_tokens(row: dict) -> str:
+    return spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before")
+
+
+def cells(row: dict) -> list[str]:
+    """A row of `compare` as the texts of COLUMNS, in percent and points."""
+    def ratio(values):
+        reached = [v for v in values if v is not None]
+        return (f"{mean(reached):.2f}" if reached else "-") + missed(values, "never")
+
+    return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]),
+            paired(row["final_gain"], row), paired(row["area_gain"], row), ratio(row["steps_ratio"]),
+            ratio(row["tokens_ratio"]), equal_tokens(row), share(row["final_recovered"], row),
+            share(row["area_recovered"], row), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
+
+
+DIAL_COLUMNS = ("setting", "arm", "by seed", "final", "final - GRPO", "final - partner", "oracle's gain", "tokens",
+                "at GRPO's tokens", "at GRPO's tokens - GRPO", "wrong steps passed")
+
+
+def dial_table(rows: list[dict]) -> str:
+    """Rows of `compare` at several settings as one table. By seed: final accuracies, in the order of the runs. Tokens:
+    sampled, in millions, mean over seeds. Wrong steps passed: mean up to the first evaluation, and from the last but
+    one to the last."""
+    text = f"| {' | '.join(DIAL_COLUMNS)} |\n|{' --- |' * len(DIAL_COLUMNS)}\n"
+    for row in rows:
+        partner = f" ({row['partner']})" if row["partner_gain"] else ""
+        values = [row["task"], row["arm"], " ".join("-" if v is None else f"{100 * v:.1f}" for v in row["final"]),
+                  spread(row["final"]), paired(row["final_gain"], row), paired(row["partner_gain"], row) + partner,
+                  share(row["final_recovered"], row), f"{mean(row['sampled_tokens']) / 1e6:.2f}M", equal_tokens(row),
+                  paired(row["tokens_gain"], row), change(row["wrong_steps_passed"])]
+        text += f"| {' | '.join(values)} |\n"
+    return text
+
+
+def provenance(runs: list[Run]) -> str:
+    """One line: how many runs, how long they took together, of which commits and versions. A copy of a run, which says
+    the other's name in its config, is not counted."""
+    made = list({run.config["args"].get("run") or run.name: run for run in runs}.values())
+    facts = [f"{name} {', '.join(sorted({str(run.config.get(name))[:46] for run in made}))}"
+             for name in ("commit", "torch", "world")]
+    minutes = sum(run.summary["minutes"] for run in made)
+    count = (f"1 run, {minutes:.1f} minutes" if len(made) == 1 else
+             f"{len(made)} runs, {minutes:.0f} minutes one after the other")
+    return "; ".join([count, *facts])
+
+
+def markdown_table(rows: list[dict]) -> str:
+    """The comparison, one table per task, without columns that say nothing."""
+    text = ""
+    for task in dict.fromkeys(row["task"] for row in rows):
+        columns, table = filled(COLUMNS, [cells(row) for row in rows if row["task"] == task])
+        text += f"\n{task}\n\n| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
+        text += "".join(f"| {' | '.join(row)} |\n" for row in table)
+        if all(row["seeds"] == 1 for row in rows if row["task"] == task):
+            text += "\nOne seed: differences have no interval, and show no order.\n"
+    return text.lstrip("\n")

@@ -1,0 +1,1 @@
+"""A run from its flags to its end: plan, resume, progress, the log of rollouts."""

@@ -1,0 +1,171 @@
+"""
+What a run may be continued with.
+"""
+import json
+import os
+import re
+
+from nanochat.checkpoint import begun_steps, list_steps, saved_steps
+from nanochat.common import BadInput, check_unchanged, print0
+from nanochat.storage.files import path_of, read_records
+
+# Flags that may differ between a run and its continuation; any other would make it another run.
+MAY_CHANGE = {"num_steps", "resume_from_step", "device_type", "save_every", "keep", "eval_every", "log_rollouts",
+              "micro_batch_tokens", "lr", "prefix_sharing", "max_grad_norm", "recompute", "max_rows",
+              "max_cached_tokens", "dry_run"}
+
+
+def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, bool]) -> int | None:
+    """The step that --resume-from-step means for --run: None for a fresh start. defaults: of flags, which a run may not
+    have known; may_change: flags that may differ besides MAY_CHANGE; tags: those of the roles' checkpoints, and whether
+    they are trained. Raises BadInput for what cannot be continued."""
+    folder, steps = path_of("runs", args.run), saved_steps(args.run)
+    if args.resume_from_step == "-1":
+        if steps or has_records(folder):
+            saved = f"its last checkpoint is of step {steps[-1]}" if steps else "it has no checkpoint"
+            afresh = "" if steps or models_saved(args.run, tags) else ", which starts it afresh"
+            raise BadInput(f"--run {args.run}: {folder} exists, {saved}; take another name, or continue it with "
+                           f"--resume-from-step auto{afresh}")
+        return None
+    if args.run == "dummy":
+        raise BadInput(f"--resume-from-step {args.resume_from_step}: name the run to continue with --run (a dummy "
+                       f"run's is dummy-<n>)")
+    if args.resume_from_step != "auto" and not re.fullmatch("[0-9]{1,18}", args.resume_from_step):
+        raise BadInput(f"--resume-from-step {args.resume_from_step}: must be -1 (off), auto or a step")
+    if args.resume_from_step == "auto":
+        check_last_set(args.run, folder, steps, tags)
+    if args.resume_from_step == "auto" and not steps:
+        check_records(args.run, folder, 0)
+        print0(f"run {args.run} has no checkpoint: it starts from step 0")
+        return None
+    step = steps[-1] if args.resume_from_step == "auto" else int(args.resume_from_step)
+    if step not in steps:
+        raise BadInput(f"run {args.run} has no complete checkpoint of step {step}; there are: "
+                       f"{', '.join(map(str, steps)) or 'none'}")
+    check_records(args.run, folder, step)
+    before = read_config(args.run)["args"]
+    is_other = before.get("recipe", args.recipe) != args.recipe
+    if is_other and not ("recipe" in may_change and before["recipe"].endswith(".py")):
+        raise BadInput(f"--recipe {args.recipe}: run {args.run} is of recipe {before['recipe']}; a continued run "
+                       f"cannot change it")
+    if before.get("run", args.run) != args.run:
+        raise BadInput(f"{folder} is of a run that was called {before['run']}: give the folder and its models that "
+                       f"name back")
+    changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
+    changed = [words for words in changed if not words.startswith("--resume-from-step ")]
+    print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
+    if before.get("num_steps", args.num_steps) != args.num_steps:
+        print0(f"what is scheduled over all steps, as --lr-schedule and a recipe's weights are, goes on as in a run of "
+               f"{args.num_steps} steps")
+    return step
+
+
+def check_no_models(run_name: str, tags: list[str]) -> None:
+    """Raises BadInput where a run that starts afresh would remove the models of an older one, whose folder is gone."""
+    if os.path.exists(path_of("runs", run_name, "config.json")):
+        return
+    for tag in tags:
+        if steps := list_steps("rl", tag):
+            raise BadInput(f"--run {run_name}: {path_of('rl', tag)} holds step {steps[-1]} of an older run of this "
+                           f"name; take another name, or remove it")
+
+
+def check_problems_stayed(run_name: str, task_name: str, digests: list[int]) -> None:
+    """Raises BadInput where a task gives other problems than the run was started with, or the tokenizer other tokens.
+    digests: problems_digest and texts_digest."""
+    config = read_config(run_name)
+    if [config.get("problems", digests[0]), config.get("texts", digests[1])] != digests:  # older runs do not tell
+        raise BadInput(f"run {run_name} was started with other problems of task {task_name} or another tokenizer: "
+                       f"put its data file, its code or the tokenizer back as it was, or start a new run")
+
+
+def check_last_set(run_name: str, folder: str, steps: list[int], tags: dict[str, bool]) -> None:
+    """Raises BadInput where a run has lost the state that its last models were saved with: to go on would do the steps
+    behind an earlier one again, and remove what is left of the last. tags: as in resolve_resume."""
+    last = steps[-1] if steps else 0
+    # without records it is check_no_models' to tell
+    saved = max(models_saved(run_name, tags), default=0) if has_records(folder) else 0
+    if steps and not has_records(folder, saved):
+        saved = 0  # a kill in a save of an older version leaves models without a state too
+    made = max(finished_step(folder), saved)
+    if made > last:
+        name = os.path.join(folder, f"state_{made:06d}.pt")
+        raise BadInput(f"run {run_name} was saved behind step {made}, and {name} is missing: put it back, or "
+                       + (f"name the step to go on from; there are: {', '.join(map(str, steps))}" if steps else
+                          f"remove {', '.join(path_of('rl', tag) for tag in tags)} to start afresh"))
+
+
+def finished_step(folder: str) -> int:
+    """The step behind which a run was finished; 0 where it was not, or its summary is of an older version or
+    damaged."""
+    try:
+        with open(os.path.join(folder, "summary.json"), encoding="utf-8") as f:
+            return int(json.load(f)["steps"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return 0
+
+
+def models_saved(run_name: str, tags: dict[str, bool]) -> set[int]:
+    """The steps at which all roles have a model, and those that are trained an optimizer, but for those of a set that
+    was being written when the run was cut off."""
+    return set.intersection(*({step for step in list_steps("rl", tag) if not is_trained
+                               or os.path.exists(path_of("rl", tag, f"optim_{step:06d}_rank0.pt"))}
+                              for tag, is_trained in tags.items())) - begun_steps(run_name)
+
+
+def check_records(run_name: str, folder: str, step: int) -> None:
+    """Raises BadInput unless metrics.jsonl has a record of each step before this one, and rollouts.jsonl can be
+    read."""
+    path, rollouts = (os.path.join(folder, name) for name in ("metrics.jsonl", "rollouts.jsonl"))
+    steps = [record["step"] for _, record in read_records(path)] if os.path.exists(path) else []
+    there = set(steps)
+    if len(steps) > len(there):
+        twice = next(number for number in steps if steps.count(number) > 1)
+        raise BadInput(f"{path} has step {twice} twice: two processes were at work on the run; take one record out")
+    if os.path.exists(rollouts):
+        read_records(rollouts)
+    if missing := set(range(step)) - there:
+        raise BadInput(f"{path} has no record of step {min(missing)}, and run {run_name} would go on from step {step}: "
+                       f"the file was cut; put it back, or take another name")
+
+
+def has_records(folder: str, step: int = 0) -> bool:
+    """Whether a run has a record of this step or a later one."""
+    path = os.path.join(folder, "metrics.jsonl")
+    return os.path.exists(path) and any(record["step"] >= step for _, record in read_records(path))
+
+
+def read_config(run_name: str) -> dict:
+    """A run's config.json. Raises BadInput where it is none."""
+    path = path_of("runs", run_name, "config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            config = json.load(f)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("args"), dict):
+        raise BadInput(f"{path} is no run's configuration")
+    starts, resumed = config.get("starts") or {}, config.get("resumed", [])
+    if not isinstance(starts, dict) or not isinstance(resumed, list) or not all(
+            isinstance(start, dict) and isinstance(start.get("step"), int) and "fingerprint" in start
+            for start in starts.values()):
+        raise BadInput(f"{path} is no run's configuration: its starts or resumed are not as they were written")
+    return config
+
+
+def check_recipe_text(run_name: str, text: str | None) -> None:
+    """Raises BadInput unless a recipe outside of the repository is, word for word, the one that the run was started
+    with."""
+    path = path_of("runs", run_name, "recipe.py")
+    if not os.path.exists(path):
+        if text is not None:
+            raise BadInput(f"{path} is missing: nothing tells which text of the recipe run {run_name} was started with")
+        return
+    try:
+        with open(path, encoding="utf-8") as f:
+            recorded = f.read()
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be read: {error}") from None
+    if recorded != text:
+        raise BadInput(f"run {run_name} was started with another text of this recipe ({path}); a continued run "
+                       f"cannot change it: start a new run, or put the old text back")

@@ -1,0 +1,1 @@
+"""Ways to judge solutions, and what verifiers learn from."""

@@ -1,0 +1,226 @@
+"""
+Judges: a verifier's ways to say how likely each reasoning step, and a whole solution, is right.
+
+Those that read log-odds (verify.log_odds) are given the solution as the verifier's own completion behind the
+generator's prompt. The others are asked by the verifier's prompt, which quotes it, some beside other solutions of its
+group. N solutions, T tokens, K steps.
+"""
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from nanochat.common import BadInput, check_choices, check_least
+from nanochat.rl.measure.scores import share_of
+from nanochat.rl.play.play import Call, Play
+from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, solve_prompt
+from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.verify.comparing import WORTHS, Lineup, forced_choices, rings, turned, verified_together
+from nanochat.rl.verify.forms import FORMS, check_num_judged, empty_form_prompt
+from nanochat.rl.verify.log_odds import end_read, ended, log_odds, steps_read
+from nanochat.rl.verify.spots import chances_at, forced_verdicts, written_chances
+
+
+@dataclass
+class Judgment:
+    """steps: the chance that each reasoning step is right, None where nothing is said of steps; final: that the
+    solution is, None where that is not said; texts: the verifications of `generative`, else none; tokens: that were
+    sampled for it, and one for each verdict that was asked for by its log-odds; solutions that are judged together
+    share them. Reading the solution costs all judges alike and is not counted."""
+    steps: list[float] | None
+    final: float | None
+    tokens: float
+    texts: list[str] = field(default_factory=list, compare=False)
+
+
+# What a solution's steps make of it
+
+AGGREGATES = {"product": math.prod, "min": min, "last": lambda chances: chances[-1]}
+
+
+# Judges: (t, role, solutions) -> a Judgment of each
+
+def generative(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """Shares of k sampled verifications (--verifications) that call a step, and the whole, right. Those that cannot be
+    read say nothing."""
+    k = t.args.verifications
+    rollouts = t.verify(role, solutions, k, "verdicts")
+    said, lengths = t.read_verifications(rollouts), rollouts.lengths.tolist()
+    return [shares(said[i: i + k], sum(lengths[i: i + k])) for i in range(0, len(said), k)]
+
+
+def shares(verifications: list[Verification], tokens: int) -> Judgment:
+    """The judgment of several verifications of a solution."""
+    steps = [v.usable_steps for v in verifications if v.usable_steps is not None]
+    finals = [v.verdict for v in verifications if v.verdict is not None]
+    return Judgment([sum(column) / len(steps) for column in zip(*steps, strict=True)] if steps else None,
+                    share_of(finals), tokens, [v.text for v in verifications])
+
+
+def read_by_log_odds(t: Play, role: str, solutions: Rollouts) -> tuple[Rollouts, list[list[float]], list[float]]:
+    """The solutions as the role's own completions, and V = sigma(s) behind each of their steps and at the end."""
+    prompts = [solve_prompt(t.tokenizer, t.task.fmt, problem) for problem in solutions.problems()]
+    own = ended(t, role, prompts, solutions)
+    chances = torch.sigmoid(log_odds(t, role, own))  # (N, T)
+    return own, steps_read(own, t.read_solutions(own), chances), end_read(own, chances).tolist()
+
+
+def at_end(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """An outcome model: the log-odds at the end."""
+    _, _, finals = read_by_log_odds(t, role, solutions)
+    return [Judgment(None, final, 1) for final in finals]
+
+
+def at_steps(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """A step model: the log-odds behind each step, of which --prm-aggregate makes the solution's; None without
+    steps."""
+    _, steps, _ = read_by_log_odds(t, role, solutions)
+    return [Judgment(row, AGGREGATES[t.args.prm_aggregate](row) if row else None, len(row)) for row in steps]
+
+
+def at_tokens(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """An outcome model at every token (Cobbe et al. 2021), read behind steps and at the end."""
+    own, steps, finals = read_by_log_odds(t, role, solutions)
+    rows = zip(steps, finals, own.lengths.tolist(), strict=True)
+    return [Judgment(row, final, length) for row, final, length in rows]
+
+
+def at_verdict(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """GenRM (Zhang et al. 2024): p(T) / (p(T) + p(F)) of the final verdict, asked for at once, without an analysis."""
+    rollouts, spots = forced_verdicts(t, role, solutions, [True] * len(solutions))
+    return [Judgment(None, chance, 1) for chance in chances_at(t, role, rollouts, spots)]
+
+
+def analysed(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """GenPRM, GenRM-CoT: p(T) / (p(T) + p(F)) at the place of each verdict in k sampled verifications, the mean over
+    them. A verdict that is not there counts .5 (as in GenPRM's code)."""
+    k = t.args.verifications
+    rollouts = t.verify(role, solutions, k, "verdicts")
+    lengths, chances = rollouts.lengths.tolist(), written_chances(t, role, rollouts)
+    said = [[0.5 if chance is None else chance for chance in row] for row in chances]  # (N k, K + 1)
+    means = [[sum(column) / k for column in zip(*said[i: i + k], strict=True)] for i in range(0, len(said), k)]
+    return [Judgment(row[:-1], row[-1], sum(lengths[n * k: n * k + k])) for n, row in enumerate(means)]
+
+
+def preferred(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """GRAM (Wang et al. 2025): the chance that a solution is chosen over the present generator's greedy one, the mean
+    of both orders. What the greedy one costs counts for the first solution of its problem."""
+    problems, N = solutions.problems(), len(solutions)
+    distinct = list(dict.fromkeys(problems))
+    greedy = t.solve("generator", distinct, 1, "reference", greedy=True)
+    references, lengths = dict(zip(distinct, greedy.texts, strict=True)), greedy.lengths.tolist()
+    pairs = [Lineup(p, [text, references[p]], 0) for p, text in zip(problems, solutions.texts, strict=True)]
+    chances = chances_at(t, role, *forced_choices(t, role, pairs + turned(pairs)))
+    costs = dict(zip((problems.index(p) for p in distinct), lengths, strict=True))
+    return [Judgment(None, (chances[n] + 1 - chances[N + n]) / 2, 2 + costs.get(n, 0)) for n in range(N)]
+
+
+def together(t: Play, role: str, solutions: Rollouts, form: str) -> list[Judgment]:
+    """RM-R1, Think-RM, SPCT: each solution of a group beside those behind it (`rings`), in k verifications of each such
+    lineup. Its chance is the mean of what they give it: its share of duels won, or of the highest score. A duel of
+    equal texts is a draw, for which nobody is asked."""
+    k, num, texts = t.args.verifications, num_together(t.args, form), solutions.texts
+    given, tokens = [[] for _ in texts], [0.0 for _ in texts]
+    is_draw = lambda rows: FORMS[form].num == 2 and texts[rows[0]] == texts[rows[1]]
+    shown = rings(solutions.group_id.tolist(), num)
+    asked = [rows for rows in shown if not is_draw(rows)]
+    rollouts, worths = verified_together(t, role, solutions, asked, form, num, k)
+    for i, (row, length) in enumerate(zip(worths, rollouts.lengths.tolist(), strict=True)):
+        for n, worth in zip(asked[i // k], row or [None] * num, strict=True):
+            given[n] += [] if worth is None else [worth]
+            tokens[n] += length / num
+    for n in (n for rows in shown if is_draw(rows) for n in rows):
+        given[n] += [0.5] * k
+    return [Judgment(None, share_of(row), spent) for row, spent in zip(given, tokens, strict=True)]
+
+
+def num_together(args, form: str) -> int:
+    """How many solutions a judge of this form is shown."""
+    return FORMS[form].num or args.num_judged
+
+
+Judge = Callable[[Play, str, Rollouts], list[Judgment]]
+JUDGES: dict[str, Judge] = {"generative": generative, "steps": at_steps, "end": at_end, "tokens": at_tokens,
+                            "verdict": at_verdict, "analysed": analysed, "preferred": preferred,
+                            **{form: partial(together, form=form) for form in WORTHS}}
+
+USED_BY = {"verifications": ("generative", "analysed", *WORTHS), "prm_aggregate": ("steps",), "num_judged": ("scores",)}
+OF_THE_WHOLE = ("end", "verdict", "preferred", *WORTHS)  # judges that say nothing of steps
+VERDICT_TOKENS = 32  # of a verdict alone, at most
+
+
+# What a step gives each judge: (args, problems, solutions of each, times in a run) -> Call
+
+def written_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", num_problems * num_samples, args.verifications, args.verifier_max_new_tokens,
+                times, wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
+
+
+def log_odds_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", num_problems, num_samples, args.max_new_tokens + 1, times, given=True, scored=2)
+
+
+def verdict_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", num_problems * num_samples, 1, VERDICT_TOKENS, times, given=True, scored=2,
+                wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
+
+
+def analysed_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return written_call(args, num_problems, num_samples, times)._replace(scored=2)
+
+
+def preferred_call(args, num_problems: int, num_samples: int, times: int) -> Call:
+    return Call("verifier", "verdicts", 2 * num_problems * num_samples, 1, VERDICT_TOKENS, times, given=True, scored=2,
+                wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * args.max_new_tokens)
+
+
+def reference_calls(args, judge: str, num_problems: int, times: int) -> list[Call]:
+    """What a judge has the generator sample beside the solutions."""
+    if judge != "preferred":
+        return []
+    return [Call("generator", "reference", num_problems, 1, args.max_new_tokens, times)]
+
+
+def together_call(args, num_problems: int, num_samples: int, times: int, form: str) -> Call:
+    num = num_together(args, form)
+    return written_call(args, num_problems, num_samples, times)._replace(
+        wrap=partial(empty_form_prompt, form=form, num=num), quoted=num * args.max_new_tokens)
+
+
+JUDGE_CALLS = {"generative": written_call, "steps": log_odds_call, "end": log_odds_call, "tokens": log_odds_call,
+               "verdict": verdict_call, "analysed": analysed_call, "preferred": preferred_call,
+               **{form: partial(together_call, form=form) for form in WORTHS}}
+
+
+def add_judge_args(group) -> None:
+    group.add_argument("--verifications", type=int, default=1, help="of a solution, for judges that write them")
+    group.add_argument("--prm-aggregate", default="min",
+                       help=f"what the steps' chances make of a solution's, one of: {', '.join(AGGREGATES)}")
+
+
+def check_judge_args(args) -> None:
+    """Raises BadInput for settings of judges that cannot work."""
+    check_least(args, {"verifications": 1})
+    check_choices(args, {"prm_aggregate": AGGREGATES})
+
+
+def add_together_args(group) -> None:
+    group.add_argument("--num-judged", type=int, default=2, help="judge scores: solutions that are scored together")
+
+
+def check_together_args(args) -> None:
+    """Raises BadInput for a flag that the judge has no use for, and where a judge of several solutions is given fewer,
+    in a step or in the evaluation."""
+    for name in sorted(USED_BY.keys() & getattr(args, "given", set())):
+        if args.judge not in USED_BY[name]:
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} has no use for "
+                           f"it; {' and '.join(USED_BY[name])} have")
+    if args.judge not in WORTHS:
+        return
+    check_num_judged(args.num_judged)
+    for name in ("num_samples", "judged_samples"):
+        if getattr(args, name) < (num := num_together(args, args.judge)):
+            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} is shown {num} "
+                           f"solutions of a problem together")
