@@ -19,8 +19,9 @@ from nanochat.gpt import GPT, config_of
 from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.rl.records.prompts import empty_verifier_prompt
-from nanochat.rl.run.plan import (BANDWIDTH, DISK_SPEED, Draw, Held, Setting, Speed, describe_stop, draw_seconds,
-                                  draws_of, sampling_seconds)
+from nanochat.rl.run.flags import with_times
+from nanochat.rl.run.plan import (BANDWIDTH, DISK_SPEED, Held, PlannedDraw, Setting, Speed, describe_stop, draw_seconds,
+                                  planned, sampling_seconds)
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
@@ -94,12 +95,13 @@ def setting_of(args, rl) -> Setting:
                    max_rows=rl.max_rows)
 
 
-def draws_in(args, rl, recipe) -> list[Draw]:
+def draws_in(args, rl, recipe) -> list[PlannedDraw]:
     """What a recipe draws, of mean lengths."""
     quoted = {empty_verifier_prompt: args.completion_tokens}
-    return [replace(draw, prompt_tokens=args.prompt_tokens + quoted.get(call.wrap, 0),
+    draws = with_times(rl, recipe.draws(rl))
+    return [replace(sized, prompt_tokens=args.prompt_tokens + quoted.get(draw.wrap, 0),
                     new_tokens=args.completion_tokens)
-            for call in recipe.calls(rl) for draw in draws_of([call], lambda wrap: 0)]
+            for sized, draw in zip(planned(draws, lambda wrap: 0), draws.values(), strict=True)]
 
 
 def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
@@ -107,10 +109,10 @@ def rl_rows(args, rl, model, speed: Speed) -> list[tuple[str, float, str]]:
     setting, rows = setting_of(args, rl), []
     for name, recipe in (("RL Tango", tango), ("chat_rl in its place", grpo)):
         draws = draws_in(args, rl, recipe)
-        seconds = {draw.label: sum(draw_seconds(model.config, draw, Held(), setting, speed).values()) for draw in draws}
-        total = sum(draw.times * seconds[draw.label] for draw in draws)
+        seconds = {draw.name: sum(draw_seconds(model.config, draw, Held(), setting, speed).values()) for draw in draws}
+        total = sum(draw.times * seconds[draw.name] for draw in draws)
         rows.append((name, total,
-                     ", ".join(f"{draw.label} {seconds[draw.label]:.1f}s x {draw.times}" for draw in draws)))
+                     ", ".join(f"{draw.name} {seconds[draw.name]:.1f}s x {draw.times}" for draw in draws)))
     return rows
 
 

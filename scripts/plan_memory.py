@@ -18,7 +18,8 @@ from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
 from nanochat.rl.learn.heads import HEADS, OPTIMIZERS, add_head_args, check_head, check_shapes, num_shared
-from nanochat.rl.run.plan import (Config, Setting, Speed, describe_stop, draws_of, held_by, memory_plan, show_plan,
+from nanochat.rl.run.flags import with_times
+from nanochat.rl.run.plan import (Config, Setting, Speed, describe_stop, held_by, memory_plan, planned, show_plan,
                                   variants)
 from nanochat.storage.files import path_of
 
@@ -70,7 +71,7 @@ def main(args) -> None:
         check_shapes(configs["generator"], configs["verifier"], num_shared(args, configs["verifier"]))
     recipe = tango if "verifier" in configs else grpo
     plan_args = argparse.Namespace(**vars(args), num_steps=1, warmup_steps=0, verifier_steps=1, generator_steps=1)
-    draws = draws_of(recipe.calls(plan_args), lambda wrap: args.prompt_tokens)
+    draws = planned(with_times(plan_args, recipe.draws(plan_args)), lambda wrap: args.prompt_tokens)
     held = held_by(args, recipe.ROLES, configs)
     setting = Setting(dtype=DTYPES[args.dtype], micro_batch_tokens=args.micro_batch_tokens, max_rows=args.max_rows)
     print0(f"{'ranks':>5s} {'--shard':>8s} {'--recompute':>12s} {'stays':>9s} {'sampling':>9s} {'update':>9s} "

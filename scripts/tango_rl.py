@@ -40,8 +40,8 @@ from nanochat.rl.play.play import Play, apply_update, described, is_number
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.outcomes import problems_digest, texts_digest
 from nanochat.rl.report.page import write_run_page
-from nanochat.rl.run.flags import (add_common_args, add_role_args, check_args, check_calls, check_problems, check_task,
-                                   complete_args, warn_of_starts)
+from nanochat.rl.run.flags import (add_common_args, add_role_args, check_args, check_draws, check_problems, check_task,
+                                   complete_args, warn_of_starts, with_times)
 from nanochat.rl.run.plan import check_plan, check_sizes, describe_run
 from nanochat.rl.run.progress import check_apart, count_apart, health_check, print_step, print_table, warn_of_no_signal
 from nanochat.rl.run.resume import (check_no_models, check_problems_stayed, check_recipe_text, read_config,
@@ -155,7 +155,7 @@ def one_step(t: Play, recipe, counted: str):
     before, random_state, started, updated = t.state.snapshot(), torch.get_rng_state(), time.time(), []
     # the step has the copy: what its memory shared with weights, a continued run would not share either
     t.state.memory, before.memory = before.memory, t.state.memory
-    t.num_drawn, t.sampled, t.labels, t.drawn, t.metrics, t.seconds = 0, 0, set(), {}, {}, {}
+    t.num_drawn, t.sampled, t.done, t.drawn, t.metrics, t.seconds = 0, 0, set(), {}, {}, {}
     t.has_moved, t.moved = False, set()
     try:
         record = evaluate_if_due(t, recipe, counted)
@@ -274,7 +274,7 @@ def start_state(t: Play, recipe) -> None:
     """The evaluation before RL and the health check of the first role that samples."""
     started = time.time()
     t.state.before = held_out(t, recipe)
-    sampling = {call.role for call in t.calls.values() if not call.given}
+    sampling = {draw.role for draw in t.draws.values() if not draw.teacher_forced}
     solver = next((role for role in ("generator", *t.roles) if role in sampling), None)
     if solver:
         with evaluating(t):
@@ -310,24 +310,24 @@ def main(args) -> None:
         raise BadInput("--calculator: an imported tokenizer has no tokens that call it")
     device = init_device(args.device_type)
     torch.manual_seed(args.seed)  # nothing here draws from it; what a recipe draws would else differ from run to run
-    configs, calls = load_configs(starts), recipes.ask(args.recipe, recipe, "calls", args)
+    configs, draws = load_configs(starts), with_times(args, recipes.ask(args.recipe, recipe, "draws", args))
     dtype = dtype_for(device, *configs.values())
     check_configs(args, recipe.ROLES, configs)
-    check_calls(args.recipe, recipe.ROLES, calls)
+    check_draws(args.recipe, recipe.ROLES, draws)
     if resume_step is None:
-        warn_of_starts(starts, calls)
+        warn_of_starts(starts, draws)
     trained = trained_roles(recipe.ROLES)
     totals = recipes.ask(args.recipe, recipe, "updates", args) or dict.fromkeys(trained, args.num_steps)
     if (not isinstance(totals, dict) or set(totals) != set(trained)
             or not all(isinstance(number, int) and number >= 0 for number in totals.values())):
         raise BadInput(f"--recipe {args.recipe}: its updates() must give a number for each of {', '.join(trained)}")
-    check_sizes(args, task, calls, world)
-    prompts = check_problems(args, task, tokenizer, calls, configs, device)
+    check_sizes(args, task, draws, world)
+    prompts = check_problems(args, task, tokenizer, draws, configs, device)
     if args.dry_run:
-        print0("\n".join(describe_run(args, recipe.ROLES, configs, calls, totals, tokenizer, task.fmt, prompts, world,
+        print0("\n".join(describe_run(args, recipe.ROLES, configs, draws, totals, tokenizer, task.fmt, prompts, world,
                                       dtype, device)))
         return
-    check_plan(args, recipe.ROLES, configs, calls, tokenizer, task.fmt, prompts, world, dtype, device)
+    check_plan(args, recipe.ROLES, configs, draws, tokenizer, task.fmt, prompts, world, dtype, device)
     roles = load_roles(args, recipe.ROLES, starts, device, dtype)
     for role in roles.values():
         tokenizer.check_model(role.name, role.model)
@@ -346,7 +346,7 @@ def main(args) -> None:
                       max_cached_tokens=args.max_cached_tokens)
     loss = PolicyLoss(args.loss, args.clip_low, args.clip_high, args.dual_clip, args.kl, args.kl_coef,
                       args.entropy_coef, args.sequence_ratio)
-    t = Play(args, run, sampler, roles, {call.label: call for call in calls}, totals,
+    t = Play(args, run, sampler, roles, draws, totals,
              state or RunState(role_steps=dict.fromkeys(roles, 0)), loss)
     sampler.should_stop = t.should_stop
     with saying_what_is_whole(lambda: saved_steps(args.run),

@@ -153,7 +153,7 @@ def test_greedy_draws_and_those_from_the_top_k_are_not_compared(base):
     for top_k, greedy in ((0, False), (0, True), (5, False)):
         t = random_play("grpo")
         t.sampler.top_k = top_k
-        rollouts = t.solve("generator", t.problems(), 2, min(t.calls), greedy=greedy)
+        rollouts = t.solve(min(t.calls), t.problems(), 2, greedy=greedy)
         gap = made(t, "generator", rollouts)[MAX]
         assert (gap is None) == bool(top_k or greedy) and (gap or 0) < 1e-5
 

@@ -434,7 +434,7 @@ def test_a_second_attempt_has_the_limit_of_second_attempts():
     t.evaluating, t.refine_prompts = True, lambda solutions, critiques: []
     asked = []
     t.sampler.sample = lambda model, prompts, num, stream, limit, *more: asked.append(limit) or rollouts_of()
-    t.refine("generator", rollouts_of(), [], 1, "eval")
+    t.refine("eval", rollouts_of(), [], 1, role="generator")
     assert asked == [6]
 
 

@@ -188,8 +188,7 @@ def test_information_is_no_token_of_a_proposer(base):
             logits[..., token] += 1e6
         return logits
     model.head = leaning
-    rollouts = t.sample("generator", t.prompts("propose_prompt", t.problems(), hint=["3", "5"]), 1, "propose",
-                        tool=ssp.search_of(t))
+    rollouts = t.sample("propose", t.prompts("propose_prompt", t.problems(), hint=["3", "5"]), tool=ssp.search_of(t))
     texts = [text[: len(f"<{c}>(7)")] for text in rollouts.texts]
     assert texts == [f"<{c}>(7)"] * 2 and rollouts.forced.any(dim=1).all()
     assert not rollouts.mask[rollouts.forced].any()

@@ -32,7 +32,7 @@ from nanochat.rl.learn.roles import Role, set_recompute
 from nanochat.rl.learn.trainer import update
 from nanochat.rl.records.prompts import Prompt
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.run.plan import Draw, Held, Setting, memory_plan
+from nanochat.rl.run.plan import Held, PlannedDraw, Setting, memory_plan
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -149,11 +149,11 @@ def planned_bytes(args, roles: dict[str, Role], device) -> int:
     """The peak of one rank by the planner (rl/plan.py), without a checkpoint's copy: none is written here."""
     prompt, completion, verification = args.prompt_len, args.completion_len, args.verification_len
     P, G = args.examples_per_step, args.num_samples
-    solutions = Draw(next(iter(roles)), "solutions", P, 1 if args.role == "verifier" else G, prompt, completion,
+    solutions = PlannedDraw(next(iter(roles)), "solutions", P, 1 if args.role == "verifier" else G, prompt, completion,
                      trained=args.role != "verifier")
-    verifications = {"plain": [], "generator": [Draw("verifier", "verifications", P * G, 1, prompt + completion,
+    verifications = {"plain": [], "generator": [PlannedDraw("verifier", "verifications", P * G, 1, prompt + completion,
                                                      verification)],
-                     "verifier": [Draw("verifier", "verifications", P, G, prompt + completion, verification,
+                     "verifier": [PlannedDraw("verifier", "verifications", P, G, prompt + completion, verification,
                                        trained=True)]}[args.role]
     setting = Setting(rank_and_world()[1], False, args.recompute, DTYPES[args.dtype], device.type,
                       args.micro_batch_tokens, args.max_rows)

@@ -3,7 +3,7 @@ Recipes: one system of the field per module, in a folder per family. A recipe is
 
     TAGS       what kind of system it is, for --list-recipes
     ROLES      role -> RoleSpec
-    calls      (args) -> what it samples in a step, at most: a list of Call
+    draws      (args) -> what it samples in a step, at most: name -> Draw
     play       (t) -> one step of the algorithm, a generator of Updates
     evaluate   (t) -> held-out scores by name
 
@@ -23,9 +23,9 @@ from types import ModuleType
 from nanochat.common import BadInput, takes
 from nanochat.rl.learn.roles import RoleSpec, short_name, trained_roles
 
-NEEDED = ("TAGS", "ROLES", "calls", "play", "evaluate")
+NEEDED = ("TAGS", "ROLES", "draws", "play", "evaluate")
 # and what they are given
-FUNCTIONS = {"add_args": "group", "check": "args, task", "calls": "args", "updates": "args", "play": "t",
+FUNCTIONS = {"add_args": "group", "check": "args, task", "draws": "args", "updates": "args", "play": "t",
              "evaluate": "t", "eval_step": "t"}
 
 

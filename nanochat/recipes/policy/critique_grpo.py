@@ -26,7 +26,7 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, pass_at_1
 from nanochat.rl.measure.scores import first_error
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.records.prompts import refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
@@ -88,11 +88,11 @@ def check(args, task) -> None:
     check_one_update(args)
 
 
-def calls(args, critique_tokens: int = CRITIQUE_TOKENS) -> list[Call]:
+def draws(args, critique_tokens: int = CRITIQUE_TOKENS) -> dict[str, Draw]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    return [Call("generator", "generator", P, G, limit, args.num_steps, trained=True),
-            Call("generator", "refined", P * G, 1, limit, args.num_steps, wrap=refine_prompt,
-                 quoted=limit + critique_tokens, scored=1)]  # one refinement of each group is, in fact
+    return {"solutions": Draw("generator", P, G, limit, trained=True),
+            "refined": Draw("generator", P * G, 1, limit, wrap=refine_prompt, quoted=limit + critique_tokens,
+                            scored=1)}  # one refinement of each group is, in fact
 
 
 # The algorithm
@@ -115,10 +115,10 @@ def play(t: Play, criticise=by_rule):
     criticise(t, solutions, outcomes) -> a text for each solution.
     """
     G = t.args.num_samples
-    solutions = t.solve("generator", t.problems(), G, "generator")
+    solutions = t.solve("solutions", t.problems())
     outcomes = t.check(solutions)
     critiques = criticise(t, solutions, outcomes)
-    refined = t.refine("generator", solutions, critiques, 1, "refined")
+    refined = t.refine("refined", solutions, critiques)
     refined_outcomes = t.check(refined)
 
     best = first_best(refined_outcomes, G)  # (P)

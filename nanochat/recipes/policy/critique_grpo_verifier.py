@@ -8,7 +8,7 @@ from nanochat.recipes.policy import critique_grpo
 from nanochat.recipes.policy.critique_grpo import SHOWN, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import gathered_verdict_scores
-from nanochat.rl.play.play import Call
+from nanochat.rl.play.play import Draw
 from nanochat.rl.records.prompts import empty_verifier_prompt
 
 TAGS = dict(family="generator-verifier, two turns", verifier="generative, frozen", reward="outcome",
@@ -26,16 +26,16 @@ def check(args, task):
     check_least(args, {"verifier_max_new_tokens": 1})
 
 
-def calls(args):
+def draws(args):
     num_solutions = args.examples_per_step * args.num_samples
-    return critique_grpo.calls(args, critique_tokens=args.verifier_max_new_tokens) + [
-        Call("verifier", "critiques", num_solutions, 1, args.verifier_max_new_tokens, args.num_steps,
-             wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
+    return critique_grpo.draws(args, critique_tokens=args.verifier_max_new_tokens) | {
+        "critiques": Draw("verifier", num_solutions, 1, args.verifier_max_new_tokens, wrap=empty_verifier_prompt,
+                          quoted=args.max_new_tokens)}
 
 
 def by_verifier(t, solutions, outcomes):
     """The text of a verification of each solution."""
-    verifications = t.read_verifications(t.verify("verifier", solutions, 1, "critiques"))
+    verifications = t.read_verifications(t.verify("critiques", solutions))
     scores = gathered_verdict_scores(t, solutions, outcomes, verifications)
     t.log("generator", {f"critiques/{name}": value for name, value in scores.items()})
     return [v.text for v in verifications]

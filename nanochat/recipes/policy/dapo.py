@@ -20,7 +20,7 @@ from nanochat.common import BadInput, check_least, check_most
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, log_variances, pass_at_1
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts, join
 
 TAGS = dict(family="single model", verifier="none", reward="outcome + length", credit="z-score of mixed groups")
@@ -47,14 +47,14 @@ def check(args, task) -> None:
         raise BadInput("--num-samples 1: a group has right and wrong solutions, so at least 2")
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     """A draw for each batch, of which the groups are that are trained on."""
     size = (args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps)
-    return [Call("generator", label, *size, trained=label == "generator") for label in labels(args)]
+    return {label: Draw("generator", *size, trained=label == "solutions") for label in labels(args)}
 
 
 def labels(args) -> list[str]:
-    return ["generator", *(f"batch_{i}" for i in range(2, args.max_batches + 1))]
+    return ["solutions", *(f"batch_{i}" for i in range(2, args.max_batches + 1))]
 
 
 # The formulas
@@ -93,7 +93,7 @@ def dynamic_sampling(t: Play) -> Rollouts:
     most. Whose these are is decided over all ranks, so all draw as many batches."""
     P, G, drawn, kept, kinds = t.args.examples_per_step, t.args.num_samples, [], [], []
     for label in labels(t.args):
-        solutions = t.solve("generator", t.problems(), G, label)
+        solutions = t.solve(label, t.problems())
         outcomes = t.check(solutions)
         solutions.columns = {"outcome": outcomes}
         found = t.gather([kind_of(outcomes[n: n + G]) for n in range(0, len(solutions), G)])  # of all ranks' groups

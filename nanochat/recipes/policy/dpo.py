@@ -17,7 +17,7 @@ from nanochat.common import check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, pass_at_1
 from nanochat.rl.play.pairs import add_pair_args, check_pair_args, learn_from_pairs
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 
 TAGS = dict(family="pairs", verifier="none", reward="outcome", credit="pair loss against the starting weights")
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
@@ -34,13 +34,13 @@ def check(args, task) -> None:
     check_least(args, {"pairs_per_problem": 0, "num_samples": 2})
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, G = args.examples_per_step, args.num_samples
-    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True, scored=1)]
+    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True, scored=1)}
 
 
 def play(t: Play):
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions = t.solve("solutions", t.problems())
     outcomes = t.check(solutions)
     solutions.columns = {"outcome": outcomes}
     log_rewards(t, "generator", solutions, outcomes)

@@ -19,8 +19,8 @@ ROLES = {"generator": RoleSpec("--model-tag")}
 add_args = tango.add_label_args
 
 
-def calls(args):
-    return tango.solution_calls(args)
+def draws(args):
+    return tango.solution_draws(args)
 
 
 def play(t):

@@ -28,7 +28,7 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec, short_name
 from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.measure.scores import share_of
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
@@ -67,9 +67,10 @@ def updates(args) -> dict[str, int]:
     return {role: 0 if role == args.frozen else args.num_steps for role in ROLES}
 
 
-def calls(args) -> list[Call]:
-    return [Call(role, role, args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps,
-                 trained=True, wrap=partial(quoting_prompt, template=f"{role}_prompt")) for role in ROLES]
+def draws(args) -> dict[str, Draw]:
+    size = args.examples_per_step, args.num_samples, args.max_new_tokens
+    return {role: Draw(role, *size, trained=True, wrap=partial(quoting_prompt, template=f"{role}_prompt"))
+            for role in ROLES}
 
 
 # Joint actions: of G completions of each agent, which ones are taken together
@@ -102,7 +103,7 @@ def returns_of(agent: int, actions: list[tuple[int, ...]], outcomes: list[bool |
 def sample_parts(t: Play, problems: list[Problem], num_samples: int, label: str,
                  greedy: bool = False) -> list[Rollouts]:
     """What each agent writes, which reads nothing but the problem."""
-    return [t.sample(role, t.prompts(f"{role}_prompt", problems), num_samples, label.format(role), greedy=greedy,
+    return [t.sample(label.format(role), t.prompts(f"{role}_prompt", problems), num_samples, role=role, greedy=greedy,
                      tool=t.sampler.calculator_tool()) for role in ROLES]
 
 

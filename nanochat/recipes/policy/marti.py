@@ -22,7 +22,6 @@ Departures:
    the chain's verifier).
 """
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from nanochat.common import BadInput, check_choices, check_least
@@ -30,7 +29,7 @@ from nanochat.recipes.policy.score import changes
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right, gathered_verdict_scores, log_rewards, pass_at_1
 from nanochat.rl.measure.scores import majority, share_of
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
@@ -86,22 +85,22 @@ class Turn(NamedTuple):
 
 def debate(t: Play, problems: list[Problem], num_samples: int, greedy: bool = False) -> list[Turn]:
     """Answers, and answers behind that of the next agent of the team."""
-    first, team = t.solve("generator", problems, num_samples, "generator", greedy=greedy), t.args.num_agents
+    first, team = t.solve("solutions", problems, num_samples, greedy=greedy), t.args.num_agents
     others = first.select([n - n % team + (n + 1) % team for n in range(len(first))])
-    final = t.refine("generator", others, [""] * len(first), 1, "final", greedy=greedy)
+    final = t.refine("final", others, [""] * len(first), greedy=greedy)
     return [Turn("first", first, t.check(first)), Turn("final", final, t.check(final))]
 
 
 def chain(t: Play, problems: list[Problem], num_samples: int, greedy: bool = False) -> list[Turn]:
     """Answers, verifications of them, and answers behind both."""
-    first = t.solve("generator", problems, num_samples, "generator", greedy=greedy)
-    written = t.verify("generator", first, 1, "verifier", greedy=greedy)
+    first = t.solve("solutions", problems, num_samples, greedy=greedy)
+    written = t.verify("verifications", first, greedy=greedy)
     verifications, outcomes = t.read_verifications(written), t.check(first)
     judged = [None if R is None else v.verdict == R for v, R in zip(verifications, outcomes, strict=True)]
     if not t.evaluating:
         found = gathered_verdict_scores(t, first, outcomes, verifications)
         t.log("generator", {f"verdicts/{name}": value for name, value in found.items()})
-    final = t.refine("generator", first, [v.text for v in verifications], 1, "final", greedy=greedy)
+    final = t.refine("final", first, [v.text for v in verifications], greedy=greedy)
     return [Turn("first", first, outcomes), Turn("judged", written, judged), Turn("final", final, t.check(final))]
 
 
@@ -134,16 +133,14 @@ def check(args, task) -> None:
         raise BadInput(f"--num-samples {args.num_samples}: must be a multiple of --num-agents {args.num_agents}")
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
     judged = args.verifier_max_new_tokens if args.graph == "chain" else 0
-    call = partial(Call, "generator", times=args.num_steps, trained=True)
-    found = [call("generator", num_prompts=P, num_samples=G, max_new_tokens=limit),
-             call("final", num_prompts=P * G, num_samples=1, max_new_tokens=limit, wrap=refine_prompt,
-                  quoted=limit + judged)]
+    found = {"solutions": Draw("generator", P, G, limit, trained=True),
+             "final": Draw("generator", P * G, 1, limit, trained=True, wrap=refine_prompt, quoted=limit + judged)}
     if judged:
-        found.append(call("verifier", num_prompts=P * G, num_samples=1, max_new_tokens=judged,
-                          wrap=empty_verifier_prompt, quoted=limit))
+        found["verifications"] = Draw("generator", P * G, 1, judged, trained=True, wrap=empty_verifier_prompt,
+                                      quoted=limit)
     return found
 
 

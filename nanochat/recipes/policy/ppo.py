@@ -28,7 +28,7 @@ from nanochat.rl.credit.advantages import gae, whiten
 from nanochat.rl.credit.rewards import outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, log_variances, pass_at_1
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.verify.log_odds import bce_coefficients, log_judgments, log_odds, mean_over, verdict_parts
 
 TAGS = dict(family="generator-critic", verifier="critic, log-odds before each token", reward="outcome",
@@ -60,10 +60,10 @@ def updates(args) -> dict[str, int]:
     return {"generator": args.num_steps, "critic": args.value_pretrain + args.num_steps}
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     size = (args.examples_per_step, args.num_samples, args.max_new_tokens, args.value_pretrain + args.num_steps)
-    return [Call("generator", "generator", *size, trained=True),
-            Call("critic", "valued", *size, trained=True, given=True, scored=2)]
+    return {"solutions": Draw("generator", *size, trained=True),
+            "valued": Draw("critic", *size, trained=True, teacher_forced=True, scored=2)}
 
 
 # VAPO's formulas
@@ -85,7 +85,7 @@ def likelihood_bonus(right: torch.Tensor, lengths: torch.Tensor, coef: float, re
 def play(t: Play):
     """Solutions, their values, and an update of either role; in the pretraining of the critic alone."""
     is_pretraining = t.steps["critic"] < t.args.value_pretrain
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions = t.solve("solutions", t.problems())
     outcomes = t.check(solutions)
     solutions.columns = {"outcome": outcomes}
     known = solutions.select([n for n, outcome in enumerate(outcomes) if outcome is not None])

@@ -26,7 +26,7 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_odds_scores, log_rewards, log_variances, pass_at_1
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
 
 TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", reward="outcome + process",
@@ -77,12 +77,12 @@ def updates(args) -> dict[str, int]:
     return {"generator": args.num_steps, "prm": args.num_steps if most < 0 else min(args.num_steps, most)}
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     """The rollouts, which the generator samples and the PRM is given."""
     size = (args.examples_per_step, args.num_samples, args.max_new_tokens)
-    return [Call("generator", "generator", *size, args.num_steps, trained=True),
-            Call("prm", "scored", *size, updates(args)["prm"], trained=True, given=True,
-                 scored=2 if args.prm_update == "before" else 1)]
+    return {"solutions": Draw("generator", *size, trained=True),
+            "scored": Draw("prm", *size, updates(args)["prm"], trained=True, teacher_forced=True,
+                           scored=2 if args.prm_update == "before" else 1)}
 
 
 # Formulas
@@ -119,7 +119,7 @@ def largest_return(rewards: torch.Tensor, reduce) -> torch.Tensor:
 
 def play(t: Play):
     """Rollouts, the problems neither too easy nor too hard, their process rewards, and an update of each role."""
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions = t.solve("solutions", t.problems())
     solutions.columns = {"outcome": t.check(solutions)}
     rollouts = filtered(t, solutions)
     if not t.reduce(torch.tensor(len(rollouts), device=t.device)):

@@ -20,7 +20,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, log_variances, pass_at_1
 from nanochat.rl.measure.scores import pass_at_k
 from nanochat.rl.measure.step_labels import METHODS, run_plans
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.prefixes import prompt_behind
 
@@ -47,16 +47,16 @@ def check(args, task) -> None:
         raise BadInput(f"--best-of {args.best_of}: of --continuations {args.continuations} no so many can be kept")
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, G = args.examples_per_step, args.num_samples
-    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True),
-            Call("prover", "continued", P * G * (args.most_steps + 1), args.continuations, args.max_new_tokens,
-                 args.num_steps, quoted=args.max_new_tokens)]
+    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True),
+            "continued": Draw("prover", P * G * (args.most_steps + 1), args.continuations, args.max_new_tokens,
+                              quoted=args.max_new_tokens)}
 
 
 def play(t: Play):
     """Solutions, the rewards of their outcomes and steps, and an update."""
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions = t.solve("solutions", t.problems())
     outcomes, steps = t.check(solutions), t.read_solutions(solutions)
     values = step_values(t, solutions, [s.step_ends for s in steps])
     sources = {"outcome": outcome_rewards(outcomes, solutions.lengths),
@@ -98,7 +98,7 @@ def prefix_values(t: Play, prefixes: dict, value: str) -> dict:
     scored."""
     N, K = t.args.continuations, t.args.best_of if value == "best_of" else 1
     asked = [prompt_behind(prompt.ids, prompt.problem, list(begun)) for prompt, begun in prefixes.values()]
-    rollouts = t.sample("prover", asked, N, "continued", tool=t.sampler.calculator_tool())
+    rollouts = t.sample("continued", asked, N, tool=t.sampler.calculator_tool())
     begun = [begun for _, begun in prefixes.values() for _ in range(N)]
     texts = [t.tokenizer.decode([*before, *tokens[: len(tokens) - stopped]]) for before, tokens, stopped in zip(
         begun, rollouts.completions(), rollouts.stopped.tolist(), strict=True)]

@@ -24,7 +24,7 @@ from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, log_rewards
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import refine_prompt
 
 TAGS = dict(family="single model, two turns", verifier="none", reward="outcome + progress", credit="RLOO per turn")
@@ -58,11 +58,11 @@ def check(args, task) -> None:
     check_one_update(args)
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
-    return [Call("generator", "generator", P, G, limit, args.num_steps, trained=True, scored=1),
-            Call("generator", "second", P * G, 1, limit, args.num_steps, trained=True, wrap=refine_prompt, quoted=limit,
-                 scored=1)]
+    return {"solutions": Draw("generator", P, G, limit, trained=True, scored=1),
+            "second": Draw("generator", P * G, 1, limit, trained=True, wrap=refine_prompt, quoted=limit,
+                           scored=1)}
 
 
 # The formulas
@@ -95,8 +95,8 @@ def changes(outcomes: list) -> dict[str, list]:
 def play(t: Play):
     """Two attempts in a row at each problem, G times, and one update on both."""
     args, stage = t.args, 1 if t.steps["generator"] < t.args.stage1_steps else 2
-    first = t.solve("generator", t.problems(), args.num_samples, "generator")
-    second = t.refine("generator", first, [""] * len(first), 1, "second")  # about the first one nothing is said
+    first = t.solve("solutions", t.problems())
+    second = t.refine("second", first, [""] * len(first))  # about the first one nothing is said
     outcomes = list(zip(t.check(first), t.check(second), strict=True))
     rewards = list(zip(*(turn_rewards(a, b, stage, args.alpha, args.credit) for a, b in outcomes), strict=True))
     betas = (args.beta2 if stage == 1 else args.beta1), args.beta1
@@ -126,8 +126,8 @@ def evaluate(t: Play) -> dict:
     """Greedy pass@1 of the first attempt, as other recipes have it, and what becomes of it in the second."""
     scores = {}
     for split, name in SPLITS.items():
-        first = t.solve("generator", t.problems(t.args.eval_examples, split), 1, "eval", greedy=True)
-        second = t.refine("generator", first, [""] * len(first), 1, "eval_second", greedy=True)
+        first = t.solve("eval", t.problems(t.args.eval_examples, split), 1, role="generator", greedy=True)
+        second = t.refine("eval_second", first, [""] * len(first), 1, role="generator", greedy=True)
         pairs = t.gather([[a is True, b is True] for a, b in zip(t.check(first), t.check(second), strict=True)])
         found = {"pass1": [a for a, _ in pairs], "turn2": [b for _, b in pairs], **changes(pairs)}
         scores |= {f"gen/{key}_{name}": sum(values) / len(values) if pairs else None for key, values in found.items()}

@@ -17,7 +17,7 @@ Departures:
 import random
 
 from nanochat.common import BadInput
-from nanochat.recipes.policy.grpo import ROLES, calls, evaluate  # noqa: F401
+from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.measure.evals import log_rewards, log_variances
@@ -61,7 +61,7 @@ def group_auc(rewards: list[float | None], outcomes: list[bool | None], num_samp
 
 def play(t: Play):
     G = t.args.num_samples
-    solutions = t.solve("generator", t.problems(), G, "generator")
+    solutions = t.solve("solutions", t.problems())
     outcomes = solutions.columns["outcome"] = t.check(solutions)
     rewards = [judged(outcome, t.args.seed, problem.prompt, text, t.args.judge_ties, t.args.judge_flips)
                for outcome, problem, text in zip(outcomes, solutions.problems(), solutions.texts, strict=True)]

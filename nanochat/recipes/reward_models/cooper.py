@@ -27,7 +27,7 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, log_rewards, log_variances
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import Prompt, reference_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.verify.log_odds import (at_end, bce_coefficients, end_read, ended, learn_verdicts, log_judgments,
@@ -72,14 +72,14 @@ def updates(args) -> dict[str, int]:
             "rm": args.rm_pretrain + (args.num_steps if args.rm_update == "pairs" else 0)}
 
 
-def calls(args) -> list[Call]:
-    P, G, times = args.examples_per_step, args.num_samples, args.num_steps
-    given = dict(given=True, wrap=reference_prompt, quoted=args.max_new_tokens, scored=2)  # the answer is quoted
-    return [Call("generator", "generator", P, G, args.max_new_tokens, times, trained=True),
-            Call("rm", "scored", P, G, args.max_new_tokens + 1, times, **given),
-            Call("rm", "taught", P, G, args.max_new_tokens + 1, args.rm_pretrain, trained=True, **given),
-            Call("rm", "pairs", P, 2, args.max_new_tokens + 1, updates(args)["rm"] - args.rm_pretrain, trained=True,
-                 **given)]
+def draws(args) -> dict[str, Draw]:
+    P, G = args.examples_per_step, args.num_samples
+    given = dict(teacher_forced=True, wrap=reference_prompt, scored=2, quoted=args.max_new_tokens)  # the answer
+    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True),
+            "scored": Draw("rm", P, G, args.max_new_tokens + 1, **given),
+            "taught": Draw("rm", P, G, args.max_new_tokens + 1, args.rm_pretrain, trained=True, **given),
+            "pairs": Draw("rm", P, 2, args.max_new_tokens + 1, updates(args)["rm"] - args.rm_pretrain, trained=True,
+                          **given)}
 
 
 def eval_step(t: Play) -> int:
@@ -112,7 +112,7 @@ def play(t: Play):
     if t.step < t.args.rm_pretrain:
         yield from pretrain(t)
         return
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions = t.solve("solutions", t.problems())
     outcomes, s = t.check(solutions), scores(t, solutions)
     accepted = accepted_by_rule(t, solutions.problems(), solutions.texts)
     rewards = [float(r) if r is not None else None for r in POLICY_REWARDS[t.args.policy_reward](s, accepted)]
@@ -196,7 +196,7 @@ def evaluate(t: Play) -> dict:
     """Of greedy solutions: gold pass@1, the share that the rule accepts, and the reward model's mean chance."""
     found = {}
     for split, name in SPLITS.items():
-        solutions = t.solve("generator", t.problems(t.args.eval_examples, split), 1, "eval", greedy=True)
+        solutions = t.solve("eval", t.problems(t.args.eval_examples, split), 1, role="generator", greedy=True)
         chances = torch.sigmoid(scores(t, solutions)).tolist()
         accepted = accepted_by_rule(t, solutions.problems(), solutions.texts)
         columns = [[o is True for o in t.check(solutions)], [a is True for a in accepted], chances]

@@ -28,11 +28,11 @@ from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, verification_columns
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import warn_of_form
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
-from nanochat.rl.verify.judges import verdict_call, written_call
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judges import verdict_draw, written_draw
 from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_labels, check_pairs,
                                          pairs_of_step, quoting_labelled)
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts, log_margins, pair_coefficients
@@ -66,19 +66,17 @@ def check(args, task) -> None:
     check_pairs(args, task)
 
 
-def calls(args) -> list[Call]:
-    asked, num_samples = (written_call, args.num_samples) if args.critiques == "self" else (verdict_call, 1)
-    critiques = asked(args, args.examples_per_step, 2, args.num_steps)
-    return [*judged_calls(args, JUDGE[args.critiques]),
-            quoting_labelled(args, critiques._replace(label="critiques", num_samples=num_samples, trained=True,
-                                                      scored=2))]
+def draws(args) -> dict[str, Draw]:
+    asked, num_samples = (written_draw, args.num_samples) if args.critiques == "self" else (verdict_draw, 1)
+    critiques = asked(args, args.examples_per_step, 2, None)._replace(num_samples=num_samples, trained=True, scored=2)
+    return judged_draws(args, JUDGE[args.critiques]) | {"critiques": quoting_labelled(args, critiques)}
 
 
 def paired_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tuple[Rollouts, list[Spot]]:
     """--num-samples critiques of each solution, of which those are kept whose final verdict is its outcome. -> the
     kept ones in pairs, and where the verdict stands"""
     G = t.args.num_samples
-    rollouts = t.verify("verifier", solutions, G, "critiques", copies=[row.copy for row in rows])
+    rollouts = t.verify("critiques", solutions, copies=[row.copy for row in rows])
     verifications, of_each = t.read_verifications(rollouts), [n for n in range(len(rows)) for _ in range(G)]
     agree = [v.verdict == rows[n].outcome for v, n in zip(verifications, of_each, strict=True)]
     warn_of_form(t, "steps", t.mean({"unread": [v.verdict is None for v in verifications]})["unread"])

@@ -24,7 +24,7 @@ import torch
 from nanochat.common import BadInput, check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import listed, numbered, solve_prompt
 from nanochat.rl.verify.comparing import (PAIR_TABLE, Lineup, add_lineup_args, balanced_places, forced_choices,
                                           lined_up, lineup_columns, scores_of_choices)
@@ -64,16 +64,15 @@ def check(args, task) -> None:
         check_pairs(args, task)
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, num_pretrain = args.examples_per_step, min(args.pretrain_steps, args.num_steps)
     longest, remedy = longest_labelled(args.labels)
-    pair = dict(given=True, wrap=partial(empty_form_prompt, form="pair", num=2))
-    chosen = Call("verifier", "chosen", P, 1, VERDICT_TOKENS, args.num_steps - num_pretrain, trained=True, scored=2,
-                  **pair)
-    return [Call("generator", "judged", P, args.num_solutions, args.max_new_tokens, 0),
-            chosen._replace(label="held_out", times=0, trained=False, quoted=2 * args.max_new_tokens),
-            Call("verifier", "listed", P, 1, 2 * longest, num_pretrain, trained=True, scored=1, remedy=remedy, **pair),
-            quoting_labelled(args, chosen, 2)]
+    pair = dict(teacher_forced=True, wrap=partial(empty_form_prompt, form="pair", num=2))
+    chosen = Draw("verifier", P, 1, VERDICT_TOKENS, args.num_steps - num_pretrain, trained=True, scored=2, **pair)
+    return {"judged": Draw("generator", P, args.num_solutions, args.max_new_tokens, 0),
+            "held_out": chosen._replace(times=0, trained=False, quoted=2 * args.max_new_tokens),
+            "listed": Draw("verifier", P, 1, 2 * longest, num_pretrain, trained=True, scored=1, remedy=remedy, **pair),
+            "chosen": quoting_labelled(args, chosen, 2)}
 
 
 def play(t: Play):

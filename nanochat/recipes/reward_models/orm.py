@@ -17,9 +17,9 @@ import torch
 from nanochat.common import check_choices, check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Call, Play
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
-from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_call,
+from nanochat.rl.play.play import Draw, Play
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_draw,
                                          labelled_of_step)
 from nanochat.rl.verify.log_odds import (LOSSES, PLACES, learn_verdicts, likelihood_parts, log_judgments, log_odds,
                                          verdict_parts)
@@ -48,8 +48,8 @@ def check(args, task) -> None:
     check_outcomes(args, task)
 
 
-def calls(args) -> list[Call]:
-    return [*judged_calls(args, args.orm_places), labelled_call(args)]
+def draws(args) -> dict[str, Draw]:
+    return judged_draws(args, args.orm_places) | {"labelled": labelled_draw(args)}
 
 
 def play(t: Play):

@@ -20,9 +20,9 @@ from dataclasses import replace
 from nanochat.common import BadInput, check_choices
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Call, Play
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
-from nanochat.rl.verify.labelled import add_label_args, as_rollouts, check_labels, labelled_call, labelled_of_step
+from nanochat.rl.play.play import Draw, Play
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.labelled import add_label_args, as_rollouts, check_labels, labelled_draw, labelled_of_step
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, learn_verdicts, log_judgments, log_odds,
                                          steps_filled, verdict_parts)
 
@@ -55,8 +55,8 @@ def check(args, task) -> None:
     check_labels(args, task, kind="progress" if is_progress else "chances")
 
 
-def calls(args) -> list[Call]:
-    return [*judged_calls(args, "steps"), labelled_call(args)]
+def draws(args) -> dict[str, Draw]:
+    return judged_draws(args, "steps") | {"labelled": labelled_draw(args)}
 
 
 def learned_labels(labels: list[float], kind: str, until_first_error: bool) -> list[float]:

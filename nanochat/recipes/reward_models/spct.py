@@ -18,8 +18,8 @@ from nanochat.common import BadInput, check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.comparing import (JUDGE_LEAST, add_judge_args, held_out_lineups, judge, judge_calls,
-                                          learn_to_judge, lineup_prompts, mean_scores, read_scores, warn_of_form)
+from nanochat.rl.verify.comparing import (JUDGE_LEAST, add_judge_args, held_out_lineups, judge, learn_to_judge,
+                                          lineup_draws, lineup_prompts, mean_scores, read_scores, warn_of_form)
 from nanochat.rl.verify.forms import check_num_judged
 
 TAGS = dict(family="verifier alone", verifier="generative, scores", reward="rank, ties are wrong", credit="z-score")
@@ -45,8 +45,8 @@ def check(args, task) -> None:
         raise BadInput(f"--num-solutions {args.num_solutions}: must be at least --num-judged {args.num_judged}")
 
 
-def calls(args):
-    return judge_calls(args, "scores", args.num_judged)
+def draws(args):
+    return lineup_draws(args, "scores", args.num_judged)
 
 
 def ranked_right(scores: list[float | None] | None, right: int) -> bool:
@@ -96,7 +96,7 @@ def evaluate(t) -> dict:
     found, n = {}, t.args.num_judged
     for split, name in SPLITS.items():
         mine = held_out_lineups(t, n, split)[t.run.rank:: t.run.world]
-        rollouts = t.sample("verifier", lineup_prompts(t, "scores", mine), VOTES[-1], "votes")
+        rollouts = t.sample("votes", lineup_prompts(t, "scores", mine), VOTES[-1], role="verifier")
         votes, likelihood = read_scores(t, rollouts, n), mean_logprobs(rollouts)
         rows = []
         for i, line in enumerate(mine):

@@ -18,7 +18,7 @@ from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, Lineup, add_judge_args, chose_right, judge,
-                                          judge_calls, learn_to_judge, read_choices, scores_of_pairs)
+                                          learn_to_judge, lineup_draws, read_choices, scores_of_pairs)
 from nanochat.rl.verify.forms import num_wrong, strength
 
 TAGS = dict(family="verifier alone", verifier="generative, pairs", reward="choice, or graded choice", credit="z-score")
@@ -56,8 +56,8 @@ def check(args, task) -> None:
         raise BadInput(f"--grades graded: task {task.name} has no gold labels of steps")
 
 
-def calls(args):
-    return judge_calls(args, FORM[args.grades], 2)
+def draws(args):
+    return lineup_draws(args, FORM[args.grades], 2)
 
 
 def true_choice(task, pair: Lineup) -> int:

@@ -19,7 +19,7 @@ from nanochat.recipes.reward_models.think_rm import FORM
 from nanochat.rl.credit.advantages import difference_advantages
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, pass_at_1
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.verify.comparing import Worths, all_pairs, verified_together
 from nanochat.rl.verify.forms import empty_form_prompt
 
@@ -42,12 +42,12 @@ def check(args, task) -> None:
     check_least(args, {"num_samples": 2, "verifications": 1, "verifier_max_new_tokens": 1})
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, G = args.examples_per_step, args.num_samples
-    return [Call("generator", "generator", P, G, args.max_new_tokens, args.num_steps, trained=True),
-            Call("verifier", "verdicts", P * G * (G - 1) // 2, args.verifications, args.verifier_max_new_tokens,
-                 args.num_steps, wrap=partial(empty_form_prompt, form=FORM[args.grades], num=2),
-                 quoted=2 * args.max_new_tokens)]
+    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True),
+            "verdicts": Draw("verifier", P * G * (G - 1) // 2, args.verifications, args.verifier_max_new_tokens,
+                             wrap=partial(empty_form_prompt, form=FORM[args.grades], num=2),
+                             quoted=2 * args.max_new_tokens)}
 
 
 def differences(pairs: list[list[int]], worths: Worths, num: int, num_votes: int) -> torch.Tensor:
@@ -65,7 +65,7 @@ def differences(pairs: list[list[int]], worths: Worths, num: int, num_votes: int
 def play(t: Play):
     """A group of solutions of each problem, a judgment of every pair, and an update by their differences."""
     G, k, form = t.args.num_samples, t.args.verifications, FORM[t.args.grades]
-    solutions = t.solve("generator", t.problems(), G, "generator")
+    solutions = t.solve("solutions", t.problems())
     pairs = all_pairs(solutions.group_id.tolist())
     asked = [[a, b] for a, b in pairs if solutions.texts[a] != solutions.texts[b]]
     _, worths = verified_together(t, "verifier", solutions, asked, form, 2, k)

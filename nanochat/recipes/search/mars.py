@@ -40,7 +40,7 @@ from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.measure.scores import share_of
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from tasks.common import Problem
@@ -79,18 +79,17 @@ def check(args, task) -> None:
         packed(task.documents(query), args)  # refuses what some step would
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     """Each turn, and what System 1 writes behind it. A prompt quotes all turns before it."""
     N, limit, short = args.examples_per_step * args.num_samples, args.max_new_tokens, args.condense_tokens
-    found = []
+    found = {}
     for k in range(args.most_turns):
         quoted = k * (limit + args.most_bins * short + MARK_TOKENS)
         wrap = partial(quoting_prompt, template="reason_prompt", context="")
-        found.append(Call("generator", f"turn{k}", N, 1, limit, args.num_steps, trained=True, wrap=wrap, quoted=quoted,
-                          remedy=REMEDY))
+        found[f"turn{k}"] = Draw("generator", N, 1, limit, trained=True, wrap=wrap, quoted=quoted, remedy=REMEDY)
         wrap = partial(quoting_prompt, template="condense_prompt", document="", query="")
-        found.append(Call("generator", f"condense{k}", N * args.most_bins, 1, short, args.num_steps, trained=True,
-                          wrap=wrap, quoted=args.bin_size + limit, remedy=REMEDY))
+        found[f"condense{k}"] = Draw("generator", N * args.most_bins, 1, short, trained=True, wrap=wrap,
+                                     quoted=args.bin_size + limit, remedy=REMEDY)
     return found
 
 
@@ -153,7 +152,7 @@ def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> tupl
     contexts, live = [""] * len(problems), list(range(len(problems)))
     for k in range(args.most_turns):
         prompts = t.prompts("reason_prompt", [problems[n] for n in live], context=[contexts[n] for n in live])
-        said = t.sample("generator", prompts, 1, f"turn{k}", greedy=greedy)            # s_i, (t_i, p_i)
+        said = t.sample(f"turn{k}", prompts, greedy=greedy)            # s_i, (t_i, p_i)
         said.columns = {"trajectory": live, "turns": [[["so far", contexts[n]]] if k else [] for n in live]}
         texts = dict(zip(live, said.texts, strict=True))
         queries = {n: query for n, text in texts.items()
@@ -163,7 +162,7 @@ def run_episodes(t: Play, problems: list[Problem], greedy: bool = False) -> tupl
                    "query": [queries[n] for n, _ in bins]}
         prompts = t.prompts("condense_prompt", [problems[n] for n, _ in bins], document=columns["document"],
                             query=columns["query"])
-        written = t.sample("generator", prompts, 1, f"condense{k}", greedy=greedy)     # o~
+        written = t.sample(f"condense{k}", prompts, greedy=greedy)     # o~
         written.columns = columns
         live, found = list(queries), dict.fromkeys(queries, "")
         for (n, _), text in zip(bins, written.texts, strict=True):

@@ -29,7 +29,7 @@ TAGS = dict(family="single model with a search", verifier="none", reward="search
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["stage", "queries"]}
 TABLE = search_r1.TABLE
-calls = search_r1.calls
+draws = search_r1.draws
 
 
 def add_args(group) -> None:
@@ -66,7 +66,7 @@ def stage2_reward(formed: bool, outcome: bool | None, penalty: float) -> float |
 
 def play(t: Play):
     search, fmt = search_of(t), t.task.fmt
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator", tool=search)
+    solutions = t.solve("solutions", t.problems(), tool=search)
     outcomes, num_queries = t.check(solutions), [search.num_queries[n] for n in range(len(solutions))]
     formed = [is_formed(fmt, *row) for row in zip(solutions.texts, solutions.stopped.tolist(), num_queries,
                                                   strict=True)]

@@ -21,7 +21,7 @@ from dataclasses import replace
 from nanochat.common import BadInput, check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, pass_at_1
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of, labels_of
 from nanochat.rl.records.rollouts import Rollouts
 
@@ -48,9 +48,8 @@ def check(args, task) -> None:
         raise BadInput("--calculator: solutions of this recipe have a search, and one tool at a time")
 
 
-def calls(args) -> list[Call]:
-    return [Call("generator", "generator", args.examples_per_step, args.num_samples, args.max_new_tokens,
-                 args.num_steps, trained=True)]
+def draws(args) -> dict[str, Draw]:
+    return {"solutions": Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)}
 
 
 def search_of(t: Play):
@@ -115,7 +114,7 @@ def add_args(group) -> None:
 
 def play(t: Play):
     search = search_of(t)
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator", tool=search)  # y ~ pi(. | x; R)
+    solutions = t.solve("solutions", t.problems(), tool=search)  # y ~ pi(. | x; R)
     outcomes = t.check(solutions)                                                                 # EM(a_pred, a_gold)
     solutions.columns = {"outcome": outcomes}
     if not t.args.mask_information:

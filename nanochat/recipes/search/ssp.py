@@ -27,7 +27,7 @@ from nanochat.recipes.search.search_r1 import (add_search_args, log_queries, no_
                                                search_of)
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
                                         gathered, log_proposals, propose, propose_prompt, spread)
 from tasks.common import Problem
@@ -63,10 +63,10 @@ def check(args, task) -> None:
         raise BadInput(f"--task {task.name}: cannot tell what a question needs (it has no queries_of)")
 
 
-def calls(args) -> list[Call]:
-    P, limit, times = args.examples_per_step, args.max_new_tokens, args.num_steps
-    return [Call("generator", "propose", P, 1, limit, times, trained=True, wrap=propose_prompt),
-            Call("generator", "generator", P, args.num_samples, limit, times, trained=True)]
+def draws(args) -> dict[str, Draw]:
+    P, limit = args.examples_per_step, args.max_new_tokens
+    return {"propose": Draw("generator", P, 1, limit, trained=True, wrap=propose_prompt),
+            "solutions": Draw("generator", P, args.num_samples, limit, trained=True)}
 
 
 def why_filtered(task, problem: Problem, shown: str, text: str, least_queries: int) -> str:
@@ -100,7 +100,7 @@ def play(t: Play):
     proposals = filtered(t, read)
     asked = [new or old for new, old in zip(proposals.problems, drawn(t, pool), strict=True)]
     search = search_of(t)
-    solutions = t.solve("generator", [problem for problem in asked if problem], G, "generator", tool=search)
+    solutions = t.solve("solutions", [problem for problem in asked if problem], tool=search)
     outcomes = t.check(solutions)
     solutions.columns = {"outcome": outcomes}
 

@@ -37,7 +37,7 @@ TABLE = {"gen/pass1_in": "greedy pass@1 from memory, in distribution",
          "gen/search_pass1_in": "greedy pass@1 with the search, in distribution",
          "gen/search_pass1_out": "greedy pass@1 with the search, out of distribution"}
 OUTCOME, FORM = 0.9, 0.1  # what the answer and the form count
-add_args, calls = add_search_args, search_r1.calls
+add_args, draws = add_search_args, search_r1.draws
 
 
 def form_reward(fmt, text: str, stopped: bool) -> float:
@@ -66,7 +66,7 @@ def information_mask(tokenizer, fmt, rollouts: Rollouts) -> torch.Tensor:
 
 
 def play(t: Play):
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator", tool=no_search())
+    solutions = t.solve("solutions", t.problems(), tool=no_search())
     outcomes, fmt = t.check(solutions), t.task.fmt
     forms = [form_reward(fmt, *row) for row in zip(solutions.texts, solutions.stopped.tolist(), strict=True)]
     solutions.columns = {"outcome": outcomes}

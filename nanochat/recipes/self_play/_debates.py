@@ -37,7 +37,7 @@ class Debate(NamedTuple):
 def positions_of(t: Play, problems: list[Problem], label: str) -> list[Position]:
     """The right answer, and the start's most frequent wrong one, of the problems to which it gives a wrong one."""
     K, found = t.args.num_distractors, []
-    solutions = t.solve("opponent", problems, K, label)
+    solutions = t.solve(label, problems, K, role="opponent")
     rows = list(zip(answers_of(t.task, solutions.texts), t.check(solutions), strict=True))
     for i, problem in enumerate(problems):
         wrong = majority([answer if outcome is False else None for answer, outcome in rows[i * K: (i + 1) * K]])
@@ -51,7 +51,7 @@ def argue(t: Play, role: str, positions: list[Position], num_samples: int, label
     """`num_samples` arguments of a role for each position."""
     prompts = t.prompts("argue_prompt", [position.problem for position in positions],
                         answer=[position.answer for position in positions])
-    return t.sample(role, prompts, num_samples, label, greedy=greedy, tool=t.sampler.calculator_tool())
+    return t.sample(label, prompts, num_samples, role=role, greedy=greedy, tool=t.sampler.calculator_tool())
 
 
 def quoted(t: Play, argument: str, answer: str) -> str:
@@ -65,8 +65,7 @@ def verify(t: Play, debates: list[Debate], num_votes: int) -> tuple[Rollouts, li
     shown = [Lineup(position.problem, [quoted(t, argument, position.answer), quoted(t, against, position.rival)],
                     0 if position.is_right else 1) for position, argument, against in debates]
     shown += turned(shown)
-    rollouts = t.sample("verifier", lineup_prompts(t, "pair", shown), num_votes, "verdicts",
-                        greedy=num_votes == 1)
+    rollouts = t.sample("verdicts", lineup_prompts(t, "pair", shown), num_votes, greedy=num_votes == 1)
     return rollouts, [line for line in shown for _ in range(num_votes)]
 
 

@@ -36,7 +36,7 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.measure.scores import pass_at_k, share_of
-from nanochat.rl.play.play import Call, Play, Update, warn_once
+from nanochat.rl.play.play import Draw, Play, Update, warn_once
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import count_copies
 from nanochat.rl.records.rollouts import Rollouts
@@ -86,12 +86,12 @@ def check(args, task) -> None:
         raise BadInput(f"--curriculum variants: task {task.name} makes none (it has no variants)")
 
 
-def calls(args) -> list[Call]:
-    P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
+def draws(args) -> dict[str, Draw]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
     split = args.targets_of if args.curriculum == "variants" else "rl"  # a variant is about as long as its target
-    attempts = Call("generator", "generator", P, G, limit, times, trained=args.learner == "grpo", split=split)
-    found = Call("generator", "proofs", args.num_proofs, 1, limit, times, trained=True, given=True, split=split)
-    return [attempts] if args.learner == "grpo" else [attempts, found]
+    attempts = {"solutions": Draw("generator", P, G, limit, trained=args.learner == "grpo", split=split)}
+    found = {"proofs": Draw("generator", args.num_proofs, 1, limit, trained=True, teacher_forced=True, split=split)}
+    return attempts if args.learner == "grpo" else attempts | found
 
 
 # What earns something, and what is tried
@@ -190,7 +190,7 @@ LEARNERS = {"expert_iteration": expert_iteration, "grpo": grpo}
 def play(t: Play):
     """Attempts at a batch of theorems, what the kernel says of them, and a step of the learner."""
     theorems, copies = CURRICULA[t.args.curriculum](t)
-    attempts = t.solve("generator", theorems, t.args.num_samples, "generator", copies=copies)
+    attempts = t.solve("solutions", theorems, copies=copies)
     attempts.columns["outcome"] = t.check(attempts)
     attempts.columns["claimed"] = claims(t, attempts)
     rewards = attempts.columns[REWARDS[t.args.reward]]
@@ -231,8 +231,8 @@ def evaluate(t: Play) -> dict:
     scores, k = {}, t.args.num_samples
     for split, name in SPLITS.items():
         problems = t.problems(t.args.eval_examples, split)
-        greedy = are_right(t.gather(t.check(t.solve("generator", problems, 1, "eval", greedy=True))), split)
-        outcomes = t.check(t.solve("generator", problems, k, "eval_sampled"))
+        greedy = are_right(t.gather(t.check(t.solve("eval", problems, 1, role="generator", greedy=True))), split)
+        outcomes = t.check(t.solve("eval_sampled", problems, k, role="generator"))
         groups = t.gather([outcomes[n: n + k] for n in range(0, len(outcomes), k)])
         sampled = are_right([outcome for group in groups for outcome in group], split)
         rows = [[right, sum(sampled[i * k: i * k + k])] for i, right in enumerate(greedy)]

@@ -27,7 +27,7 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
 from nanochat.rl.measure.scores import share_of
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.verify.log_odds import learn_likelihood
@@ -66,17 +66,17 @@ def check(args, task) -> None:
     check_one_update(args)
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, G, limit, R, sl = args.examples_per_step, args.num_samples, args.max_new_tokens, args.revisions, args.sl_steps
     verify = dict(wrap=empty_verifier_prompt, quoted=limit)
     rl = max(0, args.num_steps - sl)
-    return [Call("start", "responses", P, 1, limit, sl),
-            *(Call("start", f"critiques_{r}", P, 1, args.verifier_max_new_tokens, sl, **verify) for r in range(R)),
-            *(Call("start", f"revisions_{r}", P, 1, limit, sl, wrap=refine_prompt, quoted=limit + CRITIQUE_TOKENS)
-              for r in range(R)),
-            Call("generator", "learned", P, R, limit, sl, trained=True, given=True),
-            Call("generator", "generator", P, G, limit, rl, trained=True),
-            Call("start", "feedback", P * G, 1, args.verifier_max_new_tokens, rl, scored=2, **verify)]
+    return {"responses": Draw("start", P, 1, limit, sl),
+            **{f"critiques_{r}": Draw("start", P, 1, args.verifier_max_new_tokens, sl, **verify) for r in range(R)},
+            **{f"revisions_{r}": Draw("start", P, 1, limit, sl, wrap=refine_prompt, quoted=limit + CRITIQUE_TOKENS)
+               for r in range(R)},
+            "learned": Draw("generator", P, R, limit, sl, trained=True, teacher_forced=True),
+            "solutions": Draw("generator", P, G, limit, rl, trained=True),
+            "feedback": Draw("start", P * G, 1, args.verifier_max_new_tokens, rl, scored=2, **verify)}
 
 
 # The formulas
@@ -125,7 +125,7 @@ def play(t: Play):
 
 def learn_revisions(t: Play):
     """SL-CAI: responses, each criticised and revised several times, and SFT on the revisions."""
-    responses = current = t.solve("start", t.problems(), 1, "responses")
+    responses = current = t.solve("responses", t.problems())
     responses.columns["outcome"] = t.check(responses)
     critiques, learned = [], []
     for number in range(t.args.revisions):
@@ -141,10 +141,10 @@ def revise(t: Play, solutions: Rollouts, number: int) -> tuple[Rollouts, list[st
     """Revisions of solutions, each behind a critique by its own principle, and these critiques."""
     problems = solutions.problems()
     principles = [drawn_principle(t, problem, number) for problem in problems]
-    said = t.read_verifications(t.verify("start", solutions, 1, f"critiques_{number}"))
+    said = t.read_verifications(t.verify(f"critiques_{number}", solutions))
     critiques = [critique(t.task, *pair) for pair in zip(principles, said, strict=True)]
     prompts = t.prompts("refine_prompt", problems, solution=solutions.texts, critique=[c or "" for c in critiques])
-    revised = t.sample("start", prompts, 1, f"revisions_{number}", tool=t.sampler.calculator_tool())
+    revised = t.sample(f"revisions_{number}", prompts, tool=t.sampler.calculator_tool())
     turns = [[["before", text], [f"critique: {principle}", c or ""]]
              for text, principle, c in zip(solutions.texts, principles, critiques, strict=True)]
     revised.columns = {"turns": turns, "outcome": t.check(revised)}
@@ -170,7 +170,7 @@ def drawn_principle(t: Play, problem: Problem, number: int) -> str:
 
 def learn_preferences(t: Play):
     """RL-CAI: a group of solutions of each problem, rewarded by the starting model's preferences among them."""
-    solutions = t.solve("generator", t.problems(), t.args.num_samples, "generator")
+    solutions = t.solve("solutions", t.problems())
     chances = feedback(t, solutions)
     rewards = preference_rewards(chances, t.args.num_samples, t.args.most_sure)
     outcomes, found = t.check(solutions), violations_of(t, solutions)
@@ -190,7 +190,7 @@ def learn_preferences(t: Play):
 def feedback(t: Play, solutions: Rollouts) -> list[float | None]:
     """The chance that each solution is right, by the starting model: that of its final verdict, behind its analysis;
     None where that cannot be read."""
-    rollouts = t.verify("start", solutions, 1, "feedback")
+    rollouts = t.verify("feedback", solutions)
     return [row[-1] for row in written_chances(t, "start", rollouts)]
 
 
@@ -203,7 +203,7 @@ def evaluate(t: Play) -> dict:
     """Greedy pass@1, the share of the solutions that break a principle, and of each principle."""
     scores = {}
     for split, name in SPLITS.items():
-        solutions = t.solve("generator", t.problems(t.args.eval_examples, split), 1, "eval", greedy=True)
+        solutions = t.solve("eval", t.problems(t.args.eval_examples, split), 1, role="generator", greedy=True)
         right, found = are_right(t.gather(t.check(solutions)), split), t.gather(violations_of(t, solutions))
         kinds = {"pass1": right, "violated": [bool(row) for row in found],
                  **{f"violations/{p}": [p in row for row in found] for p in t.task.principles}}

@@ -34,7 +34,7 @@ from nanochat.recipes.self_play import ttrl
 from nanochat.recipes.self_play.ttrl import votes_per_problem
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts
@@ -76,15 +76,15 @@ def updates(args) -> dict[str, int]:
     return {"generator": args.num_steps, "verifier": 0 if args.verifier_head == "prompt" else args.num_steps}
 
 
-def calls(args) -> list[Call]:
-    limit, critique, times = args.max_new_tokens, args.verifier_max_new_tokens, args.num_steps
+def draws(args) -> dict[str, Draw]:
+    limit, critique = args.max_new_tokens, args.verifier_max_new_tokens
     num_judged = 2 * args.examples_per_step * args.verifications
-    found = [*ttrl.calls(args), Call("verifier", "verifications", num_judged, 1, critique, times, trained=True,
-                                     wrap=empty_verifier_prompt, quoted=limit)]
+    found = {"reviews": Draw("verifier", num_judged, 1, critique, trained=True, wrap=empty_verifier_prompt,
+                             quoted=limit)}
     if args.refinements:
-        found.append(Call("generator", "refinements", num_judged, args.refinements, limit, times, trained=True,
-                          wrap=refine_prompt, quoted=limit + critique))
-    return found
+        found["refinements"] = Draw("generator", num_judged, args.refinements, limit, trained=True, wrap=refine_prompt,
+                                    quoted=limit + critique)
+    return ttrl.draws(args) | found
 
 
 # The vote and its filter
@@ -147,7 +147,7 @@ def verified(t: Play, votes: Rollouts, labels: list[str | None]) -> tuple[Rollou
     places = [(i, i * N + n) for i, label in enumerate(labels)
               for side in to_verify(answers[i * N: (i + 1) * N], label, t.args.verifications) for n in side]
     judged = votes.select([n for _, n in places])
-    verifications = t.verify("verifier", judged, 1, "verifications")
+    verifications = t.verify("reviews", judged)
     read = t.read_verifications(verifications)
     verifications.columns = {"outcome": judged.columns["outcome"]} | verification_columns(read)
     log_verifications(t, judged, read)
@@ -157,7 +157,7 @@ def verified(t: Play, votes: Rollouts, labels: list[str | None]) -> tuple[Rollou
 def second_attempts(t: Play, first: Rollouts, verifications: Rollouts) -> tuple[Rollouts, torch.Tensor]:
     """A group of second attempts behind each of these solutions and its verification, rewarded by the label."""
     R = t.args.refinements
-    second = t.refine("generator", first, verifications.texts, R, "refinements")
+    second = t.refine("refinements", first, verifications.texts, R)
     answers, outcomes = answers_of(t.task, second.texts), t.check(second)
     labels = [label for label in first.columns["pseudo_label"] for _ in range(R)]
     rewards = with_form(answers, [a is not None and a == label for a, label in zip(answers, labels, strict=True)])

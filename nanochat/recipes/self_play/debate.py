@@ -39,7 +39,7 @@ from nanochat.recipes.self_play._debates import (DEBATE_TABLE, Debate, are_reach
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards
 from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.forms import empty_form_prompt
@@ -87,13 +87,13 @@ def check(args, task) -> None:
                        "sft_coef": 0, "verifier_max_new_tokens": 1})
 
 
-def calls(args) -> list[Call]:
-    P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
-    return [Call("opponent", "distractors", P, args.num_distractors, limit, times),
-            Call("generator", "arguments", 2 * P, G, limit, times, trained=True, quoted=limit, scored=2,
-                 wrap=partial(quoting_prompt, template="argue_prompt", answer="")),
-            Call("verifier", "verdicts", 4 * P * G, args.verifications, args.verifier_max_new_tokens, times,
-                 wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * limit, scored=2)]
+def draws(args) -> dict[str, Draw]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
+    return {"distractors": Draw("opponent", P, args.num_distractors, limit),
+            "arguments": Draw("generator", 2 * P, G, limit, trained=True, quoted=limit, scored=2,
+                              wrap=partial(quoting_prompt, template="argue_prompt", answer="")),
+            "verdicts": Draw("verifier", 4 * P * G, args.verifications, args.verifier_max_new_tokens, scored=2,
+                             wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * limit)}
 
 
 # The formulas

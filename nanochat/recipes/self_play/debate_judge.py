@@ -14,7 +14,7 @@ from nanochat.common import check_least
 from nanochat.recipes.self_play import debate
 from nanochat.recipes.self_play.debate import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.comparing import chose_right, learn_to_judge, lineup_columns, read_choices
 
 TAGS = {**debate.TAGS, "verifier": "generative, pairs", "credit": "pair loss; z-score of the judge's right choices"}
@@ -32,8 +32,9 @@ def check(args, task) -> None:
     check_least(args, {"verifications": 2})  # a group
 
 
-def calls(args) -> list[Call]:
-    return [call._replace(trained=call.trained or call.role == "verifier") for call in debate.calls(args)]
+def draws(args) -> dict[str, Draw]:
+    return {name: draw._replace(trained=draw.trained or draw.role == "verifier")
+            for name, draw in debate.draws(args).items()}
 
 
 def play(t: Play):

@@ -25,7 +25,7 @@ import torch
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, pass_at_1
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import Proposals, check_reads_problems, log_proposals, propose, propose_prompt
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
@@ -52,13 +52,13 @@ def check(args, task) -> None:
     check_reads_problems(task)
 
 
-def calls(args) -> list[Call]:
-    P, G, limit, times = args.examples_per_step, args.num_samples, args.max_new_tokens, args.num_steps
-    return [Call("proposer", "propose", P, 1, limit, times, wrap=propose_prompt),
-            Call("proposer", "keys", P, 1, limit, times),
-            Call("verifier", "verdicts", P, 1, args.verifier_max_new_tokens, times, wrap=empty_verifier_prompt,
-                 quoted=limit),
-            Call("generator", "generator", P, G, limit, times, trained=True)]
+def draws(args) -> dict[str, Draw]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
+    return {"propose": Draw("proposer", P, 1, limit, wrap=propose_prompt),
+            "keys": Draw("proposer", P, 1, limit),
+            "verdicts": Draw("verifier", P, 1, args.verifier_max_new_tokens, wrap=empty_verifier_prompt,
+                             quoted=limit),
+            "solutions": Draw("generator", P, G, limit, trained=True)}
 
 
 def rubric_score(verification: Verification) -> float:
@@ -76,15 +76,15 @@ def play(t: Play):
     """Problems, their answers, a verification of each, and GRPO on those that pass."""
     proposals = propose(t, "proposer", t.problems(), 1, "propose")
     problems = [problem for problem in proposals.problems if problem]
-    keys = t.solve("proposer", problems, 1, "keys")
+    keys = t.solve("keys", problems)
     answers = answers_of(t.task, keys.texts)
-    scores = [rubric_score(v) for v in t.read_verifications(t.verify("verifier", keys, 1, "verdicts"))]
+    scores = [rubric_score(v) for v in t.read_verifications(t.verify("verdicts", keys))]
     passed = [passes(answer, score, t.args.min_score) for answer, score in zip(answers, scores, strict=True)]
     learned = [ANSWERS[t.args.answers](problem, answer)
                for problem, answer, is_in in zip(problems, answers, passed, strict=True) if is_in]
     log_problems(t, proposals, scores, passed, t.check(keys))
 
-    solutions = t.solve("generator", learned, t.args.num_samples, "generator")
+    solutions = t.solve("solutions", learned)
     rewards = t.check(solutions)
     gold = {problem.index: problem for problem in problems}
     outcomes = t.check(solutions.behind([replace(prompt, problem=gold[prompt.problem.index])

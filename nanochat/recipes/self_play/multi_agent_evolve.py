@@ -29,7 +29,7 @@ from nanochat.rl.credit.advantages import whiten
 from nanochat.rl.credit.rewards import format_reward, terminal_rewards, verdict_reward
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
                                         gathered, log_proposals, propose, propose_prompt, spread)
 from nanochat.rl.records.outcomes import answers_of
@@ -72,15 +72,15 @@ def check(args, task) -> None:
     check_reads_problems(task)
 
 
-def calls(args) -> list[Call]:
-    P, G, n, times = args.examples_per_step, args.num_samples, args.num_attempts, args.num_steps
+def draws(args) -> dict[str, Draw]:
+    P, G, n = args.examples_per_step, args.num_samples, args.num_attempts
     limit, judged = args.max_new_tokens, args.verifier_max_new_tokens
     verify = dict(wrap=empty_verifier_prompt, quoted=limit)
-    return [Call("generator", "propose", P, G, limit, times, trained=True, wrap=propose_prompt),
-            Call("generator", "attempts", P * G, n, limit, times),
-            Call("generator", "attempt_scores", P * G * n, 1, judged, times, **verify),
-            Call("generator", "generator", P, G, limit, times, trained=True),
-            Call("generator", "judge", P * G, 1, judged, times, trained=True, **verify)]
+    return {"propose": Draw("generator", P, G, limit, trained=True, wrap=propose_prompt),
+            "attempts": Draw("generator", P * G, n, limit),
+            "attempt_scores": Draw("generator", P * G * n, 1, judged, **verify),
+            "solutions": Draw("generator", P, G, limit, trained=True),
+            "judge": Draw("generator", P * G, 1, judged, trained=True, **verify)}
 
 
 # The formulas
@@ -121,9 +121,9 @@ def play(t: Play):
     earned, kept = rewarded(t, proposals)
 
     problems = [old or reference for old, reference in zip(drawn(t, pool), references, strict=True)]
-    solutions = t.solve("generator", problems, G, "generator")
+    solutions = t.solve("solutions", problems)
     outcomes = t.check(solutions)  # for the log, and for --judge-reward grounded
-    judgments = t.verify("generator", solutions, 1, "judge")
+    judgments = t.verify("judge", solutions)
     verifications = t.read_verifications(judgments)
     scores = [judge_score(v) for v in verifications]
     forms = [float(stopped and answer is not None) for stopped, answer
@@ -144,8 +144,8 @@ def play(t: Play):
 def rewarded(t: Play, proposals: Proposals) -> tuple[list[float | None], list[int]]:
     """What each proposal earns, and the places of those that are kept."""
     n, by_accuracy = t.args.num_attempts, BY_ACCURACY.get(t.args.proposer_reward)
-    attempts = t.solve("generator", [problem for problem in proposals.problems if problem], n, "attempts")
-    verifications = t.read_verifications(t.verify("generator", attempts, 1, "attempt_scores"))
+    attempts = t.solve("attempts", [problem for problem in proposals.problems if problem], n)
+    verifications = t.read_verifications(t.verify("attempt_scores", attempts))
     scores = [judge_score(v) for v in verifications]
     by_problem = [scores[i: i + n] for i in range(0, len(scores), n)]
     shares = accuracies(t.check(attempts), n)

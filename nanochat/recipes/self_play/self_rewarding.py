@@ -23,7 +23,7 @@ from nanochat.common import check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, scores_of_pair
 from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import empty_verifier_prompt
 from nanochat.rl.verify.judge_evals import judge_scores
 from nanochat.rl.verify.judges import Judgment, generative
@@ -75,20 +75,20 @@ def check(args, task) -> None:
     check_least(args, {"iteration_steps": 1, "num_samples": 2, "verifications": 1, "verifier_max_new_tokens": 1})
 
 
-def calls(args) -> list[Call]:
-    P, G, times, limit = args.examples_per_step, args.num_samples, args.num_steps, args.max_new_tokens
-    judge = Call("snapshot", "verdicts", P * G, args.verifications, args.verifier_max_new_tokens, times,
-                 wrap=empty_verifier_prompt, quoted=limit)
-    return [Call("snapshot", "candidates", P, G, limit, times), judge,
-            Call("generator", "pairs", P, 2, limit, times, trained=True, given=True, scored=2),
-            judge._replace(role="generator", label="judging", num_samples=1, times=0)]  # in an evaluation alone
+def draws(args) -> dict[str, Draw]:
+    P, G, limit = args.examples_per_step, args.num_samples, args.max_new_tokens
+    judge = Draw("snapshot", P * G, args.verifications, args.verifier_max_new_tokens, wrap=empty_verifier_prompt,
+                 quoted=limit)
+    return {"candidates": Draw("snapshot", P, G, limit), "verdicts": judge,
+            "pairs": Draw("generator", P, 2, limit, trained=True, teacher_forced=True, scored=2),
+            "judging": judge._replace(role="generator", num_samples=1, times=0)}  # in an evaluation alone
 
 
 def play(t: Play):
     iteration, behind = divmod(t.steps["generator"], t.args.iteration_steps)
     if behind == 0:
         t.copy_weights("generator", "snapshot")                                    # M_t
-    solutions = t.solve("snapshot", t.problems(), t.args.num_samples, "candidates")  # y^1 ... y^N
+    solutions = t.solve("candidates", t.problems())  # y^1 ... y^N
     judgments = generative(t, "snapshot", solutions)
     points = [POINTS[t.args.points](judgment) for judgment in judgments]           # r^1 ... r^N
     outcomes = t.check(solutions)

@@ -21,7 +21,7 @@ from nanochat.common import check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, pass_at_1
 from nanochat.rl.play.pairs import add_pair_args, check_pair_args, learn_from_pairs
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts, join
 from tasks.common import Problem, demo_of
 
@@ -41,11 +41,11 @@ def check(args, task) -> None:
     check_least(args, {"iteration_steps": 1})
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P, G = args.examples_per_step, args.num_samples
-    return [Call("opponent", "opponent", P, G, args.max_new_tokens, args.num_steps, split="sft"),
-            Call("generator", "pairs", P, G + 1, args.max_new_tokens, args.num_steps, trained=True, given=True,
-                 scored=2, split="sft")]
+    return {"opponent": Draw("opponent", P, G, args.max_new_tokens, split="sft"),
+            "pairs": Draw("generator", P, G + 1, args.max_new_tokens, trained=True, teacher_forced=True, scored=2,
+                          split="sft")}
 
 
 def play(t: Play):
@@ -54,7 +54,7 @@ def play(t: Play):
         t.copy_weights("generator", "opponent")  # theta_t
     problems, G = sft_problems(t), t.args.num_samples
     real = demonstrations(t, problems)                                         # y
-    generated = t.solve("opponent", problems, G, "opponent")                   # y' ~ p(. | x; theta_t)
+    generated = t.solve("opponent", problems)                   # y' ~ p(. | x; theta_t)
     real.columns, generated.columns = {"outcome": t.check(real)}, {"outcome": t.check(generated)}
     log_rewards(t, "opponent", generated, generated.columns["outcome"])
     t.log("generator", {"iteration": iteration} | t.mean({"demonstrations_right": real.columns["outcome"]}))

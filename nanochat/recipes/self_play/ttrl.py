@@ -24,7 +24,7 @@ from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, pass_at_1
 from nanochat.rl.measure.scores import majority
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.rollouts import Rollouts
 
@@ -48,11 +48,11 @@ def votes_per_problem(args) -> int:
     return args.num_votes or 2 * args.num_samples
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     """The votes, and those of them that are trained on."""
-    P, limit, times = args.examples_per_step, args.max_new_tokens, args.num_steps
-    return [Call("generator", "votes", P, votes_per_problem(args), limit, times),
-            Call("generator", "generator", P, args.num_samples, limit, times, trained=True, given=True)]
+    P, limit = args.examples_per_step, args.max_new_tokens
+    return {"votes": Draw("generator", P, votes_per_problem(args), limit),
+            "solutions": Draw("generator", P, args.num_samples, limit, trained=True, teacher_forced=True)}
 
 
 def pseudo_labels(answers: list[str | None], num_votes: int) -> list[str | None]:
@@ -69,7 +69,7 @@ def majority_rewards(answers: list[str | None], labels: list[str | None]) -> lis
 def cast_votes(t: Play) -> tuple[Rollouts, list[str | None]]:
     """The votes of each problem, with what they say and earn as columns, and the problems' labels. They are logged."""
     N = votes_per_problem(t.args)
-    votes = t.solve("generator", t.problems(), N, "votes")                        # y_1 ... y_N
+    votes = t.solve("votes", t.problems(), N)                        # y_1 ... y_N
     answers = answers_of(t.task, votes.texts)
     labels = pseudo_labels(answers, N)                                            # y*
     votes.columns = {"outcome": t.check(votes), "answer": answers,

@@ -15,8 +15,8 @@ SHOWN = {"verifier": ["balanced_acc", "step_f1"]}
 add_args = tango.add_verifier_args
 
 
-def calls(args):
-    return tango.verifier_calls(args, args.num_steps)
+def draws(args):
+    return tango.verifier_draws(args)
 
 
 def play(t):

@@ -16,8 +16,7 @@ from nanochat.recipes.tango.tango import TABLE, WRITTEN  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1, scores_of_pair
 from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, scores_as_judge
-from nanochat.rl.verify.judges import (JUDGES, JUDGE_CALLS, OF_THE_WHOLE, add_together_args, check_together_args,
-                                       reference_calls)
+from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
 TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
             credit="z-score of the sum")
@@ -50,12 +49,10 @@ def check(args, task):
                        f"analysed")
 
 
-def calls(args):
+def draws(args):
     if args.judge == WRITTEN:
-        return tango.generator_calls(args)
-    return [*tango.solution_calls(args),
-            JUDGE_CALLS[args.judge](args, args.examples_per_step, args.num_samples, args.num_steps),
-            *reference_calls(args, args.judge, args.examples_per_step, args.num_steps)]
+        return tango.generator_draws(args)
+    return tango.solution_draws(args) | judge_draws(args, args.judge, args.examples_per_step, args.num_samples)
 
 
 def play(t):
@@ -66,6 +63,6 @@ def evaluate(t):
     if t.args.judge == WRITTEN:
         return scores_of_pair(t)
     # Neither the verifier nor what it is scored on changes, but for the present generator's reference.
-    if "judged" not in t.memory or reference_calls(t.args, t.args.judge, 1, 0):
+    if "judged" not in t.memory or "reference" in t.draws:
         t.memory["judged"] = scores_as_judge(t, t.args.judge)
     return pass_at_1(t, "generator") | t.memory["judged"]

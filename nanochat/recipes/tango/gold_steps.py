@@ -5,7 +5,7 @@ The generator is rewarded as in recipe tango, but for labels that are always rig
 Departures: 3 of recipe tango, and --combine of 5.
 """
 from nanochat.common import BadInput
-from nanochat.recipes.policy.grpo import ROLES, calls, evaluate  # noqa: F401
+from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.recipes.tango import tango
 
 TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score of the sum")

@@ -5,7 +5,7 @@ Both roles are trained as in recipe tango. To the generator a verdict is worth 1
 Departures: 1 to 4 and 6 of recipe tango, and --verify-distinct of 5.
 """
 from nanochat.recipes.tango import tango
-from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, calls, check, eval_step, evaluate, updates  # noqa: F401
+from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, check, draws, eval_step, evaluate, updates  # noqa: F401
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
             credit="z-score per source")

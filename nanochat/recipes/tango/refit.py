@@ -13,15 +13,15 @@ Departures:
 import torch
 
 from nanochat.common import check_choices, check_least
-from nanochat.recipes.tango._pool import completions_of, scored_solutions
 from nanochat.recipes.tango import tango
+from nanochat.recipes.tango._pool import completions_of, scored_solutions
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import solve_prompt
 from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, scores_as_judge
-from nanochat.rl.verify.judges import JUDGE_CALLS, OF_THE_WHOLE
+from nanochat.rl.verify.judges import OF_THE_WHOLE, judge_draws
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, ended, learn_verdicts, log_judgments, log_odds,
                                          verdict_parts)
 
@@ -53,11 +53,11 @@ def updates(args) -> dict[str, int]:
     return {"generator": args.num_steps, "verifier": args.num_steps // k * k if k else 0}
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     size = (args.examples_per_step, args.num_samples)
-    return [*tango.solution_calls(args), JUDGE_CALLS[args.judge](args, *size, args.num_steps),
-            Call("verifier", "refitted", *size, args.max_new_tokens + 1, updates(args)["verifier"], trained=True,
-                 given=True, scored=2)]
+    return {**tango.solution_draws(args), **judge_draws(args, args.judge, *size),
+            "refitted": Draw("verifier", *size, args.max_new_tokens + 1, updates(args)["verifier"], trained=True,
+                             teacher_forced=True, scored=2)}
 
 
 def play(t: Play):

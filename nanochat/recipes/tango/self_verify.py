@@ -22,7 +22,7 @@ from nanochat.common import BadInput
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 
 TAGS = dict(family="one model, two roles", verifier="generative, RL on outcomes", reward="outcome", credit="z-score")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
@@ -49,8 +49,8 @@ def updates(args) -> dict[str, int]:
     return {"generator": args.num_steps, "verifier": 0}
 
 
-def calls(args) -> list[Call]:
-    return tango.solution_calls(args) + tango.verifier_calls(args, args.num_steps)
+def draws(args) -> dict[str, Draw]:
+    return tango.solution_draws(args) | tango.verifier_draws(args)
 
 
 def play(t: Play):

@@ -33,7 +33,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import (gathered_verdict_scores, log_rewards, log_variances, mean_advantages,
                                        passed_by_error, scores_of_pair, verification_columns)
 from nanochat.rl.measure.scores import ranking_reversed
-from nanochat.rl.play.play import Call, Play, Update
+from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of, labels_of, scores_of
 from nanochat.rl.records.prompts import Verification, count_copies, empty_verifier_prompt
 from nanochat.rl.records.rollouts import Rollouts
@@ -200,30 +200,29 @@ def updates(args) -> dict[str, int]:
     return {"generator": args.num_steps, "verifier": args.warmup_steps + phases * args.verifier_steps}
 
 
-def solution_calls(args) -> list[Call]:
+def solution_draws(args) -> dict[str, Draw]:
     """What a generator step samples without a verifier: a group of solutions of each problem."""
-    return [Call("generator", "generator", args.examples_per_step, args.num_samples, args.max_new_tokens,
-                 args.num_steps, trained=True)]
+    return {"solutions": Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)}
 
 
-def generator_calls(args) -> list[Call]:
+def generator_draws(args) -> dict[str, Draw]:
     """What a generator step samples: solutions, and one verification of each."""
     num_solutions = args.examples_per_step * args.num_samples
-    return [*solution_calls(args),
-            Call("verifier", "verdicts", num_solutions, 1, args.verifier_max_new_tokens, args.num_steps,
-                 wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
+    return {**solution_draws(args),
+            "verdicts": Draw("verifier", num_solutions, 1, args.verifier_max_new_tokens, wrap=empty_verifier_prompt,
+                             quoted=args.max_new_tokens)}
 
 
-def verifier_calls(args, times: int) -> list[Call]:
+def verifier_draws(args, times: int | None = None) -> dict[str, Draw]:
     """What a verifier step samples: a solution of each problem, and a group of verifications of it."""
     P, G = args.examples_per_step, args.num_samples
-    return [Call("generator", "judged", P, 1, args.max_new_tokens, times),
-            Call("verifier", "verifier", P, G, args.verifier_max_new_tokens, times, trained=True,
-                 wrap=empty_verifier_prompt, quoted=args.max_new_tokens)]
+    return {"judged": Draw("generator", P, 1, args.max_new_tokens, times),
+            "verifications": Draw("verifier", P, G, args.verifier_max_new_tokens, times, trained=True,
+                                  wrap=empty_verifier_prompt, quoted=args.max_new_tokens)}
 
 
-def calls(args) -> list[Call]:
-    return generator_calls(args) + verifier_calls(args, updates(args)["verifier"])
+def draws(args) -> dict[str, Draw]:
+    return generator_draws(args) | verifier_draws(args, updates(args)["verifier"])
 
 
 # Algorithm 1
@@ -275,7 +274,7 @@ def generator_step(t: Play, judge: str | None, reward: str = "steps"):
     its verdicts on the "steps" or its final "verdict". --judge: how the verifier says it.
     """
     problems = labelled_problems(t, and_others=judge == "verifier")
-    solutions = t.solve("generator", problems, t.args.num_samples, "generator")
+    solutions = t.solve("solutions", problems)
     gold = t.check(solutions)
     outcomes, steps = known_outcomes(t, solutions, gold), t.read_solutions(solutions)
     labels = [labels_of(t.task, problem, text)
@@ -345,7 +344,7 @@ def verifications_of(t: Play, solutions: Rollouts) -> list[Verification]:
     for n, key in enumerate(keys):
         first.setdefault(key, n)
     rows = list(first.values())
-    verifications = t.read_verifications(t.verify("verifier", solutions.select(rows), 1, "verdicts"))
+    verifications = t.read_verifications(t.verify("verdicts", solutions.select(rows)))
     of_key = dict(zip(first, verifications, strict=True))
     t.log("generator", t.mean({"verified": [first[key] == n for n, key in enumerate(keys)]}))
     return [of_key[key] for key in keys]
@@ -355,7 +354,7 @@ def verifier_step(t: Play):
     """One solution of each problem (or past ones), a group of verifications of each, and an update of the verifier
     (section 3)."""
     G = t.args.num_samples
-    fresh_solutions = t.solve("generator", labelled_problems(t), 1, "judged")
+    fresh_solutions = t.solve("judged", labelled_problems(t))
     fresh = scored_solutions(t, fresh_solutions, t.check(fresh_solutions))
     num_fresh, pool = len(fresh["problem"]), t.memory.get("pool")
     candidates = extended(fresh, pool, num_fresh + t.args.replay_size) if pool else fresh
@@ -366,7 +365,7 @@ def verifier_step(t: Play):
     chosen = chosen[t.run.rank:: t.run.world]
     problems = [t.task.problem("rl", index) for index in candidates["problem"][chosen].tolist()]
     solutions = t.written("generator", t.solve_prompts(problems), completions_of(candidates, chosen))
-    rollouts = t.verify("verifier", solutions, G, "verifier", copies=copies)
+    rollouts = t.verify("verifications", solutions, copies=copies)
     solutions = solutions.select([n for n in range(len(solutions)) for _ in range(G)])
     verifications, outcomes = t.read_verifications(rollouts), [outcomes[n] for n in chosen for _ in range(G)]
     pairs = list(zip(verifications, outcomes, strict=True))

@@ -20,11 +20,11 @@ from nanochat.common import BadInput, check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import log_rewards, verification_columns
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import Verification
 from nanochat.rl.verify.comparing import warn_of_form
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
-from nanochat.rl.verify.judges import written_call
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judges import written_draw
 from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step,
                                          quoting_labelled)
 from nanochat.rl.verify.log_odds import learn_likelihood
@@ -52,10 +52,9 @@ def check(args, task) -> None:
     check_labels(args, task, kind="chances")
 
 
-def calls(args) -> list[Call]:
-    analyses = written_call(args, args.examples_per_step, 1, args.num_steps)
-    return [*judged_calls(args, "analysed"),
-            quoting_labelled(args, analyses._replace(label="analyses", num_samples=args.num_samples, trained=True))]
+def draws(args) -> dict[str, Draw]:
+    analyses = written_draw(args, args.examples_per_step, 1, None)._replace(num_samples=args.num_samples, trained=True)
+    return judged_draws(args, "analysed") | {"analyses": quoting_labelled(args, analyses)}
 
 
 def agrees(verification: Verification, row: Labelled, bar: float) -> bool:
@@ -74,7 +73,7 @@ def kept_rows(agree: list[bool], num_samples: int, most: int) -> list[int]:
 def play(t: Play):
     rows, G = labelled_of_step(t), t.args.num_samples
     solutions = as_rollouts(t, "verifier", rows)
-    rollouts = t.verify("verifier", solutions, G, "analyses", copies=[row.copy for row in rows])
+    rollouts = t.verify("analyses", solutions, copies=[row.copy for row in rows])
     verifications = t.read_verifications(rollouts)
     agree = [agrees(v, rows[n // G], t.args.label_bar) for n, v in enumerate(verifications)]
     unread = [v.usable_steps is None or v.verdict is None for v in verifications]

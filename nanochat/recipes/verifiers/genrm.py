@@ -12,10 +12,10 @@ Departures:
 from nanochat.common import check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Call, Play
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_calls, scores_as_judge
-from nanochat.rl.verify.judges import verdict_call
-from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_call,
+from nanochat.rl.play.play import Draw, Play
+from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judges import verdict_draw
+from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_draw,
                                          labelled_of_step, quoting_labelled)
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts
 from nanochat.rl.verify.spots import forced_verdicts, spot_places
@@ -40,10 +40,9 @@ def check(args, task) -> None:
     check_outcomes(args, task)
 
 
-def calls(args) -> list[Call]:
-    taught = verdict_call(args, args.examples_per_step, 1, args.num_steps)
-    return [*judged_calls(args, "verdict"), labelled_call(args),
-            quoting_labelled(args, taught._replace(label="taught", trained=True, scored=1))]
+def draws(args) -> dict[str, Draw]:
+    taught = verdict_draw(args, args.examples_per_step, 1, None)._replace(trained=True, scored=1)
+    return judged_draws(args, "verdict") | {"labelled": labelled_draw(args), "taught": quoting_labelled(args, taught)}
 
 
 def play(t: Play):

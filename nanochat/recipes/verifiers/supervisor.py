@@ -18,7 +18,7 @@ from nanochat.common import check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.step_labels import METHODS, agreement, gains, until_error
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.judge_evals import add_judged_samples, fixed_solutions
@@ -46,13 +46,12 @@ def check(args, task) -> None:
     check_labels(args, task)
 
 
-def calls(args) -> list[Call]:
+def draws(args) -> dict[str, Draw]:
     P = args.examples_per_step
-    answers = Call("supervisor", "answers", P * args.prefixes, 1, ANSWER_TOKENS, args.num_steps, trained=True,
-                   given=True, scored=1)
-    return [Call("generator", "judged", P, args.judged_samples, args.max_new_tokens, 0),
-            answers._replace(label="held_out", times=0, trained=False, quoted=args.max_new_tokens),
-            quoting_labelled(args, answers)]
+    answers = Draw("supervisor", P * args.prefixes, 1, ANSWER_TOKENS, trained=True, teacher_forced=True, scored=1)
+    return {"judged": Draw("generator", P, args.judged_samples, args.max_new_tokens, 0),
+            "held_out": answers._replace(times=0, trained=False, quoted=args.max_new_tokens),
+            "answers": quoting_labelled(args, answers)}
 
 
 def play(t: Play):

@@ -121,7 +121,7 @@ def pass_at_1(t: Play, role: str, tool: Callable[[], Tool | None] = lambda: None
     too. tool: makes what solutions may call, anew for each split; the default is that of `Play.solve`."""
     scores = {}
     for split, name in SPLITS.items():
-        solutions = t.solve(role, t.problems(t.args.eval_examples, split), 1, "eval", greedy=True, tool=tool())
+        solutions = t.solve("eval", t.problems(t.args.eval_examples, split), 1, role=role, greedy=True, tool=tool())
         right = are_right(t.gather(t.check(solutions)), split)
         scores[f"{short_name(role)}/pass1_{name}"] = sum(right) / len(right) if right else None
         if has_numbers(t.task):
@@ -132,14 +132,14 @@ def pass_at_1(t: Play, role: str, tool: Callable[[], Tool | None] = lambda: None
 
 def sampled_solutions(t: Play, role: str, split: str, label: str) -> list[list[int]]:
     """One sampled solution of each problem of a split, as token ids."""
-    return t.gather(t.solve(role, t.problems(t.args.eval_examples, split), 1, label).completions())
+    return t.gather(t.solve(label, t.problems(t.args.eval_examples, split), 1, role=role).completions())
 
 
 def verifier_scores(t: Play, generator: str, verifier: str, split: str, completions: list[list[int]]) -> dict:
     """Scores of greedy verifications of given solutions of a split's problems."""
     problems, mine = t.problems(t.args.eval_examples, split), completions[t.run.rank:: t.run.world]
     solutions = t.written(generator, t.solve_prompts(problems), mine)
-    verifications = t.read_verifications(t.verify(verifier, solutions, 1, "eval", greedy=True))
+    verifications = t.read_verifications(t.verify("eval", solutions, 1, role=verifier, greedy=True))
     return gathered_verdict_scores(t, solutions, t.check(solutions), verifications)
 
 
@@ -174,7 +174,7 @@ def scores_of_pair(t: Play, generator: str = "generator", verifier: str = "verif
 def sampled_scores(t: Play, role: str, num_problems: int) -> dict:
     """pass@1, pass@k, maj@k over k sampled solutions, and how many groups carry no signal: the health of RL's start."""
     k = t.args.num_samples
-    rollouts = t.solve(role, t.problems(min(num_problems, t.args.eval_examples), "test_in"), k, "health")
+    rollouts = t.solve("health", t.problems(min(num_problems, t.args.eval_examples), "test_in"), k, role=role)
     outcomes, stopped, rows = t.check(rollouts), rollouts.stopped.tolist(), []
     for i in range(0, len(outcomes), k):
         answers = answers_of(t.task, rollouts.texts[i: i + k])

@@ -32,7 +32,7 @@ def theory_scores(t: Play) -> dict:
 
 def solver_of(t: Play) -> str | None:
     """The generator where it is trained, else the first trained role that samples behind a problem alone."""
-    solving = [call.role for call in t.calls.values() if not call.given and call.wrap is generator_prompt]
+    solving = [draw.role for draw in t.draws.values() if not draw.teacher_forced and draw.wrap is generator_prompt]
     return next((name for name in ("generator", *solving) if name in t.roles and t.roles[name].optimizer), None)
 
 
@@ -64,7 +64,7 @@ def num_unchanged(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
 def solved(t: Play, role: str, split: str) -> list[int]:
     """How many of --theory-samples solutions of each of --log-theory problems are right."""
     n, problems = t.args.theory_samples, t.problems(t.args.log_theory, split)
-    outcomes = t.check(t.solve(role, problems, n, "theory"))
+    outcomes = t.check(t.solve("theory", problems, n, role=role))
     rows = t.gather([outcomes[i: i + n] for i in range(0, len(outcomes), n)])
     right = are_right([outcome for row in rows for outcome in row], split)
     return [sum(right[i: i + n]) for i in range(0, len(right), n)]

@@ -35,28 +35,25 @@ from nanochat.weights import copy_weights, refresh
 from tasks.common import Problem, check_problem
 
 
-class Call(NamedTuple):
-    """What a recipe samples (or is given as text) under one label in a step, at most: the context check, the memory
-    plan and the hours follow from it.
-
-    num_prompts: over all ranks; num_samples: of each; times: steps of a run in which it happens; trained: an update
-    learns from it; given: it is not sampled. The prompt is wrap(tokenizer, fmt, problem) and `quoted` tokens of
-    completions that stand in it. scored: calls of Play.logprobs on it, without those of a reference; split: where its
-    problems are from; remedy: what would shorten it where it does not fit.
-    """
+class Draw(NamedTuple):
+    """What a recipe samples, or is given as text, under one name in a step, at most. The context check, the memory plan
+    and the hours follow from it."""
     role: str
-    label: str
-    num_prompts: int
-    num_samples: int
-    max_new_tokens: int
-    times: int
-    trained: bool = False
-    given: bool = False
-    wrap: Callable = generator_prompt
-    quoted: int = 0
-    scored: int = 0
-    split: str = "rl"
-    remedy: str = LOWER_LIMITS
+    num_prompts: int              # over all ranks
+    num_samples: int              # of each prompt
+    max_new_tokens: int           # of each sample
+    times: int | None = None      # steps of a run in which it happens; None: --num-steps
+    trained: bool = False         # an update learns from it
+    teacher_forced: bool = False  # it is given, not sampled
+    wrap: Callable = generator_prompt  # the prompt is wrap(tokenizer, fmt, problem) ...
+    quoted: int = 0               # ... and so many tokens of completions that stand in it
+    scored: int = 0               # times that Play.logprobs is called on it, those of a reference apart
+    split: str = "rl"             # where its problems are from
+    remedy: str = LOWER_LIMITS    # what would shorten it where it does not fit
+
+
+# What draws were called when the published runs were made: their noise is still that of the old name.
+NOISE = {"solutions": "generator", "verifications": "verifier", "reviews": "verifications"}
 
 
 class Update(NamedTuple):
@@ -79,13 +76,13 @@ class Play:
     """One run as a recipe sees it. All ranks call the same verbs in the same order, also with empty lists: sampling,
     scoring, gathering and logging of means wait for each other. What a recipe draws itself comes from random.Random of
     the seed and the step, not from torch's global generator. `totals` are the updates of each role in a whole run,
-    `calls` what the recipe declares that it samples. What a step draws and logs is collected here until the step is
+    `draws` what the recipe declares that it samples. What a step draws and logs is collected here until the step is
     over."""
     args: object
     run: Run
     sampler: Sampler
     roles: dict[str, Role]
-    calls: dict[str, Call]
+    draws: dict[str, Draw]
     totals: dict[str, int]
     state: RunState
     loss: PolicyLoss
@@ -94,8 +91,8 @@ class Play:
     moved: set[int] = field(default_factory=set)   # ids of the parameters that were
     num_drawn: int = 0        # problems taken in this step
     sampled: int = 0          # tokens of this rank in this step
-    labels: set[str] = field(default_factory=set)  # what was drawn in this step
-    drawn: dict[str, object] = field(default_factory=dict)  # label -> model, of draws by the trainer's distribution
+    done: set[str] = field(default_factory=set)    # draws that were made in this step
+    drawn: dict[str, object] = field(default_factory=dict)  # draw -> model, where it had the trainer's distribution
     told: set[str] = field(default_factory=set)    # warnings that are given once
     metrics: dict = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -182,42 +179,45 @@ class Play:
 
     # Sampling
 
-    def sample(self, role: str, prompts: list[Prompt], num_samples: int, label: str, *, greedy: bool = False,
-               tool: Tool | None = None, wrap: Callable | None = None) -> Rollouts:
-        """`num_samples` completions of each prompt, drawn from a role. label names the draw; the recipe's `calls`
-        declare it. In an evaluation any label will do: the limit is that of the calls with this label, else with this
-        `wrap`, else of all of the role. Raises BadInput for more than was declared."""
-        started = time.time()
-        stream = (label,) if self.evaluating else (label, self.step)
-        limit = self._limit(role, label, wrap, len(prompts), num_samples)
+    def sample(self, draw: str, prompts: list[Prompt], num_samples: int | None = None, *, role: str = "",
+               greedy: bool = False, tool: Tool | None = None, wrap: Callable | None = None) -> Rollouts:
+        """Completions of each prompt, by the draw of this name that the recipe declares: from its role, as many of each
+        and as long as it says. num_samples, role: others. In an evaluation any name will do, with both; the limit is
+        that of the draw of this name, else of those with this `wrap`, else of all of the role. Raises BadInput for more
+        than was declared."""
+        started, evaluating = time.time(), self.evaluating
+        declared = self.draws.get(draw)
+        role = role or (declared.role if declared else "")
+        num_samples = num_samples or (declared.num_samples if declared else 1)
+        limit = self._limit(draw, role, wrap, len(prompts), num_samples)
+        stream = (NOISE.get(draw, draw),) if evaluating else (NOISE.get(draw, draw), self.step)
         rollouts = self.sampler.sample(self.roles[role].model, prompts, num_samples, stream, limit, greedy, tool)
-        rollouts.calls = [label] * len(rollouts)
+        rollouts.draws = [draw] * len(rollouts)
         self.check_stop()
-        if not self.evaluating:
+        if not evaluating:
             if not (greedy or self.sampler.top_k):
-                self.drawn[label] = self.roles[role].model
+                self.drawn[draw] = self.roles[role].model
             self.sampled += int(rollouts.lengths.sum())
             self.add_seconds(short_name(role), started)
         return rollouts
 
-    def solve(self, role: str, problems: list[Problem], num_samples: int, label: str, *, greedy: bool = False,
-              tool: Tool | None = None, copies: list[int] | None = None) -> Rollouts:
-        """`num_samples` solutions of each problem, with a tool: by default the calculator, where --calculator says
-        so."""
-        tool = tool or self.sampler.calculator_tool()
-        return self.sample(role, self.solve_prompts(problems, copies), num_samples, label, greedy=greedy, tool=tool,
-                           wrap=generator_prompt)
+    def solve(self, draw: str, problems: list[Problem], num_samples: int | None = None, *, role: str = "",
+              greedy: bool = False, tool: Tool | None = None, copies: list[int] | None = None) -> Rollouts:
+        """Solutions of each problem, with a tool: by default the calculator, where --calculator says so. See
+        `sample`."""
+        return self.sample(draw, self.solve_prompts(problems, copies), num_samples, role=role, greedy=greedy,
+                           tool=tool or self.sampler.calculator_tool(), wrap=generator_prompt)
 
-    def refine(self, role: str, solutions: Rollouts, critiques: list[str], num_samples: int, label: str, *,
-               greedy: bool = False) -> Rollouts:
-        """`num_samples` further attempts behind each solution and its critique, with the calculator as in `solve`."""
-        return self.sample(role, self.refine_prompts(solutions, critiques), num_samples, label, greedy=greedy,
+    def refine(self, draw: str, solutions: Rollouts, critiques: list[str], num_samples: int | None = None, *,
+               role: str = "", greedy: bool = False) -> Rollouts:
+        """Further attempts after each solution and its critique, with the calculator as in `solve`."""
+        return self.sample(draw, self.refine_prompts(solutions, critiques), num_samples, role=role, greedy=greedy,
                            tool=self.sampler.calculator_tool(), wrap=refine_prompt)
 
-    def verify(self, role: str, solutions: Rollouts, num_samples: int, label: str, *, greedy: bool = False,
-               copies: list[int] | None = None) -> Rollouts:
-        """`num_samples` verifications of each solution."""
-        return self.sample(role, self.verify_prompts(solutions, copies), num_samples, label, greedy=greedy,
+    def verify(self, draw: str, solutions: Rollouts, num_samples: int | None = None, *, role: str = "",
+               greedy: bool = False, copies: list[int] | None = None) -> Rollouts:
+        """Verifications of each solution."""
+        return self.sample(draw, self.verify_prompts(solutions, copies), num_samples, role=role, greedy=greedy,
                            wrap=empty_verifier_prompt)
 
     def written(self, role: str, prompts: list[Prompt], completions: list[str] | list[list[int]]) -> Rollouts:
@@ -237,29 +237,31 @@ class Play:
         stopped = [row[-1] in self.tokenizer.stop_tokens for row in rows]
         unknown = torch.full(tokens.shape, float("nan"), device=self.device)
         texts = [self.tokenizer.decode(row[:-1] if ended else row) for row, ended in zip(rows, stopped, strict=True)]
-        limit = max(call.max_new_tokens for call in self.calls.values() if call.role == role)
+        limit = max(draw.max_new_tokens for draw in self.draws.values() if draw.role == role)
         return Rollouts(prompts, torch.arange(len(rows), device=self.device), tokens, unknown,
                         torch.tensor(lengths, dtype=torch.long, device=self.device),
                         torch.tensor(stopped, dtype=torch.bool, device=self.device), limit=limit, texts=texts)
 
-    def _limit(self, role: str, label: str, wrap: Callable | None, num_prompts: int, num_samples: int) -> int:
+    def _limit(self, name: str, role: str, wrap: Callable | None, num_prompts: int, num_samples: int) -> int:
         """Tokens that a completion may have. Raises BadInput for what the recipe has not declared."""
+        draw = self.draws.get(name)
+        if not role:
+            raise BadInput(f"the recipe samples {name!r}, and its draws() declare no such name")
         if role not in self.roles:
             raise BadInput(f"the recipe samples of a role {role!r}: there are {', '.join(self.roles)}")
         if self.evaluating:
-            of_role = [call for call in self.calls.values() if call.role == role]
-            alike = [call for call in of_role if call.label == label] or [call for call in of_role if call.wrap is wrap]
-            return max((call.max_new_tokens for call in alike or of_role), default=0)
-        call = self.calls.get(label)
-        most = -(-call.num_prompts // self.run.world) if call else 0
-        if label in self.labels:
-            raise BadInput(f"the recipe samples {label!r} twice in a step: the second draw would have the first "
-                             f"one's noise")
-        self.labels.add(label)
-        if call is None or call.role != role or num_prompts > most or num_samples > call.num_samples:
-            raise BadInput(f"the recipe samples {num_prompts} x {num_samples} of {role} as {label!r}, and its "
-                             f"calls() declare {call or 'no such label'}")
-        return call.max_new_tokens
+            of_role = [other for other in self.draws.values() if other.role == role]
+            alike = [draw] if draw in of_role else [other for other in of_role if other.wrap is wrap]
+            return max((other.max_new_tokens for other in alike or of_role), default=0)
+        if name in self.done:
+            raise BadInput(f"the recipe samples {name!r} twice in a step: the second draw would have the first "
+                           f"one's noise")
+        self.done.add(name)
+        most = -(-draw.num_prompts // self.run.world) if draw else 0
+        if draw is None or draw.role != role or num_prompts > most or num_samples > draw.num_samples:
+            raise BadInput(f"the recipe samples {num_prompts} x {num_samples} of {role} as {name!r}, and its "
+                           f"draws() declare {draw or 'no such name'}")
+        return draw.max_new_tokens
 
     # Reading
 
@@ -468,7 +470,7 @@ def check_update(t: Play, wanted: Update) -> None:
 def comparable(t: Play, role: Role, rollouts: Rollouts) -> Rollouts:
     """The rollouts, with the sampler's logprobs of those alone that were drawn from the role's model, by the
     distribution that the trainer scores: neither greedily nor with --top-k."""
-    foreign = [label != "" and t.drawn.get(label) is not role.model for label in rollouts.calls]
+    foreign = [draw != "" and t.drawn.get(draw) is not role.model for draw in rollouts.draws]
     if not any(foreign):
         return rollouts
     rows = torch.tensor(foreign, device=rollouts.tokens.device)

@@ -83,7 +83,7 @@ def propose(t: Play, role: str, references: list[Problem], num: int, label: str,
     """`num` proposals behind the hint of each reference problem. Their index is that of the reference times `num`, and
     which of its proposals it is."""
     prompts = t.prompts("propose_prompt", references, hint=[t.task.hint_of(problem) for problem in references])
-    rollouts = t.sample(role, prompts, num, label, tool=tool)
+    rollouts = t.sample(label, prompts, num, role=role, tool=tool)
     rows = zip(rollouts.problems(), rollouts.texts, rollouts.stopped.tolist(), strict=True)
     found = [t.task.read_problem(text, reference.index * num + n % num) if stopped else (None, CUT)
              for n, (reference, text, stopped) in enumerate(rows)]

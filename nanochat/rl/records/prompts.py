@@ -99,7 +99,7 @@ DEMOS = {"refine": "refine_prompt", "revise": "refine_prompt", "propose": "propo
 
 
 def template_of(wrap: Callable) -> str:
-    """The name of the template that a call's prompts (`Call.wrap`) have."""
+    """The name of the template that a draw's prompts (`Draw.wrap`) have."""
     return wrap.keywords.get("template", "") if isinstance(wrap, partial) else wrap.__name__
 
 

@@ -21,7 +21,7 @@ class Rollouts:
     for tokens that were not drawn from a role behind this prompt. forced (N, T) bool: tokens that a tool put there,
     never trained, or None. targets (N, T) int64: what each position is asked to predict, None for the tokens
     themselves. limit: tokens that a completion may have. texts: the completions as text, without their end token.
-    calls: the label under which each was drawn, "" where it was given. columns: what rollouts.jsonl is to say of each,
+    draws: the name of each one's draw, "" where it was given. columns: what rollouts.jsonl is to say of each,
     beside what every rollout has.
     """
     prompts: list[Prompt]
@@ -34,7 +34,7 @@ class Rollouts:
     targets: torch.Tensor | None = None
     limit: int = 0
     texts: list[str] = field(default_factory=list)
-    calls: list[str] = field(default_factory=list)
+    draws: list[str] = field(default_factory=list)
     columns: dict[str, list] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -68,8 +68,8 @@ class Rollouts:
         index = torch.tensor(rows, dtype=torch.long, device=self.tokens.device)
         taken = {name: None if getattr(self, name) is None else getattr(self, name)[index] for name in PER_ROLLOUT}
         columns = {name: [values[n] for n in rows] for name, values in self.columns.items()}
-        texts, calls = ([values[n] for n in rows] if values else [] for values in (self.texts, self.calls))
-        chosen = replace(self, **taken, texts=texts, calls=calls, columns=columns)
+        texts, draws = ([values[n] for n in rows] if values else [] for values in (self.texts, self.draws))
+        chosen = replace(self, **taken, texts=texts, draws=draws, columns=columns)
         return chosen.behind(chosen.prompt_of())
 
     def behind(self, prompts: list[Prompt]) -> "Rollouts":
@@ -117,6 +117,6 @@ def join(parts: list[Rollouts]) -> Rollouts:
     whole = Rollouts([prompt for part in parts for prompt in part.prompts], group_id,
                      **{name: stacked(name) for name in PER_ROLLOUT if name != "group_id"},
                      limit=max(part.limit for part in parts), texts=[text for part in parts for text in part.texts],
-                     calls=[call for part in parts for call in part.calls or [""] * len(part)],
+                     draws=[draw for part in parts for draw in part.draws or [""] * len(part)],
                      columns={name: [value for part in parts for value in part.columns[name]] for name in shared})
     return whole.behind(whole.prompt_of())

@@ -14,7 +14,7 @@ from nanochat.rl.credit.aggregation import AGGREGATIONS
 from nanochat.rl.credit.schedules import LR_SCHEDULES
 from nanochat.rl.learn.heads import HEADS, OPTIMIZERS, add_head_args, check_head, is_joint
 from nanochat.rl.learn.roles import RoleSpec, Start, head_of, name_of
-from nanochat.rl.play.play import Call
+from nanochat.rl.play.play import Draw
 from nanochat.rl.records.outcomes import problems_of
 from nanochat.rl.records.prompts import DEMOS, check_fit, longest_problem, template_of
 from nanochat.rl.run.resume import MAY_CHANGE
@@ -31,7 +31,7 @@ LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1
          "dual_clip": 1, "model_step": -1, "max_grad_norm": 0, "log_rollouts": 0, "entropy_coef": 0, "log_theory": 0,
          "theory_samples": 2}
 MOST_LR, MOST_UPDATES = 1000, 1000  # an update that is begun is carried through with all of its optimizer steps
-COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Call
+COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Draw
 
 
 SOURCES = ("sft", "rl")
@@ -159,11 +159,11 @@ def complete_args(args, roles: dict[str, RoleSpec]) -> None:
             setattr(args, rate, args.lr)
 
 
-def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, device) -> list[str]:
+def check_problems(args, task, tokenizer, draws: dict[str, Draw], configs: dict, device) -> list[str]:
     """The problems' texts, all of a finite task. Raises BadInput where one does not fit a role's context, a split is
     missing or ranks have others."""
     task.problem("test_in", 0)  # what is evaluated must be there
-    splits = dict.fromkeys(["rl", "test_in", "test_out", *(call.split for call in calls)])
+    splits = dict.fromkeys(["rl", "test_in", "test_out", *(draw.split for draw in draws.values())])
     by_split = {split: problems_of(task, split, -1) for split in splits}
     if empty := [split for split in ("rl", "test_in") if not by_split[split]]:
         raise BadInput(f"--task {args.task}: it has no problems for split {empty[0]}")
@@ -174,9 +174,9 @@ def check_problems(args, task, tokenizer, calls: list[Call], configs: dict, devi
         raise BadInput(f"--task {args.task}: the ranks have loaded different problems; are their files the same?")
     prompts = [problem.prompt for problem in problems]
     longest = longest_problem(tokenizer, prompts)
-    for call in calls:
-        check_fit(call.role, call.wrap, call.quoted, call.max_new_tokens, configs[call.role].sequence_len, tokenizer,
-                  task.fmt, longest, call.remedy)
+    for draw in draws.values():
+        check_fit(draw.role, draw.wrap, draw.quoted, draw.max_new_tokens, configs[draw.role].sequence_len, tokenizer,
+                  task.fmt, longest, draw.remedy)
     return prompts
 
 
@@ -216,14 +216,15 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
                                f"{words} {getattr(args, flag)}")
 
 
-def warn_of_starts(starts: dict[str, Start], calls: list[Call]) -> None:
+def warn_of_starts(starts: dict[str, Start], draws: dict[str, Draw]) -> None:
     """Says so where a starting checkpoint was trained in another role, was taught another form of verification, or no
     demonstrations of the kind that it is asked for. A verifier that reads solutions as the generator's prompts have
     them may start from either role. What RL has trained does not say what it was taught."""
     warnings = []
     for name, start in starts.items():
         meta, _ = load_meta(start.path("meta.json"))
-        asked = {form_of(call.wrap) for call in calls if call.role == name} - {""}
+        of_role = [draw for draw in draws.values() if draw.role == name]
+        asked = {form_of(draw.wrap) for draw in of_role} - {""}
         if name != "verifier" or asked:
             warn_of_role(start.tag, meta, name)
         taught = meta["user_config"].get("verifier_form")
@@ -235,7 +236,7 @@ def warn_of_starts(starts: dict[str, Start], calls: list[Call]) -> None:
                             f"for them")
         if isinstance(shares := meta["user_config"].get("demo_shares"), list):
             known = {DEMOS.get(str(text).partition(":")[0]) for text in shares}
-            wanted = {template_of(call.wrap) for call in calls if call.role == name and not call.given} - known
+            wanted = {template_of(draw.wrap) for draw in of_role if not draw.teacher_forced} - known
             for template in sorted(wanted & set(DEMOS.values())):
                 kinds = " or ".join(kind for kind, of_kind in DEMOS.items() if of_kind == template)
                 warnings.append(f"the SFT of {start.tag} had no demonstrations of kind {kinds} (chat_sft "
@@ -249,25 +250,28 @@ def first_problems(task) -> list[tuple[str, str]]:
     return [(problem.prompt, problem.answer) for problem in problems_of(task, "rl", 20)]
 
 
-def check_calls(name: str, roles: dict[str, RoleSpec], calls: list[Call]) -> None:
+def check_draws(name: str, roles: dict[str, RoleSpec], draws: dict[str, Draw]) -> None:
     """Raises BadInput for declarations of a recipe that cannot be."""
-    if not calls or not isinstance(calls, list) or not all(isinstance(call, Call) for call in calls):
-        raise BadInput(f"--recipe {name}: its calls() must give a list of Call")
-    for call in calls:
-        numbers = {field: value for field, value in call._asdict().items() if field in COUNTS}
+    if not draws or not isinstance(draws, dict) or not all(isinstance(draw, Draw) for draw in draws.values()):
+        raise BadInput(f"--recipe {name}: its draws() must give a dict of names and Draws")
+    for label, draw in draws.items():
+        numbers = {field: value for field, value in draw._asdict().items() if field in COUNTS}
         wrong = next((field for field, value in numbers.items() if not isinstance(value, int) or value < 0), None)
-        if wrong or not callable(call.wrap) or call.split not in SPLIT_BUCKETS:
-            raise BadInput(f"--recipe {name}: its calls() declare {call.label!r} with {wrong or 'wrap or split'} as "
-                           f"nothing that can be: {numbers.get(wrong, (call.wrap, call.split))}")
-    if len({call.label for call in calls}) < len(calls):
-        raise BadInput(f"--recipe {name}: its calls() declare a label twice")
-    for call in calls:
-        if call.role not in roles:
-            raise BadInput(f"--recipe {name}: its calls() name a role {call.role}; there are {', '.join(roles)}")
-        if min(call.num_prompts, call.num_samples, call.max_new_tokens) < 1:
-            raise BadInput(f"--recipe {name}: its calls() declare nothing to sample as {call.label}: prompts, samples "
+        if wrong or not callable(draw.wrap) or draw.split not in SPLIT_BUCKETS:
+            raise BadInput(f"--recipe {name}: its draws() declare {label!r} with {wrong or 'wrap or split'} as "
+                           f"nothing that can be: {numbers.get(wrong, (draw.wrap, draw.split))}")
+        if draw.role not in roles:
+            raise BadInput(f"--recipe {name}: its draws() name a role {draw.role}; there are {', '.join(roles)}")
+        if min(draw.num_prompts, draw.num_samples, draw.max_new_tokens) < 1:
+            raise BadInput(f"--recipe {name}: its draws() declare nothing to sample as {label}: prompts, samples "
                            f"and --max-new-tokens must be at least 1")
     idle = [role for role, spec in roles.items()
-            if spec.trained and not any(call.role == role and call.trained for call in calls)]
+            if spec.trained and not any(draw.role == role and draw.trained for draw in draws.values())]
     if idle:
-        raise BadInput(f"--recipe {name}: {idle[0]} is trained, and none of its calls() is trained=True")
+        raise BadInput(f"--recipe {name}: {idle[0]} is trained, and none of its draws() is trained=True")
+
+
+def with_times(args, draws):
+    """The draws with --num-steps where they do not say in how many steps of a run they happen."""
+    return {name: draw._replace(times=args.num_steps) if isinstance(draw, Draw) and draw.times is None else draw
+            for name, draw in draws.items()} if isinstance(draws, dict) else draws

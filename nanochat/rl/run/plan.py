@@ -68,19 +68,19 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """What a step draws from a role under one label, at most. Prompts over all ranks, samples of each, the longest
+class PlannedDraw:
+    """What a step draws from a role under one name, at most. Prompts over all ranks, samples of each, the longest
     prompt and completion in tokens; times: steps of a run in which it happens; trained: an update learns from it;
-    given: it is not sampled; scored: forward passes over it besides the update's and a reference's."""
+    teacher_forced: it is not sampled; scored: forward passes over it besides the update's and a reference's."""
     role: str
-    label: str
+    name: str
     prompts: int
     samples: int
     prompt_tokens: int
     new_tokens: int
     times: int = 1
     trained: bool = False
-    given: bool = False
+    teacher_forced: bool = False
     scored: int = 0
 
 
@@ -278,15 +278,15 @@ def step_bytes(config: Config, setting: Setting) -> int:
     return 4 * sizes_of(config).total // setting.shards
 
 
-def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[Draw], setting: Setting) -> dict:
+def memory_plan(configs: dict[str, Config], held: dict[str, Held], draws: list[PlannedDraw], setting: Setting) -> dict:
     """Bytes per rank. -> {"resident": {role: {what: bytes}}, "phases": {what happens: bytes beside what is resident},
     "copy": bytes of a checkpoint's copy, where it is in the same memory, "peak": bytes}."""
     resident = {name: resident_bytes(config, setting, held[name]) for name, config in configs.items()}
     phases: dict[str, int] = {}
-    for draw in (draw for draw in draws if not draw.given):
+    for draw in (draw for draw in draws if not draw.teacher_forced):
         P = max(1, draw.prompts // setting.ranks)
         size = sampling_bytes(configs[draw.role], setting, P, draw.samples, draw.prompt_tokens, draw.new_tokens)
-        phases[f"sampling {draw.label}: {P} x {draw.samples} of the {draw.role}"] = size
+        phases[f"sampling {draw.name}: {P} x {draw.samples} of the {draw.role}"] = size
     for draw in draws:
         if draw.trained:
             parts = update_bytes(configs[draw.role], setting, draw.samples, draw.prompt_tokens, draw.new_tokens)
@@ -314,12 +314,12 @@ def machine_memory(device: torch.device) -> int:
     return min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def check_sizes(args, task, calls: list, ranks: int) -> None:
+def check_sizes(args, task, draws: dict, ranks: int) -> None:
     """Raises BadInput for more rollouts in a step, or problems in an evaluation, than memory can hold, before any is
     made."""
     limit = machine_memory(torch.device("cpu"))
-    rows = {call.label: -(-call.num_prompts // ranks) * call.num_samples for call in calls}
-    size = sum(rows[call.label] * (BYTES_OF_ROLLOUT + BYTES_OF_TOKEN * call.max_new_tokens) for call in calls)
+    rows = {name: -(-draw.num_prompts // ranks) * draw.num_samples for name, draw in draws.items()}
+    size = sum(rows[name] * (BYTES_OF_ROLLOUT + BYTES_OF_TOKEN * draw.max_new_tokens) for name, draw in draws.items())
     if size > limit:
         raise BadInput(f"--examples-per-step {args.examples_per_step} --num-samples {args.num_samples}: a step holds "
                        f"{sum(rows.values()):,} rollouts per rank, which need at least {size / 1e9:,.0f} GB; there are "
@@ -333,10 +333,10 @@ def check_sizes(args, task, calls: list, ranks: int) -> None:
                            f"{held_out * per_problem / 1e9:,.0f} GB; there are {limit / 1e9:,.0f} GB")
 
 
-def check_plan(args, specs: dict, configs: dict[str, Config], calls: list, tokenizer, fmt, problems: list[str],
+def check_plan(args, specs: dict, configs: dict[str, Config], draws: dict, tokenizer, fmt, problems: list[str],
                ranks: int, dtype: torch.dtype, device: torch.device) -> None:
     """Raises BadInput where the plan of a run needs more memory than there is."""
-    plan = plan_of(args, specs, configs, calls, tokenizer, fmt, problems, ranks, dtype, device)
+    plan = plan_of(args, specs, configs, draws, tokenizer, fmt, problems, ranks, dtype, device)
     limit, (phase, _) = machine_memory(device), max(plan["phases"].items(), key=lambda item: item[1])
     if plan["peak"] > limit:
         raise BadInput(f"this needs {plan['peak'] / 1e9:,.1f} GB per rank, most while {phase}; there are "
@@ -395,13 +395,14 @@ def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new
     return floor / speed.decode_efficiency
 
 
-def draw_seconds(config: Config, draw: Draw, held: Held, setting: Setting, speed: Speed,
+def draw_seconds(config: Config, draw: PlannedDraw, held: Held, setting: Setting, speed: Speed,
                  context: int | None = None) -> dict[str, float]:
     """Seconds of sampling a draw, and of what is done with it (scoring, the update), on each of the GPUs that share it
     evenly. Lengths in `draw` are mean ones here. context: the tokens that attention sees, by default the model's whole
     context."""
     model, P, new = model_of(config, torch.bfloat16), draw.prompts / setting.ranks, draw.new_tokens
-    sampling = 0.0 if draw.given else sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed)
+    sampling = (0.0 if draw.teacher_forced else
+                sampling_seconds(model, P, P * draw.samples, draw.prompt_tokens, new, speed))
     # a forward pass is a third of an update; a reference runs forward, as a block that is run again, and the old
     # logprobs of several updates and the present ones of a sequence's ratio
     updates = setting.updates_per_batch
@@ -422,25 +423,25 @@ def saved_bytes(configs: dict[str, Config], held: dict[str, Held], setting: Sett
     return weights + moments // setting.shards, moments // setting.shards if setting.shard else 0
 
 
-def seconds_unheard(config: Config, draw: Draw, held: Held, setting: Setting, speed: Speed) -> float:
+def seconds_unheard(config: Config, draw: PlannedDraw, held: Held, setting: Setting, speed: Speed) -> float:
     """The longest that a draw's sampling or update goes on without looking whether the run is to stop: one prefill,
     CHECK_EVERY_CUDA tokens for all rows, one micro-batch, or, of several updates of a batch, all behind the first."""
     model, P = model_of(config, torch.bfloat16), -(-draw.prompts // setting.ranks)
     rows, spans = num_places(P, draw.samples, draw.prompt_tokens, draw.new_tokens, setting.max_rows,
                              setting.max_cached_tokens), [0.0]
-    if not draw.given:
+    if not draw.teacher_forced:
         ends = (draw.prompt_tokens + max(0, draw.new_tokens - CHECK_EVERY_CUDA), min(draw.new_tokens, CHECK_EVERY_CUDA))
         spans = [decode_floor(model, min(P, rows), rows, *ends, speed.limits) / speed.decode_efficiency,
                  prefill_floor(model, min(P, rows), draw.prompt_tokens, speed.limits) / speed.decode_efficiency]
     if draw.trained:
-        once = replace(draw, scored=0, given=True)
+        once = replace(draw, scored=0, teacher_forced=True)
         seconds = draw_seconds(config, once, held, setting, speed, draw.prompt_tokens + draw.new_tokens)["update"]
         tokens, updates = P * (draw.prompt_tokens + draw.samples * draw.new_tokens), setting.updates_per_batch
         spans += [seconds / updates * min(1.0, setting.micro_batch_tokens / tokens), seconds * (1 - 1 / updates)]
     return max(spans)
 
 
-def describe_stop(configs: dict[str, Config], held: dict[str, Held], draws: list[Draw], setting: Setting,
+def describe_stop(configs: dict[str, Config], held: dict[str, Held], draws: list[PlannedDraw], setting: Setting,
                   speed: Speed, disk_speed: float = DISK_SPEED) -> str:
     """What a request to stop takes, from the signal to the exit, in a line."""
     first, other = saved_bytes(configs, held, setting)
@@ -453,13 +454,13 @@ def describe_stop(configs: dict[str, Config], held: dict[str, Held], draws: list
 
 # A run's plan, from what its recipe declares
 
-def draws_of(calls: list, prompt_tokens: Callable, share: float = 1.0) -> list[Draw]:
-    """A recipe's calls as draws. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that
+def planned(draws: dict, prompt_tokens: Callable, share: float = 1.0) -> list[PlannedDraw]:
+    """A recipe's draws, sized. prompt_tokens(wrap): tokens of a problem in a prompt; share: of their limits that
     completions run to."""
-    return [Draw(call.role, call.label, call.num_prompts, call.num_samples,
-                 prompt_tokens(call.wrap) + int(share * call.quoted), max(1, int(share * call.max_new_tokens)),
-                 call.times, call.trained, call.given, call.scored)
-            for call in calls]
+    return [PlannedDraw(draw.role, name, draw.num_prompts, draw.num_samples,
+                        prompt_tokens(draw.wrap) + int(share * draw.quoted), max(1, int(share * draw.max_new_tokens)),
+                        draw.times, draw.trained, draw.teacher_forced, draw.scored)
+            for name, draw in draws.items()]
 
 
 def held_by(args, specs: dict, configs: dict[str, Config]) -> dict[str, Held]:
@@ -496,20 +497,20 @@ def longest_prompt(tokenizer, fmt, problems: list[str]) -> Callable:
     return functools.cache(lambda wrap: len(wrap(tokenizer, fmt, longest)))
 
 
-def plan_of(args, specs: dict, configs: dict[str, Config], calls: list, tokenizer, fmt, problems: list[str],
+def plan_of(args, specs: dict, configs: dict[str, Config], draws: dict, tokenizer, fmt, problems: list[str],
             ranks: int, dtype: torch.dtype, device: torch.device) -> dict:
     """`memory_plan` of a run: of a micro-batch no more tokens than a draw has."""
-    draws = draws_of(calls, longest_prompt(tokenizer, fmt, problems))
-    most = max(-(-d.prompts // ranks) * (d.prompt_tokens + d.samples * d.new_tokens) for d in draws)
+    sized = planned(draws, longest_prompt(tokenizer, fmt, problems))
+    most = max(-(-d.prompts // ranks) * (d.prompt_tokens + d.samples * d.new_tokens) for d in sized)
     setting = setting_of(args, ranks, dtype, device)
     setting = replace(setting, micro_batch_tokens=min(setting.micro_batch_tokens, most))
-    return memory_plan(configs, held_by(args, specs, configs), draws, setting)
+    return memory_plan(configs, held_by(args, specs, configs), sized, setting)
 
 
-def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, totals: dict[str, int], tokenizer, fmt,
+def describe_run(args, specs: dict, configs: dict[str, Config], draws: dict, totals: dict[str, int], tokenizer, fmt,
                  problems: list[str], ranks: int, dtype: torch.dtype, device: torch.device) -> list[str]:
     """What tango_rl --dry-run prints: flags as resolved, memory per rank, tokens per step, hours. specs, configs: of
-    the roles; calls: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
+    the roles; draws: what the recipe samples; totals: updates of each role in the run; problems: their texts."""
     speed, held = Speed(gpu_name(device)), held_by(args, specs, configs)
     setting = setting_of(args, ranks, dtype, device)
     first, most = problems[:1000], longest_prompt(tokenizer, fmt, problems)
@@ -517,25 +518,25 @@ def describe_run(args, specs: dict, configs: dict[str, Config], calls: list, tot
     others = flags_of_others(args.task)
     lines = ["settings: " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in vars(args).items()
                                      if not name.startswith(others)), ""]
-    plan = plan_of(args, specs, configs, calls, tokenizer, fmt, problems, ranks, dtype, device)
+    plan = plan_of(args, specs, configs, draws, tokenizer, fmt, problems, ranks, dtype, device)
     lines += show_plan(plan, machine_memory(device) / 1e9)
     lines += ["", "tokens per step, at most: " + ", ".join(
-        f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.label} ({draw.role})"
-        for draw in draws_of(calls, most))]
+        f"{draw.prompts * draw.samples * draw.new_tokens:,} of {draw.name} ({draw.role})"
+        for draw in planned(draws, most))]
     lines += ["updates: " + ", ".join(f"{count} of the {role}" for role, count in totals.items())]
     for share, words in ((0.5, "half of their limits"), (1.0, "their limits")):
         total, shown = 0.0, []
-        context = max(mean(call.wrap) + int(share * (call.quoted + call.max_new_tokens)) for call in calls)
-        for draw in draws_of(calls, mean, share):
+        context = max(mean(draw.wrap) + int(share * (draw.quoted + draw.max_new_tokens)) for draw in draws.values())
+        for draw in planned(draws, mean, share):
             seconds = draw_seconds(configs[draw.role], draw, held[draw.role], setting, speed, context)
             total += draw.times * sum(seconds.values())
-            shown.append(f"{draw.label} {sum(seconds.values()):.1f}s x {draw.times}")
+            shown.append(f"{draw.name} {sum(seconds.values()):.1f}s x {draw.times}")
         lines.append(f"{total / 3600:.2f} hours if completions run to {words}: {', '.join(shown)}, evaluation apart")
     first, other = saved_bytes(configs, held, setting)
     lines.append(f"{(first + (ranks - 1) * other) / 1e9:.3f} GB on disk per checkpoint set (weights, and AdamW of what "
                  f"is trained); --save-every {args.save_every}, "
                  + (f"the last {args.keep} are kept" if args.keep else "none is removed"))
-    lines.append(describe_stop(configs, held, draws_of(calls, most), setting, speed))
+    lines.append(describe_stop(configs, held, planned(draws, most), setting, speed))
     return [*lines,
             f"computed for {ranks} x {speed.gpu} at {100 * speed.mfu:.0f}% of the peak FLOPs in training and "
             f"{100 * speed.decode_efficiency:.0f}% of the bandwidth's speed in decoding; "

@@ -81,7 +81,7 @@ def step_of_role(record: dict, role: str, shown: list[str]) -> str:
 
 def logprob_gap(t: Play, role: str) -> float:
     """The largest difference between the logprobs of sampler and trainer, over solutions of a few problems."""
-    rollouts = t.solve(role, [t.task.problem("rl", i) for i in range(4)], t.args.num_samples, "health")
+    rollouts = t.solve("health", [t.task.problem("rl", i) for i in range(4)], t.args.num_samples, role=role)
     ones = torch.ones_like(rollouts.sampler_logprobs)
     batches = t.even(t.micro_batches(rollouts, ones, ones[:, 0], keep_idle=True))
     gaps = [score(t.roles[role].model, b, t.args.temperature) - b.at_trained(b.sampler_logprobs) for b in batches]

@@ -12,7 +12,7 @@ from nanochat.rl.records.rollouts import Rollouts
 def rollout_records(t: Play, update: Update) -> list[dict]:
     """All rollouts of the first --log-rollouts problems of each part of an update, for rollouts.jsonl.
 
-    call: the label of the draw, "" of a given text. problem, gold: the problem and its answer; solution: what the
+    call: the name of its draw, "" of a given text. problem, gold: the problem and its answer; solution: what the
     rollout is, or what its prompt quotes, and then completion is what was written behind it. step_spans: characters
     [start, end) of the solution's steps; step_ends: their last tokens, where the solution is the rollout; step_labels:
     gold. token_ends: where each token of the rollout ends in its text, in characters; advantages: of each token. Beside
@@ -26,7 +26,7 @@ def rollout_records(t: Play, update: Update) -> list[dict]:
             solution = prompt.solution or read_solution(t.tokenizer, fmt, tokens)
             is_quoted = prompt.solution is not None and "verification" not in rollouts.columns
             records.append({
-                "role": update.role, "call": rollouts.calls[n] if rollouts.calls else "",
+                "role": update.role, "call": rollouts.draws[n] if rollouts.draws else "",
                 "problem": prompt.problem.prompt, "gold": prompt.problem.answer,
                 "solution": solution.text, "outcome": None,
                 "step_labels": labels_of(t.task, prompt.problem, solution.text),

@@ -16,7 +16,7 @@ import torch
 
 from nanochat.rl.measure.evals import SPLITS, log_rewards
 from nanochat.rl.measure.scores import share_of
-from nanochat.rl.play.play import Call, Play, Update, warn_once
+from nanochat.rl.play.play import Draw, Play, Update, warn_once
 from nanochat.rl.records.prompts import (STRENGTHS, Prompt, numbered, parse_choice, parse_scores, read_solution,
                                          top_score)
 from nanochat.rl.records.rollouts import Rollouts
@@ -113,22 +113,23 @@ def add_judge_args(group, max_new_tokens: int) -> None:
 JUDGE_LEAST = {"num_solutions": 1, "verifier_max_new_tokens": 1}
 
 
-def judge_calls(args, form: str, num: int) -> list[Call]:
+def lineup_draws(args, form: str, num: int) -> dict[str, Draw]:
     """What a step samples: solutions, and a group of verifications of one lineup of each problem."""
     P = args.examples_per_step
-    return [Call("generator", "judged", P, args.num_solutions, args.max_new_tokens, args.num_steps),
-            Call("verifier", "verifier", P, args.num_samples, args.verifier_max_new_tokens, args.num_steps,
-                 trained=True, wrap=partial(empty_form_prompt, form=form, num=num), quoted=num * args.max_new_tokens)]
+    return {"judged": Draw("generator", P, args.num_solutions, args.max_new_tokens),
+            "verifications": Draw("verifier", P, args.num_samples, args.verifier_max_new_tokens, trained=True,
+                                  wrap=partial(empty_form_prompt, form=form, num=num),
+                                  quoted=num * args.max_new_tokens)}
 
 
 def judge(t: Play, form: str, num: int) -> tuple[Rollouts, list[Lineup]]:
     """This step's lineups of `num`, and a group of verifications of each: this rank's share. -> the verifications and
     the lineup of each"""
-    solutions = t.solve("generator", t.problems(), t.args.num_solutions, "judged")
+    solutions = t.solve("judged", t.problems(), t.args.num_solutions)
     shown = lineups(t, solutions, num, random.Random(f"{t.args.seed}-{t.step}-places"))
     t.log("verifier", {"num_lineups": len(shown)})
     mine = shown[t.run.rank:: t.run.world]
-    rollouts = t.sample("verifier", lineup_prompts(t, form, mine), t.args.num_samples, "verifier")
+    rollouts = t.sample("verifications", lineup_prompts(t, form, mine))
     of_each = [mine[g] for g in rollouts.group_id.tolist()]
     rollouts.columns = lineup_columns(of_each)
     return rollouts, of_each
@@ -180,7 +181,7 @@ def held_out_lineups(t: Play, num: int, split: str) -> list[Lineup]:
     """The lineups of a test split, over all ranks. They are drawn once, as the generator does not learn, and kept."""
     kept = t.memory.setdefault("held_out", {})
     if split not in kept:
-        solutions = t.solve("generator", t.problems(t.args.eval_examples, split), t.args.num_solutions, "fixed")
+        solutions = t.solve("fixed", t.problems(t.args.eval_examples, split), t.args.num_solutions, role="generator")
         kept[split] = [[line.problem.index, line.texts, line.right] for line in lineups(t, solutions, num, None)]
     return [Lineup(t.task.problem(split, index), texts, right) for index, texts, right in kept[split]]
 
@@ -204,7 +205,7 @@ PAIR_TABLE = {
 def scores_of_pairs(t: Play, form: str, graded: bool = False) -> dict:
     """`scores_of_choices` of greedy verifications."""
     def written(shown: list[Lineup]) -> list[int | None]:
-        rollouts = t.sample("verifier", lineup_prompts(t, form, shown), 1, "eval", greedy=True)
+        rollouts = t.sample("eval", lineup_prompts(t, form, shown), 1, role="verifier", greedy=True)
         return read_choices(t, rollouts, graded)
     found = scores_of_choices(t, written)
     for name in SPLITS.values():
@@ -284,7 +285,7 @@ def verified_together(t: Play, role: str, solutions: Rollouts, shown: list[list[
     """`num_samples` verifications of each lineup of `num` of these solutions, and what each gives to each of them."""
     texts, problems = solutions.texts, solutions.problems()
     prompts = lineup_prompts(t, form, [Lineup(problems[rows[0]], [texts[n] for n in rows]) for rows in shown])
-    rollouts = t.sample(role, prompts, num_samples, "verdicts")
+    rollouts = t.sample("verdicts", prompts, num_samples, role=role)
     worths = WORTHS[form](t, rollouts, num)
     warn_of_form(t, form, t.mean({"unread": [row is None for row in worths]})["unread"])
     return rollouts, worths

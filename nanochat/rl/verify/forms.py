@@ -147,7 +147,7 @@ def empty_form_prompt(tokenizer, fmt, problem: str, form: str, num: int) -> list
 
 
 def form_of(wrap: Callable) -> str:
-    """The form that a call's prompts (`Call.wrap`) ask for; "" where they ask for no verification."""
+    """The form that a draw's prompts (`Draw.wrap`) ask for; "" where they ask for no verification."""
     if wrap is empty_verifier_prompt:
         return "steps"
     return wrap.keywords["form"] if isinstance(wrap, partial) and wrap.func is empty_form_prompt else ""

@@ -7,10 +7,10 @@ from nanochat.rl.measure.evals import cut, padded
 from nanochat.rl.measure.scores import first_error_f1, macro_f1, share_of
 from nanochat.rl.measure.step_labels import until_error
 from nanochat.rl.measure.voting import auroc, calibration, choose
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.outcomes import answers_of, labels_of
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.judges import JUDGES, JUDGE_CALLS, Judgment, add_judge_args, check_judge_args
+from nanochat.rl.verify.judges import JUDGES, Judgment, add_judge_args, check_judge_args, judge_draws
 
 
 def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
@@ -18,7 +18,7 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
     was first asked: the same in the whole run."""
     problems = t.problems(t.args.eval_examples, "test_in")
     if "judged_solutions" not in t.memory:
-        rows = t.solve(generator, problems, num, "judged").completions()
+        rows = t.solve("judged", problems, num, role=generator).completions()
         of_problems = t.gather([rows[i: i + num] for i in range(0, len(rows), num)])
         t.memory["judged_solutions"] = padded([row for rows in of_problems for row in rows])
     rows = cut(t.memory["judged_solutions"])
@@ -92,10 +92,10 @@ def check_judged_args(args) -> None:
     check_least(args, {"judged_samples": 1})
 
 
-def judged_calls(args, judge: str) -> list[Call]:
+def judged_draws(args, judge: str) -> dict[str, Draw]:
     """What the evaluation samples and gives to the judge; nothing of it in a step."""
     P, n = args.examples_per_step, args.judged_samples
-    return [Call("generator", "judged", P, n, args.max_new_tokens, 0), JUDGE_CALLS[judge](args, P, n, 0)]
+    return {"judged": Draw("generator", P, n, args.max_new_tokens, 0)} | judge_draws(args, judge, P, n, 0)
 
 
 def scores_as_judge(t: Play, judge: str) -> dict:

@@ -14,7 +14,7 @@ import torch
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.measure.scores import share_of
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, solve_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import WORTHS, Lineup, forced_choices, rings, turned, verified_together
@@ -46,7 +46,7 @@ def generative(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     """Shares of k sampled verifications (--verifications) that call a step, and the whole, right. Those that cannot be
     read say nothing."""
     k = t.args.verifications
-    rollouts = t.verify(role, solutions, k, "verdicts")
+    rollouts = t.verify("verdicts", solutions, k, role=role)
     said, lengths = t.read_verifications(rollouts), rollouts.lengths.tolist()
     return [shares(said[i: i + k], sum(lengths[i: i + k])) for i in range(0, len(said), k)]
 
@@ -97,7 +97,7 @@ def analysed(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     """GenPRM, GenRM-CoT: p(T) / (p(T) + p(F)) at the place of each verdict in k sampled verifications, the mean over
     them. A verdict that is not there counts .5 (as in GenPRM's code)."""
     k = t.args.verifications
-    rollouts = t.verify(role, solutions, k, "verdicts")
+    rollouts = t.verify("verdicts", solutions, k, role=role)
     lengths, chances = rollouts.lengths.tolist(), written_chances(t, role, rollouts)
     said = [[0.5 if chance is None else chance for chance in row] for row in chances]  # (N k, K + 1)
     means = [[sum(column) / k for column in zip(*said[i: i + k], strict=True)] for i in range(0, len(said), k)]
@@ -109,7 +109,7 @@ def preferred(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     of both orders. What the greedy one costs counts for the first solution of its problem."""
     problems, N = solutions.problems(), len(solutions)
     distinct = list(dict.fromkeys(problems))
-    greedy = t.solve("generator", distinct, 1, "reference", greedy=True)
+    greedy = t.solve("reference", distinct, greedy=True)
     references, lengths = dict(zip(distinct, greedy.texts, strict=True)), greedy.lengths.tolist()
     pairs = [Lineup(p, [text, references[p]], 0) for p, text in zip(problems, solutions.texts, strict=True)]
     chances = chances_at(t, role, *forced_choices(t, role, pairs + turned(pairs)))
@@ -151,47 +151,47 @@ OF_THE_WHOLE = ("end", "verdict", "preferred", *WORTHS)  # judges that say nothi
 VERDICT_TOKENS = 32  # of a verdict alone, at most
 
 
-# What a step gives each judge: (args, problems, solutions of each, times in a run) -> Call
+# What a step gives each judge: (args, problems, solutions of each, times in a run; None as in Draw)
 
-def written_call(args, num_problems: int, num_samples: int, times: int) -> Call:
-    return Call("verifier", "verdicts", num_problems * num_samples, args.verifications, args.verifier_max_new_tokens,
-                times, wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
-
-
-def log_odds_call(args, num_problems: int, num_samples: int, times: int) -> Call:
-    return Call("verifier", "verdicts", num_problems, num_samples, args.max_new_tokens + 1, times, given=True, scored=2)
-
-
-def verdict_call(args, num_problems: int, num_samples: int, times: int) -> Call:
-    return Call("verifier", "verdicts", num_problems * num_samples, 1, VERDICT_TOKENS, times, given=True, scored=2,
+def written_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
+    return Draw("verifier", num_problems * num_samples, args.verifications, args.verifier_max_new_tokens, times,
                 wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
 
 
-def analysed_call(args, num_problems: int, num_samples: int, times: int) -> Call:
-    return written_call(args, num_problems, num_samples, times)._replace(scored=2)
+def log_odds_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
+    return Draw("verifier", num_problems, num_samples, args.max_new_tokens + 1, times, teacher_forced=True, scored=2)
 
 
-def preferred_call(args, num_problems: int, num_samples: int, times: int) -> Call:
-    return Call("verifier", "verdicts", 2 * num_problems * num_samples, 1, VERDICT_TOKENS, times, given=True, scored=2,
+def verdict_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
+    return Draw("verifier", num_problems * num_samples, 1, VERDICT_TOKENS, times, teacher_forced=True, scored=2,
+                wrap=empty_verifier_prompt, quoted=args.max_new_tokens)
+
+
+def analysed_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
+    return written_draw(args, num_problems, num_samples, times)._replace(scored=2)
+
+
+def preferred_draw(args, num_problems: int, num_samples: int, times: int | None) -> Draw:
+    return Draw("verifier", 2 * num_problems * num_samples, 1, VERDICT_TOKENS, times, teacher_forced=True, scored=2,
                 wrap=partial(empty_form_prompt, form="pair", num=2), quoted=2 * args.max_new_tokens)
 
 
-def reference_calls(args, judge: str, num_problems: int, times: int) -> list[Call]:
-    """What a judge has the generator sample beside the solutions."""
-    if judge != "preferred":
-        return []
-    return [Call("generator", "reference", num_problems, 1, args.max_new_tokens, times)]
-
-
-def together_call(args, num_problems: int, num_samples: int, times: int, form: str) -> Call:
+def together_draw(args, num_problems: int, num_samples: int, times: int | None, form: str) -> Draw:
     num = num_together(args, form)
-    return written_call(args, num_problems, num_samples, times)._replace(
+    return written_draw(args, num_problems, num_samples, times)._replace(
         wrap=partial(empty_form_prompt, form=form, num=num), quoted=num * args.max_new_tokens)
 
 
-JUDGE_CALLS = {"generative": written_call, "steps": log_odds_call, "end": log_odds_call, "tokens": log_odds_call,
-               "verdict": verdict_call, "analysed": analysed_call, "preferred": preferred_call,
-               **{form: partial(together_call, form=form) for form in WORTHS}}
+JUDGE_DRAWS = {"generative": written_draw, "steps": log_odds_draw, "end": log_odds_draw, "tokens": log_odds_draw,
+               "verdict": verdict_draw, "analysed": analysed_draw, "preferred": preferred_draw,
+               **{form: partial(together_draw, form=form) for form in WORTHS}}
+
+
+def judge_draws(args, judge: str, num_problems: int, num_samples: int, times: int | None = None) -> dict[str, Draw]:
+    """What a judge is asked, and what it has the generator sample beside the solutions."""
+    asked = {"verdicts": JUDGE_DRAWS[judge](args, num_problems, num_samples, times)}
+    reference = {"reference": Draw("generator", num_problems, 1, args.max_new_tokens, times)}
+    return asked | reference if judge == "preferred" else asked
 
 
 def add_judge_args(group) -> None:

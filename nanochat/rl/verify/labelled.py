@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from nanochat.common import BadInput, gather_lists
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.step_labels import METHODS
-from nanochat.rl.play.play import Call, Play
+from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import count_copies, longest_problem, solve_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import one_right
@@ -155,17 +155,17 @@ def longest_labelled(path: str) -> tuple[int, str]:
     return num, f"leave the longest solutions out of --labels {path} (that of {owners[longest]} has {num} tokens)"
 
 
-def labelled_call(args) -> Call:
+def labelled_draw(args) -> Draw:
     """The labelled solutions of a step, given to the verifier as its own completions, and learned from."""
     longest, remedy = longest_labelled(args.labels)
-    return Call("verifier", "labelled", args.examples_per_step, 1, longest, args.num_steps, trained=True, given=True,
-                scored=2, remedy=remedy)
+    return Draw("verifier", args.examples_per_step, 1, longest, trained=True, teacher_forced=True, scored=2,
+                remedy=remedy)
 
 
-def quoting_labelled(args, call: Call, num: int = 1) -> Call:
-    """A call whose prompts quote `num` labelled solutions."""
+def quoting_labelled(args, draw: Draw, num: int = 1) -> Draw:
+    """A draw whose prompts quote `num` labelled solutions."""
     longest, remedy = longest_labelled(args.labels)
-    return call._replace(quoted=num * longest, remedy=remedy)
+    return draw._replace(quoted=num * longest, remedy=remedy)
 
 
 def digest(rows: list[Labelled]) -> int:
