@@ -233,6 +233,21 @@ def others_complained() -> bool:
     return complaints("") > 0
 
 
+def at_least(low: float, kind: type = int, most: float = math.inf) -> Callable:
+    """A type for argparse: an int, or a float, from `low` to `most`."""
+    def number(text: str):
+        value = kind(text)
+        if not low <= value <= most:
+            bound = f"at least {low}" if not value >= low else f"at most {most}"
+            raise argparse.ArgumentTypeError(f"{text}: must be {bound}")
+        return value
+    number.__name__, number.kind = kind.__name__, kind  # argparse says "invalid int value"
+    return number
+
+
+SHARE = at_least(0, float, 1)
+
+
 def check_least(args, least: dict[str, float]) -> None:
     """Raises BadInput for the first flag whose value is below its least one, or not a number. A flag left at None is
     not looked at."""
@@ -265,8 +280,8 @@ def in_words(may_change: set[str]) -> str:
 
 
 def flag_defaults(parser) -> dict:
-    """The flags of a parser and their defaults."""
-    return {action.dest: action.default for action in parser._actions}
+    """The flags of a parser and their defaults, and what it sets without a flag."""
+    return parser._defaults | {action.dest: action.default for action in parser._actions}
 
 
 def check_unchanged(what: str, before: dict, args, may_change: set[str], defaults: dict) -> list[str]:

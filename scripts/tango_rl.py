@@ -52,6 +52,7 @@ from nanochat.storage.run import (add_run_args, choose_run_name, claim_run_name,
                                   uses_wandb)
 from nanochat.weights import check_weights
 from tasks import add_task_args, make_task
+from tasks.few_labels import FewLabels
 
 CHECK_EVERY = 50  # steps between comparisons of the ranks' weights, which are compared before they are saved too
 
@@ -341,6 +342,8 @@ def main(args) -> None:
                        f"would remove the checkpoints behind it, up to step {saved_steps(args.run)[-1]}")
     run = open_run(args, recipe, task, problems, starts, device, dtype, world, resume_step, seen)
     run.tokenizer, run.resumed_from = tokenizer.mark(), resume_step
+    if args.num_labelled:
+        task = FewLabels(task, args.num_labelled, args.labelled_share, args.examples_per_step)
     sampler = Sampler(task, tokenizer, args.seed, temperature=args.temperature, top_k=args.top_k,
                       calculator=args.calculator, max_rows=args.max_rows,
                       max_cached_tokens=args.max_cached_tokens)

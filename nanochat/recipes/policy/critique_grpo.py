@@ -24,7 +24,8 @@ import torch
 from nanochat.common import BadInput
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import first_error
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import labels_of

@@ -7,7 +7,7 @@ from nanochat.common import check_least
 from nanochat.recipes.policy import critique_grpo
 from nanochat.recipes.policy.critique_grpo import SHOWN, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import gathered_verdict_scores
+from nanochat.rl.measure.observe import gathered_verdict_scores
 from nanochat.rl.play.play import Draw
 from nanochat.rl.records.prompts import empty_verifier_prompt
 

@@ -19,7 +19,8 @@ import torch
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, log_variances, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts, join
 

@@ -7,24 +7,26 @@ reinforce++ (Hu 2025).
 Departures:
 1. The reward is the task's check of the answer. The paper trains a reward model.
 2. --kl-coef is 1e-3, not 0.04.
-3. Only some problems may have gold answers (--num-labelled).
 """
-from nanochat.recipes.tango import tango
-from nanochat.recipes.tango.tango import check  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import observe
+from nanochat.rl.play.play import Draw, Update
 
 TAGS = dict(family="single model", verifier="none", reward="outcome", credit="z-score")
 ROLES = {"generator": RoleSpec("--model-tag")}
-add_args = tango.add_label_args
 
 
 def draws(args):
-    return tango.solution_draws(args)
+    return {"solutions": Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)}
 
 
 def play(t):
-    yield from tango.generator_step(t, judge=None)
+    solutions = t.solve("solutions", t.problems())       # a group of each problem
+    rewards = t.rewards(solutions)                       # by the gold answer
+    advantages = t.advantages(solutions, rewards)        # less the group's mean, over its standard deviation
+    observe(t, "generator", solutions, rewards, advantages)
+    yield Update("generator", [(solutions, advantages)])
 
 
 def evaluate(t):

@@ -26,7 +26,8 @@ from itertools import product
 from nanochat.common import BadInput, check_choices
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec, short_name
-from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
+from nanochat.rl.measure.evals import SPLITS, are_right
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import quoting_prompt

@@ -27,7 +27,8 @@ from typing import NamedTuple
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.recipes.policy.score import changes
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import SPLITS, are_right, gathered_verdict_scores, log_rewards, pass_at_1
+from nanochat.rl.measure.evals import SPLITS, are_right, pass_at_1
+from nanochat.rl.measure.observe import gathered_verdict_scores, log_rewards
 from nanochat.rl.measure.scores import majority, share_of
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of

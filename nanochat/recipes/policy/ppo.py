@@ -27,7 +27,8 @@ from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import gae, whiten
 from nanochat.rl.credit.rewards import outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, log_variances, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.verify.log_odds import bce_coefficients, log_judgments, log_odds, mean_over, verdict_parts
 

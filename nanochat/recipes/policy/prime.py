@@ -25,7 +25,8 @@ from nanochat.rl.credit.advantages import PRESETS, SparseRewards, source_advanta
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import keep_groups, outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_odds_scores, log_rewards, log_variances, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_odds_scores, log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
 

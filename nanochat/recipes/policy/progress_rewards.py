@@ -17,7 +17,8 @@ from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.credit.advantages import COMBINE, PRESETS
 from nanochat.rl.credit.rewards import at_step_ends, outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, log_variances, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.measure.scores import pass_at_k
 from nanochat.rl.measure.step_labels import METHODS, run_plans
 from nanochat.rl.play.play import Draw, Play, Update

@@ -23,7 +23,8 @@ from nanochat.common import BadInput, check_choices, check_least
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import SPLITS, log_rewards
+from nanochat.rl.measure.evals import SPLITS
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import refine_prompt
 

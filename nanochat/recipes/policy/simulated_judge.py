@@ -20,7 +20,7 @@ from nanochat.common import BadInput
 from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
-from nanochat.rl.measure.evals import log_rewards, log_variances
+from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.measure.voting import auroc
 from nanochat.rl.play.play import Play, Update
 

@@ -26,7 +26,8 @@ from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import SPLITS, log_rewards, log_variances
+from nanochat.rl.measure.evals import SPLITS
+from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import Prompt, reference_prompt
 from nanochat.rl.records.rollouts import Rollouts, join

@@ -27,7 +27,7 @@ import torch
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, verification_columns
+from nanochat.rl.measure.observe import log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import warn_of_form

@@ -18,7 +18,8 @@ from nanochat.common import BadInput, check_choices, check_least
 from nanochat.recipes.reward_models.think_rm import FORM
 from nanochat.rl.credit.advantages import difference_advantages
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.verify.comparing import Worths, all_pairs, verified_together
 from nanochat.rl.verify.forms import empty_form_prompt

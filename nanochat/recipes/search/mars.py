@@ -38,7 +38,8 @@ from nanochat.common import BadInput, check_least, check_most
 from nanochat.rl.credit.advantages import PRESETS, Preset, alone, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
+from nanochat.rl.measure.evals import SPLITS, are_right
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import quoting_prompt

@@ -20,7 +20,8 @@ from dataclasses import replace
 
 from nanochat.common import BadInput, check_least
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of, labels_of
 from nanochat.rl.records.rollouts import Rollouts

@@ -26,7 +26,7 @@ from nanochat.recipes.search import search_r1
 from nanochat.recipes.search.search_r1 import (add_search_args, log_queries, no_search, read_queries, scores_of_both,
                                                search_of)
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
                                         gathered, log_proposals, propose, propose_prompt, spread)

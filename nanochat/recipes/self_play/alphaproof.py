@@ -34,7 +34,8 @@ import torch
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import SPLITS, are_right, log_rewards
+from nanochat.rl.measure.evals import SPLITS, are_right
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import pass_at_k, share_of
 from nanochat.rl.play.play import Draw, Play, Update, warn_once
 from nanochat.rl.records.outcomes import answers_of

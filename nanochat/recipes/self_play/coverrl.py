@@ -33,7 +33,8 @@ from nanochat.common import BadInput, check_least
 from nanochat.recipes.self_play import ttrl
 from nanochat.recipes.self_play.ttrl import votes_per_problem
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
+from nanochat.rl.measure.evals import scores_of_pair
+from nanochat.rl.measure.observe import gathered_verdict_scores, log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt

@@ -37,7 +37,7 @@ from nanochat.common import check_choices, check_least
 from nanochat.recipes.self_play._debates import (DEBATE_TABLE, Debate, are_reached, argue, confidences,
                                                  evaluate_debates, positions_of, verify, won)
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import quoting_prompt

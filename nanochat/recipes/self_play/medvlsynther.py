@@ -24,7 +24,8 @@ import torch
 
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import Proposals, check_reads_problems, log_proposals, propose, propose_prompt
 from nanochat.rl.records.outcomes import answers_of

@@ -28,7 +28,8 @@ from nanochat.common import check_choices, check_least
 from nanochat.rl.credit.advantages import whiten
 from nanochat.rl.credit.rewards import format_reward, terminal_rewards, verdict_reward
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import gathered_verdict_scores, log_rewards, scores_of_pair, verification_columns
+from nanochat.rl.measure.evals import scores_of_pair
+from nanochat.rl.measure.observe import gathered_verdict_scores, log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.play.proposals import (BY_ACCURACY, Proposals, accuracies, check_reads_problems, drawn, earns,
                                         gathered, log_proposals, propose, propose_prompt, spread)

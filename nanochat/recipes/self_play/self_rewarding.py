@@ -21,7 +21,8 @@ Departures:
 """
 from nanochat.common import check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, scores_of_pair
+from nanochat.rl.measure.evals import scores_of_pair
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import empty_verifier_prompt

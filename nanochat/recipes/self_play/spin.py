@@ -19,7 +19,8 @@ import random
 
 from nanochat.common import check_least
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.pairs import add_pair_args, check_pair_args, learn_from_pairs
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts, join

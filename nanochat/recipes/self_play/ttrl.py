@@ -22,7 +22,8 @@ Departures:
 """
 from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.measure.evals import log_rewards, pass_at_1
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import majority
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of

@@ -1,13 +1,17 @@
 """
-Solutions that a verifier is trained on: gathered over ranks, kept for later, balanced.
+What a verifier is trained on: solutions, gathered over ranks, kept for later, balanced; and the weights of their
+classes.
 """
 import random
+from dataclasses import asdict
 
 import torch
 from torch.nn.functional import pad
 
 from nanochat.common import all_reduce, gather_tensor
+from nanochat.rl.credit.rewards import ClassWeights
 from nanochat.rl.play.play import Play
+from nanochat.rl.records.prompts import count_copies
 from nanochat.rl.records.rollouts import Rollouts
 
 
@@ -65,3 +69,47 @@ def choose_solutions(fresh: list[bool], past: list[bool], num: int, replay: floa
         else:
             left_over.append(place)
     return chosen + left_over[: num - len(chosen)]
+
+
+# One step
+
+def wants_pool(args) -> bool:
+    """Whether a run keeps past solutions."""
+    return bool(args.replay_size and (args.verifier_balance or args.verifier_replay))
+
+
+def keep(t: Play, solutions: Rollouts, advantages: torch.Tensor | None = None) -> None:
+    """Keeps the solutions of a generator step for verifier steps to come."""
+    if wants_pool(t.args):
+        new = scored_solutions(t, solutions, solutions.columns["outcome"])
+        t.memory["pool"] = extended(t.memory.get("pool"), new, t.args.replay_size)
+
+
+def solutions_to_judge(t: Play) -> tuple[Rollouts, list[bool], list[int]]:
+    """One new solution of each problem, or past ones in place of some (`choose_solutions`). -> this rank's share of
+    them, their outcomes, and how often the problem of each came before"""
+    args, pool = t.args, t.memory.get("pool")
+    sampled = t.solve("judged", t.problems(labelled=True))
+    fresh = scored_solutions(t, sampled, t.check(sampled))
+    num_fresh = len(fresh["problem"])
+    candidates = extended(fresh, pool, num_fresh + args.replay_size) if pool else fresh
+    outcomes = candidates["outcome"].tolist()
+    chosen = choose_solutions(outcomes[:num_fresh], outcomes[num_fresh:], args.examples_per_step, args.verifier_replay,
+                              args.verifier_balance, random.Random(f"{args.seed}-{t.step}"))
+    mine = slice(t.run.rank, None, t.run.world)
+    copies, chosen = count_copies(candidates["problem"][chosen].tolist())[mine], chosen[mine]
+    problems = [t.task.problem("rl", index) for index in candidates["problem"][chosen].tolist()]
+    solutions = t.written("generator", t.solve_prompts(problems), completions_of(candidates, chosen))
+    if wants_pool(args):
+        t.memory["pool"] = extended(pool, fresh, args.replay_size)
+    return solutions, [outcomes[n] for n in chosen], copies
+
+
+def class_weights(t: Play, outcomes: list[bool]) -> torch.Tensor:
+    """The weight of each verification by the class of what it judges, over moving averages of all batches. -> (N,)"""
+    weights, G = ClassWeights(**t.memory.get("class_weights", {})), t.args.num_samples
+    counts = torch.tensor([outcomes.count(True) / G, outcomes.count(False) / G], device=t.device)
+    weights.observe(*t.reduce(counts).tolist())
+    t.memory["class_weights"] = asdict(weights)
+    t.log("verifier", {"class_weight/right": weights.weight(True), "class_weight/wrong": weights.weight(False)})
+    return torch.tensor([weights.weight(outcome) for outcome in outcomes], device=t.device)

@@ -5,19 +5,11 @@ The verifier is rewarded as in recipe tango. The solutions that it judges never 
 Departures: 1 and 4 of recipe tango.
 """
 from nanochat.recipes.tango import tango
-from nanochat.recipes.tango.tango import TABLE, check, evaluate  # noqa: F401
+from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 
 TAGS = dict(family="verifier alone", verifier="generative, RL on outcomes", reward="verdict", credit="z-score")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"verifier": ["balanced_acc", "step_f1"]}
-add_args = tango.add_verifier_args
-
-
-def draws(args):
-    return tango.verifier_draws(args)
-
-
-def play(t):
-    yield from tango.verifier_step(t)
+add_args, draws, play = tango.add_verifier_args, tango.verifier_draws, tango.verifier_step

@@ -8,13 +8,15 @@ learned this form by SFT (chat_sft --verifier-form), and perhaps by RL in recipe
 --verifier-max-new-tokens of these. Each solution of a group is judged beside its neighbours, in a ring, and its chance
 is its share of duels won, or of the highest score. Recipe tango trains verifiers of single solutions alone.
 
-Departures: 3, 5 and 6 of recipe tango.
+Departures: 3 and 5 of recipe tango.
 """
-from nanochat.common import BadInput, check_choices
+from nanochat.common import BadInput
 from nanochat.recipes.tango import tango
-from nanochat.recipes.tango.tango import TABLE, WRITTEN  # noqa: F401
+from nanochat.recipes.tango._judged import asked, written
+from nanochat.recipes.tango.tango import TABLE  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1, scores_of_pair
+from nanochat.rl.play.play import Draw
 from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
@@ -22,24 +24,22 @@ TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="
             credit="z-score of the sum")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha", "wrong_passed"]}
+WRITTEN = "generative"  # the judge whose verdicts are read from one verification, as in the paper
 
 
 def add_args(group):
-    tango.add_label_args(group)
     tango.add_alpha_args(group)
     tango.add_verdict_args(group)
     tango.add_distinct_args(group)
     tango.add_step_args(group)
-    group.add_argument("--judge", default=WRITTEN,
-                       help=f"how the verifier says what is right, one of: {', '.join(JUDGES)}")
+    group.add_argument("--judge", default=WRITTEN, choices=list(JUDGES), help="how the verifier says what is right")
     add_judged_args(group)
     add_together_args(group)
 
 
 def check(args, task):
-    tango.check(args, task)
+    tango.check_alpha(args, task)
     check_judged_args(args)
-    check_choices(args, {"judge": JUDGES})
     check_together_args(args)
     if args.judge != WRITTEN and args.step_rewards != "verdicts":
         raise BadInput(f"--judge {args.judge}: gives chances, and --step-rewards {args.step_rewards} makes them of "
@@ -50,13 +50,14 @@ def check(args, task):
 
 
 def draws(args):
-    if args.judge == WRITTEN:
-        return tango.generator_draws(args)
-    return tango.solution_draws(args) | judge_draws(args, args.judge, args.examples_per_step, args.num_samples)
+    P, G = args.examples_per_step, args.num_samples
+    return {"solutions": Draw("generator", P, G, args.max_new_tokens, trained=True),
+            **judge_draws(args, args.judge, P, G)}
 
 
 def play(t):
-    yield from tango.generator_step(t, judge="verifier", reward="verdict" if t.args.judge in OF_THE_WHOLE else "steps")
+    judge = written if t.args.judge == WRITTEN else asked
+    yield from tango.generator_step(t, judge, "verdict" if t.args.judge in OF_THE_WHOLE else "steps")
 
 
 def evaluate(t):

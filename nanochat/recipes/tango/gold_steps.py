@@ -5,19 +5,35 @@ The generator is rewarded as in recipe tango, but for labels that are always rig
 Departures: 3 of recipe tango, and --combine of 5.
 """
 from nanochat.common import BadInput
-from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.recipes.tango import tango
+from nanochat.recipes.tango._judged import gold
+from nanochat.rl.learn.roles import RoleSpec
+from nanochat.rl.measure.evals import pass_at_1
+from nanochat.rl.play.play import Draw
 
 TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score of the sum")
+ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["alpha"]}
-add_args = tango.add_alpha_args
+
+
+def add_args(group):
+    tango.add_alpha_args(group)
+    group.set_defaults(step_rewards="verdicts")
 
 
 def check(args, task):
-    tango.check(args, task)
+    tango.check_alpha(args, task)
     if not getattr(task, "has_step_labels", True):
         raise BadInput(f"--recipe gold_steps: task {task.name} has no gold labels of steps")
 
 
+def draws(args):
+    return {"solutions": Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)}
+
+
 def play(t):
-    yield from tango.generator_step(t, judge="gold")
+    yield from tango.generator_step(t, gold)
+
+
+def evaluate(t):
+    return pass_at_1(t, "generator")

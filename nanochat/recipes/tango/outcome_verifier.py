@@ -2,7 +2,7 @@
 
 Both roles are trained as in recipe tango. To the generator a verdict is worth 1 or 0 for the whole solution.
 
-Departures: 1 to 4 and 6 of recipe tango, and --verify-distinct of 5.
+Departures: 1 to 4 of recipe tango, and --verify-distinct of 5.
 """
 from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, check, draws, eval_step, evaluate, updates  # noqa: F401
@@ -17,4 +17,4 @@ def add_args(group):
 
 
 def play(t):
-    yield from tango.play(t, reward="verdict")
+    yield from tango.play(t, earn="verdict")

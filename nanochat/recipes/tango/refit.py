@@ -12,8 +12,9 @@ Departures:
 """
 import torch
 
-from nanochat.common import check_choices, check_least
+from nanochat.common import at_least
 from nanochat.recipes.tango import tango
+from nanochat.recipes.tango._judged import asked
 from nanochat.recipes.tango._pool import completions_of, scored_solutions
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
@@ -33,17 +34,16 @@ SHOWN = {"generator": ["alpha", "verdicts/outcome_auc"], "verifier": ["bce"]}
 
 def add_args(group) -> None:
     tango.add_alpha_args(group)
-    group.add_argument("--refit-every", type=int, default=1,
+    group.add_argument("--refit-every", type=at_least(0), default=1,
                        help="k: steps between the verifier's refits, each on all batches since the last; 0 = never")
-    group.add_argument("--judge", default="steps", help=f"where the verifier is asked, one of: {', '.join(PLACES)}")
+    group.add_argument("--judge", default="steps", choices=list(PLACES), help="where the verifier is asked")
+    group.set_defaults(step_rewards="verdicts")
     add_judged_args(group)
 
 
 def check(args, task) -> None:
-    tango.check(args, task)
+    tango.check_alpha(args, task)
     check_judged_args(args)
-    check_choices(args, {"judge": PLACES})
-    check_least(args, {"refit_every": 0})
     if args.refit_every:
         check_one_update(args)
 
@@ -55,14 +55,15 @@ def updates(args) -> dict[str, int]:
 
 def draws(args) -> dict[str, Draw]:
     size = (args.examples_per_step, args.num_samples)
-    return {**tango.solution_draws(args), **judge_draws(args, args.judge, *size),
+    return {"solutions": Draw("generator", *size, args.max_new_tokens, trained=True),
+            **judge_draws(args, args.judge, *size),
             "refitted": Draw("verifier", *size, args.max_new_tokens + 1, updates(args)["verifier"], trained=True,
                              teacher_forced=True, scored=2)}
 
 
 def play(t: Play):
     """Solutions, their judgments, an update of the policy, and where it is due the verifier's refit."""
-    policy, = tango.generator_step(t, "verifier", "verdict" if t.args.judge in OF_THE_WHOLE else "steps")
+    policy, = tango.generator_step(t, asked, "verdict" if t.args.judge in OF_THE_WHOLE else "steps")
     solutions, _ = policy.parts[0]
     samples = scored_solutions(t, solutions, solutions.columns["outcome"])
     yield policy

@@ -20,23 +20,25 @@ Departures:
 """
 from nanochat.common import BadInput
 from nanochat.recipes.tango import tango
+from nanochat.recipes.tango._phases import add_schedule_args, begin_phase
+from nanochat.recipes.tango._pool import keep
 from nanochat.recipes.tango.tango import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.play.play import Draw, Play
+from nanochat.rl.measure.observe import observe
+from nanochat.rl.play.play import Draw, Play, Update
 
 TAGS = dict(family="one model, two roles", verifier="generative, RL on outcomes", reward="outcome", credit="z-score")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
 
 
 def add_args(group) -> None:
-    tango.add_schedule_args(group)
+    add_schedule_args(group)
     tango.add_verifier_args(group)
     group.set_defaults(verifier_head="prompt", generator_steps=5, warmup_steps=0, gamma=0.0, class_weights=False,
                        verifier_balance=True)
 
 
 def check(args, task) -> None:
-    tango.check(args, task)
     if args.verifier_head != "prompt":
         raise BadInput(f"--verifier-head {args.verifier_head}: this recipe is about one model in both roles, which is "
                        f"--verifier-head prompt; recipe tango has the others")
@@ -50,14 +52,21 @@ def updates(args) -> dict[str, int]:
 
 
 def draws(args) -> dict[str, Draw]:
-    return tango.solution_draws(args) | tango.verifier_draws(args)
+    solutions = Draw("generator", args.examples_per_step, args.num_samples, args.max_new_tokens, trained=True)
+    return {"solutions": solutions} | tango.verifier_draws(args)
 
 
 def play(t: Play):
-    """A step of the phase that is on, as recipe tango makes it, and an update of the one model."""
-    phase, phase_steps = tango.phase_of(t)
-    t.memory["phase"], t.memory["phase_steps"] = phase, phase_steps + 1
-    t.log(None, {"phase": phase})
-    steps = tango.generator_step(t, judge=None) if phase == "generator" else tango.verifier_step(t)
-    for update in steps:
+    """A step of the phase that is on, and an update of the one model."""
+    steps = {"warmup": tango.verifier_step, "verifier": tango.verifier_step, "generator": solve}
+    for update in steps[begin_phase(t)](t):
         yield update._replace(role="generator")
+
+
+def solve(t: Play):
+    solutions = t.solve("solutions", t.problems())
+    rewards = t.rewards(solutions)
+    advantages = t.advantages(solutions, rewards)
+    observe(t, "generator", solutions, rewards, advantages)
+    keep(t, solutions)
+    yield Update("generator", [(solutions, advantages)])

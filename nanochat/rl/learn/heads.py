@@ -35,16 +35,16 @@ ALL = -1  # layers
 
 def add_head_args(group, role: str, owner: str) -> None:
     """The flags of a role that may share weights with another."""
-    group.add_argument("--verifier-head", default="own",
-                       help=f"what the {role} shares with the {owner}, one of: {', '.join(HEADS)}. own: nothing; "
+    group.add_argument("--verifier-head", default="own", choices=list(HEADS),
+                       help=f"what the {role} shares with the {owner}. own: nothing; "
                        f"frozen: its lowest layers, which the {owner} alone trains; trunk: these, trained by both, "
                        f"with an LM head of its own; prompt: the whole model. trunk and prompt start from one "
                        f"checkpoint, that of chat_sft --role both")
     group.add_argument("--verifier-shared-layers", type=int, default=ALL,
                        help=f"frozen and trunk: how many of the lowest layers are the {owner}'s; -1 = all")
-    group.add_argument("--verifier-optimizer", default="shared",
-                       help="trunk and prompt: AdamW's moments of what both roles train, one of: "
-                       f"{', '.join(OPTIMIZERS)}; own: a set for each role, which is a third more memory")
+    group.add_argument("--verifier-optimizer", default="shared", choices=OPTIMIZERS,
+                       help="trunk and prompt: AdamW's moments of what both roles train; own: a set for each role, "
+                       "which is a third more memory")
 
 
 def check_head(args) -> None:

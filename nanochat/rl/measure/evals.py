@@ -1,113 +1,35 @@
 """
-What recipes measure: the rewards of a step, and the held-out evaluation. Problems are shared out over ranks and what
-comes of them is gathered, so every rank has the scores.
+The held-out evaluation. Problems are shared out over ranks and what comes of them is gathered, so every rank has the
+scores.
 """
-import math
 from collections.abc import Callable
-from itertools import zip_longest
-from statistics import pstdev, variance
 
 import torch
 
-from nanochat.common import BadInput, print0
+from nanochat.common import print0
 from nanochat.engine import Tool
-from nanochat.rl.credit.advantages import SparseRewards
 from nanochat.rl.learn.roles import short_name
-from nanochat.rl.measure.scores import judgments, majority, pass_at_k, share_of, step_sums, verdict_row, verdict_scores
-from nanochat.rl.measure.voting import auroc
+from nanochat.rl.measure.observe import gathered_verdict_scores
+from nanochat.rl.measure.scores import majority, pass_at_k, share_of
 from nanochat.rl.play.play import Play
-from nanochat.rl.records.outcomes import answers_of, has_numbers, labels_of, lenient_outcomes
-from nanochat.rl.records.prompts import Verification
-from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.records.outcomes import answers_of, has_numbers, lenient_outcomes
 
 SPLITS = {"test_in": "in", "test_out": "out"}  # a finite task may have no test_out
+PAIR_TABLE = {  # of `scores_of_pair`, for a recipe's TABLE
+    "gen/pass1_in": "generator greedy pass@1, in distribution",
+    "gen/pass1_out": "generator greedy pass@1, out of distribution",
+    "gen/pass1_lenient_in": "the same by the last number, in distribution",
+    "gen/pass1_lenient_out": "the same by the last number, out of distribution",
+    "ver/outcome_f1_fixed": "verifier outcome F1 (macro), fixed solutions",
+    "ver/balanced_acc_fixed": "verifier balanced accuracy, fixed solutions",
+    "ver/step_f1_fixed": "verifier step F1 (macro, gold labels), fixed solutions",
+    "ver/step_f1_fixed_out": "verifier step F1, fixed solutions, out of distribution",
+    "ver/step_f1_current": "verifier step F1, current generator's solutions",
+    "ver/wrong_steps_passed_fixed": "wrong steps that it passes, fixed solutions",
+    "ver/wrong_steps_passed_current": "wrong steps that it passes, current generator's solutions",
+    "ver/parse_fail_fixed": "verifier parse failures",
+}
 
-
-# In a step
-
-def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | None]) -> None:
-    """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what
-    the completions look like. rollouts.jsonl shows the rewards too."""
-    if any(reward is not None and math.isnan(reward) for reward in rewards):
-        raise BadInput(f"a reward of the {role} is nan; one that cannot be told is None")
-    rollouts.columns["reward"] = [None if reward is None else float(reward) for reward in rewards]
-    groups: dict[int, list[float]] = {}
-    for g, reward in zip(rollouts.group_id.tolist(), rewards, strict=True):
-        groups.setdefault(g, []).extend([] if reward is None else [float(reward)])
-    num_rollouts = t.reduce(torch.tensor(len(rewards), device=t.device)).item()
-    t.log(role, {"num_rollouts": num_rollouts} | t.mean({
-        "reward": rewards, "reward_std": [pstdev(g) for g in groups.values() if g],
-        "frac_reward_zero_std": [len(set(g)) < 2 for g in groups.values()],
-        "completions/mean_length": rollouts.lengths.tolist(),
-        "completions/clipped_ratio": (~rollouts.stopped).tolist()}))
-
-
-def log_variances(t: Play, role: str, rollouts: Rollouts, sources: dict[str, SparseRewards]) -> None:
-    """Logs how far each reward source tells the rollouts of a prompt apart: variance/<source>, the mean over groups of
-    the unbiased variance of what a rollout earns from it in all; zero_variance/<source>, the share of groups where that
-    is 0.
-
-    A source teaches slowly where it varies little, however accurate it is (Razin et al. 2025, arXiv 2503.15477). Where
-    fewer than two rollouts of a group are scorable nothing varies.
-    """
-    found = {}
-    for name, rewards in sources.items():
-        sums, known = rewards.values.masked_fill(~rewards.valid, 0.0).sum(dim=1).tolist(), rewards.valid.any(dim=1)
-        groups: dict[int, list[float]] = {g: [] for g in rollouts.group_id.tolist()}
-        for g, total, is_known in zip(rollouts.group_id.tolist(), sums, known.tolist(), strict=True):
-            groups[g] += [total] if is_known else []
-        within = [variance(group) if len(group) > 1 else 0.0 for group in groups.values()]
-        found |= {f"variance/{name}": within, f"zero_variance/{name}": [v == 0 for v in within]}
-    t.log(role, t.mean(found))
-
-
-def mean_advantages(rollouts: Rollouts, advantages: torch.Tensor) -> list[float]:
-    """Each rollout's mean advantage over its tokens. advantages (N, T)."""
-    inside = torch.arange(advantages.shape[1], device=advantages.device) < rollouts.lengths[:, None]  # (N, T)
-    return ((advantages * inside).sum(dim=1) / rollouts.lengths.clamp(min=1)).tolist()
-
-
-def gathered_verdict_scores(t: Play, solutions: Rollouts, outcomes: list[bool | None],
-                       verifications: list[Verification]) -> dict:
-    """`verdict_scores` over all ranks; verifications[i] is of the i-th solution."""
-    rows = zip(solutions.problems(), solutions.texts, outcomes, verifications, strict=True)
-    return verdict_scores(t.gather([verdict_row(t.task, *row) for row in rows]))
-
-
-def passed_by_error(t: Play, solutions: Rollouts, verifications: list[Verification]) -> dict[str, float]:
-    """Of each kind of error that the task names (`step_errors`): errors/<kind>, its share of all steps, and
-    passed/<kind>, the share of its steps that are judged right. Over all ranks; {} where the task names none."""
-    if not hasattr(t.task, "step_errors"):
-        return {}
-    rows = [list(zip_longest(errors, v.step_verdicts[: len(errors)])) for errors, v in zip(
-        map(t.task.step_errors, solutions.problems(), solutions.texts), verifications, strict=True)]
-    steps = [step for row in t.gather(rows) for step in row]
-    kinds = sorted({error for error, _ in steps if error})
-    passed = {kind: [verdict is True for error, verdict in steps if error == kind] for kind in kinds}
-    return ({f"errors/{kind}": len(hits) / len(steps) for kind, hits in passed.items()}
-            | {f"passed/{kind}": sum(hits) / len(hits) for kind, hits in passed.items()})
-
-
-def log_odds_scores(t: Play, role: str, rollouts: Rollouts, log_odds: torch.Tensor, prefix: str = "") -> None:
-    """Logs how well a role judges rollouts (`judgments`), and their steps where those have labels (step_auc).
-
-    log_odds (N, T): a token's share in the log-odds that the answer is right. rollouts: with a column of outcomes.
-    """
-    scores = t.mean(judgments(log_odds, rollouts.columns["outcome"], rollouts.group_id.tolist()))
-    rows = zip(rollouts.problems(), t.read_solutions(rollouts), log_odds.tolist(), strict=True)
-    steps = [step_sums(labels_of(t.task, problem, s.text), s.step_ends, values) for problem, s, values in rows]
-    labels, sums = ([step[i] for of_rollout in t.gather(steps) for step in of_rollout] for i in (0, 1))
-    scores["step_auc"] = auroc(sums, labels)
-    t.log(role, {prefix + name: value for name, value in scores.items()})
-
-
-def verification_columns(verifications: list[Verification]) -> dict[str, list]:
-    """What rollouts.jsonl says of verifications."""
-    return {"verification": [v.text for v in verifications], "step_verdicts": [v.step_verdicts for v in verifications],
-            "verdict": [v.verdict for v in verifications], "unmet": [list(v.unmet) for v in verifications]}
-
-
-# Held out
 
 def are_right(outcomes: list[bool | None], split: str) -> list[bool]:
     """Whether each outcome is True. Those that are not known count as wrong, and it is said how many they are."""

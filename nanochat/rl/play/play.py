@@ -25,7 +25,7 @@ from nanochat.rl.learn.roles import Role, short_name
 from nanochat.rl.learn.state import RunState
 from nanochat.rl.learn.trainer import GAPS, score, update
 from nanochat.rl.play.sampling import Sampler, read_solutions, read_verifications
-from nanochat.rl.records.outcomes import num_problems_of, outcomes_of
+from nanochat.rl.records.outcomes import num_problems_of, outcomes_of, scores_of
 from nanochat.rl.records.prompts import (LOWER_LIMITS, Prompt, Solution, Verification, empty_verifier_prompt,
                                          generator_prompt, numbered, quoting_prompt, refine_prompt, refine_prompts,
                                          solve_prompt, verify_prompts)
@@ -130,9 +130,10 @@ class Play:
 
     # Problems and prompts
 
-    def problems(self, num: int | None = None, split: str = "rl") -> list[Problem]:
+    def problems(self, num: int | None = None, split: str = "rl", labelled: bool = False) -> list[Problem]:
         """This rank's share of the next `num` problems (default: --examples-per-step), or of the first of another
-        split. In an evaluation the next ones stay the next."""
+        split. In an evaluation the next ones stay the next. labelled: with --num-labelled, of those alone that have a
+        gold answer."""
         rank, world = self.run.rank, self.run.world
         num = self.args.examples_per_step if num is None else num
         if split != "rl":
@@ -141,6 +142,8 @@ class Play:
             first = self.state.cursor + self.num_drawn
             self.num_drawn += 0 if self.evaluating else num
             places = range(first + rank, first + num, world)
+            if hasattr(self.task, "index_of"):
+                places = [self.task.index_of(i, labelled) for i in places]
         where = f"task {self.task.name}"
         return self.each(lambda i: check_problem(where, self.task.problem(split, i), split, i), places)
 
@@ -274,6 +277,12 @@ class Play:
         outcomes = outcomes_of(self.task, problems, texts, self.should_stop)
         self.check_stop()
         return outcomes
+
+    def rewards(self, solutions: Rollouts) -> list[float | None]:
+        """What each solution earns by the gold answer, from 0 to 1 (Tango eq. 2): its outcome, or a part of it where
+        the task has a score(). None where it cannot be scored. The outcomes become a column of the solutions."""
+        solutions.columns["outcome"] = outcomes = self.check(solutions)
+        return scores_of(self.task, solutions.problems(), solutions.texts, outcomes)
 
     def read_solutions(self, rollouts: Rollouts) -> list[Solution]:
         """The completions read as solutions: their text and where their reasoning steps end."""

@@ -3,16 +3,17 @@ The flags that all recipes share, and what is refused before anything is loaded 
 """
 import argparse
 import zlib
+from argparse import BooleanOptionalAction
 from itertools import combinations
 
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
-from nanochat.common import BadInput, check_choices, check_least, check_most, check_name, gather_lists, in_words, print0
+from nanochat.common import SHARE, BadInput, at_least, check_name, gather_lists, in_words, print0
 from nanochat.engine import check_temperature
 from nanochat.kernels.losses import KL_ESTIMATORS, POLICY_LOSSES
 from nanochat.rl.credit.advantages import PRESETS
 from nanochat.rl.credit.aggregation import AGGREGATIONS
 from nanochat.rl.credit.schedules import LR_SCHEDULES
-from nanochat.rl.learn.heads import HEADS, OPTIMIZERS, add_head_args, check_head, is_joint
+from nanochat.rl.learn.heads import add_head_args, check_head, is_joint
 from nanochat.rl.learn.roles import RoleSpec, Start, head_of, name_of
 from nanochat.rl.play.play import Draw
 from nanochat.rl.records.outcomes import problems_of
@@ -23,84 +24,103 @@ from nanochat.storage.run import add_keep_arg
 from tasks import make_task, recorded_value, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem
 
-TABLES = {"advantage": PRESETS, "loss": POLICY_LOSSES, "kl": KL_ESTIMATORS, "aggregation": AGGREGATIONS,
-          "lr_schedule": LR_SCHEDULES}
-LEAST = {"num_steps": 0, "examples_per_step": 1, "num_samples": 1, "max_rows": 1, "max_cached_tokens": 0,
-         "max_new_tokens": 1, "top_k": 0, "updates_per_batch": 1, "micro_batch_tokens": 1, "eval_examples": 1,
-         "kl_coef": 0, "lr": 0, "save_every": 0, "keep": 0, "eval_every": 0, "clip_low": 0, "clip_high": 0,
-         "dual_clip": 1, "model_step": -1, "max_grad_norm": 0, "log_rollouts": 0, "entropy_coef": 0, "log_theory": 0,
-         "theory_samples": 2}
-MOST_LR, MOST_UPDATES = 1000, 1000  # an update that is begun is carried through with all of its optimizer steps
+MOST_LR = 1000
 COUNTS = ("num_prompts", "num_samples", "max_new_tokens", "times", "quoted", "scored")  # of a Draw
 
 
 SOURCES = ("sft", "rl")
-SOURCE_HELP = f"stage of that checkpoint, one of: {', '.join(SOURCES)}; of rl the tag is a run's name and the role's"
+SOURCE = dict(default="sft", choices=SOURCES,
+              help="stage of that checkpoint; of rl the tag is a run's name and the role's")
 
 
 def add_common_args(parser) -> None:
     parser.add_argument("--resume-from-step", default="-1",
-                        help=f"continue --run from this step, which removes the checkpoints behind it, or from its "
+                        help=f"continue --run from this step, which removes the checkpoints after it, or from its "
                              f"last with 'auto'; -1 = a fresh run; {in_words(MAY_CHANGE)}, and the learning rates of "
                              f"roles")
     parser.add_argument("--dry-run", action="store_true",
                         help="print the resolved settings, memory per rank, tokens per step and hours, and stop")
-    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; 0 = at the end only")
+    parser.add_argument("--save-every", type=at_least(0), default=50,
+                        help="steps between checkpoints; 0 = at the end only")
     add_keep_arg(parser)
-    parser.add_argument("--num-steps", type=int, default=200, help="updates of the recipe's first role that is trained")
-    models = parser.add_argument_group("models")
-    models.add_argument("--model-tag", default="", help="SFT checkpoint of the generator; default: the largest d<N>")
-    models.add_argument("--model-source", default="sft", help=SOURCE_HELP)
-    models.add_argument("--model-step", type=int, default=-1, help="step of the starting checkpoints; -1 = the last")
-    models.add_argument("--shard", action=argparse.BooleanOptionalAction, default=False,
-                        help="shard weights, gradients and optimizers over the ranks (FSDP2); changes no result")
-    models.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=False,
-                        help="run blocks of imported models again in the backward pass instead of keeping their "
-                             "activations; changes no result")
-    rollout = parser.add_argument_group("rollouts")
-    rollout.add_argument("--examples-per-step", type=int, default=32, help="problems per step, over all ranks")
-    rollout.add_argument("--num-samples", type=int, default=8, help="G: rollouts per prompt")
-    rollout.add_argument("--max-new-tokens", type=int, default=96, help="of a solution")
-    rollout.add_argument("--temperature", type=float, default=1.0)
-    rollout.add_argument("--top-k", type=int, default=0, help="0 = the full softmax; anything else biases the ratio")
-    rollout.add_argument("--max-rows", type=int, default=1024,
-                         help="rollouts per rank that decode together; changes memory, no result")
-    rollout.add_argument("--max-cached-tokens", type=int, default=0,
-                         help="tokens per rank whose keys and values are held while rollouts decode: where prompts or "
-                              "completions are long, fewer decode together; 0: no bound but --max-rows")
-    rollout.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
-                         help="solutions may call the calculator (python_start ... python_end); its output is forced "
-                              "and not trained")
-    loss = parser.add_argument_group("advantages, loss and optimizer")
-    loss.add_argument("--advantage", default="grpo", help=f"one of: {', '.join(PRESETS)}")
-    loss.add_argument("--loss", default="ppo_clip", help=f"one of: {', '.join(POLICY_LOSSES)}")
-    loss.add_argument("--clip-low", type=float, default=0.2)
-    loss.add_argument("--clip-high", type=float, default=0.2)
-    loss.add_argument("--dual-clip", type=float, default=None)
-    loss.add_argument("--sequence-ratio", action=argparse.BooleanOptionalAction, default=False,
-                      help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO); needs "
-                           "--aggregation sequence and --updates-per-batch above 1")
-    loss.add_argument("--kl", default="k3", help=f"one of: {', '.join(KL_ESTIMATORS)}")
-    loss.add_argument("--kl-coef", type=float, default=1e-3, help="beta: weight of the KL to the starting weights")
-    loss.add_argument("--entropy-coef", type=float, default=0.0)
-    loss.add_argument("--aggregation", default="sequence", help=f"one of: {', '.join(AGGREGATIONS)}")
-    loss.add_argument("--updates-per-batch", type=int, default=1, help="optimizer steps on each batch of rollouts")
-    loss.add_argument("--lr", type=float, default=1e-4, help="AdamW; 1e-6 for pretrained 7B models")
-    loss.add_argument("--lr-schedule", default="constant", help=f"one of: {', '.join(LR_SCHEDULES)}")
-    loss.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
-    loss.add_argument("--micro-batch-tokens", type=int, default=4096,
-                      help="tokens that go through a model at once; changes no result")
-    loss.add_argument("--prefix-sharing", action=argparse.BooleanOptionalAction, default=True,
-                      help="run a group's prompt once per update, not once per rollout; changes no result")
-    evals = parser.add_argument_group("evaluation and logs")
-    evals.add_argument("--eval-every", type=int, default=0, help="steps between evaluations; 0 = before and after only")
-    evals.add_argument("--eval-examples", type=int, default=400, help="problems per test split")
-    evals.add_argument("--log-rollouts", type=int, default=2,
+    parser.add_argument("--num-steps", type=at_least(0), default=200,
+                        help="updates of the recipe's first role that is trained")
+    add_model_args(parser.add_argument_group("models"))
+    add_rollout_args(parser.add_argument_group("rollouts"))
+    add_loss_args(parser.add_argument_group("advantages, loss and optimizer"))
+    add_eval_args(parser.add_argument_group("evaluation and logs"))
+
+
+def add_model_args(group) -> None:
+    group.add_argument("--model-tag", default="", help="SFT checkpoint of the generator; default: the largest d<N>")
+    group.add_argument("--model-source", **SOURCE)
+    group.add_argument("--model-step", type=at_least(-1), default=-1,
+                       help="step of the starting checkpoints; -1 = the last")
+    group.add_argument("--shard", action=BooleanOptionalAction, default=False,
+                       help="shard weights, gradients and optimizers over the ranks (FSDP2); changes no result")
+    group.add_argument("--recompute", action=BooleanOptionalAction, default=False,
+                       help="run blocks of imported models again in the backward pass instead of keeping their "
+                            "activations; changes no result")
+
+
+def add_rollout_args(group) -> None:
+    group.add_argument("--examples-per-step", type=at_least(1), default=32, help="problems per step, over all ranks")
+    group.add_argument("--num-samples", type=at_least(1), default=8, help="G: rollouts per prompt")
+    group.add_argument("--num-labelled", type=at_least(0), default=0,
+                       help="only the first so many problems of RL have a gold answer; 0 = all (tasks/few_labels.py)")
+    group.add_argument("--labelled-share", type=SHARE, default=0.5,
+                       help="with --num-labelled: share of a step's problems that are of these, which come again and "
+                            "again; 1 = no others")
+    group.add_argument("--max-new-tokens", type=at_least(1), default=96, help="of a solution")
+    group.add_argument("--temperature", type=float, default=1.0)
+    group.add_argument("--top-k", type=at_least(0), default=0,
+                       help="0 = the full softmax; anything else biases the ratio")
+    group.add_argument("--max-rows", type=at_least(1), default=1024,
+                       help="rollouts per rank that decode together; changes memory, no result")
+    group.add_argument("--max-cached-tokens", type=at_least(0), default=0,
+                       help="tokens per rank whose keys and values are held while rollouts decode: where prompts or "
+                            "completions are long, fewer decode together; 0: no bound but --max-rows")
+    group.add_argument("--calculator", action=BooleanOptionalAction, default=False,
+                       help="solutions may call the calculator (python_start ... python_end); its output is forced "
+                            "and not trained")
+
+
+def add_loss_args(group) -> None:
+    group.add_argument("--advantage", default="grpo", choices=list(PRESETS))
+    group.add_argument("--loss", default="ppo_clip", choices=list(POLICY_LOSSES))
+    group.add_argument("--clip-low", type=at_least(0, float, 1e6), default=0.2)
+    group.add_argument("--clip-high", type=at_least(0, float, 1e6), default=0.2)
+    group.add_argument("--dual-clip", type=at_least(1, float, 1e6), default=None)
+    group.add_argument("--sequence-ratio", action=BooleanOptionalAction, default=False,
+                       help="a token's ratio is that of its whole sequence, to the power of 1 / length (GSPO); needs "
+                            "--aggregation sequence and --updates-per-batch above 1")
+    group.add_argument("--kl", default="k3", choices=list(KL_ESTIMATORS))
+    group.add_argument("--kl-coef", type=at_least(0, float), default=1e-3,
+                       help="beta: weight of the KL to the starting weights")
+    group.add_argument("--entropy-coef", type=at_least(0, float), default=0.0)
+    group.add_argument("--aggregation", default="sequence", choices=list(AGGREGATIONS))
+    group.add_argument("--updates-per-batch", type=at_least(1, int, 1000), default=1,
+                       help="optimizer steps on each batch of rollouts")
+    group.add_argument("--lr", type=at_least(0, float, MOST_LR), default=1e-4,
+                       help="AdamW; 1e-6 for pretrained 7B models")
+    group.add_argument("--lr-schedule", default="constant", choices=list(LR_SCHEDULES))
+    group.add_argument("--max-grad-norm", type=at_least(0, float), default=1.0, help="0 = no clipping")
+    group.add_argument("--micro-batch-tokens", type=at_least(1), default=4096,
+                       help="tokens that go through a model at once; changes no result")
+    group.add_argument("--prefix-sharing", action=BooleanOptionalAction, default=True,
+                       help="run a group's prompt once per update, not once per rollout; changes no result")
+
+
+def add_eval_args(group) -> None:
+    group.add_argument("--eval-every", type=at_least(0), default=0,
+                       help="steps between evaluations; 0 = before and after only")
+    group.add_argument("--eval-examples", type=at_least(1), default=400, help="problems per test split")
+    group.add_argument("--log-rollouts", type=at_least(0), default=2,
                        help="problems per update (of those on rank 0) of which all rollouts go to rollouts.jsonl")
-    evals.add_argument("--log-theory", type=int, default=0,
+    group.add_argument("--log-theory", type=at_least(0), default=0,
                        help="evaluations also log how many weights have not moved, and pass@1, 2, 4 ... of sampled "
                             "solutions of so many problems per test split; 0 = off")
-    evals.add_argument("--theory-samples", type=int, default=64, help="samples of each of them")
+    group.add_argument("--theory-samples", type=at_least(2), default=64, help="samples of each of them")
 
 
 def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
@@ -113,22 +133,18 @@ def add_role_args(group, roles: dict[str, RoleSpec]) -> None:
         if spec.tag not in known:
             group.add_argument(spec.tag, default="",
                                help=f"SFT checkpoint of the {role}; default: <model-tag>{spec.ending}")
-            group.add_argument(spec.source, default="sft", help=SOURCE_HELP)
+            group.add_argument(spec.source, **SOURCE)
         if spec.trained and spec.lr not in known:
-            group.add_argument(spec.lr, type=float, default=None, help=f"learning rate of the {role}; default: --lr")
+            group.add_argument(spec.lr, type=at_least(0, float, MOST_LR), default=None,
+                               help=f"learning rate of the {role}; default: --lr")
         if spec.shares and "--verifier-head" not in known:
             add_head_args(group, role, spec.shares)
 
 
 def check_args(args, world: int) -> None:
     """Refuses what cannot work, before anything is loaded or written."""
-    check_choices(args, TABLES)
-    check_least(args, LEAST | {name: 0 for name in ("verifier_lr",) if hasattr(args, name)})
     if hasattr(args, "verifier_head"):
-        check_choices(args, {"verifier_head": HEADS, "verifier_optimizer": OPTIMIZERS})
         check_head(args)
-    check_most(args, {name: MOST_LR for name in vars(args) if name == "lr" or name.endswith("_lr")})
-    check_most(args, {"updates_per_batch": MOST_UPDATES, **dict.fromkeys(("clip_low", "clip_high", "dual_clip"), 1e6)})
     if not args.temperature > 0:
         raise BadInput(f"--temperature {args.temperature}: must be above 0 (evaluation is greedy by itself)")
     check_temperature("--temperature", args.temperature)
@@ -148,7 +164,6 @@ def check_args(args, world: int) -> None:
 
 def complete_args(args, roles: dict[str, RoleSpec]) -> None:
     """Gives the flags of roles their defaults. Raises BadInput."""
-    check_choices(args, {name_of(spec.source): SOURCES for spec in roles.values()})
     args.model_tag = args.model_tag or default_tag(args.model_source)
     for spec in roles.values():
         name, rate = name_of(spec.tag), name_of(spec.lr)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.rl.measure.evals import SPLITS, log_rewards
+from nanochat.rl.measure.evals import SPLITS
+from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play, Update, warn_once
 from nanochat.rl.records.prompts import (STRENGTHS, Prompt, numbered, parse_choice, parse_scores, read_solution,

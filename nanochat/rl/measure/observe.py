@@ -1,0 +1,118 @@
+"""
+What a step says of itself in metrics.jsonl and rollouts.jsonl. Nothing here changes what is learned.
+"""
+import math
+from itertools import zip_longest
+from statistics import pstdev, variance
+
+import torch
+
+from nanochat.common import BadInput
+from nanochat.rl.credit.advantages import SparseRewards
+from nanochat.rl.credit.rewards import terminal_rewards
+from nanochat.rl.measure.scores import judgments, ranking_reversed, step_sums, verdict_row, verdict_scores
+from nanochat.rl.measure.voting import auroc
+from nanochat.rl.play.play import Play
+from nanochat.rl.records.outcomes import labels_of
+from nanochat.rl.records.prompts import Verification
+from nanochat.rl.records.rollouts import Rollouts
+
+
+def observe(t: Play, role: str, solutions: Rollouts, rewards: list[float | None], advantages: torch.Tensor,
+            sources: dict[str, SparseRewards] | None = None) -> None:
+    """Logs a step of solving: rewards and their variance by source, outcomes, reasoning steps and their gold labels,
+    and how often the advantages rank a wrong solution above a right one. solutions: with a column of outcomes, as
+    `Play.rewards` leaves them; advantages (N, T); sources: by default the rewards alone."""
+    outcomes, steps = solutions.columns["outcome"], t.read_solutions(solutions)
+    labels = [labels_of(t.task, problem, text)
+              for problem, text in zip(solutions.problems(), solutions.texts, strict=True)]
+    log_rewards(t, role, solutions, rewards)
+    log_variances(t, role, solutions, sources or {"outcome": terminal_rewards(rewards, solutions.lengths)})
+    t.log(role, t.mean({
+        "rewards/outcome/mean": outcomes, "unscorable": [o is None for o in outcomes],
+        "reasoning_steps": [len(s.step_ends) for s in steps],
+        "step_length": [(s.step_ends[-1] + 1) / len(s.step_ends) for s in steps if s.step_ends],
+        "frac_ranking_reversed": ranking_reversed(outcomes, mean_advantages(solutions, advantages), t.args.num_samples),
+        "step_label_mean": [x for row in labels for x in row]}))
+
+
+def log_rewards(t: Play, role: str, rollouts: Rollouts, rewards: list[float | None]) -> None:
+    """Logs the rewards (None = not scorable), their spread within groups, the share of groups without signal, and what
+    the completions look like. rollouts.jsonl shows the rewards too."""
+    if any(reward is not None and math.isnan(reward) for reward in rewards):
+        raise BadInput(f"a reward of the {role} is nan; one that cannot be told is None")
+    rollouts.columns["reward"] = [None if reward is None else float(reward) for reward in rewards]
+    groups: dict[int, list[float]] = {}
+    for g, reward in zip(rollouts.group_id.tolist(), rewards, strict=True):
+        groups.setdefault(g, []).extend([] if reward is None else [float(reward)])
+    num_rollouts = t.reduce(torch.tensor(len(rewards), device=t.device)).item()
+    t.log(role, {"num_rollouts": num_rollouts} | t.mean({
+        "reward": rewards, "reward_std": [pstdev(g) for g in groups.values() if g],
+        "frac_reward_zero_std": [len(set(g)) < 2 for g in groups.values()],
+        "completions/mean_length": rollouts.lengths.tolist(),
+        "completions/clipped_ratio": (~rollouts.stopped).tolist()}))
+
+
+def log_variances(t: Play, role: str, rollouts: Rollouts, sources: dict[str, SparseRewards]) -> None:
+    """Logs how far each reward source tells the rollouts of a prompt apart: variance/<source>, the mean over groups of
+    the unbiased variance of what a rollout earns from it in all; zero_variance/<source>, the share of groups where that
+    is 0.
+
+    A source teaches slowly where it varies little, however accurate it is (Razin et al. 2025, arXiv 2503.15477). Where
+    fewer than two rollouts of a group are scorable nothing varies.
+    """
+    found = {}
+    for name, rewards in sources.items():
+        sums, known = rewards.values.masked_fill(~rewards.valid, 0.0).sum(dim=1).tolist(), rewards.valid.any(dim=1)
+        groups: dict[int, list[float]] = {g: [] for g in rollouts.group_id.tolist()}
+        for g, total, is_known in zip(rollouts.group_id.tolist(), sums, known.tolist(), strict=True):
+            groups[g] += [total] if is_known else []
+        within = [variance(group) if len(group) > 1 else 0.0 for group in groups.values()]
+        found |= {f"variance/{name}": within, f"zero_variance/{name}": [v == 0 for v in within]}
+    t.log(role, t.mean(found))
+
+
+def mean_advantages(rollouts: Rollouts, advantages: torch.Tensor) -> list[float]:
+    """Each rollout's mean advantage over its tokens. advantages (N, T)."""
+    inside = torch.arange(advantages.shape[1], device=advantages.device) < rollouts.lengths[:, None]  # (N, T)
+    return ((advantages * inside).sum(dim=1) / rollouts.lengths.clamp(min=1)).tolist()
+
+
+def gathered_verdict_scores(t: Play, solutions: Rollouts, outcomes: list[bool | None],
+                       verifications: list[Verification]) -> dict:
+    """`verdict_scores` over all ranks; verifications[i] is of the i-th solution."""
+    rows = zip(solutions.problems(), solutions.texts, outcomes, verifications, strict=True)
+    return verdict_scores(t.gather([verdict_row(t.task, *row) for row in rows]))
+
+
+def passed_by_error(t: Play, solutions: Rollouts, verifications: list[Verification]) -> dict[str, float]:
+    """Of each kind of error that the task names (`step_errors`): errors/<kind>, its share of all steps, and
+    passed/<kind>, the share of its steps that are judged right. Over all ranks; {} where the task names none."""
+    if not hasattr(t.task, "step_errors"):
+        return {}
+    rows = [list(zip_longest(errors, v.step_verdicts[: len(errors)])) for errors, v in zip(
+        map(t.task.step_errors, solutions.problems(), solutions.texts), verifications, strict=True)]
+    steps = [step for row in t.gather(rows) for step in row]
+    kinds = sorted({error for error, _ in steps if error})
+    passed = {kind: [verdict is True for error, verdict in steps if error == kind] for kind in kinds}
+    return ({f"errors/{kind}": len(hits) / len(steps) for kind, hits in passed.items()}
+            | {f"passed/{kind}": sum(hits) / len(hits) for kind, hits in passed.items()})
+
+
+def log_odds_scores(t: Play, role: str, rollouts: Rollouts, log_odds: torch.Tensor, prefix: str = "") -> None:
+    """Logs how well a role judges rollouts (`judgments`), and their steps where those have labels (step_auc).
+
+    log_odds (N, T): a token's share in the log-odds that the answer is right. rollouts: with a column of outcomes.
+    """
+    scores = t.mean(judgments(log_odds, rollouts.columns["outcome"], rollouts.group_id.tolist()))
+    rows = zip(rollouts.problems(), t.read_solutions(rollouts), log_odds.tolist(), strict=True)
+    steps = [step_sums(labels_of(t.task, problem, s.text), s.step_ends, values) for problem, s, values in rows]
+    labels, sums = ([step[i] for of_rollout in t.gather(steps) for step in of_rollout] for i in (0, 1))
+    scores["step_auc"] = auroc(sums, labels)
+    t.log(role, {prefix + name: value for name, value in scores.items()})
+
+
+def verification_columns(verifications: list[Verification]) -> dict[str, list]:
+    """What rollouts.jsonl says of verifications."""
+    return {"verification": [v.text for v in verifications], "step_verdicts": [v.step_verdicts for v in verifications],
+            "verdict": [v.verdict for v in verifications], "unmet": [list(v.unmet) for v in verifications]}
