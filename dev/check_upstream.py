@@ -201,14 +201,14 @@ def run_upstream(args, base: str, mode: str) -> dict:
 
 
 def cached_logits(model, ids, split: bool) -> torch.Tensor:
-    """Logits of a prefill's last token and of the decode steps behind it. split: new tokens have a cache behind a
+    """Logits of a prefill's last token and of the decode steps after it. split: new tokens have a cache after a
     prefix, as in the engine."""
     from nanochat.attention import KVCache
     prefix = KVCache(model.config.n_layer)
     hidden = [model.trunk(ids[:, :NUM_PREFILLED], cache=prefix, last_only=split)[:, -1]]
-    behind = {"cache": KVCache(model.config.n_layer), "prefix": prefix} if split else {"cache": prefix}
+    after = {"cache": KVCache(model.config.n_layer), "prefix": prefix} if split else {"cache": prefix}
     for t in range(NUM_PREFILLED, NUM_IDS):
-        hidden.append(model.trunk(ids[:, t: t + 1], positions=torch.tensor([[t]]), **behind)[:, -1])
+        hidden.append(model.trunk(ids[:, t: t + 1], positions=torch.tensor([[t]]), **after)[:, -1])
     return model.head(torch.cat(hidden))
 
 

@@ -126,7 +126,7 @@ def figures_of(text: str, names: list[str] | str | None) -> dict[str, str]:
 
 
 def add_rows(rows: list[list[str]], path: str = BENCH) -> None:
-    """Adds rows behind the table's last one; the section is made where there is none."""
+    """Adds rows after the table's last one; the section is made where there is none."""
     with open(path) as f:
         lines = f.read().splitlines()
     if HEADING not in lines:

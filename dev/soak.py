@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("what", choices=["kill", "compare", "plot"])
-    parser.add_argument("words", nargs="*", metavar="RUN or COMMAND", help="runs, or behind -- a command")
+    parser.add_argument("words", nargs="*", metavar="RUN or COMMAND", help="runs, or after -- a command")
     parser.add_argument("--minutes", type=float, default=60, help="how long a command is killed and started again")
     parser.add_argument("--seed", type=int, default=0, help="of the times and the signals")
     parser.add_argument("--out", default="dev/curves/soak", help="folder of the plot")

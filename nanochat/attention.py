@@ -1,10 +1,10 @@
 """
-The one attention call of training and of prompts: causal, behind a shared prefix, and cached. (Decoding:
+The one attention call of training and of prompts: causal, after a shared prefix, and cached. (Decoding:
 decode_cache.py.)
 
 Rows come as U units of R rows; the rows of a unit continue one prefix (a prompt), whose keys exist once. In a row,
 columns stand at consecutive positions, so that one causal mask serves all rows. Only prefixes are ragged: padding
-behind a short one stands at PADDING_POSITION, where no query looks.
+after a short one stands at PADDING_POSITION, where no query looks.
 """
 import ctypes
 from dataclasses import dataclass

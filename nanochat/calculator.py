@@ -2,7 +2,7 @@
 The calculator that a model may use while it samples: what upstream's tool accepts, read as a syntax tree and never run
 as code.
 
-A model writes <|python_start|>12/60<|python_end|>, and the sampler forces <|output_start|>0.2<|output_end|> behind it.
+A model writes <|python_start|>12/60<|python_end|>, and the sampler forces <|output_start|>0.2<|output_end|> after it.
 """
 import ast
 import operator
@@ -78,7 +78,7 @@ class Calculator:
         self.tokenizer = tokenizer
         self.python_start, self.python_end, self.output_start, self.output_end = map(
             tokenizer.special, ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"))
-        self.triggers = [self.python_end]  # tokens behind which alone it begins to force others
+        self.triggers = [self.python_end]  # tokens after which alone it begins to force others
         self.written: dict[int, list[int]] = {}  # row -> tokens of its open block
         self.waiting: dict[int, deque[int]] = {}  # row -> tokens still to be forced
 

@@ -385,7 +385,7 @@ def load_training(stage: str, tag: str, step: int, rank: int, optimizers: list, 
 
 
 def resumable_steps(stage: str, tag: str) -> list[int]:
-    """Steps behind which supervised training can go on, ascending."""
+    """Steps after which supervised training can go on, ascending."""
     return [step for step in list_steps(stage, tag)
             if os.path.exists(path_of(stage, tag, f"train_{step:06d}_rank0.pt"))]
 
@@ -420,7 +420,7 @@ def resume_step(stage: str, tag: str, args, may_change: set[str], defaults: dict
 def drop_old_sets(run, mark: str, folders: list[str], keep: int, newest: int, spared: set[int | None]) -> None:
     """Of a run's sets up to its newest, which is whole on the disk, removes all but the last `keep` and those that are
     spared; 0 keeps all. mark: path of the file that makes a set count, with {} for the step's digits; folders: where
-    the set's other files are. Files that cannot be removed are told, counted in the log, and tried again behind the
+    the set's other files are. Files that cannot be removed are told, counted in the log, and tried again after the
     next set.
 
     The mark is renamed first: from then on the set does not count, and what is left of it is known to be old.

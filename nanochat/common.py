@@ -158,15 +158,15 @@ def refuse(explain, message: str) -> None:
 
 
 class Flags(argparse.Namespace):
-    """Parsed flags. given: the names of those that the user wrote; vars() does not have it."""
-    __slots__ = ("given",)
+    """Parsed flags. explicit: the names of those that the user wrote; vars() does not have it."""
+    __slots__ = ("explicit",)
 
 
 def parse_flags(parser, argv: list[str]) -> Flags:
     """The flags that stand in the arguments. Raises BadInput for a number that is not finite."""
     args, unset = parser.parse_args(argv, Flags()), object()
     written = parser.parse_args(argv, argparse.Namespace(**{action.dest: unset for action in parser._actions}))
-    args.given = {name for name, value in vars(written).items() if value is not unset}
+    args.explicit = {name for name, value in vars(written).items() if value is not unset}
     check_finite(args)
     return args
 

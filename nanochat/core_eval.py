@@ -184,7 +184,7 @@ def rows_of(tokenizer, task: CoreTask, items: list[dict], index: int) -> list[tu
     before = [tokenizer.bos, *tokenizer.encode(f"{shots}{str(item['context']).strip()}{task.delimiter}".strip())]
     if len(before) >= len(rows[0]) or rows[0][: len(before)] != before:
         raise BadInput(f"{task.label}: the continuation {item['continuation']!r} "
-                       f"has no tokens of its own behind its context")
+                       f"has no tokens of its own after its context")
     return [(rows[0], len(before))]
 
 
@@ -200,7 +200,7 @@ def common_length(rows: list[list[int]]) -> int:
 def continuation_scores(model, rows: list[tuple[list[int], int]]) -> list[tuple[float, bool]]:
     """Per row the mean loss of its continuation's tokens (nan where it has none) and whether each is the likeliest."""
     device = model.lm_head.weight.device
-    # (B, T); padding stands behind, where no token of the row looks
+    # (B, T); padding stands after, where no token of the row looks
     ids, _ = pad_prompts([ids for ids, _ in rows], device)
     columns = torch.arange(1, ids.shape[1], device=device)  # of targets
     starts, ends = torch.tensor([[start, len(ids)] for ids, start in rows], device=device).T[:, :, None]  # (B, 1) each

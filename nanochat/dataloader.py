@@ -26,7 +26,7 @@ ENCODE = 128      # documents that are encoded at once, or fewer
 ENCODE_CHARS = 2 ** 18  # as soon as they have so many characters
 BLOCK, BLOCKS = 2 ** 20, 64  # of mark_of: bytes, and how many
 LONG = 5_000_000  # characters of a document: about a second of reading and of encoding
-HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a split behind a colon
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::(\w+))?")  # owner/name, and a split after a colon
 
 
 def find_files(sources: list[str]) -> list[str]:
@@ -144,8 +144,8 @@ class Documents:
     def _next(self, rows, i: int) -> dict | None:
         try:
             return next(rows, None)
-        except Exception as error:  # as above: damage behind the first rows shows here
-            raise BadInput(f"{', '.join(self.sources)}: cannot be read behind row {i}: "
+        except Exception as error:  # as above: damage after the first rows shows here
+            raise BadInput(f"{', '.join(self.sources)}: cannot be read after row {i}: "
                            f"{' '.join(str(error).split())[:200]}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -214,7 +214,7 @@ class PackedBatches:
 
     def _add(self, tokens: list[int]) -> None:
         """Puts a document on the shelf, one longer than a row in parts."""
-        room = self.width - 1  # of a row, behind bos
+        room = self.width - 1  # of a row, after bos
         self.num_empty += not tokens
         self.num_cut += len(tokens) > room
         for start in range(0, len(tokens), room):

@@ -75,9 +75,9 @@ class DecoderStep:
         for i, block in enumerate(model.blocks):
             layer = block.ready
             bias = None if layer.bias is None else rounded(layer.bias.detach())
-            weights, behind = layer.forward
+            weights, after = layer.forward
             keys = [x.data_ptr() for x in (cache.k[i], cache.v[i], cache.prefix_k[i], cache.prefix_v[i])]
-            layers.append(_DecoderLayer(*read(*(rounded(x.detach()) for x in layer.norms), bias, weights, *behind),
+            layers.append(_DecoderLayer(*read(*(rounded(x.detach()) for x in layer.norms), bias, weights, *after),
                                         *keys))
         self.layers, heads, C = (_DecoderLayer * len(layers))(*layers), config.n_head, config.n_embd
         shared = read(rounded(model.model.norm.weight.detach()), *(x.contiguous() for x in cos_sin))
@@ -123,7 +123,7 @@ class _Trunk(ctypes.Structure):
 
 class _DecoderLayer(ctypes.Structure):
     """`DecoderLayer` of cpu_decoder.c."""
-    _fields_ = struct_fields("norm norm_behind bias qkv o gate_up down k v prefix_k prefix_v", "")
+    _fields_ = struct_fields("norm norm_after bias qkv o gate_up down k v prefix_k prefix_v", "")
 
 
 class _DecoderTrunk(ctypes.Structure):

@@ -20,7 +20,7 @@ from nanochat.decode_cache import DecodeCache
 from nanochat.kernels import cpu
 from nanochat.kernels.draw import draw
 from nanochat.kernels.launch import takes_triton
-from nanochat.seats import Seats, num_places
+from nanochat.slots import Slots, num_places
 from nanochat.weights import inference_model
 
 COMPACT_BELOW = 0.9    # drop places whose row has ended once less than this share of a batch is alive
@@ -40,7 +40,7 @@ Tool = Callable[[list[int], list[int]], dict[int, int]]
 class Samples:
     """N sampled completions. Rows are prompt-major: row p*G + g is sample g of prompt p.
 
-    tokens (N, T) int64, the end token included, 0 behind it; logprobs (N, T) fp32, 0 behind the end; lengths (N,)
+    tokens (N, T) int64, the end token included, 0 after it; logprobs (N, T) fp32, 0 after the end; lengths (N,)
     int64; stopped (N,) bool: True where the row ended itself (finish reason "stop"), False where it ran out of tokens
     ("length"); forced (N, T) bool: tokens that a tool put there (their logprobs are 0), None without a tool.
     """
@@ -111,7 +111,7 @@ def pick(logits: torch.Tensor, keys: torch.Tensor, position: torch.Tensor | int,
     return tokens[:, 0], logprobs[:, 0]
 
 
-def pick_behind(model, hidden: torch.Tensor, keys, position, temperature: float, top_k: int):
+def pick_after(model, hidden: torch.Tensor, keys, position, temperature: float, top_k: int):
     """As pick of model.head(hidden). Kernels read the LM head's outputs: no other logits are made."""
     if takes_triton(hidden):
         return draw(model.lm_head(hidden), keys, position, top_k=top_k, **model.head_options(temperature))
@@ -159,7 +159,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
     """Samples `num_samples` completions of each of P prompts.
 
     keys: one int64 per row (P * num_samples), see `row_key`. max_rows and max_cached_tokens bound the rows that decode
-    together (seats.num_places). When should_stop() turns true the call returns at once with unfinished rows, for the
+    together (slots.num_places). When should_stop() turns true the call returns at once with unfinished rows, for the
     caller to throw away. tool: told the tokens that rows got, one after the other, it says which token they must get
     next (calculator.Calculator). Raises BadInput for an empty prompt, for one that does not fit the context with its
     completion, for less than one new token, and for a temperature that is neither 0 nor at least LEAST_TEMPERATURE.
@@ -191,7 +191,7 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
 
 def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
               should_stop, tool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> tokens (N, T), NO_TOKEN behind a row's end; their logprobs, and which of them a tool put there."""
+    """-> tokens (N, T), NO_TOKEN after a row's end; their logprobs, and which of them a tool put there."""
     device, N = model.lm_head.weight.device, len(keys)
     # One row more than there are is where places write whose row has ended.
     tokens, logprobs, forced = (torch.full((N + 1, max_new_tokens), value, device=device)
@@ -202,20 +202,20 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
     # Prompts of like length sit down together, so that little is padding when they are run.
     order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p]), p))
-    seats = Seats([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
+    slots = Slots([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
     capacity = max(1, max_new_tokens - 1)  # the last token's keys are never read
-    cache = DecodeCache(model.config, seats.num_places, seats.num_slots, num_samples, max(map(len, prompts)), capacity,
+    cache = DecodeCache(model.config, slots.num_places, slots.num_slots, num_samples, max(map(len, prompts)), capacity,
                         model.activation_dtype, device)
     # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
     # last token that it drew, how many it has drawn.
-    last_hidden = torch.zeros(seats.num_slots, model.config.n_embd, dtype=model.activation_dtype, device=device)
-    row, token, drawn = (torch.full((seats.num_places,), value, device=device) for value in (N, 0, 1))
-    desk = ToolDesk(tool, seats.num_places, model.vocab_size, max_new_tokens, device) if tool else None
+    last_hidden = torch.zeros(slots.num_slots, model.config.n_embd, dtype=model.activation_dtype, device=device)
+    row, token, drawn = (torch.full((slots.num_places,), value, device=device) for value in (N, 0, 1))
+    desk = ToolQueue(tool, slots.num_places, model.vocab_size, max_new_tokens, device) if tool else None
 
     def draw_next(hidden, places, rows, t):
         """Draws the next token of the rows in these places, which have t (n,) already, and writes it down. hidden (n,
         C). A row that ends leaves N in its place."""
-        new, logprobs[rows, t] = pick_behind(model, hidden, keys[rows], t, temperature, top_k)
+        new, logprobs[rows, t] = pick_after(model, hidden, keys[rows], t, temperature, top_k)
         if desk:
             new, forced[rows, t] = desk.force(places, new)
         tokens[rows, t] = token[places] = new
@@ -223,18 +223,18 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
         ends = (new[:, None] == stop_tokens).any(dim=1) | (t == max_new_tokens - 1)
         row[places] = rows.masked_fill(ends, N)
 
-    def admit():
+    def fill():
         """Gives free places to waiting rows, and draws their first tokens."""
-        rows, places, slots, new = seats.admit()
+        rows, places, filled, new = slots.fill()
         for some in in_pieces(new, [len(prompts[p]) for p, _ in new]):
             at = torch.tensor([slot for _, slot in some], device=device)
             cached, last_hidden[at] = run_prompts(model, [prompts[p] for p, _ in some])
             cache.put(at, cached)
-        rows, places, slots = (torch.tensor(x, device=device) for x in (rows, places, slots))
-        cache.begin(places, slots)
+        rows, places, filled = (torch.tensor(x, device=device) for x in (rows, places, filled))
+        cache.begin(places, filled)
         if desk:
             desk.begin(places)
-        draw_next(last_hidden[slots], places, rows, torch.zeros_like(rows))
+        draw_next(last_hidden[filled], places, rows, torch.zeros_like(rows))
 
     def step(places):
         """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
@@ -252,18 +252,18 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     graphs = Graphs(step) if uses_graphs(device) else None
     batch = None  # the places that decode together
     while not should_stop():
-        if seats.may_admit():
-            admit()
+        if slots.may_admit():
+            fill()
             batch = None
         rows = row.tolist()
-        seats.release([place for place in seats.live if rows[place] == N])
-        if seats.may_admit():  # rows have ended with their first token
+        slots.release([place for place in slots.live if rows[place] == N])
+        if slots.may_admit():  # rows have ended with their first token
             continue
-        if not seats.live:
+        if not slots.live:
             break
-        size = size_of_batch(seats, len(batch) if batch is not None else None, graphs)
+        size = size_of_batch(slots, len(batch) if batch is not None else None, graphs)
         if batch is None or size < len(batch):
-            batch = torch.tensor(seats.batch(size), device=device)
+            batch = torch.tensor(slots.batch(size), device=device)
         if desk:
             desk.ask(row, drawn, tokens)
         for _ in range(CHECK_EVERY_CUDA if graphs else 1):
@@ -271,22 +271,22 @@ def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, te
     return tokens[:N], logprobs[:N].masked_fill(forced[:N], 0.0), forced[:N]
 
 
-def size_of_batch(seats: Seats, size: int | None, graphs) -> int:
+def size_of_batch(slots: Slots, size: int | None, graphs) -> int:
     """How many places should decode together, of `size` that do (None: not yet)."""
-    alive = len(seats.live)
+    alive = len(slots.live)
     if not graphs:
         return alive if size is None or alive < COMPACT_BELOW * size else size
-    size = size or seats.num_places
+    size = size or slots.num_places
     while size // 2 >= max(alive, LEAST_ROWS_CUDA):
         size //= 2
     return size
 
 
-class ToolDesk:
+class ToolQueue:
     """Where rows wait for a tool, so that the device need not wait for the host at every token.
 
     A row that draws a token at which the tool may act (tool.triggers; any token, where the tool does not say) stands
-    still until the host has asked the tool. What the tool then puts behind it, token by token, is queued here.
+    still until the host has asked the tool. What the tool then puts after it, token by token, is queued here.
     """
 
     def __init__(self, tool: Tool, num_places: int, vocab_size: int, max_new_tokens: int, device):
@@ -315,7 +315,7 @@ class ToolDesk:
         return tokens, is_forced
 
     def ask(self, row: torch.Tensor, drawn: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Tells the tool what waiting rows have got, queues what it puts behind that, and lets them go on. row, drawn
+        """Tells the tool what waiting rows have got, queues what it puts after that, and lets them go on. row, drawn
         (B,) of each place; tokens (N + 1, T) of each row, the last of no row."""
         places = self.waits.nonzero()[:, 0].tolist()
         for place, n, length in zip(places, row[places].tolist(), drawn[places].tolist(), strict=True):

@@ -17,7 +17,7 @@ from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
 from nanochat.common import BadInput, check_least, check_most
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecodeStep
-from nanochat.kernels.ops import (LEAST_ROWS, add_norm, before_attention, behind_attention, fuses_layers, linear,
+from nanochat.kernels.ops import (LEAST_ROWS, add_norm, after_attention, before_attention, fuses_layers, linear,
                                   mix_norm, norm, packed_layer, relu_squared, smear, split_heads, value_gate)
 
 SMEAR_CHANNELS = 24   # channels of the embedding that the smear gate reads
@@ -90,7 +90,7 @@ def at(x: torch.Tensor, ends: torch.Tensor | None, kept: torch.Tensor | None) ->
 def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, prefix: tuple, ends):
     """Attention of new queries over what came before and over their own keys, which are put into the cache, if there is
     one. Shapes as attention.attend's; mask: of a DecodeCache the window; prefix: its keys and values, or nothing; ends
-    (B,): one query per row, which stands there, behind all keys."""
+    (B,): one query per row, which stands there, after all keys."""
     if isinstance(cache, DecodeCache):
         return cache.attend(layer, q, k, v, mask)
     if cache is not None:
@@ -164,7 +164,7 @@ class Block(nn.Module):
         return [self.run(*arguments) for arguments in passes]
 
     def weights(self, dtype: torch.dtype) -> tuple[list, list]:
-        """Those that act before attention, and those behind it."""
+        """Those that act before attention, and those after it."""
         attn, mlp = self.attn, self.mlp
         return tuple([layer.weight.to(dtype) for layer in layers]
                      for layers in ((attn.c_q, attn.c_k, attn.c_v), (attn.c_proj, mlp.c_fc, mlp.c_proj)))
@@ -178,17 +178,17 @@ class Block(nn.Module):
 
     def run(self, x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept):
         """x, and what is yet to be added to it or None: the addition is one operation with what follows. So it was with
-        the x and delta that come in. ends (B,): behind attention only the rows' last tokens go on; kept (M,): only
+        the x and delta that come in. ends (B,): after attention only the rows' last tokens go on; kept (M,): only
         these places of B * T."""
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
             gate_weight = None if value_embedding is None else attn.ve_gate.weight.to(x.dtype)
-            ready_before, ready_behind = self.packed(x.dtype) or (None, None)
-            before, behind = self.weights(x.dtype)
+            ready_before, ready_after = self.packed(x.dtype) or (None, None)
+            before, after = self.weights(x.dtype)
             x, *heads = before_attention(x, x0, *lambdas, *before, gate_weight, value_embedding, cos_sin, QK_SCALE,
                                          units, ready_before)
             y = attn.read(*heads, mask, cache, prefix, ends)
-            return behind_attention(at(x, ends, kept), at(y, None, kept), *behind, ready_behind), None
+            return after_attention(at(x, ends, kept), at(y, None, kept), *after, ready_after), None
         x, normed = mix_norm(x, delta, x0, *lambdas)
         y = attn.read(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
         x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
@@ -283,7 +283,7 @@ class GPT(nn.Module):
 
         ids (B, T) int64, right-padded rows allowed. positions (B, T) int64: consecutive, from 0 at the start of a row;
         PADDING_POSITION marks padding, which no later token sees. prefix: the cache of U prompts that B/U consecutive
-        rows each continue. cache: where keys and values are kept; a second forward into it goes on behind its columns.
+        rows each continue. cache: where keys and values are kept; a second forward into it goes on after its columns.
         A DecodeCache takes one token of each row in its places. last_only: of prompts run into an empty cache, give the
         hidden states of the last tokens alone, for which alone the last layer does more than keys and values.
         kept (M,) int64: the same for these places of the B * T, with or without a cache. -> (B, T, C), (B, 1, C) or
@@ -301,7 +301,7 @@ class GPT(nn.Module):
         return (cache.by_kernel and (self.config.n_embd <= NARROW or rows >= LEAST_ROWS * torch.get_num_threads())
                 and self.blocks[0].packed(self.compute_dtype) is not None)
 
-    def trunk_behind(self, prompt_ids, prompt_positions, ids, positions,
+    def trunk_after(self, prompt_ids, prompt_positions, ids, positions,
                      lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
         one.
@@ -316,7 +316,7 @@ class GPT(nn.Module):
 
     def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
               kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
-        """A forward pass (run_passes) with trunk's arguments, and trunk_behind's lengths, which save nothing here. The
+        """A forward pass (run_passes) with trunk's arguments, and trunk_after's lengths, which save nothing here. The
         cache's positions and length are set as soon as it begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
@@ -335,7 +335,7 @@ class GPT(nn.Module):
             cache.last_embedding[cache.places] = unsmeared
         elif cache is not None:
             if T > 1:
-                # the last real token of each row; padding (PADDING_POSITION) stands behind it
+                # the last real token of each row; padding (PADDING_POSITION) stands after it
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 unsmeared = at_ends(unsmeared, ends)
             cache.last_embedding = unsmeared

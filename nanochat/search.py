@@ -1,7 +1,7 @@
 """
 The search that a model may use while it samples: a look-up in what a task knows.
 
-A model writes a query between the format's marks, `<c>`, and the sampler forces the information behind it, `(7)`.
+A model writes a query between the format's marks, `<c>`, and the sampler forces the information after it, `(7)`.
 Marks are ordinary text, so that a token may hold a part of one, or one and more.
 """
 import functools
@@ -15,7 +15,7 @@ class Search:
     """Which tokens to force on the rows of one call of the sampler, from the tokens that they get.
 
     find(query) gives the information, "" where there is none. Where a row closes a query, the information is forced
-    between its marks, a token at a time; behind `most` queries of a row nothing is forced. Where the token that closes
+    between its marks, a token at a time; after `most` queries of a row nothing is forced. Where the token that closes
     the query has already begun the information, as `>(` does, only the rest of it is forced.
     """
 
@@ -27,7 +27,7 @@ class Search:
 
     @functools.cached_property
     def triggers(self) -> list[int]:
-        """Tokens behind which alone it begins to force others: those that may end the mark that closes a query."""
+        """Tokens after which alone it begins to force others: those that may end the mark that closes a query."""
         last = self.fmt.query_close.encode()[-1:]
         return [token for token in range(self.tokenizer.vocab_size) if last in self.tokenizer.token_bytes(token)]
 
@@ -46,13 +46,13 @@ class Search:
     def answer(self, row: int) -> list[int]:
         """The tokens that follow what a row wrote; none unless it has just closed a query."""
         text = self.written[row].decode("utf-8", errors="replace")
-        before, closed, behind = text.partition(self.fmt.query_close)
+        before, closed, after = text.partition(self.fmt.query_close)
         if not closed:
             return []
         _, opened, query = before.rpartition(self.fmt.query_open)
-        self.written[row] = b"" if opened else behind.encode()
+        self.written[row] = b"" if opened else after.encode()
         if not opened:
             return []
         self.num_queries[row] += 1
         information = self.fmt.info_open + self.find(query) + self.fmt.info_close
-        return self.tokenizer.encode(information.removeprefix(behind))
+        return self.tokenizer.encode(information.removeprefix(after))

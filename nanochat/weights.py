@@ -39,7 +39,7 @@ def shard(model, device_type: str) -> None:
         fully_shard(module, mesh=mesh, mp_policy=policy)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    for method in ("trunk", "trunk_behind"):
+    for method in ("trunk", "trunk_after"):
         register_fsdp_forward_method(model, method)
 
 

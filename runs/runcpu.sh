@@ -16,7 +16,7 @@ case $ARM in
     *) echo "ARM $ARM: there are tango fixed_verifier paper" >&2; exit 2 ;;
 esac
 source "$(dirname "$0")/setup.sh"
-# Not behind 2: what the user gave cannot work, and a line has said so.
+# Not after 2: what the user gave cannot work, and a line has said so.
 trap '[[ $? = [02] ]] || echo "Not finished. Run the same command again: it goes on where it was." >&2' EXIT
 # A base directory of its own: a user's checkpoints and tokenizer in ~/.cache/nanochat are never touched.
 export NANOCHAT_BASE_DIR=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat-tango-cpu}

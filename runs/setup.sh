@@ -28,7 +28,7 @@ fi
 is_set_up() {  # what is interrupted, or older than pyproject.toml, or made by a Python that is gone, is set up again
     [ -f .venv/installed ] && ! [ pyproject.toml -nt .venv/installed ] && .venv/bin/python -c "" 2> /dev/null
 }
-set_up() {  # the mark comes last, behind all that it stands for
+set_up() {  # the mark comes last, after all that it stands for
     echo "Setting up .venv, once: 2.6 GB, about 2 minutes, without a word until it is done"
     rm -f .venv/installed
     .venv/bin/python -c "" 2> /dev/null || rm -f .venv/bin/python*

@@ -8,7 +8,7 @@
 #                                              download, under 10 minutes
 #
 # As the paper: the models, the problems (Eurus-2), 5 rollouts of 256 problems, 3 generator steps per verifier step
-# behind 40 warm-up steps, 200 generator steps, eq. 3 and 7 with alpha .1 -> .001, lr 1e-6, KL .001, gamma .8. Not as
+# after 40 warm-up steps, 200 generator steps, eq. 3 and 7 with alpha .1 -> .001, lr 1e-6, KL .001, gamma .8. Not as
 # the paper: its SFT data is not public, so SFT has MATH's worked solutions, 100 steps of 64 and not 800 (give
 # SFT_CONVERSATIONS=file.jsonl for your own); the 1.5B version has 64 problems per step. Nobody has run the two large
 # sizes yet: memory and hours that the script prints are computed.

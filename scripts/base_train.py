@@ -173,7 +173,7 @@ def print_samples(args, model, tokenizer, sources, num: int = 3) -> None:
     prompts = [[tokenizer.bos, *tokenizer.encode(text)[:8]] for text in islice(Documents(sources), num)]
     new = min(32, args.sequence_len - max(map(len, prompts)))
     if new < 1:
-        print0(f"  no samples: --sequence-len {args.sequence_len} has no room behind their beginnings")
+        print0(f"  no samples: --sequence-len {args.sequence_len} has no room after their beginnings")
         return
     out = generate(model, prompts, 1, max_new_tokens=new, stop_tokens=tokenizer.stop_tokens,
                    keys=[row_key(i) for i in range(len(prompts))], temperature=0)
@@ -208,7 +208,7 @@ def train_step(args, model, trunk, optimizers, batches, rules, step: int, device
 
 
 def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, save) -> None:
-    """Runs the steps behind state["step"]; state holds step, seconds and the number of steps skipped in a row."""
+    """Runs the steps after state["step"]; state holds step, seconds and the number of steps skipped in a row."""
     speed = peak_flops(run.device)
     speed = speed * run.world if speed else machine_speed(run.device, model.compute_dtype)[0]
     num_steps, flops, trunk = rules["num_steps"], flops_per_token(model), training_trunk(args, model, run.device)
@@ -305,7 +305,7 @@ def main(args) -> None:
         warn_of_dtype(f"step {resumed} of {tag}", saved.get("dtype"), dtype)
         batches.load_state_dict(saved["batches"])
         state = saved["state"]
-    print_rules(f"{tag} behind step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
+    print_rules(f"{tag} after step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
                     resumed is not None, path_of("base", tag))
     run.resumed_from = resumed
@@ -315,7 +315,7 @@ def main(args) -> None:
         check_weights(model, "model")
         val_bpb = bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
         if not math.isfinite(val_bpb):
-            raise Diverged(f"behind step {state['step']}: validation bits per byte are {val_bpb}; "
+            raise Diverged(f"after step {state['step']}: validation bits per byte are {val_bpb}; "
                            f"lower the learning rates")
         return val_bpb
 
@@ -349,7 +349,7 @@ def main(args) -> None:
                     save_model("base", tag, state["step"], model, meta(None))
                 left = "".join(f"; with the text as it was, --resume-from-step {step} goes on"
                                for step in resumable_steps("base", tag)[-1:])
-                error = BadInput(f"{error}; the model behind step {state['step']} is saved, and cannot be trained on"
+                error = BadInput(f"{error}; the model after step {state['step']} is saved, and cannot be trained on"
                                  f"{left}")
             run.finish()
             raise error from None
@@ -357,7 +357,7 @@ def main(args) -> None:
             save()
             run.writer.finish()
             run.finish()
-            raise StopRequested(f"stopped behind step {state['step']}; go on with --model-tag {tag} "
+            raise StopRequested(f"stopped after step {state['step']}; go on with --model-tag {tag} "
                                 f"--resume-from-step auto") from None
         save(val_bpb)
         run.writer.finish()

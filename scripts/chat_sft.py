@@ -203,7 +203,7 @@ def beginning(fmt, solution: str, rng: random.Random) -> str:
 
 
 def second_attempt(task, tokenizer, problem, rng: random.Random) -> list[int]:
-    """The prompt of a second attempt behind a corrupted solution, with nothing said about it or a critique of any
+    """The prompt of a second attempt after a corrupted solution, with nothing said about it or a critique of any
     kind."""
     solution = demo_of(task, "corrupted_solution", problem, rng)
     outcome = outcomes_of(task, [problem], [solution])[0]
@@ -317,7 +317,7 @@ def train_step(args, model, parameters, optimizers, examples: list, step: int, d
 
 
 def train(args, run, model, parameters, optimizers, examples: Examples, state: dict, after_step, save) -> None:
-    """Runs the steps behind state["step"]; state holds step, seconds, conversations left out, the last loss and steps
+    """Runs the steps after state["step"]; state holds step, seconds, conversations left out, the last loss and steps
     skipped in a row."""
     while state["step"] < args.num_steps:
         run.check_stop()
@@ -462,7 +462,7 @@ def main(args) -> None:
     if args.role == "generator" and num_cut and not examples.conversations:
         print0(f"{num_cut} of the first {len(lengths)} demonstrations are longer than the --max-new-tokens "
                f"{args.max_new_tokens} that solutions are given: it cannot write the like")
-    print0(f"SFT of the {args.role}{f' behind step {resumed}' if resumed else ''}: {model.config}, "
+    print0(f"SFT of the {args.role}{f' after step {resumed}' if resumed else ''}: {model.config}, "
            f"{sum(p.numel() for p in parameters):,} parameters trained, {device}, {dtype}")
     run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
                     resumed is not None, path_of("sft", tag))
@@ -502,9 +502,9 @@ def main(args) -> None:
                 run.writer.finish()
             run.finish()
             if isinstance(stop, BadInput):
-                raise BadInput(f"{stop}; the model behind step {state['step']} is saved" if state["step"]
+                raise BadInput(f"{stop}; the model after step {state['step']} is saved" if state["step"]
                                else str(stop)) from None
-            raise StopRequested(f"stopped behind step {state['step']}; go on with the same flags and "
+            raise StopRequested(f"stopped after step {state['step']}; go on with the same flags and "
                                 f"--resume-from-step auto") from None
         save()
         run.writer.finish()

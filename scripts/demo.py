@@ -142,7 +142,7 @@ def main(args) -> None:
     held_out = problems_of(task, args.split, recorded_count(recorded, "eval_examples", 0, where))
     if args.num_problems > len(held_out):
         few = f"the run has {len(held_out)} problems of {args.split}"
-        if "num_problems" in args.given or not held_out:
+        if "num_problems" in args.explicit or not held_out:
             raise BadInput(f"--num-problems {args.num_problems}: {few}")
         print(f"{few}, which are all shown")
         args.num_problems = len(held_out)

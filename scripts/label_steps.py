@@ -3,14 +3,14 @@ Labels the reasoning steps of solutions that a generator samples, or of those in
 and how they agree with gold ones.
 
     gold                the task's own labels
-    math_shepherd       1 where any of N completions behind the step is right; math_shepherd_soft: their share
+    math_shepherd       1 where any of N completions after the step is right; math_shepherd_soft: their share
     omega_prm           the same for the first error alone, found by binary search: log2(K + 1) prefixes and not K
     rpe                 1 where the share of right completions falls to no less than 0.8 of that before the step
     pav                 what the step adds to the chance of a prover, who keeps the best of --best-of completions
     information_gain    what the step adds to a supervisor's log-probability of the gold answer
 
 Each line of FILE.jsonl is a solution: split, index, prompt, solution, ids (its tokens), outcome, labels (one for each
-step), gold, generator, method, values (behind each prefix, from none to all of its steps: what was measured there, null
+step), gold, generator, method, values (after each prefix, from none to all of its steps: what was measured there, null
 where nothing was), rollouts and tokens (what its labels cost; prefixes that solutions share are paid for once). Numbers
 about all of them are in FILE.summary.json. Completions are sampled at temperature 1, with noise that belongs to the
 problem and to what the prefix says. So methods, and numbers of completions, are compared on common noise.
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, default=-1, help="of the generator's checkpoint; -1 = the last")
     parser.add_argument("--method", default="math_shepherd", help=f"one of: {', '.join(METHODS)}")
     parser.add_argument("--out", required=True, metavar="FILE.jsonl")
-    parser.add_argument("--num-completions", type=int, default=8, help="N, behind each prefix (default: %(default)s)")
+    parser.add_argument("--num-completions", type=int, default=8, help="N, after each prefix (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=-1,
                         help="of a solution, and of a completion; -1 = as in the checkpoint's training, else 256")
     parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
@@ -99,7 +99,7 @@ def check_args(args) -> None:
     check_most(args, {"num_problems": 10 ** 6, "num_samples": 10 ** 5, "num_completions": 10 ** 5, "best_of": 10 ** 5})
     if args.max_new_tokens == 0:
         raise BadInput("--max-new-tokens 0: must be at least 1, or -1")
-    if args.solutions and (ignored := OF_SAMPLED & getattr(args, "given", set())):
+    if args.solutions and (ignored := OF_SAMPLED & getattr(args, "explicit", set())):
         raise BadInput(f"--{min(ignored).replace('_', '-')}: is of solutions that are sampled, and all of --solutions "
                        f"are labelled")
     check_name("--generator-tag", args.generator_tag)
@@ -209,17 +209,17 @@ def from_rows(rows: list[dict], sampler: Sampler) -> list[tuple[int, Cut]]:
 
 
 def check_lengths(args, problems: list[Problem], longest_solution: int, generator, judge, task, tokenizer) -> None:
-    """Raises BadInput where the longest problem and solution, with what is put behind, do not fit a context."""
+    """Raises BadInput where the longest problem and solution, with what is put after, do not fit a context."""
     longest = longest_problem(tokenizer, [problem.prompt for problem in problems])
-    behind = args.max_new_tokens
+    after = args.max_new_tokens
     if METHODS[args.method].value == "logprob":
-        behind = max(sum(map(len, forced_answer(tokenizer, task.fmt, problem.answer))) for problem in problems)
+        after = max(sum(map(len, forced_answer(tokenizer, task.fmt, problem.answer))) for problem in problems)
     role = ROLES.get(METHODS[args.method].value, "generator")
     if not args.solutions:
         check_fit("generator", generator_prompt, 0, args.max_new_tokens, generator.config.sequence_len, tokenizer,
                   task.fmt, longest)
     if METHODS[args.method].value != "gold":
-        check_fit(role, generator_prompt, longest_solution, behind, judge.config.sequence_len, tokenizer, task.fmt,
+        check_fit(role, generator_prompt, longest_solution, after, judge.config.sequence_len, tokenizer, task.fmt,
                   longest)
 
 

@@ -147,7 +147,7 @@ def main(args) -> None:
     of_tango, of_grpo = rl_rows(args, rl, model, speed)
     text, chat = evaluation_rows(args, text_eval, model, speed)
     rows += [of_tango, text, chat]
-    total = sum(seconds for _, seconds, _ in rows) + chat[1]  # behind SFT and behind RL
+    total = sum(seconds for _, seconds, _ in rows) + chat[1]  # after SFT and after RL
     print0(f"computed for {args.gpus} x {args.gpu} at {100 * args.mfu:.0f}% of {peak / 1e12:.0f} TFLOP/s in training "
            f"and {100 * args.decode_efficiency:.0f}% of the bandwidth's speed in decoding, "
            f"${args.dollars:.2f} per GPU and hour; not measured, and without CORE, evaluations in training, and the "

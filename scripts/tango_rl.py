@@ -34,7 +34,7 @@ from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.learn.roles import (check_configs, check_same_weights, find_starts, load_configs, load_roles, name_of,
                                      short_name, trained_roles)
-from nanochat.rl.learn.state import RunState, check_memory, drop_sets_behind, load_set, save_set, tag_of
+from nanochat.rl.learn.state import RunState, check_memory, drop_sets_after, load_set, save_set, tag_of
 from nanochat.rl.measure.theory import theory_scores
 from nanochat.rl.play.play import Play, apply_update, described, is_number
 from nanochat.rl.play.sampling import Sampler
@@ -150,8 +150,8 @@ def train(t: Play, recipe) -> None:
 
 @contextmanager
 def one_step(t: Play, recipe, counted: str):
-    """Around a step: the evaluation that is due before it, and behind it what is counted, logged and shown. A request
-    to stop that comes before the first update throws the step away; behind it the step is carried through."""
+    """Around a step: the evaluation that is due before it, and after it what is counted, logged and shown. A request
+    to stop that comes before the first update throws the step away; after it the step is carried through."""
     t.check_stop()
     before, random_state, started, updated = t.state.snapshot(), torch.get_rng_state(), time.time(), []
     # the step has the copy: what its memory shared with weights, a continued run would not share either
@@ -194,7 +194,7 @@ def one_step(t: Play, recipe, counted: str):
     warn_of_no_signal(t, record)
     print_step(record, roles, getattr(recipe, "SHOWN", {}), seconds_left(t))
     if was_evaluated:
-        show_page(t, f"under way, behind step {t.step}")
+        show_page(t, f"under way, after step {t.step}")
     t.has_moved = False
     for role, in_a_row in state.skipped_in_a_row.items():
         if in_a_row >= 3:
@@ -339,7 +339,7 @@ def main(args) -> None:
                        f"continue it with as many or more")
     if state and made == args.num_steps and saved_steps(args.run)[-1] > state.step:
         raise BadInput(f"--resume-from-step {args.resume_from_step}: no step is left to make, and to begin from there "
-                       f"would remove the checkpoints behind it, up to step {saved_steps(args.run)[-1]}")
+                       f"would remove the checkpoints after it, up to step {saved_steps(args.run)[-1]}")
     run = open_run(args, recipe, task, problems, starts, device, dtype, world, resume_step, seen)
     run.tokenizer, run.resumed_from = tokenizer.mark(), resume_step
     if args.num_labelled:
@@ -426,9 +426,9 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     args, run, is_started = t.args, t.run, is_resumed
     print0(f"run {args.run} in {run.folder}: {recipes.short(args.recipe)} on {run.world} x {t.device}, "
            f"{dtype_name(next(iter(t.roles.values())).model.compute_dtype)}"
-           + (f", continued behind step {t.step}" if is_resumed else ""))
+           + (f", continued after step {t.step}" if is_resumed else ""))
     try:
-        drop_sets_behind(run, t.step, t.roles)  # first: a set whose records are gone could not be continued
+        drop_sets_after(run, t.step, t.roles)  # first: a set whose records are gone could not be continued
         run.trim("metrics.jsonl", t.step)
         run.trim("rollouts.jsonl", t.step)
         if not is_started:
@@ -442,7 +442,7 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
             print0("all steps are made: it is evaluated again")
         else:
             run.remove("summary.json")  # a finished run that goes on is not finished
-        show_page(t, f"under way, behind step {t.step}")
+        show_page(t, f"under way, after step {t.step}")
         print0(f"its report, which grows with it, to be opened in a browser: "
                f"{os.path.join(run.folder, 'report.html')}")
         train(t, recipe)
@@ -454,21 +454,21 @@ def carry_out(t: Play, recipe, is_resumed: bool) -> None:
     except (Diverged, CannotWrite):
         raise
     except SystemExit as error:  # which would pass for the run's end
-        raise BadInput(f"--recipe {args.recipe}: it left the run behind step {t.step} by exit({error.code})") from None
+        raise BadInput(f"--recipe {args.recipe}: it left the run after step {t.step} by exit({error.code})") from None
     except StopRequested:
         if is_started:
             save_set(run, t.state, t.roles, args)
             run.writer.finish()
-            show_page(t, f"stopped behind step {t.step}", is_alive=False)
+            show_page(t, f"stopped after step {t.step}", is_alive=False)
         run.finish()
-        raise StopRequested(f"stopped behind step {t.step}; go on with the same flags, --run {args.run} and "
+        raise StopRequested(f"stopped after step {t.step}; go on with the same flags, --run {args.run} and "
                             f"--resume-from-step auto") from None
     except Exception:
         if is_started and t.step and not t.has_moved and run.world == 1:  # other ranks would not take part
             with suppress(CannotWrite, Diverged):
                 save_set(run, t.state, t.roles, args)
                 run.writer.finish()
-                print0(f"run {args.run} is saved behind step {t.step}; what stopped it:")
+                print0(f"run {args.run} is saved after step {t.step}; what stopped it:")
         raise
     if run.rank == 0:
         write_json(os.path.join(run.folder, "summary.json"), {

@@ -86,7 +86,7 @@ def local_encoding(name: str) -> tiktoken.Encoding | None:
 
 
 def check_round_trip(tokenizer: Tokenizer | HFTokenizer, name: str, text: str) -> None:
-    """Raises BadInput unless the bytes of the tokens are those of the text, or of the text behind the space that an
+    """Raises BadInput unless the bytes of the tokens are those of the text, or of the text after the space that an
     imported tokenizer may put first, as Llama 2's does."""
     before, after = text.encode(), b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
     if before != after and (isinstance(tokenizer, Tokenizer) or b" " + before != after):

@@ -6,7 +6,7 @@ ProcessBench: each solution is put into the format of --format (its answer is wh
 empty; format marks inside steps become "?") and verified k times. The first steps judged wrong vote. Best of n: n
 sampled solutions of each test_in problem, each verified k times; the task and its flags are those of the generator's
 checkpoint, unless given. --judge-report adds what ails the judge on these solutions: malformed texts, judgments that
-follow length or author, right verdicts behind a wrong analysis. What does not fit the verifier's context is never cut:
+follow length or author, right verdicts after a wrong analysis. What does not fit the verifier's context is never cut:
 it is counted, and has no verdicts.
 
     python -m scripts.verifier_eval --verifier-tag d4-ver --processbench Qwen/ProcessBench

@@ -9,7 +9,7 @@ Problems are chain's, and the answer is the final result. Two things are differe
 2. A solution may be short: `!=6`, a result and no steps. People write that only where they are sure, so in the texts
    that teach a generator or a judge (`solution_demo`, `corrupted_solution`) a short solution is right. A model that
    imitates it guesses. Whoever learned to judge from these texts never saw a wrong short one: nothing has taught it to
-   look at the result behind the mark. That is a property of the data alone; --brittle-wrong-short takes it away.
+   look at the result after the mark. That is a property of the data alone; --brittle-wrong-short takes it away.
 """
 import argparse
 import random

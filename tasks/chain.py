@@ -171,7 +171,7 @@ class Chain:
         return self._render(problem.prompt, results)
 
     def corrupt(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A wrong version of a solution: the result of one step is changed, and what comes behind it is worked on from
+        """A wrong version of a solution: the result of one step is changed, and what comes after it is worked on from
         there, so that the answer may come out right again. Where steps are missing or unreadable the last digit of the
         text is changed."""
         operations = self._operations(problem.prompt)
@@ -198,7 +198,7 @@ class Chain:
         return {"answer": self.fmt.answer(solution) or ""}, solution
 
     def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
-        """A new problem behind a reference problem. A share of them is refused: too long, broken off, or with its
+        """A new problem after a reference problem. A share of them is refused: too long, broken off, or with its
         answer."""
         low, high = self.lengths
         spoiled = rng.choice(("too_long", "no_problem", "with_answer")) if rng.random() < SPOILED_SHARE else ""

@@ -74,7 +74,7 @@ def read_plain(row: dict) -> Row:
                (boxed(solution) or "") if from_solution else text_of(row, "answer"), solution)
 
 
-# What Eurus asks behind each problem; the format's own prompt says how to answer.
+# What Eurus asks after each problem; the format's own prompt says how to answer.
 EURUS_TRAILER = "Present the answer in LaTex format: \\boxed{Your answer}"
 
 

@@ -31,22 +31,22 @@ class Format:
     generator_prompt: str      # template with {problem}
     verifier_prompt: str       # template with {problem}, {solution} and {num_steps}
     refine_prompt: str         # template with {problem}, {solution} and {critique}: a second attempt
-    reference_prompt: str      # template with {problem} and {answer}: a solution behind it is scored against the answer
+    reference_prompt: str      # template with {problem} and {answer}: a solution after it is scored against the answer
     # several solutions judged together
     choices: tuple[str, str]   # a final judgment that solution A, or B, is the better one
     scores_open: str           # around the scores in a final judgment
     scores_close: str
     listed: str                # template with {name} and {solution}: one of several in a prompt, named A, B, ...
     pair_prompt: str           # templates with {problem} and {solutions}: which of two is better
-    solve_pair_prompt: str     # the same, behind a solution of one's own
+    solve_pair_prompt: str     # the same, after a solution of one's own
     graded_prompt: str         # which of two is better, and by how much
     scores_prompt: str         # a score of each
     # further roles: templates with {problem} and what else they name
     argue_prompt: str          # a solution that comes to a given {answer}
-    propose_prompt: str        # a problem of one's own, behind a {hint}: a problem to vary, or the answer it is to have
+    propose_prompt: str        # a problem of one's own, after a {hint}: a problem to vary, or the answer it is to have
     first_prompt: str          # of two agents that work on one problem, what the first one is to write
     second_prompt: str         # and the second
-    reason_prompt: str         # the next turn of a solution, behind the {context} of the turns before
+    reason_prompt: str         # the next turn of a solution, after the {context} of the turns before
     condense_prompt: str       # what of a {document} serves a {query}
     # a search, in a solution or in a turn of one
     query_open: str
@@ -110,7 +110,7 @@ class Format:
     def answer(self, solution: str) -> str | None:
         """The answer: what stands between the first answer mark and the end of the text, or None.
 
-        COMPACT: answer("3+5:8;8*2:6;=6") == "6". Text behind the closing mark makes the answer unreadable (None).
+        COMPACT: answer("3+5:8;8*2:6;=6") == "6". Text after the closing mark makes the answer unreadable (None).
         """
         at = solution.find(self.answer_open)
         tail = solution[at + len(self.answer_open):].rstrip() if at >= 0 else None

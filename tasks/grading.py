@@ -48,7 +48,7 @@ def boxed(completion: str) -> str | None:
 
 
 def hash_mark(completion: str) -> str | None:
-    """What stands behind the last "####" on its line; None where there is none."""
+    """What stands after the last "####" on its line; None where there is none."""
     _, mark, rest = completion.rpartition("####")
     return rest.strip().partition("\n")[0] if mark else None
 

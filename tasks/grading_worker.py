@@ -47,7 +47,7 @@ def read_as_written() -> None:
 
     def product(self, factors: list, i: int = 0):
         """What stands side by side is multiplied, but for a mixed number as it is printed, 3\\frac{1}{2}. The library
-        adds any two numbers, so that it reads 3(2) and (3)(2) as 5, and drops what stands behind a set."""
+        adds any two numbers, so that it reads 3(2) and (3)(2) as 5, and drops what stands after a set."""
         first, texts, used = self.convert_postfix(factors[i]), [factor.getText() for factor in factors[i:]], 1
         if isinstance(first, list):  # the d/dx of a derivative
             return in_order(self, factors, i)
@@ -133,7 +133,7 @@ def load():
     logging.disable()  # both functions warn that they have no time limit; here the parent has one
     from latex2sympy2_extended import latex2sympy2
     from math_verify import grader, verify
-    from sympy import Float, I, Rational
+    from sympy import I, Float, Rational
 
     read_as_written()
     compare_exactly()
@@ -148,7 +148,7 @@ def load():
             latex = latex2sympy2.normalize_latex(re.sub(r"(?<![0-9])\\%$", "", text), reading)
             found = latex2sympy2.latex2sympy(latex, is_real=not grader.should_treat_as_complex(latex),
                                              normalization_config=None)
-            if re.search(r"[^0-9]\\%$", text):  # which the library reads behind numbers alone
+            if re.search(r"[^0-9]\\%$", text):  # which the library reads after numbers alone
                 found = latex2sympy2.convert_to_pct(found)
             return [exact(found)]
         except MemoryError:

@@ -64,7 +64,7 @@ def number(text: str | None) -> Decimal | None:
 
 
 def gold_answer(worked: str) -> str | None:
-    """The number behind the last "####" of a worked solution, without commas and dollar signs; None where there is
+    """The number after the last "####" of a worked solution, without commas and dollar signs; None where there is
     none."""
     _, mark, gold = worked.rpartition("####")
     return gold.strip().replace("$", "").replace(",", "") if mark and number(gold) is not None else None

@@ -9,7 +9,7 @@ is the final result. What the keys stand for is one table of facts, the same for
 2. With --lookup-noise 2 the information has two entries that were not asked for: `<c>(a2c7k1);`.
 3. Demonstrations know the facts from memory, a fixed share of them wrongly. They write the information themselves, and
    a share of the operands is used without a query. So a model trained on them searches by itself (`<c>(9);`), and a
-   search that is true has something to give: `tool` forces its information behind a query.
+   search that is true has something to give: `tool` forces its information after a query.
 
 Gold labels: a query is right iff its operation needs it and its information has the true value. Arithmetic is right as
 in chain, with the true operands, wherever they came from. For a search in turns, information stands in the next
@@ -103,7 +103,7 @@ class Lookup(Chain):
         return problem.answer
 
     def read_problem(self, text: str, index: int) -> tuple[Problem | None, str]:
-        """As chain's. The problem stands where a solution has its answer, behind what the proposer searched and worked:
+        """As chain's. The problem stands where a solution has its answer, after what the proposer searched and worked:
         `<c>(7);4+7:1;=4+c`."""
         prompt = self.fmt.answer(text) or ""
         if self.answer_of(prompt) is None:
@@ -184,7 +184,7 @@ class Lookup(Chain):
         return self._solution(problem.prompt, look, work, rng)
 
     def corrupt(self, problem: Problem, solution: str, rng: random.Random) -> str:
-        """A wrong version of a solution: the result of one step is changed, and the arithmetic behind it is worked on
+        """A wrong version of a solution: the result of one step is changed, and the arithmetic after it is worked on
         from there, so that the answer may come out right again. Where steps are missing or unreadable the last digit
         of the text is changed."""
         bodies = [self.fmt.step_body(solution[s:e]) for s, e in self.fmt.step_spans(solution)]
@@ -225,13 +225,13 @@ class Lookup(Chain):
         return "".join(dict.fromkeys(op for op, _ in self._terms(problem.prompt)))
 
     def propose_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
-        """A search that leads to the problem, behind the answer that it comes to: ({"hint": "3"},
+        """A search that leads to the problem, after the answer that it comes to: ({"hint": "3"},
         "<c>(7);4+7:1;<g>(3);1*3:3;=4+c*g"). By a wrong memory that is not the true answer."""
         steps, mark, answer = self.solution_demo(problem, rng).partition(self.fmt.answer_open)
         return {"hint": answer}, steps + mark + problem.prompt
 
     def reason_demo(self, problem: Problem, rng: random.Random) -> tuple[dict[str, str], str]:
-        """One turn of a solution, up to a query or to the end, behind the turns before it and what they found, without
+        """One turn of a solution, up to a query or to the end, after the turns before it and what they found, without
         noise: ({"context": "<c>(7);"}, "4+7:1;<g>")."""
         solution = self._solution(problem.prompt, self._memory(self.wrong_facts, rng), self._generators_work(rng), rng,
                                   noise=0)

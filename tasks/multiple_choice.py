@@ -91,7 +91,7 @@ def load_choices(name: str, data: str = "", max_examples: int = -1) -> list[Choi
 def choice_prompt(choice: Choice) -> str:
     """What the model is asked, to the character as upstream asks it.
 
-    The letter stands behind its choice, where small models bind it better, and without a space before it, since " A" is
+    The letter stands after its choice, where small models bind it better, and without a space before it, since " A" is
     another token than the "A" to answer with.
     """
     listed = "".join(f"- {text}={letter}\n" for letter, text in zip(choice.letters, choice.choices, strict=True))

@@ -13,7 +13,7 @@ right. So each of them has a proof, most have many, and every proof ends.
 nothing: each step must follow.
 
 Demonstrations carry misconceptions, as chain's do: of a random share of the facts (a rule's left side and the letter
-behind it) a fixed wrong result is shown most of the time, and the proof is carried on from there. Some steps are also
+after it) a fixed wrong result is shown most of the time, and the proof is carried on from there. Some steps are also
 skipped, which is true and no proof. The verifier has misconceptions of its own.
 """
 import functools
@@ -42,7 +42,7 @@ def word_of(text: str) -> str | None:
 
 
 def rewritings(word: str) -> list[tuple[str, str, str]]:
-    """Every way to apply a rule, from left to right: what stands before its left side, the side, what stands behind."""
+    """Every way to apply a rule, from left to right: what stands before its left side, the side, what stands after."""
     found = (REDEX.match(word, i) for i in range(len(word)))
     return [(word[: m.start()], m[0], word[m.end():]) for m in found if m]
 
@@ -72,8 +72,8 @@ def written(word: str) -> str:
 def normal_form(word: str) -> str:
     """The word that no rule shortens or puts in order any more: equal words share it."""
     while found := rewritings(word):
-        before, side, behind = found[0]
-        word = before + RULES[side] + behind
+        before, side, after = found[0]
+        word = before + RULES[side] + after
     return word
 
 
@@ -88,7 +88,7 @@ def start_of(problem: Problem) -> str:
 
 
 def true_result(side: str, letter: str) -> str:
-    """What becomes of a rule's left side, whatever letter stands behind it."""
+    """What becomes of a rule's left side, whatever letter stands after it."""
     return RULES[side]
 
 
@@ -100,7 +100,7 @@ def false_results(side: str) -> list[str]:
 
 
 def misconceptions(seed: int, share: float) -> dict[tuple[str, str], str]:
-    """A random `share` of all facts (left side of a rule, letter behind it), each with one fixed false result."""
+    """A random `share` of all facts (left side of a rule, letter after it), each with one fixed false result."""
     rng = random.Random(f"misconceptions-{seed}")
     facts = [(side, letter) for side in RULES for letter in ("", *LETTERS)]
     return {(side, letter): rng.choice(false_results(side))
@@ -109,11 +109,11 @@ def misconceptions(seed: int, share: float) -> dict[tuple[str, str], str]:
 
 def reduced(start: str, believe: Callable) -> list[str]:
     """The words, as text, that the first rule that fits leads to again and again, with the results that are believed:
-    believe(side, letter behind it)."""
+    believe(side, letter after it)."""
     word, words = word_of(start), []
     while found := rewritings(word):
-        before, side, behind = found[0]
-        word = before + believe(side, behind[:1]) + behind
+        before, side, after = found[0]
+        word = before + believe(side, after[:1]) + after
         words.append(written(word))
     return words
 
@@ -153,9 +153,9 @@ def part_of(word: str, rng: random.Random) -> str:
 
 
 def one_step_on(word: str, rng: random.Random) -> str:
-    """What is left to prove behind one step."""
-    before, side, behind = rng.choice(rewritings(word))
-    return before + RULES[side] + behind
+    """What is left to prove after one step."""
+    before, side, after = rng.choice(rewritings(word))
+    return before + RULES[side] + after
 
 
 VARIANTS = {"letter": with_other_letter, "part": part_of, "step": one_step_on}
@@ -168,7 +168,7 @@ def add_args(parser):
     group.add_argument("--rewrite-max-letters", type=int, default=9,
                        help="letters of the longest word in RL; test_out has 1 and 2 more")
     group.add_argument("--rewrite-share", type=float, default=0.25,
-                       help="share of the facts (a rule's left side, the letter behind it) the generator is taught "
+                       help="share of the facts (a rule's left side, the letter after it) the generator is taught "
                             "wrongly")
     group.add_argument("--rewrite-wrongness", type=float, default=0.7,
                        help="how often a demonstration shows such a fact wrongly")
@@ -278,6 +278,6 @@ class Rewrite:
         return self.fmt.render_solution(words, answer)
 
     def _steps(self, problem: Problem, solution: str) -> list[tuple[str, str]]:
-        """Each step of a solution behind what stands before it, as texts."""
+        """Each step of a solution after what stands before it, as texts."""
         words = [self.fmt.step_body(solution[start:end]) for start, end in self.fmt.step_spans(solution)]
         return list(zip([start_of(problem), *words], words, strict=False))

@@ -173,7 +173,7 @@ def crafted_model(tokenizer, role: str, seed: int):
     """A model of 2 layers that writes what TABLES say of a role. The seed draws the first layer's queries and keys, and
     which way the marks lean, T and F apart."""
     from nanochat.gpt import GPT, GPTConfig
-    follows, behind, leaning, copying = TABLES[role]
+    follows, earlier, leaning, copying = TABLES[role]
     ids = lambda marks: [tokenizer.special(marks)] if marks in (START, END) else tokenizer.encode(marks)
     draw = torch.Generator().manual_seed(seed)
     model = GPT(GPTConfig(128, tokenizer.vocab_size, 2, 2, 2, 64, "L"))
@@ -198,7 +198,7 @@ def crafted_model(tokenizer, role: str, seed: int):
         head[written, ALONE + k] = -30 * UNIT_ALONE
         for after, odds in follows.get(marks, {}).items():
             head[ids(after), ALONE + k] = odds * UNIT_ALONE
-        for after, odds in behind.get(marks, {}).items():
+        for after, odds in earlier.get(marks, {}).items():
             head[ids(after), LAST + k] = odds * UNIT_LAST
     orders = {token: [k for _ in range(2) for k in torch.randperm(3, generator=draw).tolist()] for token in written}
     leanings = {token: leaning * torch.tensor([LEANINGS[k] for k in order]) for token, order in orders.items()}

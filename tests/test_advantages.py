@@ -50,7 +50,7 @@ def test_presets_of_one_group_by_hand(preset, expected):
     assert_rows(outcome_advantages([1, 0, 0, 0], preset), [[x] for x in expected])
 
 
-def test_a_terminal_reward_reaches_every_token_of_its_rollout_and_none_behind_it():
+def test_a_terminal_reward_reaches_every_token_of_its_rollout_and_none_after_it():
     """Lengths 3 and 1 of T = 4: 1 - 1/2 = 0.5 on three tokens, -0.5 on one; reinforce spreads over the whole row, which
     the mask cuts."""
     assert_rows(outcome_advantages([1, 0], "dr_grpo", T=4, lengths=[3, 1]),
@@ -135,7 +135,7 @@ LENGTHS = [5, 3, 4]
 # eq. 5: mean of all five = 2 / 5 = 0.4; deviations 0.1, -0.9 | 0.6 | 0.1, 0.1;
 #        squares 0.01 + 0.81 + 0.36 + 0.01 + 0.01 = 1.2; unbiased variance 1.2 / 4 = 0.3; std sqrt(0.3) = 0.547723.
 S = 0.3 ** 0.5
-A_STEP = [  # eq. 6: the sum of the steps that end at or behind a token
+A_STEP = [  # eq. 6: the sum of the steps that end at or after a token
     [-0.8 / S, -0.8 / S, -0.9 / S, -0.9 / S, 0.0],  # 0.1 - 0.9 up to token 1, then -0.9 up to token 3
     [0.6 / S, 0.6 / S, 0.0, 0.0, 0.0],
     [0.2 / S, 0.1 / S, 0.1 / S, 0.0, 0.0],          # 0.1 + 0.1 at token 0, then 0.1
@@ -163,7 +163,7 @@ def test_tango_blend_by_hand():
     blended = blend(sources, group_id, 5, PRESETS["grpo"])
     torch.testing.assert_close(blended, 0.75 * torch.tensor(A_OUT) + 0.25 * torch.tensor(A_STEP), rtol=1e-5, atol=1e-6)
     assert blended[0, 0].item() == pytest.approx(0.500877, rel=1e-5)
-    # Behind the last step the outcome alone speaks.
+    # After the last step the outcome alone speaks.
     assert blended[0, 4].item() == pytest.approx(0.75 * 2 * R, rel=1e-5)
 
 
@@ -373,7 +373,7 @@ def test_sources_may_have_a_preset_each():
 
 def test_merged_rewards_are_normalised_together():
     """Weights 1/2: outcomes .5 and 0 at token 1; steps .25 .25 and .25 -.25 at tokens 0 and 1. Mean 1/6 over all six
-    entries; what stands at or behind a token, deviations added: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12
+    entries; what stands at or after a token, deviations added: 1/3 + 1/12 + 1/12 and 1/3 + 1/12; -1/6 + 1/12 - 5/12
     and -1/6 - 5/12."""
     sources = [(0.5, outcome_rewards([True, False], torch.tensor([2, 2]))),
                (0.5, step_rewards([[0, 1], [0, 1]], [[True, True], [True, False]], "cpu"))]
@@ -453,7 +453,7 @@ def gae_of(rewards, values, mask, gamma, lam):
     # d_1 = .5 * .25 - .5, d_2 = .5 * .75 - .25; A_2 = .125 + .5 * .25, A_1 = -.375 + .5 * .25
     ([0.0, 0.0, 1.0], [0.5, 0.25, 0.75], [1, 1, 1], 0.5, 1.0, [-0.25, 0.25, 0.25]),
     ([0.0, 0.0, 1.0], [0.5, 0.25, 0.75], [1, 1, 1], 1.0, 0.0, [-0.25, 0.5, 0.25]),  # d alone
-    # the third token is padding: V is 0 behind the second
+    # the third token is padding: V is 0 after the second
     ([0.0, 1.0, 0.0], [0.5, 0.5, 9.0], [1, 1, 0], 1.0, 0.5, [0.25, 0.5, 0.0]),
     # a tool put the second: d_1 = .75 - .5, A_1 = .25 + .5 * .25
     ([0.0, 0.0, 1.0], [0.5, 9.0, 0.75], [1, 0, 1], 1.0, 0.5, [0.375, 0.0, 0.25]),

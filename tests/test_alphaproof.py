@@ -58,7 +58,7 @@ def play_with(*flags: str, texts: list[str] | None = None, check=None):
     if texts:
         def solve(role, problems, num, label, greedy=False, copies=None):
             prompts = [prompt for prompt in t.solve_prompts(problems) for _ in texts]
-            return t.written("generator", prompts, texts * len(problems)).behind(prompts)
+            return t.written("generator", prompts, texts * len(problems)).with_prompts(prompts)
         t.solve = solve
     return t
 

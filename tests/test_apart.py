@@ -105,7 +105,7 @@ def test_of_several_passes_the_first_counts():
     assert metrics[MAX] == pytest.approx(0.25, abs=1e-4) and 0 < metrics[MEAN] < 0.05
 
 
-def test_behind_a_roles_first_update_of_a_step_nothing_can_be_compared():
+def test_after_a_roles_first_update_of_a_step_nothing_can_be_compared():
     t = pair()
     later = {role: drawn(t, role) for role in ("generator", "verifier")}
     assert made(t, "generator", drawn(t, "generator"))[MAX] == pytest.approx(0.25, abs=1e-4)

@@ -39,7 +39,7 @@ def plain_mask(T, window, cache=None):
 
 
 def prompts(R=3, T=5):
-    """A cache with the positions of prompts of LENGTHS, padded; the positions (U*R, T) of the tokens behind them."""
+    """A cache with the positions of prompts of LENGTHS, padded; the positions (U*R, T) of the tokens after them."""
     prefix = KVCache(1)
     prefix.positions = torch.full((len(LENGTHS), max(LENGTHS)), PADDING_POSITION)
     for row, length in enumerate(LENGTHS):
@@ -101,7 +101,7 @@ def test_attend_equals_the_definition(blocks, Hkv, group):
 @pytest.mark.parametrize("Hkv, group", GQA)
 @pytest.mark.parametrize("window, context", [(100, 100), (100, FULL), (4, FULL), (0, FULL)])
 @torch.no_grad()
-def test_attend_behind_a_prefix_equals_the_definition(blocks, Hkv, group, window, context):
+def test_attend_after_a_prefix_equals_the_definition(blocks, Hkv, group, window, context):
     (q, k, v, *prefix), mask = prefix_case(Hkv, group, window, context=context)
     assert (attend(q, k, v, mask, *prefix) - looped(q, k, v, window, *prefix)).abs().max() < 1e-12
 
@@ -176,7 +176,7 @@ def test_the_gpu_branch_computes_the_same(blocks, Hkv, group, window, context):
 @pytest.mark.parametrize("Hkv, group", GQA)
 @pytest.mark.parametrize("window, length", [(100, 0), (2, 0), (100, 3), (2, 3)])
 def test_the_gpu_branch_computes_the_same_without_a_prefix(blocks, Hkv, group, window, length):
-    # `length` columns are in the cache already; a query sees no column behind it.
+    # `length` columns are in the cache already; a query sees no column after it.
     q, k, v = random_qkv(2, Hkv, 3, group, 5 + length)
     q, cache = q[..., length:, :].detach().requires_grad_(), KVCache(1)
     cache.length = length
@@ -198,15 +198,15 @@ def test_the_gpu_branch_takes_one_query_that_sees_everything():
 @pytest.mark.parametrize("Hkv, group", GQA)
 @pytest.mark.parametrize("own", [1, 5, 35])
 @pytest.mark.parametrize("window", [100, 4])
-@pytest.mark.parametrize("behind", [True, False])
-def test_one_query_behind_the_columns_of_a_cache_equals_the_definition(Hkv, group, own, window, behind):
+@pytest.mark.parametrize("after", [True, False])
+def test_one_query_after_the_columns_of_a_cache_equals_the_definition(Hkv, group, own, window, after):
     (q, _, _, *shared), _ = prefix_case(Hkv, group, window, T=1)
     _, k, v = random_qkv(2, Hkv, 3, group, own, seed=5)
     prefix, positions = prompts(T=1)
     cache = KVCache(1)
     cache.length = own - 1
-    mask = make_mask(1, window, FULL, cache, prefix if behind else None, positions + cache.length, torch.float64)
-    shared = shared if behind else []
+    mask = make_mask(1, window, FULL, cache, prefix if after else None, positions + cache.length, torch.float64)
+    shared = shared if after else []
     before = [x.clone() for x in (q, k, v, *shared)]
     out = attend(q, k, v, mask, *shared).detach()
     with torch.no_grad():
@@ -258,7 +258,7 @@ def test_a_query_sees_itself_and_the_window_before_it():
     assert torch.equal(plain_mask(5, window=4).own, plain_mask(5, window=FULL).own)
 
 
-def test_new_columns_stand_behind_those_of_the_cache():
+def test_new_columns_stand_after_those_of_the_cache():
     cache = KVCache(1)
     cache.length = 3
     mask = plain_mask(2, 2, cache)

@@ -47,8 +47,8 @@ def normal(draw, *shape, dtype=torch.float32):
 # Decoding
 
 def decode_case(Hkv=2, group=2, D=32, capacity=70, Tp=70, dtype=torch.float32) -> dict:
-    """Four rows in four of five places: half full, idle, full, of a single token and behind no prompt; three prompts.
-    What lies behind the filled columns is large."""
+    """Four rows in four of five places: half full, idle, full, of a single token and after no prompt; three prompts.
+    What lies after the filled columns is large."""
     draw = torch.Generator().manual_seed(D + group + capacity + Tp)
     numbers = lambda *values: torch.tensor(values, device=DEVICE)
     case = dict(q=normal(draw, 4, Hkv, group, D, dtype=dtype), places=numbers(3, 1, 0, 2),
@@ -139,7 +139,7 @@ def test_splits_fill_the_gpu_and_no_more():
 
 def training_case(U=2, Hkv=1, R=2, group=2, T=17, Tk=None, Tp=40, D=32, dtype=torch.float32):
     """Inputs that want gradients, q, k, v, prefix_k, prefix_v, and the lengths of the prefixes, of which the second is
-    half as long as it could be and the third of one token. What lies behind them is large."""
+    half as long as it could be and the third of one token. What lies after them is large."""
     draw, Tk = torch.Generator().manual_seed(T + Tp + D), T if Tk is None else Tk
     shapes = [(U, Hkv, R, group, T, D), *[(U, Hkv, R, Tk, D)] * 2, *[(U, Hkv, Tp, D)] * 2 * (Tp > 0)]
     inputs = [normal(draw, *shape, dtype=dtype) for shape in shapes]
@@ -186,7 +186,7 @@ def assert_is_explicit(inputs, lengths, window, tolerance=3e-6):
     (dict(T=17, Tp=130, U=3, R=1), [FULL, 120, 9]), (dict(T=17, D=64, group=6, U=1), [FULL]),
     (dict(T=33, D=128, group=1, U=1, R=1), [FULL, 20]), (dict(T=5, D=24, Hkv=2, R=1), [FULL]),
     (dict(T=5, Tk=40, U=1), [FULL, 50, 20]),   # own keys before the queries'
-    (dict(T=1, Tk=0, R=1), [FULL, 9])],        # a prompt's last token, behind its own keys
+    (dict(T=1, Tk=0, R=1), [FULL, 9])],        # a prompt's last token, after its own keys
     ids=str)
 def test_training_equals_the_explicit_products(sizes, windows):
     inputs, lengths = training_case(**sizes)
@@ -273,7 +273,7 @@ def small_model(kind):
 
 
 def hidden_states_and_gradients(model):
-    """Of completions behind two prompts of 7 and 3 tokens, three rows each, and of two pieces of text behind a prompt,
+    """Of completions after two prompts of 7 and 3 tokens, three rows each, and of two pieces of text after a prompt,
     the second of which sees the first in a cache."""
     draw = torch.Generator().manual_seed(1)
     ids = lambda *shape: torch.randint(100, shape, generator=draw).to(DEVICE)
@@ -307,7 +307,7 @@ def test_models_compute_the_same_by_the_kernels_and_make_no_masks(kind, monkeypa
     monkeypatch.setattr(attention_module, "attention", lambda *inputs: calls.append(1) or attention(*inputs))
     monkeypatch.setattr(attention_module, "bias", lambda *inputs: masks.append(1) or bias(*inputs))
     actual = hidden_states_and_gradients(model)
-    # Two layers of three passes behind prompts; the last layer of prompts; of the GPT a window within prompts.
+    # Two layers of three passes after prompts; the last layer of prompts; of the GPT a window within prompts.
     assert not masks and len(calls) == (8 if kind == "gpt" else 7)
     for a, e in zip(actual, expected, strict=True):
         assert (a - e).abs().max() <= 1e-5 * e.abs().max() + 5e-5

@@ -276,7 +276,7 @@ def test_the_experiment_does_not_take_what_other_flags_made_for_its_own(capsys, 
 def test_the_experiment_knows_every_ablation_it_lists(capsys):
     ablations = fig4(capsys, "--list", "ablations")[1].strip()
     assert len(ablations.split()) > 15
-    # refused for its seed, behind the arms
+    # refused for its seed, after the arms
     assert "--seeds x: must be numbers" in fig4(capsys, "--arms", ablations, "--seeds", "x")[2]
 
 
@@ -319,7 +319,7 @@ def test_bad_input_of_one_rank_alone_is_its_line_and_no_traceback_of_the_others(
     assert done.returncode != 0
     lines = done.stderr.splitlines()
     assert lines.count("error: a file of this rank alone") == 1
-    # torchrun's own account of its ranks comes behind their words, and has a traceback of itself
+    # torchrun's own account of its ranks comes after their words, and has a traceback of itself
     ours = lines[: next(i for i, line in enumerate(lines) if "torch/distributed/elastic" in line or "torch.distributed"
                         in line)]
     assert not [line for line in ours if "Traceback" in line or "Error:" in line], done.stderr

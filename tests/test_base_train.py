@@ -360,7 +360,7 @@ def test_what_was_trained_before_a_row_without_text_is_saved(base, monkeypatch):
     flags = ["--eval-every", "-1"]
     with monkeypatch.context() as patch:
         patch.setattr(PackedBatches, "next_batch", fourth_fails)
-        with pytest.raises(BadInput, match="row 9 has no text; the model behind step 3 is saved, and cannot be"):
+        with pytest.raises(BadInput, match="row 9 has no text; the model after step 3 is saved, and cannot be"):
             train(base, *flags)
     assert list_steps("base", "base") == [3] and resumable_steps("base", "base") == []
     with pytest.raises(BadInput, match="holds a model, of step 3: take another tag$"):
@@ -371,7 +371,7 @@ def test_what_was_trained_before_a_row_without_text_is_saved(base, monkeypatch):
 
 def test_a_context_without_room_for_samples_trains_all_the_same(base, capsys):
     train(base, "--sequence-len", "8", "--total-batch-size", "64", "--sample-every", "2", "--num-iterations", "3")
-    assert capsys.readouterr().out.count("no samples: --sequence-len 8 has no room behind their beginnings") == 2
+    assert capsys.readouterr().out.count("no samples: --sequence-len 8 has no room after their beginnings") == 2
     assert resumable_steps("base", "base") == [3]
 
 
@@ -466,7 +466,7 @@ def test_a_loss_that_is_not_finite_three_times_stops_the_run(base, monkeypatch):
 
 
 def test_a_model_that_is_not_finite_is_not_saved(base):
-    with pytest.raises(Diverged, match="behind step 1: validation bits per byte are nan"):
+    with pytest.raises(Diverged, match="after step 1: validation bits per byte are nan"):
         train(base, "--num-iterations", "1", "--matrix-lr", "1e30")
     assert list_steps("base", "base") == []
 

@@ -84,7 +84,7 @@ def test_a_verifiers_rollout_shows_the_advantages_of_its_own_text():
                                                                             0.5)
 
 
-def test_what_was_written_behind_a_solution_is_shown_with_its_advantages_and_its_facts():
+def test_what_was_written_after_a_solution_is_shown_with_its_advantages_and_its_facts():
     written = {**ROLLOUT, "verification": None, "step_verdicts": None, "completion": "=6", "token_ends": [1, 2],
                "advantages": [1.0, 0.0], "reward": 0.123456, "turns": [["critique", "no"]]}
     shown = card({**written, "weights": [1, 2], "nothing": None})

@@ -86,7 +86,7 @@ def force_picks(monkeypatch, turns: Iterable[list[int]]) -> None:
         if position == 0:
             current[:] = next(turns)
         return torch.full((len(hidden),), current[position]), torch.zeros(len(hidden))
-    monkeypatch.setattr(engine, "pick_behind", pick)
+    monkeypatch.setattr(engine, "pick_after", pick)
 
 
 # chat_eval
@@ -142,7 +142,7 @@ def test_what_cannot_be_scored_is_counted(capsys, base, monkeypatch):
     (["-m", "28"], ["--chain-answer", "final"], 5, 28)])
 def test_greedy_scores_are_a_naive_count_with_the_checkpoints_flags_unless_others_are_given(
         capsys, base, flags, task_flags, seed, limit):
-    """With 8 tokens an answer behind one step is whole, and its end cut off."""
+    """With 8 tokens an answer after one step is whole, and its end cut off."""
     change_meta(base, seed=5, chain_answer="final", max_new_tokens=8)
     shown = scores(capsys, "-x", "30", *flags)
     assert set(shown) == {"chain", "chain, test_out"}
@@ -233,7 +233,7 @@ def questions(base, tokenizer, tmp_path, monkeypatch) -> str:
     """A file of 24 questions of several lengths and letters, 16 of which the model has right (each asked alone, with
     all its logits looked at), and 2 that are longer than its context."""
     import datasets
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing behind
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing after
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # for processes that a test starts
     path, model, said, keyed = tmp_path / "arc.jsonl", tiny(), set(), []
     rows = [question("+".join("012"[(i * k) % 3] for k in range(1, 2 + i % 5)), ("ABCD", "120", "012")[i % 3])

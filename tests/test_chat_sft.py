@@ -96,7 +96,7 @@ def test_conversations_come_at_even_distances_and_demonstrations_in_between(base
 
 
 def test_a_share_of_the_demonstrations_are_second_attempts(base):
-    """They stand behind "solution|critique|problem" and are what stands behind the problem without --demo-shares."""
+    """They stand after "solution|critique|problem" and are what stands after the problem without --demo-shares."""
     plain, mixed, second = (examples_of("--demo-shares", f"refine:{share}") for share in ("0", "0.5", "1"))
     num_second, critiques = 0, set()
     for i in range(64):
@@ -112,7 +112,7 @@ def test_a_share_of_the_demonstrations_are_second_attempts(base):
     assert 16 < num_second < 48 and {"", "T", "F"} < critiques and len(critiques) > 6
 
 
-def test_other_kinds_of_demonstrations_stand_behind_their_own_prompts(base):
+def test_other_kinds_of_demonstrations_stand_after_their_own_prompts(base):
     """argue: "answer|problem", and a solution that comes to the answer; the rest are the solutions that they were."""
     plain, mixed = examples_of("--demo-shares", "argue:0"), examples_of("--demo-shares", "argue:0.5")
     num_argued = 0
@@ -282,7 +282,7 @@ def test_what_was_trained_before_a_demonstration_that_does_not_fit_is_saved(base
     with monkeypatch.context() as other:
         other.setattr(chat_sft.Examples, "check", lambda self: [])  # it looks at the first 512
         other.setattr(Chain, "solution_demo", lambda self, problem, rng: "1" * 200 if problem.index == 20 else "1=1;")
-        with pytest.raises(BadInput, match="too short: demonstration 20 of .*; the model behind step 2 is saved$"):
+        with pytest.raises(BadInput, match="too short: demonstration 20 of .*; the model after step 2 is saved$"):
             train("--model-tag", "a")
     assert list_steps("sft", "a") == [2] and Chain.problem is problem
     train("--model-tag", "a", "--resume-from-step", "auto")
@@ -313,7 +313,7 @@ def test_without_a_generator_both_roles_learn_from_corrupted_solutions_alone(bas
 
 
 def test_a_tokenizer_that_is_in_use_is_not_replaced(base, monkeypatch):
-    """Neither under training, which has no checkpoint yet; nor behind its back, which its checkpoint tells."""
+    """Neither under training, which has no checkpoint yet; nor after its back, which its checkpoint tells."""
     step, seen = chat_sft.train_step, []
     other = ["--vocab-size", "266", *TASK_FLAGS]
 

@@ -66,7 +66,7 @@ def test_records_that_are_dropped_leave_the_event_files_too(tmp_path):
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"step": 5, "lo')  # cut by a crash
     run = new_run(tmp_path, 2)
-    assert drawn(tmp_path) == {"loss": [(0, 0.0), (1, 1.0)]}  # also where nothing is logged behind it
+    assert drawn(tmp_path) == {"loss": [(0, 0.0), (1, 1.0)]}  # also where nothing is logged after it
     run.log({"step": 2, "loss": 12.0})
     run.finish()
     assert drawn(tmp_path) == {"loss": [(0, 0.0), (1, 1.0), (2, 12.0)]}
@@ -181,7 +181,7 @@ print(sizes[-1] - sizes[0])
 
 @pytest.mark.skipif(not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
                     reason="needs oneDNN")
-def test_products_of_many_shapes_leave_no_memory_behind():
+def test_products_of_many_shapes_leave_no_memory_after():
     if process_size()["resident_gb"] is None:
         pytest.skip("no /proc")
     env = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}

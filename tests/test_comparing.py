@@ -22,8 +22,8 @@ from nanochat.recipes.reward_models.think_rm import binary_reward, graded_reward
 from nanochat.rl.credit.advantages import PRESETS, difference_advantages, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.play.play import Play
-from nanochat.rl.verify.comparing import (WORTHS, Lineup, balanced_places, chose_right, lined_up, mean_scores,
-                                          one_right, pair_scores, rings)
+from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, balanced_places, chose_right, lined_up, mean_scores,
+                                          one_right, pair_scores, round_robin)
 from scripts import tango_rl
 from tasks import make_task
 from tasks.chain import Chain
@@ -82,7 +82,7 @@ def test_the_true_grade_counts_wrong_steps():
     task = make_task(parse(tango_rl, rl_flags("--recipe", "think_rm", "--chain-answer", "final")))
     problem = Problem("rl", 0, "1+1*2", "1")
     right, wrong, worse = "1+1:2;2*2:1;=1", "1+1:2;2*2:0;=0", "1+1:0;0*2:2;=2"
-    choice = lambda texts, place: true_choice(task, Lineup(problem, texts, place))
+    choice = lambda texts, place: true_choice(task, Candidates(problem, texts, place))
     assert (choice([right, wrong], 0), choice([wrong, right], 1)) == (1, -1)
     assert (choice([right, worse], 0), choice([worse, right], 1)) == (2, -2)
     assert choice([right, "=0"], 0) == 1  # no step is wrong, the answer is
@@ -129,28 +129,28 @@ def test_a_judge_that_always_says_a_has_half_of_the_pairs_and_no_consistency():
 
 # What judgments are worth to a generator
 
-def test_in_a_ring_each_stands_beside_those_behind_it_and_in_every_place_once():
+def test_in_a_ring_each_stands_beside_those_after_it_and_in_every_place_once():
     groups = [7, 7, 2, 7, 2]  # rollouts 0, 1 and 3; 2 and 4
-    assert rings(groups, 2) == [[0, 1], [1, 3], [3, 0], [2, 4], [4, 2]]
-    assert rings(groups[:2] + groups[3:4], 3) == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
-    assert rings(groups, 1) == [[0], [1], [3], [2], [4]] and rings([], 2) == []
+    assert round_robin(groups, 2) == [[0, 1], [1, 3], [3, 0], [2, 4], [4, 2]]
+    assert round_robin(groups[:2] + groups[3:4], 3) == [[0, 1, 2], [1, 2, 0], [2, 0, 1]]
+    assert round_robin(groups, 1) == [[0], [1], [3], [2], [4]] and round_robin([], 2) == []
 
 
-def worths(form: str, num: int, *texts: str, stopped: bool = True) -> list:
+def scores(form: str, num: int, *texts: str, stopped: bool = True) -> list:
     t, many = SimpleNamespace(task=SimpleNamespace(fmt=COMPACT)), len(texts)
-    return WORTHS[form](t, SimpleNamespace(texts=list(texts), stopped=torch.tensor([stopped] * many)), num)
+    return GROUP_SCORES[form](t, SimpleNamespace(texts=list(texts), stopped=torch.tensor([stopped] * many)), num)
 
 
 def test_what_a_choice_gives_to_both():
-    assert worths("pair", 2, "T;F;=A", "=B", "=", "=A2") == [[1, 0], [0, 1], None, None]
-    assert worths("solve_pair", 2, "=A") == [[1, 0]] and worths("pair", 2, "=A", stopped=False) == [None]
+    assert scores("pair", 2, "T;F;=A", "=B", "=", "=A2") == [[1, 0], [0, 1], None, None]
+    assert scores("solve_pair", 2, "=A") == [[1, 0]] and scores("pair", 2, "=A", stopped=False) == [None]
     half_way = pytest.approx([1 / 3, 2 / 3])
-    assert worths("graded", 2, "=A3", "=B3", "=B1", "=A") == [[1, 0], [0, 1], half_way, None]
+    assert scores("graded", 2, "=A3", "=B3", "=B1", "=A") == [[1, 0], [0, 1], half_way, None]
 
 
 def test_what_scores_give_to_each():
-    assert worths("scores", 3, "=10,0,7", "=0,0,0", "=11,0,0", "=1,1") == [[1, 0, 0.7], [0, 0, 0], None, None]
-    assert worths("scores", 1, "=1", "=0", "=2") == [[1], [0], None]  # of a single one 1 is the highest
+    assert scores("scores", 3, "=10,0,7", "=0,0,0", "=11,0,0", "=1,1") == [[1, 0, 0.7], [0, 0, 0], None, None]
+    assert scores("scores", 1, "=1", "=0", "=2") == [[1], [0], None]  # of a single one 1 is the highest
 
 
 def test_mean_scores_by_hand():

@@ -35,7 +35,7 @@ OLYMPIAD = {"question": "Which roots?", "final_answer": ["$1$", "$\\frac{1}{2}$"
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """A folder for what `datasets` makes of files, so that tests leave nothing behind."""
+    """A folder for what `datasets` makes of files, so that tests leave nothing after."""
     import datasets
     old, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, str(tmp_path_factory.mktemp("datasets"))
     yield

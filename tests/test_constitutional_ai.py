@@ -89,7 +89,7 @@ def test_a_task_without_principles_is_refused():
 
 # Demonstrations
 
-def test_a_demonstration_keeps_what_stands_before_the_step_and_breaks_no_principle_behind_it():
+def test_a_demonstration_keeps_what_stands_before_the_step_and_breaks_no_principle_after_it():
     """With a critic without misconceptions."""
     task, kinds = chain("--chain-verifier-share", "0", "--chain-max-steps", "4", "--chain-answer", "all"), set()
     for i in range(200):
@@ -114,7 +114,7 @@ def test_a_demonstration_keeps_what_stands_before_the_step_and_breaks_no_princip
 # SL-CAI
 
 def saying(said: list[str], *flags: str, step: int = 0):
-    """A step in which verifications are these texts, one behind the other and again."""
+    """A step in which verifications are these texts, one after the other and again."""
     t = random_play("constitutional_ai", *FLAGS, *flags)
     t.steps["generator"] = t.state.step = step
     t.drawn = {}
@@ -134,7 +134,7 @@ def saying(said: list[str], *flags: str, step: int = 0):
     return t
 
 
-def test_what_is_learned_are_the_revisions_behind_the_problem_alone(base):
+def test_what_is_learned_are_the_revisions_after_the_problem_alone(base):
     t = saying(["0F;=F", "0T;=T", "cannot be read"])
     t.tokenizer.stop_tokens = [*t.tokenizer.stop_tokens, *range(40, 130)]  # random models end what they write
     update, = cai.play(t)

@@ -104,7 +104,7 @@ def test_white_space_is_kept_but_around_the_context_of_language_modeling(kind, i
 
 @pytest.mark.parametrize("context, continuation, delimiter", [("a", "", ":"), ("", "b", "\n:"), ("a", "b", "")])
 def test_a_continuation_without_tokens_of_its_own_is_refused(context, continuation, delimiter):
-    """An empty one; one behind a context that is stripped in front too; one that a token joins to its context."""
+    """An empty one; one after a context that is stripped in front too; one that a token joins to its context."""
     merging = Tokenizer.train(iter(["ab ab ab ab ab"]), 266)
     task = make_task("language_modeling", [{"context": context, "continuation": continuation}], delimiter=delimiter)
     with pytest.raises(BadInput, match=f"task: the continuation '{continuation}' has no tokens of its own"):

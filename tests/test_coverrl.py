@@ -129,7 +129,7 @@ def test_votes_that_cannot_be_verified_keep_their_label(base):
     assert apply_update(t, updates[0])["skipped"] == 0
 
 
-def test_second_attempts_stand_behind_verdicts_against_a_solution(base):
+def test_second_attempts_stand_after_verdicts_against_a_solution(base):
     """Two of the kept problem, both of its wrong solution. The dropped one's have none."""
     t, updates = play_with([RIGHT, SPLIT], [*FOR, *AGAINST], "--refinements", "3")
     second, A = updates[0].parts[1]
@@ -182,7 +182,7 @@ def test_no_gold_answer_enters_an_update(base):
     (["--verifier-head", "trunk"], "--verifier-head trunk: both roles"),
     (["--verifier-optimizer", "own"], "--verifier-optimizer own: one model learns from both roles"),
     (["--verifications", "1"], "--verifications 1: must be at least 2"),
-    (["--refinements", "1"], "--refinements 1: those behind one"),
+    (["--refinements", "1"], "--refinements 1: those after one"),
     (["--num-votes", "3"], "--num-votes 3: must be at least 2")])
 def test_settings_that_cannot_work_are_refused_in_one_line(flags, words):
     args = parsed("coverrl", *flags)

@@ -25,7 +25,7 @@ from nanochat.decode_cache import DecodeCache
 from nanochat.engine import generate, pick, run_prompts
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import cpu, ops
-from nanochat.kernels.ops import LEAST_ROWS, before_attention, behind_attention, packed_layer
+from nanochat.kernels.ops import LEAST_ROWS, after_attention, before_attention, packed_layer
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
 NO_END = 10 ** 6  # a window or context that no row here reaches
@@ -223,7 +223,7 @@ def test_tokens_are_drawn_from_the_outputs_of_a_head(monkeypatch, called, softca
     monkeypatch.setattr(model, "softcap", softcap)
     hidden = 8 * random(300, 128)
     with torch.no_grad():
-        tokens, logprobs = engine.pick_behind(model, hidden, keys, 5, temperature, top_k)
+        tokens, logprobs = engine.pick_after(model, hidden, keys, 5, temperature, top_k)
         assert called == ["uniform_noise", "draw"][temperature == 0:]  # with a top-k too
         z = model.double().lm_head(hidden.double())[:, :265]
         logits = z if softcap is None else softcap * torch.tanh(z / softcap)
@@ -322,7 +322,7 @@ def test_a_model_is_the_same_with_kernels(monkeypatch, called, n_layer, n_kv_hea
         return logits.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}, *samples
 
     ours = run()
-    assert {"before_backward", "behind_backward", "attend_forward", "attend_backward", "decode_trunk",
+    assert {"before_backward", "after_backward", "attend_forward", "attend_backward", "decode_trunk",
             "draw"} <= set(called)
     monkeypatch.setattr(cpu, "library", lambda: None)
     called.clear()
@@ -407,7 +407,7 @@ def test_a_token_is_one_call_and_weights_are_packed_once(monkeypatch, called, na
 
 
 def one_token(model, cache, places, **options):
-    """Hidden states of a first token behind the prompt in slot 0."""
+    """Hidden states of a first token after the prompt in slot 0."""
     cache.begin(places, torch.zeros_like(places))
     positions = cache.advance(places, torch.ones_like(places))[:, None]
     return model.trunk(places[:, None], positions=positions, cache=cache, **options)
@@ -484,7 +484,7 @@ def test_heads_that_no_kernel_takes_decode_all_the_same(called, heads, kv_heads)
             ours = decoded(model, [[5, 6]], rows, [0] * len(rows))
         model.double().compute_dtype = torch.float64
         expected = decoded(model, [[5, 6]], rows, [0] * len(rows))
-    assert not {"decode", "decode_trunk", "before_forward"} & set(called) and "behind_forward" in called
+    assert not {"decode", "decode_trunk", "before_forward"} & set(called) and "after_forward" in called
     assert all((a - b).abs().max() < 3e-5 for a, b in zip(ours, expected, strict=True))
 
 
@@ -493,7 +493,7 @@ def test_heads_that_no_kernel_takes_decode_all_the_same(called, heads, kv_heads)
 def test_weights_of_another_dtype_are_cast(called, dtype):
     model = model_of().to(dtype)
     ours = model(IDS)
-    assert "behind_forward" in called and ours.dtype == torch.float32
+    assert "after_forward" in called and ours.dtype == torch.float32
     assert torch.equal(ours, model.float()(IDS))
 
 
@@ -504,17 +504,17 @@ def test_a_row_of_a_layer_depends_on_no_other_row():
         ((64, 64), (32, 64), (32, 64), (64, 64), (96, 64), (64, 96))))
     a, b = torch.tensor(0.7), torch.tensor(-0.3)
     angles = random(77, 1, 1, 16)
-    before, behind = packed_layer((w_q, w_k, w_v), (w_o, w_up, w_down))
+    before, after = packed_layer((w_q, w_k, w_v), (w_o, w_up, w_down))
 
     def layer(rows, *ready):
         heads = before_attention(x[rows], x0[rows], a, b, w_q, w_k, w_v, None, None,
                                  (angles[rows].cos(), angles[rows].sin()), 1.2, len(x[rows]), *ready[:1])
-        return [*heads, behind_attention(x[rows], y[rows], w_o, w_up, w_down, *ready[1:])]
+        return [*heads, after_attention(x[rows], y[rows], w_o, w_up, w_down, *ready[1:])]
 
     with torch.no_grad():
         whole = layer(slice(None))
         for rows in (slice(0, 1), slice(5, 18), slice(60, 77)):
-            for part, ready in zip(layer(rows), layer(rows, before, behind), strict=True):
+            for part, ready in zip(layer(rows), layer(rows, before, after), strict=True):
                 assert torch.equal(part, ready)
             for part, of_all in zip(layer(rows), whole, strict=True):
                 assert torch.equal(part, of_all[rows])

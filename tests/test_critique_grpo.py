@@ -99,7 +99,7 @@ def tiny_model(seed: int = 0) -> GPT:
 
 
 def random_rollouts(prompt_lengths: list[int], lengths: list[int], seed: int = 0) -> Rollouts:
-    """As many completions of these lengths behind each random prompt."""
+    """As many completions of these lengths after each random prompt."""
     draw = torch.Generator().manual_seed(seed)
     prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist()) for n in prompt_lengths]
     lengths = torch.tensor(lengths)
@@ -227,7 +227,7 @@ def test_settings_that_cannot_work_are_refused(flags):
 
 # Runs
 
-def test_the_update_sees_the_refinement_behind_the_problem_alone(base, monkeypatch):
+def test_the_update_sees_the_refinement_after_the_problem_alone(base, monkeypatch):
     """Refinements take the first slots, no token of a critique's prompt is trained, and the coefficients are shaped."""
     monkeypatch.setattr(Chain, "check", lambda self, problem, solution: by_text(solution))
     updates, drawn = watched(monkeypatch)

@@ -82,7 +82,7 @@ def fail_at(monkeypatch, place: int, action) -> list[str]:
 
 
 def run_of_step_2(base):
-    """Run r's roles, state and flags behind step 2, as they are in the middle of a run, and how to save step 3."""
+    """Run r's roles, state and flags after step 2, as they are in the middle of a run, and how to save step 3."""
     args = parse(tango_rl, rl_flags(*GRPO, "--model-tag", "tiny"))
     args.lr, specs = 1e-3, tango_rl.recipes.load("grpo").ROLES
     roles = load_roles(args, specs, find_starts(args, specs), torch.device("cpu"), torch.float32)
@@ -389,7 +389,7 @@ def test_a_lost_state_of_a_finished_run_is_not_taken_for_a_fresh_start(trained, 
     os.remove(trained / "runs" / "r" / "state_000002.pt")
     left = sorted(os.listdir(trained / "chatrl_checkpoints" / "r-gen"))
     code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
-    assert code == 2 and "saved behind step 2" in line and "state_000002.pt is missing" in line and "\n" not in line
+    assert code == 2 and "saved after step 2" in line and "state_000002.pt is missing" in line and "\n" not in line
     assert sorted(os.listdir(trained / "chatrl_checkpoints" / "r-gen")) == left
     train(*GRPO, "--resume-from-step", "1", "--num-steps", "2")  # a step that is named is gone on from
     assert saved_steps("r") == [1, 2]
@@ -438,7 +438,7 @@ def test_lost_states_of_a_run_that_was_cut_off_are_not_taken_for_a_fresh_start(t
     for lost in (2, 1):
         (folder / f"state_{lost:06d}.pt").rename(trained / f"{lost}.pt")
     code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
-    assert code == 2 and "saved behind step 2" in line and "r-gen to start afresh" in line and "\n" not in line
+    assert code == 2 and "saved after step 2" in line and "r-gen to start afresh" in line and "\n" not in line
     os.rename(trained / "1.pt", folder / "state_000001.pt")  # a kill in the save of step 2 leaves the same
     assert sorted(os.listdir(models)) == before and (folder / "metrics.jsonl").read_bytes() == kept
     train(*GRPO, "--resume-from-step", "auto", "--num-steps", "2")
@@ -453,7 +453,7 @@ def test_a_lost_state_in_the_middle_of_a_run_is_noticed(trained, capsys):
     for lost in ("model", "meta"):
         os.remove(next((trained / "chatrl_checkpoints" / "r-gen").glob(f"{lost}_000003.*")))
     code, line = outcome_of(capsys, *GRPO, "--resume-from-step", "auto", "--num-steps", "3")
-    assert code == 2 and "saved behind step 2" in line and "there are: 1" in line
+    assert code == 2 and "saved after step 2" in line and "there are: 1" in line
 
 
 def test_a_step_that_two_processes_logged_is_named(trained, capsys):

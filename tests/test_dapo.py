@@ -64,7 +64,7 @@ def play_of(*batches: list[str], more: tuple = (), run: Run | None = None):
         t.labels.add(label)
         texts = [text for group in batches[order.index(label)][rank::world] for text in group]
         prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(num_samples)]
-        return t.written("generator", prompts, texts).behind(prompts)
+        return t.written("generator", prompts, texts).with_prompts(prompts)
 
     t.solve = solve
     return t

@@ -226,12 +226,12 @@ def test_sources_without_any_text_are_refused(tmp_path):
         PackedBatches(Documents([str(tmp_path)]), TOKENIZER, 1, 9).next_batch()
 
 
-def test_damage_behind_the_first_rows_is_one_line(tmp_path):
+def test_damage_after_the_first_rows_is_one_line(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text((json.dumps({"text": "x" * 10 ** 6}) + "\n") * 12 + '{"text": "bro')
     with pytest.raises(BadInput) as error:
         list(islice(Documents([str(path)]), 13))
-    assert (str(path) in str(error.value) and "cannot be read behind row" in str(error.value)
+    assert (str(path) in str(error.value) and "cannot be read after row" in str(error.value)
             and "\n" not in str(error.value))
 
 

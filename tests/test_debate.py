@@ -162,7 +162,7 @@ def played(protocol: str, arguments: list[str], verifications: list[str], recipe
         if label == "verdicts":
             asked.extend(t.tokenizer.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
         repeated = [prompt for prompt in prompts for _ in range(num)]
-        return t.written(role, repeated, given[label]).behind(repeated)
+        return t.written(role, repeated, given[label]).with_prompts(repeated)
     t.sample = sample
     return t, list(recipes.load(recipe).play(t)), asked
 

@@ -26,7 +26,7 @@ LAYERS, LAYER = 3, 1
 
 def decoded(model, prompts: list[list[int]], rows: list[tuple[int, list[int]]], starts: list[int],
             rows_per_slot: int = 1) -> list[torch.Tensor]:
-    """Hidden states (T, C) of the tokens of rows (prompt, tokens), decoded one by one behind their prompts. Row r
+    """Hidden states (T, C) of the tokens of rows (prompt, tokens), decoded one by one after their prompts. Row r
     begins at step starts[r]; a place is another row's when its row has ended. Prompts are run one at a time."""
     device, capacity = model.lm_head.weight.device, max(len(tokens) for _, tokens in rows)
     order = sorted(range(len(rows)), key=lambda r: starts[r])

@@ -29,7 +29,7 @@ FLAGS = {"r": ["--num-steps", "1", "--warmup-steps", "1"], "grpo": ["--num-steps
 
 @pytest.fixture(scope="module")
 def finished(sft_base, tmp_path_factory):
-    """A base directory with two runs: r of tango, and behind it grpo, which has no verifier. What RL made of the models
+    """A base directory with two runs: r of tango, and after it grpo, which has no verifier. What RL made of the models
     is replaced by other crafted ones, so that both times differ whatever was learned."""
     base = tmp_path_factory.mktemp("finished") / "base"
     shutil.copytree(sft_base, base)

@@ -127,7 +127,7 @@ Text with `python -m scripts.report RUN...` and `bash` and `python`, `torchrun -
 source .venv/bin/activate
 export NANOCHAT_BASE_DIR=~/x B=disabled                # two
 A=1 python -m scripts.x  --flag 'a b' \
-    --other "$B"  # behind it
+    --other "$B"  # after it
 for tag in a b; do torchrun --nproc_per_node=2 scripts/y.py -- --tag $tag; done
 ls | tail -n 1 && cd nowhere
 ```
@@ -164,7 +164,7 @@ def test_a_block_that_is_no_shell_is_told(tmp_path):
 
 
 def script_and_flags(words: tuple[str, ...]) -> tuple[str, list[str]] | None:
-    """Of a command that runs a script: its module and the flags behind it; None for others. Raises BadInput where
+    """Of a command that runs a script: its module and the flags after it; None for others. Raises BadInput where
     torchrun would not start or there is no such file or module."""
     if words[0] == "torchrun":
         parser = get_args_parser()
@@ -288,7 +288,7 @@ def test_tools_of_developers_tell_their_flags(commands):
     for command in commands(*TODAY):
         if command.words[0] == "python" and command.words[1].startswith("dev/"):
             mode = tuple(itertools.takewhile(lambda word: not word.startswith("-"), command.words[1:]))
-            own = itertools.takewhile(lambda word: word != "--", command.words)  # behind it is another command
+            own = itertools.takewhile(lambda word: word != "--", command.words)  # after it is another command
             given.setdefault(mode, set()).update(word for word in own if word.startswith("--"))
     assert given
     said = {mode: said_for_help(mode) for mode in given}

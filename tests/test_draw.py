@@ -43,7 +43,7 @@ def key_of(bits: int) -> int:
 
 
 def outputs(head, rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    """Raw outputs of a head, huge and no number behind the vocabulary."""
+    """Raw outputs of a head, huge and no number after the vocabulary."""
     V, columns, dtype, _ = head
     z = scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     z[:, V:] = 1e4

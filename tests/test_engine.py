@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from nanochat import engine, seats
+from nanochat import engine, slots
 from nanochat.attention import PADDING_POSITION
 from nanochat.common import BadInput
 from nanochat.decode_cache import DecodeCache
@@ -227,7 +226,7 @@ def test_the_tokens_that_are_held_are_bounded(monkeypatch, together, most):
 def test_a_slot_serves_one_prompt_after_another(monkeypatch, together):
     # Few slots: prompts wait for a slot, not for a place.
     whole = together[0]
-    monkeypatch.setattr(seats, "SLOTS", 1)
+    monkeypatch.setattr(slots, "SLOTS", 1)
     caches, make = [], engine.DecodeCache
     monkeypatch.setattr(engine, "DecodeCache", lambda *args: (caches.append(make(*args)), caches[-1])[1])
     out, model = refilled(9)

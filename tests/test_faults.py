@@ -119,7 +119,7 @@ ROWS = {
     ],
     "SIGTERM in rollout, verification, update, evaluation, save and start-up": [
         "tests/test_tango_rl.py::test_sigterm_saves_one_set_and_the_next_run_goes_on",
-        "tests/test_tango_rl.py::test_sigterm_in_a_save_lets_it_end_and_stops_behind_it",
+        "tests/test_tango_rl.py::test_sigterm_in_a_save_lets_it_end_and_stops_after_it",
         "tests/test_writer.py::test_sigterm_while_a_set_is_written_saves_it_and_the_last_step",
         "tests/test_trainer.py::test_a_stop_is_looked_for_before_every_micro_batch",
         "tests/test_tango_rl.py::test_sigterm_at_start_up_saves_nothing_and_the_next_run_starts_afresh",
@@ -168,7 +168,7 @@ ROWS = {
     "hostile texts of a verifier": [
         "tests/test_prompts.py::test_parsing_is_total_and_unmet_says_exactly_what_is_missing",
         "tests/test_prompts.py::test_no_beginning_of_a_verification_counts_as_whole",
-        "tests/test_prompts.py::test_text_behind_the_final_judgment_is_not_well_formed",
+        "tests/test_prompts.py::test_text_after_the_final_judgment_is_not_well_formed",
         "tests/test_demo.py::test_what_a_model_writes_cannot_steer_the_terminal",
         "tests/test_page.py::test_text_of_models_is_never_markup",
     ],
@@ -180,7 +180,7 @@ ROWS = {
         "tests/test_tokenizer.py::test_special_strings_in_a_conversation_stay_text",
         "tests/test_hf_tokenizer.py::test_no_text_changes_the_number_of_control_tokens",
         "tests/test_processbench.py::test_the_verifier_is_told_of_every_step_and_of_no_more_whatever_they_hold",
-        "tests/test_tools.py::test_the_calculators_output_is_forced_behind_its_call",
+        "tests/test_tools.py::test_the_calculators_output_is_forced_after_its_call",
     ],
     "batches that are over-long, empty, all cut or all equal": [
         "tests/test_engine.py::test_a_prompt_that_does_not_fit_is_refused_by_name",
@@ -250,8 +250,8 @@ def test_every_fault_has_tests_and_they_exist(row):
 
 @pytest.fixture
 def two_ranks(base):
-    """A run on two ranks that would go on for long, behind its third step; and the processes of its ranks. All of them
-    are gone behind the test."""
+    """A run on two ranks that would go on for long, after its third step; and the processes of its ranks. All of them
+    are gone after the test."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                "scripts/tango_rl.py", "--", *RL_FLAGS, "--run", "r", "--save-every", "2", "--num-steps", "1000"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT, stdout=subprocess.PIPE,
@@ -323,7 +323,7 @@ def test_when_a_rank_dies_all_end_and_the_last_set_stays(base, two_ranks):
 # What goes wrong on one rank
 
 def drift(monkeypatch) -> None:
-    """Rank 1's generator moves by a last bit behind its first update."""
+    """Rank 1's generator moves by a last bit after its first update."""
     apply_update = tango_rl.apply_update
 
     def drifting(t, update):
@@ -371,7 +371,7 @@ def faults_of_rank_1(sft_base, tmp_path_factory):
 
 
 def test_weights_that_drift_between_ranks_are_noticed_before_they_are_saved(faults_of_rank_1):
-    """The generator's first update is that of step 2, behind the warm-up; step 4 would be saved."""
+    """The generator's first update is that of step 2, after the warm-up; step 4 would be saved."""
     base, ends = faults_of_rank_1
     for end in ends:
         assert end["drift"].startswith("step 4: the weights of the generator are no longer the same on all ranks "

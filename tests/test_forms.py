@@ -199,11 +199,11 @@ def test_only_single_solutions_are_cut(flags):
         chat_sft.main(parse(chat_sft, [*TASK_FLAGS, "--role", "verifier", *flags]))
 
 
-def test_a_beginning_ends_behind_any_of_the_steps():
+def test_a_beginning_ends_after_any_of_the_steps():
     fmt = task_of().fmt
     cut = {chat_sft.beginning(fmt, "1+1:2;2*2:4;=4", random.Random(seed)) for seed in range(20)}
     assert cut == {"1+1:2;", "1+1:2;2*2:4;"}
-    assert chat_sft.beginning(fmt, "=4", random.Random(0)) == "=4"  # no step to end behind
+    assert chat_sft.beginning(fmt, "=4", random.Random(0)) == "=4"  # no step to end after
 
 
 @pytest.mark.parametrize("task", ["chain", "last_letter", "lookup", "rewrite"])

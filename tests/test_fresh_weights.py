@@ -1,5 +1,5 @@
 """
-What is sampled is the model as it is: behind every way in which weights change, the logprobs that sampling records are
+What is sampled is the model as it is: after every way in which weights change, the logprobs that sampling records are
 those of the trainer, and no longer those of the weights before.
 
     python -m pytest tests/test_fresh_weights.py -q
@@ -121,7 +121,7 @@ def test_sampling_follows_a_step_of_training(name, training, dtype):
 @pytest.mark.parametrize("name", ["own", "imported"])
 @pytest.mark.parametrize("head", ["frozen", "trunk"])
 def test_sampling_follows_a_shared_trunk_that_the_other_role_trains(name, head, dtype):
-    """The verifier is sampled behind each update of the generator, and the generator behind the verifier's where the
+    """The verifier is sampled after each update of the generator, and the generator after the verifier's where the
     verifier trains what they share."""
     generator, verifier = (role_of(model_of(name, dtype, seed)) for seed in range(2))
     private = share_layers(generator.model, verifier.model, 1)

@@ -155,9 +155,9 @@ def test_a_csv_or_an_arm_that_is_not_there_is_said(make_pages, arm_of, tmp_path)
 
 
 def test_the_table_replaces_what_stands_between_the_markers(make_pages, made):
-    text = f"# before\n\n{make_pages.BEGIN}\nold\n{make_pages.END}\n\nbehind\n"
+    text = f"# before\n\n{make_pages.BEGIN}\nold\n{make_pages.END}\n\nafter\n"
     once = make_pages.with_table(text)
-    assert once == f"# before\n\n{make_pages.BEGIN}\n{made['README.md']}\n{make_pages.END}\n\nbehind\n"
+    assert once == f"# before\n\n{make_pages.BEGIN}\n{made['README.md']}\n{make_pages.END}\n\nafter\n"
     assert make_pages.with_table(once) == once
 
 

@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 
 # The first cell of a table's head -> which log its names are of; None: words that other names are made of.
-HEADS = {"name": "rl", "behind a role's prefix": "rl", "where a score stands": "rl", "in summary.json": "summary",
+HEADS = {"name": "rl", "after a role's prefix": "rl", "where a score stands": "rl", "in summary.json": "summary",
          "in chat_sft": "chat_sft", "in base_train": "base_train", "role prefix": None, "verifier score": None}
 # In the glossary, and in no run of this file: why
 UNSEEN = {**dict.fromkeys(("gen/pass1_lenient_in", "gen/pass1_lenient_out"), "needs a task with numbers"),
@@ -62,7 +62,7 @@ def glossary_of(text: str) -> dict[str, list[Entry]]:
         log = "rl" if of_recipes else HEADS[head]
         for name in itertools.chain(*map(spelled_out, names)) if log else ():
             pattern = re.escape(name).replace(r"\*", "[^/]+")
-            if head == "behind a role's prefix":
+            if head == "after a role's prefix":
                 pattern = f"({words['role prefix']})/{pattern}"
             for score in words["verifier score"].split("|") if "<score>" in name else [""]:
                 chosen = tuple(of_recipes[1].split(" and ")) if of_recipes else ()
@@ -139,7 +139,7 @@ WRITTEN = """
 | --- | --- |
 | `ver/<score>_{in,out}` | `not_a_name` |
 
-| behind a role's prefix | unit |
+| after a role's prefix | unit |
 | --- | --- |
 | `errors/*`, `lr` | |
 

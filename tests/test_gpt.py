@@ -251,7 +251,7 @@ def test_one_token_continues_ragged_rows():
 @pytest.mark.parametrize("piece", [1, 3])
 @torch.no_grad()
 def test_rows_continue_their_shared_prompts(piece):
-    # Two rows behind each of two ragged prompts; on its way the short window of 128 slides off the first tokens of one
+    # Two rows after each of two ragged prompts; on its way the short window of 128 slides off the first tokens of one
     # prompt.
     model, lengths, new = tiny_model(), (121, 40), 37
     rows = [[torch.cat([random_ids(length, seed=length), random_ids(new, seed=r)]) for r in range(2)]
@@ -275,7 +275,7 @@ def test_rows_continue_their_shared_prompts(piece):
 @pytest.mark.parametrize("n_kv_head, window_pattern", [(2, "SSL"), (1, "L"), (4, "S")])
 @torch.no_grad()
 def test_decoding_gives_the_states_of_full_forwards(n_kv_head, window_pattern):
-    # Rows of unlike lengths behind ragged prompts, which begin when others are half way; the short window of 128 slides
+    # Rows of unlike lengths after ragged prompts, which begin when others are half way; the short window of 128 slides
     # off prompts, and off own tokens.
     model, lengths = tiny_model(n_kv_head=n_kv_head, window_pattern=window_pattern), (121, 1, 40)
     prompts = [random_ids(length, seed=length).tolist() for length in lengths]

@@ -14,7 +14,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "dev"))
 import gpu_day  # noqa: E402
 
-PAGE = f"# Timings\n\nText.\n\n{gpu_day.HEADING}\n\nMore.\n\n" + "\n".join(gpu_day.HEADER) + "\n| old |\n\n## Behind\n"
+PAGE = f"# Timings\n\nText.\n\n{gpu_day.HEADING}\n\nMore.\n\n" + "\n".join(gpu_day.HEADER) + "\n| old |\n\n## After\n"
 
 
 def day(tmp_path, monkeypatch, stages: dict, *flags) -> tuple[int, str]:
@@ -46,7 +46,7 @@ def test_a_failed_stage_does_not_stop_the_next(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "two.log").read_text() == "broken\n"
 
 
-def test_rows_go_behind_the_tables_last_one(tmp_path, monkeypatch):
+def test_rows_go_after_the_tables_last_one(tmp_path, monkeypatch):
     _, page = day(tmp_path, monkeypatch, {"one": (60, "", "echo 'a | b'", None)})
     lines = page.splitlines()
     at = lines.index("| old |")
@@ -71,7 +71,7 @@ def test_time_is_up_for_a_stage_and_its_children(tmp_path, monkeypatch):
     assert not mark.exists()
 
 
-def test_stages_behind_the_end_of_all_time_are_named(tmp_path, monkeypatch):
+def test_stages_after_the_end_of_all_time_are_named(tmp_path, monkeypatch):
     code, page = day(tmp_path, monkeypatch, {"one": (60, "", "sleep 3", None), "two": (60, "", "echo y", None)},
                      "--minutes", "0.04")
     assert code == 1 and "| two | failed | no time left |" in page and "| two | last line |" not in page

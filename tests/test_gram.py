@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from nanochat.common import BadInput
 from nanochat.recipes.reward_models import gram
-from nanochat.rl.verify.comparing import Lineup, forced_choices, turned
+from nanochat.rl.verify.comparing import Candidates, forced_choices, turned
 from nanochat.rl.verify.judges import JUDGES
 from nanochat.rl.verify.labelled import read_labelled
 from nanochat.rl.verify.spots import log_odds_at
@@ -28,7 +28,7 @@ def played(folder, *flags: str):
     return play_on_labels(folder, "gram", "--examples-per-step", "4", *flags, num=24)
 
 
-def true_log_odds_of_a(t, line: Lineup) -> torch.Tensor:
+def true_log_odds_of_a(t, line: Candidates) -> torch.Tensor:
     """log p(A) - log p(B) of a pair, by a plain forward."""
     prompt = BYTES.render_prompt(f"{line.problem.prompt}|{line.texts[0]}|{line.texts[1]}|A")
     a, b = (log_likelihood(t.roles["verifier"].model, prompt, BYTES.encode(f"={choice}"))[1] for choice in "AB")
@@ -66,7 +66,7 @@ def test_the_choice_takes_the_gradient_of_the_smoothed_cross_entropy_over_both_c
     t = played(tmp_path, "--pretrain-steps", "0", "--label-smoothing", "0.2")
     update, = gram.play(t)
     rollouts = update.parts[0][0]
-    shown = [Lineup(problem, [text for _, text in turns], right) for problem, turns, right in
+    shown = [Candidates(problem, [text for _, text in turns], right) for problem, turns, right in
              zip(rollouts.problems(), rollouts.columns["turns"], rollouts.columns["right"], strict=True)]
     assert len(shown) == 4 and sorted(line.right for line in shown) == [0, 0, 1, 1]
     for line in shown:
@@ -85,7 +85,7 @@ def test_only_the_choices_token_is_asked_for(tmp_path):
         assert set(rollouts.targets[coefficients != 0].tolist()) == {token}
 
 
-def test_pretraining_models_both_solutions_behind_the_problem(tmp_path):
+def test_pretraining_models_both_solutions_after_the_problem(tmp_path):
     t = played(tmp_path, "--pretrain-steps", "1")
     update, = gram.play(t)
     rollouts, model = update.parts[0][0], t.roles["verifier"].model
@@ -113,7 +113,7 @@ def test_pretraining_sees_no_label(tmp_path):
     assert again.parts[0][0].texts == update.parts[0][0].texts
 
 
-def test_the_labels_come_behind_the_pretraining(tmp_path):
+def test_the_labels_come_after_the_pretraining(tmp_path):
     t = played(tmp_path, "--pretrain-steps", "1")
     list(gram.play(t))
     assert "ver/pair_loss" not in t.metrics
@@ -129,7 +129,7 @@ def pairs(tmp_path):
     """A run, and two pairs of solutions."""
     t = played(tmp_path)
     one, two = (t.task.problem("rl", i) for i in (0, 1))
-    return t, [Lineup(one, ["1+1:2;=2", "1+1:0;=0"], 0), Lineup(two, ["=1", "0*2:0;=0"], 1)]
+    return t, [Candidates(one, ["1+1:2;=2", "1+1:0;=0"], 0), Candidates(two, ["=1", "0*2:0;=0"], 1)]
 
 
 def test_a_choice_is_read_from_its_log_odds_in_either_order(pairs, monkeypatch):
@@ -156,8 +156,8 @@ def test_a_generator_earns_the_chance_to_be_chosen_over_its_greedy_solution(pair
     monkeypatch.setattr(type(t), "solve", solve)
     judgments = JUDGES["preferred"](t, "verifier", solutions)
     wins = lambda problem, text, other: (
-        torch.sigmoid(true_log_odds_of_a(t, Lineup(problem, [text, other], 0)))
-        + torch.sigmoid(-true_log_odds_of_a(t, Lineup(problem, [other, text], 0)))).item() / 2
+        torch.sigmoid(true_log_odds_of_a(t, Candidates(problem, [text, other], 0)))
+        + torch.sigmoid(-true_log_odds_of_a(t, Candidates(problem, [other, text], 0)))).item() / 2
     assert [j.final for j in judgments] == pytest.approx(
         [wins(one.problem, "1+1:2;=2", "1+1:0;=0"), 0.5, wins(two.problem, "=1", "=2")], rel=1e-5)
     assert [j.tokens for j in judgments] == [2 + 9, 2, 2 + 3] and {j.steps for j in judgments} == {None}

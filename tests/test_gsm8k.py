@@ -50,7 +50,7 @@ def worded(k: int, split: str) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """A folder for what `datasets` makes of files, so that tests leave nothing behind."""
+    """A folder for what `datasets` makes of files, so that tests leave nothing after."""
     import datasets
     old, datasets.config.HF_DATASETS_CACHE = datasets.config.HF_DATASETS_CACHE, str(tmp_path_factory.mktemp("datasets"))
     yield

@@ -315,7 +315,7 @@ def double_model(family="qwen2", seed=0, **changes):
 
 
 def padded(rows):
-    """Ragged rows as ids and positions, padding behind them."""
+    """Ragged rows as ids and positions, padding after them."""
     ids, positions = (torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long),
                       torch.full((len(rows), max(map(len, rows))), PADDING_POSITION))
     for row, own in enumerate(rows):
@@ -381,7 +381,7 @@ def test_rows_continue_their_shared_prompts(piece):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_decoding_gives_the_states_of_full_forwards(family):
-    # Rows of unlike lengths behind ragged prompts; some begin when others are half way, or have ended.
+    # Rows of unlike lengths after ragged prompts; some begin when others are half way, or have ended.
     model, lengths = double_model(family), (21, 1, 4)
     prompts = [random_ids(length, seed=length).tolist() for length in lengths]
     rows = [(p, random_ids(new, seed=50 + i).tolist())
@@ -408,7 +408,7 @@ RAGGED = ([26, 3, 15], [12, 5, 1, 9, 12, 2])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_and_gradients_behind_a_shared_prompt_equal_those_of_plain_rows(family):
+def test_hidden_states_and_gradients_after_a_shared_prompt_equal_those_of_plain_rows(family):
     model = double_model(family, out_bias=family == "llama", qkv_bias=family != "qwen3", mlp_bias=family == "llama")
     shared, plain, gap = shared_and_plain(model, random_rollouts(*RAGGED))
     assert gap < 1e-10

@@ -111,7 +111,7 @@ DEEPSEEK = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 
 
 
 def trained(split: str, specials: list[str], words: list[str], **trainer) -> Library:
-    """A byte-level BPE of 600 merges or fewer, special tokens behind it, then words that are tokens but not special."""
+    """A byte-level BPE of 600 merges or fewer, special tokens after it, then words that are tokens but not special."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"),
                                                      pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -292,7 +292,7 @@ def test_decoding_undoes_encoding(loaded, kind, text):
 
 @SETTINGS
 @given(text=st.text() | st.sampled_from(TEXT))
-def test_sentencepiece_text_comes_back_behind_the_space_that_it_puts_first(loaded, text):
+def test_sentencepiece_text_comes_back_after_the_space_that_it_puts_first(loaded, text):
     tokenizer = loaded["llama2"]
     assert (b"".join(map(tokenizer.token_bytes, tokenizer.encode(text)))
             == (b" " + text.encode() if text else b"").replace("▁".encode(), b" "))
@@ -460,7 +460,7 @@ def test_the_mask_is_one_on_what_the_assistant_says_and_its_end(loaded, kind, ex
     assert said(loaded[kind], [*turns("a"), {"role": "assistant", "content": parts}]) == expected[:1]
 
 
-def test_the_template_s_own_words_behind_the_prompt_are_trained(loaded):
+def test_the_template_s_own_words_after_the_prompt_are_trained(loaded):
     assert said(loaded["qwen3"], turns("a", "<think>\nb\n</think>\n\nc")) == ["<think>\nb\n</think>\n\nc<|im_end|>"]
 
 
@@ -659,7 +659,7 @@ def test_an_unknown_character_is_the_unknown_token(tmp_path):
 
 
 def test_special_tokens_that_the_library_does_not_find_are_an_error(tmp_path):
-    """A normalized <s> is "▁<s>" to the library: the second one, behind </s>, would be read as text."""
+    """A normalized <s> is "▁<s>" to the library: the second one, after </s>, would be read as text."""
     settings = json.loads(llama2().to_str())
     settings["added_tokens"][1]["normalized"] = True
     template = LLAMA2.replace("{{ bos_token + '[INST] '", "{{ 'x' + bos_token + '[INST] '")
@@ -669,7 +669,7 @@ def test_special_tokens_that_the_library_does_not_find_are_an_error(tmp_path):
         tokenizer.render_prompt("a")
 
 
-def test_the_end_of_an_answer_may_stand_behind_a_space(tmp_path):
+def test_the_end_of_an_answer_may_stand_after_a_space(tmp_path):
     tokenizer = with_template(tmp_path, "{% for m in messages %}{{ m.content }} <|im_start|>{% endfor %}")
     assert (tokenizer.assistant_end == tokenizer.special("<|im_start|>")
             and tokenizer.stop_tokens == [tokenizer.eos, tokenizer.assistant_end])
@@ -717,7 +717,7 @@ def test_a_special_token_of_one_character_is_refused(tmp_path):
 
 
 def test_special_tokens_that_swallow_spaces_do_so_in_the_library_s_way(tmp_path):
-    """<|im_end|> with rstrip takes the newline behind it, and is still trained."""
+    """<|im_end|> with rstrip takes the newline after it, and is still trained."""
     from transformers import AutoTokenizer
     settings = json.loads(qwen().to_str())
     settings["added_tokens"][2] |= {"rstrip": True, "lstrip": True}

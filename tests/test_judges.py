@@ -19,7 +19,7 @@ from nanochat.rl.credit.advantages import PRESETS, difference_advantages, source
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.records.prompts import Verification, generator_prompt, parse_verification
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.comparing import WORTHS
+from nanochat.rl.verify.comparing import GROUP_SCORES
 from nanochat.rl.verify.judge_evals import judged_scores
 from nanochat.rl.verify.judges import AGGREGATES, JUDGES, JUDGE_CALLS, OF_THE_WHOLE, Judgment, shares
 from nanochat.rl.verify.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
@@ -111,7 +111,7 @@ def test_what_steps_make_of_a_solution():
 
 @pytest.fixture
 def judged():
-    """A run of one role with a real tokenizer, and two solutions with their chances behind each token, by hand."""
+    """A run of one role with a real tokenizer, and two solutions with their chances after each token, by hand."""
     t = play_of(random_model())
     t.sampler.tokenizer = BYTES
     t.args.prm_aggregate, t.args.verifications = "product", 2
@@ -127,7 +127,7 @@ def judged():
     return t, solutions, chances
 
 
-def test_judges_by_log_odds_read_behind_steps_and_at_the_end(judged):
+def test_judges_by_log_odds_read_after_steps_and_at_the_end(judged):
     t, solutions, (a, b) = judged
     close = lambda judgment, steps, final, tokens: (
         judgment.steps == (None if steps is None else pytest.approx(steps, rel=1e-4))
@@ -146,7 +146,7 @@ def test_a_solution_without_steps_has_no_chance_of_a_step_judge(judged):
     assert JUDGES["steps"](t, "verifier", nothing) == [Judgment([], None, 0)]
 
 
-def test_a_verdict_at_once_is_asked_behind_the_verifiers_prompt(judged):
+def test_a_verdict_at_once_is_asked_after_the_verifiers_prompt(judged):
     t, solutions, _ = judged
     one, _ = JUDGES["verdict"](t, "verifier", solutions)
     forced = t.written("verifier", t.verify_prompts(solutions), ["=T", "=T"])
@@ -180,7 +180,7 @@ def several(judged, monkeypatch):
     t.args.verifications, t.args.num_judged = 2, 3
     one, other = t.solve_prompts([Problem("rl", 0, "1+1*2", "1"), Problem("rl", 1, "1+1", "2")])
     prompts = [one, one, one, other, other]
-    solutions = t.written("verifier", prompts, ["1+1:2;=2", "=1", "=0", "=2", "=2"]).behind(prompts)
+    solutions = t.written("verifier", prompts, ["1+1:2;=2", "=1", "=0", "=2", "=2"]).with_prompts(prompts)
 
     def judge(name: str, *texts: str):
         asked = []
@@ -237,7 +237,7 @@ def test_every_judge_says_what_it_is_given():
 def test_the_chances_of_any_judge_reward_a_generator(base, judge):
     flags = rl_flags("--recipe", "fixed_verifier", "--judge", judge, "--step-rewards", "verdicts", "--run", "r",
                      "--num-steps", "1", "--log-rollouts", "4", "--verifier-tag",
-                     "tiny-judge" if judge in WORTHS else "tiny-ver")
+                     "tiny-judge" if judge in GROUP_SCORES else "tiny-ver")
     tango_rl.main(parse(tango_rl, flags))
     record, = (json.loads(line) for line in (base / "runs/r/metrics.jsonl").read_text().splitlines())
     rows = [json.loads(line) for line in (base / "runs/r/rollouts.jsonl").read_text().splitlines()]
@@ -246,7 +246,7 @@ def test_the_chances_of_any_judge_reward_a_generator(base, judge):
     if judge in OF_THE_WHOLE:
         said = [chance for chance in finals if chance is not None]
         assert steps == [None] * 16 and len(set(said)) > 1 and all(0 <= chance <= 1 for chance in said)
-        assert len(said) == 16 or judge in WORTHS
+        assert len(said) == 16 or judge in GROUP_SCORES
         assert record["gen/verdicts/abstained"] == pytest.approx(1 - len(said) / 16)
         assert record["gen/verdicts/step_f1"] is None and record["gen/verdicts/brier"] is not None
     else:
@@ -317,7 +317,7 @@ def test_scores_of_a_judge_by_hand():
     found = judged_scores([one, two])
     # right steps .9 .8 .7 against wrong ones .6 .2: all ranked right
     assert found["step_auc"] == 1 and found["outcome_auc"] == 1
-    # the same steps, as no wrong one has another behind it
+    # the same steps, as no wrong one has another after it
     assert found["first_error_auc"] == 1
     # right: 3 hits of 3, said 4; wrong: 1 hit of 3, said 1
     assert found["step_f1"] == pytest.approx((2 * 3 / 7 + 2 * 1 / 4) / 2)
@@ -331,7 +331,7 @@ def test_scores_of_a_judge_by_hand():
     assert found["abstained"] == 0.25
 
 
-def test_steps_behind_the_first_error_do_not_count_for_its_auc():
+def test_steps_after_the_first_error_do_not_count_for_its_auc():
     row = ["1", False, [True, False, True, True, False], [0.9, 0.3, 0.2, 0.1, 0.8], 0.5, 1]
     found = judged_scores([[row]])
     assert found["first_error_auc"] == 1                      # .9 against .3

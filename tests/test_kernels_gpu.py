@@ -17,7 +17,7 @@ from test_advantages import sparse_case
 from test_draw import distance_to_bounds, plain as plain_pick
 from test_kernels import assert_close, entropy_and_square, full_logprobs, in_fp64, plain, run
 
-from nanochat.engine import pick, pick_behind, row_key, uniform_noise
+from nanochat.engine import pick, pick_after, row_key, uniform_noise
 from nanochat.kernels.draw import draw
 from nanochat.kernels.linear_logprob import linear_logprob, logprob_rows
 from nanochat.kernels.linear_policy_loss import linear_policy_loss, policy_rows
@@ -117,7 +117,7 @@ for block in (2 ** 10, 2 ** 13):
 
 def test_a_decoding_layer_is_a_handful_of_launches(monkeypatch):
     """A layer without its attention. GPT: four products of matrices, two norms, heads, activation, two writes into the
-    cache; of every other layer a gather and a gate. Qwen: seven products, and an addition behind the MLP."""
+    cache; of every other layer a gather and a gate. Qwen: seven products, and an addition after the MLP."""
     monkeypatch.syspath_prepend(os.path.join(ROOT, "dev"))
     import count_launches
     most = {"GPT d20": 12, "Qwen2.5-1.5B": 14, "Qwen3, same size": 14}
@@ -317,5 +317,5 @@ def test_decoding_kernels_wait_for_nothing():
 
     def work():
         with torch.inference_mode():
-            pick_behind(model, model.trunk(ids, positions=positions)[:, 0], ids[:, 0], 0, 1.0, 0)
+            pick_after(model, model.trunk(ids, positions=positions)[:, 0], ids[:, 0], 0, 1.0, 0)
     without_waiting(work)

@@ -54,7 +54,7 @@ def labels_of(method: str, values: list) -> tuple[list[float], list[int]]:
 
 # Formulas
 
-def test_math_shepherd_asks_behind_every_step_and_is_hard_or_soft():
+def test_math_shepherd_asks_after_every_step_and_is_hard_or_soft():
     values = [0.9, 0.25, 0.0, 1.0]  # the empty prefix is not asked for
     assert labels_of("math_shepherd", values) == ([1.0, 0.0, 1.0], [1, 2, 3])
     assert labels_of("math_shepherd_soft", values) == ([0.25, 0.0, 1.0], [1, 2, 3])
@@ -62,12 +62,12 @@ def test_math_shepherd_asks_behind_every_step_and_is_hard_or_soft():
 
 
 def test_relative_progress_of_a_hand_vector():
-    """.8 / 1 = .8 counts; .5 / .8 = .625 does not; .9 / .5 = 1.8 does; 0 / .9 does not, nor anything behind it, though
+    """.8 / 1 = .8 counts; .5 / .8 = .625 does not; .9 / .5 = 1.8 does; 0 / .9 does not, nor anything after it, though
     the last one comes back."""
     values = [1.0, 0.8, 0.5, 0.9, 0.0, 0.0, 0.5]
     assert labels_of("rpe", values) == ([1.0, 0.0, 1.0, 0.0, 0.0, 0.0], [0, 1, 2, 3, 4, 5, 6])
     assert relative_progress([0.0, 0.5, 0.5]) == [0.0, 0.0]  # MC_0 = 0
-    # 8 of 25 behind 10 of 25 is .8, which floats take for less; 7 of 25 is less
+    # 8 of 25 after 10 of 25 is .8, which floats take for less; 7 of 25 is less
     assert relative_progress([10 / 25, 8 / 25, 8 / 25]) == [1.0, 1.0] and relative_progress([0.4, 0.28]) == [0.0]
 
 
@@ -239,7 +239,7 @@ def test_prefixes_end_with_their_step_and_completions_go_on_from_there(base):
         cut, k = asked[n // 2]
         new = sampler.tokenizer.decode(ids[:-1] if ids[-1] in sampler.tokenizer.stop_tokens else ids)
         assert text == sampler.tokenizer.decode(cut.begin(k)) + new
-    more = complete(asked, model, sampler, 3)  # more completions are the same and others behind them
+    more = complete(asked, model, sampler, 3)  # more completions are the same and others after them
     assert rollouts.texts == [text for n, text in enumerate(more.texts) if n % 3 < 2]
 
 

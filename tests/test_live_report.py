@@ -42,9 +42,9 @@ def written(base, monkeypatch) -> list:
 def test_the_report_is_written_at_every_evaluation(written):
     """Two groups of four are logged in each step; the evaluation before step 0 is repeated in its record."""
     train()
-    assert written == [("under way, behind step 0", False, [0], 0), ("under way, behind step 1", True, [0], 8),
-                       ("under way, behind step 3", True, [0, 2], 24),
-                       ("under way, behind step 5", True, [0, 2, 4], 40), (None, False, [0, 2, 4, 5], 40)]
+    assert written == [("under way, after step 0", False, [0], 0), ("under way, after step 1", True, [0], 8),
+                       ("under way, after step 3", True, [0, 2], 24),
+                       ("under way, after step 5", True, [0, 2, 4], 40), (None, False, [0, 2, 4, 5], 40)]
 
 
 def test_a_stopped_run_says_so(written, monkeypatch):
@@ -56,12 +56,12 @@ def test_a_stopped_run_says_so(written, monkeypatch):
     monkeypatch.setattr(tango_rl, "one_step", stop_in_step_3)
     with pytest.raises(StopRequested):
         train()
-    assert written[-1][0] == "stopped behind step 3"
+    assert written[-1][0] == "stopped after step 3"
 
 
 def test_without_evaluations_there_is_a_report_at_both_ends(written):
     train("--eval-every", "0")
-    assert [(state, points) for state, _, points, _ in written] == [("under way, behind step 0", [0]), (None, [0, 5])]
+    assert [(state, points) for state, _, points, _ in written] == [("under way, after step 0", [0]), (None, [0, 5])]
 
 
 def test_a_report_that_fails_is_told_and_stops_no_run(base, monkeypatch, capsys):

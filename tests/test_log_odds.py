@@ -21,7 +21,7 @@ from nanochat.rl.play.play import Call, Play, Update, apply_update
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.prompts import Prompt, Solution
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, behind_steps, end_read, ended, log_odds, mean_over,
+from nanochat.rl.verify.log_odds import (PLACES, after_steps, bce_coefficients, end_read, ended, log_odds, mean_over,
                                          pair_coefficients, squared_coefficients, steps_filled, steps_read,
                                          verdict_opening, verdict_parts, verdict_tokens)
 from nanochat.storage.run import Run
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 END = 7
 TOKENIZER = SimpleNamespace(stop_tokens=[END], encode=lambda text: [ord(c) for c in text],
                             decode=lambda ids: "".join(map(chr, ids)))
-# Three solutions: their lengths, and where their steps end. Each is ended behind its steps.
+# Three solutions: their lengths, and where their steps end. Each is ended after its steps.
 LENGTHS, STEPS = [5, 3, 6], [Solution("", [1, 3]), Solution("", []), Solution("", [0, 2, 4])]
 
 
@@ -47,7 +47,7 @@ def random_model(seed: int = 0) -> GPT:
 
 
 def rollouts_of(lengths=LENGTHS, seed: int = 0) -> Rollouts:
-    """Random rollouts, behind two prompts in turn."""
+    """Random rollouts, after two prompts in turn."""
     draw = torch.Generator().manual_seed(seed)
     N, T = len(lengths), max(lengths)
     prompts = [Prompt(torch.randint(265, (n,), generator=draw).tolist(), Problem("rl", n, "p", "")) for n in (3, 4)]
@@ -80,7 +80,7 @@ def assert_update_is(model: GPT, parts, loss: torch.Tensor) -> None:
     parameters = list(model.parameters())
     expected = torch.autograd.grad(loss, parameters)
     before = [p.detach().clone() for p in parameters]
-    apply_update(play_of(model), Update("verifier", parts, PolicyLoss("reinforce"), per="rollout"))
+    apply_update(play_of(model), Update("verifier", parts, PolicyLoss("reinforce"), aggregation="rollout"))
     scale = max(float(g.abs().max()) for g in expected)
     assert scale > 1e-3
     for old, new, gradient in zip(before, parameters, expected, strict=True):
@@ -101,17 +101,17 @@ def test_verdicts_of_which_one_begins_like_the_other_are_refused():
         verdict_tokens(TOKENIZER, replace(COMPACT, incorrect="Th"))
 
 
-def test_a_verdict_is_asked_behind_the_last_token_of_what_it_is_about():
+def test_a_verdict_is_asked_after_the_last_token_of_what_it_is_about():
     places = {name: [row.nonzero()[:, 0].tolist() for row in find(rollouts_of(), STEPS)]
               for name, find in PLACES.items()}
-    assert places["end"] == [[4], [2], [5]]          # the end token's place: behind all of the solution
+    assert places["end"] == [[4], [2], [5]]          # the end token's place: after all of the solution
     assert places["steps"] == [[2, 4], [], [1, 3, 5]]
     assert places["tokens"] == [[0, 1, 2, 3, 4], [0, 1, 2], [0, 1, 2, 3, 4, 5]]
 
 
-def test_a_solution_that_is_not_ended_has_no_place_behind_its_last_step():
+def test_a_solution_that_is_not_ended_has_no_place_after_its_last_step():
     with pytest.raises(ValueError, match="rollout 0 has 5 tokens, and its last step ends with the last of them"):
-        behind_steps(rollouts_of(), [Solution("", [4]), *STEPS[1:]])
+        after_steps(rollouts_of(), [Solution("", [4]), *STEPS[1:]])
 
 
 def test_a_solution_that_was_cut_gets_an_end_token():
@@ -122,7 +122,7 @@ def test_a_solution_that_was_cut_gets_an_end_token():
     assert whole.completions()[1] == [*solutions.completions()[1], END]
 
 
-def test_labels_stand_behind_their_steps_and_are_read_from_there():
+def test_labels_stand_after_their_steps_and_are_read_from_there():
     filled = steps_filled(rollouts_of(), STEPS, [[0.25, 1.0], [], [1.0, 0.5, 0.0]])
     assert filled.tolist() == [[0, 0, 0.25, 0, 1, 0], [0] * 6, [0, 1, 0, 0.5, 0, 0]]
     assert steps_read(rollouts_of(), STEPS, filled) == [[0.25, 1.0], [], [1.0, 0.5, 0.0]]

@@ -372,7 +372,7 @@ def test_a_bf16_head_accumulates_its_gradient_in_fp32():
 # Scoring
 
 def test_linear_logprob_by_hand():
-    """Logits before the cap of 15 are 15 atanh(2/15) and 0, so 2 and 0 behind it; at temperature 2: 1 and 0.
+    """Logits before the cap of 15 are 15 atanh(2/15) and 0, so 2 and 0 after it; at temperature 2: 1 and 0.
     log p = 1 - ln(e + 1) = -0.313262; p = 0.731059; entropy = 0.731059 * 0.313262 + 0.268941 * 1.313262 = 0.582203."""
     weight = torch.tensor([[15 * math.atanh(2 / 15)], [0.0], [9.0]])  # the third row is padding
     logprobs, entropy = linear_logprob(torch.ones(1, 1), weight, torch.tensor([0]), vocab_size=2, softcap=15.0,

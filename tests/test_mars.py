@@ -108,7 +108,7 @@ def writing_words(t, monkeypatch):
     return t
 
 
-def test_a_turn_stands_behind_what_was_asked_and_found_before(t):
+def test_a_turn_stands_after_what_was_asked_and_found_before(t):
     problems = [p for p in t.problems() for _ in range(6)]
     turns, condensed = run_episodes(t, problems)
     contexts, nums, last = [""] * len(problems), [0] * len(problems), [""] * len(problems)

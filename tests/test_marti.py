@@ -55,7 +55,8 @@ def played(*flags: str, texts=None, check=None):
         def sample(role, prompts, num, label, **kwargs):
             rollouts = drawn(role, prompts, num, label, **kwargs)
             rows = rollouts.prompt_of()
-            return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))]).behind(rows)
+            return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))])\
+                .with_prompts(rows)
         t.sample = sample
     update, = marti.play(t)
     return t, [part for part, _ in update.parts], [advantages[:, 0].tolist() for _, advantages in update.parts]
@@ -71,7 +72,7 @@ def test_in_a_debate_each_agent_reads_the_next_one_s_answer(base):
         assert len({(prompt.problem, prompt.copy) for prompt in final.prompts}) == 8  # each has noise of its own
 
 
-def test_in_a_chain_the_last_answer_stands_behind_the_first_and_its_verification(base):
+def test_in_a_chain_the_last_answer_stands_after_the_first_and_its_verification(base):
     t, (first, judged, final), _ = played(*CHAIN)
     for n, prompt in enumerate(judged.prompt_of()):
         assert prompt.ids == t.verify_prompts(first).pop(n).ids
@@ -162,7 +163,8 @@ def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(ba
     def sample(role, prompts, num, label, **kwargs):
         rollouts = drawn(role, prompts, num, label, **kwargs)
         rows, limits[label] = rollouts.prompt_of(), rollouts.limit
-        return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))]).behind(rows)
+        return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))])\
+                .with_prompts(rows)
     t.sample = sample
     scores = marti.evaluate(t)
     for split in ("in", "out"):

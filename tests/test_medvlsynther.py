@@ -21,7 +21,7 @@ medvlsynther = recipes.load("medvlsynther")
 @pytest.mark.parametrize("text, num_steps, score", [
     ("2T;0T;=T", 2, 1.0), ("2T;0F;=T", 2, 0.5), ("2T;0T;=F", 2, 0.0), ("2F;0F;=T", 2, 0.0), ("=T", 0, 0.0),
     ("2T;=T", 2, 0.0), ("2T;0T;", 2, 0.0), ("", 1, 0.0), ("1T;" * 9 + "1F;=T", 10, 0.9)])
-def test_a_score_is_the_share_of_passed_steps_behind_a_right_verdict(text, num_steps, score):
+def test_a_score_is_the_share_of_passed_steps_after_a_right_verdict(text, num_steps, score):
     assert rubric_score(parse_verification(COMPACT, text, num_steps)) == pytest.approx(score)
 
 
@@ -43,7 +43,7 @@ def play_with(*flags: str):
         assert role == {"propose": "proposer", "keys": "proposer", "verdicts": "verifier"}.get(label, "generator")
         prompts = [prompt for prompt in prompts for _ in range(num)]
         given = [texts[label][n % len(texts[label])] for n in range(len(prompts))]
-        return t.written(role, prompts, given).behind(prompts)
+        return t.written(role, prompts, given).with_prompts(prompts)
     t.sample = sample
     return t
 

@@ -17,7 +17,7 @@ MMLU = {"question": "2 + 2?", "subject": "elementary_mathematics", "choices": ["
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A folder for what `datasets` makes of files, so that tests leave nothing behind."""
+    """A folder for what `datasets` makes of files, so that tests leave nothing after."""
     import datasets
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 

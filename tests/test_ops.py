@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from nanochat.gpt import rotary
 from nanochat.kernels import cpu, ops
-from nanochat.kernels.ops import (add_norm, before_attention, behind_attention, linear, matmul, mix, norm, relu_squared,
+from nanochat.kernels.ops import (add_norm, after_attention, before_attention, linear, matmul, mix, norm, relu_squared,
                                   smear, split_heads, transposed)
 
 KERNELS = pytest.mark.skipif(cpu.library() is None, reason="no C compiler")
@@ -46,8 +46,8 @@ def before(units, num_heads, kv_heads, D, C, gated=True, T=3, B=4):
                       + ([(kv_heads, 3), (B, T, kv)] if gated else []))
 
 
-def behind(C, F, T=3):
-    return behind_attention, [(2, T, C), (2, T, C), (C, C), (F, C), (C, F)]
+def after(C, F, T=3):
+    return after_attention, [(2, T, C), (2, T, C), (C, C), (F, C), (C, F)]
 
 
 # name -> the function of its tensors, their shapes: widths that kernels take, and widths that they do not
@@ -59,7 +59,7 @@ CASES = {
     "mix": (mix, [(7, 5, 96), (7, 5, 96), (), ()]),  # more than two of the kernel's chunks
     "smear": (smear, [(3, 4, 64), (3, 1, 64), (1, 24), (1,)]),
     "smear of one token": (smear, [(3, 1, 32), (3, 1, 32), (1, 7), (1,)]),
-    "smear behind nothing": (lambda x, weight, strength: smear(x, None, weight, strength), [(2, 4, 32), (1, 5), (1,)]),
+    "smear after nothing": (lambda x, weight, strength: smear(x, None, weight, strength), [(2, 4, 32), (1, 5), (1,)]),
     "split_heads": heads(2, 6, 3, 32),
     "split_heads of one unit": heads(1, 2, 2, 64),
     "split_heads of units of one row": heads(4, 4, 1, 32),
@@ -67,7 +67,7 @@ CASES = {
     "split_heads without embeddings": heads(2, 2, 1, 96, gated=False),
     "before_attention": before(2, 2, 1, 32, 64),
     "before_attention without embeddings": before(4, 1, 1, 64, 32, gated=False),
-    "behind_attention": behind(32, 96),
+    "after_attention": after(32, 96),
 }
 TWINS = {
     "norm": (norm, [(2, 3, 5)]),
@@ -75,12 +75,12 @@ TWINS = {
     "relu_squared": (relu_squared, [(2, 3, 5)]),
     "mix": (mix, [(2, 3, 5), (2, 3, 5), (), ()]),
     "smear": (smear, [(3, 4, 5), (3, 1, 5), (1, 3), (1,)]),
-    "smear behind nothing": (lambda x, weight, strength: smear(x, None, weight, strength), [(2, 4, 5), (1, 5), (1,)]),
+    "smear after nothing": (lambda x, weight, strength: smear(x, None, weight, strength), [(2, 4, 5), (1, 5), (1,)]),
     "split_heads": heads(2, 4, 2, 4),
     "split_heads without embeddings": heads(2, 2, 1, 4, gated=False),
     "before_attention": before(2, 4, 2, 4, 5),
     "before_attention without embeddings": before(2, 1, 1, 4, 5, gated=False),
-    "behind_attention": behind(5, 7),
+    "after_attention": after(5, 7),
     "linear that widens": (linear, [(2, 3, 5), (7, 5)]),
     "linear that narrows": (linear, [(2, 3, 5), (4, 5)]),
     "linear to one channel": (linear, [(2, 3, 5), (1, 5)]),
@@ -345,7 +345,7 @@ def test_kernels_run_on_the_number_of_threads_of_pytorch(monkeypatch):
 
 
 def test_tensors_that_do_not_fit_each_other_are_refused():
-    # Kernels would read behind their ends.
+    # Kernels would read after their ends.
     x, a, gate, embedding = torch.ones(2, 3, 128), torch.ones(()), torch.ones(2, 3, 1), torch.ones(2, 3, 32)
     cos_sin = rotary(torch.arange(6).view(2, 3), 32, x.dtype)
     wrong = [(add_norm, x, x[:1]), (add_norm, x, x.double()), (mix, x, x[:1], a, a), (mix, x, x.double(), a, a),

@@ -275,7 +275,7 @@ def test_a_stop_is_looked_for_while_problems_are_built(base, capsys, monkeypatch
     with pytest.raises(SystemExit) as stop:
         script_main(tango_rl.main, tango_rl.make_parser, rl_flags("--recipe", "grpo", "--run", "r",
                                                                   "--examples-per-step", "100000"))
-    assert stop.value.code == 143 and len(made) < 10 and "stopped behind step 0" in capsys.readouterr().out
+    assert stop.value.code == 143 and len(made) < 10 and "stopped after step 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("changes, words", [

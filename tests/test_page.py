@@ -333,18 +333,18 @@ def test_a_single_run_is_titled_and_compared_with_nothing(browser, tmp_path):
 @IN_BROWSER
 def test_the_page_of_a_run_that_is_under_way_reloads_itself(browser, tmp_path, monkeypatch):
     monkeypatch.setattr("nanochat.rl.report.page.RELOAD_SECONDS", 2)
-    address = alone(tmp_path, {"state": "under way, behind step 12", "minutes_left": 7.3, "is_alive": True})
+    address = alone(tmp_path, {"state": "under way, after step 12", "minutes_left": 7.3, "is_alive": True})
     browser.get(address)
-    assert find(browser, "#state")[0].text.startswith("under way, behind step 12, about 7 minutes left (written at ")
+    assert find(browser, "#state")[0].text.startswith("under way, after step 12, about 7 minutes left (written at ")
     with open(address.removeprefix("file://")) as f:
         text = f.read()
     with open(address.removeprefix("file://"), "w") as f:
-        f.write(text.replace("behind step 12", "behind step 13"))
+        f.write(text.replace("after step 12", "after step 13"))
     state = lambda: browser.execute_script("return document.getElementById('state')?.textContent") or "loading"
     deadline = time.time() + 30
-    while "behind step 13" not in state() and time.time() < deadline:
+    while "after step 13" not in state() and time.time() < deadline:
         time.sleep(0.1)
-    assert "behind step 13" in state()
+    assert "after step 13" in state()
     browser.execute_script("const e = document.getElementById('reload'); e.checked = false; "
                            "e.dispatchEvent(new Event('input')); window.same = true")
     time.sleep(3)

@@ -29,7 +29,7 @@ from nanochat.rl.run.flags import complete_args
 from nanochat.rl.run.plan import (Draw, Held, Setting, Speed, block_activations, describe_stop, draw_seconds, draws_of,
                                   held_by, memory_plan, resident_bytes, sampling_bytes, saved_bytes, seconds_unheard,
                                   show_plan, sizes_of, update_bytes, variants)
-from nanochat.seats import Seats
+from nanochat.slots import Slots
 from nanochat.weights import allocate, copy_of, inference_model
 from scripts import plan_memory, tango_rl
 
@@ -138,15 +138,15 @@ def test_planned_memory_of_refilled_places_is_what_is_allocated(name, dtype, pro
 def test_a_plan_counts_the_cache_that_sampling_makes(prompts, samples, max_rows):
     """On CUDA; beside it the results, logits, and what prompts hold of which as many are run as fill all places."""
     config, setting = shape_of("qwen2.5-0.5b"), Setting(max_rows=max_rows)
-    seats = Seats([(p, range(samples)) for p in range(prompts)], min(prompts * samples, max_rows))
-    cache = DecodeCache(config, seats.num_places, seats.num_slots, samples, 210, 99, torch.bfloat16,
+    slots = Slots([(p, range(samples)) for p in range(prompts)], min(prompts * samples, max_rows))
+    cache = DecodeCache(config, slots.num_places, slots.num_slots, samples, 210, 99, torch.bfloat16,
                         torch.device("meta"))
     held = sum(x.nbytes for x in (*cache.k, *cache.v, *cache.prefix_k, *cache.prefix_v))
     width, vocabulary = 3 * config.intermediate_size + 4 * config.n_embd, config.vocab_size
-    pieces = 210 * min(PREFILL_TOKENS // 210, -(-seats.num_places // samples))
+    pieces = 210 * min(PREFILL_TOKENS // 210, -(-slots.num_places // samples))
     of_token = 2 * config.n_layer * config.n_kv_head * config.head_dim * 2
     assert (sampling_bytes(config, setting, prompts, samples, 210, 100) - held
-            == prompts * samples * 100 * 12 + seats.num_places * vocabulary * 2 + pieces * (2 * width + of_token))
+            == prompts * samples * 100 * 12 + slots.num_places * vocabulary * 2 + pieces * (2 * width + of_token))
 
 
 @pytest.mark.skipif(library() is None, reason="PyTorch's own operations keep more")
@@ -299,7 +299,7 @@ def test_seconds_of_a_draw_go_with_its_size():
 def test_a_stop_at_7b_takes_what_is_computed_by_hand():
     """7,615,616,512 parameters in each of two roles. Not sharded, rank 0 writes 4 + 8 bytes of each: 182.8 GB. On 8
     shards it writes 4 bytes and an eighth of 8, so 76.2 GB, and each other rank 15.2. Until the run looks: 16 tokens of
-    32 rows behind 300 + 2032 others, whose weights and cache are read at a fifth of 3.35 TB/s; 32 prompts of 300 tokens
+    32 rows after 300 + 2032 others, whose weights and cache are read at a fifth of 3.35 TB/s; 32 prompts of 300 tokens
     at a fifth of the peak; or a micro-batch of 8192 tokens, forward, backward, recomputed and with its reference."""
     config, number = shape_of("qwen2.5-7b"), 7_615_616_512
     configs, held = dict.fromkeys(("generator", "verifier"), config), dict.fromkeys(("generator", "verifier"), Held())
@@ -322,7 +322,7 @@ def test_a_stop_at_7b_takes_what_is_computed_by_hand():
     alone = replace(draw, trained=False)
     assert seconds_unheard(config, alone, Held(), shards, speed) == pytest.approx(prefill, rel=0.05)
     assert decoding < prefill < update < 3  # a prompt's last layer gives keys and values alone
-    # Behind the first of three steps on one batch the other two are made, on all of its 32 x (300 + 5 x 2048) tokens;
+    # After the first of three steps on one batch the other two are made, on all of its 32 x (300 + 5 x 2048) tokens;
     # its reference and old logprobs are computed once for three.
     several = seconds_unheard(config, draw, Held(), replace(shards, updates_per_batch=3), speed)
     assert several == pytest.approx(2 * update * 32 * (300 + 5 * 2048) / 8192 * (14 / 3) / 5, rel=0.02)

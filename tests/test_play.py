@@ -1,5 +1,5 @@
 """
-The verbs of a recipe: rollouts that are selected, joined and put behind other prompts; scores in their order; updates
+The verbs of a recipe: rollouts that are selected, joined and put after other prompts; scores in their order; updates
 of several parts; what a step that is thrown away leaves.
 
     python -m pytest tests/test_play.py -q
@@ -90,7 +90,7 @@ def test_selected_rollouts_keep_their_tokens_texts_columns_and_prompts():
     assert len(nobody) == 0 and nobody.prompts == [] and nobody.tokens.shape == (0, 5)
 
 
-def test_joined_rollouts_behind_one_prompt_are_one_group():
+def test_joined_rollouts_after_one_prompt_are_one_group():
     rollouts, more = rollouts_of(), rollouts_of(lengths=(1, 2, 7, 1), seed=1)
     more.prompts = [rollouts.prompts[1], Prompt([1, 2], PROBLEMS[2])]
     whole = join([rollouts, more])
@@ -112,10 +112,10 @@ def test_joined_rollouts_say_what_is_forced_and_asked_for_in_each_part():
     assert torch.equal(whole.targets, torch.cat([rollouts.tokens, more.tokens + 1]))
 
 
-def test_behind_another_prompt_a_completion_was_not_drawn():
+def test_after_another_prompt_a_completion_was_not_drawn():
     rollouts = rollouts_of()
     other = Prompt([9, 9], PROBLEMS[0])
-    moved = rollouts.behind([other, other, rollouts.prompts[1], rollouts.prompts[1]])
+    moved = rollouts.with_prompts([other, other, rollouts.prompts[1], rollouts.prompts[1]])
     assert (moved.sampler_logprobs[:2].isnan().all()
             and torch.equal(moved.sampler_logprobs[2:], rollouts.sampler_logprobs[2:]))
     assert moved.group_id.tolist() == [0, 0, 1, 1] and moved.prompts[0].ids == [9, 9]
@@ -124,9 +124,9 @@ def test_behind_another_prompt_a_completion_was_not_drawn():
 
 def test_prompts_that_differ_in_their_copy_alone_are_two_groups():
     rollouts, ids = rollouts_of(), [1, 2, 3]
-    moved = rollouts.behind([Prompt(ids, PROBLEMS[0], copy) for copy in (0, 0, 1, 1)])
+    moved = rollouts.with_prompts([Prompt(ids, PROBLEMS[0], copy) for copy in (0, 0, 1, 1)])
     assert moved.group_id.tolist() == [0, 0, 1, 1]
-    moved = rollouts.behind([Prompt(ids, PROBLEMS[0]), Prompt(ids, PROBLEMS[1])] * 2)
+    moved = rollouts.with_prompts([Prompt(ids, PROBLEMS[0]), Prompt(ids, PROBLEMS[1])] * 2)
     assert moved.group_id.tolist() == [0, 1, 0, 1]
 
 
@@ -194,9 +194,9 @@ def test_parts_share_one_step_as_if_they_were_one(per):
     rollouts = rollouts_of()
     advantages = torch.randn(4, 5, generator=torch.Generator().manual_seed(3))
     whole, metrics = gradient_of(play_of(generator=tiny_model()),
-                                 Update("generator", [(rollouts, advantages)], per=per))
+                                 Update("generator", [(rollouts, advantages)], aggregation=per))
     parts = [(rollouts.select(rows), advantages[rows]) for rows in ([0, 1], [2, 3])]
-    split, split_metrics = gradient_of(play_of(generator=tiny_model()), Update("generator", parts, per=per))
+    split, split_metrics = gradient_of(play_of(generator=tiny_model()), Update("generator", parts, aggregation=per))
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=1e-9, atol=1e-12)
     assert split_metrics["loss"] == pytest.approx(metrics["loss"]) and metrics["skipped"] == 0
@@ -209,7 +209,7 @@ def test_an_update_on_targets_raises_their_logprob_not_the_tokens():
     rollouts.columns = {}
     rollouts.targets = (rollouts.tokens + 31) % 265
     moved, _ = gradient_of(play_of(generator=tiny_model()),
-                           Update("generator", [(rollouts, torch.ones(1, 4))], per="rollout"))
+                           Update("generator", [(rollouts, torch.ones(1, 4))], aggregation="rollout"))
     model = tiny_model()
     logits = model(torch.tensor([rollouts.prompts[0].ids + rollouts.completions()[0]]))[0, 2:6]
     torch.log_softmax(logits.double(), dim=-1).gather(1, rollouts.targets.T).sum().backward()
@@ -224,7 +224,7 @@ def test_rollout_sum_by_hand():
     rollouts.columns = {}
     t = play_of(generator=tiny_model())
     total = t.logprobs("generator", rollouts).sum().item()
-    _, metrics = gradient_of(t, Update("generator", [(rollouts, torch.ones(2, 4))], per="rollout"))
+    _, metrics = gradient_of(t, Update("generator", [(rollouts, torch.ones(2, 4))], aggregation="rollout"))
     assert metrics["loss"] == pytest.approx(-total / 2, rel=1e-5)
 
 
@@ -268,7 +268,7 @@ def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     assert rates == [1.0, 1.0, 0.55, 0.1]
 
 
-def test_behind_its_first_update_a_step_is_carried_through():
+def test_after_its_first_update_a_step_is_carried_through():
     t = play_of(generator=tiny_model())
     t.run.stop_signal = True
     assert t.should_stop()

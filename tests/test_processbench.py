@@ -28,7 +28,7 @@ ROW = {"id": "math-0", "generator": "someone", "problem": "What is 2*3-1?",
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing behind
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing after
 
 
 def write(path, rows: list[dict]) -> str:
@@ -62,7 +62,7 @@ def test_whole_numbers_that_a_table_holds_as_floats_are_labels(tmp_path):
     assert labels == [1, -1] and all(type(label) is int for label in labels)
 
 
-def test_a_folder_holds_subsets_in_the_papers_order_and_others_behind(tmp_path):
+def test_a_folder_holds_subsets_in_the_papers_order_and_others_after(tmp_path):
     folder = tmp_path / "bench"
     for k, name in enumerate(["zebra.json", "omnimath.jsonl", "ants.jsonl", "gsm8k.json"], 1):
         write(folder / name, numbered(k))

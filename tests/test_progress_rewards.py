@@ -48,7 +48,7 @@ def measured(t, worth, texts=TEXTS):
 
 
 def half_of_good(begun: str, number: int) -> bool | None:
-    """Of four continuations from nothing one is right, behind a right first step two, behind two right ones all."""
+    """Of four continuations from nothing one is right, after a right first step two, after two right ones all."""
     return number < {"": 1, "1+1:2;": 2, "1+1:2;2+1:0;": 4}.get(begun, 0)
 
 

@@ -75,7 +75,7 @@ def test_a_rendered_solution_gives_back_its_steps_and_answer(fmt, data):
 @pytest.mark.parametrize("fmt, solution, steps", [
     (COMPACT, "3+5:8;8*2:6;=6", ["3+5:8;", "8*2:6;"]),
     (COMPACT, "3+5:8;8*2:6", ["3+5:8;"]),                 # the last step is not closed
-    (COMPACT, "3+5:8;=6;8*2:6;", ["3+5:8;"]),             # what stands behind the answer mark is no step
+    (COMPACT, "3+5:8;=6;8*2:6;", ["3+5:8;"]),             # what stands after the answer mark is no step
     (COMPACT, ";;=", [";", ";"]),                         # empty steps are steps
     (COMPACT, "=6", []),
     (COMPACT, "", []),
@@ -165,7 +165,7 @@ def test_the_end_token_is_no_text_but_other_special_tokens_are_noise(tokenizer):
 
 
 def test_broken_utf8_swallows_no_mark():
-    """0xe2 begins a character of three bytes: the ; behind it is a mark all the same."""
+    """0xe2 begins a character of three bytes: the ; after it is a mark all the same."""
     tokenizer = TOKENIZERS["bytes"]
     solution = read_solution(tokenizer, COMPACT,
                              [tokenizer.encoding.encode_single_token(bytes([byte])) for byte in b"8\xe2;\xff=8"])
@@ -315,7 +315,7 @@ VERDICTS = [  # format, text, steps of the solution, step verdicts, verdict, unm
     (PAPER, paper(GOOD, F), 2, [True], False, (MISCOUNT,)),
     (PAPER, paper(GOOD + BAD, "CORRECT"), 2, [True, False], None, (NO_FINAL,)),
     (PAPER, paper(GOOD + BAD, ""), 2, [True, False], None, (NO_FINAL,)),
-    (PAPER, paper(GOOD + BAD + T, F), 2, [True, False], False, (NO_TAGS,)),        # a stray verdict behind the steps
+    (PAPER, paper(GOOD + BAD + T, F), 2, [True, False], False, (NO_TAGS,)),        # a stray verdict after the steps
     (PAPER, paper(GOOD + BAD, F, between="so"), 2, [True, False], False, (NO_TAGS,)),
     (PAPER, paper(GOOD + BAD, T) + f"<final_verification>{F}</final_verification>", 2, [True, False], False,
      (NO_TAGS,)),
@@ -380,10 +380,10 @@ def test_a_truncated_verification_has_no_final_verdict_but_may_have_step_verdict
 
 
 @EVERY_FORMAT
-def test_text_behind_the_final_judgment_is_not_well_formed(fmt):
+def test_text_after_the_final_judgment_is_not_well_formed(fmt):
     text = fmt.render_verification(["3+5:8"], [True], True)
-    for behind in (" but 8", "8*2:6;", "x"):
-        assert parse_verification(fmt, text + behind, 1).unmet, text + behind
+    for after in (" but 8", "8*2:6;", "x"):
+        assert parse_verification(fmt, text + after, 1).unmet, text + after
 
 
 # Several solutions

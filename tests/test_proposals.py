@@ -133,7 +133,7 @@ def play_with(texts: dict[str, list[str]], *flags: str):
         prompts = [prompt for prompt in prompts for _ in range(num)]
         t.asked[label] = [prompt.problem for prompt in prompts]
         given = [texts[label][n % len(texts[label])] for n in range(len(prompts))]
-        return t.written(role, prompts, given).behind(prompts)
+        return t.written(role, prompts, given).with_prompts(prompts)
     t.sample = sample
     return t
 
@@ -250,7 +250,7 @@ def play_share(folder: str) -> None:
         if label == "propose":
             texts = [(GOOD, BETTER, "no")[problem.index % 3] for problem in rollouts.problems()]
             prompts = rollouts.prompt_of()
-            rollouts = t.written(role, prompts, texts).behind(prompts)
+            rollouts = t.written(role, prompts, texts).with_prompts(prompts)
         return rollouts
     t.sample = sample
     list(mae.play(t))

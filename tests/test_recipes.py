@@ -494,7 +494,7 @@ def test_a_recipe_is_known_by_its_text_wherever_the_file_is(base, own, tmp_path)
     ("    yield Update(", "    solutions.columns = {'x': list(advantages)}\n    yield Update(", "Tensor is not JSON"),
     ("    yield Update(", "    solutions.columns = {(1, 2): list(solutions.texts)}\n    yield Update(",
      "its name is a tuple"),
-    ("    yield Update(", "    raise SystemExit(0)\n    yield Update(", r"left the run behind step 0 by exit\(0\)"),
+    ("    yield Update(", "    raise SystemExit(0)\n    yield Update(", r"left the run after step 0 by exit\(0\)"),
     ("    yield Update(", "    t.log('generator', {'x': 10 ** 400})\n    yield Update(", "x of the .* of 1329 bits"),
     ("return pass_at_1(t, \"generator\")", "return {\"x\": 10 ** 400}", "evaluate gives x as a number of 1329 bits"),
     ("    log_rewards(t,", "    t.log(None, {'step': 99})\n    log_rewards(t,", "'step' of the step, which the loop"),
@@ -526,7 +526,7 @@ REMEMBERING = """
 
 
 def test_what_a_recipe_remembers_and_draws_is_the_same_in_a_continued_run(base, own, capsys, monkeypatch):
-    """Also behind a step that a signal stopped, and so was thrown away."""
+    """Also after a step that a signal stopped, and so was thrown away."""
     own.write_text(own.read_text().replace("    yield Update(", REMEMBERING)
                    + "\nSHOWN = {'generator': ['mode', 'num']}\n")
     train(str(own), "--run", "straight", "--num-steps", "4", "--save-every", "1")
@@ -538,7 +538,7 @@ def test_what_a_recipe_remembers_and_draws_is_the_same_in_a_continued_run(base, 
             self.run.on_signal()
     with monkeypatch.context() as patch:
         patch.setattr(Play, "log", stop)
-        with pytest.raises(StopRequested, match="stopped behind step 2"):
+        with pytest.raises(StopRequested, match="stopped after step 2"):
             train(str(own), "--run", "continued", "--num-steps", "4", "--save-every", "1")
     train(str(own), "--run", "continued", "--num-steps", "4", "--save-every", "1", "--resume-from-step", "auto")
     assert records(base, "straight") == records(base, "continued")

@@ -177,7 +177,7 @@ def test_each_kind_of_variant_by_hand():
     (PROOF, [None, None, None]),
     ("cac;a;=a", [None, "jump"]),
     ("a;=a", ["jump"]),
-    ("cac;aac;c;=c", [None, "false", None]),  # a step behind an error is judged by its own rule
+    ("cac;aac;c;=c", [None, "false", None]),  # a step after an error is judged by its own rule
     ("cac;cac;", [None, "jump"]),
     ("cac;;a;", [None, "word", "word"]), ("cac;x;a;=a", [None, "word", "word"]),
     ("cac;acc;a", [None, None]), ("=a;cac;", []), ("", [])])
@@ -217,10 +217,10 @@ def test_demonstrations_show_a_misconceived_fact_wrongly_as_often_as_asked_and_o
         text = task.solution_demo(problem, random.Random(i))
         start, *rest = [problem.prompt.partition(":")[0], *text.split(";")[:-1]]
         for a, b in pairwise([start, *rest]):
-            before, side, behind = rewritings(word_of(a))[0]
-            wrong = task.misconceptions.get((side, behind[:1]))
-            assert word_of(b) in (before + RULES[side] + behind, before + (wrong or "") + behind)
-            shown[wrong is not None].append(word_of(b) != before + RULES[side] + behind)
+            before, side, after = rewritings(word_of(a))[0]
+            wrong = task.misconceptions.get((side, after[:1]))
+            assert word_of(b) in (before + RULES[side] + after, before + (wrong or "") + after)
+            shown[wrong is not None].append(word_of(b) != before + RULES[side] + after)
     assert len(shown[True]) > 200 and not any(shown[False])
     assert abs(sum(shown[True]) / len(shown[True]) - 0.7) < 0.1
 

@@ -223,7 +223,7 @@ def test_a_verifier_of_another_shape_is_refused_as_bad_input(n_layer, n_embd):
         check_shared(generator, verifier, 3, "d4-ver")
 
 
-def test_a_reference_is_frozen_and_stays_behind():
+def test_a_reference_is_frozen_and_stays_after():
     model = tiny_model()
     reference, before = copy_of(model), snapshot(model)
     assert not any(p.requires_grad for p in reference.parameters()) and all(p.requires_grad for p in model.parameters())

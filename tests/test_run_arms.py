@@ -341,7 +341,7 @@ def names_of(stages: list) -> list[list[str]]:
     return [[job.name for job in stage] for stage in stages]
 
 
-def test_every_sft_is_made_once_and_behind_the_one_that_it_starts_from():
+def test_every_sft_is_made_once_and_after_the_one_that_it_starts_from():
     stages = run_arms.stages_of(experiments("--dial", "pressure", "--settings", "alpha30 usual kl0"), ["1", "2"],
                                 [["tango", "gentle"]] * 3)
     assert names_of(stages[:2]) == [[f"sft-small_chain-s{seed}{ending}" for seed in (1, 2)] for ending in ("", "-ver")]
@@ -358,7 +358,7 @@ def test_what_is_finished_is_reused_and_what_was_interrupted_goes_on(world):
     assert world.run(*flags)[0] == 0 and world.runs() == ["chain-tango-s1", "chain-grpo-s1"]
     (world.base / "runs" / "chain-grpo-s1" / "summary.json").unlink()
     verifier = world.base / "chatsft_checkpoints" / "chain-s1-ver"
-    (verifier / "meta_000700.json").rename(verifier / "meta_000015.json")  # stopped behind its 15th step
+    (verifier / "meta_000700.json").rename(verifier / "meta_000015.json")  # stopped after its 15th step
     code, out, _ = world.run(*flags)
     assert code == 0 and re.findall(r"^..:.. (\S+)$", out, re.MULTILINE) == ["chain-tango-s1", "chain-grpo-s1"]
     assert not world.calls("tok_train")

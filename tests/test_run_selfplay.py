@@ -52,7 +52,7 @@ def test_every_family_has_its_baseline_and_what_it_starts_from():
             assert starts_of(flags) and set(starts_of(flags)) <= set(order), (name, arm)
 
 
-def test_each_job_comes_behind_what_it_reads(empty):
+def test_each_job_comes_after_what_it_reads(empty):
     made: set[str] = set()
     for stage in stages_of(ALL, ["1", "2"]):
         given = [dict(zip(words, words[1:], strict=False)) for words in (job.flags.split() for job in stage)]

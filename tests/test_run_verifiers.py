@@ -37,7 +37,7 @@ def test_every_flag_is_known_and_every_judge_and_label_is_there(empty):
         assert v.judge in ("", *JUDGES) and v.labels in ("", *LABELS) and (v.judge or not v.recipe)
 
 
-def test_each_job_comes_behind_what_it_reads(empty):
+def test_each_job_comes_after_what_it_reads(empty):
     """A file or checkpoint that a job's flags name is made by a job of an earlier stage."""
     made: set[str] = set()
     for stage in stages_of(["1", "2"], list(VERIFIERS)):

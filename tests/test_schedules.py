@@ -21,7 +21,7 @@ def phases(lengths: PhaseLengths, num_steps: int, schedule=fixed, balanced_acc=l
 
 # Phases of fixed lengths
 
-def test_three_to_one_behind_a_warm_up():
+def test_three_to_one_after_a_warm_up():
     """W = 2, N_g = 3, N_v = 1 (Tango algorithm 1)."""
     assert phases(PhaseLengths(2, 3, 1), 12) == "ww" "gggv" "gggv" "gg"
 
@@ -29,7 +29,7 @@ def test_three_to_one_behind_a_warm_up():
 @pytest.mark.parametrize("lengths, expected", [
     (PhaseLengths(0, 3, 1), "gggvgggv"),
     (PhaseLengths(0, 1, 2), "gvvgvvgv"),
-    (PhaseLengths(2, 3, 0), "wwgggggg"),     # the verifier is fixed behind its warm-up
+    (PhaseLengths(2, 3, 0), "wwgggggg"),     # the verifier is fixed after its warm-up
     (PhaseLengths(0, 3, 0), "gggggggg"),     # no verifier phases at all: GRPO
     (PhaseLengths(0, 0, 2), "vvvvvvvv"),     # the generator is fixed
     (PhaseLengths(2, 0, 2), "wwvvvvvv"),

@@ -50,7 +50,7 @@ def written_by(pieces: list[str], fmt=COMPACT, tokenizer=BYTES, most: int = 8) -
     (COMPACT, "<a<c>", "<a<c>(7)", "(7)"),      # the last opening counts
     (PAPER, "<q>c<q>g</q>", "<q>c<q>g</q><i>3</i>", "<i>3</i>"),
 ])
-def test_information_is_forced_behind_a_closed_query(fmt, sampled, text, forced):
+def test_information_is_forced_after_a_closed_query(fmt, sampled, text, forced):
     assert written_by([sampled], fmt) == (text, forced)
 
 
@@ -65,7 +65,7 @@ def test_forced_marks_are_no_query():
     assert row == "(<g>)" and tool.num_queries == {0: 1}
 
 
-def test_behind_the_last_query_nothing_is_forced():
+def test_after_the_last_query_nothing_is_forced():
     assert written_by(["<c>;<g>;<c>;"], most=2) == ("<c>(7);<g>(3);<c>;", "(7)(3)")
 
 
@@ -96,7 +96,7 @@ def vocabulary(*texts: str) -> Tokenizer:
 @pytest.mark.parametrize("straddling, sampled, text, forced", [
     (">(", ["<c", ">(", ";"], "<c>(7);", "7)"),         # the information is begun: the rest is forced
     ("><", ["<c", "><", "g", ">", ";"], "<c><(7)g>;", "(7)"),
-    (">;", ["<c", ">;", "="], "<c>;(7)=", "(7)"),       # what stands behind the mark cannot be taken back
+    (">;", ["<c", ">;", "="], "<c>;(7)=", "(7)"),       # what stands after the mark cannot be taken back
     (">()", ["<c", ">()", ";"], "<c>()(7);", "(7)"),    # what a row wrote itself is no information
     ("<c>", ["1", "<c>", ";"], "1<c>(7);", "(7)"),
 ])

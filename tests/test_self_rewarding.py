@@ -87,7 +87,7 @@ def judging(*flags: str, step: int = 0):
         t.asked.append((role, solutions, num, label))
         prompts = [prompt for prompt in t.verify_prompts(solutions) for _ in range(num)]
         said = [("", "=T", "", "=F")[n % G] for n in range(len(solutions)) for _ in range(num)]
-        return t.written(role, prompts, said).behind(prompts)
+        return t.written(role, prompts, said).with_prompts(prompts)
 
     t.verify = verify
     return t

@@ -167,7 +167,7 @@ def save_steps(folder: str) -> None:
 
 
 def gaps_of_an_update(name: str, dtype: torch.dtype, rank: int, world: int) -> tuple[float, float, float]:
-    """How far the logprobs that sampling records are from the trainer's: before an update and behind it; and from the
+    """How far the logprobs that sampling records are from the trainer's: before an update and after it; and from the
     trainer's of the weights before. fp32 weights, activations of a dtype."""
     role, before = (make(name, True, "cpu", dtype, torch.float32) for make in (make_role, make_model))
     start = gap(role.model, role.model)
@@ -199,8 +199,8 @@ def free_port() -> int:
 
 
 def test_three_sharded_ranks_take_the_steps_of_one(tmp_path):
-    """Losses, gradient norms and weights, in fp64; what they sample; a step behind a save and a restore is the same to
-    the bit. Behind an update they sample from the weights that it left, in fp32 and bf16."""
+    """Losses, gradient norms and weights, in fp64; what they sample; a step after a save and a restore is the same to
+    the bit. After an update they sample from the weights that it left, in fp32 and bf16."""
     on_ranks(3, save_steps, str(tmp_path))
     ranks = [torch.load(tmp_path / f"found{rank}.pt", weights_only=True) for rank in range(3)]
     for name in MODELS:
@@ -215,8 +215,8 @@ def test_three_sharded_ranks_take_the_steps_of_one(tmp_path):
             assert torch.equal(rank[name]["tokens"], tokens)
             assert "another number of ranks" in rank[name]["refused"]
             for dtype, close in ((torch.float32, 1e-3), (torch.bfloat16, 0.2)):
-                start, behind, from_before = rank[name]["gaps"][str(dtype)]
-                assert max(start, behind) < close and from_before > 1, (name, dtype)
+                start, after, from_before = rank[name]["gaps"][str(dtype)]
+                assert max(start, after) < close and from_before > 1, (name, dtype)
         assert len({m["loss"] for m in expected}) == 3 and expected[1]["kl"] > 0
         for key, x in ranks[0][name]["state"].items():
             torch.testing.assert_close(x, state[key], rtol=1e-6, atol=1e-8)
@@ -352,7 +352,7 @@ def steps_of(base, run: str) -> list[dict]:
 
 
 def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
-    """One rank; two sharded ones; these behind an earlier step once more; two machines of one rank each."""
+    """One rank; two sharded ones; these after an earlier step once more; two machines of one rank each."""
     tango_rl.main(parse(tango_rl, [*RL_FLAGS, "--run", "whole"]))
     parts = ("scripts.tango_rl", [*RL_FLAGS, "--run", "parts", "--shard", "--save-every", "1"])
     scripts_on_two_ranks(parts)
@@ -367,7 +367,7 @@ def test_a_sharded_run_goes_on_from_a_save_and_two_machines_are_as_one(base):
     with pytest.raises(BadInput, match="sharded over 2 ranks and can be continued by as many, not by 1"):
         load_set("parts", 3, {"generator": None, "verifier": None}, torch.device("cpu"), sharded=True)
     out = scripts_on_two_ranks((parts[0], [*parts[1], "--resume-from-step", "3"]))
-    assert "continued behind step 3" in out
+    assert "continued after step 3" in out
     assert steps_of(base, "parts") == straight and len(straight) == 7  # to the bit
 
     port = free_port()

@@ -34,7 +34,7 @@ def keys_to(task, *digits: int) -> list[str]:
 
 # What is a question
 
-def test_a_question_stands_behind_the_search_and_has_the_true_answer():
+def test_a_question_stands_after_the_search_and_has_the_true_answer():
     task = lookup()
     c, = keys_to(task, 7)
     problem, reason = task.read_problem(f"<{c}>(7);4+7:1;=4+{c}", 5)
@@ -111,7 +111,7 @@ def play_with(proposed, answered: list[str], *flags: str):
         prompts = [prompt for prompt in prompts for _ in range(num)]
         t.asked[label] = [prompt.problem for prompt in prompts]
         texts = proposed(t.task) if label == "propose" else [answered[n % len(answered)] for n in range(len(prompts))]
-        return t.written(role, prompts, texts).behind(prompts)
+        return t.written(role, prompts, texts).with_prompts(prompts)
     t.sample = sample
     return t
 
@@ -175,7 +175,7 @@ def test_without_a_question_there_is_nothing_to_solve(base):
 
 
 def test_information_is_no_token_of_a_proposer(base):
-    """A real search behind what is sampled: its tokens are forced, and no gradient is theirs."""
+    """A real search after what is sampled: its tokens are forced, and no gradient is theirs."""
     t = random_play("ssp", *FLAGS, "--examples-per-step", "2", "--num-samples", "2", "--max-new-tokens", "16")
     c, = keys_to(t.task, 7)
     wanted = iter(t.tokenizer.encode(f"<{c}>"))

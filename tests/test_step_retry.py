@@ -61,7 +61,7 @@ def test_a_judgment_ends_with_its_closing_mark(tokenizer):
 
 @pytest.mark.parametrize("drawn, verdict, tries, kept, judged", [
     ("0*2:0T;=T", True, 0, True, "1T;0*2:0T;"),
-    ("0*2:1F;=F", False, 1, False, "1T;"),           # written again, behind the same
+    ("0*2:1F;=F", False, 1, False, "1T;"),           # written again, after the same
     ("0*2:1F;=F", False, 2, True, "1T;0*2:1F;"),     # the last try stays
     ("0*2;=F", None, 0, True, "1T;0*2;"),            # a judgment without a verdict rejects nothing
     ("=T;0F;=F", None, 0, True, ""),                 # nor does a final judgment in its place: the verifier begins anew
@@ -73,7 +73,7 @@ def test_what_is_rejected_is_written_again(tokenizer, drawn, verdict, tries, kep
     assert tokenizer.decode(one.ids) == ("1+2:0;0*2:0;" if kept else "1+2:0;")
     assert (one.num_steps, one.tries) == ((2, 0) if kept else (1, tries + 1))
     read = drawn[: drawn.find(";") + 1] or drawn
-    assert one.spent == len(tokenizer.encode(read))  # behind it nothing would have been written
+    assert one.spent == len(tokenizer.encode(read))  # after it nothing would have been written
 
 
 # The lead

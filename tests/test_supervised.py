@@ -49,8 +49,8 @@ def labelled_play(tmp_path):
     return partial(play_on_labels, tmp_path)
 
 
-def behind_steps(text: str) -> list[int]:
-    """The positions behind the steps of a text of single-byte tokens."""
+def after_steps(text: str) -> list[int]:
+    """The positions after the steps of a text of single-byte tokens."""
     return [end for _, end in COMPACT.step_spans(text)]
 
 
@@ -99,10 +99,10 @@ def test_an_orm_goes_on_to_model_right_solutions(labelled_play):
     check_update(t, update, -sum(map(logsigmoid, scores)) / len(rows) - 0.5 * right.mean())
 
 
-def test_a_prm_learns_each_steps_label_behind_the_step(labelled_play):
+def test_a_prm_learns_each_steps_label_after_the_step(labelled_play):
     t = labelled_play("prm")
     update, rows = learned(t, prm, known=False)
-    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[behind_steps(row.solution)]
+    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[after_steps(row.solution)]
                    for n, row in enumerate(rows)])
     labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
     assert {0.0, 1.0} == set(labels.tolist())
@@ -180,7 +180,7 @@ def test_a_prm_of_progress_reads_labels_from_minus_1_to_1_and_takes_the_gradient
                             for line in lines))
     prm.check(t.args, t.task)
     update, rows = learned(t, prm, known=False)
-    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[behind_steps(row.solution)]
+    s = torch.cat([true_log_odds(t.roles["verifier"].model, update.parts[0][0], n)[after_steps(row.solution)]
                    for n, row in enumerate(rows)])
     labels = torch.tensor([label for row in rows for label in row.labels], dtype=torch.float64)
     assert {-0.75, 0.75} == set(labels.tolist())
@@ -190,11 +190,11 @@ def test_a_prm_of_progress_reads_labels_from_minus_1_to_1_and_takes_the_gradient
         prm.check(t.args, t.task)
 
 
-def test_a_prm_learns_nothing_behind_the_first_error(labelled_play):
+def test_a_prm_learns_nothing_after_the_first_error(labelled_play):
     t = labelled_play("prm", "--until-first-error")
     update, rows = learned(t, prm, known=False)
     first = [row.labels.index(0.0) if 0.0 in row.labels else len(row.labels) for row in rows]
-    wanted = [behind_steps(row.solution)[: k + 1] for row, k in zip(rows, first, strict=True)]
+    wanted = [after_steps(row.solution)[: k + 1] for row, k in zip(rows, first, strict=True)]
     assert [row.nonzero()[:, 0].tolist() for row in update.parts[0][1]] == wanted
     assert any(k + 1 < len(row.labels) for row, k in zip(rows, first, strict=True))
 
@@ -222,7 +222,7 @@ def test_the_verdict_of_a_genrm_is_a_token_of_its_own_here():
 
 
 class Contextual:
-    """Writes a T behind "=" as a token of its own."""
+    """Writes a T after "=" as a token of its own."""
     OWN, TEXT = 300, staticmethod(lambda ids: [T if token == 300 else token for token in ids])
 
     def __getattr__(self, name):

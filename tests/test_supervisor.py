@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import TASK_FLAGS, parse, rl_flags, write_labelled
 from test_log_odds import assert_update_is, play_of, random_model
-from test_supervised import BYTES, behind_steps, log_likelihood
+from test_supervised import BYTES, after_steps, log_likelihood
 
 from nanochat.common import BadInput
 from nanochat.recipes.verifiers import supervisor
@@ -43,11 +43,11 @@ def supervised_play(tmp_path, monkeypatch):
 
 def beginnings(row) -> list[str]:
     """A solution's text up to each step, from none to all."""
-    return [row.solution[:end] for end in [0, *behind_steps(row.solution)]]
+    return [row.solution[:end] for end in [0, *after_steps(row.solution)]]
 
 
 def true_nll(model, row, begun: str) -> torch.Tensor:
-    """-log p of the gold answer and its end, behind the problem, a beginning and "="."""
+    """-log p of the gold answer and its end, after the problem, a beginning and "="."""
     prompt = [*BYTES.render_prompt(row.problem.prompt), *BYTES.encode(begun + "=")]
     return -log_likelihood(model, prompt, [*BYTES.encode(row.problem.answer), BYTES.assistant_end]).sum()
 
@@ -117,11 +117,11 @@ def test_gains_telescope_and_are_those_of_label_steps(supervised_play):
 
 
 def test_scores_of_gains_by_hand():
-    """Gains 1, -1 (gold right, wrong); 0, -2, 3 (right, wrong, right), of which the last stands behind the error; and
+    """Gains 1, -1 (gold right, wrong); 0, -2, 3 (right, wrong, right), of which the last stands after the error; and
     one whose gold labels are not known."""
     rows = [[[-2.0, -1.0, -2.0], [True, False]], [[-3.0, -3.0, -5.0, -2.0], [True, False, True]], [[-1.0, -9.0], []]]
     assert supervisor.gain_scores(rows) == {"step_auc": 1.0, "step_accuracy": 1.0, "first_error_auc": 1.0}
-    # A right step loses .5: below it is only the wrong one of -2. The gain of 3 is behind the first error.
+    # A right step loses .5: below it is only the wrong one of -2. The gain of 3 is after the first error.
     rows[1] = [[-3.0, -3.5, -5.5, -2.5], [True, False, True]]
     rows[0] = [[-2.0, -1.0, -1.25], [True, False]]
     # right: 1, -.5, 3; wrong: -.25, -2: 5 of 6 pairs; without the 3: 3 of 4

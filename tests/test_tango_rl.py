@@ -135,8 +135,8 @@ def test_sampler_and_trainer_agree_on_policy(straight):
 
 @pytest.mark.parametrize("step", range(1, 7))
 def test_resume_continues_bit_for_bit(straight, straight_copy, step):
-    """From within the warm-up (1) and its end (2), a generator phase (3, 6), before a verifier phase (4) and behind one
-    (5). An evaluation comes right behind 2 and 4 and is just over at 3 and 5."""
+    """From within the warm-up (1) and its end (2), a generator phase (3, 6), before a verifier phase (4) and after one
+    (5). An evaluation comes right after 2 and 4 and is just over at 3 and 5."""
     train("--run", "r", "--save-every", "1", "--eval-every", "2", "--resume-from-step", str(step))
     assert_same_weights(weights(straight, "r", 7), weights(straight_copy, "r", 7))
     assert records(straight, "r") == records(straight_copy, "r")
@@ -146,7 +146,7 @@ def test_resume_continues_bit_for_bit(straight, straight_copy, step):
 
 
 def test_resume_goes_on_bit_for_bit_over_the_ends_of_epochs(base, monkeypatch):
-    """6 problems, 4 a step: an epoch ends within step 1 and behind step 2."""
+    """6 problems, 4 a step: an epoch ends within step 1 and after step 2."""
     problem = Chain.problem
     few = lambda split, index: nth_of_epochs(list(range(6)), 0, split, index) if split == "rl" else index
     monkeypatch.setattr(Chain, "problem", lambda self, split, index: problem(self, split, few(split, index)))
@@ -243,11 +243,11 @@ def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypa
 
 
 @pytest.mark.parametrize("name, call", [("save_model", 4), ("save_state", 2)])
-def test_sigterm_in_a_save_lets_it_end_and_stops_behind_it(base, straight, monkeypatch, name, call):
+def test_sigterm_in_a_save_lets_it_end_and_stops_after_it(base, straight, monkeypatch, name, call):
     """Both come in the save of step 4, the second of this run; by then the next step may have made its update."""
     with monkeypatch.context() as patch:
         interrupt_at(patch, state, name, call)
-        with pytest.raises(StopRequested, match="stopped behind step [45]"):
+        with pytest.raises(StopRequested, match="stopped after step [45]"):
             train("--run", "r", "--save-every", "2", "--eval-every", "2")
     assert saved_steps("r") in ([2, 4], [2, 4, 5])
     assert_same_weights(weights(straight, "r", 4), weights(base, "r", 4))
@@ -260,7 +260,7 @@ def test_sigterm_in_a_save_lets_it_end_and_stops_behind_it(base, straight, monke
 def test_sigterm_at_start_up_saves_nothing_and_the_next_run_starts_afresh(base, straight, monkeypatch, owner, name):
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name, 1)
-        with pytest.raises(StopRequested, match="stopped behind step 0"):
+        with pytest.raises(StopRequested, match="stopped after step 0"):
             train("--run", "r", "--save-every", "1", "--eval-every", "2")
     assert saved_steps("r") == []
     train("--run", "r", "--save-every", "1", "--eval-every", "2", "--resume-from-step", "auto")
@@ -282,7 +282,7 @@ def test_sigterm_in_the_last_evaluation_keeps_the_last_set(base, straight, monke
     with monkeypatch.context() as patch:
         patch.setattr(tango_rl, "train", lambda t, recipe, original=tango_rl.train: (
             original(t, recipe), os.kill(os.getpid(), signal.SIGTERM)))
-        with pytest.raises(StopRequested, match="stopped behind step 7"):
+        with pytest.raises(StopRequested, match="stopped after step 7"):
             train("--run", "r", "--save-every", "0", "--eval-every", "2")
     assert saved_steps("r") == [7] and not (base / "runs" / "r" / "summary.json").exists()
     train("--run", "r", "--save-every", "0", "--eval-every", "2", "--resume-from-step", "auto")
@@ -396,7 +396,7 @@ def test_sigterm_to_torchrun_saves_on_two_ranks(base):
             process.send_signal(signal.SIGTERM)
             break
     out, _ = process.communicate(timeout=60)
-    assert process.returncode != 0 and "stopped behind step" in out
+    assert process.returncode != 0 and "stopped after step" in out
     saved, = (int(name[6:12]) for name in os.listdir(base / "runs" / "r") if name.startswith("state_"))
     assert 3 <= saved == len(records(base, "r"))
     weights(base, "r", saved)  # the set is whole
@@ -441,7 +441,7 @@ def test_a_trunk_that_both_roles_train_is_one_and_resumes(base, head, optimizer,
     assert_same_weights(final, weights(base, "b", 7))
     block = "transformer.h.{}.mlp.c_fc.weight".format
     start = torch.load(base / "chatsft_checkpoints" / "tiny" / "model_000200.pt", weights_only=True)
-    warm = weights(base, "a", 2)  # behind the warm-up, in which the verifier alone is trained
+    warm = weights(base, "a", 2)  # after the warm-up, in which the verifier alone is trained
     for i in range(2):
         is_one = torch.equal(final[f"gen/{block(i)}"], final[f"ver/{block(i)}"])
         assert is_one == (i < num_shared)

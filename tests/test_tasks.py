@@ -280,7 +280,7 @@ HOSTILE_CHAIN = [
     ("3+5:8T;8*2:6T;=T", [False, False]),           # a verification is no solution
     ("3+5:8|2;=86", [False]),
     ("3+5:8;8*2:6", [True]),                        # the last step is not closed
-    ("3+5:8=8;8*2:6;", []),                         # steps behind an answer do not count
+    ("3+5:8=8;8*2:6;", []),                         # steps after an answer do not count
     ("=86;3+5:8;8*2:6;", []),
     (";;", [False, False]),
     ("3+5:;:8;", [False, False]),
@@ -305,7 +305,7 @@ HOSTILE_WORDS = [
     ("grape:e|3;", [False]),
     ("grape:e:e;", [False]),
     ("grape:e;lemon:en", [True]),                               # the last step is not closed
-    ("grape:e;lemon:en=;fig:eng;", [True]),                     # steps behind an answer do not count
+    ("grape:e;lemon:en=;fig:eng;", [True]),                     # steps after an answer do not count
     ("=eng;grape:e;", []),
     (";;;;", [False] * 4),
     ("", []),

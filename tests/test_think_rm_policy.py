@@ -29,8 +29,8 @@ def test_every_pair_of_a_group_comes_once_and_places_are_shared():
 
 
 def test_a_difference_is_the_mean_over_readable_choices_and_0_without_one():
-    worths = [[1, 0], None, [1, 0], [0, 1], None, None, [2 / 3, 1 / 3], [1, 0]]  # two of each pair
-    d = think_rm_policy.differences([[0, 1], [2, 0], [1, 2], [3, 4]], worths, 5, 2)
+    scores = [[1, 0], None, [1, 0], [0, 1], None, None, [2 / 3, 1 / 3], [1, 0]]  # two of each pair
+    d = think_rm_policy.differences([[0, 1], [2, 0], [1, 2], [3, 4]], scores, 5, 2)
     assert d[0].tolist() == [0, 1, 0, 0, 0] and d[1].tolist() == [-1, 0, 0, 0, 0]
     assert d[3, 4].item() == pytest.approx(2 / 3) and torch.equal(d, -d.T)
 
@@ -50,7 +50,8 @@ def played(monkeypatch):
         def sample(t, role, prompts, num_samples, label):
             asked.extend(BYTES.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
             return t.written(role, [prompt for prompt in prompts for _ in range(num_samples)], texts)
-        monkeypatch.setattr(type(t), "solve", lambda *_: t.written("verifier", prompts, solutions).behind(prompts))
+        monkeypatch.setattr(type(t), "solve",
+                            lambda *_: t.written("verifier", prompts, solutions).with_prompts(prompts))
         monkeypatch.setattr(type(t), "check", lambda t, rollouts: [text == "=1" for text in rollouts.texts])
         monkeypatch.setattr(type(t), "sample", sample)
         update, = think_rm_policy.play(t)

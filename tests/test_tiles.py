@@ -227,8 +227,8 @@ def expected_before(layer, x, cos_sin, units, heads, kv_heads):
     return turned(q, *cos_sin), k, v
 
 
-def expected_behind(layer, x, y):
-    o, gate, up, down = layer.behind
+def expected_after(layer, x, y):
+    o, gate, up, down = layer.after
     added = x + Product.apply(y, o)
     h = normed(added, layer.norms[1], layer.epsilon)
     return added + Product.apply(F.silu(Product.apply(h, gate)) * Product.apply(h, up), down)
@@ -260,7 +260,7 @@ def compare(outputs, expected, inputs, exact, of_forward, of_backward):
 
 def exact_layer(layer):
     copy = lambda x: None if x is None else x.detach().double().requires_grad_(x.requires_grad)
-    return tiles.Layer([*map(copy, layer.before)], [*map(copy, layer.behind)], tuple(map(copy, layer.norms)),
+    return tiles.Layer([*map(copy, layer.before)], [*map(copy, layer.after)], tuple(map(copy, layer.norms)),
                        copy(layer.bias), layer.epsilon)
 
 
@@ -283,17 +283,17 @@ def test_what_is_before_attention_equals_pytorchs_operations(kernels, units, row
 
 @pytest.mark.parametrize("rows", [1, 33, 257, 1100])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_what_is_behind_attention_equals_pytorchs_operations(kernels, rows, frozen):
+def test_what_is_after_attention_equals_pytorchs_operations(kernels, rows, frozen):
     C, Q = 96, 128
     layer = layer_of(C, Q, 64, 160, False, frozen)
     exact = exact_layer(layer)
     x, y = (2 * random(1, rows, C, seed=3)).requires_grad_(), random(1, rows, Q, seed=4).requires_grad_()
     both = [z.detach().double().requires_grad_() for z in (x, y)]
-    outputs = tiles.behind_attention(layer, x, y)
-    compare([outputs], [expected_behind(exact, *both)], [x, y, layer.norms[1], *layer.behind],
-            [*both, exact.norms[1], *exact.behind], OF_SUMS, OF_ROUNDING)
+    outputs = tiles.after_attention(layer, x, y)
+    compare([outputs], [expected_after(exact, *both)], [x, y, layer.norms[1], *layer.after],
+            [*both, exact.norms[1], *exact.after], OF_SUMS, OF_ROUNDING)
     with torch.no_grad(), threads(2):
-        assert torch.equal(outputs, tiles.behind_attention(layer, x, y))
+        assert torch.equal(outputs, tiles.after_attention(layer, x, y))
 
 
 def test_of_some_places_a_layer_computes_what_it_does_of_all(kernels):
@@ -310,8 +310,8 @@ def test_of_some_places_a_layer_computes_what_it_does_of_all(kernels):
 
     def results(places, finish):
         before = tiles.before_attention(layer, x, (angles.cos(), angles.sin()), units, heads, kv_heads, places)
-        outputs = finish(*before, tiles.behind_attention(layer, x, y, places))
-        trained = [x, y, *layer.before, *layer.behind, *layer.norms, layer.bias]
+        outputs = finish(*before, tiles.after_attention(layer, x, y, places))
+        trained = [x, y, *layer.before, *layer.after, *layer.norms, layer.bias]
         return outputs, torch.autograd.grad(outputs, trained, [random(*out.shape, seed=6) for out in outputs])
     (ours, grads), (expected, of_all) = results(places, lambda *out: out), results(None, masked)
     assert all(map(torch.equal, ours, expected)) and all(map(torch.equal, grads[:2], of_all[:2]))
@@ -327,9 +327,9 @@ def test_a_weight_takes_its_gradient_also_where_others_are_frozen(native):
         out = tiles.before_attention(layer, x, (angles.cos(), angles.sin()), 1, 2, 1)
         assert torch.autograd.grad(sum(y.sum() for y in out), layer.before[i])[0].norm() > 0
         layer.before[i].requires_grad_(False)
-    for weight in layer.behind:
+    for weight in layer.after:
         weight.requires_grad_()
-        assert torch.autograd.grad(tiles.behind_attention(layer, x, x).sum(), weight)[0].norm() > 0
+        assert torch.autograd.grad(tiles.after_attention(layer, x, x).sum(), weight)[0].norm() > 0
         weight.requires_grad_(False)
 
 
@@ -338,8 +338,8 @@ def test_a_layer_of_no_tokens_has_gradients_of_zero(native):
     x, angles = torch.empty(0, 5, 64, requires_grad=True), torch.empty(0, 5, 1, 16)
     out = tiles.before_attention(layer, x, (angles, angles), 1, 2, 1)
     assert [len(y.flatten()) for y in out] == [0, 0, 0]
-    total = sum(y.sum() for y in out) + tiles.behind_attention(layer, x, x).sum()
-    for grad in torch.autograd.grad(total, [*layer.before, *layer.behind, *layer.norms, layer.bias]):
+    total = sum(y.sum() for y in out) + tiles.after_attention(layer, x, x).sum()
+    for grad in torch.autograd.grad(total, [*layer.before, *layer.after, *layer.norms, layer.bias]):
         assert grad.eq(0).all()
 
 
@@ -405,13 +405,13 @@ def test_padding_is_not_run(native, monkeypatch, name):
         (hidden * random(*hidden.shape)).sum().backward()
         return [hidden.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]  # the head is not run
 
-    def behind(lengths):
-        columns = 9 + torch.arange(T).expand(6, T)  # of rows two by two behind a prompt
-        first, rest = model.trunk_behind(prompts, positions, ids, columns, lengths)
+    def after(lengths):
+        columns = 9 + torch.arange(T).expand(6, T)  # of rows two by two after a prompt
+        first, rest = model.trunk_after(prompts, positions, ids, columns, lengths)
         return torch.cat([first[:, 0], rest.flatten(0, 1)[places]])
     for kept, full, num_prompts in ((lambda: model.trunk(ids, kept=places),
                                      lambda: model.trunk(ids).flatten(0, 1)[places], []),
-                                    (lambda: behind(lengths), lambda: behind(None), [16])):
+                                    (lambda: after(lengths), lambda: after(None), [16])):
         num_run.clear()
         ours = results(kept())
         if name in ("llama", "qwen2"):

@@ -9,8 +9,7 @@ import pickle
 import pytest
 import tiktoken
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from nanochat.common import BadInput
 from nanochat.tokenizer import SPECIAL_TOKENS, SPLIT_PATTERN, Tokenizer
@@ -196,7 +195,7 @@ def encoding(**parts) -> tiktoken.Encoding:
                          ids=["alone", "inside an encoding", "beside an encoding"])
 @pytest.mark.parametrize("call", [os.system, print, eval], ids=["os.system", "print", "eval"])
 def test_a_malicious_pickle_is_refused_and_runs_nothing(wrap, call, tmp_path, capfd):
-    """Loaded by plain pickle, each of the three leaves a file or a line behind."""
+    """Loaded by plain pickle, each of the three leaves a file or a line after."""
     marker = tmp_path / "it_ran"
     command = {os.system: f"touch {marker}", print: "it ran", eval: f"open({str(marker)!r}, 'w').close()"}[call]
     with open(tmp_path / "tokenizer.pkl", "wb") as f:

@@ -90,7 +90,7 @@ def test_the_tool_hears_every_token_of_every_row_until_it_ends():
     for row in range(24):
         heard = [token for r, token in tool.heard if r == row]
         said = out.tokens[row, : out.lengths[row]].tolist()
-        # The last token of all is for nobody: there is none to force behind it.
+        # The last token of all is for nobody: there is none to force after it.
         assert heard == (said[:-1] if out.stopped[row] or len(said) == 40 else said)
 
 
@@ -110,7 +110,7 @@ def test_rows_of_other_batches_are_told_apart(max_rows):
     assert out.forced.nonzero().tolist() == [[0, 5], [3, 2]]
 
 
-def test_the_calculators_output_is_forced_behind_its_call():
+def test_the_calculators_output_is_forced_after_its_call():
     calculator = Calculator(TOKENIZER)
 
     class Caller:
@@ -167,7 +167,7 @@ def test_rows_that_refill_places_have_the_calculator_too(max_rows):
 def test_rows_wait_for_a_tool_where_it_says_that_it_acts(monkeypatch, graphs, max_rows):
     """They come to the same tokens, and change no other row."""
     class Doubles:
-        """Puts two tokens behind each of 100 .. 119."""
+        """Puts two tokens after each of 100 .. 119."""
 
         def __init__(self):
             self.rest = {}  # row -> its second token

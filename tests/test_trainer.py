@@ -115,7 +115,7 @@ def batch_rows(batch, rollouts):
 BOUNDARY = ([126, 3, 135], [12, 5, 1, 9, 12, 2])
 
 
-def test_hidden_states_behind_a_shared_prompt_equal_plain_rows():
+def test_hidden_states_after_a_shared_prompt_equal_plain_rows():
     model, rollouts = tiny_model(n_layer=4), random_rollouts(*BOUNDARY)
     batch, = packed(rollouts, random_advantages(rollouts))
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_hidden_states_behind_a_shared_prompt_equal_plain_rows():
             assert (row[: rollouts.lengths[n]] - full_rows(model, rollouts, n)).abs().max() < 1e-10
 
 
-def test_gradients_behind_a_shared_prompt_equal_those_of_plain_rows():
+def test_gradients_after_a_shared_prompt_equal_those_of_plain_rows():
     model, rollouts = tiny_model(n_layer=4), random_rollouts(*BOUNDARY)
     batch, = packed(rollouts, random_advantages(rollouts))
     direction = torch.randn(48, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -311,7 +311,7 @@ def literal_cispo(log_ratios, logprobs, advantages, low, high):
     (PolicyLoss(clip_low=0.03, clip_high=0.05, sequence_ratio=True), "sequence", literal_gspo),
     (PolicyLoss("cispo", clip_low=0.03, clip_high=0.05), "token", literal_cispo)])
 def test_the_second_update_on_a_batch_takes_the_gradient_of_the_papers_loss(loss, aggregation, literal):
-    """At the first all ratios are 1. Behind it some are outside of the clip range and some inside."""
+    """At the first all ratios are 1. After it some are outside of the clip range and some inside."""
     model, rollouts = tiny_model(), random_rollouts(*RAGGED)
     old = [token_logprobs(model, rollouts, n).detach() for n in range(8)]
     of_rollout = random_advantages(rollouts)[:, 0]
@@ -400,7 +400,7 @@ def test_a_step_that_is_not_finite_moves_nothing(poison):
     advantages = random_advantages(rollouts)
     if poison == "nan weight":
         model.transformer.h[1].mlp.c_fc.weight.data[3, 4] = math.nan
-    elif poison == "inf gradient":  # behind a finite loss
+    elif poison == "inf gradient":  # after a finite loss
         model.lm_head.weight.register_hook(lambda grad: grad * math.inf)
     else:
         advantages[5, 2] = float(poison.split()[0])

@@ -66,7 +66,7 @@ def play_with(votes: list[list[str]], *flags: str, gold: str = "1", check=None):
 def written(t, problems, texts: list[str]) -> Rollouts:
     """Solutions as sampling gives them: a group for each problem, in its order."""
     prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(len(texts) // len(problems))]
-    return t.written("generator", prompts, texts).behind(prompts)
+    return t.written("generator", prompts, texts).with_prompts(prompts)
 
 
 def test_the_metrics_of_a_step_by_hand(base):

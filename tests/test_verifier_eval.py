@@ -59,12 +59,12 @@ def write(path, rows: list[dict]) -> str:
 @pytest.fixture
 def bench(base, tmp_path, monkeypatch) -> dict[str, list[dict]]:
     """A folder of two subsets of unlike size, named by $BENCH; its rows."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing behind
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))  # leave nothing after
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))  # for processes that a test starts
     monkeypatch.setenv("BENCH", str(tmp_path / "bench"))
     rows = {"gsm8k": chain_rows(range(20)), "math": chain_rows(range(20, 47))}
     for name, part in rows.items():
-        for row in part[::4]:  # a wrong step may end in a right answer, and a misread answer stand behind right ones
+        for row in part[::4]:  # a wrong step may end in a right answer, and a misread answer stand after right ones
             row["final_answer_correct"] = not row["final_answer_correct"]
         write(tmp_path / "bench" / f"{name}.jsonl", part)
         assert ({row["label"] for row in part} == {-1, 0, 1}
@@ -97,7 +97,7 @@ def refused(capsys, *flags: str) -> str:
 
 
 def sampled(tag: str, prompts: list[str], keys: list[tuple], greedy: bool, limit: int) -> list[tuple[str, bool]]:
-    """The text that a tiny model writes behind each prompt, and whether it ended."""
+    """The text that a tiny model writes after each prompt, and whether it ended."""
     tokenizer = Tokenizer.load(os.path.join(os.environ["NANOCHAT_BASE_DIR"], "tokenizer"))
     model, _ = load_model("sft", tag, torch.device("cpu"), torch.float32)
     out = generate(model, [tokenizer.render_prompt(prompt) for prompt in prompts], 1, max_new_tokens=limit,
@@ -120,7 +120,7 @@ def read(text: str, ended: bool, num_steps: int) -> tuple[list[bool | None], boo
 
 
 def malformed(text: str, ended: bool, num_steps: int) -> bool:
-    """Whether anything is missing, too much, or cut: only "...T;" per step and "=T" behind them will do."""
+    """Whether anything is missing, too much, or cut: only "...T;" per step and "=T" after them will do."""
     return not (ended and re.fullmatch(rf"(?:[^;=]*[TF][^;=TF]*;\s*){{{num_steps}}}=\s*[TF]\s*", text))
 
 

@@ -189,7 +189,7 @@ def test_sigterm_while_a_set_is_written_saves_it_and_the_last_step(base, straigh
         time.sleep(0.5)
     with monkeypatch.context() as patch:
         slowly(patch, 2, told)
-        with pytest.raises(StopRequested, match="stopped behind step"):
+        with pytest.raises(StopRequested, match="stopped after step"):
             train(*GRPO, "--save-every", "2")
     steps = saved_steps("r")
     assert steps[0] == 2 and len(records(base, "r")) == steps[-1] and files_of(base) == set_of(*steps)

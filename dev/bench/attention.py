@@ -1,5 +1,5 @@
 """
-Attention's speed and memory: training, forward and backward, rows behind shared prefixes; and decoding, one query a
+Attention's speed and memory: training, forward and backward, rows after shared prefixes; and decoding, one query a
 row.
 
 Training is given in useful TFLOP/s: two products forward and four backward over the pairs of queries and keys that are
@@ -38,13 +38,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--units", type=int, default=2, help="prefixes U of a training batch")
-    parser.add_argument("--rows", type=int, default=4, help="rows R behind each prefix")
+    parser.add_argument("--rows", type=int, default=4, help="rows R after each prefix")
     parser.add_argument("--decode-units", type=int, default=2, help="prefixes of a decoding batch")
     parser.add_argument("--n-head", type=int, default=4, help="query heads")
     parser.add_argument("--n-kv-head", type=int, default=2, help="key and value heads")
     parser.add_argument("--head-dim", type=int, default=32, help="D")
     parser.add_argument("--prefix-len", type=int, default=64, help="tokens of a prefix; every second has half as many")
-    parser.add_argument("--completion-len", type=int, default=32, help="tokens of a row behind it")
+    parser.add_argument("--completion-len", type=int, default=32, help="tokens of a row after it")
     parser.add_argument("--window", type=int, default=0, help="tokens before a query that it sees; 0: all")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
     parser.add_argument("--rounds", type=int, default=5, help="times that each is run")
@@ -69,7 +69,7 @@ def make_inputs(args, device) -> dict:
 
 
 def prefix_of(args, lengths) -> tuple[KVCache, torch.Tensor]:
-    """A cache with the positions of prefixes; the positions (U*R, T) of the tokens behind them."""
+    """A cache with the positions of prefixes; the positions (U*R, T) of the tokens after them."""
     prefix, columns = KVCache(1), torch.arange(args.prefix_len, device=lengths.device)
     prefix.positions = columns.expand(len(lengths), -1).masked_fill(columns >= lengths[:, None], PADDING_POSITION)
     own = torch.arange(args.completion_len, device=lengths.device)
@@ -112,8 +112,8 @@ def flex(args, inputs):
 
     def seen(unit, head, query, key):
         own = key - Tp
-        behind = query % T + lengths[unit]  # the query's position
-        in_prefix = (key < lengths[unit]) & (behind - key <= window)
+        after = query % T + lengths[unit]  # the query's position
+        in_prefix = (key < lengths[unit]) & (after - key <= window)
         before = query % T - own % T
         return in_prefix | ((own >= 0) & (own // T == query // T) & (before >= 0) & (before <= window))
 

@@ -76,7 +76,7 @@ MODELS = {"GPT d20": gpt, "Qwen2.5-1.5B": lambda n: qwen(n, qk_norm=False, bias=
 
 
 def launches_of_step(make, num_layers: int, fused: bool, rows: int = 256, units: int = 32) -> collections.Counter:
-    """Launches of one decoding step of `rows` rows behind `units` prompts, by name."""
+    """Launches of one decoding step of `rows` rows after `units` prompts, by name."""
     launches = Launches()
     with torch.device("meta"), torch.inference_mode():
         model = make(num_layers).to(torch.bfloat16).requires_grad_(False)
@@ -91,7 +91,7 @@ def launches_of_step(make, num_layers: int, fused: bool, rows: int = 256, units:
             with launches:
                 hidden = model.trunk(ids, positions=cache.advance(places, places)[:, None], cache=cache)
                 launches.where = "draw: "
-                engine.pick_behind(model, hidden[:, 0], ids[:, 0], places, 1.0, 0)
+                engine.pick_after(model, hidden[:, 0], ids[:, 0], places, 1.0, 0)
     return launches.counts
 
 

@@ -51,7 +51,7 @@ def ours(args, device):
         lengths = generate(model, prompts, args.num_samples, max_new_tokens=length, stop_tokens=stop_tokens, keys=keys,
                            max_rows=args.max_rows).lengths
         assert args.mean_len or lengths.eq(length).all()
-        return int(lengths.sum()) - args.rows  # behind the first ones
+        return int(lengths.sum()) - args.rows  # after the first ones
     return sample
 
 

@@ -1,5 +1,5 @@
 """
-The decoder of Llama 2/3, Qwen2/2.5 and Qwen3: Hugging Face's parameter names, behind the same trunk and head as the
+The decoder of Llama 2/3, Qwen2/2.5 and Qwen3: Hugging Face's parameter names, after the same trunk and head as the
 nanochat GPT.
 
 Pre-norm blocks of RMSNorm, grouped-query attention with rotary positions and a gated MLP. What the families differ in
@@ -163,7 +163,7 @@ class Attention(nn.Module):
         return q.contiguous(), k[:, :, :, 0].contiguous(), v[:, :, :, 0].contiguous()
 
     def heads_in_one(self, x, cos_sin, units: int):
-        """The same on CUDA without gradients: biases, norms, rotation and layout in one launch behind the products."""
+        """The same on CUDA without gradients: biases, norms, rotation and layout in one launch after the products."""
         cast = lambda *weights: [weight.to(x.dtype) for weight in weights]
         layers = self.q_proj, self.k_proj, self.v_proj
         parts = ([linear(x, *cast(layer.weight)) for layer in layers] if self.qkv is None
@@ -241,7 +241,7 @@ class Block(nn.Module):
         q, k, v = tiles.before_attention(layer, x, cos_sin, units, attn.n_head, attn.n_kv_head, places)
         y = attend_all(cache.layer, cache.once(), to_units(q, units, attn.n_kv_head), k, v, mask, prefix.shared(), ends)
         x, places = (x, places) if ends is None else (at_ends(x, ends), None)
-        return tiles.behind_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1), places)
+        return tiles.after_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1), places)
 
     def run(self, x, cos_sin, mask, cache, prefix, ends, places):
         y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache, prefix, ends)
@@ -344,11 +344,11 @@ class Decoder(nn.Module):
             return cache.step(cache, ids, positions)
         return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
 
-    trunk_behind = GPT.trunk_behind
+    trunk_after = GPT.trunk_after
 
     def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
               kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
-        """A forward pass (gpt.run_passes) with trunk's arguments, and trunk_behind's lengths. The cache's positions and
+        """A forward pass (gpt.run_passes) with trunk's arguments, and trunk_after's lengths. The cache's positions and
         length are set as soon as it begins."""
         assert not last_only or cache is not None and cache.length == 0 and prefix is None
         B, T = ids.shape
@@ -372,7 +372,7 @@ class Decoder(nn.Module):
         i = 0
         while i < self.config.n_layer:  # no `for`: its iterator would be lost where torch 2.11 compiles a `send`
             if i == self.config.n_layer - 1 and last_only and T > 1:
-                # The last real token of each row; padding (PADDING_POSITION) stands behind it.
+                # The last real token of each row; padding (PADDING_POSITION) stands after it.
                 ends = (positions < PADDING_POSITION).sum(dim=1) - 1
                 mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
             x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends, places

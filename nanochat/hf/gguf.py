@@ -86,7 +86,7 @@ class Header:
         return self.number(NUMBERS[kind])
 
     def table(self, count: int, read) -> dict:
-        """`count` names, each with what `read` reads behind it."""
+        """`count` names, each with what `read` reads after it."""
         found = {}
         for _ in range(count):
             name = self.text()

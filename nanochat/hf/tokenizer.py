@@ -1,5 +1,5 @@
 """
-A tokenizer of the Hugging Face kind (tokenizer.json and its chat template) behind the interface of nanochat.tokenizer.
+A tokenizer of the Hugging Face kind (tokenizer.json and its chat template) after the interface of nanochat.tokenizer.
 
 Text of a message never becomes a control token, whatever it holds. Inside, the control tokens have random names: only
 what the chat template itself writes is given these names before encoding, so "<|im_end|>" in a message is text like any
@@ -240,7 +240,7 @@ class HFTokenizer:
         special |= {name for name in self._added.findall(self._frame()) if TAG.fullmatch(name)}
         if short := [name for name in special if len(name) == 1]:
             raise BadInput(f"{path}: the special token {short[0]!r} is one character, which no text could hold as text")
-        # Random, so that no text can hold them; of one length, so that they cannot be confused behind each other.
+        # Random, so that no text can hold them; of one length, so that they cannot be confused after each other.
         self._inner = {name: f"\U000f0000{token_hex(8)}{i:06x}\U000f0001" for i, name in enumerate(sorted(special))}
         self._inner_ids = {inner: self.ids[name] for name, inner in self._inner.items()}
         self._inner_name, self._controls = any_of(self._inner_ids), set(self._inner_ids.values())
@@ -258,10 +258,10 @@ class HFTokenizer:
         return text[: text.rfind(PROBE)]
 
     def _find_assistant_end(self) -> int:
-        """The control token behind what an assistant says, or eos where the template has none."""
+        """The control token after what an assistant says, or eos where the template has none."""
         text = self._render([{"role": role, "content": PROBE} for role in ("user", "assistant")], False)
-        behind = self._inner_name.match(text[text.rfind(PROBE) + len(PROBE):].lstrip())
-        return self._inner_ids[behind[0]] if PROBE in text and behind else self.eos
+        after = self._inner_name.match(text[text.rfind(PROBE) + len(PROBE):].lstrip())
+        return self._inner_ids[after[0]] if PROBE in text and after else self.eos
 
     def equals(self, other) -> bool:
         """Whether both give every text the same ids. Chat templates may differ."""

@@ -1,5 +1,5 @@
 """
-Attention for training, forward and backward, behind prefixes whose keys exist once.
+Attention for training, forward and backward, after prefixes whose keys exist once.
 
 FlashAttention-2 (Dao 2023) over two ranges of keys, those of the unit's prefix and the row's own, in one softmax. No
 scores are held, no keys repeated, no masks built: a query sees the keys whose positions are its own or up to `window`
@@ -215,7 +215,7 @@ def key_gradients(q, k, v, prefix_lengths, grad, lse, delta, dk, dv, num_keys, T
         grad_block = load_rows(grad + matrix // GROUP * T * stride + matrix % GROUP * D, query, T, stride, D, BLOCK_M,
                                BLOCK_D)
         rows = query + tl.arange(0, BLOCK_M)
-        lses = tl.load(lse + matrix * T + rows, mask=rows < T, other=float("inf"))  # p = 0 behind the last query
+        lses = tl.load(lse + matrix * T + rows, mask=rows < T, other=float("inf"))  # p = 0 after the last query
         deltas = tl.load(delta + matrix * T + rows, mask=rows < T, other=0.0)
         p = tl.exp2(tl.dot(k_block, tl.trans(q_block), input_precision="ieee") * scale - lses[None, :])
         if is_partial(offset + query, offset + query + BLOCK_M - 1, first_key, BLOCK_N, window, BLOCK_N):
@@ -254,7 +254,7 @@ def num_parts(programs: int, steps: int, multiprocessors: int) -> int:
 
 
 def forward_of(q, k, v, prefix_k, prefix_v, prefix_lengths, window: int):
-    """-> out (U, R, T, Hkv, group, D), as the projection behind it wants it: the heads of a token side by side; lse (U,
+    """-> out (U, R, T, Hkv, group, D), as the projection after it wants it: the heads of a token side by side; lse (U,
     Hkv, R, group, T) fp32. q, k, v, prefix_k, prefix_v contiguous."""
     U, Hkv, R, group, T, D = q.shape
     Tk, Tp = k.shape[3], 0 if prefix_k is None else prefix_k.shape[2]
@@ -307,7 +307,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad = grad.permute(0, 2, 4, 1, 3, 5).contiguous()  # copies nothing where a view is behind the result
+        grad = grad.permute(0, 2, 4, 1, 3, 5).contiguous()  # copies nothing where a view is after the result
         return *gradients_of(grad, *ctx.saved_tensors, ctx.window), None, None
 
 

@@ -37,7 +37,7 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "split_heads_forward": POINTERS(10), "split_heads_backward": POINTERS(14),
     "pack_weight": POINTERS(2) + LONG * 2, "before_forward": POINTERS(1) + LONG * 2 + POINTERS(16),
     "before_backward": POINTERS(1) + LONG * 2 + POINTERS(26) + LONG,
-    "behind_forward": POINTERS(9) + LONG * 3 + FLOAT, "behind_backward": POINTERS(11) + LONG * 4,
+    "after_forward": POINTERS(9) + LONG * 3 + FLOAT, "after_backward": POINTERS(11) + LONG * 4,
     "policy_rows": POINTERS(2) + LONG * 3 + POINTERS(8),
     "draw": POINTERS(1) + LONG * 3 + POINTERS(1) + FLOAT * 2 + POINTERS(3), "uniform_noise": POINTERS(3) + LONG,
     "transpose_matrix": POINTERS(2) + LONG * 2,
@@ -45,7 +45,7 @@ ARGUMENTS = {  # of each kernel, before the number of threads
     "tiles_product": POINTERS(3) + LONG * 3, "tiles_gradient": POINTERS(3) + LONG * 4,
     "decoder_before": POINTERS(1) + LONG + POINTERS(11) + LONG,
     "decoder_before_back": POINTERS(1) + LONG + POINTERS(13) + LONG,
-    "decoder_behind": POINTERS(11) + LONG * 4 + FLOAT, "decoder_behind_back": POINTERS(16) + LONG * 4 + FLOAT,
+    "decoder_after": POINTERS(11) + LONG * 4 + FLOAT, "decoder_after_back": POINTERS(16) + LONG * 4 + FLOAT,
     "decode_decoder": POINTERS(8),
 }
 MULTIPLE = 32  # of heads' sizes and rows' widths that the kernels take
@@ -140,7 +140,7 @@ def compiled(compiler: str, flags: list[str], folder: str) -> str:
                        check=True, timeout=300)
         with open(temporary, "r+b") as f:
             digest = hashlib.blake2b(f.read()).digest()
-            f.write(digest)  # what stands behind a library is nothing to it
+            f.write(digest)  # what stands after a library is nothing to it
             f.flush()
             os.fsync(f.fileno())
         os.chmod(temporary, 0o700)

@@ -84,7 +84,7 @@ static void add_values(float *y, const float *p, const float *v, long stride, lo
         add_columns(2, y + d, p, v + d, stride, n, soon ? soon + d : NULL);
 }
 
-/* Scores of a row's own keys behind those of its prompt; then weights, and 1 / their sum.
+/* Scores of a row's own keys after those of its prompt; then weights, and 1 / their sum.
  * The query sees `window` positions before its own. soon, prefix_soon: as in dots_of. */
 static inline float row_weights(const Decoding *s, float *row, const float *q, const float *k, const float *soon,
                                 const float *prefix_k, const float *prefix_soon, long length, long Tp)
@@ -103,7 +103,7 @@ static inline float row_weights(const Decoding *s, float *row, const float *q, c
     return 1 / softmax(row, Tpp + up(length), &highest);
 }
 
-/* Decoding: puts the new keys and values behind each row's own, which are `lengths` then, and attends to all of them.
+/* Decoding: puts the new keys and values after each row's own, which are `lengths` then, and attends to all of them.
  * y (n, H, G, D). Consecutive rows of one slot read its keys together; what a row gets depends on no other row. */
 void decode(const Decoding *s, float *y, long threads)
 {
@@ -117,7 +117,7 @@ void decode(const Decoding *s, float *y, long threads)
     }
     starts[runs] = n;
     float scale = 1 / sqrtf(D);
-    long chunk = runs >= 4 * threads ? H : 1; /* heads of a row, which lie one behind the other */
+    long chunk = runs >= 4 * threads ? H : 1; /* heads of a row, which lie one after the other */
 #pragma omp parallel num_threads(threads)
     {
         long width = up(s->Tp) + up(longest);
@@ -198,7 +198,7 @@ static void gather(float *rows, const float *table, const long *at, long n, long
 }
 
 /* One token of each row through the trunk of a GPT, ids and positions (n): out (n, C), after the final norm. The keys
- * and values that go behind the rows' own are those of this token: s gets them here, and each layer's cache. work:
+ * and values that go after the rows' own are those of this token: s gets them here, and each layer's cache. work:
  * numbers_per_row of decode_step.py for each row. */
 void decode_trunk(const Heads *heads, const Trunk *t, const Layer *layers, Decoding *s, const long *ids,
                   const long *positions, float *work, float *out, long threads)
@@ -227,7 +227,7 @@ void decode_trunk(const Heads *heads, const Trunk *t, const Layer *layers, Decod
         before_forward(heads, C, t->channels, x, x0, l->a, l->b, l->weights, l->gate, l->embedding ? embedding : NULL,
                        cosine, sine, mixed, inverse, gate, q, k, v, factors, threads);
         decode(s, y, threads);
-        behind_forward(mixed, y, l->o, l->up, l->down, added, inverse, inner, x, n, C, F, heads->epsilon, threads);
+        after_forward(mixed, y, l->o, l->up, l->down, added, inverse, inner, x, n, C, F, heads->epsilon, threads);
         if (l - layers == t->middle)
             memcpy(middle, x, n * C * sizeof(float));
     }

@@ -1,4 +1,4 @@
-/* An imported model's layer on CPU with products in bf16 and all else in fp32: before its attention, behind it, the
+/* An imported model's layer on CPU with products in bf16 and all else in fp32: before its attention, after it, the
  * gradients of both, one token of each row through all layers, and products alone.
  *
  * ROWS tokens at a time go through all operations, so that what lies between two products never leaves the caches.
@@ -331,7 +331,7 @@ static inline vec sigmoid(vec x)
 /* added = x + y @ w_o^T; out = added + (silu(g) * u) @ w_down^T, g and u = weight * norm(added) @ w_gate^T and w_up^T.
  * x, out (all, C); y (all, Q); o, gate_up, down: panels, those of gate and up in turn; added (N, C); inverse (N):
  * 1 / rms; inner (N, 2 F): g and u, in bf16; added, inner NULL: not kept. out may be x. */
-void decoder_behind(const float *x, const float *y, const bf16 *o, const float *weight, const bf16 *gate_up,
+void decoder_after(const float *x, const float *y, const bf16 *o, const float *weight, const bf16 *gate_up,
                     const bf16 *down, float *added, float *inverse, bf16 *inner, float *out, const long *places,
                     long N, long C, long Q, long F, float epsilon, long threads)
 {
@@ -406,7 +406,7 @@ static inline void swiglu_back(bf16 *hidden, bf16 *of_gate, bf16 *of_up, const b
 /* The gradients, from grad (of out). o, gate_up, down: panels for x @ w, of w_o (C, Q), of w_gate and w_up one below
  * the other (2 F, C), and of w_down (C, F); sums (N / ROWS, rounded up; C): of ROWS tokens each, those of the norm's
  * weight; grad_o, grad_gate_up, grad_down where they are wanted, else NULL. */
-void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const float *weight, const bf16 *gate_up,
+void decoder_after_back(const float *grad, const float *y, const bf16 *o, const float *weight, const bf16 *gate_up,
                          const bf16 *down, const float *added, const float *inverse, const bf16 *inner, float *grad_x,
                          float *grad_y, float *sums, float *grad_o, float *grad_gate_up, float *grad_down,
                          const long *places, long N, long C, long Q, long F, float epsilon, long threads)
@@ -489,7 +489,7 @@ void decoder_behind_back(const float *grad, const float *y, const bf16 *o, const
 
 /* A layer: _DecoderLayer of decode_step.py. Norms' weights (C); bias of queries, keys and values, or NULL; panels. */
 typedef struct {
-    const float *norm, *norm_behind, *bias;
+    const float *norm, *norm_after, *bias;
     const bf16 *qkv, *o, *gate_up, *down;
     float *k, *v; /* these four as in Decoding */
     const float *prefix_k, *prefix_v;
@@ -525,7 +525,7 @@ void decode_decoder(const Heads *heads, const DecoderTrunk *t, const DecoderLaye
         s->k = l->k, s->v = l->v, s->prefix_k = l->prefix_k, s->prefix_v = l->prefix_v;
         decoder_before(heads, C, x, l->norm, l->qkv, l->bias, cosine, sine, inverse, q, k, v, NULL, n, threads);
         decode(s, y, threads);
-        decoder_behind(x, y, l->o, l->norm_behind, l->gate_up, l->down, NULL, inverse, NULL, x, NULL, n, C, queries, F,
+        decoder_after(x, y, l->o, l->norm_after, l->gate_up, l->down, NULL, inverse, NULL, x, NULL, n, C, queries, F,
                        heads->epsilon, threads);
     }
     for (long i = 0; i < n; i++) {

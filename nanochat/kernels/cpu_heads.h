@@ -21,7 +21,7 @@ void before_forward(const Heads *s, long C, long channels, const float *x, const
                     const float *b, const float *weights, const float *w_gate, const float *embedding,
                     const float *cosine, const float *sine, float *mixed, float *inverse, float *gate, float *q,
                     float *k, float *v, float *factors, long threads);
-void behind_forward(const float *x, const float *y, const float *o, const float *in, const float *down, float *added,
+void after_forward(const float *x, const float *y, const float *o, const float *in, const float *down, float *added,
                     float *inverse, float *up, float *out, long N, long C, long F, float epsilon, long threads);
 void norm_forward(const float *x, const float *delta, float *added, float *y, float *inverse, long rows, long C,
                   float epsilon, long threads);

@@ -1,4 +1,4 @@
-/* A transformer layer on CPU in fp32, before its attention and behind it, and the gradients of both.
+/* A transformer layer on CPU in fp32, before its attention and after it, and the gradients of both.
  *
  * ROWS tokens at a time go through all operations, so that what lies between two products never leaves the caches.
  * Called from ops.py, where the plain counterparts are. C, the width, and D are multiples of 32. Weights are (out, in).
@@ -64,7 +64,7 @@ static float *begin_sum(float *result, float *more, long n)
     return memset(thread ? more + (thread - 1) * n : result, 0, n * sizeof(float));
 }
 
-/* Adds what the other threads have to the result, in their order. All threads call it, behind a barrier. */
+/* Adds what the other threads have to the result, in their order. All threads call it, after a barrier. */
 static void end_sum(float *result, const float *more, long n)
 {
     for (long thread = 0; thread < omp_get_num_threads() - 1; thread++)
@@ -119,7 +119,7 @@ void before_forward(const Heads *s, long C, long channels, const float *x, const
 }
 
 /* The gradients, from those of mixed, q, k and v. sums (N / 64, rounded up; 2): of ROWS tokens each, they make those of
- * a and b. grads: those of queries', keys' and values' weights, where `trained`, and behind them of w_gate. */
+ * a and b. grads: those of queries', keys' and values' weights, where `trained`, and after them of w_gate. */
 void before_backward(const Heads *s, long C, long channels, const float *x, const float *x0, const float *a,
                      const float *b, const float *w_q, const float *w_k, const float *w_v, const float *w_gate,
                      const float *embedding, const float *cosine, const float *sine, const float *mixed,
@@ -183,7 +183,7 @@ void before_backward(const Heads *s, long C, long channels, const float *x, cons
 /* added = x + y @ w_o^T; out = added + max(norm(added) @ w_up^T, 0)^2 @ w_down^T.
  * x, y, added, out (N, C); o, in, down: panels of w_o (C, C), w_up (F, C) and w_down (C, F); inverse (N): 1 / rms;
  * up (N, F): norm @ w_up^T. */
-void behind_forward(const float *x, const float *y, const float *o, const float *in, const float *down, float *added,
+void after_forward(const float *x, const float *y, const float *o, const float *in, const float *down, float *added,
                     float *inverse, float *up, float *out, long N, long C, long F, float epsilon, long threads)
 {
     long most = share(N, threads);
@@ -212,7 +212,7 @@ void behind_forward(const float *x, const float *y, const float *o, const float 
 }
 
 /* The gradients, from grad (of out). grads: those of w_o, w_up and w_down, where `trained`. */
-void behind_backward(const float *grad, const float *y, const float *w_o, const float *w_up, const float *w_down,
+void after_backward(const float *grad, const float *y, const float *w_o, const float *w_up, const float *w_down,
                      const float *added, const float *inverse, const float *up, float *grad_x, float *grad_y,
                      float *grads, long trained, long N, long C, long F, long threads)
 {

@@ -65,7 +65,7 @@ void policy_rows(const Loss *s, float *z, long stride, long rows, long V, const 
     float S = s->softcap, c = 2 * S / s->temperature;
 #pragma omp parallel num_threads(threads)
     {
-        float *u = floats(V), *p = floats(V); /* the columns behind V: -inf and 0 */
+        float *u = floats(V), *p = floats(V); /* the columns after V: -inf and 0 */
 #pragma omp for schedule(static)
         for (long i = 0; i < rows; i++) {
             vec best = splat(-INFINITY), total = {0}, weighted = {0};

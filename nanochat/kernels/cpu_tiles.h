@@ -104,7 +104,7 @@ static inline __attribute__((always_inline)) void turn_tile(bf16 *out, const bf1
 #endif
 }
 
-/* Two rows of 32 numbers, zipped: those of the first 16 columns go to `out`, the others TILE_SIZE behind. */
+/* Two rows of 32 numbers, zipped: those of the first 16 columns go to `out`, the others TILE_SIZE after. */
 static inline __attribute__((always_inline)) void zip_rows(bf16 *out, const bf16 *a, const bf16 *b, const int far)
 {
 #if defined(__AVX512BW__)
@@ -237,7 +237,7 @@ static inline void multiply(const int sides, float *c, long ldc, const bf16 *a, 
 }
 #endif
 
-/* c (m, 32) = or += a (m, k) @ a panel. a: bf16 rows, of which there are as many as tiles read. The panel behind it is
+/* c (m, 32) = or += a (m, k) @ a panel. a: bf16 rows, of which there are as many as tiles read. The panel after it is
  * fetched meanwhile: decoding reads each once, from memory. */
 static void strip(float *c, long ldc, const bf16 *a, long stride, const bf16 *panel, long m, long k, int add)
 {

@@ -179,7 +179,7 @@ def logit_and_slope(z, softcap, temperature, HAS_SOFTCAP: tl.constexpr):
 
 @jit
 def row_statistics(z_row, stride, vocab_size, softcap, temperature, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """logsumexp and entropy of a row of raw logits in one sweep. Columns from vocab_size on are left out behind the
+    """logsumexp and entropy of a row of raw logits in one sweep. Columns from vocab_size on are left out after the
     softcap: before it, -inf would become -softcap."""
     largest = float("-inf")
     total = tl.zeros([BLOCK], tl.float32)     # sum of exp(u - largest), lane by lane

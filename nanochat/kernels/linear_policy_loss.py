@@ -120,7 +120,7 @@ def kl_term(logprob, ref, LIMIT: tl.constexpr, KL: tl.constexpr):
 @jit
 def write_gradient(z_row, stride, vocab_size, target, lse, entropy, g, b, softcap, temperature,
                    HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr):
-    """The second sweep: dL/dz in place of z, 0 behind the vocabulary. g = dL/dlogprob, b = dL/dentropy."""
+    """The second sweep: dL/dz in place of z, 0 after the vocabulary. g = dL/dlogprob, b = dL/dentropy."""
     for start in range(0, stride, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         z = tl.load(z_row + columns, mask=columns < stride, other=0.0).to(tl.float32)

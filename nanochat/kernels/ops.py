@@ -185,7 +185,7 @@ def split_heads(qkv: torch.Tensor, cos_sin, gate, embedding, scale: float, units
 
 
 def fuses_layers(x: torch.Tensor) -> bool:
-    """Whether before_attention and behind_attention are faster than their operations one by one: on CPU, in training
+    """Whether before_attention and after_attention are faster than their operations one by one: on CPU, in training
     and with some tokens for each thread. x (B, T, C)."""
     return cpu.takes(x) and (torch.is_grad_enabled()
                              or x.shape[0] * x.shape[1] >= LEAST_ROWS * torch.get_num_threads())
@@ -200,12 +200,12 @@ def packed(*weights: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def packed_layer(before: list, behind: list) -> tuple[torch.Tensor, tuple] | None:
-    """What before_attention and behind_attention take as `ready` for many forwards with the same weights: (w_q, w_k,
+def packed_layer(before: list, after: list) -> tuple[torch.Tensor, tuple] | None:
+    """What before_attention and after_attention take as `ready` for many forwards with the same weights: (w_q, w_k,
     w_v) and (w_o, w_up, w_down). None for weights that the kernels do not take."""
-    if not all(cpu.takes(weight) and len(weight) % cpu.MULTIPLE == 0 for weight in (*before, *behind)):
+    if not all(cpu.takes(weight) and len(weight) % cpu.MULTIPLE == 0 for weight in (*before, *after)):
         return None
-    return packed(*before), tuple(map(packed, behind))
+    return packed(*before), tuple(map(packed, after))
 
 
 def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin, scale: float, units: int,
@@ -230,14 +230,14 @@ def before_attention(x, x0, a, b, w_q, w_k, w_v, gate_weight, embedding, cos_sin
     return mixed, *split_heads(qkv, cos_sin, gate, embedding, scale, units, heads, kv_heads)
 
 
-def behind_attention(x, y, w_o, w_up, w_down, ready=None):
+def after_attention(x, y, w_o, w_up, w_down, ready=None):
     """A layer from its attention on: added = x + y @ w_o.T, and the MLP of its norm on top of that.
 
     x, y (..., C), w_o (C, C), w_up (F, C), w_down (C, F).
     """
     assert x.shape == y.shape and x.dtype == y.dtype
     if cpu.takes(x) and len(w_up) % cpu.MULTIPLE == 0:
-        return run(_Behind, x, y, w_o, w_up, w_down, ready)
+        return run(_After, x, y, w_o, w_up, w_down, ready)
     added, normed = add_norm(x, linear(y, w_o))
     return added + linear(relu_squared(linear(normed, w_up)), w_down)
 
@@ -438,7 +438,7 @@ class _Before(torch.autograd.Function):
                 grad_embedding, *[None] * 5)
 
 
-class _Behind(torch.autograd.Function):
+class _After(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, w_o, w_up, w_down, ready):
         x, y, w_o, w_up, w_down = contiguous(x, y, w_o, w_up, w_down)
@@ -446,7 +446,7 @@ class _Behind(torch.autograd.Function):
         added, inverse, up, out = (torch.empty_like(x), x.new_empty(x.shape[:-1]), x.new_empty(*x.shape[:-1], F),
                                    torch.empty_like(x))
         ready = tuple(map(packed, (w_o, w_up, w_down))) if ready is None else ready
-        cpu.call("behind_forward", x, y, *ready, added, inverse, up, out, inverse.numel(), C, F,
+        cpu.call("after_forward", x, y, *ready, added, inverse, up, out, inverse.numel(), C, F,
                  torch.finfo(x.dtype).eps)
         ctx.save_for_backward(y, w_o, w_up, w_down, added, inverse, up)
         return out
@@ -458,13 +458,13 @@ class _Behind(torch.autograd.Function):
         grad_x, grad_y = torch.empty_like(y), torch.empty_like(y)
         trained = any(ctx.needs_input_grad[2:5])
         flat, of_weights = _flat_gradients(y, [w_o, w_up, w_down] if trained else [])
-        cpu.call("behind_backward", grad.contiguous(), y, w_o, w_up, w_down, added, inverse, up, grad_x, grad_y, flat,
+        cpu.call("after_backward", grad.contiguous(), y, w_o, w_up, w_down, added, inverse, up, grad_x, grad_y, flat,
                  trained, inverse.numel(), y.shape[-1], len(w_up))
         return grad_x, grad_y, *(of_weights if trained else [None] * 3), None
 
 
 def _flat_gradients(x, weights: list):
-    """Room for the gradients of weights, one behind the other, and each as a view."""
+    """Room for the gradients of weights, one after the other, and each as a view."""
     sizes = [w.numel() for w in weights]
     flat = x.new_empty(sum(sizes))
     return flat, [part.view(w.shape) for part, w in zip(flat.split(sizes), weights, strict=True)] if weights else []

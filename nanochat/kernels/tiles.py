@@ -124,21 +124,21 @@ class Layer:
     """The weights of an imported model's layer, in panels: made when they are first asked for, and good as long as the
     weights do not change: for one forward pass or one backward pass, or for one sampling.
 
-    before: of queries, keys and values; behind: of the output, gate, up and down projections; norms: of both norms;
+    before: of queries, keys and values; after: of the output, gate, up and down projections; norms: of both norms;
     bias: of queries, keys and values, or None. epsilon: of the norms.
     """
 
-    def __init__(self, before: list, behind: list, norms: tuple, bias: torch.Tensor | None, epsilon: float):
-        self.before, self.behind, self.norms, self.bias, self.epsilon = before, behind, norms, bias, epsilon
+    def __init__(self, before: list, after: list, norms: tuple, bias: torch.Tensor | None, epsilon: float):
+        self.before, self.after, self.norms, self.bias, self.epsilon = before, after, norms, bias, epsilon
 
     @functools.cached_property
     def forward(self) -> tuple:
         """Panels of queries, keys and values; of output, gate and up, and down."""
-        o, gate, up, down = self.behind
+        o, gate, up, down = self.after
         return packed(*self.before), (packed(o), packed(gate, up, turns=True), packed(down))
 
     def without_panels(self) -> "Layer":
-        return Layer(self.before, self.behind, self.norms, self.bias, self.epsilon)
+        return Layer(self.before, self.after, self.norms, self.bias, self.epsilon)
 
     def drop_forward(self) -> None:
         """Gives up the panels of the forward pass: autograd keeps the layer for the backward pass, which has others."""
@@ -149,8 +149,8 @@ class Layer:
         return packed_back(*self.before)
 
     @functools.cached_property
-    def back_behind(self) -> tuple:
-        o, gate, up, down = self.behind
+    def back_after(self) -> tuple:
+        o, gate, up, down = self.after
         return packed_back(o), packed_back(gate, up), packed_back(down)
 
 
@@ -160,10 +160,10 @@ def before_attention(layer: Layer, x, cos_sin, units: int, heads: int, kv_heads:
     return run(_Before, x, layer.norms[0], layer.bias, *layer.before, layer, *cos_sin, units, heads, kv_heads, places)
 
 
-def behind_attention(layer: Layer, x, y, places=None):
+def after_attention(layer: Layer, x, y, places=None):
     """A layer from its attention on: added = x + y @ w_o.T, plus the gated MLP of its norm. x (..., C), y (..., Q).
     places: as above."""
-    return run(_Behind, x, y, layer.norms[1], *layer.behind, layer, torch.is_grad_enabled(), places)
+    return run(_After, x, y, layer.norms[1], *layer.after, layer, torch.is_grad_enabled(), places)
 
 
 def blank(x: torch.Tensor, places: torch.Tensor | None, *shape: int) -> torch.Tensor:
@@ -200,7 +200,7 @@ class _Before(torch.autograd.Function):
         return grad_x, of_norm, of_bias if ctx.needs_input_grad[2] else None, *of_weights, *[None] * 7
 
 
-class _Behind(torch.autograd.Function):
+class _After(torch.autograd.Function):
     """Saves gate and up in bf16, and no norm: it is made again from `added`."""
 
     @staticmethod
@@ -211,7 +211,7 @@ class _Behind(torch.autograd.Function):
         inner = torch.empty(N, 2 * F, dtype=torch.bfloat16) if has_gradient else None
         out, inverse = blank(x, places, *x.shape), x.new_empty(N)
         o, gate_up, down = layer.forward[1]
-        cpu.call("decoder_behind", x, y, o, norm, gate_up, down, added, inverse, inner, out, places, N, C, Q, F,
+        cpu.call("decoder_after", x, y, o, norm, gate_up, down, added, inverse, inner, out, places, N, C, Q, F,
                  layer.epsilon)
         ctx.save_for_backward(y, norm, w_o, w_gate, w_up, w_down, added, inverse, inner, places)
         ctx.layer = layer
@@ -227,8 +227,8 @@ class _Behind(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[3:7])
         grads = [y.new_empty(C, Q), y.new_empty(2 * F, C), y.new_empty(C, F)] if trained else [None] * 3
         layer, ctx.layer = ctx.layer, ctx.layer.without_panels()  # as above
-        o, *others = layer.back_behind
-        cpu.call("decoder_behind_back", grad.contiguous(), y, o, norm, *others, added, inverse, inner, grad_x, grad_y,
+        o, *others = layer.back_after
+        cpu.call("decoder_after_back", grad.contiguous(), y, o, norm, *others, added, inverse, inner, grad_x, grad_y,
                  sums, *grads, places, N, C, Q, F, layer.epsilon)
         of_o, of_gate_up, of_down = grads
         of_gate, of_up = of_gate_up.split(F) if trained else (None, None)

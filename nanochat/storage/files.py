@@ -127,7 +127,7 @@ def read_records(path: str) -> list[tuple[str, dict]]:
 
 
 def check_writable(path: str) -> None:
-    """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Leaves nothing behind."""
+    """Raises BadInput unless `path`, or its nearest parent that exists, can be written to. Leaves nothing after."""
     if not path:
         raise BadInput("cannot write to a folder without a name")
     parent = os.path.abspath(path)

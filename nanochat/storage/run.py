@@ -230,7 +230,7 @@ def lock_run(folder: str):
 
 
 def is_at_work(folder: str) -> bool:
-    """Whether a process holds the lock of a run's folder. Leaves nothing behind."""
+    """Whether a process holds the lock of a run's folder. Leaves nothing after."""
     if not os.path.exists(os.path.join(folder, "lock")):
         return False
     try:

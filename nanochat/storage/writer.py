@@ -35,7 +35,7 @@ class Writer:
 
     def to_host(self, x: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor on the host that shares nothing with it; one from a GPU is complete when `start` returns,
-        and its memory is used again behind the set's end."""
+        and its memory is used again after the set's end."""
         if x.device.type != "cuda":
             return x.detach().to("cpu", copy=True)
         free = self.pinned.setdefault((tuple(x.shape), x.dtype), [])

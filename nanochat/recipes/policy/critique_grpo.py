@@ -1,7 +1,7 @@
-"""Critique-GRPO (Zhang et al. 2025): GRPO with a refinement in each group, written behind a critique. arXiv 2506.03106.
+"""Critique-GRPO (Zhang et al. 2025): GRPO with a refinement in each group, written after a critique. arXiv 2506.03106.
 
 G solutions of each problem are criticised and each is refined once. The first right refinement takes the place of the
-group's first solution. It is trained behind the problem alone, with the loss -A pi / (pi + c), which spares tokens that
+group's first solution. It is trained after the problem alone, with the loss -A pi / (pi + c), which spares tokens that
 are very likely or very unlikely there.
 
 Defaults are those of recipe grpo, so that the two differ by the refinement alone. The authors' script has --kl-coef 0,
@@ -52,7 +52,7 @@ def simple_gt(task, problem, solution: str, outcome: bool) -> str:
 
 
 def steps(task, problem, solution: str, outcome: bool) -> str:
-    """Whether it is right, behind the number of the first step that is wrong by its gold label: "2F"."""
+    """Whether it is right, after the number of the first step that is wrong by its gold label: "2F"."""
     wrong = -1 if outcome else first_error(labels_of(task, problem, solution))  # -1 too where only the answer is wrong
     return (str(wrong + 1) if wrong >= 0 else "") + simple(task, problem, solution, outcome)
 
@@ -124,7 +124,8 @@ def play(t: Play, criticise=by_rule):
 
     best = first_best(refined_outcomes, G)  # (P)
     replaced = [p for p, n in enumerate(best) if refined_outcomes[n] is True or not t.args.right_refinements_only]
-    off_policy = refined.select(best).behind(solutions.select(best).prompt_of())  # the prompt without the critique
+    # the prompt without the critique
+    off_policy = refined.select(best).with_prompts(solutions.select(best).prompt_of())
     rows = list(range(len(solutions)))
     for p in replaced:
         rows[p * G] = len(solutions) + p

@@ -127,7 +127,8 @@ def play(t: Play):
                         "outcome": outcomes if t.args.joint == "aligned" else [None] * len(part)}
         log_rewards(t, role, part, returns)
         if role != t.args.frozen:
-            yield Update(role, [(part, t.advantages(part, returns))], replace(t.loss, name="reinforce"), per="rollout")
+            yield Update(role, [(part, t.advantages(part, returns))], replace(t.loss, name="reinforce"),
+                         aggregation="rollout")
 
 
 def log_joint(t: Play, parts: list[Rollouts], outcomes: list[bool | None], texts: list[str]) -> None:

@@ -2,8 +2,8 @@
 
 The paper is of ICLR 2026 (openreview E7jZqo0A50), its code TsinghuaC3I/MARTI, and the shaped reward is after MAPoRL.
 The agents answer in turns. With --graph debate there are --num-agents of them. Each answers, and then answers again
-behind another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers
-behind both. An answer earns R = 1 if it is right. A verification earns it if its verdict is, which the code calls
+after another one's answer. With --graph chain a generator answers, a verifier judges that, and a refiner answers
+after both. An answer earns R = 1 if it is right. A verification earns it if its verdict is, which the code calls
 conditional quality. From the second turn on R becomes R + alpha Delta. Q is the mean of what the team has earned in the
 turns before. --shaping margin pays for being better: Delta = R - Q. quality pays for staying right: Delta = QR - (1 -
 Q)(1 - R). The code has alpha 0.5 and margin as defaults.
@@ -85,7 +85,7 @@ class Turn(NamedTuple):
 
 
 def debate(t: Play, problems: list[Problem], num_samples: int, greedy: bool = False) -> list[Turn]:
-    """Answers, and answers behind that of the next agent of the team."""
+    """Answers, and answers after that of the next agent of the team."""
     first, team = t.solve("solutions", problems, num_samples, greedy=greedy), t.args.num_agents
     others = first.select([n - n % team + (n + 1) % team for n in range(len(first))])
     final = t.refine("final", others, [""] * len(first), greedy=greedy)
@@ -93,7 +93,7 @@ def debate(t: Play, problems: list[Problem], num_samples: int, greedy: bool = Fa
 
 
 def chain(t: Play, problems: list[Problem], num_samples: int, greedy: bool = False) -> list[Turn]:
-    """Answers, verifications of them, and answers behind both."""
+    """Answers, verifications of them, and answers after both."""
     first = t.solve("solutions", problems, num_samples, greedy=greedy)
     written = t.verify("verifications", first, greedy=greedy)
     verifications, outcomes = t.read_verifications(written), t.check(first)

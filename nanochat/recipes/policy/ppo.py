@@ -9,7 +9,7 @@ from 0 to 1 as the rewards are, by their cross-entropy.
 VAPO (Yue et al. 2025, arXiv 2504.05118) adds three parts, each a flag. --gae-alpha: the policy's lambda is
 1 - 1 / (alpha l) for a solution of l tokens, while the critic keeps --gae-lambda, there 1. --value-pretrain: the critic
 first learns alone, on solutions of the fixed policy. --lm-coef: the log-likelihood of right solutions is raised too.
-There alpha is 0.05, the coefficient 0.1, with --clip-high 0.28 and --aggregation token, behind 50 steps of pretraining.
+There alpha is 0.05, the coefficient 0.1, with --clip-high 0.28 and --aggregation token, after 50 steps of pretraining.
 Alpha is for long solutions: lambda is 0 up to 1 / alpha tokens.
 
 Departures:
@@ -113,7 +113,7 @@ def play(t: Play):
         yield Update("generator", [(known, whiten(advantages, mask, t.reduce) + bonus)])           # L_CLIP
     parts = verdict_parts(t, known, bce_coefficients(s, returns, mask))                            # L_VF
     parts = mean_over(t, parts, mask.sum().item())
-    yield Update("critic", parts, PolicyLoss("reinforce"), per="rollout", times=1)
+    yield Update("critic", parts, PolicyLoss("reinforce"), aggregation="rollout", num_updates=1)
 
 
 def explained_variance(t: Play, returns: torch.Tensor, values: torch.Tensor) -> float | None:

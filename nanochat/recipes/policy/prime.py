@@ -147,7 +147,7 @@ def prm_update(rollouts: Rollouts, q: torch.Tensor, beta: float) -> Update:
     """A step on the mean over rollouts of the PRM's cross-entropy. q (N, T): of the PRM as it is."""
     coefficients = prm_coefficients(q, rollouts.columns["outcome"], rollouts.mask, beta)
     not_its_own = replace(rollouts, sampler_logprobs=torch.full_like(rollouts.sampler_logprobs, float("nan")))
-    return Update("prm", [(not_its_own, coefficients)], PolicyLoss("reinforce"), per="rollout")
+    return Update("prm", [(not_its_own, coefficients)], PolicyLoss("reinforce"), aggregation="rollout")
 
 
 def filtered(t: Play, solutions: Rollouts) -> Rollouts:

@@ -1,7 +1,7 @@
 """Progress rewards (PAV, Setlur et al. 2024): what each step adds to a prover's chance of success. arXiv 2410.08146.
 
-The values behind a solution's steps are measured, not learned: a prover goes on from there several times, and the task
-checks where it ends. PAV's step reward is the progress Q(behind the step) - Q(before it) of a prover that keeps the
+The values after a solution's steps are measured, not learned: a prover goes on from there several times, and the task
+checks where it ends. PAV's step reward is the progress Q(after the step) - Q(before it) of a prover that keeps the
 best of K, and the policy is rewarded with its outcome plus alpha times the progress. --step-values names other
 rewards of the same measurements: Math-Shepherd's hard and soft estimates (Wang et al. 2024, arXiv 2312.08935) and
 GenPRM's relative progress. The prover is --prover-tag as it is, by default what the policy starts from.
@@ -23,7 +23,7 @@ from nanochat.rl.measure.scores import pass_at_k
 from nanochat.rl.measure.step_labels import METHODS, run_plans
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.prefixes import prompt_behind
+from nanochat.rl.verify.prefixes import prompt_after
 
 TAGS = dict(family="generator-prover", verifier="continuations", reward="outcome + progress",
             credit="z-score of the sum")
@@ -94,11 +94,11 @@ def step_values(t: Play, solutions: Rollouts, step_ends: list[list[int]]) -> lis
 
 
 def prefix_values(t: Play, prefixes: dict, value: str) -> dict:
-    """What the prover's continuations of each prefix, a prompt and the tokens behind it, are worth: the share that is
+    """What the prover's continuations of each prefix, a prompt and the tokens after it, are worth: the share that is
     right, or with value "best_of" the chance that one of --best-of is, without bias. None where too few can be
     scored."""
     N, K = t.args.continuations, t.args.best_of if value == "best_of" else 1
-    asked = [prompt_behind(prompt.ids, prompt.problem, list(begun)) for prompt, begun in prefixes.values()]
+    asked = [prompt_after(prompt.ids, prompt.problem, list(begun)) for prompt, begun in prefixes.values()]
     rollouts = t.sample("continued", asked, N, tool=t.sampler.calculator_tool())
     begun = [begun for _, begun in prefixes.values() for _ in range(N)]
     texts = [t.tokenizer.decode([*before, *tokens[: len(tokens) - stopped]]) for before, tokens, stopped in zip(

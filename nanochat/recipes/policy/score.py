@@ -120,7 +120,7 @@ def play(t: Play):
         "turn2/accuracy": right_then, **{f"turn2/{name}": values for name, values in changes(outcomes).items()},
         "turn2/copied": [a == b for a, b in zip(first.texts, second.texts, strict=True)],
         "turn2/mean_length": second.lengths.tolist(), "unscorable": [None in pair for pair in outcomes]}))
-    yield Update("generator", parts, loss=PolicyLoss("reinforce"), per="rollout")
+    yield Update("generator", parts, loss=PolicyLoss("reinforce"), aggregation="rollout")
 
 
 def evaluate(t: Play) -> dict:

@@ -31,7 +31,7 @@ from nanochat.rl.measure.observe import log_rewards, log_variances
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import Prompt, reference_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
-from nanochat.rl.verify.log_odds import (at_end, bce_coefficients, end_read, ended, learn_verdicts, log_judgments,
+from nanochat.rl.verify.log_odds import (bce_coefficients, end_mask, end_read, ended, learn_verdicts, log_judgments,
                                          log_margins, log_odds, pair_coefficients, verdict_parts)
 from tasks.common import Problem, demo_of
 
@@ -53,7 +53,7 @@ def add_args(group) -> None:
     group.add_argument("--policy-reward", default="chance",
                        help=f"one of: {', '.join(POLICY_REWARDS)}; verdict: 1 where the chance is above .5")
     group.add_argument("--rm-update", default="pairs",
-                       help=f"one of: {', '.join(RM_UPDATES)}; none: the reward model is frozen behind --rm-pretrain")
+                       help=f"one of: {', '.join(RM_UPDATES)}; none: the reward model is frozen after --rm-pretrain")
     group.add_argument("--rm-pretrain", type=int, default=100,
                        help="steps of the reward model on labelled solutions before the policy's first")
     group.set_defaults(lr=5e-5, rm_lr=1e-3)
@@ -91,7 +91,7 @@ def eval_step(t: Play) -> int:
 # The reward model's view of a solution
 
 def with_answers(t: Play, problems: list[Problem]) -> list[Prompt]:
-    """The problems with their gold answers, which solutions are scored behind."""
+    """The problems with their gold answers, which solutions are scored after."""
     return t.each(lambda p: Prompt(reference_prompt(t.tokenizer, t.task.fmt, p.prompt, p.answer), p), problems)
 
 
@@ -134,11 +134,11 @@ def pretrain(t: Play):
     drawn = [(p, rng) for p in t.problems() for rng in [drawing(t, p)] for _ in range(t.args.num_samples)]
     texts = [demo_of(t.task, "corrupted_solution", *pair) for pair in drawn]
     prompts = with_answers(t, [p for p, _ in drawn])
-    rollouts = t.written("rm", prompts, texts).behind(prompts)
+    rollouts = t.written("rm", prompts, texts).with_prompts(prompts)
     outcomes = t.check(rollouts)
     known = [n for n, outcome in enumerate(outcomes) if outcome is not None]
     rollouts = rollouts.select(known)
-    places = at_end(rollouts, [])                                                              # (N, T)
+    places = end_mask(rollouts, [])                                                              # (N, T)
     labels = places * torch.tensor([[float(outcomes[n])] for n in known], device=t.device).view(-1, 1)
     s = log_odds(t, "rm", rollouts)
     log_judgments(t, "rm", s, labels, places)
@@ -155,7 +155,7 @@ def learn_pairs(t: Play, solutions: Rollouts):
     log_margins(t, "rm", s[:Q] - s[Q:])
     t.log("rm", t.mean({"has_pair": [1.0] * Q + [0.0] * (len(solutions.prompts) - Q)}))
     coefficients = pair_coefficients(s, list(range(Q)), list(range(Q, 2 * Q)))                 # +-sigma(-(s+ - s-))
-    parts = verdict_parts(t, pairs, coefficients[:, None] * at_end(pairs, []))
+    parts = verdict_parts(t, pairs, coefficients[:, None] * end_mask(pairs, []))
     yield from learn_verdicts(t, "rm", (parts, Q))
 
 

@@ -12,7 +12,7 @@ verdict is asked for at once, and the pair loss alone is learned.
 
 Departures:
 1. The scalar head is the difference of two rows of the LM head, read where the verdict stands. Theirs is a linear head
-   behind the critique.
+   after the critique.
 2. The verifier writes what it learns from anew in each step. In the paper it is written once, before training, and also
    refined and ranked.
 3. A critique is kept or not by its final verdict. Its verdicts on steps may be anything.
@@ -91,7 +91,7 @@ def paired_critiques(t: Play, solutions: Rollouts, rows: list[Labelled]) -> tupl
 
 
 def in_pairs(of_each: list[int]) -> list[int]:
-    """Critiques in pairs: the k-th of a right solution, and behind it the k-th of the wrong one. of_each: the number of
+    """Critiques in pairs: the k-th of a right solution, and after it the k-th of the wrong one. of_each: the number of
     the solution of each, even for a right one, which the wrong one follows."""
     found: dict[int, list[int]] = {}
     for i, n in enumerate(of_each):

@@ -1,7 +1,7 @@
 """GRAM (Wang et al. 2025): a judge of pairs that chooses at once, pretrained on pairs without labels. arXiv 2506.14175.
 
 The verifier is shown a right and a wrong solution of a problem and answers with A or B, without an analysis. It learns
-this in two stages. In the first --pretrain-steps it learns to write two solutions of a problem, the second behind the
+this in two stages. In the first --pretrain-steps it learns to write two solutions of a problem, the second after the
 first, as a language model: no label is used, so solutions whose outcome is null serve too. Then it learns to choose: a
 cross-entropy over the two choices alone, on s = log p(A) - log p(B), with labels smoothed to 1 - epsilon/2 and
 epsilon/2 (--label-smoothing). With D the log-odds of the right choice this is -log sigma(D) + (epsilon/2) D, the
@@ -26,8 +26,8 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import listed, numbered, solve_prompt
-from nanochat.rl.verify.comparing import (PAIR_TABLE, Lineup, add_lineup_args, balanced_places, forced_choices,
-                                          lined_up, lineup_columns, scores_of_choices)
+from nanochat.rl.verify.comparing import (PAIR_TABLE, Candidates, add_candidate_args, balanced_places,
+                                          candidate_columns, forced_choices, lined_up, scores_of_choices)
 from nanochat.rl.verify.forms import empty_form_prompt
 from nanochat.rl.verify.judges import VERDICT_TOKENS
 from nanochat.rl.verify.labelled import (Labelled, add_label_args, by_problem, check_labels, check_pairs, dealt,
@@ -44,7 +44,7 @@ TABLE = PAIR_TABLE
 
 def add_args(group) -> None:
     add_label_args(group)
-    add_lineup_args(group)
+    add_candidate_args(group)
     group.add_argument("--pretrain-steps", type=int, default=40,
                        help="the first of --num-steps, which learn to write two solutions and use no label; as many "
                        "as there are: nothing else is learned")
@@ -85,7 +85,7 @@ def with_two(rows: list[Labelled]) -> list[list[Labelled]]:
 
 
 def pretrain(t: Play):
-    """Two solutions of each problem, listed as the pair's prompt lists them, learned behind the problem alone."""
+    """Two solutions of each problem, listed as the pair's prompt lists them, learned after the problem alone."""
     rng = random.Random(f"{t.args.seed}-{t.step}-two")
     twos = [rng.sample(group, 2) for group in dealt(t, with_two(labelled_of_run(t)))][t.run.rank:: t.run.world]
     prompts = numbered([solve_prompt(t.tokenizer, t.task.fmt, one.problem) for one, _ in twos])
@@ -104,10 +104,10 @@ def choose(t: Play):
     """The choice between a right and a wrong solution, which takes A's place or B's."""
     pairs = pairs_of_step(t, "verifier")
     places = balanced_places(t.args.examples_per_step, 2, random.Random(f"{t.args.seed}-{t.step}-places"))
-    shown = [Lineup(pair[0].problem, lined_up([row.solution for row in pair], place), place)
+    shown = [Candidates(pair[0].problem, lined_up([row.solution for row in pair], place), place)
              for pair, place in zip(pairs, places[t.run.rank:: t.run.world], strict=True)]
     rollouts, spots = forced_choices(t, "verifier", shown)
-    rollouts.columns = lineup_columns(shown)
+    rollouts.columns = candidate_columns(shown)
     s = log_odds_at(t, "verifier", rollouts, spots)                                            # (Q,)
     labels = torch.tensor([float(line.right == 0) for line in shown], device=t.device)
     log_margins(t, "verifier", s * (2 * labels - 1))                                           # D
@@ -115,7 +115,7 @@ def choose(t: Play):
     yield from learn_verdicts(t, "verifier", (spot_parts(rollouts, spots, coefficients), len(shown)))
 
 
-def likelier(t: Play, shown: list[Lineup]) -> list[int | None]:
+def likelier(t: Play, shown: list[Candidates]) -> list[int | None]:
     """A, above 0, or B, below, whichever is likelier; None where they are equally likely."""
     s = log_odds_at(t, "verifier", *forced_choices(t, "verifier", shown)).tolist()
     return [(x > 0) - (x < 0) or None for x in s]

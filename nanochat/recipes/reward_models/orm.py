@@ -1,7 +1,7 @@
 """ORM (Cobbe et al. 2021): a verifier that scores whole solutions, trained on their outcomes. arXiv 2110.14168.
 
-The verifier reads a solution behind its problem and says how likely the answer is right: V = sigma(s), s the log-odds
-of the verdict token. It is asked at the end of the solution (--orm-places end), or behind every token (tokens), which
+The verifier reads a solution after its problem and says how likely the answer is right: V = sigma(s), s the log-odds
+of the verdict token. It is asked at the end of the solution (--orm-places end), or after every token (tokens), which
 makes a value function of it. With --lm-coef it also goes on to model right solutions as text. The labelled solutions
 come from a file (--labels); their step labels are not used.
 

@@ -1,6 +1,6 @@
 """PRM (Lightman et al. 2023): a verifier that scores each reasoning step, trained on step labels. arXiv 2305.20050.
 
-Behind each step the verifier says how likely it is right: V = sigma(s), s the log-odds of the verdict token. A
+After each step the verifier says how likely it is right: V = sigma(s), s the log-odds of the verdict token. A
 solution's chance is the product of its steps' chances, their minimum or the last one (--prm-aggregate). The labels come
 from a file (--labels): people's or gold ones, as in the paper, or the shares of a step's continuations that end right
 (Math-Shepherd, Wang et al. 2024, arXiv 2312.08935). Those are learned as they are (--prm-labels soft), or as whether
@@ -26,7 +26,7 @@ from nanochat.rl.verify.labelled import add_label_args, as_rollouts, check_label
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, learn_verdicts, log_judgments, log_odds,
                                          steps_filled, verdict_parts)
 
-TAGS = dict(family="supervised verifier", verifier="process, log-odds behind steps", reward="none: labels")
+TAGS = dict(family="supervised verifier", verifier="process, log-odds after steps", reward="none: labels")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["bce", "accuracy"]}
 LABELS = {"soft": lambda label: label, "hard": lambda label: float(label > 0),
@@ -39,7 +39,7 @@ def add_args(group) -> None:
     group.add_argument("--prm-labels", default="soft", help=f"one of: {', '.join(LABELS)}; hard: 1 where above 0; "
                        "progress: the file's are from -1 to 1")
     group.add_argument("--until-first-error", action=argparse.BooleanOptionalAction, default=False,
-                       help="nothing is learned of the steps behind the first one whose label is 0")
+                       help="nothing is learned of the steps after the first one whose label is 0")
 
 
 def check(args, task) -> None:

@@ -14,8 +14,8 @@ Departures:
 """
 from nanochat.common import check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, add_judge_args, chose_right, judge, learn_to_judge,
-                                          lineup_draws, read_choices, scores_of_pairs)
+from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, add_judge_args, candidate_draws, chose_right, judge,
+                                          learn_to_judge, read_choices, scores_of_pairs)
 
 TAGS = dict(family="verifier alone", verifier="generative, pairs, solves first", reward="choice", credit="z-score")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
@@ -36,7 +36,7 @@ def check(args, task) -> None:
 
 
 def draws(args):
-    return lineup_draws(args, FORM[args.judge], 2)
+    return candidate_draws(args, FORM[args.judge], 2)
 
 
 def choice_reward(choice: int | None, right: int) -> float:

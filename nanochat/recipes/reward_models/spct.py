@@ -18,8 +18,9 @@ from nanochat.common import BadInput, check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.comparing import (JUDGE_LEAST, add_judge_args, held_out_lineups, judge, learn_to_judge,
-                                          lineup_draws, lineup_prompts, mean_scores, read_scores, warn_of_form)
+from nanochat.rl.verify.comparing import (JUDGE_LEAST, add_judge_args, candidate_draws, candidate_prompts,
+                                          held_out_candidates, judge, learn_to_judge, mean_scores, read_scores,
+                                          warn_of_form)
 from nanochat.rl.verify.forms import check_num_judged
 
 TAGS = dict(family="verifier alone", verifier="generative, scores", reward="rank, ties are wrong", credit="z-score")
@@ -46,7 +47,7 @@ def check(args, task) -> None:
 
 
 def draws(args):
-    return lineup_draws(args, "scores", args.num_judged)
+    return candidate_draws(args, "scores", args.num_judged)
 
 
 def ranked_right(scores: list[float | None] | None, right: int) -> bool:
@@ -66,7 +67,7 @@ def rank_reward(scores: list[int] | None, right: int) -> float:
 
 
 def play(t):
-    """A lineup of each problem that has one, a group of verifications of it, and an update of the verifier."""
+    """Candidates of each problem that has one, a group of verifications of it, and an update of the verifier."""
     rollouts, shown = judge(t, "scores", t.args.num_judged)
     scores = read_scores(t, rollouts, t.args.num_judged)
     rewards = [rank_reward(row, line.right) for row, line in zip(scores, shown, strict=True)]
@@ -91,12 +92,12 @@ def mean_logprobs(rollouts: Rollouts) -> list[float]:
 
 
 def evaluate(t) -> dict:
-    """How often the right solution is scored highest on held-out lineups, by k votes and by the likelier half. The mean
-    of votes ranks as their sum does."""
+    """How often the right solution is scored highest on held-out candidates, by k votes and by the likelier half. The
+    mean of votes ranks as their sum does."""
     found, n = {}, t.args.num_judged
     for split, name in SPLITS.items():
-        mine = held_out_lineups(t, n, split)[t.run.rank:: t.run.world]
-        rollouts = t.sample("votes", lineup_prompts(t, "scores", mine), VOTES[-1], role="verifier")
+        mine = held_out_candidates(t, n, split)[t.run.rank:: t.run.world]
+        rollouts = t.sample("votes", candidate_prompts(t, "scores", mine), VOTES[-1], role="verifier")
         votes, likelihood = read_scores(t, rollouts, n), mean_logprobs(rollouts)
         rows = []
         for i, line in enumerate(mine):

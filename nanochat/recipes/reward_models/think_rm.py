@@ -17,8 +17,8 @@ Departures:
 from nanochat.common import BadInput, check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.records.outcomes import labels_of
-from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, Lineup, add_judge_args, chose_right, judge,
-                                          learn_to_judge, lineup_draws, read_choices, scores_of_pairs)
+from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, Candidates, add_judge_args, candidate_draws,
+                                          chose_right, judge, learn_to_judge, read_choices, scores_of_pairs)
 from nanochat.rl.verify.forms import num_wrong, strength
 
 TAGS = dict(family="verifier alone", verifier="generative, pairs", reward="choice, or graded choice", credit="z-score")
@@ -57,10 +57,10 @@ def check(args, task) -> None:
 
 
 def draws(args):
-    return lineup_draws(args, FORM[args.grades], 2)
+    return candidate_draws(args, FORM[args.grades], 2)
 
 
-def true_choice(task, pair: Lineup) -> int:
+def true_choice(task, pair: Candidates) -> int:
     """The graded choice that is true of a pair: 3 where A is right and B has three wrong steps more."""
     wrong = [num_wrong(labels_of(task, pair.problem, text)) for text in pair.texts]
     return strength(*wrong) if pair.right == 0 else -strength(*wrong[::-1])

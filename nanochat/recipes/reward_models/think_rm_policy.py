@@ -21,7 +21,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.verify.comparing import Worths, all_pairs, verified_together
+from nanochat.rl.verify.comparing import Scores, all_pairs, verified_together
 from nanochat.rl.verify.forms import empty_form_prompt
 
 TAGS = dict(family="generator-verifier", verifier="generative, pairs, frozen", reward="none: differences",
@@ -51,12 +51,12 @@ def draws(args) -> dict[str, Draw]:
                              quoted=2 * args.max_new_tokens)}
 
 
-def differences(pairs: list[list[int]], worths: Worths, num: int, num_votes: int) -> torch.Tensor:
+def differences(pairs: list[list[int]], scores: Scores, num: int, num_votes: int) -> torch.Tensor:
     """How much better each of `num` rollouts is judged than each other, from `num_votes` judgments of each pair: 0
     where there is none. -> (N, N) fp32, d_ij = -d_ji"""
     d = torch.zeros(num, num)
     for q, (a, b) in enumerate(pairs):
-        read = [row for row in worths[q * num_votes: (q + 1) * num_votes] if row is not None]
+        read = [row for row in scores[q * num_votes: (q + 1) * num_votes] if row is not None]
         if read:
             d[a, b] = sum(one - other for one, other in read) / len(read)
             d[b, a] = -d[a, b]
@@ -69,14 +69,14 @@ def play(t: Play):
     solutions = t.solve("solutions", t.problems())
     pairs = all_pairs(solutions.group_id.tolist())
     asked = [[a, b] for a, b in pairs if solutions.texts[a] != solutions.texts[b]]
-    _, worths = verified_together(t, "verifier", solutions, asked, form, 2, k)
-    d = differences(asked, worths, len(solutions), k)
+    _, scores = verified_together(t, "verifier", solutions, asked, form, 2, k)
+    d = differences(asked, scores, len(solutions), k)
     advantages = [difference_advantages(d[i: i + G, i: i + G]) for i in range(0, len(solutions), G)]
     outcomes = t.check(solutions)
     log_rewards(t, "generator", solutions, outcomes)
     t.log("generator", t.mean({
         "duels/equal": [solutions.texts[a] == solutions.texts[b] for a, b in pairs],
-        "duels/unread": [row is None for row in worths],
+        "duels/unread": [row is None for row in scores],
         "duels/right_won": [((d[a, b] > 0) == outcomes[a]).item() for a, b in asked
                             if d[a, b] and {outcomes[a], outcomes[b]} == {True, False}]}))
     advantages = torch.cat([*advantages, torch.zeros(0)]).to(t.device)[:, None].expand_as(solutions.tokens)  # (N, T)

@@ -81,7 +81,7 @@ def check(args, task) -> None:
 
 
 def draws(args) -> dict[str, Draw]:
-    """Each turn, and what System 1 writes behind it. A prompt quotes all turns before it."""
+    """Each turn, and what System 1 writes after it. A prompt quotes all turns before it."""
     N, limit, short = args.examples_per_step * args.num_samples, args.max_new_tokens, args.condense_tokens
     found = {}
     for k in range(args.most_turns):
@@ -181,7 +181,7 @@ def last_turns(turns: Rollouts) -> Rollouts:
 
 
 def num_queries(turns: Rollouts) -> list[int]:
-    """How many queries of each trajectory were answered: behind each another turn follows."""
+    """How many queries of each trajectory were answered: after each another turn follows."""
     return [num - 1 for num in Counter(turns.columns["trajectory"]).values()]
 
 

@@ -14,7 +14,7 @@ Departures:
 1. The answer is right or wrong. Theirs earns the F1 of its words, which is the same of a single one.
 2. Their form has a closed block of thinking, at most 10 words in the answer and no Chinese. The formats here have none
    of these.
-3. Stage 1 ends behind a number of steps on the same problems. Theirs has 350 problems of its own.
+3. Stage 1 ends after a number of steps on the same problems. Theirs has 350 problems of its own.
 4. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
 """
 from nanochat.common import check_least

@@ -1,6 +1,6 @@
 """Search-R1 (Jin et al. 2025): GRPO on solutions that search as they are written. arXiv 2503.09516.
 
-Where the policy closes a query, the search's information is put behind it, and the policy goes on. A right answer earns
+Where the policy closes a query, the search's information is put after it, and the policy goes on. A right answer earns
 1, any other 0; nothing rewards a search or its form. Information is no token of the policy: it is masked from the loss
 (--no-mask-information is the paper's ablation). The authors' GRPO script (v0.2) has 5 samples, at most 4 turns, a
 learning rate of 1e-6 and a KL of 1e-3.
@@ -9,7 +9,7 @@ Search-R1 is also what the other recipes with a search share: the flags, the mar
 the search (pass1) and without it (memory_pass1), where the policy has to write the information itself.
 
 Departures:
-1. Behind --most-queries queries nothing is put there, and the solution goes on. Theirs generates once more without a
+1. After --most-queries queries nothing is put there, and the solution goes on. Theirs generates once more without a
    search, and its own answer to what is neither a query nor an answer is "my previous action is invalid".
 2. GRPO alone. The paper has PPO as well.
 3. A tiny model learns the marks of a query by SFT first. Theirs reads of them in the prompt.
@@ -63,7 +63,7 @@ def no_search():
 
 
 def read_queries(fmt, text: str) -> list[tuple[str, str]] | None:
-    """The queries of a text with the information behind each; None where the marks of both do not pair up. COMPACT:
+    """The queries of a text with the information after each; None where the marks of both do not pair up. COMPACT:
     "<c>(7);4+7:1;=1" -> [("c", "7")], "<c>;=1" -> None."""
     marks = fmt.query_open, fmt.query_close, fmt.info_open, fmt.info_close
     found = re.findall("{}(.*?){}{}(.*?){}".format(*map(re.escape, marks)), text, re.DOTALL)

@@ -10,7 +10,7 @@ simulation to reality (sim2real).
 
 Departures:
 1. The released form counts blocks of thinking: half a point for each of two, less where they are not one more than
-   the queries, and 0 above 8 of them. A block is here what stands before, between and behind queries, so there is
+   the queries, and 0 above 8 of them. A block is here what stands before, between and after queries, so there is
    always one more. Their number is not bounded.
 2. The released mask finds information by its text, and misses one that has a line break. Here a token is masked that
    begins in information, the marks included.

@@ -3,7 +3,7 @@ Debates: which answers are argued for, what a judge of pairs sees of the argumen
 right more often as debaters get better.
 
 The generator argues, the opponent is as the generator was at the start, the verifier judges. A position is one of the
-two answers to a problem; the wrong one stands behind the right one.
+two answers to a problem; the wrong one stands after the right one.
 """
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from nanochat.rl.measure.scores import majority, share_of
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.comparing import Lineup, choice_chances, lineup_prompts, turned, warn_of_form
+from nanochat.rl.verify.comparing import Candidates, candidate_prompts, choice_chances, turned, warn_of_form
 from nanochat.rl.verify.forms import steps_of
 from tasks.common import Problem
 
@@ -59,13 +59,13 @@ def quoted(t: Play, argument: str, answer: str) -> str:
     return t.task.fmt.render_solution(steps_of(t.task.fmt, argument)[: t.args.quoted_steps or None], answer)
 
 
-def verify(t: Play, debates: list[Debate], num_votes: int) -> tuple[Rollouts, list[Lineup]]:
+def verify(t: Play, debates: list[Debate], num_votes: int) -> tuple[Rollouts, list[Candidates]]:
     """`num_votes` verifications of each debate, then of each in the other order, and what each of them was shown. A
     single one is greedy: then equal arguments have equal rewards."""
-    shown = [Lineup(position.problem, [quoted(t, argument, position.answer), quoted(t, against, position.rival)],
+    shown = [Candidates(position.problem, [quoted(t, argument, position.answer), quoted(t, against, position.rival)],
                     0 if position.is_right else 1) for position, argument, against in debates]
     shown += turned(shown)
-    rollouts = t.sample("verdicts", lineup_prompts(t, "pair", shown), num_votes, greedy=num_votes == 1)
+    rollouts = t.sample("verdicts", candidate_prompts(t, "pair", shown), num_votes, greedy=num_votes == 1)
     return rollouts, [line for line in shown for _ in range(num_votes)]
 
 

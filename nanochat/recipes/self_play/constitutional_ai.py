@@ -2,18 +2,18 @@
 
 A constitution is a list of principles, here the task's: rules of a solution that can be checked. For --sl-steps updates
 (SL-CAI) the starting model solves a problem, criticises the solution by a principle drawn at random, and revises it,
---revisions times in a row. The generator learns the revisions behind the problem alone. Then (RL-CAI) the starting
+--revisions times in a row. The generator learns the revisions after the problem alone. Then (RL-CAI) the starting
 model is asked which of two solutions is better. The probabilities of its answer are the reward of RL. No gold answer
 and no rule has a say: how many solutions break a principle is counted for the log, and pass@1 beside it.
 
-The paper has 16 principles, 4 revisions of each response, and for labels behind a chain of thought probabilities from
+The paper has 16 principles, 4 revisions of each response, and for labels after a chain of thought probabilities from
 40 to 60%. The start is a checkpoint of both roles that can revise (chat_sft --role both --demo-shares revise:0.3).
 
 Departures:
 1. A critique is a verification, of which the first step counts that is blamed for the drawn principle. The model has
    learned by SFT what the principles mean; in the paper their text is in the prompt.
 2. The preference between two solutions comes from a final verdict on each, by all principles at once: p(T) / (p(T) +
-   p(F)) behind a written analysis. In the paper both are in one prompt, with one principle.
+   p(F)) after a written analysis. In the paper both are in one prompt, with one principle.
 3. A solution's reward is the mean preference for it over the others of its group, normalised as --advantage says. The
    paper trains a preference model on these labels, with people's for helpfulness among them, and runs PPO on it.
 4. The generator of SL-CAI goes on from the starting model. In the paper it is a pretrained model, and learns samples of
@@ -132,14 +132,14 @@ def learn_revisions(t: Play):
     for number in range(t.args.revisions):
         current, said = revise(t, current, number)
         kept = [n for n, c in enumerate(said) if c is not None and current.stopped[n]]
-        learned.append(current.behind(responses.prompt_of()).select(kept))  # the problem alone
+        learned.append(current.with_prompts(responses.prompt_of()).select(kept))  # the problem alone
         critiques += said
     log_revisions(t, responses, critiques, current)
     yield from learn_likelihood(t, "generator", join(learned))
 
 
 def revise(t: Play, solutions: Rollouts, number: int) -> tuple[Rollouts, list[str | None]]:
-    """Revisions of solutions, each behind a critique by its own principle, and these critiques."""
+    """Revisions of solutions, each after a critique by its own principle, and these critiques."""
     problems = solutions.problems()
     principles = [drawn_principle(t, problem, number) for problem in problems]
     said = t.read_verifications(t.verify(f"critiques_{number}", solutions))
@@ -189,7 +189,7 @@ def learn_preferences(t: Play):
 
 
 def feedback(t: Play, solutions: Rollouts) -> list[float | None]:
-    """The chance that each solution is right, by the starting model: that of its final verdict, behind its analysis;
+    """The chance that each solution is right, by the starting model: that of its final verdict, after its analysis;
     None where that cannot be read."""
     rollouts = t.verify("feedback", solutions)
     return [row[-1] for row in written_chances(t, "start", rollouts)]

@@ -5,7 +5,7 @@ label, as in recipe ttrl. The first votes for it get one verification each, at m
 votes, of the rarest answer, gets as many. A verification earns 1 for a readable verdict and 1 for agreeing with the
 label, and all on one side of a vote are a group, whichever solutions they are of (the paper's answer anchors). A label
 is kept if most verdicts on its own side are for it; else all rollouts of its problem are left out. A solution earns 1
-for a readable answer and 1 for the label's. Second attempts behind verdicts against a solution can be trained too.
+for a readable answer and 1 for the label's. Second attempts after verdicts against a solution can be trained too.
 
 Three kinds of labels are kept unverified, as in the released code: all votes agree, there is one vote for the label,
 or there is none that can be read. The first and the last teach nothing.
@@ -57,7 +57,7 @@ def add_args(group) -> None:
     ttrl.add_args(group)
     group.add_argument("--verifications", type=int, default=8, help="of either side of a vote, at most")
     group.add_argument("--verifier-max-new-tokens", type=int, default=112)
-    group.add_argument("--refinements", type=int, default=0, help="second attempts behind each verdict against a vote")
+    group.add_argument("--refinements", type=int, default=0, help="second attempts after each verdict against a vote")
     group.set_defaults(verifier_head="prompt")
 
 
@@ -70,7 +70,7 @@ def check(args, task) -> None:
     if args.verifier_optimizer != "shared":
         raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: one model learns from both roles at once")
     if args.refinements == 1:
-        raise BadInput("--refinements 1: those behind one verification are compared; give 0, or at least 2")
+        raise BadInput("--refinements 1: those after one verification are compared; give 0, or at least 2")
 
 
 def updates(args) -> dict[str, int]:
@@ -156,7 +156,7 @@ def verified(t: Play, votes: Rollouts, labels: list[str | None]) -> tuple[Rollou
 
 
 def second_attempts(t: Play, first: Rollouts, verifications: Rollouts) -> tuple[Rollouts, torch.Tensor]:
-    """A group of second attempts behind each of these solutions and its verification, rewarded by the label."""
+    """A group of second attempts after each of these solutions and its verification, rewarded by the label."""
     R = t.args.refinements
     second = t.refine("refinements", first, verifications.texts, R)
     answers, outcomes = answers_of(t.task, second.texts), t.check(second)

@@ -15,7 +15,7 @@ from nanochat.recipes.self_play import debate
 from nanochat.recipes.self_play.debate import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
-from nanochat.rl.verify.comparing import chose_right, learn_to_judge, lineup_columns, read_choices
+from nanochat.rl.verify.comparing import candidate_columns, chose_right, learn_to_judge, read_choices
 
 TAGS = {**debate.TAGS, "verifier": "generative, pairs", "credit": "pair loss; z-score of the judge's right choices"}
 ROLES = {**debate.ROLES, "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
@@ -42,7 +42,7 @@ def play(t: Play):
     verifications, shown = yield from debate.play(t)
     if t.metrics["gen/num_pairs"] == 0:  # a step without an update counts, one of the judge alone would not
         return
-    verifications.columns = lineup_columns(shown)
+    verifications.columns = candidate_columns(shown)
     choices = read_choices(t, verifications)
     t.log("verifier", t.mean({"parse_fail": [choice is None for choice in choices]}))
     rewards = [float(chose_right(choice, line.right)) for choice, line in zip(choices, shown, strict=True)]

@@ -88,7 +88,7 @@ def play(t: Play):
     solutions = t.solve("solutions", learned)
     rewards = t.check(solutions)
     gold = {problem.index: problem for problem in problems}
-    outcomes = t.check(solutions.behind([replace(prompt, problem=gold[prompt.problem.index])
+    outcomes = t.check(solutions.with_prompts([replace(prompt, problem=gold[prompt.problem.index])
                                          for prompt in solutions.prompt_of()]))
     solutions.columns = {"outcome": outcomes, "key": [problem.answer for problem in solutions.problems()]}
     log_rewards(t, "generator", solutions, rewards)

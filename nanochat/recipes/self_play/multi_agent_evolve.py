@@ -1,6 +1,6 @@
 """Multi-Agent Evolve (Chen et al. 2025): one model proposes problems, solves them and judges both. arXiv 2510.23595.
 
-The proposer writes a problem behind a reference problem, the solver solves problems of the pool, the judge writes a
+The proposer writes a problem after a reference problem, the solver solves problems of the pool, the judge writes a
 verification and so gives a score s from 1 to 10, worth (s - 1) / 9, or 0.5 where it cannot be read. The proposer earns
 (quality + difficulty + format) / 3 with difficulty = 1 - the mean score of n = 3 solutions; with a quality below 0.7 no
 difficulty, and the problem stays out of the pool; 0 for what is no problem. The solver earns half its score and half
@@ -18,7 +18,7 @@ Departures:
    which no demonstration teaches here.
 3. Whether a text is a problem is read by the task, so its format is 1 or it earns 0. A text of a test split is refused
    and earns nothing either way.
-4. G proposals behind each reference, and G solutions of each problem. Theirs has one, half of the proposals without a
+4. G proposals after each reference, and G solutions of each problem. Theirs has one, half of the proposals without a
    reference.
 5. The pool starts empty. Reference problems stand in for what it lacks.
 """

@@ -3,7 +3,7 @@
 An iteration begins with a snapshot of the generator, M_t. M_t writes --num-samples solutions of each problem and judges
 each of them --verifications times. A solution has the mean of its points. The one with the most and the one with the
 fewest are a pair of DPO with M_t as reference, and so the generator becomes M_t+1. Where all have the same points there
-is no pair. The paper has 4 solutions, 3 judgments of each, beta 0.1 and two such iterations behind the SFT: M1, M2 and
+is no pair. The paper has 4 solutions, 3 judgments of each, beta 0.1 and two such iterations after the SFT: M1, M2 and
 M3.
 
 No gold answer is used, but for the log: how often a pair is the right way round, and whether the judge drifts with the
@@ -86,8 +86,8 @@ def draws(args) -> dict[str, Draw]:
 
 
 def play(t: Play):
-    iteration, behind = divmod(t.steps["generator"], t.args.iteration_steps)
-    if behind == 0:
+    iteration, after = divmod(t.steps["generator"], t.args.iteration_steps)
+    if after == 0:
         t.copy_weights("generator", "snapshot")                                    # M_t
     solutions = t.solve("candidates", t.problems())  # y^1 ... y^N
     judgments = generative(t, "snapshot", solutions)

@@ -50,8 +50,8 @@ def draws(args) -> dict[str, Draw]:
 
 
 def play(t: Play):
-    iteration, behind = divmod(t.steps["generator"], t.args.iteration_steps)
-    if behind == 0:
+    iteration, after = divmod(t.steps["generator"], t.args.iteration_steps)
+    if after == 0:
         t.copy_weights("generator", "opponent")  # theta_t
     problems, G = sft_problems(t), t.args.num_samples
     real = demonstrations(t, problems)                                         # y
@@ -60,7 +60,7 @@ def play(t: Play):
     log_rewards(t, "opponent", generated, generated.columns["outcome"])
     t.log("generator", {"iteration": iteration} | t.mean({"demonstrations_right": real.columns["outcome"]}))
     generated.sampler_logprobs.fill_(float("nan"))  # the opponent's: nothing to compare the generator's with
-    rollouts, P = join([real, generated]), len(real)  # behind one prompt for each problem
+    rollouts, P = join([real, generated]), len(real)  # after one prompt for each problem
     chosen, rejected = [p for p in range(P) for _ in range(G)], list(range(P, P + P * G))
     yield from learn_from_pairs(t, "generator", rollouts, chosen, rejected, t.logprobs("opponent", rollouts))  # eq. 4.7
 

@@ -34,7 +34,7 @@ def scored_solutions(t: Play, solutions: Rollouts, outcomes: list[bool | None]) 
 
 
 def extended(pool: dict[str, torch.Tensor] | None, new: dict[str, torch.Tensor], most: int) -> dict[str, torch.Tensor]:
-    """A pool with new solutions behind the old ones, of which the last `most` are kept."""
+    """A pool with new solutions after the old ones, of which the last `most` are kept."""
     if not pool:
         return {name: x[-most:].clone() for name, x in new.items()}
     width = max(pool["tokens"].shape[1], new["tokens"].shape[1])

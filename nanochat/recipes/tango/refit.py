@@ -1,7 +1,7 @@
 """Refit (ours): a policy, and a verifier that is fitted again on its samples every k steps. After arXiv 2110.14168.
 
 The middle between a frozen verifier and one that RL trains. The verifier gives the chance that a solution is right, as
-the log-odds of the verdict token: behind each step, at the end or at every token (--judge). It learns the outcomes of
+the log-odds of the verdict token: after each step, at the end or at every token (--judge). It learns the outcomes of
 the policy's own solutions by cross-entropy, at each of these places (Cobbe et al. 2021). Every --refit-every steps it
 makes one update on each batch since the last time, so that any k makes as many; 0 leaves it frozen. The policy is
 rewarded as in recipe tango: its outcomes, and with weight alpha the chances, of steps by eq. 3.

@@ -2,7 +2,7 @@
 
 The verifier reads a problem and a solution in its prompt and answers with a verdict at once; it is trained on the
 verdict's token alone, as SFT. A solution's chance is p(T) / (p(T) + p(F)). --solution-coef adds SFT on right solutions
-behind the generator's prompt (the paper's lambda). The labelled solutions come from a file (--labels); their step
+after the generator's prompt (the paper's lambda). The labelled solutions come from a file (--labels); their step
 labels are not used. GenRM-CoT is recipe genprm, or any verifier of chat_sft read by the judge "analysed".
 
 Departures:

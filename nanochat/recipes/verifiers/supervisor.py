@@ -2,12 +2,12 @@
 
 What a reasoning step is worth is its information gain: how much it adds to the log-probability of the gold answer Y,
 log p(Y | X_j) - log p(Y | X_{j-1}), where X_j is the problem with the first j steps, and p is the supervisor's. It is
-fitted by SFT on Y behind beginnings of labelled solutions (--labels), right and wrong ones. Their outcomes and labels
+fitted by SFT on Y after beginnings of labelled solutions (--labels), right and wrong ones. Their outcomes and labels
 are not used. Of each solution --prefixes beginnings are drawn in a step, with none of its steps up to all of them. The
 trained checkpoint labels steps: label_steps --method information_gain --supervisor-tag RUN-sup --supervisor-source rl.
 
 Departures:
-1. The marks that open an answer are given behind the beginning, and the answer and its end are learned and scored. So
+1. The marks that open an answer are given after the beginning, and the answer and its end are learned and scored. So
    the gain tells which answer comes, not whether one is due.
 2. The paper's gain is a mean over problems. Here it is one solution's, and a step with a gain from 0 on counts as
    right.
@@ -25,7 +25,7 @@ from nanochat.rl.verify.judge_evals import add_judged_samples, fixed_solutions
 from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step,
                                          quoting_labelled)
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts
-from nanochat.rl.verify.prefixes import Asked, Cut, forced_behind, prompt_behind
+from nanochat.rl.verify.prefixes import Asked, Cut, forced_after, prompt_after
 
 TAGS = dict(family="supervised verifier", verifier="information gain of steps", reward="none: gold answers")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "supervisor": RoleSpec("--supervisor-tag")}
@@ -77,11 +77,11 @@ def drawn(t: Play, row: Labelled, cut: Cut) -> list[int]:
 
 
 def gold_answers(t: Play, asked: Asked) -> Rollouts:
-    """The gold answer as the supervisor's completion behind each beginning of a solution."""
-    forced = [forced_behind(t.tokenizer, t.task.fmt, cut, j) for cut, j in asked]
+    """The gold answer as the supervisor's completion after each beginning of a solution."""
+    forced = [forced_after(t.tokenizer, t.task.fmt, cut, j) for cut, j in asked]
     begun, answers = [begun for begun, _ in forced], [answer for _, answer in forced]
-    prompts = [prompt_behind(cut.prompt, cut.problem, ids) for (cut, _), ids in zip(asked, begun, strict=True)]
-    return t.written("supervisor", prompts, answers).behind(prompts)
+    prompts = [prompt_after(cut.prompt, cut.problem, ids) for (cut, _), ids in zip(asked, begun, strict=True)]
+    return t.written("supervisor", prompts, answers).with_prompts(prompts)
 
 
 def answer_logprobs(t: Play, answers: Rollouts) -> list[float]:

@@ -105,12 +105,12 @@ def spread_terminal(values, token_index, num_tokens):
 
 
 def to_go(rewards: torch.Tensor) -> torch.Tensor:
-    """What each token still earns: the sum of the rewards at and behind it. (N, T) -> (N, T)"""
+    """What each token still earns: the sum of the rewards at and after it. (N, T) -> (N, T)"""
     return rewards.flip(1).cumsum(1).flip(1)
 
 
 def spread_return_to_go(values, token_index, num_tokens):
-    """A token gets the sum of the entries that stand at or behind it (Tango eq. 6)."""
+    """A token gets the sum of the entries that stand at or after it (Tango eq. 6)."""
     per_token = torch.zeros(len(values), num_tokens, dtype=values.dtype, device=values.device)
     return per_token.scatter_add_(1, token_index, values).flip(1).cumsum(1).flip(1)
 
@@ -118,15 +118,15 @@ def spread_return_to_go(values, token_index, num_tokens):
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float,
         lam: float | torch.Tensor) -> torch.Tensor:
     """Generalised advantage estimates (Schulman et al. 2016, eq. 16): A_t = d_t + gamma lam A_{t+1} with
-    d_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the next token of the mask and V is 0 behind the last.
+    d_t = r_t + gamma V_{t+1} - V_t, where t + 1 is the next token of the mask and V is 0 after the last.
 
     lam: one for all rollouts, or one for each (N,). values: V_t, of the state before token t is drawn. A reward off the
     mask, on a token that a tool put there, is the one's before it. With gamma 1, lam 1 and values 0 this is `to_go`.
     All others (N, T), mask bool -> (N, T), 0 off the mask
     """
     advantages = torch.zeros_like(rewards)
-    later = torch.zeros_like(rewards[:, 0])  # rewards behind the token that are not yet another one's
-    after, value = later, later              # A and V of the token behind
+    later = torch.zeros_like(rewards[:, 0])  # rewards after the token that are not yet another one's
+    after, value = later, later              # A and V of the token after
     for t in reversed(range(rewards.shape[1])):
         here, later = mask[:, t], later + rewards[:, t]
         estimate = later + gamma * value - values[:, t] + gamma * lam * after

@@ -11,7 +11,7 @@ from nanochat.rl.credit.advantages import SparseRewards, alone
 
 EM_ROUNDS = 10
 # What is believed of verdicts without any data, and as how many observations that counts in every estimate. Luck weighs
-# much: a right answer behind a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
+# much: a right answer after a blamed step is either lucky or blamed wrongly, and outcomes alone hardly tell which.
 TRUST_BEFORE = [(0.9, 10), (0.4, 10), (0.1, 300)]
 FORMAT_PENALTY = 0.25  # taken off the format reward for each unmet criterion
 

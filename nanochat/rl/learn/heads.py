@@ -49,14 +49,14 @@ def add_head_args(group, role: str, owner: str) -> None:
 
 def check_head(args) -> None:
     """Raises BadInput for flags of add_head_args that do not go together."""
-    given = getattr(args, "given", set())
+    explicit = getattr(args, "explicit", set())
     if args.verifier_shared_layers < ALL or args.verifier_shared_layers == 0:
         raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: must be at least 1, or -1 for all; "
                        f"--verifier-head own shares none")
     if args.verifier_shared_layers != ALL and args.verifier_head not in ("frozen", "trunk"):
         raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: --verifier-head {args.verifier_head} "
                        f"has no number of layers; frozen and trunk have")
-    if "verifier_optimizer" in given and not is_joint(HEADS[args.verifier_head]):
+    if "verifier_optimizer" in explicit and not is_joint(HEADS[args.verifier_head]):
         raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: with --verifier-head {args.verifier_head} no "
                        f"weights are trained by both roles")
 

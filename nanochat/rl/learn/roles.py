@@ -21,7 +21,7 @@ from nanochat.weights import copy_of, inference_model, is_sharded, refresh
 class RoleSpec:
     """What a recipe says of a role.
 
-    tag: the flag that names its starting checkpoint, whose default is --model-tag with `ending` behind it; lr: the flag
+    tag: the flag that names its starting checkpoint, whose default is --model-tag with `ending` after it; lr: the flag
     of its learning rate, by default --lr; trained: it has an optimizer; reference: its starting weights are kept, also
     without a KL term; shares: the role whose weights can be its own too, as --verifier-head says.
     """

@@ -185,7 +185,7 @@ def load_set(run_name: str, step: int, roles: dict, device, sharded: bool) -> Ru
     return state
 
 
-def drop_sets_behind(run, step: int, roles: dict) -> None:
+def drop_sets_after(run, step: int, roles: dict) -> None:
     """Removes a run's checkpoints of later steps: a run that goes on from an earlier step writes another history.
     Rank 0.
 

@@ -29,7 +29,7 @@ def completion_hidden(model, batch: MicroBatch) -> torch.Tensor:
     positions = (prompt_lengths.repeat_interleave(R)[:, None]
                  + torch.arange(inputs.shape[1], device=prompt_lengths.device))
     lengths = (columns_up_to(batch.index, U * R, T) - 1).clamp(min=0)
-    prompt_hidden, rest = model.trunk_behind(batch.prompt_ids, batch.prompt_positions, inputs, positions, lengths)
+    prompt_hidden, rest = model.trunk_after(batch.prompt_ids, batch.prompt_positions, inputs, positions, lengths)
     first = prompt_hidden.repeat_interleave(R, dim=0)  # (U*R, 1, C): predicts token 0
     return torch.cat([first, rest[:, : T - 1]], dim=1)
 

@@ -66,7 +66,7 @@ def verifier_scores(t: Play, generator: str, verifier: str, split: str, completi
 
 
 def padded(rows: list[list[int]]) -> torch.Tensor:
-    """Token ids of several lengths as one tensor, -1 behind each: lists of ints are slow to copy. -> (N, T) int64"""
+    """Token ids of several lengths as one tensor, -1 after each: lists of ints are slow to copy. -> (N, T) int64"""
     width = max(map(len, rows), default=1)
     return torch.tensor([row + [-1] * (width - len(row)) for row in rows], dtype=torch.long).view(len(rows), width)
 

@@ -20,14 +20,14 @@ ROUNDING = 1e-9  # of a ratio of shares: .32 / .4 is below .8
 # Formulas: values of prefixes -> labels
 
 def any_right(values: list[float]) -> list[float]:
-    """1 for each step behind which any completion is right (Math-Shepherd's hard estimate, Wang et al. 2023, eq. 3)."""
+    """1 for each step after which any completion is right (Math-Shepherd's hard estimate, Wang et al. 2023, eq. 3)."""
     return [float(value > 0) for value in values]
 
 
 def relative_progress(values: list[float], least: float = 0.8) -> list[float]:
     """GenPRM's relative progress estimate (Zhao et al. 2025): 1 for each step t with MC_t / MC_{t-1} >= least.
 
-    values: MC_0 to MC_K. Behind an MC of 0, MC_0 included, all labels are 0.
+    values: MC_0 to MC_K. After an MC of 0, MC_0 included, all labels are 0.
     """
     labels, alive = [], True
     for before, after in pairwise(values):
@@ -55,12 +55,12 @@ def scan(first: int, formula: Callable[[list[float]], list[float]]) -> Callable[
 
 
 def first_error_search(num_steps: int) -> Plan:
-    """OmegaPRM's binary search for the first step behind which no completion is right (Luo et al. 2024).
+    """OmegaPRM's binary search for the first step after which no completion is right (Luo et al. 2024).
 
     Steps before it get 1, from it on 0. At most ceil(log2(K + 1)) prefixes are asked for. It is the first such step
     where values of 0 stay 0, and some step where the value falls to 0 else.
     """
-    right, wrong = 0, num_steps + 1  # prefixes: one that can still end right, and one behind the error
+    right, wrong = 0, num_steps + 1  # prefixes: one that can still end right, and one after the error
     while wrong - right > 1:
         middle = (right + wrong) // 2
         (value,) = yield [middle]
@@ -69,7 +69,7 @@ def first_error_search(num_steps: int) -> Plan:
 
 
 class Method(NamedTuple):
-    """plan: see above, of the number of steps; value: what it asks for behind a prefix, "gold" (the task's label of its
+    """plan: see above, of the number of steps; value: what it asks for after a prefix, "gold" (the task's label of its
     last step), "share" (of completions that are right), "best_of" (chance that the best of so many is right) or
     "logprob" (of the gold answer); least: a step is taken for right where its label is at least this."""
     plan: Callable[[int], Plan]
@@ -134,6 +134,6 @@ def agreement(gold: list[list[bool]], labels: list[list[float]], least: float) -
 
 
 def until_error(rows: list[list], gold: list[list[bool]]) -> list[list]:
-    """Each row up to the first step that is wrong by gold, that step included: what comes behind an error is judged
+    """Each row up to the first step that is wrong by gold, that step included: what comes after an error is judged
     differently by a label of the step and by one of the prefix."""
     return [row[: g.index(False) + 1] if False in g else row for row, g in zip(rows, gold, strict=True)]

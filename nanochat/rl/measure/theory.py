@@ -31,7 +31,7 @@ def theory_scores(t: Play) -> dict:
 
 
 def solver_of(t: Play) -> str | None:
-    """The generator where it is trained, else the first trained role that samples behind a problem alone."""
+    """The generator where it is trained, else the first trained role that samples after a problem alone."""
     solving = [draw.role for draw in t.draws.values() if not draw.teacher_forced and draw.wrap is generator_prompt]
     return next((name for name in ("generator", *solving) if name in t.roles and t.roles[name].optimizer), None)
 

@@ -86,4 +86,4 @@ def learn_from_pairs(t: Play, role: str, rollouts: Rollouts, chosen: list[int], 
     coefficients = pair_coefficients(u, weights, chosen, rejected, len(rollouts), t.args.beta, P)  # (N,)
     coefficients.index_add_(0, torch.tensor(chosen, dtype=torch.long), sft_coef * weights.double())
     advantages = coefficients.float().to(t.device)[:, None].expand(-1, rollouts.tokens.shape[1])  # (N, T)
-    yield Update(role, [(rollouts, advantages)], PolicyLoss("reinforce"), per="rollout")
+    yield Update(role, [(rollouts, advantages)], PolicyLoss("reinforce"), aggregation="rollout")

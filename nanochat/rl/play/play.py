@@ -59,16 +59,16 @@ NOISE = {"solutions": "generator", "verifications": "verifier", "reviews": "veri
 class Update(NamedTuple):
     """What a recipe yields; the loop makes one optimizer step of it.
 
-    parts: rollouts and their advantages (N, T), which share the step; loss: None = as the flags say; per: one of
-    AGGREGATIONS, None = as the flags say; lr: None = the role's own; times: optimizer steps on it, None = as the flags
-    say.
+    parts: rollouts and their advantages (N, T), which share the step; loss: None = as the flags say; aggregation:
+    one of AGGREGATIONS, None = as the flags say; lr: None = the role's own; num_updates: optimizer steps on it, None =
+    as the flags say.
     """
     role: str
     parts: list[tuple[Rollouts, torch.Tensor]]
     loss: PolicyLoss | None = None
-    per: str | None = None
+    aggregation: str | None = None
     lr: float | None = None
-    times: int | None = None
+    num_updates: int | None = None
 
 
 @dataclass
@@ -230,7 +230,7 @@ class Play:
         rows = [[*self.tokenizer.encode(c), end] if isinstance(c, str) else c for c in completions]
         for prompt, row in zip(prompts, rows, strict=True):
             if len(prompt.ids) + len(row) > context:
-                raise BadInput(f"a given completion of {len(row)} tokens behind a prompt of {len(prompt.ids)}, of "
+                raise BadInput(f"a given completion of {len(row)} tokens after a prompt of {len(prompt.ids)}, of "
                                f"problem {prompt.problem.index} of {prompt.problem.split} "
                                f"({prompt.problem.prompt[:40]!r}): the {role}'s context is {context}")
         lengths = [len(row) for row in rows]
@@ -333,8 +333,8 @@ class Play:
         return out
 
     def copy_weights(self, source: str, target: str) -> None:
-        """Gives a role another's present weights: a snapshot. It is saved with the run. Behind it the step is carried
-        through, as behind an update."""
+        """Gives a role another's present weights: a snapshot. It is saved with the run. After it the step is carried
+        through, as after an update."""
         self.check_stop()
         self.has_moved = True
         copy_weights(self.roles[target].model, self.roles[source].model)
@@ -390,7 +390,7 @@ class Play:
         return not self.has_moved and self.run.should_stop()
 
     def breaks_off(self) -> bool:
-        """Whether this rank leaves out the micro-batches to come; behind them all ranks call check_stop. With --shard
+        """Whether this rank leaves out the micro-batches to come; after them all ranks call check_stop. With --shard
         all ranks gather weights in each, and stop together here."""
         if self.args.shard:
             self.check_stop()
@@ -468,12 +468,14 @@ def check_update(t: Play, wanted: Update) -> None:
         for name, values in rollouts.columns.items():
             check_column(name, values, len(rollouts.lengths))
     check_loss(wanted.role, wanted.loss or t.loss, t.roles[wanted.role].reference is not None)
-    if not (wanted.per is None or wanted.per in AGGREGATIONS):
-        raise BadInput(f"an Update of {wanted.role} averages per {wanted.per!r}; there are {', '.join(AGGREGATIONS)}")
+    if not (wanted.aggregation is None or wanted.aggregation in AGGREGATIONS):
+        raise BadInput(f"an Update of {wanted.role} is averaged by {wanted.aggregation!r}; there are "
+                       f"{', '.join(AGGREGATIONS)}")
     if not (wanted.lr is None or isinstance(wanted.lr, int | float) and 0 <= wanted.lr < math.inf):
         raise BadInput(f"the rate of an Update of {wanted.role} is {wanted.lr!r}: it must be a number from 0")
-    if not (wanted.times is None or isinstance(wanted.times, int) and wanted.times > 0):
-        raise BadInput(f"an Update of {wanted.role} is to be made {wanted.times!r} times: it must be a number from 1")
+    if not (wanted.num_updates is None or isinstance(wanted.num_updates, int) and wanted.num_updates > 0):
+        raise BadInput(f"an Update of {wanted.role} is to be made {wanted.num_updates!r} times: it must be a number "
+                       f"from 1")
 
 
 def comparable(t: Play, role: Role, rollouts: Rollouts) -> Rollouts:
@@ -497,9 +499,9 @@ def apply_update(t: Play, wanted: Update) -> dict:
     batches = []
     for rollouts, advantages in wanted.parts:
         lengths = rollouts.num_trained().float()
-        weights = AGGREGATIONS[wanted.per or args.aggregation](lengths, *sizes, rollouts.limit)
+        weights = AGGREGATIONS[wanted.aggregation or args.aggregation](lengths, *sizes, rollouts.limit)
         batches += t.micro_batches(comparable(t, role, rollouts), advantages, weights, keep_idle)
-    batches, times = t.even(batches), args.updates_per_batch if wanted.times is None else wanted.times
+    batches, times = t.even(batches), args.updates_per_batch if wanted.num_updates is None else wanted.num_updates
     if times > 1:
         for batch in batches:
             batch.old_logprobs = score(role.model, batch, args.temperature)

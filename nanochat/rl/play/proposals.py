@@ -75,12 +75,12 @@ def check_reads_problems(task) -> None:
 
 
 def propose_prompt(tokenizer, fmt, problem: str) -> list[int]:
-    """A proposer's prompt behind a problem as long as this one."""
+    """A proposer's prompt after a problem as long as this one."""
     return quoting_prompt(tokenizer, fmt, problem, "propose_prompt", hint=problem)
 
 
 def propose(t: Play, role: str, references: list[Problem], num: int, label: str, tool: Tool | None = None) -> Proposals:
-    """`num` proposals behind the hint of each reference problem. Their index is that of the reference times `num`, and
+    """`num` proposals after the hint of each reference problem. Their index is that of the reference times `num`, and
     which of its proposals it is."""
     prompts = t.prompts("propose_prompt", references, hint=[t.task.hint_of(problem) for problem in references])
     rollouts = t.sample(label, prompts, num, role=role, tool=tool)

@@ -69,7 +69,7 @@ def verify_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solu
 
 def refine_prompts(tokenizer, fmt, problems: list[Problem], solutions: list[Solution], critiques: list[str],
                    copies: list[int] | None = None) -> list[Prompt]:
-    """The generator's prompts for a second attempt at each problem, behind the first one and a critique of it."""
+    """The generator's prompts for a second attempt at each problem, after the first one and a critique of it."""
     rows = zip(problems, solutions, critiques, strict=True)
     prompts = [Prompt(refine_prompt(tokenizer, fmt, p.prompt, s.text, c), p, solution=s) for p, s, c in rows]
     return numbered(prompts, copies)
@@ -82,7 +82,7 @@ def refine_prompt(tokenizer, fmt, problem: str, solution: str = "", critique: st
 
 
 def reference_prompt(tokenizer, fmt, problem: str, answer: str = "") -> list[int]:
-    """Token ids of the prompt behind which a solution is scored against the gold answer."""
+    """Token ids of the prompt after which a solution is scored against the gold answer."""
     return tokenizer.render_prompt(fmt.reference_prompt.format(problem=problem, answer=answer))
 
 
@@ -93,7 +93,7 @@ def quoting_prompt(tokenizer, fmt, problem: str, template: str, **quoted: str) -
     return tokenizer.render_prompt(getattr(fmt, template).format(problem=problem, **texts))
 
 
-# Kinds of demonstrations beside solutions (chat_sft --demo-shares), and the template that they stand behind
+# Kinds of demonstrations beside solutions (chat_sft --demo-shares), and the template that they stand after
 DEMOS = {"refine": "refine_prompt", "revise": "refine_prompt", "propose": "propose_prompt", "argue": "argue_prompt",
          "first": "first_prompt", "second": "second_prompt", "reason": "reason_prompt", "condense": "condense_prompt"}
 

@@ -1,5 +1,5 @@
 """
-Rollouts: completions with the prompts that they stand behind.
+Rollouts: completions with the prompts that they stand after.
 
 P prompts, N rollouts, T tokens.
 """
@@ -18,7 +18,7 @@ class Rollouts:
 
     tokens (N, T) int64, the end token included; lengths (N,) int64; stopped (N,) bool: it ended itself (finish reason
     "stop", else "length"); group_id (N,) int64: the prompt of each. sampler_logprobs (N, T) fp32: as it was drawn, NaN
-    for tokens that were not drawn from a role behind this prompt. forced (N, T) bool: tokens that a tool put there,
+    for tokens that were not drawn from a role after this prompt. forced (N, T) bool: tokens that a tool put there,
     never trained, or None. targets (N, T) int64: what each position is asked to predict, None for the tokens
     themselves. limit: tokens that a completion may have. texts: the completions as text, without their end token.
     draws: the name of each one's draw, "" where it was given. columns: what rollouts.jsonl is to say of each,
@@ -70,10 +70,10 @@ class Rollouts:
         columns = {name: [values[n] for n in rows] for name, values in self.columns.items()}
         texts, draws = ([values[n] for n in rows] if values else [] for values in (self.texts, self.draws))
         chosen = replace(self, **taken, texts=texts, draws=draws, columns=columns)
-        return chosen.behind(chosen.prompt_of())
+        return chosen.with_prompts(chosen.prompt_of())
 
-    def behind(self, prompts: list[Prompt]) -> "Rollouts":
-        """The same completions behind other prompts, one for each rollout. Equal prompts about one problem make a
+    def with_prompts(self, prompts: list[Prompt]) -> "Rollouts":
+        """The same completions after other prompts, one for each rollout. Equal prompts about one problem make a
         group.
 
         Where a prompt changes, the completion was not drawn from there: its sampler_logprobs become NaN.
@@ -99,7 +99,7 @@ PER_ROLLOUT = ("group_id", "tokens", "sampler_logprobs", "lengths", "stopped", "
 
 
 def join(parts: list[Rollouts]) -> Rollouts:
-    """All rollouts of the parts, one after the other; those behind equal prompts about one problem are one group."""
+    """All rollouts of the parts, one after the other; those after equal prompts about one problem are one group."""
     width = max(part.tokens.shape[1] for part in parts)
 
     def stacked(name: str) -> torch.Tensor | None:
@@ -119,4 +119,4 @@ def join(parts: list[Rollouts]) -> Rollouts:
                      limit=max(part.limit for part in parts), texts=[text for part in parts for text in part.texts],
                      draws=[draw for part in parts for draw in part.draws or [""] * len(part)],
                      columns={name: [value for part in parts for value in part.columns[name]] for name in shared})
-    return whole.behind(whole.prompt_of())
+    return whole.with_prompts(whole.prompt_of())

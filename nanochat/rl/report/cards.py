@@ -16,7 +16,7 @@ SHOWN = {"step": "a whole number", "role": "a text", "call": "a text or null", "
 
 
 def segments(text: str, start: int, end: int, token_ends: list[int], advantages: list[float]) -> list[list]:
-    """text[start:end] as [text, advantage] pairs, cut where the advantage changes; behind the last token's text, and
+    """text[start:end] as [text, advantage] pairs, cut where the advantage changes; after the last token's text, and
     without tokens, it is None. A token without text (the end token, where it is inside) is a pair of its own."""
     found, at = [], 0
     for token_end, advantage in zip(token_ends, advantages, strict=False):
@@ -44,7 +44,7 @@ def player_of(rollout: dict) -> str:
 
 def card(rollout: dict, solver: str = "generator") -> dict:
     """A logged rollout as a card: its solution step by step, each step with verdict, gold label and mean advantage, and
-    the texts behind it. The text that was learned from is cut where its advantage changes. solver: the role whose
+    the texts after it. The text that was learned from is cut where its advantage changes. solver: the role whose
     verified solutions are its own."""
     spans, text, verdicts = rollout["step_spans"], rollout["solution"], rollout.get("step_verdicts") or []
     completion, verification = rollout.get("completion"), rollout.get("verification")

@@ -4,7 +4,7 @@ wrong reasons.
 
 A judged solution is a dict: outcome (bool or None), length (tokens), share (of its verifications that call it CORRECT,
 None where it was not verified), verifications, malformed (numbers of them), labels (gold, per step), step_verdicts and
-rationales (a row per verification, an entry per step; a rationale is True where the analysis behind a verdict is right,
+rationales (a row per verification, an entry per step; a rationale is True where the analysis after a verdict is right,
 None where there is none). k verifications, K steps.
 """
 from nanochat.rl.measure.scores import correlation, share_of
@@ -71,7 +71,7 @@ WORDS = {
     "parse_fail": "malformed verifications, percent",
     "verdict_acc": "step verdicts that are right, percent",
     "rationale_acc": "analyses that are right, percent of those that there are",
-    "wrong_reason": "right verdicts behind a wrong analysis, percent",
+    "wrong_reason": "right verdicts after a wrong analysis, percent",
     "length_right": "correlation of CORRECT with length, right solutions",
     "length_wrong": "correlation of CORRECT with length, wrong solutions",
     "own_right": "CORRECT on its own right solutions, less on the generator's, points",

@@ -23,7 +23,7 @@ from tasks import TASKS
 BASELINE, ORACLE = "grpo", "gold_steps"
 ACCURACY = "gen/pass1_in"
 # metric: title of its panel. Evaluations are points in time; indicators are means over the steps since the evaluation
-# before. Evaluations of other names, and what a recipe shows per step, get panels behind these, under their names.
+# before. Evaluations of other names, and what a recipe shows per step, get panels after these, under their names.
 EVALS = {
     "gen/pass1_in": "generator pass@1, in distribution",
     "gen/pass1_out": "generator pass@1, out of distribution",
@@ -60,7 +60,7 @@ NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixe
 HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
           "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
           "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
-# What a run's files must hold for a report, as they are told; behind every one may stand " or null".
+# What a run's files must hold for a report, as they are told; after every one may stand " or null".
 KINDS = {
     "a text": lambda value: isinstance(value, str),
     "a word": lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None,  # names files

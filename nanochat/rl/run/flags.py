@@ -207,7 +207,7 @@ def warn_of_shared(by_split: dict[str, list[Problem]]) -> None:
 def check_task(args, task, starts: dict[str, Start]) -> None:
     """Raises BadInput where a starting checkpoint was trained on another task than this one, or on problems of other
     flags, and nobody has said that it is to be so."""
-    given = getattr(args, "given", set())
+    explicit = getattr(args, "explicit", set())
     for name, start in starts.items():
         where = start.path("meta.json")
         meta, _ = load_meta(where)
@@ -215,13 +215,13 @@ def check_task(args, task, starts: dict[str, Start]) -> None:
         if start.source == "sft" and isinstance(num_steps, int) and start.step < num_steps:
             print0(f"WARNING: the {name} starts from step {start.step} of {start.tag}, whose SFT was to make "
                    f"{num_steps}")
-        if recorded.get("task", args.task) != args.task and "task" not in given:
+        if recorded.get("task", args.task) != args.task and "task" not in explicit:
             raise BadInput(f"the {name}'s checkpoint {start.tag} was trained on task {recorded['task']}, and this run "
                            f"is on {args.task} by default: say --task {recorded['task']}, or --task {args.task}")
         if recorded.get("task") != args.task or hasattr(task, "num_problems"):
             continue  # a finite task's flags say where its files are
         defaults = task_flags()
-        for flag in defaults.keys() & recorded.keys() - given:
+        for flag in defaults.keys() & recorded.keys() - explicit:
             value = recorded_value(recorded, flag, defaults[flag], where)
             other = argparse.Namespace(**vars(args) | {flag: value})
             if value != getattr(args, flag) and first_problems(make_task(other)) != first_problems(task):

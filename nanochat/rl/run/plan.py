@@ -28,7 +28,7 @@ from nanochat.rl.learn.heads import is_joint, num_shared, shared_names
 from nanochat.rl.learn.roles import head_of
 from nanochat.rl.records.outcomes import num_problems_of
 from nanochat.rl.records.prompts import longest_problem
-from nanochat.seats import num_places, num_slots
+from nanochat.slots import num_places, num_slots
 from tasks import flags_of_others
 
 # bytes/s of a GPU's memory, from the vendor's data sheets
@@ -198,7 +198,7 @@ def head_rounded(config: Config) -> int:
 
 
 def fuses(config: Config, setting: Setting) -> bool:
-    """Whether CPU kernels draw tokens, and run a GPT's layers (ops.before_attention, behind_attention)."""
+    """Whether CPU kernels draw tokens, and run a GPT's layers (ops.before_attention, after_attention)."""
     is_wide = setting.dtype == torch.float32 or is_narrow(config, setting)
     return setting.device_type == "cpu" and is_wide and cpu.library() is not None
 
@@ -389,7 +389,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 def sampling_seconds(model, prompts: float, rows: float, prompt_tokens: int, new_tokens: int, speed: Speed) -> float:
-    """Seconds to run prompts and decode rows behind them, on one GPU."""
+    """Seconds to run prompts and decode rows after them, on one GPU."""
     floor = (decode_floor(model, prompts, rows, prompt_tokens, new_tokens, speed.limits)
              + prefill_floor(model, prompts, prompt_tokens, speed.limits))
     return floor / speed.decode_efficiency
@@ -425,7 +425,7 @@ def saved_bytes(configs: dict[str, Config], held: dict[str, Held], setting: Sett
 
 def seconds_unheard(config: Config, draw: PlannedDraw, held: Held, setting: Setting, speed: Speed) -> float:
     """The longest that a draw's sampling or update goes on without looking whether the run is to stop: one prefill,
-    CHECK_EVERY_CUDA tokens for all rows, one micro-batch, or, of several updates of a batch, all behind the first."""
+    CHECK_EVERY_CUDA tokens for all rows, one micro-batch, or, of several updates of a batch, all after the first."""
     model, P = model_of(config, torch.bfloat16), -(-draw.prompts // setting.ranks)
     rows, spans = num_places(P, draw.samples, draw.prompt_tokens, draw.new_tokens, setting.max_rows,
                              setting.max_cached_tokens), [0.0]

@@ -21,7 +21,7 @@ PASS_AT_1 = {"gen/pass1_in": "generator greedy pass@1, in distribution",
 
 
 def print_table(before: dict, after: dict, words: dict[str, str] | None = None) -> None:
-    """Before RL -> after RL. words: the scores to show, all shares, and what they are; by default pass@1, and behind it
+    """Before RL -> after RL. words: the scores to show, all shares, and what they are; by default pass@1, and after it
     all others as they are, by name."""
     plain = lambda value: "    -" if value is None else f"{value:5.3f}"
     parts = [("held-out evaluation (percent)", words or PASS_AT_1, percent, 100)]
@@ -46,7 +46,7 @@ def warn_of_no_signal(t: Play, record: dict) -> None:
 
 def print_step(record: dict, roles: list[str], shown: dict[str, list[str]], seconds_left: float) -> None:
     """One line per step, with a part for each role that was updated. shown: metrics that the recipe adds to it, by
-    role; all of them stand behind `no update`, where there was nothing to learn from."""
+    role; all of them stand after `no update`, where there was nothing to learn from."""
     parts = [step_of_role(record, role, shown.get(role, [])) for role in roles]
     idle = "no update" + "".join(f" ({role}{shown_of(record, role, shown[role])})" for role in shown)
     left = f"{record['timing_s/step']:.1f}s, {seconds_left / 60:.1f} min left"

@@ -53,7 +53,7 @@ def resolve_resume(args, defaults: dict, may_change: set[str], tags: dict[str, b
                        f"name back")
     changed = check_unchanged(f"run {args.run}", before, args, MAY_CHANGE | may_change, defaults)
     changed = [words for words in changed if not words.startswith("--resume-from-step ")]
-    print0(f"continuing run {args.run} behind step {step}" + (f" with {', '.join(changed)}" if changed else ""))
+    print0(f"continuing run {args.run} after step {step}" + (f" with {', '.join(changed)}" if changed else ""))
     if before.get("num_steps", args.num_steps) != args.num_steps:
         print0(f"what is scheduled over all steps, as --lr-schedule and a recipe's weights are, goes on as in a run of "
                f"{args.num_steps} steps")
@@ -81,7 +81,7 @@ def check_problems_stayed(run_name: str, task_name: str, digests: list[int]) -> 
 
 def check_last_set(run_name: str, folder: str, steps: list[int], tags: dict[str, bool]) -> None:
     """Raises BadInput where a run has lost the state that its last models were saved with: to go on would do the steps
-    behind an earlier one again, and remove what is left of the last. tags: as in resolve_resume."""
+    after an earlier one again, and remove what is left of the last. tags: as in resolve_resume."""
     last = steps[-1] if steps else 0
     # without records it is check_no_models' to tell
     saved = max(models_saved(run_name, tags), default=0) if has_records(folder) else 0
@@ -90,13 +90,13 @@ def check_last_set(run_name: str, folder: str, steps: list[int], tags: dict[str,
     made = max(finished_step(folder), saved)
     if made > last:
         name = os.path.join(folder, f"state_{made:06d}.pt")
-        raise BadInput(f"run {run_name} was saved behind step {made}, and {name} is missing: put it back, or "
+        raise BadInput(f"run {run_name} was saved after step {made}, and {name} is missing: put it back, or "
                        + (f"name the step to go on from; there are: {', '.join(map(str, steps))}" if steps else
                           f"remove {', '.join(path_of('rl', tag) for tag in tags)} to start afresh"))
 
 
 def finished_step(folder: str) -> int:
-    """The step behind which a run was finished; 0 where it was not, or its summary is of an older version or
+    """The step after which a run was finished; 0 where it was not, or its summary is of an older version or
     damaged."""
     try:
         with open(os.path.join(folder, "summary.json"), encoding="utf-8") as f:

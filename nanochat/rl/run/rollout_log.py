@@ -13,7 +13,7 @@ def rollout_records(t: Play, update: Update) -> list[dict]:
     """All rollouts of the first --log-rollouts problems of each part of an update, for rollouts.jsonl.
 
     call: the name of its draw, "" of a given text. problem, gold: the problem and its answer; solution: what the
-    rollout is, or what its prompt quotes, and then completion is what was written behind it. step_spans: characters
+    rollout is, or what its prompt quotes, and then completion is what was written after it. step_spans: characters
     [start, end) of the solution's steps; step_ends: their last tokens, where the solution is the rollout; step_labels:
     gold. token_ends: where each token of the rollout ends in its text, in characters; advantages: of each token. Beside
     these the recipe's columns.

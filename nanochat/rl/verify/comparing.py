@@ -2,9 +2,9 @@
 Solutions that are judged together: which ones, in what order, what a judge of them earns and how good it is; and what
 its judgments are worth to the solutions.
 
-A lineup is n solutions of one problem, of which one is right and the others are wrong. The right one stands in every
-place equally often. Pairs are lineups of two. A choice is above 0 for the first solution of a pair, A, below 0 for B,
-None where it cannot be read.
+Candidates are n solutions of one problem, of which one is right and the others are wrong. The right one stands in every
+place equally often. Pairs are candidates of two. A choice is above 0 for the first solution of a pair, A, below 0 for
+B, None where it cannot be read.
 """
 import random
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from nanochat.rl.verify.spots import Spot, chances_at, forced, spot_of
 from tasks.common import Problem
 
 
-class Lineup(NamedTuple):
+class Candidates(NamedTuple):
     """Solutions of a problem in the order in which they are shown; right: the place of the right one, -1 where there
     is none or nobody knows."""
     problem: Problem
@@ -53,13 +53,13 @@ def lined_up(solutions: list[str], place: int) -> list[str]:
 
 
 def balanced_places(num: int, num_places: int, rng: random.Random | None) -> list[int]:
-    """Places for `num` lineups, each equally often up to one, in random order; in turn without a generator."""
+    """Places for `num` candidates, each equally often up to one, in random order; in turn without a generator."""
     places = [i % num_places for i in range(num)]
     return places if rng is None else rng.sample(places, num)
 
 
-def lineups(t: Play, solutions: Rollouts, num: int, rng: random.Random | None) -> list[Lineup]:
-    """At most one lineup of each group of solutions, over all ranks, in the order of their problems: the same however
+def candidates(t: Play, solutions: Rollouts, num: int, rng: random.Random | None) -> list[Candidates]:
+    """At most one set of each group of solutions, over all ranks, in the order of their problems: the same however
     many ranks there are. solutions: of problems that were dealt out over ranks."""
     outcomes, problems, rows, size = t.check(solutions), solutions.problems(), [], t.args.num_solutions
     for start in range(0, len(solutions), size):
@@ -68,12 +68,12 @@ def lineups(t: Play, solutions: Rollouts, num: int, rng: random.Random | None) -
                                 [solutions.texts[start + i] for i in chosen]])
     rows = [row for row in t.gather(rows) if row]
     places = balanced_places(len(rows), num, rng)
-    return [Lineup(t.task.problem(split, index), lined_up(texts, place), place if is_right else -1)
+    return [Candidates(t.task.problem(split, index), lined_up(texts, place), place if is_right else -1)
             for (split, index, is_right, texts), place in zip(rows, places, strict=True)]
 
 
-def lineup_prompts(t: Play, form: str, shown: list[Lineup]) -> list[Prompt]:
-    """The verifier's prompts, one for each lineup. Logs show the first solution as the one that is quoted."""
+def candidate_prompts(t: Play, form: str, shown: list[Candidates]) -> list[Prompt]:
+    """The verifier's prompts, one for each set. Logs show the first solution as the one that is quoted."""
     prompts = []
     for line in shown:
         ids = form_prompt(t.tokenizer, t.task.fmt, form, line.problem.prompt, line.texts)
@@ -82,40 +82,40 @@ def lineup_prompts(t: Play, form: str, shown: list[Lineup]) -> list[Prompt]:
     return numbered(prompts)
 
 
-def lineup_columns(shown: list[Lineup]) -> dict[str, list]:
-    """What rollouts.jsonl says of the lineup of each verification."""
+def candidate_columns(shown: list[Candidates]) -> dict[str, list]:
+    """What rollouts.jsonl says of the candidates of each verification."""
     return {"turns": [[[f"solution {n}", text] for n, text in enumerate(line.texts, 1)] for line in shown],
             "right": [line.right for line in shown]}
 
 
-def turned(shown: list[Lineup]) -> list[Lineup]:
+def turned(shown: list[Candidates]) -> list[Candidates]:
     """The same pairs in the other order."""
-    return [Lineup(line.problem, line.texts[::-1], 1 - line.right) for line in shown]
+    return [Candidates(line.problem, line.texts[::-1], 1 - line.right) for line in shown]
 
 
-def forced_choices(t: Play, role: str, shown: list[Lineup]) -> tuple[Rollouts, list[tuple[int, Spot]]]:
+def forced_choices(t: Play, role: str, shown: list[Candidates]) -> tuple[Rollouts, list[tuple[int, Spot]]]:
     """Verifications that choose the right one of a pair at once, without an analysis, and where the choice stands:
-    behind the prompt of form pair. Its log-odds are those of A against B."""
-    return forced(t, role, lineup_prompts(t, "pair", shown), t.task.fmt.choices, [line.right == 0 for line in shown])
+    after the prompt of form pair. Its log-odds are those of A against B."""
+    return forced(t, role, candidate_prompts(t, "pair", shown), t.task.fmt.choices, [line.right == 0 for line in shown])
 
 
 # A step of a judge
 
-def add_lineup_args(group) -> None:
+def add_candidate_args(group) -> None:
     group.add_argument("--num-solutions", type=int, default=4,
                        help="that the generator samples of each problem; those judged together are chosen from them")
 
 
 def add_judge_args(group, max_new_tokens: int) -> None:
-    add_lineup_args(group)
+    add_candidate_args(group)
     group.add_argument("--verifier-max-new-tokens", type=int, default=max_new_tokens)
 
 
 JUDGE_LEAST = {"num_solutions": 1, "verifier_max_new_tokens": 1}
 
 
-def lineup_draws(args, form: str, num: int) -> dict[str, Draw]:
-    """What a step samples: solutions, and a group of verifications of one lineup of each problem."""
+def candidate_draws(args, form: str, num: int) -> dict[str, Draw]:
+    """What a step samples: solutions, and a group of verifications of one set of each problem."""
     P = args.examples_per_step
     return {"judged": Draw("generator", P, args.num_solutions, args.max_new_tokens),
             "verifications": Draw("verifier", P, args.num_samples, args.verifier_max_new_tokens, trained=True,
@@ -123,16 +123,16 @@ def lineup_draws(args, form: str, num: int) -> dict[str, Draw]:
                                   quoted=num * args.max_new_tokens)}
 
 
-def judge(t: Play, form: str, num: int) -> tuple[Rollouts, list[Lineup]]:
-    """This step's lineups of `num`, and a group of verifications of each: this rank's share. -> the verifications and
-    the lineup of each"""
+def judge(t: Play, form: str, num: int) -> tuple[Rollouts, list[Candidates]]:
+    """This step's candidates of `num`, and a group of verifications of each: this rank's share. -> the verifications,
+    the candidates of each"""
     solutions = t.solve("judged", t.problems(), t.args.num_solutions)
-    shown = lineups(t, solutions, num, random.Random(f"{t.args.seed}-{t.step}-places"))
+    shown = candidates(t, solutions, num, random.Random(f"{t.args.seed}-{t.step}-places"))
     t.log("verifier", {"num_lineups": len(shown)})
     mine = shown[t.run.rank:: t.run.world]
-    rollouts = t.sample("verifications", lineup_prompts(t, form, mine))
+    rollouts = t.sample("verifications", candidate_prompts(t, form, mine))
     of_each = [mine[g] for g in rollouts.group_id.tolist()]
-    rollouts.columns = lineup_columns(of_each)
+    rollouts.columns = candidate_columns(of_each)
     return rollouts, of_each
 
 
@@ -168,7 +168,7 @@ def chose_right(choice: int | None, right: int) -> bool:
 
 
 def learn_to_judge(t: Play, rollouts: Rollouts, rewards: list[float]):
-    """The update of the verifier by --advantage on these rewards; none where no rank has a lineup."""
+    """The update of the verifier by --advantage on these rewards; none where no rank has candidates."""
     log_rewards(t, "verifier", rollouts, rewards)
     if not int(t.reduce(torch.tensor(len(rollouts), device=t.device))):
         return
@@ -178,13 +178,13 @@ def learn_to_judge(t: Play, rollouts: Rollouts, rewards: list[float]):
 
 # Held out
 
-def held_out_lineups(t: Play, num: int, split: str) -> list[Lineup]:
-    """The lineups of a test split, over all ranks. They are drawn once, as the generator does not learn, and kept."""
+def held_out_candidates(t: Play, num: int, split: str) -> list[Candidates]:
+    """The candidates of a test split, over all ranks. They are drawn once, as the generator does not learn."""
     kept = t.memory.setdefault("held_out", {})
     if split not in kept:
         solutions = t.solve("fixed", t.problems(t.args.eval_examples, split), t.args.num_solutions, role="generator")
-        kept[split] = [[line.problem.index, line.texts, line.right] for line in lineups(t, solutions, num, None)]
-    return [Lineup(t.task.problem(split, index), texts, right) for index, texts, right in kept[split]]
+        kept[split] = [[line.problem.index, line.texts, line.right] for line in candidates(t, solutions, num, None)]
+    return [Candidates(t.task.problem(split, index), texts, right) for index, texts, right in kept[split]]
 
 
 def warn_of_form(t: Play, form: str, parse_fail: float | None) -> None:
@@ -205,8 +205,8 @@ PAIR_TABLE = {
 
 def scores_of_pairs(t: Play, form: str, graded: bool = False) -> dict:
     """`scores_of_choices` of greedy verifications."""
-    def written(shown: list[Lineup]) -> list[int | None]:
-        rollouts = t.sample("eval", lineup_prompts(t, form, shown), 1, role="verifier", greedy=True)
+    def written(shown: list[Candidates]) -> list[int | None]:
+        rollouts = t.sample("eval", candidate_prompts(t, form, shown), 1, role="verifier", greedy=True)
         return read_choices(t, rollouts, graded)
     found = scores_of_choices(t, written)
     for name in SPLITS.values():
@@ -214,12 +214,12 @@ def scores_of_pairs(t: Play, form: str, graded: bool = False) -> dict:
     return found
 
 
-def scores_of_choices(t: Play, choose: Callable[[list[Lineup]], list[int | None]]) -> dict:
+def scores_of_choices(t: Play, choose: Callable[[list[Candidates]], list[int | None]]) -> dict:
     """`pair_scores` on held-out pairs, <score>_in and <score>_out: each pair in both orders. choose: gives the choices
     between pairs."""
     found = {}
     for split, name in SPLITS.items():
-        mine = held_out_lineups(t, 2, split)[t.run.rank:: t.run.world]
+        mine = held_out_candidates(t, 2, split)[t.run.rank:: t.run.world]
         choices = choose(mine + turned(mine))
         rows = t.gather([[line.right, choices[i], choices[len(mine) + i]] for i, line in enumerate(mine)])
         found |= {f"ver/{key}_{name}": value for key, value in pair_scores(rows).items()}
@@ -240,8 +240,8 @@ def pair_scores(rows: list[list]) -> dict:
 
 # What judgments are worth to the solutions
 
-def rings(group_id: list[int], num: int) -> list[list[int]]:
-    """Rollouts that are shown together, `num` of a group: each with those behind it, the first again behind the last.
+def round_robin(group_id: list[int], num: int) -> list[list[int]]:
+    """Rollouts that are shown together, `num` of a group: each with those after it, the first again after the last.
     So each stands in every place once."""
     return [[rows[(i + place) % len(rows)] for place in range(num)] for rows in members(group_id)
             for i in range(len(rows))]
@@ -261,10 +261,10 @@ def members(group_id: list[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-Worths = list[list[float] | None]  # of verifications: what each gives to the solutions that it was shown
+Scores = list[list[float] | None]  # of verifications: what each gives to the solutions that it was shown
 
 
-def worth_of_choices(t: Play, rollouts: Rollouts, num: int, graded: bool = False) -> Worths:
+def scores_of_choice(t: Play, rollouts: Rollouts, num: int, graded: bool = False) -> Scores:
     """What each verification gives the two solutions of its pair: 1 and 0, graded less far from a half the less better
     the chosen one is. None where it cannot be read."""
     most = STRENGTHS[-1] if graded else 1
@@ -272,24 +272,25 @@ def worth_of_choices(t: Play, rollouts: Rollouts, num: int, graded: bool = False
             for choice in read_choices(t, rollouts, graded)]
 
 
-def worth_of_scores(t: Play, rollouts: Rollouts, num: int) -> Worths:
-    """What each verification gives the solutions of its lineup: their shares of the highest score that there is."""
+def shares_of_scores(t: Play, rollouts: Rollouts, num: int) -> Scores:
+    """What each verification gives the solutions of its set: their shares of the highest score that there is."""
     return [scores and [score / top_score(num) for score in scores] for scores in read_scores(t, rollouts, num)]
 
 
-WORTHS = {"pair": worth_of_choices, "graded": partial(worth_of_choices, graded=True), "solve_pair": worth_of_choices,
-          "scores": worth_of_scores}  # form -> (t, verifications, solutions of each) -> what each gives to each
+# form -> (t, verifications, solutions of each) -> what each gives to each
+GROUP_SCORES = {"pair": scores_of_choice, "graded": partial(scores_of_choice, graded=True),
+                "solve_pair": scores_of_choice, "scores": shares_of_scores}
 
 
 def verified_together(t: Play, role: str, solutions: Rollouts, shown: list[list[int]], form: str, num: int,
-                      num_samples: int) -> tuple[Rollouts, Worths]:
-    """`num_samples` verifications of each lineup of `num` of these solutions, and what each gives to each of them."""
+                      num_samples: int) -> tuple[Rollouts, Scores]:
+    """`num_samples` verifications of each set of `num` of these solutions, and what each gives to each of them."""
     texts, problems = solutions.texts, solutions.problems()
-    prompts = lineup_prompts(t, form, [Lineup(problems[rows[0]], [texts[n] for n in rows]) for rows in shown])
+    prompts = candidate_prompts(t, form, [Candidates(problems[rows[0]], [texts[n] for n in rows]) for rows in shown])
     rollouts = t.sample("verdicts", prompts, num_samples, role=role)
-    worths = WORTHS[form](t, rollouts, num)
-    warn_of_form(t, form, t.mean({"unread": [row is None for row in worths]})["unread"])
-    return rollouts, worths
+    scores = GROUP_SCORES[form](t, rollouts, num)
+    warn_of_form(t, form, t.mean({"unread": [row is None for row in scores]})["unread"])
+    return rollouts, scores
 
 
 def mean_scores(votes: list[list[int] | None], num: int) -> list[float | None]:

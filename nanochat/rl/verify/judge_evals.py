@@ -24,11 +24,11 @@ def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
     rows = cut(t.memory["judged_solutions"])
     mine = [row for i in range(t.run.rank, len(rows) // num, t.run.world) for row in rows[i * num: (i + 1) * num]]
     prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(num)]
-    return t.written(generator, prompts, mine).behind(prompts)
+    return t.written(generator, prompts, mine).with_prompts(prompts)
 
 
 def judge_scores(t: Play, judgments: list[Judgment], solutions: Rollouts, num: int) -> dict:
-    """`judged_scores` of judgments of solutions, `num` of each problem one behind the other, over all ranks. Solutions
+    """`judged_scores` of judgments of solutions, `num` of each problem one after the other, over all ranks. Solutions
     with a column of outcomes are not checked again."""
     problems, outcomes = solutions.problems(), solutions.columns.get("outcome") or t.check(solutions)
     labels = [labels_of(t.task, problem, text) for problem, text in zip(problems, solutions.texts, strict=True)]

@@ -1,7 +1,7 @@
 """
 Judges: a verifier's ways to say how likely each reasoning step, and a whole solution, is right.
 
-Those that read log-odds (verify.log_odds) are given the solution as the verifier's own completion behind the
+Those that read log-odds (verify.log_odds) are given the solution as the verifier's own completion after the
 generator's prompt. The others are asked by the verifier's prompt, which quotes it, some beside other solutions of its
 group. N solutions, T tokens, K steps.
 """
@@ -17,7 +17,8 @@ from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, solve_prompt
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.comparing import WORTHS, Lineup, forced_choices, rings, turned, verified_together
+from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, forced_choices, round_robin, turned,
+                                          verified_together)
 from nanochat.rl.verify.forms import FORMS, check_num_judged, empty_form_prompt
 from nanochat.rl.verify.log_odds import end_read, ended, log_odds, steps_read
 from nanochat.rl.verify.spots import chances_at, forced_verdicts, written_chances
@@ -60,34 +61,34 @@ def shares(verifications: list[Verification], tokens: int) -> Judgment:
 
 
 def read_by_log_odds(t: Play, role: str, solutions: Rollouts) -> tuple[Rollouts, list[list[float]], list[float]]:
-    """The solutions as the role's own completions, and V = sigma(s) behind each of their steps and at the end."""
+    """The solutions as the role's own completions, and V = sigma(s) after each of their steps and at the end."""
     prompts = [solve_prompt(t.tokenizer, t.task.fmt, problem) for problem in solutions.problems()]
     own = ended(t, role, prompts, solutions)
     chances = torch.sigmoid(log_odds(t, role, own))  # (N, T)
     return own, steps_read(own, t.read_solutions(own), chances), end_read(own, chances).tolist()
 
 
-def at_end(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+def judge_end(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     """An outcome model: the log-odds at the end."""
     _, _, finals = read_by_log_odds(t, role, solutions)
     return [Judgment(None, final, 1) for final in finals]
 
 
-def at_steps(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
-    """A step model: the log-odds behind each step, of which --prm-aggregate makes the solution's; None without
+def judge_steps(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """A step model: the log-odds after each step, of which --prm-aggregate makes the solution's; None without
     steps."""
     _, steps, _ = read_by_log_odds(t, role, solutions)
     return [Judgment(row, AGGREGATES[t.args.prm_aggregate](row) if row else None, len(row)) for row in steps]
 
 
-def at_tokens(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
-    """An outcome model at every token (Cobbe et al. 2021), read behind steps and at the end."""
+def judge_tokens(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+    """An outcome model at every token (Cobbe et al. 2021), read after steps and at the end."""
     own, steps, finals = read_by_log_odds(t, role, solutions)
     rows = zip(steps, finals, own.lengths.tolist(), strict=True)
     return [Judgment(row, final, length) for row, final, length in rows]
 
 
-def at_verdict(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
+def judge_verdict(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     """GenRM (Zhang et al. 2024): p(T) / (p(T) + p(F)) of the final verdict, asked for at once, without an analysis."""
     rollouts, spots = forced_verdicts(t, role, solutions, [True] * len(solutions))
     return [Judgment(None, chance, 1) for chance in chances_at(t, role, rollouts, spots)]
@@ -111,29 +112,29 @@ def preferred(t: Play, role: str, solutions: Rollouts) -> list[Judgment]:
     distinct = list(dict.fromkeys(problems))
     greedy = t.solve("reference", distinct, greedy=True)
     references, lengths = dict(zip(distinct, greedy.texts, strict=True)), greedy.lengths.tolist()
-    pairs = [Lineup(p, [text, references[p]], 0) for p, text in zip(problems, solutions.texts, strict=True)]
+    pairs = [Candidates(p, [text, references[p]], 0) for p, text in zip(problems, solutions.texts, strict=True)]
     chances = chances_at(t, role, *forced_choices(t, role, pairs + turned(pairs)))
     costs = dict(zip((problems.index(p) for p in distinct), lengths, strict=True))
     return [Judgment(None, (chances[n] + 1 - chances[N + n]) / 2, 2 + costs.get(n, 0)) for n in range(N)]
 
 
 def together(t: Play, role: str, solutions: Rollouts, form: str) -> list[Judgment]:
-    """RM-R1, Think-RM, SPCT: each solution of a group beside those behind it (`rings`), in k verifications of each such
-    lineup. Its chance is the mean of what they give it: its share of duels won, or of the highest score. A duel of
+    """RM-R1, Think-RM, SPCT: each solution of a group beside those after it (`round_robin`), in k verifications of each
+    such set. Its chance is the mean of what they give it: its share of duels won, or of the highest score. A duel of
     equal texts is a draw, for which nobody is asked."""
     k, num, texts = t.args.verifications, num_together(t.args, form), solutions.texts
-    given, tokens = [[] for _ in texts], [0.0 for _ in texts]
+    shares, tokens = [[] for _ in texts], [0.0 for _ in texts]
     is_draw = lambda rows: FORMS[form].num == 2 and texts[rows[0]] == texts[rows[1]]
-    shown = rings(solutions.group_id.tolist(), num)
+    shown = round_robin(solutions.group_id.tolist(), num)
     asked = [rows for rows in shown if not is_draw(rows)]
-    rollouts, worths = verified_together(t, role, solutions, asked, form, num, k)
-    for i, (row, length) in enumerate(zip(worths, rollouts.lengths.tolist(), strict=True)):
-        for n, worth in zip(asked[i // k], row or [None] * num, strict=True):
-            given[n] += [] if worth is None else [worth]
+    rollouts, scores = verified_together(t, role, solutions, asked, form, num, k)
+    for i, (row, length) in enumerate(zip(scores, rollouts.lengths.tolist(), strict=True)):
+        for n, score in zip(asked[i // k], row or [None] * num, strict=True):
+            shares[n] += [] if score is None else [score]
             tokens[n] += length / num
     for n in (n for rows in shown if is_draw(rows) for n in rows):
-        given[n] += [0.5] * k
-    return [Judgment(None, share_of(row), spent) for row, spent in zip(given, tokens, strict=True)]
+        shares[n] += [0.5] * k
+    return [Judgment(None, share_of(row), spent) for row, spent in zip(shares, tokens, strict=True)]
 
 
 def num_together(args, form: str) -> int:
@@ -142,12 +143,13 @@ def num_together(args, form: str) -> int:
 
 
 Judge = Callable[[Play, str, Rollouts], list[Judgment]]
-JUDGES: dict[str, Judge] = {"generative": generative, "steps": at_steps, "end": at_end, "tokens": at_tokens,
-                            "verdict": at_verdict, "analysed": analysed, "preferred": preferred,
-                            **{form: partial(together, form=form) for form in WORTHS}}
+JUDGES: dict[str, Judge] = {"generative": generative, "steps": judge_steps, "end": judge_end, "tokens": judge_tokens,
+                            "verdict": judge_verdict, "analysed": analysed, "preferred": preferred,
+                            **{form: partial(together, form=form) for form in GROUP_SCORES}}
 
-USED_BY = {"verifications": ("generative", "analysed", *WORTHS), "prm_aggregate": ("steps",), "num_judged": ("scores",)}
-OF_THE_WHOLE = ("end", "verdict", "preferred", *WORTHS)  # judges that say nothing of steps
+USED_BY = {"verifications": ("generative", "analysed", *GROUP_SCORES), "prm_aggregate": ("steps",),
+           "num_judged": ("scores",)}
+OF_THE_WHOLE = ("end", "verdict", "preferred", *GROUP_SCORES)  # judges that say nothing of steps
 VERDICT_TOKENS = 32  # of a verdict alone, at most
 
 
@@ -184,7 +186,7 @@ def together_draw(args, num_problems: int, num_samples: int, times: int | None, 
 
 JUDGE_DRAWS = {"generative": written_draw, "steps": log_odds_draw, "end": log_odds_draw, "tokens": log_odds_draw,
                "verdict": verdict_draw, "analysed": analysed_draw, "preferred": preferred_draw,
-               **{form: partial(together_draw, form=form) for form in WORTHS}}
+               **{form: partial(together_draw, form=form) for form in GROUP_SCORES}}
 
 
 def judge_draws(args, judge: str, num_problems: int, num_samples: int, times: int | None = None) -> dict[str, Draw]:
@@ -213,11 +215,11 @@ def add_together_args(group) -> None:
 def check_together_args(args) -> None:
     """Raises BadInput for a flag that the judge has no use for, and where a judge of several solutions is given fewer,
     in a step or in the evaluation."""
-    for name in sorted(USED_BY.keys() & getattr(args, "given", set())):
+    for name in sorted(USED_BY.keys() & getattr(args, "explicit", set())):
         if args.judge not in USED_BY[name]:
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} has no use for "
                            f"it; {' and '.join(USED_BY[name])} have")
-    if args.judge not in WORTHS:
+    if args.judge not in GROUP_SCORES:
         return
     check_num_judged(args.num_judged)
     for name in ("num_samples", "judged_samples"):

@@ -235,9 +235,9 @@ def pairs_of_step(t: Play, role: str) -> list[list[Labelled]]:
 
 
 def as_rollouts(t: Play, role: str, rows: list[Labelled]) -> Rollouts:
-    """Labelled solutions as a role's own completions behind the generator's prompts, which solutions of one problem
+    """Labelled solutions as a role's own completions after the generator's prompts, which solutions of one problem
     share."""
     prompts = [solve_prompt(t.tokenizer, t.task.fmt, row.problem) for row in rows]
-    rollouts = t.written(role, prompts, [row.solution for row in rows]).behind(prompts)
+    rollouts = t.written(role, prompts, [row.solution for row in rows]).with_prompts(prompts)
     rollouts.columns = {"outcome": [row.outcome for row in rows], "labels": [row.labels for row in rows]}
     return rollouts

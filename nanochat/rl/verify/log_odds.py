@@ -8,7 +8,7 @@ for the softcap and the sampling temperature, at which logprobs are taken here. 
 softcap of S bounds s to +-2S / temperature.
 
 Any loss of s is a weighted log-likelihood of the two tokens: -dloss/ds on target T and its negative on target F, exact
-for one optimizer step. N rollouts, T tokens, Q pairs. Position t is asked behind token t - 1.
+for one optimizer step. N rollouts, T tokens, Q pairs. Position t is asked after token t - 1.
 """
 from dataclasses import replace
 
@@ -41,58 +41,58 @@ def verdict_tokens(tokenizer, fmt) -> tuple[int, int]:
 
 # Where a verdict is asked
 
-def at_end(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
-    """Behind the whole solution: its end token's place (an outcome model). -> (N, T) bool"""
+def end_mask(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
+    """After the whole solution: its end token's place (an outcome model). -> (N, T) bool"""
     return torch.arange(rollouts.tokens.shape[1], device=rollouts.tokens.device) == (rollouts.lengths - 1)[:, None]
 
 
-def at_steps(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
-    """Behind the last token of each reasoning step (a step model); steps that end in one token share a place.
+def steps_mask(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
+    """After the last token of each reasoning step (a step model); steps that end in one token share a place.
     -> (N, T) bool"""
     places = torch.zeros(rollouts.tokens.shape, dtype=torch.bool)
-    for n, ends in enumerate(behind_steps(rollouts, solutions)):
+    for n, ends in enumerate(after_steps(rollouts, solutions)):
         places[n, ends] = True
     return places.to(rollouts.tokens.device)
 
 
-def at_tokens(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
-    """Behind the prompt and every token of the solution (Cobbe et al. 2021; a critic). -> (N, T) bool"""
+def tokens_mask(rollouts: Rollouts, solutions: list[Solution]) -> torch.Tensor:
+    """After the prompt and every token of the solution (Cobbe et al. 2021; a critic). -> (N, T) bool"""
     return rollouts.mask
 
 
-PLACES = {"end": at_end, "steps": at_steps, "tokens": at_tokens}
+PLACES = {"end": end_mask, "steps": steps_mask, "tokens": tokens_mask}
 
 
-def behind_steps(rollouts: Rollouts, solutions: list[Solution]) -> list[list[int]]:
-    """The position behind each step of each rollout. Raises ValueError for one that is not ended behind its steps."""
-    behind = [[end + 1 for end in solution.step_ends] for solution in solutions]
-    for n, (ends, length) in enumerate(zip(behind, rollouts.lengths.tolist(), strict=True)):
+def after_steps(rollouts: Rollouts, solutions: list[Solution]) -> list[list[int]]:
+    """The position after each step of each rollout. Raises ValueError for one that is not ended after its steps."""
+    after = [[end + 1 for end in solution.step_ends] for solution in solutions]
+    for n, (ends, length) in enumerate(zip(after, rollouts.lengths.tolist(), strict=True)):
         if ends and ends[-1] >= length:
             raise ValueError(f"rollout {n} has {length} tokens, and its last step ends with the last of them")
-    return behind
+    return after
 
 
 def ended(t: Play, role: str, prompts: list[Prompt], solutions: Rollouts) -> Rollouts:
-    """The same solutions as completions of a role behind these prompts, one for each, with an end token where they were
-    cut: so there is a place behind every step and at the end."""
+    """The same solutions as completions of a role after these prompts, one for each, with an end token where they were
+    cut: so there is a place after every step and at the end."""
     end = t.tokenizer.stop_tokens[0]
     rows = zip(solutions.completions(), solutions.stopped.tolist(), strict=True)
-    return t.written(role, prompts, [row if stopped else [*row, end] for row, stopped in rows]).behind(prompts)
+    return t.written(role, prompts, [row if stopped else [*row, end] for row, stopped in rows]).with_prompts(prompts)
 
 
 def steps_filled(rollouts: Rollouts, solutions: list[Solution], values: list[list[float]]) -> torch.Tensor:
     """A value for each reasoning step, in its place; of steps that share one the least. Other places are 0.
     -> (N, T) fp32"""
     filled = torch.zeros(rollouts.tokens.shape)
-    for n, (ends, row) in enumerate(zip(behind_steps(rollouts, solutions), values, strict=True)):
+    for n, (ends, row) in enumerate(zip(after_steps(rollouts, solutions), values, strict=True)):
         for end, value in sorted(zip(ends, row, strict=True), key=lambda pair: -pair[1]):
             filled[n, end] = value
     return filled.to(rollouts.tokens.device)
 
 
 def steps_read(rollouts: Rollouts, solutions: list[Solution], values: torch.Tensor) -> list[list[float]]:
-    """What stands behind each reasoning step. values (N, T)"""
-    rows = zip(behind_steps(rollouts, solutions), values.tolist(), strict=True)
+    """What stands after each reasoning step. values (N, T)"""
+    rows = zip(after_steps(rollouts, solutions), values.tolist(), strict=True)
     return [[row[end] for end in ends] for ends, row in rows]
 
 
@@ -171,8 +171,8 @@ def verdict_parts(t: Play, rollouts: Rollouts, coefficients: torch.Tensor) -> Pa
 
 def likelihood_parts(rollouts: Rollouts, weights: torch.Tensor) -> Parts:
     """The parts of an Update on -weight * log pi of each token: SFT on given rollouts. weights (N, T), also bool."""
-    nobodys = torch.full_like(rollouts.sampler_logprobs, float("nan"))
-    return [(replace(rollouts, sampler_logprobs=nobodys), weights.float() * rollouts.mask)]
+    not_sampled = torch.full_like(rollouts.sampler_logprobs, float("nan"))
+    return [(replace(rollouts, sampler_logprobs=not_sampled), weights.float() * rollouts.mask)]
 
 
 def mean_over(t: Play, parts: Parts, num: float) -> Parts:
@@ -197,7 +197,7 @@ def learn_verdicts(t: Play, role: str, *losses: tuple[Parts, float]):
     nums = t.reduce(torch.tensor([float(num) for _, num in losses], device=t.device))
     check_one_update(t.args)
     if nums.any():
-        yield Update(role, sum_of(t, *losses), PolicyLoss("reinforce"), per="rollout")
+        yield Update(role, sum_of(t, *losses), PolicyLoss("reinforce"), aggregation="rollout")
 
 
 def learn_likelihood(t: Play, role: str, rollouts: Rollouts):

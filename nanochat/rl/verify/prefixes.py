@@ -1,5 +1,5 @@
 """
-Solutions cut behind their steps: what a model completes from there, and how likely it finds the gold answer there.
+Solutions cut after their steps: what a model completes from there, and how likely it finds the gold answer there.
 
 Prefixes are token ids, never text that is encoded again: the problem's prompt and the solution's tokens up to and
 including the last one of a step.
@@ -28,7 +28,7 @@ SCORED_TOKENS = 8192  # that go through the model at once
 class Cut:
     """A solution with its prefixes. prompt: the generator's; ids: the solution's tokens; step_ends: of each step the
     index of its last token; gold: the task's labels of its steps, [] where they are not known. values: what was found
-    behind each prefix, None where nothing was asked; rollouts, tokens: what that cost."""
+    after each prefix, None where nothing was asked; rollouts, tokens: what that cost."""
     problem: Problem
     prompt: list[int]
     ids: list[int]
@@ -46,7 +46,7 @@ class Cut:
 
 
 class Found(NamedTuple):
-    """The value behind a prefix, None where it cannot be told; what it cost. prompt_tokens: what was run before the
+    """The value after a prefix, None where it cannot be told; what it cost. prompt_tokens: what was run before the
     first of the `tokens`, the problem's prompt included; own_tokens: the same where a longer prefix does not hold it,
     else 0."""
     value: float | None
@@ -61,7 +61,7 @@ Asked = list[tuple[Cut, int]]  # prefix k of a solution
 
 # Completions
 
-def prompt_behind(prompt: list[int], problem: Problem, begun: list[int]) -> Prompt:
+def prompt_after(prompt: list[int], problem: Problem, begun: list[int]) -> Prompt:
     """The prompt and the tokens of a solution that is begun, to be gone on from. Its noise belongs to what it says."""
     return Prompt(prompt + begun, problem, copy=row_key(*begun))
 
@@ -69,7 +69,7 @@ def prompt_behind(prompt: list[int], problem: Problem, begun: list[int]) -> Prom
 def complete(asked: Asked, model, sampler: Sampler, num: int) -> Rollouts:
     """`num` completions from each prefix. Their noise belongs to the problem and to what the prefix says, so that equal
     prefixes have equal completions, whichever solution they are cut from."""
-    prompts = [prompt_behind(cut.prompt, cut.problem, cut.begin(k)) for cut, k in asked]
+    prompts = [prompt_after(cut.prompt, cut.problem, cut.begin(k)) for cut, k in asked]
     rollouts = sampler.sample(model, prompts, num, ("labels",), sampler.max_new_tokens, tool=sampler.calculator_tool())
     whole = zip((pair for pair in asked for _ in range(num)), rollouts.completions(), rollouts.stopped.tolist(),
                 strict=True)
@@ -101,7 +101,7 @@ def are_held(prompts: list[list[int]]) -> list[bool]:
     """Whether another one of these prompts begins with each, so that its keys are among that one's; of equal ones the
     last is not counted."""
     held, order = [False] * len(prompts), sorted(range(len(prompts)), key=prompts.__getitem__)
-    for p, following in pairwise(order):  # what begins with a prompt stands right behind it
+    for p, following in pairwise(order):  # what begins with a prompt stands right after it
         held[p] = prompts[following][: len(prompts[p])] == prompts[p]
     return held
 
@@ -109,20 +109,20 @@ def are_held(prompts: list[list[int]]) -> list[bool]:
 # The gold answer
 
 def forced_answer(tokenizer, fmt, answer: str) -> tuple[list[int], list[int]]:
-    """Token ids of what opens an answer behind any step, and of the answer with what closes and ends it. The opening is
+    """Token ids of what opens an answer after any step, and of the answer with what closes and ends it. The opening is
     given and the rest is scored, so that what counts is which answer comes, not whether one is due."""
     return (tokenizer.encode(fmt.think_close + fmt.answer_open),
             [*tokenizer.encode(answer + fmt.answer_close), tokenizer.stop_tokens[0]])
 
 
-def forced_behind(tokenizer, fmt, cut: Cut, k: int) -> tuple[list[int], list[int]]:
+def forced_after(tokenizer, fmt, cut: Cut, k: int) -> tuple[list[int], list[int]]:
     """Token ids of prefix k of a solution with what opens an answer, and of the gold answer that is forced there."""
     opening, answer = forced_answer(tokenizer, fmt, cut.problem.answer)
     return cut.begin(k) + opening, answer
 
 
 def completion_logprobs(model, prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
-    """The log-probability of each whole completion behind its prompt, at temperature 1."""
+    """The log-probability of each whole completion after its prompt, at temperature 1."""
     device, width = model.lm_head.weight.device, max(map(len, completions))
     tokens = torch.tensor([row + [0] * (width - len(row)) for row in completions], device=device)  # (N, T)
     zeros = torch.zeros(tokens.shape, device=device)
@@ -156,9 +156,9 @@ def best_of_chance(asked: Asked, model, sampler: Sampler, num: int, best_of: int
 
 
 def answer_logprob(asked: Asked, model, sampler: Sampler, num: int, best_of: int) -> list[Found]:
-    """log p of the gold answer that is forced behind the prefix. It costs its tokens, which are read and not sampled;
+    """log p of the gold answer that is forced after the prefix. It costs its tokens, which are read and not sampled;
     they count as one rollout."""
-    forced = [forced_behind(sampler.tokenizer, sampler.task.fmt, cut, k) for cut, k in asked]
+    forced = [forced_after(sampler.tokenizer, sampler.task.fmt, cut, k) for cut, k in asked]
     prompts = [cut.prompt + begun for (cut, _), (begun, _) in zip(asked, forced, strict=True)]
     answers = [answer for _, answer in forced]
     rows = zip(completion_logprobs(model, prompts, answers), prompts, answers, strict=True)

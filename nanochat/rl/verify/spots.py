@@ -59,7 +59,7 @@ def verdict_spots(tokenizer, fmt, tokens: list[int], verification: Verification,
 
 def forced(t: Play, role: str, prompts: list[Prompt], marks: tuple[str, str],
            first: list[bool]) -> tuple[Rollouts, list[tuple[int, Spot]]]:
-    """Verifications that are a final judgment and nothing else, the first of two marks or the second behind each
+    """Verifications that are a final judgment and nothing else, the first of two marks or the second after each
     prompt, and where it stands in each. Raises BadInput where its tokens are not those of the mark by itself."""
     fmt = t.task.fmt
     opening = fmt.verification_open + fmt.verification_close + fmt.final_open

@@ -27,7 +27,7 @@ def num_places(num_prompts: int, num_samples: int, prompt_tokens: int, new_token
     return max(1, most)
 
 
-class Seats:
+class Slots:
     """Works on the host, on numbers alone.
 
     prompts: (prompt, its rows), in the order in which they sit down; num_places: rows that decode together. The rows of
@@ -48,8 +48,8 @@ class Seats:
         enough = min(self.num_waiting, math.ceil(REFILL * self.num_places))
         return 0 < enough <= len(self.free_places) and (self.open_slot is not None or len(self.free_slots) > 0)
 
-    def admit(self) -> tuple[list[int], list[int], list[int], list[tuple[int, int]]]:
-        """Seats as many rows as can be. -> the rows, their places, their slots; the prompts that are new, each with its
+    def fill(self) -> tuple[list[int], list[int], list[int], list[tuple[int, int]]]:
+        """Slots as many rows as can be. -> the rows, their places, their slots; the prompts that are new, each with its
         slot"""
         rows, places, slots, new = [], [], [], []
         while self.waiting and self.free_places and (self.open_slot is not None or self.free_slots):
