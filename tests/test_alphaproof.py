@@ -56,7 +56,7 @@ def play_with(*flags: str, texts: list[str] | None = None, check=None):
     t = random_play("alphaproof", "--examples-per-step", "2", "--num-samples", "4", *flags)
     t.task.check = check or t.task.check
     if texts:
-        def solve(role, problems, num, label, greedy=False, copies=None):
+        def solve(draw, problems, copies=None):
             prompts = [prompt for prompt in t.solve_prompts(problems) for _ in texts]
             return t.written("generator", prompts, texts * len(problems)).with_prompts(prompts)
         t.solve = solve
@@ -92,7 +92,7 @@ def test_with_one_found_proof_it_alone_is_learned_and_it_is_remembered(base):
     update, = alphaproof.play(t)
     assert update.parts[0][0].texts == ["=2", "=2"] and t.metrics["gen/proofs_known"] == 2
     assert t.metrics["gen/proved"] == 1 / 2 and t.metrics["gen/theorems_proved"] == 1
-    t.state.step, t.labels, t.task.check = 1, set(), lambda problem, text: False
+    t.state.step, t.done, t.task.check = 1, set(), lambda problem, text: False
     update, = alphaproof.play(t)  # nothing new: the window is learned from
     assert update.parts[0][0].texts == ["=2", "=2"] and t.metrics["gen/theorems_proved"] == 0
 
@@ -109,7 +109,7 @@ def test_an_update_draws_so_many_proofs_of_the_window(base):
     t.memory["proofs"] = {f"{n}+1": ["1", f"={n}"] for n in range(9)}
     drawn = []
     for t.state.step in range(4):
-        t.labels = set()
+        t.done = set()
         update, = alphaproof.play(t)
         proofs = update.parts[0][0]
         assert len(proofs) == 3
@@ -249,7 +249,7 @@ def play_share(folder: str) -> None:
     """Two steps on this rank's share."""
     t, rows = random_play("alphaproof", "--num-proofs", "5"), []
     for t.state.step in (0, 1):
-        t.labels = set()
+        t.done = set()
         update, = alphaproof.play(t)
         proofs = update.parts[0][0]
         rows.append(sorted(zip([problem.prompt for problem in proofs.problems()], proofs.texts, strict=True)))

@@ -205,10 +205,10 @@ def test_the_verifier_judges_lineups_of_one_right_solution_and_alone_learns(base
     monkeypatch.setattr(Chain, "check", half_right)
     sample, drawn, updates = Play.sample, [], []
 
-    def watched(t, role, prompts, *args, **options):
-        if role == "verifier" and not t.evaluating:
+    def watched(t, draw, prompts, *args, **options):
+        if draw == "verifications":
             drawn.extend(prompts)
-        return sample(t, role, prompts, *args, **options)
+        return sample(t, draw, prompts, *args, **options)
     apply = tango_rl.apply_update
     monkeypatch.setattr(Play, "sample", watched)
     monkeypatch.setattr(tango_rl, "apply_update", lambda t, wanted: updates.append(wanted) or apply(t, wanted))

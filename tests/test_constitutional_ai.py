@@ -120,13 +120,13 @@ def saying(said: list[str], *flags: str, step: int = 0):
     t.drawn = {}
     sample = t.sample
 
-    def recorded(role, prompts, num, label, **more):
-        t.drawn[label] = sample(role, prompts, num, label, **more)
-        if label.startswith(("critiques", "feedback")):
-            rollouts = t.drawn[label]
+    def recorded(draw, *args, **more):
+        t.drawn[draw] = sample(draw, *args, **more)
+        if draw.startswith(("critiques", "feedback")):
+            rollouts = t.drawn[draw]
             texts = [said[n % len(said)] for n in range(len(rollouts))]
-            t.drawn[label] = t.written(role, rollouts.prompt_of(), texts)
-        return t.drawn[label]
+            t.drawn[draw] = t.written("start", rollouts.prompt_of(), texts)
+        return t.drawn[draw]
 
     t.sample = recorded
     t.read_verifications = lambda rollouts: [parse_verification(COMPACT, text, text.count(";"))

@@ -78,8 +78,8 @@ def play_with(votes: list[list[str]], verdicts: list[str], *flags: str):
     problem_of = t.task.problem
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer="1")
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
-    t.solve = lambda role, problems, num, label: written(t, problems, [x.format("1") for row in votes for x in row])
-    t.verify = lambda role, judged, num, label: t.written("verifier", t.verify_prompts(judged), verdicts)
+    t.solve = lambda draw, problems, num: written(t, problems, [x.format("1") for row in votes for x in row])
+    t.verify = lambda draw, judged: t.written("verifier", t.verify_prompts(judged), verdicts)
     return t, list(coverrl.play(t))
 
 

@@ -29,10 +29,10 @@ def critic(tmp_path, monkeypatch):
         gold = ["".join(MARK[label > 0] + ";" for label in row.labels) + f"={MARK[row.outcome]}" for row in rows]
         said = [text or gold[n // 2] for n, text in enumerate(texts or [None] * 12)]
 
-        def verify(t, role, solutions, num_samples, label, copies):
-            assert num_samples == 2 and copies == [row.copy for row in rows]
+        def verify(t, draw, solutions, copies):
+            assert draw == "critiques" and copies == [row.copy for row in rows]
             prompts = t.verify_prompts(solutions)
-            return t.written(role, [prompts[n // 2] for n in range(12)], said)
+            return t.written("verifier", [prompts[n // 2] for n in range(12)], said)
 
         monkeypatch.setattr(Play, "verify", verify)
         return t, rows, said

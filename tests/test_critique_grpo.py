@@ -58,7 +58,7 @@ def moved(base, tag: str, role: str) -> bool:
 
 def watched(monkeypatch) -> tuple[list, list[dict[str, Rollouts]]]:
     """What a run yields and draws, filled in while it goes: per step (update, logprobs of its parts before it, logprobs
-    under the starting weights or None), and per step the rollouts by label."""
+    under the starting weights or None), and per step the rollouts by draw."""
     updates, drawn = [], []
     apply, sample = tango_rl.apply_update, Play.sample
 
@@ -70,11 +70,11 @@ def watched(monkeypatch) -> tuple[list, list[dict[str, Rollouts]]]:
         updates.append((wanted, now, start))
         return apply(t, wanted)
 
-    def watched_sample(t, role, prompts, num_samples, label, **options):
-        rollouts = sample(t, role, prompts, num_samples, label, **options)
+    def watched_sample(t, draw, *args, **options):
+        rollouts = sample(t, draw, *args, **options)
         if not t.evaluating:
             drawn.extend({} for _ in range(t.step + 1 - len(drawn)))
-            drawn[t.step][label] = copy.deepcopy(rollouts)
+            drawn[t.step][draw] = copy.deepcopy(rollouts)
         return rollouts
 
     monkeypatch.setattr(tango_rl, "apply_update", watched_apply)
@@ -234,7 +234,7 @@ def test_the_update_sees_the_refinement_after_the_problem_alone(base, monkeypatc
     train("--recipe", "critique_grpo", "--num-steps", "2", "--kl-coef", "0")
     num_shaped = 0
     for (wanted, (logprobs,), _), draws in zip(updates, drawn, strict=True):
-        solutions, refined, (mixed, coefficients) = draws["generator"], draws["refined"], wanted.parts[0]
+        solutions, refined, (mixed, coefficients) = draws["solutions"], draws["refined"], wanted.parts[0]
         task, tokenizer = make_task(parsed()), tango_rl.load_tokenizer(str(base / "tokenizer"))
         assert len(wanted.parts) == 1 and len(mixed) == len(solutions) == len(refined) == 16
         for n, prompt in enumerate(refined.prompt_of()):  # what a refinement was asked
@@ -271,7 +271,7 @@ def test_wrong_refinements_can_be_kept_out(base, monkeypatch, outcome, replaced)
     record, (mixed, coefficients) = records(base)[0], updates[0][0].parts[0]
     assert record["gen/refined/replaced"] == replaced and record["gen/refined/frac_reward_zero_std"] == 1
     assert bool((coefficients == 0).all())
-    first = drawn[0]["refined" if replaced else "generator"]
+    first = drawn[0]["refined" if replaced else "solutions"]
     assert mixed.texts[::4] == first.texts[::4]
 
 
@@ -279,7 +279,7 @@ def test_what_is_logged_agrees_with_what_was_drawn(base, monkeypatch):
     monkeypatch.setattr(Chain, "check", lambda self, problem, solution: by_text(solution))
     _, drawn = watched(monkeypatch)
     train("--recipe", "critique_grpo", "--num-steps", "1")
-    old, new = ([by_text(text) for text in drawn[0][label].texts] for label in ("generator", "refined"))
+    old, new = ([by_text(text) for text in drawn[0][draw].texts] for draw in ("solutions", "refined"))
     mean = lambda values: pytest.approx(statistics.mean([v for v in values if v is not None]))
     record = records(base)[0]
     assert record["gen/reward"] == mean(old) and record["gen/refined/accuracy"] == mean(new)
@@ -295,7 +295,7 @@ def test_with_a_verifier_its_text_is_the_critique_and_only_the_generator_moves(b
     train("--recipe", "critique_grpo_verifier", "--num-steps", "2", "--verifier-max-new-tokens", "36")
     tokenizer = tango_rl.load_tokenizer(str(base / "tokenizer"))
     for draws in drawn:
-        rows = zip(draws["refined"].prompt_of(), draws["generator"].texts, draws["critiques"].texts, strict=True)
+        rows = zip(draws["refined"].prompt_of(), draws["solutions"].texts, draws["critiques"].texts, strict=True)
         for prompt, first, critique in rows:
             assert prompt.ids == tokenizer.render_prompt(f"{first}|{critique}|{prompt.problem.prompt}")
     assert [wanted.role for wanted, _, _ in updates] == ["generator"] * 2

@@ -60,10 +60,10 @@ def play_of(*batches: list[str], more: tuple = (), run: Run | None = None):
     order, world, rank = dapo.labels(t.args), t.run.world, t.run.rank
     t.task.check = lambda problem, text: OUTCOMES[text]
 
-    def solve(role, problems, num_samples, label) -> Rollouts:
-        t.labels.add(label)
-        texts = [text for group in batches[order.index(label)][rank::world] for text in group]
-        prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(num_samples)]
+    def solve(draw, problems) -> Rollouts:
+        t.done.add(draw)
+        texts = [text for group in batches[order.index(draw)][rank::world] for text in group]
+        prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(t.args.num_samples)]
         return t.written("generator", prompts, texts).with_prompts(prompts)
 
     t.solve = solve
@@ -76,7 +76,7 @@ def test_batches_are_drawn_until_there_are_as_many_mixed_groups_as_wanted(base):
     # 1 + 2 mixed groups, and of the third batch the first; its two others are more than is wanted.
     assert kept.texts == ["1", "0", "0", "1", "1", "0", "1", "0"]
     assert [p.problem.index for p in kept.prompts] == [3, 5, 7, 9] and t.num_drawn == 12
-    assert t.labels == {"generator", "batch_2", "batch_3"}
+    assert t.done == {"solutions", "batch_2", "batch_3"}
     found = {name: t.metrics[f"gen/{name}"] for name in (
         "batches", "ran_out", "dropped/right", "dropped/wrong", "dropped/unknown", "dropped/surplus")}
     assert found == {"batches": 3, "ran_out": 0, "dropped/right": 2 / 12, "dropped/wrong": 3 / 12,
@@ -118,8 +118,8 @@ def test_a_long_right_solution_earns_less_than_a_short_one(base):
     t = play_of(["101"] * 4, more=("--num-samples", "3", "--max-new-tokens", "8", "--overlong-buffer", "4"))
     solve = t.solve
 
-    def longer(role, problems, num_samples, label):
-        rollouts = solve(role, problems, num_samples, label)
+    def longer(draw, problems):
+        rollouts = solve(draw, problems)
         return replace(rollouts, lengths=torch.tensor([2, 2, 6] * 4), tokens=torch.ones(12, 6, dtype=torch.long),
                        sampler_logprobs=torch.zeros(12, 6))
 
@@ -140,7 +140,7 @@ def test_two_ranks_keep_the_groups_that_one_keeps(base, rank, kept):
     t = play_of(HARD, EASY, SOME, SOME, run=Run("r", torch.device("cpu"), rank, 2, ""))
     t.gather = lambda kinds: [kind_of([OUTCOMES[x] for x in group]) for group in next(batches)]
     assert [p.problem.index for p in dynamic_sampling(t).prompts] == kept
-    assert t.labels == {"generator", "batch_2", "batch_3"} and t.metrics["gen/dropped/surplus"] == 2 / 12
+    assert t.done == {"solutions", "batch_2", "batch_3"} and t.metrics["gen/dropped/surplus"] == 2 / 12
 
 
 # Flags

@@ -158,11 +158,11 @@ def played(protocol: str, arguments: list[str], verifications: list[str], recipe
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
     given = {"distractors": ["=2", "=1", "=0", "=2"], "arguments": arguments, "verdicts": verifications}
 
-    def sample(role, prompts, num, label, **_):
-        if label == "verdicts":
+    def sample(draw, prompts, num=None, **_):
+        if draw == "verdicts":
             asked.extend(t.tokenizer.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
-        repeated = [prompt for prompt in prompts for _ in range(num)]
-        return t.written(role, repeated, given[label]).with_prompts(repeated)
+        repeated = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
+        return t.written(t.draws[draw].role, repeated, given[draw]).with_prompts(repeated)
     t.sample = sample
     return t, list(recipes.load(recipe).play(t)), asked
 
@@ -247,7 +247,7 @@ def test_an_argument_for_the_right_answer_comes_to_it_in_any_form_that_is_right(
 def test_arguments_may_call_what_solutions_may(base, calculator):
     t, tools = random_play("debate", "--max-new-tokens", "12", "--verifier-max-new-tokens", "24"), {}
     t.sampler.calculator, draw = calculator, t.sample
-    t.sample = lambda *args, tool=None, **options: tools.update({args[3]: tool}) or draw(*args, tool=tool, **options)
+    t.sample = lambda *args, tool=None, **options: tools.update({args[0]: tool}) or draw(*args, tool=tool, **options)
     list(debate.play(t))
     t.evaluating = True
     debate.evaluate(t)

@@ -62,7 +62,7 @@ def random_play(recipe: str, *flags: str) -> Play:
         optimizer = torch.optim.SGD(parameters, lr=1.0) if spec.trained else None
         roles[name] = Role(name, model, parameters, optimizer, reference, 1.0)
     return Play(args, Run("r", CPU, *rank_and_world(), ""), Sampler(task, tokenizer, args.seed), roles,
-                {call.label: call for call in recipe.calls(args)}, {"generator": args.num_steps},
+                recipe.draws(args), {"generator": args.num_steps},
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss())
 
 

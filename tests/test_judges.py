@@ -14,14 +14,14 @@ from conftest import parse, rl_flags
 from test_log_odds import play_of, random_model, true_log_odds
 
 from nanochat.common import BadInput
-from nanochat.recipes.tango.tango import fixed_verifier
+from nanochat.recipes.tango import fixed_verifier
 from nanochat.rl.credit.advantages import PRESETS, difference_advantages, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.records.prompts import Verification, generator_prompt, parse_verification
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import GROUP_SCORES
 from nanochat.rl.verify.judge_evals import judged_scores
-from nanochat.rl.verify.judges import AGGREGATES, JUDGES, JUDGE_CALLS, OF_THE_WHOLE, Judgment, shares
+from nanochat.rl.verify.judges import AGGREGATES, JUDGES, JUDGE_DRAWS, OF_THE_WHOLE, Judgment, shares
 from nanochat.rl.verify.spots import Spot, chances_at, spot_of, spot_places, verdict_spots
 from nanochat.tokenizer import Tokenizer
 from scripts import tango_rl
@@ -185,9 +185,9 @@ def several(judged, monkeypatch):
     def judge(name: str, *texts: str):
         asked = []
 
-        def sample(t, role, prompts, num_samples, label):
+        def sample(t, draw, prompts, num_samples, role):
             asked.extend(BYTES.decode(prompt.ids[2:-2]) for prompt in prompts)
-            assert (num_samples, label) == (2, "verdicts") and len(texts) == 2 * len(prompts)
+            assert (num_samples, draw) == (2, "verdicts") and len(texts) == 2 * len(prompts)
             return t.written(role, [prompt for prompt in prompts for _ in range(2)], list(texts))
         monkeypatch.setattr(type(t), "sample", sample)
         return JUDGES[name](t, "verifier", solutions), asked
@@ -223,12 +223,12 @@ def test_where_strengths_are_differences_of_rewards_the_z_scores_are_think_rms(s
 
 
 def test_every_judge_says_what_it_is_given():
-    assert JUDGES.keys() == JUDGE_CALLS.keys()
+    assert JUDGES.keys() == JUDGE_DRAWS.keys()
     args = SimpleNamespace(verifications=3, verifier_max_new_tokens=9, max_new_tokens=20, num_judged=4)
     for judge, quoted, prompt in (("graded", 40, "1+1|||AS"), ("scores", 80, "1+1|||||S"), ("generative", 20, "1+1|")):
-        call = JUDGE_CALLS[judge](args, 2, 5, 7)
-        assert (call.num_prompts, call.num_samples, call.times, call.quoted) == (10, 3, 7, quoted)
-        assert BYTES.decode(call.wrap(BYTES, COMPACT, "1+1")[2:-2]).startswith(prompt)
+        draw = JUDGE_DRAWS[judge](args, 2, 5, 7)
+        assert (draw.num_prompts, draw.num_samples, draw.times, draw.quoted) == (10, 3, 7, quoted)
+        assert BYTES.decode(draw.wrap(BYTES, COMPACT, "1+1")[2:-2]).startswith(prompt)
 
 
 # As the reward of a generator

@@ -17,7 +17,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.learn.roles import Role
 from nanochat.rl.learn.state import RunState
-from nanochat.rl.play.play import Call, Play, Update, apply_update
+from nanochat.rl.play.play import Draw, Play, Update, apply_update
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.prompts import Prompt, Solution
 from nanochat.rl.records.rollouts import Rollouts
@@ -62,9 +62,8 @@ def play_of(model: GPT, temperature: float = 1.0) -> Play:
                            aggregation="token", updates_per_batch=1, lr_schedule="constant", max_grad_norm=0.0)
     parameters = list(model.parameters())
     role = Role("verifier", model, parameters, torch.optim.SGD(parameters, lr=1.0), lr=1.0)
-    call = Call("verifier", "scored", 9, 9, 9, 1, given=True)
     return Play(args, Run("r", CPU, 0, 1, ""), Sampler(SimpleNamespace(fmt=COMPACT), TOKENIZER, 0), {"verifier": role},
-                {"scored": call}, {"verifier": 10}, RunState(role_steps={"verifier": 0}), PolicyLoss("reinforce"))
+                {"scored": Draw("verifier", 9, 9, 9, 1, teacher_forced=True)}, {"verifier": 10}, RunState(role_steps={"verifier": 0}), PolicyLoss("reinforce"))
 
 
 def true_log_odds(model: GPT, rollouts: Rollouts, n: int, temperature: float = 1.0) -> torch.Tensor:

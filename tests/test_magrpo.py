@@ -154,7 +154,7 @@ def test_the_evaluation_is_of_one_joint_solution_of_each_problem(base):
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer=answers[index])
     texts = {("first", True): "a0+1:1;=1", ("first", False): "a0+1:1;=1",
              ("second", True): "a1*0:0;=0", ("second", False): "b1*0:0;=0"}
-    t.sample = lambda role, prompts, num, label, greedy, tool: t.written(
+    t.sample = lambda draw, prompts, num, role, greedy, tool: t.written(
         role, prompts, [texts[role, greedy]] * len(prompts))
     scores = magrpo.evaluate(t)
     for split in ("in", "out"):

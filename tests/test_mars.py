@@ -114,7 +114,7 @@ def test_a_turn_stands_after_what_was_asked_and_found_before(t):
     contexts, nums, last = [""] * len(problems), [0] * len(problems), [""] * len(problems)
     live = list(range(len(problems)))
     for k in range(3):
-        said, written = (rollouts.select([n for n, call in enumerate(rollouts.calls) if call == f"{label}{k}"])
+        said, written = (rollouts.select([n for n, call in enumerate(rollouts.draws) if call == f"{label}{k}"])
                          for rollouts, label in ((turns, "turn"), (condensed, "condense")))
         assert said.columns["trajectory"] == live
         assert [p.ids for p in said.prompt_of()] == [

@@ -47,15 +47,15 @@ def test_a_team_is_measured_by_all_that_it_earned_before():
 # A step
 
 def played(*flags: str, texts=None, check=None):
-    """A step and its update. texts: what is written under a label in turn, in place of a random model's."""
+    """A step and its update. texts: what is written in a draw in turn, in place of a random model's."""
     t = random_play("marti", "--examples-per-step", "2", "--num-samples", "4", *flags)
     t.task.check = check or t.task.check
     if texts:
         drawn = t.sample
-        def sample(role, prompts, num, label, **kwargs):
-            rollouts = drawn(role, prompts, num, label, **kwargs)
+        def sample(draw, *args, **kwargs):
+            rollouts = drawn(draw, *args, **kwargs)
             rows = rollouts.prompt_of()
-            return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))])\
+            return t.written("generator", rows, [texts[draw][n % len(texts[draw])] for n in range(len(rows))])\
                 .with_prompts(rows)
         t.sample = sample
     update, = marti.play(t)
@@ -99,7 +99,7 @@ def centred(values) -> list[float]:
     ("margin", [1.25, -0.25, 0, 1.5]),
     ("quality", [1.25, -0.25, -0.5, 1])])
 def test_what_a_debate_earns_by_hand(base, shaping, shaped_rewards):
-    texts = {"generator": ["=1", "=0", "=0", "=0"], "final": ["=1", "=0", "=0", "=1"]}
+    texts = {"solutions": ["=1", "=0", "=0", "=0"], "final": ["=1", "=0", "=0", "=1"]}
     t, (first, final), advantages = played("--shaping", shaping, "--advantage", "dr_grpo", texts=texts, check=outcome)
     assert first.columns["shaped_reward"] == first.columns["outcome"] == [1, 0, 0, 0] * 2
     assert final.columns["shaped_reward"] == shaped_rewards * 2 and final.columns["outcome"] == [1, 0, 0, 1] * 2
@@ -116,7 +116,7 @@ def test_what_a_debate_earns_by_hand(base, shaping, shaped_rewards):
 
 def test_what_a_chain_earns_by_hand(base):
     """A verifier that is right about a right and about a wrong answer, is wrong, and says nothing that can be read."""
-    texts = {"generator": ["=1", "=0", "=0", "=1"], "verifier": ["=T", "=F", "=T", "T"],
+    texts = {"solutions": ["=1", "=0", "=0", "=1"], "verifications": ["=T", "=F", "=T", "T"],
              "final": ["=1", "=1", "=0", "=0"]}
     t, (first, judged, final), advantages = played(*CHAIN, "--shaping", "quality", "--advantage", "dr_grpo",
                                                    texts=texts, check=outcome)
@@ -131,13 +131,13 @@ def test_what_a_chain_earns_by_hand(base):
 
 
 def test_what_cannot_be_scored_earns_nothing_and_is_left_out_of_means(base):
-    texts = {"generator": ["=?", "=1", "=?", "=?"], "final": ["=1", "=?", "=1", "=0"]}
+    texts = {"solutions": ["=?", "=1", "=?", "=?"], "final": ["=1", "=?", "=1", "=0"]}
     t, (first, final), advantages = played("--shaping", "margin", "--advantage", "dr_grpo", texts=texts, check=outcome)
     # the first team's mean is 1; of the second one nothing is known
     assert final.columns["shaped_reward"] == [1, None, 1, 0] * 2
     assert advantages == [[0] * 8, pytest.approx([1 / 3, 0, 1 / 3, -2 / 3] * 2)]
     assert t.metrics["gen/unscorable"] == 1
-    texts = {"generator": ["=?"], "verifier": ["=T"], "final": ["=0"]}
+    texts = {"solutions": ["=?"], "verifications": ["=T"], "final": ["=0"]}
     t, (_, judged, final), _ = played(*CHAIN, texts=texts, check=outcome)
     assert set(judged.columns["shaped_reward"]) == {None} and set(final.columns["shaped_reward"]) == {0}
 
@@ -158,19 +158,19 @@ def test_a_debate_is_evaluated_by_its_majority_and_a_chain_by_its_last_answer(ba
                                                                               expected, num_unknown):
     t = random_play("marti", "--num-samples", "4", "--eval-examples", "4", *flags)
     t.task.check, t.evaluating, drawn, limits = outcome, True, t.sample, {}
-    texts = {"eval": ["=0"], "generator": first, "verifier": ["=F"], "final": final}
+    texts = {"eval": ["=0"], "solutions": first, "verifications": ["=F"], "final": final}
 
-    def sample(role, prompts, num, label, **kwargs):
-        rollouts = drawn(role, prompts, num, label, **kwargs)
-        rows, limits[label] = rollouts.prompt_of(), rollouts.limit
-        return t.written(role, rows, [texts[label][n % len(texts[label])] for n in range(len(rows))])\
+    def sample(draw, *args, **kwargs):
+        rollouts = drawn(draw, *args, **kwargs)
+        rows, limits[draw] = rollouts.prompt_of(), rollouts.limit
+        return t.written("generator", rows, [texts[draw][n % len(texts[draw])] for n in range(len(rows))])\
                 .with_prompts(rows)
     t.sample = sample
     scores = marti.evaluate(t)
     for split in ("in", "out"):
         assert {name: scores.pop(f"gen/{name}_{split}") for name in expected} == expected
     assert not scores and capsys.readouterr().out.count("of test_in cannot be scored") == num_unknown
-    assert limits.pop("verifier", 20) == 20 and set(limits.values()) == {28}  # as in training
+    assert limits.pop("verifications", 20) == 20 and set(limits.values()) == {28}  # as in training
 
 
 # Flags
@@ -189,5 +189,5 @@ def test_settings_that_cannot_work_are_refused_in_one_line(flags, words):
 def test_a_chain_needs_no_whole_debates():
     args = parsed("marti", "--graph", "chain", "--num-samples", "3")
     marti.check(args, make_task(args))
-    assert {call.label for call in marti.calls(args)} == {"generator", "verifier", "final"}
-    assert {call.label for call in marti.calls(parsed("marti"))} == {"generator", "final"}
+    assert marti.draws(args).keys() == {"solutions", "verifications", "final"}
+    assert marti.draws(parsed("marti")).keys() == {"solutions", "final"}

@@ -36,14 +36,13 @@ def play_with(*flags: str):
     t = random_play("medvlsynther", "--examples-per-step", "4", "--num-samples", "2", *flags)
     right = t.task.read_problem(BETTER, 0)[0].answer
     texts = {"propose": [GOOD, "1+", in_which(2, "test_in"), BETTER], "keys": ["1+1:2;=x", f"1+1:2;={right}"],
-             "verdicts": ["T;=T", "F;=F"], "generator": ["=x", f"={t.task.read_problem(GOOD, 0)[0].answer}"]}
+             "verdicts": ["T;=T", "F;=F"], "solutions": ["=x", f"={t.task.read_problem(GOOD, 0)[0].answer}"]}
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
 
-    def sample(role, prompts, num, label, **_):
-        assert role == {"propose": "proposer", "keys": "proposer", "verdicts": "verifier"}.get(label, "generator")
-        prompts = [prompt for prompt in prompts for _ in range(num)]
-        given = [texts[label][n % len(texts[label])] for n in range(len(prompts))]
-        return t.written(role, prompts, given).with_prompts(prompts)
+    def sample(draw, prompts, num=None, **_):
+        prompts = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
+        given = [texts[draw][n % len(texts[draw])] for n in range(len(prompts))]
+        return t.written(t.draws[draw].role, prompts, given).with_prompts(prompts)
     t.sample = sample
     return t
 

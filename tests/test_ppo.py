@@ -49,7 +49,7 @@ def test_with_lambda_1_the_critic_takes_the_gradient_of_the_cross_entropy_of_out
     policy, critic = ppo.play(t)
     rollouts, advantages = policy.parts[0]
     outcomes = rollouts.columns["outcome"]
-    assert policy.times is None and None not in outcomes and {True, False} == set(outcomes)
+    assert policy.num_updates is None and None not in outcomes and {True, False} == set(outcomes)
     s = true_log_odds(t, rollouts)
     returns = [torch.full_like(row, float(outcome)) for row, outcome in zip(s, outcomes, strict=True)]
     loss = binary_cross_entropy_with_logits(torch.cat(s), torch.cat(returns))
@@ -102,7 +102,7 @@ def test_the_critic_is_pretrained_alone_on_outcomes(base):
     outcomes = play_of("--gae-lambda", "1")
     assert torch.equal(first.parts[0][1], list(ppo.play(outcomes))[1].parts[0][1])
     t.steps["critic"] = 1
-    t.labels.clear()
+    t.done.clear()
     assert [update.role for update in ppo.play(t)] == ["generator", "critic"]
     assert ppo.updates(t.args) == {"generator": 4, "critic": 5}
 

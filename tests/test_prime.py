@@ -190,7 +190,7 @@ def test_the_prms_update_is_the_gradient_of_its_cross_entropy():
     expected = torch.autograd.grad(loss, parameters)
     padded = torch.nn.utils.rnn.pad_sequence([values.detach() for values in q], batch_first=True)  # (N, T)
     wanted = prime.prm_update(rollouts, padded, beta)
-    weights = token_weights(rollouts.lengths, wanted.per, 5, lambda x: x)
+    weights = token_weights(rollouts.lengths, wanted.aggregation, 5, lambda x: x)
     batches = pack(*wanted.parts[0], weights, 20, keep_idle=False)
     before = [p.detach().clone() for p in parameters]
     update(Role("prm", prm, parameters, torch.optim.SGD(parameters, lr=1.0)), batches, wanted.loss, lr=1.0,

@@ -129,11 +129,11 @@ def play_with(texts: dict[str, list[str]], *flags: str):
     t.task.check = lambda problem, text: t.task.fmt.answer(text) == problem.answer
     t.asked = {}
 
-    def sample(role, prompts, num, label, **_):
-        prompts = [prompt for prompt in prompts for _ in range(num)]
-        t.asked[label] = [prompt.problem for prompt in prompts]
-        given = [texts[label][n % len(texts[label])] for n in range(len(prompts))]
-        return t.written(role, prompts, given).with_prompts(prompts)
+    def sample(draw, prompts, num=None, **_):
+        prompts = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
+        t.asked[draw] = [prompt.problem for prompt in prompts]
+        given = [texts[draw][n % len(texts[draw])] for n in range(len(prompts))]
+        return t.written("generator", prompts, given).with_prompts(prompts)
     t.sample = sample
     return t
 
@@ -141,7 +141,7 @@ def play_with(texts: dict[str, list[str]], *flags: str):
 GOOD, BETTER = in_which(1, "rl"), in_which(2, "rl")
 TEXTS = {"propose": [GOOD, "1+1=2", in_which(2, "test_in"), BETTER],
          "attempts": ["1+1:2;=2", "1+1:2;=2"], "attempt_scores": ["T;=T", "F;=F", "F;=F", "F;=F"],
-         "generator": ["1+1:2;=2", "1+1:2;", "1+1:2;=2", "1+1:2;=2"], "judge": ["T;=T", "F;=F", "F;=F", "T;=T"]}
+         "solutions": ["1+1:2;=2", "1+1:2;", "1+1:2;=2", "1+1:2;=2"], "judge": ["T;=T", "F;=F", "F;=F", "T;=T"]}
 
 
 def test_a_step_by_hand(base):
@@ -202,7 +202,7 @@ def test_the_pool_is_what_the_solver_is_asked_and_references_stand_in(base):
     t = play_with(TEXTS, "--pool-size", "3")
     t.memory["pool"] = [[10, GOOD], [11, BETTER], [12, GOOD]]
     update, = mae.play(t)
-    asked = {(problem.split, problem.index, problem.prompt) for problem in t.asked["generator"]}
+    asked = {(problem.split, problem.index, problem.prompt) for problem in t.asked["solutions"]}
     assert len(asked) == 2 and asked < {("proposed", 10, GOOD), ("proposed", 11, BETTER), ("proposed", 12, GOOD)}
     assert t.memory["pool"][:2] == [[11, BETTER], [12, GOOD]] and len(t.memory["pool"]) == 3
     found, *rest = drawn(t, [[10, GOOD]])
@@ -245,16 +245,16 @@ def play_share(folder: str) -> None:
                     "--verifier-max-new-tokens", "12")
     sampled = t.sample
 
-    def sample(role, prompts, num, label, **options):
-        rollouts = sampled(role, prompts, num, label, **options)
-        if label == "propose":
+    def sample(draw, *args, **options):
+        rollouts = sampled(draw, *args, **options)
+        if draw == "propose":
             texts = [(GOOD, BETTER, "no")[problem.index % 3] for problem in rollouts.problems()]
             prompts = rollouts.prompt_of()
-            rollouts = t.written(role, prompts, texts).with_prompts(prompts)
+            rollouts = t.written("generator", prompts, texts).with_prompts(prompts)
         return rollouts
     t.sample = sample
     list(mae.play(t))
-    t.state.step, t.labels = 1, set()
+    t.state.step, t.done = 1, set()
     update, = mae.play(t)
     rows = [[problem.split, problem.index, text, round(a, 4)] for rollouts, advantages in update.parts
             for problem, text, a in zip(rollouts.problems(), rollouts.texts, advantages[:, 0].tolist(), strict=True)]

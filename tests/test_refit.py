@@ -11,7 +11,7 @@ from test_prime import model, moved, records
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nanochat.common import BadInput
-from nanochat.recipes.tango.tango import refit
+from nanochat.recipes.tango import refit
 from nanochat.rl.credit.advantages import PRESETS, merge
 from nanochat.rl.credit.rewards import outcome_rewards, step_rewards
 from nanochat.rl.play.play import apply_update
@@ -63,7 +63,7 @@ def test_each_batch_is_learned_once_every_k_steps(base):
     """Three steps, k = 2: both batches in the second, in the order in which they came; the third waits."""
     t, learned, batches = play_of("--refit-every", "2"), [], []
     for step in range(3):
-        t.state.step, t.labels = step, set()
+        t.state.step, t.done = step, set()
         found = list(refit.play(t))
         batches.append(found[0].parts[0][0])
         learned.append([update.parts[0][0].texts for update in found[1:]])

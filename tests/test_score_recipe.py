@@ -104,9 +104,9 @@ def test_the_stages_reward_and_hold_the_turns_as_they_should(base, monkeypatch):
     assert [r["gen/stage"] for r in records(base)] == [1, 1, 2, 2]
     for step, ((wanted, now, start), draws) in enumerate(zip(updates, drawn, strict=True)):
         stage = 1 if step < 2 else 2
-        assert (wanted.role, wanted.loss, wanted.per) == ("generator", PolicyLoss("reinforce"), "rollout")
+        assert (wanted.role, wanted.loss, wanted.aggregation) == ("generator", PolicyLoss("reinforce"), "rollout")
         first, second = wanted.parts[0][0], wanted.parts[1][0]
-        assert first.texts == draws["generator"].texts and second.texts == draws["second"].texts
+        assert first.texts == draws["solutions"].texts and second.texts == draws["second"].texts
         for n, (one, two) in enumerate(zip(first.prompt_of(), second.prompt_of(), strict=True)):
             assert one.problem == two.problem and one.ids == generator_prompt(tokenizer, task.fmt, one.problem.prompt)
             assert two.ids == tokenizer.render_prompt(f"{first.texts[n]}||{two.problem.prompt}")
@@ -141,7 +141,7 @@ def test_what_is_logged_agrees_with_what_was_drawn(base, monkeypatch):
     monkeypatch.setattr(Chain, "check", lambda self, problem, solution: by_text(solution))
     _, drawn = watched(monkeypatch)
     train("--recipe", "score", "--num-steps", "1", "--stage1-steps", "0")
-    record, texts = records(base)[0], [drawn[0][label].texts for label in ("generator", "second")]
+    record, texts = records(base)[0], [drawn[0][draw].texts for draw in ("solutions", "second")]
     one, two = ([by_text(text) for text in turn] for turn in texts)
     known = [(a, b) for a, b in zip(one, two, strict=True) if None not in (a, b)]
     mean = lambda values: pytest.approx(sum(values) / len(values))

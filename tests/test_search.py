@@ -146,7 +146,7 @@ def searched(base, monkeypatch):
     keep[allowed] = 0.0
     pick = engine.pick
     monkeypatch.setattr(engine, "pick", lambda logits, *rest: pick(0.1 * logits + keep, *rest))
-    solutions = t.solve("generator", t.problems(), 4, tool=t.task.tool(t.tokenizer))
+    solutions = t.solve("solutions", t.problems(), tool=t.task.tool(t.tokenizer))
     assert solutions.forced.any()
     return t, solutions
 

@@ -83,8 +83,9 @@ def judging(*flags: str, step: int = 0):
     t.steps["generator"] = t.state.step = step
     t.asked = []
 
-    def verify(role, solutions, num, label, **more):
-        t.asked.append((role, solutions, num, label))
+    def verify(draw, solutions, num=None, *, role="", **more):
+        num, role = num or t.draws[draw].num_samples, role or t.draws[draw].role
+        t.asked.append((role, solutions, num, draw))
         prompts = [prompt for prompt in t.verify_prompts(solutions) for _ in range(num)]
         said = [("", "=T", "", "=F")[n % G] for n in range(len(solutions)) for _ in range(num)]
         return t.written(role, prompts, said).with_prompts(prompts)

@@ -42,7 +42,7 @@ def test_both_kinds_of_steps_move_the_one_model_and_count_as_its_steps(base):
     t = random_play("self_verify", "--generator-steps", "1", "--verifier-max-new-tokens", "36")
     t.roles["verifier"].model = t.roles["generator"].model
     for step, what in enumerate(("generator", "verifier")):
-        t.state.step, t.labels = step, set()
+        t.state.step, t.done = step, set()
         before = weights_of(t.roles["generator"].model)
         update, = self_verify.play(t)
         (rollouts, advantages), = update.parts

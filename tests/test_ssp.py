@@ -106,12 +106,12 @@ def play_with(proposed, answered: list[str], *flags: str):
     problem_of, t.asked = t.task.problem, {}
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer="35"[index % 2])
 
-    def sample(role, prompts, num, label, tool=None, **_):
+    def sample(draw, prompts, num=None, *, tool=None, **_):
         assert tool is not None
-        prompts = [prompt for prompt in prompts for _ in range(num)]
-        t.asked[label] = [prompt.problem for prompt in prompts]
-        texts = proposed(t.task) if label == "propose" else [answered[n % len(answered)] for n in range(len(prompts))]
-        return t.written(role, prompts, texts).with_prompts(prompts)
+        prompts = [prompt for prompt in prompts for _ in range(num or t.draws[draw].num_samples)]
+        t.asked[draw] = [prompt.problem for prompt in prompts]
+        texts = proposed(t.task) if draw == "propose" else [answered[n % len(answered)] for n in range(len(prompts))]
+        return t.written("generator", prompts, texts).with_prompts(prompts)
     t.sample = sample
     return t
 
@@ -146,9 +146,9 @@ def test_an_older_question_takes_the_place_of_a_filtered_one_until_the_pool_is_e
         old, _ = good_and_bad(t.task)
         t.state.step, t.memory["pool"] = step, [[77, old], [78, old.replace("=4", "=5")]]
         update, = ssp.play(t)
-        assert len(t.asked["generator"]) == asked and update.parts[0][0].columns["solved"] == [0.5, None]
+        assert len(t.asked["solutions"]) == asked and update.parts[0][0].columns["solved"] == [0.5, None]
         assert len(t.memory["pool"]) == (3 if step == 1 else 1)
-        assert {problem.index for problem in t.asked["generator"][2:]} <= {77, 78}
+        assert {problem.index for problem in t.asked["solutions"][2:]} <= {77, 78}
 
 
 def test_without_the_filter_what_nobody_can_answer_pays_most(base):
@@ -156,7 +156,7 @@ def test_without_the_filter_what_nobody_can_answer_pays_most(base):
     t = play_with(good_and_bad, ["=3"], "--no-filter")
     update, = ssp.play(t)
     proposals = update.parts[0][0]
-    assert [problem.answer for problem in t.asked["generator"]] == ["3", "3", "5", "5"]
+    assert [problem.answer for problem in t.asked["solutions"]] == ["3", "3", "5", "5"]
     assert proposals.columns["reward"] == [0, 1] and proposals.columns["refused"] == ["", ""]
     assert t.metrics["gen/proposals/unsolvable"] == 0.5 and t.memory["pool"] == []
 
@@ -170,7 +170,7 @@ def test_what_is_never_answered_pays_by_the_reward_that_is_asked_for(base, rewar
 def test_without_a_question_there_is_nothing_to_solve(base):
     t = play_with(lambda task: ["no", "=4+"], [])
     update, = ssp.play(t)
-    assert t.asked["generator"] == [] and len(update.parts[1][0]) == 0
+    assert t.asked["solutions"] == [] and len(update.parts[1][0]) == 0
     assert apply_update(t, update)["skipped"] == 0 and t.memory["pool"] == []
 
 

@@ -67,7 +67,7 @@ def learned(t, recipe, known: bool = True) -> tuple:
 
 
 def check_update(t, update, loss) -> None:
-    assert update.per == "rollout" and update.loss.name == "reinforce"
+    assert update.aggregation == "rollout" and update.loss.name == "reinforce"
     assert_update_is(t.roles["verifier"].model, update.parts, loss)
 
 
@@ -133,10 +133,10 @@ def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(label
             for row in rows]
     texts = [text for n, good in enumerate(gold) for text in (["x", good] if n % 2 else [good, good])]
 
-    def verify(t, role, solutions, num_samples, label, copies):
-        assert (num_samples, label, copies) == (2, "analyses", [row.copy for row in rows])
+    def verify(t, draw, solutions, copies):
+        assert (draw, copies) == ("analyses", [row.copy for row in rows])
         prompts = t.verify_prompts(solutions)
-        return t.written(role, [prompts[n // 2] for n in range(len(texts))], texts)
+        return t.written("verifier", [prompts[n // 2] for n in range(len(texts))], texts)
 
     monkeypatch.setattr(type(t), "verify", verify)
     update, = genprm.play(t)
@@ -149,8 +149,8 @@ def test_a_genprm_learns_the_analyses_whose_verdicts_agree_with_the_labels(label
 
 def test_where_no_analysis_agrees_nothing_is_learned(labelled_play, monkeypatch):
     t = labelled_play("genprm")
-    monkeypatch.setattr(type(t), "verify", lambda t, role, solutions, *rest, copies: t.written(
-        role, [p for p in t.verify_prompts(solutions) for _ in range(2)], ["x"] * 2 * len(solutions)))
+    monkeypatch.setattr(type(t), "verify", lambda t, draw, solutions, copies: t.written(
+        "verifier", [p for p in t.verify_prompts(solutions) for _ in range(2)], ["x"] * 2 * len(solutions)))
     assert list(genprm.play(t)) == [] and t.metrics["ver/kept"] == 0
 
 
@@ -251,7 +251,7 @@ def test_a_verdict_that_has_other_tokens_in_a_text_is_refused_by_name(labelled_p
 
 def test_verifications_that_cannot_be_read_are_told(labelled_play, capsys):
     t = labelled_play("genprm", "--verifier-max-new-tokens", "4")
-    t.calls["analyses"] = genprm.written_call(t.args, 6, 1, 1)._replace(label="analyses", num_samples=2)
+    t.draws["analyses"] = genprm.written_draw(t.args, 6, 1, 1)._replace(num_samples=2)
     list(genprm.play(t))
     assert "most verifications cannot be read: was the verifier taught this form" in capsys.readouterr().out
 

@@ -36,7 +36,7 @@ def supervised_play(tmp_path, monkeypatch):
         task, args.micro_batch_tokens, args.max_grad_norm = make_task(args), 60, 0.0
         write_labelled(path, task, 8)
         t.sampler.task, t.sampler.tokenizer, t.args = task, BYTES, args
-        t.roles, t.calls = {"supervisor": t.roles["verifier"]}, {c.label: c for c in supervisor.calls(args)}
+        t.roles, t.draws = {"supervisor": t.roles["verifier"]}, supervisor.draws(args)
         return t
     return of
 
@@ -66,7 +66,7 @@ def test_a_supervisor_learns_the_answers_tokens_alone(supervised_play):
     assert torch.equal(weights > 0, answers.mask)
     loss = sum(losses) / len(losses)
     assert t.metrics["sup/nll"] == pytest.approx(loss.item(), rel=1e-5)
-    assert update.per == "rollout" and update.loss.name == "reinforce"
+    assert update.aggregation == "rollout" and update.loss.name == "reinforce"
     assert_update_is(model, update.parts, loss)
 
 

@@ -47,7 +47,7 @@ def played(monkeypatch):
         t.roles["generator"] = t.roles["verifier"]
         prompts = t.solve_prompts([t.task.problem("rl", 0)]) * 3
 
-        def sample(t, role, prompts, num_samples, label):
+        def sample(t, draw, prompts, num_samples, role):
             asked.extend(BYTES.decode(prompt.ids[2:-2]).split("|", 1)[1] for prompt in prompts)
             return t.written(role, [prompt for prompt in prompts for _ in range(num_samples)], texts)
         monkeypatch.setattr(type(t), "solve",

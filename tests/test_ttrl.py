@@ -59,7 +59,7 @@ def play_with(votes: list[list[str]], *flags: str, gold: str = "1", check=None):
     problem_of = t.task.problem
     t.task.problem = lambda split, index: replace(problem_of(split, index), answer=gold)
     t.task.check = check or (lambda problem, text: t.task.fmt.answer(text) == problem.answer)
-    t.solve = lambda role, problems, num, label: written(t, problems, [x.format("1") for row in votes for x in row])
+    t.solve = lambda draw, problems, num: written(t, problems, [x.format("1") for row in votes for x in row])
     return t
 
 
@@ -151,8 +151,8 @@ def test_twice_as_many_vote_as_are_trained_on_unless_told_otherwise(base):
         t.check = lambda rollouts, drawn=drawn: drawn.append(len(rollouts)) or [None] * len(rollouts)
         (rollouts, _), = next(ttrl.play(t)).parts
         assert drawn == [4 * N] and torch.bincount(rollouts.group_id).tolist() == [8] * 4
-        votes, trained = ttrl.calls(t.args)
-        assert votes.num_samples == N and (trained.num_samples, trained.trained, trained.given) == (8, True, True)
+        votes, trained = ttrl.draws(t.args).values()
+        assert votes.num_samples == N and (trained.num_samples, trained.trained, trained.teacher_forced) == (8, True, True)
 
 
 def test_what_is_trained_on_follows_from_the_seed_and_the_step(base):

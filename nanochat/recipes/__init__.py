@@ -1,7 +1,7 @@
 """
 Recipes: one system of the field per module, in a folder per family. A recipe is a module with
 
-    TAGS       what kind of system it is, for --list-recipes
+    TAGS       what kind of system it is, and its status: what is shown of it, for --list-recipes
     ROLES      role -> RoleSpec
     draws      (args) -> what it samples in a step, at most: name -> Draw
     play       (t) -> one step of the algorithm, a generator of Updates
@@ -11,17 +11,19 @@ and where it needs them: add_args(group) for flags of its own, check(args, task)
 updates of each role in a whole run, eval_step(t) -> the number that --eval-every divides, SHOWN: metrics of the line
 per step, TABLE: scores of the final table, which are shares, with their words.
 """
+import argparse
 import functools
 import importlib
 import os
 import pkgutil
 import re
 import sys
-import traceback
+from difflib import get_close_matches
 from types import ModuleType
 
 from nanochat.common import BadInput, takes
 from nanochat.rl.learn.roles import RoleSpec, short_name, trained_roles
+from nanochat.rl.run.flags import add_role_args, ask, blame
 
 NEEDED = ("TAGS", "ROLES", "draws", "play", "evaluate")
 # and what they are given
@@ -72,23 +74,6 @@ def load(name: str) -> ModuleType:
     if not isinstance(table, dict) or not all(map(is_text, table.values())):
         raise BadInput(f"--recipe {name}: TABLE must be a dict of texts")
     return module
-
-
-def ask(name: str, recipe: ModuleType, part: str, *args):
-    """What a function of a recipe answers before the run begins, None where the recipe has none. Raises BadInput, with
-    the line, for any error in it."""
-    try:
-        return getattr(recipe, part)(*args) if hasattr(recipe, part) else None
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(f"--recipe {name}: {part}(): {blame(error, recipe.__file__)}") from None
-
-
-def blame(error: BaseException, file: str) -> str:
-    """An error in words, with the last line of the file that it came through."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
 
 
 def check_roles(name: str, roles: dict[str, RoleSpec]) -> None:
@@ -143,11 +128,63 @@ def short(name: str) -> str:
     return os.path.splitext(os.path.basename(name))[0] if is_file(name) else name
 
 
+# Flags
+
+def recipe_of(argv: list[str] | tuple, default: str) -> str:
+    """The recipe that the arguments name; what else is wrong with them is said later."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", nargs="?", default=default)
+    return parser.parse_known_args(list(argv))[0].recipe or default
+
+
+def add_recipe_args(parser, recipe, name: str) -> None:
+    """The flags of a recipe's roles, and its own."""
+    group = parser.add_argument_group(f"recipe {short(name)}")
+    add_role_args(group, recipe.ROLES)
+    ask(name, recipe, "add_args", group)
+
+
+def explain_unknown_flag(message: str, name: str, known: list[str]) -> str:
+    """argparse's complaint, with the recipes that a flag belongs to and the known flags that are like it."""
+    flags = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+    if not message.startswith("unrecognized"):
+        return message
+    owners = {}
+    for other in names():
+        parser = argparse.ArgumentParser(add_help=False)
+        add_recipe_args(parser, load(other), other)
+        for flag in parser._option_string_actions.keys() & flags:
+            owners.setdefault(flag, []).append(other)
+    owned = [f"{flag}: a flag of recipe {', '.join(owners[flag])}, not of {name}" for flag in flags if flag in owners]
+    unknown = [f"{flag}: unknown" for flag in flags if flag not in owners]
+    hints = [f"did you mean {' or '.join(near)}?" for flag in flags if (near := similar(flag, known))]
+    return "; ".join([*owned, *unknown, *hints] if owned else [message, *hints])
+
+
+def similar(flag: str, known: list[str]) -> list[str]:
+    """Known flags that begin with this one, else the one that is most like it."""
+    begin = [other for other in known if flag != "--" and other.startswith(flag)]
+    return begin or get_close_matches(flag, known, 1, cutoff=0.85)
+
+
 def describe() -> list[str]:
-    """A line per recipe of the repository: its name, the first line of its docstring (with the paper), its tags."""
-    lines, width = [], max(map(len, names()))
-    for name in names():
+    """All recipes as markdown, a table per family and a line per recipe; dev/recipes.md is what --list-recipes prints.
+    What a system is, and where it departs from its paper, is in its module."""
+    families: dict[str, list[str]] = {}
+    for name, module in modules().items():
         recipe = load(name)
-        lines.append(f"{name:{width}s}  {(recipe.__doc__ or name).strip().splitlines()[0]}")
-        lines.append(f"{'':{width}s}  {', '.join(f'{key}: {value}' for key, value in recipe.TAGS.items())}")
+        first_line = recipe.__doc__.splitlines()[0]
+        system, paper = first_line.partition(":")[0], re.search(r"arXiv (\d{4}\.\d{5})", first_line)[1]
+        status, _, result = recipe.TAGS["status"].partition(": ")
+        file, trained = f"../{module.replace('.', '/')}.py", ", ".join(trained_roles(recipe.ROLES))
+        families.setdefault(module.rpartition(".")[0], []).append(
+            f"| [{name}]({file}) | {system}, [{paper}](https://arxiv.org/abs/{paper}) | {trained} | {status} | "
+            f"{result} |")
+    lines = ["# Recipes", "", "`python -m scripts.tango_rl --recipe NAME` runs one; `--help` with it shows its flags. "
+             "*works*: its check",
+             "passed. *runs*: its formulas are tested, its check did not pass. Evidence: [results.md](results.md). "
+             "Written by", "`--list-recipes`."]
+    for family, rows in families.items():
+        lines += ["", f"**{family.rpartition('.')[2]}**: {importlib.import_module(family).__doc__}", "",
+                  "| recipe | system | trained | status | result |", "| --- | --- | --- | --- | --- |", *rows]
     return lines

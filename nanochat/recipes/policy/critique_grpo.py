@@ -32,7 +32,8 @@ from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.records.prompts import refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 
-TAGS = dict(family="single model, two turns", verifier="rule", reward="outcome", credit="z-score, shaped refinement")
+TAGS = dict(family="single model, two turns", verifier="rule", reward="outcome", credit="z-score, shaped refinement",
+            status="runs: no use of a refinement is shown at equal tokens")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["refined/accuracy", "refined/rescued"]}
 CRITIQUE_TOKENS = 32  # that the context check counts for a rule's critique; sampling refuses a prompt that does not fit

@@ -20,7 +20,8 @@ from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.pairs import add_pair_args, check_pair_args, learn_from_pairs
 from nanochat.rl.play.play import Draw, Play
 
-TAGS = dict(family="pairs", verifier="none", reward="outcome", credit="pair loss against the starting weights")
+TAGS = dict(family="pairs", verifier="none", reward="outcome", credit="pair loss against the starting weights",
+            status="works: it learns, below GRPO at equal tokens")
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin"]}
 

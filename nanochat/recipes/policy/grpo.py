@@ -13,7 +13,8 @@ from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Update
 
-TAGS = dict(family="single model", verifier="none", reward="outcome", credit="z-score")
+TAGS = dict(family="single model", verifier="none", reward="outcome", credit="z-score",
+            status="works: the baseline")
 ROLES = {"generator": RoleSpec("--model-tag")}
 
 

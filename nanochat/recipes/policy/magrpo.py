@@ -34,7 +34,8 @@ from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
 
-TAGS = dict(family="team", verifier="none", reward="joint outcome", credit="return less the group's mean, per agent")
+TAGS = dict(family="team", verifier="none", reward="joint outcome", credit="return less the group's mean, per agent",
+            status="works: the agents find one convention on three seeds, and with a frozen partner they do not")
 ROLES = {"first": RoleSpec("--model-tag"), "second": RoleSpec("--model-tag")}
 SHOWN = {"first": ["half_accuracy", "joint_accuracy", "agree"], "second": ["half_accuracy"]}
 TABLE = {

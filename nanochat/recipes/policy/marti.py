@@ -37,7 +37,8 @@ from nanochat.rl.records.rollouts import Rollouts
 from tasks.common import Problem
 
 TAGS = dict(family="team", verifier="generative, RL on outcomes, in the same model", reward="outcome + progress",
-            credit="z-score per turn")
+            credit="z-score per turn",
+            status="runs: below GRPO at equal tokens on three seeds; last answers are no better than first ones")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["final/accuracy", "final/delta"]}
 TABLE = {

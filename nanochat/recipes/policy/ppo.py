@@ -33,7 +33,8 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.verify.log_odds import bce_coefficients, log_judgments, log_odds, mean_over, verdict_parts
 
 TAGS = dict(family="generator-critic", verifier="critic, log-odds before each token", reward="outcome",
-            credit="GAE, whitened over the batch")
+            credit="GAE, whitened over the batch",
+            status="runs: as GRPO or below it in two settings of three seeds each; its critics explain little")
 ROLES = {"generator": RoleSpec("--model-tag"), "critic": RoleSpec("--critic-tag", lr="--critic-lr")}
 SHOWN = {"critic": ["bce", "explained"]}
 

@@ -31,7 +31,8 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.rollouts import Rollouts
 
 TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", reward="outcome + process",
-            credit="RLOO per source")
+            credit="RLOO per source",
+            status="runs: what process rewards add to outcomes is not shown")
 ROLES = {"generator": RoleSpec("--model-tag"), "prm": RoleSpec("--model-tag", lr="--prm-lr", reference=True)}
 SHOWN = {"prm": ["bce", "pair_accuracy", "step_auc"]}
 CHOICES = {"prm_update": ("before", "after", "none"), "process_baseline": ("paper", "code"),

@@ -26,7 +26,9 @@ from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.prefixes import prompt_after
 
 TAGS = dict(family="generator-prover", verifier="continuations", reward="outcome + progress",
-            credit="z-score of the sum")
+            credit="z-score of the sum",
+            status="runs: no gain over GRPO on three seeds at six times its tokens, its prover being as weak as the "
+                   "policy")
 ROLES = {"generator": RoleSpec("--model-tag"), "prover": RoleSpec("--prover-tag", trained=False)}
 SHOWN = {"generator": ["rewards/step/mean", "step_abstained"]}
 STEP_VALUES = ("pav", "math_shepherd", "math_shepherd_soft", "rpe")  # of METHODS those that ask in one round

@@ -28,7 +28,8 @@ from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import refine_prompt
 
-TAGS = dict(family="single model, two turns", verifier="none", reward="outcome + progress", credit="RLOO per turn")
+TAGS = dict(family="single model, two turns", verifier="none", reward="outcome + progress", credit="RLOO per turn",
+            status="runs: its second turn corrects nothing here")
 ROLES = {"generator": RoleSpec("--model-tag", reference=True)}
 SHOWN = {"generator": ["stage", "turn2/accuracy", "turn2/delta"]}
 TABLE = {

@@ -36,7 +36,9 @@ from nanochat.rl.verify.log_odds import (bce_coefficients, end_mask, end_read, e
 from tasks.common import Problem, demo_of
 
 TAGS = dict(family="generator-verifier", verifier="outcome with reference, pairs of the policy's making",
-            reward="sigma of log-odds", credit="z-score")
+            reward="sigma of log-odds", credit="z-score",
+            status="runs: its frozen arm is gamed on three seeds, Cooper at most mildly, but it is below the rule on "
+                   "two")
 ROLES = {"generator": RoleSpec("--model-tag"), "rm": RoleSpec("--rm-tag", lr="--rm-lr")}
 SHOWN = {"generator": ["rewards/outcome/mean", "reasoning_steps"], "rm": ["pair_loss", "pair_accuracy"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 by the gold check, in distribution", "gen/pass1_out": "the same, longer",

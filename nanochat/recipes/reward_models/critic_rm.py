@@ -38,7 +38,8 @@ from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, 
 from nanochat.rl.verify.log_odds import learn_verdicts, likelihood_parts, log_margins, pair_coefficients
 from nanochat.rl.verify.spots import Spot, forced_verdicts, log_odds_at, spot_parts, verdict_spots
 
-TAGS = dict(family="supervised verifier", verifier="generative, own critiques, then a scalar", reward="none: labels")
+TAGS = dict(family="supervised verifier", verifier="generative, own critiques, then a scalar", reward="none: labels",
+            status="runs: it finds more first errors on two seeds of three, its verdicts on steps get worse")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["kept", "pair_loss", "pair_accuracy"]}
 JUDGE = {"self": "analysed", "none": "verdict"}

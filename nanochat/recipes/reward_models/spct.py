@@ -23,7 +23,9 @@ from nanochat.rl.verify.comparing import (JUDGE_LEAST, add_judge_args, candidate
                                           warn_of_form)
 from nanochat.rl.verify.forms import check_num_judged
 
-TAGS = dict(family="verifier alone", verifier="generative, scores", reward="rank, ties are wrong", credit="z-score")
+TAGS = dict(family="verifier alone", verifier="generative, scores", reward="rank, ties are wrong", credit="z-score",
+            status="runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta "
+                   "filter")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"verifier": ["ranked_right", "parse_fail"]}

@@ -25,7 +25,8 @@ from nanochat.rl.verify.comparing import Scores, all_pairs, verified_together
 from nanochat.rl.verify.forms import empty_form_prompt
 
 TAGS = dict(family="generator-verifier", verifier="generative, pairs, frozen", reward="none: differences",
-            credit="mean difference")
+            credit="mean difference",
+            status="runs: it learns where its judge judges, which is on one seed of three")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["duels/right_won"]}
 

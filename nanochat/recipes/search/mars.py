@@ -47,7 +47,9 @@ from nanochat.rl.records.rollouts import Rollouts, join
 from tasks.common import Problem
 
 TAGS = dict(family="single model, two prompts, turns", verifier="none", reward="outcome, shared",
-            credit="z-score per system")
+            credit="z-score per system",
+            status="runs: its reasoner asks on, and all but stops beside a frozen reader, on three seeds; its reader "
+                   "gets no better")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["queries", "condensed/right"]}
 EPSILON = 1e-6  # so that a sample without an advantage may be drawn

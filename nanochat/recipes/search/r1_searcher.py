@@ -25,7 +25,8 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Play
 
 TAGS = dict(family="single model with a search", verifier="none", reward="search and form, then outcome",
-            credit="normalised over the batch")
+            credit="normalised over the batch",
+            status="works: its first stage raises the share that searches, its second the accuracy, on three seeds")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["stage", "queries"]}
 TABLE = search_r1.TABLE

@@ -29,7 +29,9 @@ from nanochat.rl.play.play import Play
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.records.rollouts import Rollouts
 
-TAGS = dict(family="single model, own search", verifier="none", reward="outcome + form", credit="z-score")
+TAGS = dict(family="single model, own search", verifier="none", reward="outcome + form", credit="z-score",
+            status="runs: what it learns with its own memory holds with the real search; its memory is below plain "
+                   "GRPO")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["queries", "rewards/format/mean"]}
 TABLE = {"gen/pass1_in": "greedy pass@1 from memory, in distribution",

@@ -41,7 +41,8 @@ from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, ref
 from nanochat.rl.records.rollouts import Rollouts
 
 TAGS = dict(family="one model, two roles", verifier="generative, RL on votes", reward="filtered majority vote",
-            credit="z-score")
+            credit="z-score",
+            status="works: where wrong answers have the majority it learns on three seeds, and TTRL does not")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", shares="generator")}
 SHOWN = {"generator": ["label_accuracy", "kept_label_accuracy", "kept"]}
 TABLE = {

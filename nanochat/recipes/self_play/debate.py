@@ -45,7 +45,8 @@ from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.forms import empty_form_prompt
 
 TAGS = dict(family="debate", verifier="generative, pairs, frozen", reward="the judge's confidence",
-            credit="pair loss with soft targets")
+            credit="pair loss with soft targets",
+            status="works: debaters win more on three seeds; that the judge gets righter with them is not shown")
 ROLES = {"generator": RoleSpec("--model-tag"), "opponent": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["judge_accuracy", "assigned", "pair_loss"]}

@@ -17,7 +17,8 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.verify.comparing import candidate_columns, chose_right, learn_to_judge, read_choices
 
-TAGS = {**debate.TAGS, "verifier": "generative, pairs", "credit": "pair loss; z-score of the judge's right choices"}
+TAGS = {**debate.TAGS, "verifier": "generative, pairs", "credit": "pair loss; z-score of the judge's right choices",
+        "status": "runs: that its judge gets righter is not shown, on three seeds"}
 ROLES = {**debate.ROLES, "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {**debate.SHOWN, "verifier": ["reward", "parse_fail"]}
 

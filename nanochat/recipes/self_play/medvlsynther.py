@@ -32,7 +32,8 @@ from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt
 
 TAGS = dict(family="proposer-verifier-solver", verifier="generative, frozen", reward="agreement with a passed answer",
-            credit="z-score")
+            credit="z-score",
+            status="differs: without images; its filter keeps better keys on three seeds, and no gain of it is shown")
 ROLES = {"generator": RoleSpec("--model-tag"), "proposer": RoleSpec("--model-tag", trained=False),
          "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["passed", "key_right", "rewards/outcome/mean"]}

@@ -29,7 +29,9 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.outcomes import answers_of
 from nanochat.rl.records.rollouts import Rollouts
 
-TAGS = dict(family="single model", verifier="none", reward="majority vote", credit="z-score")
+TAGS = dict(family="single model", verifier="none", reward="majority vote", credit="z-score",
+            status="works: where the majority is right sampled pass@1 rises on six seeds and greedy pass@1 falls; "
+                   "where it is wrong sampled pass@1 falls")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["majority_ratio", "label_accuracy", "reward_accuracy"]}
 

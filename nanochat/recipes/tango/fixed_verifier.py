@@ -21,7 +21,8 @@ from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, s
 from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
 TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
-            credit="z-score of the sum")
+            credit="z-score of the sum",
+            status="works: ahead of GRPO at equal steps, shown on three seeds")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", trained=False)}
 SHOWN = {"generator": ["alpha", "wrong_passed"]}
 WRITTEN = "generative"  # the judge whose verdicts are read from one verification, as in the paper

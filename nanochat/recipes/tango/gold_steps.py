@@ -11,7 +11,8 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.play.play import Draw
 
-TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score of the sum")
+TAGS = dict(family="single model", verifier="oracle", reward="outcome + process", credit="z-score of the sum",
+            status="works: the upper bound of the others")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["alpha"]}
 

@@ -8,7 +8,8 @@ from nanochat.recipes.tango import tango
 from nanochat.recipes.tango.tango import ROLES, SHOWN, TABLE, check, draws, eval_step, evaluate, updates  # noqa: F401
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + verdict",
-            credit="z-score per source")
+            credit="z-score per source",
+            status="runs: no gain over GRPO is shown")
 
 
 def add_args(group):

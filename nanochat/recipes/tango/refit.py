@@ -27,7 +27,8 @@ from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, ended, learn_
                                          verdict_parts)
 
 TAGS = dict(family="generator-verifier", verifier="log-odds, refitted on outcomes", reward="outcome + process",
-            credit="z-score of the sum")
+            credit="z-score of the sum",
+            status="runs: as GRPO on three seeds, no use of the refitted verifier is shown")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr")}
 SHOWN = {"generator": ["alpha", "verdicts/outcome_auc"], "verifier": ["bce"]}
 

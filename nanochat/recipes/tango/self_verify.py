@@ -27,7 +27,8 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import observe
 from nanochat.rl.play.play import Draw, Play, Update
 
-TAGS = dict(family="one model, two roles", verifier="generative, RL on outcomes", reward="outcome", credit="z-score")
+TAGS = dict(family="one model, two roles", verifier="generative, RL on outcomes", reward="outcome", credit="z-score",
+            status="works: verifying lifts solving on three seeds, and not the reverse; turns are not shown to pay")
 ROLES = {"generator": RoleSpec("--model-tag"), "verifier": RoleSpec("--model-tag", shares="generator")}
 
 

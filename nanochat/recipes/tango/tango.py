@@ -31,7 +31,8 @@ from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import empty_verifier_prompt
 
 TAGS = dict(family="generator-verifier", verifier="generative, RL on outcomes", reward="outcome + process",
-            credit="z-score of the sum")
+            credit="z-score of the sum",
+            status="works: ahead of GRPO at equal steps, shown on three seeds")
 ROLES = {"generator": RoleSpec("--model-tag"),
          "verifier": RoleSpec("--verifier-tag", "-ver", lr="--verifier-lr", shares="generator")}
 SHOWN = {"generator": ["alpha", "wrong_passed"], "verifier": ["balanced_acc", "step_f1"]}

@@ -30,7 +30,8 @@ from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, 
 from nanochat.rl.verify.log_odds import learn_likelihood
 
 TAGS = dict(family="supervised verifier", verifier="generative, own analyses that agree with labels",
-            reward="none: labels")
+            reward="none: labels",
+            status="works: step F1 rises on three seeds, and as a reward it is shown ahead of GRPO")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["kept", "reward"]}
 

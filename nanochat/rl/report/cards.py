@@ -3,7 +3,7 @@ Rollouts as the report shows them: cut at their steps, their text cut where the 
 """
 from statistics import mean
 
-# What a card shows of a logged rollout in places of its own, of which of report.KINDS; other columns are facts. Older
+# What a card shows of a logged rollout in places of its own, of which of fields.KINDS; other columns are facts. Older
 # runs do not say where tokens end.
 SHOWN = {"step": "a whole number", "role": "a text", "call": "a text or null", "problem": "a text", "gold": "a text",
          "solution": "a text", "outcome": "true or false or null", "step_labels": "a list of true, false and null",

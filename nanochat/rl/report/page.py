@@ -8,9 +8,11 @@ from importlib.resources import files
 from statistics import mean, stdev
 
 from nanochat.rl.learn.roles import short_name
+from nanochat.rl.measure.scores import verdict_scores
 from nanochat.rl.report.cards import cards
-from nanochat.rl.report.report import (ACCURACY, COLUMNS, EVALS, HEALTH, INDICATORS, Run, arm_order, axis_of, cells,
-                                       compare, filled, is_count, is_number, provenance, read_run, steps_of)
+from nanochat.rl.report.fields import is_number
+from nanochat.rl.report.report import (ACCURACY, COLUMNS, EVALS, INDICATORS, Run, arm_order, cells, compare, filled,
+                                       is_count, provenance, read_run, steps_of)
 from nanochat.storage.files import whole_file
 from tasks import flags_of_others
 
@@ -25,6 +27,15 @@ PANELS = [(ACCURACY, "gen_step"), ("gen/pass1_out", "gen_step"), (ACCURACY, "sam
 TITLES = EVALS | INDICATORS | {
     "gen/alpha": "weight of step rewards (alpha)", "gen/wrong_passed": "wrong steps passed, moving average",
     "ver/balanced_acc": "verifier balanced accuracy, in training", "ver/step_f1": "verifier step F1, in training"}
+# Names of metrics that are shares, under any role's prefix: from 0 to 100 percent in every report.
+SHARES = ({*verdict_scores([]), *(name.partition("/")[2] for name in EVALS), "alpha", "wrong_passed", "step_label_mean",
+           "rewards/step/mean", "frac_ranking_reversed", "frac_reward_zero_std", "accuracy", "pair_accuracy",
+           "label_accuracy", "reward_accuracy", "majority_ratio", "step_auc", "pass1_lenient_in", "pass1_lenient_out"}
+          - {"step_outcome_corr"})
+# What every role logs that tells whether it is well.
+HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
+          "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
+          "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
 RELOAD_SECONDS = 20  # how often the page of a run that is under way reloads itself
 MOST_ROLLOUTS = 600
 
@@ -70,6 +81,15 @@ def axes_of(runs: list[Run]) -> dict[str, str]:
     axes = {f"{short_name(role)}_step": f"{role} step" for run in runs for role in run.roles}
     solvers = " or ".join(dict.fromkeys(run.solver for run in runs))
     return axes | {"gen_step": f"{solvers} step", "sampled_tokens": "sampled tokens"}
+
+
+def axis_of(metric: str) -> tuple[int, int] | None:
+    """The ends of a metric's axis, the same in every report: shares are from 0 to 1, correlations from -1. None: it
+    follows the values."""
+    name = metric.partition("/")[2]
+    if name.endswith("_corr"):
+        return -1, 1
+    return (0, 1) if name in SHARES or name.removeprefix("verdicts/") in SHARES else None
 
 
 def scale_of(metric: str) -> int:

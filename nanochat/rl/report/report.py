@@ -6,17 +6,16 @@ compared within their task. Roles and scores are those that a run declares and l
 steps of a recipe's first role, where none is called generator, stand under gen/pass1_in, gen/pass1_out and gen_step.
 """
 import csv
-import math
 import os
 import re
 from dataclasses import dataclass
 from statistics import NormalDist, mean, stdev
 
-from nanochat.common import MOST, BadInput, print0
+from nanochat.common import BadInput, print0
 from nanochat.hf.files import read_json
 from nanochat.rl.learn.roles import short_name
 from nanochat.rl.measure.scores import verdict_scores
-from nanochat.rl.report.cards import SHOWN
+from nanochat.rl.report.fields import RECORD, check_config, check_fields, check_rollout, check_scores, is_number
 from nanochat.storage.files import path_of, read_records, whole_file
 from tasks import TASKS
 
@@ -48,39 +47,9 @@ INDICATORS = {
     "gen/step_label_mean": "right steps (gold labels)",
     "gen/rewards/step/mean": "right steps (as rewarded)",
 }
-# Names of metrics that are shares, under any role's prefix: from 0 to 100 percent in every report.
-SHARES = ({*verdict_scores([]), *(name.partition("/")[2] for name in EVALS), "alpha", "wrong_passed", "step_label_mean",
-           "rewards/step/mean", "frac_ranking_reversed", "frac_reward_zero_std", "accuracy", "pair_accuracy",
-           "label_accuracy", "reward_accuracy", "majority_ratio", "step_auc", "pass1_lenient_in", "pass1_lenient_out"}
-          - {"step_outcome_corr"})
 # A verifier's other scores, which only summary.json and metrics.jsonl have, under any role's prefix.
 NOT_DRAWN = ({f"{name}_{kind}" for name in verdict_scores([]) for kind in ("fixed", "fixed_out", "current")}
              - {name.partition("/")[2] for name in EVALS})
-# What every role logs that tells whether it is well.
-HEALTH = ("frac_reward_zero_std", "completions/clipped_ratio", "step_abstained", "unscorable", "entropy", "grad_norm",
-          "kl", "skipped", "parse_fail", "pred_pos_rate", "label_pos_rate", "balanced_acc", "verdicts/parse_fail",
-          "verdicts/pred_pos_rate", "rollout_logprobs_diff_max")
-# What a run's files must hold for a report, as they are told; after every one may stand " or null".
-KINDS = {
-    "a text": lambda value: isinstance(value, str),
-    "a word": lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]+", value) is not None,  # names files
-    "a whole number": lambda value: type(value) is int and abs(value) <= MOST,
-    "a number": lambda value: is_number(value),
-    "a number or a text": lambda value: is_number(value) or isinstance(value, str),
-    "true or false": lambda value: isinstance(value, bool),
-    "an object": lambda value: isinstance(value, dict),
-    "a list of texts": lambda value: is_list(value, "a text"),
-    "a list of whole numbers": lambda value: is_list(value, "a whole number"),
-    "a list of numbers and nulls": lambda value: is_list(value, "a number or null"),
-    "a list of true, false and null": lambda value: is_list(value, "true or false or null"),
-    "a list of pairs of whole numbers": lambda value: is_list(value, "a list of whole numbers") and are_pairs(value),
-    "a list of pairs of texts": lambda value: is_list(value, "a list of texts") and are_pairs(value),
-}
-CONFIG = {"args": "an object", "starts": "an object or null", "shown": "a list of texts or null",
-          "about": "a text or null"}
-ARGS = {"task": "a word", "seed": "a whole number", "recipe": "a text or null", "run": "a text or null"}
-START = {"tag": "a word", "step": "a whole number", "fingerprint": "a whole number"}
-RECORD = {"role": "a text", "without_update": "a number or null"}
 # 97.5% quantiles of Student's t, 1 to 10 degrees of freedom
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -142,10 +111,7 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
         check_fields(f"{of_records}, line {number}", record, RECORD)
         check_scores(f"{of_records}, line {number}", record, filter(is_count, first))
     for number, rollout in enumerate(rollouts, 1):
-        check_fields(f"{of_rollouts}, line {number}", rollout, SHOWN)
-        num_spans, num_ends = len(rollout["step_spans"]), len(rollout["step_ends"])
-        if num_ends < num_spans:
-            raise BadInput(f"{of_rollouts}, line {number}: {num_spans} step_spans, but {num_ends} step_ends")
+        check_rollout(f"{of_rollouts}, line {number}", rollout)
     if so_far is None:
         steps = ["steps"] if "steps" in summary else ["gen_steps", "ver_steps"]  # older runs do not name their number
         check_fields(of_summary, summary, dict.fromkeys([*steps, *counts.values()], "a whole number"))
@@ -160,53 +126,9 @@ def read_run(folder: str, so_far: dict | None = None, watched: list[str] | tuple
     return Run(name, task, arm, seed, config, summary, points, records, rollouts, roles)
 
 
-def fits(value, kind: str) -> bool:
-    """Whether a value is of one of KINDS."""
-    plain = kind.removesuffix(" or null")
-    return value is None and plain != kind or KINDS[plain](value)
-
-
-def is_list(value, kind: str) -> bool:
-    """Whether a value is a list of one of KINDS."""
-    return isinstance(value, list) and all(fits(x, kind) for x in value)
-
-
-def are_pairs(lists: list[list]) -> bool:
-    return all(len(pair) == 2 for pair in lists)
-
-
-def check_fields(where: str, record: dict, kinds: dict[str, str]) -> None:
-    """Raises BadInput, which begins with `where`, for the first field that is missing or not of its kind."""
-    for name, kind in kinds.items():
-        if not fits(record.get(name), kind):
-            raise BadInput(f"{where}: {name} is {record[name]!r:.80}, expected {kind}" if name in record else
-                           f"{where}: has no {name}; was it made by another version?")
-
-
-def check_config(path: str, config: dict) -> None:
-    """Raises BadInput where a run's config.json does not hold what is used of it."""
-    check_fields(path, config, CONFIG)
-    check_fields(f"{path}, args", config["args"], ARGS)
-    starts = config.get("starts") or {}
-    check_fields(f"{path}, starts", starts, dict.fromkeys(starts, "an object"))
-    for role, start in starts.items():
-        check_fields(f"{path}, starts, {role}", start, {name: START[name] for name in START if name in start})
-
-
-def check_scores(where: str, record: dict, counts) -> None:
-    """Raises BadInput, which begins with `where`, for what can neither be logged nor stand in an evaluation. counts:
-    the names that are never without a number."""
-    check_fields(where, record, dict.fromkeys(record, "a number or a text or null")
-                 | dict.fromkeys(record.keys() & set(counts), "a number"))
-
-
 def is_count(name: str) -> bool:
     """Whether a point has under this name how far the run is, not a metric."""
     return name in ("sampled_tokens", "record") or (name.endswith("_step") and "/" not in name)
-
-
-def is_number(value) -> bool:
-    return isinstance(value, int) and abs(value) <= MOST or isinstance(value, float) and math.isfinite(value)
 
 
 def evaluated(records: list[dict], first: dict, last: dict | None,
@@ -241,15 +163,6 @@ def evaluated(records: list[dict], first: dict, last: dict | None,
             since = []
         since.append(record)
     return points
-
-
-def axis_of(metric: str) -> tuple[int, int] | None:
-    """The ends of a metric's axis, the same in every report: shares are from 0 to 1, correlations from -1. None: it
-    follows the values."""
-    name = metric.partition("/")[2]
-    if name.endswith("_corr"):
-        return -1, 1
-    return (0, 1) if name in SHARES or name.removeprefix("verdicts/") in SHARES else None
 
 
 def steps_of(metric: str, point: dict) -> str:
@@ -386,10 +299,9 @@ def unseen(run: Run) -> dict:
             "starting models": start.get("fingerprint")}
 
 
-def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dict]:
-    """One row per task and arm: what the tables show, each a list over seeds or a number. Differences are paired: same
-    seed, same problems, same SFT checkpoint of the generator. partners: another arm to compare an arm with, beside the
-    baseline. Raises BadInput for runs that are not comparable."""
+def compare(runs: list[Run]) -> list[dict]:
+    """One row per task and arm: what the table shows, each a list over seeds or a number. Differences are paired: same
+    seed, same problems, same SFT checkpoint of the generator. Raises BadInput for runs that are not comparable."""
     rows = []
     for task in dict.fromkeys(run.task for run in runs):
         of_task = {(run.arm, run.seed): run for run in runs if run.task == task}
@@ -398,11 +310,10 @@ def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dic
         check_comparable(list(of_task.values()))
         finals = {key: {"final": run.points[-1][ACCURACY], "area": height_of(run)} for key, run in of_task.items()}
         gains = {}  # (arm, kind) -> seed -> difference to the baseline
-        for arm, seed in of_task:
-            if (BASELINE, seed) in of_task:
-                for kind, value in finals[arm, seed].items():
-                    if value is not None and finals[BASELINE, seed][kind] is not None:
-                        gains.setdefault((arm, kind), {})[seed] = value - finals[BASELINE, seed][kind]
+        for (arm, seed), numbers in finals.items():
+            for kind, of_baseline in finals.get((BASELINE, seed), {}).items():
+                if None not in (numbers[kind], of_baseline):
+                    gains.setdefault((arm, kind), {})[seed] = numbers[kind] - of_baseline
         for arm in sorted({arm for arm, _ in of_task}, key=arm_order):
             mine = {seed: run for (a, seed), run in of_task.items() if a == arm}
             row = {"task": task, "arm": arm, "seeds": len(mine), "final": [finals[arm, s]["final"] for s in mine],
@@ -414,17 +325,8 @@ def compare(runs: list[Run], partners: dict[str, str] | None = None) -> list[dic
             for unit, x in (("steps", "gen_step"), ("tokens", "sampled_tokens")):
                 row[f"{unit}_ratio"] = [reach_ratio(mine[s], of_task[BASELINE, s], x) for s in mine
                                         if learned(of_task.get((BASELINE, s)))]
-            equal = {s: at_equal_tokens(run, of_task[BASELINE, s]) for s, run in mine.items()
-                     if (BASELINE, s) in of_task}
-            row["at_equal_tokens"] = list(equal.values())
-            row["tokens_gain"] = [value - finals[BASELINE, s]["final"] for s, value in equal.items()
-                                  if None not in (value, finals[BASELINE, s]["final"])]
-            row["sampled_tokens"] = [run.points[-1]["sampled_tokens"] for run in mine.values()]
-            row["partner"] = partner = (partners or {}).get(arm)
-            pairs = [(finals[arm, s]["final"], finals[partner, s]["final"]) for s in mine if (partner, s) in of_task]
-            row["partner_gain"] = [a - b for a, b in pairs if None not in (a, b)]
-            passed = [curve(run, "gen/verdicts/wrong_steps_passed", "gen_step")[1] for run in mine.values()]
-            row["wrong_steps_passed"] = [(values[0], values[-1]) for values in passed if values]
+            row["at_equal_tokens"] = [at_equal_tokens(run, of_task[BASELINE, s]) for s, run in mine.items()
+                                      if (BASELINE, s) in of_task]
             for name in ("ver/step_f1_fixed", "ver/outcome_f1_fixed"):
                 row[name] = [(run.points[0][name], run.points[-1][name]) for run in mine.values()
                              if None not in (run.points[0][name], run.points[-1][name])]
@@ -475,12 +377,12 @@ def spread(values: list[float | None]) -> str:
     return "-" if not values else f"{100 * mean(values):.1f}" + deviation
 
 
-def paired(values: list[float], row: dict) -> str:
+def paired(values: list[float], num_seeds: int) -> str:
     """Mean of paired differences and half of its 95% interval, in points; how many pairs, where a seed has none."""
-    if not values or row["arm"] == BASELINE:
+    if not values:
         return "-"
     middle, half = interval(values)
-    pairs = f" ({len(values)} pairs)" if len(values) < row["seeds"] else ""
+    pairs = f" ({len(values)} pairs)" if len(values) < num_seeds else ""
     return f"{100 * middle:+.1f}" + (f" ± {100 * half:.1f}" if half is not None else "") + pairs
 
 
@@ -507,39 +409,20 @@ def filled(columns: tuple, table: list[list[str]]) -> tuple[list[str], list[list
     return [columns[i] for i in kept], [[row[i] for i in kept] for row in table]
 
 
-def equal_tokens(row: dict) -> str:
-    return spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before")
-
-
 def cells(row: dict) -> list[str]:
     """A row of `compare` as the texts of COLUMNS, in percent and points."""
     def ratio(values):
         reached = [v for v in values if v is not None]
         return (f"{mean(reached):.2f}" if reached else "-") + missed(values, "never")
 
+    def gain(values):
+        return "-" if row["arm"] == BASELINE else paired(values, row["seeds"])
+
     return [row["arm"], str(row["seeds"]), spread(row["final"]), spread(row["final_out"]), spread(row["area"]),
-            paired(row["final_gain"], row), paired(row["area_gain"], row), ratio(row["steps_ratio"]),
-            ratio(row["tokens_ratio"]), equal_tokens(row), share(row["final_recovered"], row),
-            share(row["area_recovered"], row), change(row["ver/step_f1_fixed"]), change(row["ver/outcome_f1_fixed"])]
-
-
-DIAL_COLUMNS = ("setting", "arm", "by seed", "final", "final - GRPO", "final - partner", "oracle's gain", "tokens",
-                "at GRPO's tokens", "at GRPO's tokens - GRPO", "wrong steps passed")
-
-
-def dial_table(rows: list[dict]) -> str:
-    """Rows of `compare` at several settings as one table. By seed: final accuracies, in the order of the runs. Tokens:
-    sampled, in millions, mean over seeds. Wrong steps passed: mean up to the first evaluation, and from the last but
-    one to the last."""
-    text = f"| {' | '.join(DIAL_COLUMNS)} |\n|{' --- |' * len(DIAL_COLUMNS)}\n"
-    for row in rows:
-        partner = f" ({row['partner']})" if row["partner_gain"] else ""
-        values = [row["task"], row["arm"], " ".join("-" if v is None else f"{100 * v:.1f}" for v in row["final"]),
-                  spread(row["final"]), paired(row["final_gain"], row), paired(row["partner_gain"], row) + partner,
-                  share(row["final_recovered"], row), f"{mean(row['sampled_tokens']) / 1e6:.2f}M", equal_tokens(row),
-                  paired(row["tokens_gain"], row), change(row["wrong_steps_passed"])]
-        text += f"| {' | '.join(values)} |\n"
-    return text
+            gain(row["final_gain"]), gain(row["area_gain"]), ratio(row["steps_ratio"]), ratio(row["tokens_ratio"]),
+            spread(row["at_equal_tokens"]) + missed(row["at_equal_tokens"], "ended before"),
+            share(row["final_recovered"], row), share(row["area_recovered"], row), change(row["ver/step_f1_fixed"]),
+            change(row["ver/outcome_f1_fixed"])]
 
 
 def provenance(runs: list[Run]) -> str:

@@ -2,9 +2,11 @@
 The flags that all recipes share, and what is refused before anything is loaded or written.
 """
 import argparse
+import traceback
 import zlib
 from argparse import BooleanOptionalAction
 from itertools import combinations
+from types import ModuleType
 
 from nanochat.checkpoint import default_tag, load_meta, warn_of_role
 from nanochat.common import SHARE, BadInput, at_least, check_name, gather_lists, in_words, print0
@@ -290,3 +292,22 @@ def with_times(args, draws):
     """The draws with --num-steps where they do not say in how many steps of a run they happen."""
     return {name: draw._replace(times=args.num_steps) if isinstance(draw, Draw) and draw.times is None else draw
             for name, draw in draws.items()} if isinstance(draws, dict) else draws
+
+
+# Recipes' own code, before a run begins
+
+def ask(name: str, recipe: ModuleType, part: str, *args):
+    """What a function of a recipe answers before the run begins, None where the recipe has none. Raises BadInput, with
+    the line, for any error in it."""
+    try:
+        return getattr(recipe, part)(*args) if hasattr(recipe, part) else None
+    except BadInput:
+        raise
+    except Exception as error:
+        raise BadInput(f"--recipe {name}: {part}(): {blame(error, recipe.__file__)}") from None
+
+
+def blame(error: BaseException, file: str) -> str:
+    """An error in words, with the last line of the file that it came through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{type(error).__name__}: {error}" + (f" (line {lines[-1]})" if lines else "")
