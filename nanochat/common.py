@@ -233,19 +233,25 @@ def others_complained() -> bool:
     return complaints("") > 0
 
 
-def at_least(low: float, kind: type = int, most: float = math.inf) -> Callable:
-    """A type for argparse: an int, or a float, from `low` to `most`."""
+def at_least(low: float, kind: type = int, most: float = math.inf, also: float | None = None,
+             is_open: bool = False) -> Callable:
+    """A type for argparse: an int, or a float, from `low` to `most`, or `also`. is_open: not `low` itself."""
     def number(text: str):
         value = kind(text)
-        if not low <= value <= most:
-            bound = f"at least {low}" if not value >= low else f"at most {most}"
-            raise argparse.ArgumentTypeError(f"{text}: must be {bound}")
+        if value != also and not (low < value <= most or value == low and not is_open):
+            bound = f"at most {most}" if value > most else f"{'above' if is_open else 'at least'} {low}"
+            raise argparse.ArgumentTypeError(f"{text}: must be {bound}" + (f", or {also}" if also is not None else ""))
         return value
     number.__name__, number.kind = kind.__name__, kind  # argparse says "invalid int value"
     return number
 
 
 SHARE = at_least(0, float, 1)
+
+
+def above(low: float, most: float = math.inf) -> Callable:
+    """A type for argparse: a float above `low`, to `most`."""
+    return at_least(low, float, most, is_open=True)
 
 
 def check_least(args, least: dict[str, float]) -> None:

@@ -9,6 +9,7 @@ the first embedding, backout (the middle layer's output is taken off at the end)
 """
 import contextlib
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -67,19 +68,21 @@ def has_value_embedding(layer: int, n_layer: int) -> bool:
 
 
 def run_passes(blocks, passes: list) -> list[torch.Tensor]:
-    """Runs forward passes together, block by block, so that a block's weights are gathered once for all of them.
-
-    A pass is a generator: it yields each block's arguments, is sent the block's output, and yields its result at last.
-    """
-    states = [next(steps) for steps in passes]
-    for block in blocks:
-        states = [steps.send(x) for steps, x in zip(passes, block(*states), strict=True)]
-    return states
+    """Runs forward passes together, block by block, so that a block's weights are gathered once for all of them."""
+    for i, block in enumerate(blocks):
+        for one, output in zip(passes, block(*(one.block_input(i) for one in passes)), strict=True):
+            one.take(i, output)
+    return [one.result() for one in passes]
 
 
 def at_ends(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The column `ends` (B,) of each row of x (B, T, ...) -> (B, 1, ...)."""
     return x[torch.arange(len(x), device=x.device), ends].unsqueeze(1)
+
+
+def last_tokens(positions: torch.Tensor) -> torch.Tensor:
+    """The place of the last real token of each row; padding (PADDING_POSITION) stands after it. (B, T) -> (B,)"""
+    return (positions < PADDING_POSITION).sum(dim=1) - 1
 
 
 def at(x: torch.Tensor, ends: torch.Tensor | None, kept: torch.Tensor | None) -> torch.Tensor:
@@ -99,6 +102,21 @@ def attend_all(layer: int, cache: DecodeCache | KVCache | None, q, k, v, mask, p
         q = at_ends(q.permute(0, 4, 1, 2, 3, 5), ends).permute(0, 2, 3, 4, 1, 5)
         k, v, prefix = k[..., :0, :], v[..., :0, :], (k[:, :, 0], v[:, :, 0])
     return attend(q, k, v, mask, *prefix)
+
+
+class BlockInput(NamedTuple):
+    """What a block reads in a forward pass of B rows of T tokens."""
+    x: torch.Tensor                       # (B, T, C)
+    delta: torch.Tensor | None            # what is yet to be added to x
+    x0: torch.Tensor                      # the first embedding (B, T, C) ...
+    lambdas: tuple                        # ... and the weights of x and of it
+    value_embedding: torch.Tensor | None  # (B, T, Hkv * D)
+    cos_sin: tuple
+    mask: object                          # attention.make_mask; of a DecodeCache the window
+    cache: KVCache | DecodeCache | None   # where keys and values are kept
+    prefix: KVCache | None                # of the prompts that the rows continue
+    ends: torch.Tensor | None             # (B,): after attention the rows' last tokens alone go on, or ...
+    kept: torch.Tensor | None             # ... (M,) of the B * T places
 
 
 class Attention(nn.Module):
@@ -160,8 +178,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, *passes):
-        """The block's outputs, those of `run` for each pass's arguments."""
-        return [self.run(*arguments) for arguments in passes]
+        """The block's outputs, those of `run` for the BlockInput of each pass."""
+        return [self.run(one) for one in passes]
 
     def weights(self, dtype: torch.dtype) -> tuple[list, list]:
         """Those that act before attention, and those after it."""
@@ -176,10 +194,9 @@ class Block(nn.Module):
             self.ready = packed_layer(*self.weights(dtype))
         return self.ready
 
-    def run(self, x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept):
-        """x, and what is yet to be added to it or None: the addition is one operation with what follows. So it was with
-        the x and delta that come in. ends (B,): after attention only the rows' last tokens go on; kept (M,): only
-        these places of B * T."""
+    def run(self, given: BlockInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x, and what is yet to be added to it or None: the addition is one operation with what follows."""
+        x, delta, x0, lambdas, value_embedding, cos_sin, mask, cache, prefix, ends, kept = given
         attn, mlp, units = self.attn, self.mlp, len(x) if prefix is None else len(prefix.positions)
         if fuses_layers(x):
             gate_weight = None if value_embedding is None else attn.ve_gate.weight.to(x.dtype)
@@ -193,6 +210,77 @@ class Block(nn.Module):
         y = attn.read(*attn.heads(normed, value_embedding, cos_sin, units), mask, cache, prefix, ends)
         x, normed = add_norm(at(x, ends, kept), attn.c_proj(at(y, None, kept)))
         return x, mlp(normed)
+
+
+class ForwardPass:
+    """A pass of tokens through a GPT, block by block, with trunk's arguments. The cache's positions and length are set
+    as soon as it begins."""
+
+    def __init__(self, model: "GPT", ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
+                 last_only: bool, kept: torch.Tensor | None = None):
+        assert not last_only or cache is not None and cache.length == 0 and prefix is None
+        B, T = ids.shape
+        if positions is None:
+            positions = torch.arange(T, device=ids.device).expand(B, T)
+        self.model, self.ids, self.cache, self.prefix, self.kept = model, ids, cache, prefix, kept
+        self.x, self.ends = self.embed(positions), None
+        config, dtype, decoding = model.config, self.x.dtype, isinstance(cache, DecodeCache)
+        self.cos_sin = rotary(positions, config.head_dim, dtype)
+        self.masks = {w: w if decoding else make_mask(T, w, config.sequence_len, cache, prefix, positions, dtype)
+                      for w in set(model.windows)}
+        if cache is not None and not decoding:
+            cache.length += T
+        if last_only and T > 1:
+            self.ends = last_tokens(positions)
+            self.last_mask = make_mask(1, model.windows[-1], config.sequence_len, None, cache,
+                                       at_ends(positions, self.ends), dtype)
+        self.x0, self.delta = self.x, None
+        self.lambdas = list(zip(*(y.to(dtype).unbind() for y in (model.resid_lambdas, model.x0_lambdas)), strict=True))
+
+    def embed(self, positions) -> torch.Tensor:
+        """The embeddings, of which the first of each row is smeared by the token before it, wherever that is. Caches
+        keep the last one."""
+        cache, prefix, last = self.cache, self.prefix, None
+        decoding = isinstance(cache, DecodeCache)
+        if decoding:
+            last = cache.last_embedding[cache.places]
+        elif cache is not None and cache.last_embedding is not None:
+            last = cache.last_embedding
+        elif prefix is not None:
+            assert prefix.length == prefix.positions.shape[1], "a prefix is run in one forward"
+            last = prefix.last_embedding.repeat_interleave(len(self.ids) // len(prefix.positions), dim=0)
+        x, unsmeared = self.model.embed(self.ids, last)
+        if decoding:
+            cache.last_embedding[cache.places] = unsmeared
+        elif cache is not None:
+            cache.last_embedding = at_ends(unsmeared, last_tokens(positions)) if x.shape[1] > 1 else unsmeared
+            if cache.length == 0 and prefix is None:
+                cache.positions = positions
+        return x
+
+    def block_input(self, i: int) -> BlockInput:
+        """What block i reads. The last one's tokens are those alone that are asked for."""
+        model, is_last = self.model, i == self.model.config.n_layer - 1
+        resid, first = (y.detach() for y in self.lambdas[i]) if i < model.frozen_layers else self.lambdas[i]
+        embeds = model.value_embeds[str(i)](self.ids).to(self.x.dtype) if str(i) in model.value_embeds else None
+        mask, ends = (self.last_mask, self.ends) if is_last and self.ends is not None else (
+            self.masks[model.windows[i]], None)
+        return BlockInput(self.x, self.delta, self.x0, (resid, first), embeds, self.cos_sin, mask, self.cache,
+                          self.prefix, ends, self.kept if is_last and ends is None else None)
+
+    def take(self, i: int, output: tuple) -> None:
+        """The outputs of block i."""
+        self.x, self.delta = output
+        if i == self.model.config.n_layer // 2:
+            self.x, self.delta = self.x if self.delta is None else self.x + self.delta, None
+            self.backout = self.x
+
+    def result(self) -> torch.Tensor:
+        """Hidden states, less those of the middle, after the final norm."""
+        x, backout = self.x, self.backout
+        if backout.shape != x.shape:
+            backout = at(backout, None if self.kept is not None else self.ends, self.kept)
+        return mix_norm(x, self.delta, backout, x.new_ones(()), -self.model.backout_lambda.to(x.dtype)[0])[1]
 
 
 class GPT(nn.Module):
@@ -294,7 +382,7 @@ class GPT(nn.Module):
                 columns = torch.arange(cache.num_columns)[None]
                 cache.step = DecodeStep(self, cache, rotary(columns, self.config.head_dim, torch.float32), QK_SCALE)
             return cache.step(cache, ids, positions)
-        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
+        return run_passes(self.blocks, [self.forward_pass(ids, positions, cache, prefix, last_only, kept)])[0]
 
     def decodes_in_one(self, cache: DecodeCache, rows: int) -> bool:
         """Whether one kernel runs a token of each of these rows, and is faster than single operations."""
@@ -302,7 +390,7 @@ class GPT(nn.Module):
                 and self.blocks[0].packed(self.compute_dtype) is not None)
 
     def trunk_after(self, prompt_ids, prompt_positions, ids, positions,
-                     lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+                    lengths: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states of the last tokens of U prompts, and of the rows that continue them: two passes of `trunk` in
         one.
 
@@ -310,63 +398,14 @@ class GPT(nn.Module):
         row that are asked for, its first ones; what is given of others means nothing. -> (U, 1, C), (B, T, C)
         """
         prefix = KVCache(self.config.n_layer)
-        prompts, rows = run_passes(self.blocks, [self.steps(prompt_ids, prompt_positions, prefix, None, True),
-                                                 self.steps(ids, positions, None, prefix, False, lengths=lengths)])
+        prompts, rows = run_passes(self.blocks, [
+            self.forward_pass(prompt_ids, prompt_positions, prefix, None, True),
+            self.forward_pass(ids, positions, None, prefix, False, lengths=lengths)])
         return prompts, rows
 
-    def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
-              kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
-        """A forward pass (run_passes) with trunk's arguments, and trunk_after's lengths, which save nothing here. The
-        cache's positions and length are set as soon as it begins."""
-        assert not last_only or cache is not None and cache.length == 0 and prefix is None
-        B, T = ids.shape
-        if positions is None:
-            positions = torch.arange(T, device=ids.device).expand(B, T)
-        last, decoding = None, isinstance(cache, DecodeCache)
-        if decoding:
-            last = cache.last_embedding[cache.places]
-        elif cache is not None and cache.last_embedding is not None:
-            last = cache.last_embedding
-        elif prefix is not None:
-            assert prefix.length == prefix.positions.shape[1], "a prefix is run in one forward"
-            last = prefix.last_embedding.repeat_interleave(B // len(prefix.positions), dim=0)
-        x, unsmeared = self.embed(ids, last)
-        if decoding:
-            cache.last_embedding[cache.places] = unsmeared
-        elif cache is not None:
-            if T > 1:
-                # the last real token of each row; padding (PADDING_POSITION) stands after it
-                ends = (positions < PADDING_POSITION).sum(dim=1) - 1
-                unsmeared = at_ends(unsmeared, ends)
-            cache.last_embedding = unsmeared
-            if cache.length == 0 and prefix is None:
-                cache.positions = positions
-        cos_sin = rotary(positions, self.config.head_dim, x.dtype)
-        masks = {w: w if decoding else make_mask(T, w, self.config.sequence_len, cache, prefix, positions, x.dtype)
-                 for w in set(self.windows)}
-        x0, delta, final, middle = x, None, self.config.n_layer - 1, self.config.n_layer // 2
-        lambdas = list(zip(*(y.to(x.dtype).unbind() for y in (self.resid_lambdas, self.x0_lambdas)), strict=True))
-        if cache is not None and not decoding:
-            cache.length += T
-        i = 0
-        while i < self.config.n_layer:  # no `for`: its iterator would be lost where torch 2.11 compiles a `send`
-            resid, first = (y.detach() for y in lambdas[i]) if i < self.frozen_layers else lambdas[i]
-            embeds = self.value_embeds[str(i)](ids).to(x.dtype) if str(i) in self.value_embeds else None
-            if i == final and last_only and T > 1:
-                mask = make_mask(1, self.windows[i], self.config.sequence_len, None, cache, at_ends(positions, ends),
-                                 x.dtype)
-                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, ends, None
-            else:
-                mask = masks[self.windows[i]]
-                chosen = kept if i == final else None
-                x, delta = yield x, delta, x0, (resid, first), embeds, cos_sin, mask, cache, prefix, None, chosen
-            if i == middle:
-                x, delta = x if delta is None else x + delta, None
-                backout = x
-            i += 1
-        if backout.shape != x.shape:
-            backout = at(backout, None if kept is not None else ends, kept)
-        yield mix_norm(x, delta, backout, x.new_ones(()), -self.backout_lambda.to(x.dtype)[0])[1]
+    def forward_pass(self, ids, positions, cache, prefix, last_only: bool, kept=None, lengths=None) -> ForwardPass:
+        """A pass with trunk's arguments, and trunk_after's lengths, which save nothing here."""
+        return ForwardPass(self, ids, positions, cache, prefix, last_only, kept)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the real vocabulary, softcapped, fp32. hidden (..., C) -> (..., V)."""

@@ -9,8 +9,8 @@ import argparse
 import os
 
 from nanochat.checkpoint import default_tag, load_model
-from nanochat.common import (BadInput, check_least, check_most, check_name, compute_dtype, init_device, print0,
-                             rank_and_world, script_main)
+from nanochat.common import (BadInput, at_least, check_name, compute_dtype, init_device, print0, rank_and_world,
+                             script_main)
 from nanochat.core_eval import centered, core_metric, evaluate_core_task, load_core
 from nanochat.dataloader import Documents, PackedBatches
 from nanochat.engine import generate, row_key
@@ -23,12 +23,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("--model-tag", default="", help="default: the largest d<N>")
-    parser.add_argument("--step", type=int, default=-1, help="-1 = the last")
+    parser.add_argument("--step", type=at_least(-1), default=-1, help="-1 = the last")
     parser.add_argument("--val-data", nargs="+", default=[],
                         help="bits per byte: .txt, .jsonl or .parquet files, folders, patterns, or one datasets name")
-    parser.add_argument("--split-tokens", type=int, default=40 * 2 ** 19,
+    parser.add_argument("--split-tokens", type=at_least(1), default=40 * 2 ** 19,
                         help="tokens of it, over all ranks; read again where it is shorter")
-    parser.add_argument("--device-batch-size", type=int, default=32,
+    parser.add_argument("--device-batch-size", type=at_least(1, int, 10 ** 6), default=32,
                         help="rows that go through the model at once, per rank")
     parser.add_argument("--core", default="",
                         help="folder of the tasks (core.yaml, eval_data, eval_meta_data.csv); default: eval_bundle, "
@@ -37,8 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", nargs="*",
                         default=["The capital of France is", "If yesterday was Friday, then tomorrow will be", "3+5*2"],
                         help="beginnings that the model continues, greedy")
-    parser.add_argument("--num-samples", type=int, default=2, help="samples from nothing")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--num-samples", type=at_least(0, int, 10 ** 6), default=2, help="samples from nothing")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
                         help="default: the best there is")
@@ -84,8 +84,6 @@ def print_continuations(args, model, tokenizer) -> None:
 
 
 def main(args) -> None:
-    check_least(args, {"step": -1, "split_tokens": 1, "device_batch_size": 1, "num_samples": 0, "max_new_tokens": 1})
-    check_most(args, {"device_batch_size": 10 ** 6, "num_samples": 10 ** 6})
     tag = args.model_tag or default_tag("base")
     check_name("--model-tag", tag)
     folder = args.core or path_of("eval_bundle")

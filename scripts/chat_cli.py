@@ -12,13 +12,13 @@ import codecs
 
 from nanochat.calculator import Calculator
 from nanochat.checkpoint import default_tag, list_tags, load_model, warn_of_role
-from nanochat.common import BadInput, check_least, check_name, init_device, script_main
+from nanochat.common import BadInput, at_least, check_name, init_device, script_main
 from nanochat.engine import check_temperature, generate, row_key
 from nanochat.hf.tokenizer import HFTokenizer, load_tokenizer
 from nanochat.rl.records.prompts import Verification, parse_verification, read_solution, verifier_prompt
 from nanochat.rl.report.terminal import add_colour_flag, one_line, paint, printable, wants_colour
 from nanochat.storage.files import path_of
-from tasks import TASKS, recorded_task, recorded_value, task_flags
+from tasks import TASKS, recorded_value, task_flags
 from tasks.formats import FORMATS, Format
 from tasks.mixture import PARTS
 
@@ -31,11 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     parser.add_argument("-i", "--source", choices=["sft", "rl"], default="sft", help="stage of the checkpoint")
     parser.add_argument("-g", "--model-tag", default="", help="default: the largest d<N>")
-    parser.add_argument("-s", "--step", type=int, default=-1, help="-1 = the last")
+    parser.add_argument("-s", "--step", type=at_least(-1), default=-1, help="-1 = the last")
     parser.add_argument("-p", "--prompt", default=None, help="one message, one answer, and no conversation")
     parser.add_argument("-t", "--temperature", type=float, default=0.6, help="0 = greedy")
-    parser.add_argument("-k", "--top-k", type=int, default=50, help="0 = the full softmax")
-    parser.add_argument("-m", "--max-new-tokens", type=int, default=256, help="of an answer, and of a verification")
+    parser.add_argument("-k", "--top-k", type=at_least(0), default=50, help="0 = the full softmax")
+    parser.add_argument("-m", "--max-new-tokens", type=at_least(1), default=256,
+                        help="of an answer, and of a verification")
     parser.add_argument("--verifier", default="",
                         help="tag of a verifier, of the same stage or of SFT: it judges each step (greedy)")
     parser.add_argument("--format", default="", choices=["", *FORMATS, "chat"],
@@ -121,7 +122,7 @@ def format_of(recorded: dict, where: str) -> str:
     which begins with `where`."""
     if recorded.get("conversations") and recorded.get("conversations_share") == 1:
         return "chat"  # it has never seen the task
-    task = recorded_task(recorded, where)
+    task = recorded_value(recorded, "task", "", where)
     if task == "mixture":
         names = recorded_value(recorded, "mixture_tasks", task_flags()["mixture_tasks"], where)
         task = names.split(",")[0]
@@ -166,7 +167,6 @@ def read_message() -> str | None:
 
 
 def main(args) -> None:
-    check_least(args, {"step": -1, "top_k": 0, "max_new_tokens": 1})
     check_temperature("--temperature", args.temperature)
     tag = args.model_tag or default_tag(args.source)
     check_name("-g", tag)

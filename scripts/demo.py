@@ -16,7 +16,7 @@ from collections import Counter
 from itertools import zip_longest
 
 from nanochat.checkpoint import find_step, fingerprint, load_model
-from nanochat.common import BadInput, check_least, init_device, script_main
+from nanochat.common import BadInput, at_least, init_device, script_main
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.learn.roles import Start
 from nanochat.rl.learn.state import tag_of
@@ -36,8 +36,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument("run", nargs="?", default="", help="name or folder of a finished run; default: the newest")
-    parser.add_argument("--num-problems", type=int, default=5, help="problems that are shown")
-    parser.add_argument("--num-scored", type=int, default=100,
+    parser.add_argument("--num-problems", type=at_least(1), default=5, help="problems that are shown")
+    parser.add_argument("--num-scored", type=at_least(0), default=100,
                         help="problems of the counts in the last lines, those that are shown among them")
     parser.add_argument("--split", choices=list(SPLITS), default="test_in", help="test_out: longer or other problems")
     parser.add_argument("--seed", type=int, default=0, help="picks the problems")
@@ -128,7 +128,6 @@ def describe(task, colour: bool, problem, text: str, ended: bool, outcome: bool 
 
 
 def main(args) -> None:
-    check_least(args, {"num_problems": 1, "num_scored": 0})
     run = find_run(args.run)
     roles = list(dict.fromkeys([run.solver, *({"verifier"} & set(run.roles))]))
     checkpoints = find_checkpoints(run, roles)

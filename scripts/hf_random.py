@@ -13,7 +13,7 @@ from dataclasses import replace
 import tokenizers
 import torch
 
-from nanochat.common import BadInput, check_least, check_most, print0, script_main
+from nanochat.common import BadInput, at_least, print0, script_main
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.files import DTYPES, write_model
 from nanochat.hf.shapes import SHAPES, shape_of
@@ -30,17 +30,19 @@ CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--shape", default="qwen2.5-0.5b", help=f"one of: {', '.join(SHAPES)}")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=list(SHAPES))
     parser.add_argument("--to", required=True, help="the folder to make")
     parser.add_argument("--texts", nargs="*", default=[],
                         help="files that the tokenizer learns its merges from; without any a token is a byte")
-    parser.add_argument("--n-layer", type=int, default=None, help="default: the shape's")
-    parser.add_argument("--n-embd", type=int, default=None,
+    parser.add_argument("--n-layer", type=at_least(1, int, 1000), default=None, help="default: the shape's")
+    parser.add_argument("--n-embd", type=at_least(1, int, 2 ** 17), default=None,
                         help="default: the shape's; another keeps the heads' size 16 and the MLP four times as wide")
-    parser.add_argument("--vocab-size", type=int, default=None, help="rows of the embedding; default: the shape's")
-    parser.add_argument("--sequence-len", type=int, default=None, help="context; default: the shape's")
+    parser.add_argument("--vocab-size", type=at_least(256 + len(SPECIALS), int, 2 ** 24), default=None,
+                        help="rows of the embedding; default: the shape's")
+    parser.add_argument("--sequence-len", type=at_least(1, int, 2 ** 24), default=None,
+                        help="context; default: the shape's")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--std", type=float, default=0.02, help="standard deviation of the weights")
+    parser.add_argument("--std", type=at_least(0, float, 1000), default=0.02, help="standard deviation of the weights")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -69,8 +71,6 @@ def make_tokenizer(files: list[str], vocab_size: int) -> HFTokenizer:
 
 def main(args) -> None:
     folder, config = os.path.expanduser(args.to), shape_of(args.shape)
-    check_least(args, {"n_layer": 1, "n_embd": 1, "vocab_size": 1, "sequence_len": 1, "std": 0})
-    check_most(args, {"n_layer": 1000, "n_embd": 2 ** 17, "vocab_size": 2 ** 24, "sequence_len": 2 ** 24, "std": 1000})
     changes = {"n_layer": args.n_layer, "vocab_size": args.vocab_size, "sequence_len": args.sequence_len}
     if args.n_embd:
         if args.n_embd % 32:
@@ -78,8 +78,6 @@ def main(args) -> None:
         changes |= {"n_embd": args.n_embd, "head_dim": 16, "n_head": args.n_embd // 16, "n_kv_head": args.n_embd // 32,
                     "intermediate_size": 4 * args.n_embd}
     config = replace(config, **{name: value for name, value in changes.items() if value})
-    if config.vocab_size < 256 + len(SPECIALS):
-        raise BadInput(f"--vocab-size {config.vocab_size}: must be at least {256 + len(SPECIALS)}")
     missing = [path for path in args.texts if not os.path.isfile(path)]
     if missing:
         raise BadInput(f"--texts {missing[0]}: no such file")

@@ -27,9 +27,8 @@ import time
 
 import torch
 
-from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.common import (BadInput, all_reduce, check_choices, check_least, check_most, check_name, gather_lists,
-                             init_device, on_all_ranks, print0, rank_and_world, script_main)
+from nanochat.common import (BadInput, all_reduce, at_least, check_name, gather_lists, init_device, on_all_ranks,
+                             print0, rank_and_world, script_main)
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.measure.step_labels import METHODS, agreement, run_plans, until_error
@@ -39,7 +38,8 @@ from nanochat.rl.records.prompts import check_fit, generator_prompt, longest_pro
 from nanochat.rl.verify.labelled import solution_rows
 from nanochat.rl.verify.prefixes import VALUES, Cut, Meter, forced_answer
 from nanochat.storage.files import check_writable, make_folder, path_of, whole_file, write_json
-from tasks import add_task_args, complete_task_args, make_task, recorded_count, task_flags
+from scripts.verifier_eval import load, load_generator
+from tasks import add_task_args, make_task, task_flags
 from tasks.common import SPLIT_BUCKETS, Problem, check_problem
 
 OF_SAMPLED = {"split", "first", "num_problems", "num_samples"}
@@ -52,17 +52,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--generator-tag", required=True, help="checkpoint that samples the solutions; with "
                         "--generator-source rl a run's name and -gen")
     parser.add_argument("--generator-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
-    parser.add_argument("--step", type=int, default=-1, help="of the generator's checkpoint; -1 = the last")
-    parser.add_argument("--method", default="math_shepherd", help=f"one of: {', '.join(METHODS)}")
+    parser.add_argument("--step", type=at_least(-1), default=-1, help="of the generator's checkpoint; -1 = the last")
+    parser.add_argument("--method", default="math_shepherd", choices=list(METHODS))
     parser.add_argument("--out", required=True, metavar="FILE.jsonl")
-    parser.add_argument("--num-completions", type=int, default=8, help="N, after each prefix (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=-1,
+    parser.add_argument("--num-completions", type=at_least(1, int, 10 ** 5), default=8,
+                        help="N, after each prefix (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=at_least(1, also=-1), default=-1,
                         help="of a solution, and of a completion; -1 = as in the checkpoint's training, else 256")
     parser.add_argument("--calculator", action=argparse.BooleanOptionalAction, default=False,
                         help="solutions and completions may call the calculator")
     parser.add_argument("--seed", type=int, default=None,
                         help="of problems and sampling noise; default: the checkpoint's")
-    parser.add_argument("--max-rows", type=int, default=1024,
+    parser.add_argument("--max-rows", type=at_least(1), default=1024,
                         help="rows that decode together; changes memory, no result")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
                         help="default: the best there is")
@@ -71,18 +72,20 @@ def make_parser() -> argparse.ArgumentParser:
                        help="labels these, which an earlier call wrote; default: samples new ones")
     group.add_argument("--split", choices=list(SPLIT_BUCKETS), default="rl",
                        help="which the problems are from (default: %(default)s)")
-    group.add_argument("--first", type=int, default=0,
+    group.add_argument("--first", type=at_least(0), default=0,
                        help="number of the first problem in the split; RL begins with number 0 (default: %(default)s)")
-    group.add_argument("--num-problems", type=int, default=100, help="that are solved (default: %(default)s)")
-    group.add_argument("--num-samples", type=int, default=4,
+    group.add_argument("--num-problems", type=at_least(1, int, 10 ** 6), default=100,
+                       help="that are solved (default: %(default)s)")
+    group.add_argument("--num-samples", type=at_least(1, int, 10 ** 5), default=4,
                        help="solutions per problem, at temperature 1 (default: %(default)s)")
     group = parser.add_argument_group("pav and information_gain")
-    group.add_argument("--best-of", type=int, default=4, help="K: the prover keeps the best of so many")
+    group.add_argument("--best-of", type=at_least(1, int, 10 ** 5), default=4,
+                       help="K: the prover keeps the best of so many")
     for role, what in (("prover", "completes the prefixes, for pav"), ("supervisor", "is asked for the answer, for "
                                                                         "information_gain")):
         group.add_argument(f"--{role}-tag", default="", help=f"{what}; default: the generator")
         group.add_argument(f"--{role}-source", choices=["sft", "rl"], default="sft")
-        group.add_argument(f"--{role}-step", type=int, default=-1)
+        group.add_argument(f"--{role}-step", type=at_least(-1), default=-1)
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
     return parser
@@ -93,12 +96,6 @@ def summary_path(out: str) -> str:
 
 
 def check_args(args) -> None:
-    check_choices(args, {"method": METHODS})
-    check_least(args, {"step": -1, "prover_step": -1, "supervisor_step": -1, "first": 0, "num_problems": 1,
-                       "num_samples": 1, "num_completions": 1, "best_of": 1, "max_rows": 1, "max_new_tokens": -1})
-    check_most(args, {"num_problems": 10 ** 6, "num_samples": 10 ** 5, "num_completions": 10 ** 5, "best_of": 10 ** 5})
-    if args.max_new_tokens == 0:
-        raise BadInput("--max-new-tokens 0: must be at least 1, or -1")
     if args.solutions and (ignored := OF_SAMPLED & getattr(args, "explicit", set())):
         raise BadInput(f"--{min(ignored).replace('_', '-')}: is of solutions that are sampled, and all of --solutions "
                        f"are labelled")
@@ -122,32 +119,16 @@ def check_args(args) -> None:
         check_writable(path)
 
 
-def load(stage: str, tag: str, step: int, tokenizer, device):
-    """A model, the flags that it was trained with, the file that says so, and its step."""
-    model, meta = load_model(stage, tag, device, None, None if step < 0 else step, trained=False)
-    tokenizer.check_model(tag, model)
-    warn_of_role(tag, meta, "generator")
-    print0(f"{path_of(stage, tag)} at step {meta['step']}")
-    return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
-
-
-def load_players(args, tokenizer, device) -> tuple:
+def load_judge(args, tokenizer, device) -> tuple:
     """The task, the generator's model, and the one that is asked about prefixes. Flags that were left out are as the
     generator's checkpoint says."""
-    generator, recorded, where, args.step = load(args.generator_source, args.generator_tag, args.step, tokenizer,
-                                                 device)
-    if not (args.task or recorded.get("task")):
-        raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
-    if args.max_new_tokens < 0:
-        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
-                                             where)
-    complete_task_args(args, recorded, where)
+    generator, args.step = load_generator(args, args.step, tokenizer, device)
     task, role, judge = make_task(args), ROLES.get(METHODS[args.method].value), generator
     if METHODS[args.method].value == "gold" and not getattr(task, "has_step_labels", True):
         raise BadInput(f"--method {args.method}: task {task.name} has no gold step labels")
     if role and getattr(args, f"{role}_tag"):
         names = [getattr(args, f"{role}_{part}") for part in ("source", "tag", "step")]
-        judge, _, _, step = load(*names, tokenizer, device)
+        judge, _, _, step = load(*names, tokenizer, device, "generator")
         setattr(args, f"{role}_step", step)
     return task, generator, judge
 
@@ -285,7 +266,7 @@ def main(args) -> None:
     check_args(args)
     tokenizer = load_tokenizer(path_of("tokenizer"))
     device = init_device(args.device_type)
-    task, generator, judge = load_players(args, tokenizer, device)
+    task, generator, judge = load_judge(args, tokenizer, device)
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, max_rows=args.max_rows,
                       calculator=args.calculator)
     given = read_rows(args.solutions, task, tokenizer) if args.solutions else []

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, check_least, check_most, print0, script_main
+from nanochat.common import BadInput, at_least, print0, script_main
 from nanochat.flops import PEAK_FLOPS, flops_per_token, muon_flops
 from nanochat.gpt import GPT, config_of
 from nanochat.recipes.policy import grpo
@@ -22,10 +22,12 @@ from nanochat.rl.records.prompts import empty_verifier_prompt
 from nanochat.rl.run.flags import with_times
 from nanochat.rl.run.plan import (BANDWIDTH, DISK_SPEED, Held, PlannedDraw, Setting, Speed, describe_stop, draw_seconds,
                                   planned, sampling_seconds)
+from nanochat.tokenizer import MIN_VOCAB_SIZE
 from scripts import base_eval, base_train, chat_sft, tango_rl
 
 GSM8K_TEST, QUESTIONS = 1319, 2376 + 1172 + 14042  # problems; questions of ARC-Easy, ARC-Challenge and MMLU
 COUNTS = ("num_steps", "examples_per_step", "num_samples", "split_tokens", "sequence_len", "depth")  # in given flags
+LENGTH = at_least(1, int, 10 ** 6)
 ASSUMED = """counted: 6 FLOPs per token and weight of the matrices and the LM head, attention to the tokens that causal
 windows let see, Muon's products; not embeddings, which are looked up, nor what is computed and masked
 from NVIDIA's data sheets: peak FLOP/s (dense bf16) and bandwidth
@@ -41,18 +43,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--verifier-sft", default="")
     parser.add_argument("--rl", default="", help="flags of tango_rl")
     parser.add_argument("--base-eval", default="", help="flags of base_eval")
-    parser.add_argument("--vocab-size", type=int, default=32768)
-    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--vocab-size", type=at_least(MIN_VOCAB_SIZE, int, 2 ** 24), default=32768)
+    parser.add_argument("--gpus", type=at_least(1, int, 10 ** 6), default=8)
     parser.add_argument("--gpu", choices=list(BANDWIDTH), default="H100")
-    parser.add_argument("--dollars", type=float, default=3.0, help="per GPU and hour")
-    parser.add_argument("--mfu", type=float, default=0.35, help="share of the peak FLOPs that training reaches")
-    parser.add_argument("--decode-efficiency", type=float, default=0.2,
+    parser.add_argument("--dollars", type=at_least(0, float), default=3.0, help="per GPU and hour")
+    parser.add_argument("--mfu", type=at_least(0.01, float, 1), default=0.35,
+                        help="share of the peak FLOPs that training reaches")
+    parser.add_argument("--decode-efficiency", type=at_least(0.01, float, 1), default=0.2,
                         help="share of the speed of decoding that the memory's bandwidth allows")
-    parser.add_argument("--disk-speed", type=float, default=DISK_SPEED / 1e9,
+    parser.add_argument("--disk-speed", type=at_least(0.001, float), default=DISK_SPEED / 1e9,
                         help="GB/s (10^9 bytes) at which checkpoints are written, by all GPUs' processes together")
-    parser.add_argument("--example-tokens", type=int, default=500, help="mean length of an SFT example")
-    parser.add_argument("--prompt-tokens", type=int, default=150, help="mean length of a problem")
-    parser.add_argument("--completion-tokens", type=int, default=180,
+    parser.add_argument("--example-tokens", type=LENGTH, default=500, help="mean length of an SFT example")
+    parser.add_argument("--prompt-tokens", type=LENGTH, default=150, help="mean length of a problem")
+    parser.add_argument("--completion-tokens", type=LENGTH, default=180,
                         help="mean length of a solution and of a verification")
     return parser
 
@@ -69,7 +72,9 @@ def parse(script, flags: str, *required: str):
         args = parser.parse_args([*shlex.split(flags), *required])
     except ValueError as error:  # a quotation that is not closed
         refuse(str(error))
-    check_least(args, {name: 1 for name in COUNTS if hasattr(args, name)})
+    for name in COUNTS:
+        if (value := getattr(args, name, None)) is not None and value < 1:
+            raise BadInput(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if getattr(args, "recipe", "tango") != "tango":
         refuse(f"the figures are those of RL Tango, and of GRPO beside it, not of {args.recipe}")
     return args
@@ -127,11 +132,6 @@ def evaluation_rows(args, base_eval_args, model, speed: Speed) -> list[tuple[str
 
 
 def main(args) -> None:
-    check_least(args, {"gpus": 1, "vocab_size": 265, "dollars": 0, "mfu": 0.01, "decode_efficiency": 0.01,
-                       "disk_speed": 0.001,
-                       "example_tokens": 1, "prompt_tokens": 1, "completion_tokens": 1})
-    check_most(args, {"gpus": 10 ** 6, "vocab_size": 2 ** 24, "mfu": 1, "decode_efficiency": 1,
-                      "example_tokens": 10 ** 6, "prompt_tokens": 10 ** 6, "completion_tokens": 10 ** 6})
     base = parse(base_train, args.base, "--data", "none")
     with torch.device("meta"):
         model = GPT(config_of(base, args.vocab_size), torch.bfloat16)

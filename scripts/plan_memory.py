@@ -12,12 +12,12 @@ libraries, fragmentation, and buffers of the collectives.
 import argparse
 
 from nanochat.checkpoint import find_step, list_steps, load_meta
-from nanochat.common import BadInput, check_choices, check_least, print0, script_main
+from nanochat.common import BadInput, at_least, print0, script_main
 from nanochat.hf.files import DTYPES, find_folder, read_config
 from nanochat.hf.shapes import SHAPES, shape_of
 from nanochat.recipes.policy import grpo
 from nanochat.recipes.tango import tango
-from nanochat.rl.learn.heads import HEADS, OPTIMIZERS, add_head_args, check_head, check_shapes, num_shared
+from nanochat.rl.learn.heads import add_head_args, check_head, check_shapes, num_shared
 from nanochat.rl.run.flags import with_times
 from nanochat.rl.run.plan import (Config, Setting, Speed, describe_stop, held_by, memory_plan, planned, show_plan,
                                   variants)
@@ -31,17 +31,17 @@ def make_parser() -> argparse.ArgumentParser:
                         help=f"one of: {', '.join(SHAPES)}; or a folder, a hub name, the tag of an SFT checkpoint")
     parser.add_argument("--verifier", default="", help="the same; default: as the generator; none = no verifier")
     add_head_args(parser, "verifier", "generator")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="GPUs")
-    parser.add_argument("--memory", type=float, default=80.0, help="of one, in GB (10^9 bytes)")
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4, 8], help="GPUs")
+    parser.add_argument("--memory", type=at_least(0, float), default=80.0, help="of one, in GB (10^9 bytes)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of activations")
-    parser.add_argument("--prompt-tokens", type=int, default=300, help="longest problem")
-    parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--verifier-max-new-tokens", type=int, default=1024)
-    parser.add_argument("--examples-per-step", type=int, default=256)
-    parser.add_argument("--num-samples", type=int, default=5)
-    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
-    parser.add_argument("--max-rows", type=int, default=1024, help="rows that decode together")
-    parser.add_argument("--kl-coef", type=float, default=1e-3, help="0 = no reference")
+    parser.add_argument("--prompt-tokens", type=at_least(1), default=300, help="longest problem")
+    parser.add_argument("--max-new-tokens", type=at_least(1), default=1024)
+    parser.add_argument("--verifier-max-new-tokens", type=at_least(1), default=1024)
+    parser.add_argument("--examples-per-step", type=at_least(1), default=256)
+    parser.add_argument("--num-samples", type=at_least(1), default=5)
+    parser.add_argument("--micro-batch-tokens", type=at_least(1), default=8192)
+    parser.add_argument("--max-rows", type=at_least(1), default=1024, help="rows that decode together")
+    parser.add_argument("--kl-coef", type=at_least(0, float), default=1e-3, help="0 = no reference")
     return parser
 
 
@@ -59,12 +59,7 @@ def config_named(name: str) -> Config:
 
 
 def main(args) -> None:
-    check_least(args, {"memory": 0, "prompt_tokens": 1, "max_new_tokens": 1, "verifier_max_new_tokens": 1,
-                       "examples_per_step": 1, "num_samples": 1, "micro_batch_tokens": 1, "max_rows": 1, "kl_coef": 0})
-    check_choices(args, {"verifier_head": HEADS, "verifier_optimizer": OPTIMIZERS})
     check_head(args)
-    if min(args.ranks) < 1:
-        raise BadInput(f"--ranks {min(args.ranks)}: must be at least 1")
     configs = {"generator": config_named(args.generator)}
     if args.verifier != "none":
         configs["verifier"] = config_named(args.verifier or args.generator)

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 
-from nanochat.common import BadInput, CannotWrite, check_least, check_most, print0, script_main
+from nanochat.common import BadInput, CannotWrite, at_least, print0, script_main
 from nanochat.hf.files import PARTIAL
 from nanochat.storage.files import check_writable, is_alone, make_folder, whole_file, writing
 from tasks import add_task_args, make_task, task_texts
@@ -22,8 +22,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_task_args(parser)
     parser.add_argument("--out", required=True,
                         help="folder for shard_<n>.jsonl; the last shard is meant for validation")
-    parser.add_argument("--num-documents", type=int, default=20000)
-    parser.add_argument("--num-shards", type=int, default=4)
+    parser.add_argument("--num-documents", type=at_least(1, int, 10 ** 9), default=20000)
+    parser.add_argument("--num-shards", type=at_least(2, int, 10 ** 5), default=4)  # five digits number them
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
@@ -62,8 +62,6 @@ def write_shards(folder: str, texts, num_documents: int, num_shards: int) -> int
 
 
 def main(args) -> None:
-    check_least(args, {"num_documents": 1, "num_shards": 2})
-    check_most(args, {"num_documents": 10 ** 9, "num_shards": 10 ** 5})  # five digits number the shards
     if args.num_documents < args.num_shards:
         raise BadInput(f"--num-documents {args.num_documents}: is below --num-shards {args.num_shards}")
     task = make_task(args)

@@ -13,7 +13,7 @@ import time
 from itertools import chain
 
 from nanochat.checkpoint import list_tags
-from nanochat.common import BadInput, check_least, check_most, print0, rank_and_world, script_main
+from nanochat.common import BadInput, at_least, print0, rank_and_world, script_main
 from nanochat.dataloader import Documents
 from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.storage.files import check_writable, path_of
@@ -28,15 +28,17 @@ def make_parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False)
     add_run_args(parser)
     add_task_args(parser)
-    parser.add_argument("--vocab-size", type=int, default=MIN_VOCAB_SIZE,
+    parser.add_argument("--vocab-size", type=at_least(MIN_VOCAB_SIZE, int, 2 ** 24), default=MIN_VOCAB_SIZE,
                         help=f"ids, special tokens included; {MIN_VOCAB_SIZE} = no merges")
-    parser.add_argument("--num-texts", type=int, default=5000, help="demonstrations of the task to train on")
+    parser.add_argument("--num-texts", type=at_least(1, int, 10 ** 7), default=5000,
+                        help="demonstrations of the task to train on")
     parser.add_argument("--data", nargs="+", default=[],
                         help="train on text instead: .txt, .jsonl or .parquet files, folders, patterns, or one "
                              "datasets name")
-    parser.add_argument("--max-chars", type=int, default=2_000_000_000,
+    parser.add_argument("--max-chars", type=at_least(1), default=2_000_000_000,
                         help="with --data: characters to train on, of one pass over it")
-    parser.add_argument("--doc-cap", type=int, default=10_000, help="with --data: characters of a document that count")
+    parser.add_argument("--doc-cap", type=at_least(1), default=10_000,
+                        help="with --data: characters of a document that count")
     parser.add_argument("--if-missing", action="store_true", help="leave a tokenizer that is there as it is")
     return parser
 
@@ -63,8 +65,6 @@ def check_models(folder: str, tokenizer: Tokenizer) -> None:
 
 
 def main(args) -> None:
-    check_least(args, {"num_texts": 1, "max_chars": 1, "doc_cap": 1})
-    check_most(args, {"vocab_size": 2 ** 24, "num_texts": 10 ** 7})
     folder, started = path_of("tokenizer"), time.time()
     imported = os.path.exists(os.path.join(folder, "tokenizer.json"))
     if args.if_missing and (imported or os.path.exists(os.path.join(folder, "tokenizer.pkl"))):

@@ -21,8 +21,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from nanochat.checkpoint import load_model, warn_of_role
-from nanochat.common import (BadInput, check_least, check_most, check_name, gather_lists, init_device, print0,
-                             rank_and_world, script_main)
+from nanochat.common import (BadInput, at_least, check_name, gather_lists, init_device, print0, rank_and_world,
+                             script_main)
 from nanochat.engine import check_temperature
 from nanochat.hf.files import read_json
 from nanochat.hf.tokenizer import load_tokenizer
@@ -60,14 +60,14 @@ def add_verifier_args(parser) -> None:
                         help="the verifier's checkpoint; it must write verifications, as those of SFT and of recipe "
                              "tango do")
     parser.add_argument("--verifier-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
-    parser.add_argument("--step", type=int, default=-1, help="of the verifier's checkpoint; -1 = the last")
-    parser.add_argument("--num-verifications", type=int, default=1, help="per solution")
+    parser.add_argument("--step", type=at_least(-1), default=-1, help="of the verifier's checkpoint; -1 = the last")
+    parser.add_argument("--num-verifications", type=at_least(1, int, 10 ** 5), default=1, help="per solution")
     parser.add_argument("--temperature", type=float, default=0.0,
                         help="of the verifier; 0 = greedy, for one verification")
-    parser.add_argument("--top-k", type=int, default=0, help="of both; 0 = the full softmax")
-    parser.add_argument("--verifier-max-new-tokens", type=int, default=-1,
+    parser.add_argument("--top-k", type=at_least(0), default=0, help="of both; 0 = the full softmax")
+    parser.add_argument("--verifier-max-new-tokens", type=at_least(1, also=-1), default=-1,
                         help="-1 = as in the checkpoint's RL, else 256, at most half its context")
-    parser.add_argument("--max-rows", type=int, default=1024,
+    parser.add_argument("--max-rows", type=at_least(1), default=1024,
                         help="rows that decode together; changes memory, no result")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"],
                         help="default: the best there is")
@@ -83,12 +83,13 @@ def add_generator_args(group, is_needed: bool) -> None:
     group.add_argument("--generator-tag", default="", required=is_needed,
                        help="the checkpoint that samples solutions" + "; default: no best of n" * (not is_needed))
     group.add_argument("--generator-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
-    group.add_argument("--generator-step", type=int, default=-1, help="of the generator's checkpoint; -1 = the last")
-    group.add_argument("--num-samples", type=int, default=8, help="solutions per problem")
+    group.add_argument("--generator-step", type=at_least(-1), default=-1,
+                       help="of the generator's checkpoint; -1 = the last")
+    group.add_argument("--num-samples", type=at_least(1, int, 10 ** 5), default=8, help="solutions per problem")
     group.add_argument("--generator-temperature", type=float, default=1.0, help="0 = greedy, for one solution")
-    group.add_argument("--max-new-tokens", type=int, default=-1,
+    group.add_argument("--max-new-tokens", type=at_least(1, also=-1), default=-1,
                        help="of a solution; -1 = as in the checkpoint's training, else 256")
-    group.add_argument("--max-problems", type=int, default=-1,
+    group.add_argument("--max-problems", type=at_least(1, int, 10 ** 6, also=-1), default=-1,
                        help=f"-1 = all there are, {ENDLESS} of tasks that make their own")
     group.add_argument("--score", choices=list(SCORES), default="final",
                        help="of a solution: share of verifications that call it CORRECT, share of its steps judged "
@@ -104,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
     group.add_argument("--processbench", default="", metavar="SOURCE",
                        help=f"a .jsonl, .json or .parquet file, a folder of them, or a hub name ({HUB})")
     group.add_argument("--subset", default="", help="one subset; default: all")
-    group.add_argument("--max-examples", type=int, default=-1, help="per subset; -1 = all")
+    group.add_argument("--max-examples", type=at_least(1, also=-1), default=-1, help="per subset; -1 = all")
     group.add_argument("--format", choices=list(FORMATS), default="paper", help="that the verifier was trained with")
     group = parser.add_argument_group("best of n")
     add_generator_args(group, is_needed=False)
@@ -114,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
                        help="judge report: a model that solves as the judge would, for example the checkpoint of both "
                             "roles; its solutions are judged beside the generator's, for self-preference")
     group.add_argument("--own-source", choices=["sft", "rl"], default="sft", help="stage of its checkpoint")
-    group.add_argument("--own-step", type=int, default=-1, help="of its checkpoint; -1 = the last")
+    group.add_argument("--own-step", type=at_least(-1), default=-1, help="of its checkpoint; -1 = the last")
     add_task_args(parser)
     parser.set_defaults(**dict.fromkeys(task_flags()))
     return parser
@@ -144,9 +145,6 @@ def check_out(path: str, parts: set[str]) -> None:
 
 
 def check_args(args) -> None:
-    check_least(args, {"own_step": -1, "max_examples": -1})
-    if args.max_examples == 0:
-        raise BadInput("--max-examples 0: must be at least 1, or -1")
     if not args.processbench and not args.generator_tag:
         raise BadInput("nothing to evaluate on: give --processbench, --generator-tag or both")
     if args.subset and not args.processbench:
@@ -165,14 +163,8 @@ def check_args(args) -> None:
 
 def check_players(args, parts: set[str]) -> None:
     """Raises BadInput for what a verifier and a generator cannot be asked. parts: of what --out holds, beside args."""
-    check_least(args, {"step": -1, "generator_step": -1, "num_verifications": 1, "num_samples": 1, "max_rows": 1,
-                       "top_k": 0, "verifier_max_new_tokens": -1, "max_new_tokens": -1, "max_problems": -1})
     check_temperature("--temperature", args.temperature)
     check_temperature("--generator-temperature", args.generator_temperature)
-    check_most(args, {"num_verifications": 10 ** 5, "num_samples": 10 ** 5, "max_problems": 10 ** 6})
-    for name in ("verifier_max_new_tokens", "max_new_tokens", "max_problems"):
-        if getattr(args, name) == 0:
-            raise BadInput(f"--{name.replace('_', '-')} 0: must be at least 1, or -1")
     for count, greedy, flag in (("num_verifications", args.temperature == 0, "--temperature"),
                                 ("num_samples", args.generator_tag and args.generator_temperature == 0,
                                  "--generator-temperature")):
@@ -424,6 +416,19 @@ def load(stage: str, tag: str, step: int, tokenizer, device, role: str):
     return model, meta.get("user_config", {}), path_of(stage, tag, f"meta_{meta['step']:06d}.json"), meta["step"]
 
 
+def load_generator(args, step: int, tokenizer, device) -> tuple:
+    """The generator's model and its step. Flags that were left out are as its checkpoint says."""
+    generator, recorded, where, step = load(args.generator_source, args.generator_tag, step, tokenizer, device,
+                                            "generator")
+    if not (args.task or recorded.get("task")):
+        raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
+    if args.max_new_tokens < 0:
+        args.max_new_tokens = recorded_count(recorded, "max_new_tokens", min(256, generator.config.sequence_len // 2),
+                                             where)
+    complete_task_args(args, recorded, where)
+    return generator, step
+
+
 def load_players(args, tokenizer, device) -> tuple:
     """The verifier's model, the generator's and its task (None without --generator-tag), and the sampler. Flags that
     were left out are as the checkpoints say."""
@@ -435,17 +440,12 @@ def load_players(args, tokenizer, device) -> tuple:
                                                       where)
     if args.verifier_max_new_tokens >= context:
         raise BadInput(f"--verifier-max-new-tokens {args.verifier_max_new_tokens}: the verifier's context is {context}")
-    generator = None
+    generator = task = None
     if args.generator_tag:
-        generator, recorded, where, args.generator_step = load(args.generator_source, args.generator_tag,
-                                                               args.generator_step, tokenizer, device, "generator")
-        if not (args.task or recorded.get("task")):
-            raise BadInput(f"--generator-tag {args.generator_tag}: the checkpoint names no task, so give --task")
-        if args.max_new_tokens < 0:
-            args.max_new_tokens = recorded_count(recorded, "max_new_tokens",
-                                                 min(256, generator.config.sequence_len // 2), where)
-    complete_task_args(args, recorded, where)
-    task = make_task(args) if args.generator_tag else None
+        generator, args.generator_step = load_generator(args, args.generator_step, tokenizer, device)
+        task = make_task(args)
+    else:
+        complete_task_args(args, recorded, where)
     sampler = Sampler(task, tokenizer, args.seed, args.max_new_tokens, args.verifier_max_new_tokens,
                       args.temperature or 1.0, args.top_k, max_rows=args.max_rows)
     print0(f"seed {args.seed}, at most {args.verifier_max_new_tokens} tokens per verification, "

@@ -25,7 +25,7 @@ METHODS = {"problem": "split, index", "check": "problem, solution", "step_labels
 
 def add_task_args(parser) -> None:
     """--task and the flags of every task."""
-    parser.add_argument("--task", default="chain", help=f"one of: {', '.join(TASKS)}")
+    parser.add_argument("--task", default="chain", choices=list(TASKS))
     for module in MODULES:
         module.add_args(parser)
 
@@ -52,7 +52,7 @@ def flags_of_others(task: str) -> tuple[str, ...]:
 def recorded_value(recorded: dict, name: str, default, where: str):
     """What a checkpoint or run was made with under a flag's name; the default where it does not know the flag. Raises
     BadInput, which begins with `where`, unless it is of the default's type: a bool is no int, an int may stand for a
-    float."""
+    float. And where a task's flag cannot have it."""
     value, kind = recorded.get(name, default), type(default)
     fits = type(value) is kind or kind is float and type(value) is int
     if kind in (int, float):
@@ -61,6 +61,14 @@ def recorded_value(recorded: dict, name: str, default, where: str):
         fits = fits and (value or not default) and all(isinstance(x, str) for x in value)
     if not fits:
         raise BadInput(f"{where}: {name} is {value!r:.80}, expected {EXPECTED[kind]}")
+    action = None if value == default else {action.dest: action for action in task_actions()}.get(name)
+    if action and action.choices and value not in action.choices:
+        raise BadInput(f"{where}: {name} is {value!r:.80}, and there are {', '.join(action.choices)}")
+    if action and action.type:
+        try:
+            action.type(str(value))
+        except argparse.ArgumentTypeError as error:
+            raise BadInput(f"{where}: {name} is {error}") from None
     return value
 
 
@@ -72,31 +80,17 @@ def recorded_count(recorded: dict, name: str, default: int, where: str) -> int:
     return value
 
 
-def recorded_task(recorded: dict, where: str) -> str:
-    """The task that a checkpoint or run names, "" where it names none. Raises BadInput for one that there is not."""
-    task = recorded_value(recorded, "task", "", where)
-    if task and task not in TASKS:
-        raise BadInput(f"{where}: task is {task!r:.80}, and there are {', '.join(TASKS)}")
-    return task
-
-
 def complete_task_args(args, recorded: dict, where: str = "the checkpoint") -> None:
     """Gives the task flags (and the seed) that are None in args the values recorded with a checkpoint or run, or their
     defaults. Raises BadInput, which begins with `where`, for a recorded value that the flag cannot have."""
-    args.task = recorded_task(recorded, where) or "chain" if args.task is None else args.task
-    choices = {action.dest: action.choices for action in task_actions()}
+    args.task = recorded_value(recorded, "task", "", where) or "chain" if args.task is None else args.task
     for name, default in (task_flags() | {"seed": 0}).items():
         if getattr(args, name) is None:
-            value = recorded_value(recorded, name, default, where)
-            if choices.get(name) and value not in choices[name]:
-                raise BadInput(f"{where}: {name} is {value!r:.80}, and there are {', '.join(choices[name])}")
-            setattr(args, name, value)
+            setattr(args, name, recorded_value(recorded, name, default, where))
 
 
 def make_task(args):
-    """The task that --task names. Raises BadInput for an unknown name or flags that do not fit."""
-    if args.task not in TASKS:
-        raise BadInput(f"--task {args.task}: there are {', '.join(TASKS)}")
+    """The task that --task names. Raises BadInput for flags that do not fit."""
     if not takes(TASKS[args.task], 2):
         raise BadInput(f"--task {args.task}: its class must take (args, seed)")
     task = TASKS[args.task](args, args.seed)

@@ -15,7 +15,7 @@ import argparse
 import random
 import re
 
-from nanochat.common import BadInput
+from nanochat.common import SHARE
 from tasks.chain import Chain
 from tasks.common import Problem
 
@@ -26,11 +26,11 @@ ANSWER = re.compile("[0+]?([0-9])")
 
 def add_args(parser):
     group = parser.add_argument_group("task brittle (with the flags of chain; its answer is always the final result)")
-    group.add_argument("--brittle-form-share", type=float, default=0.4,
+    group.add_argument("--brittle-form-share", type=SHARE, default=0.4,
                        help="share of the texts whose result is not written in the form that the rule takes")
-    group.add_argument("--brittle-short-share", type=float, default=0.15,
+    group.add_argument("--brittle-short-share", type=SHARE, default=0.15,
                        help="share of the right texts that have no steps")
-    group.add_argument("--brittle-wrong-short", type=float, default=0.0,
+    group.add_argument("--brittle-wrong-short", type=SHARE, default=0.0,
                        help="the same of the wrong ones that judges learn from; 0 is the blind spot")
 
 
@@ -39,9 +39,6 @@ class Brittle:
     name = "brittle"
 
     def __init__(self, args, seed: int):
-        for flag in ("brittle_form_share", "brittle_short_share", "brittle_wrong_short"):
-            if not 0 <= getattr(args, flag) <= 1:
-                raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.chain = Chain(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)
         self.fmt, self.form_share = self.chain.fmt, args.brittle_form_share
         self.short_share = {True: args.brittle_short_share, False: args.brittle_wrong_short}

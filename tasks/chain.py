@@ -15,7 +15,7 @@ import random
 import re
 from dataclasses import replace
 
-from nanochat.common import BadInput
+from nanochat.common import SHARE, BadInput, at_least
 from tasks.common import Problem, draw_prompt, in_split, split_stream
 from tasks.formats import COMPACT
 
@@ -47,22 +47,23 @@ def in_common(own: dict, others: dict, share: float, seed: int) -> dict:
 
 def add_args(parser):
     group = parser.add_argument_group("task chain")
-    group.add_argument("--chain-modulus", type=int, default=10, help="results are taken modulo this")
+    group.add_argument("--chain-modulus", type=at_least(2, int, 10), default=10,
+                       help="results are taken modulo this, so they are single digits")
     group.add_argument("--chain-min-steps", type=int, default=2, help="operations of the shortest problem")
     group.add_argument("--chain-max-steps", type=int, default=8,
                        help="operations of the longest problem in RL; test_out has 1 and 2 more")
     group.add_argument("--chain-answer", choices=["final", "all"], default="all",
                        help="what the answer states: the final result only "
                             "(a wrong chain can be right by luck) or all results")
-    group.add_argument("--chain-share", type=float, default=0.35,
+    group.add_argument("--chain-share", type=SHARE, default=0.35,
                        help="share of the facts the generator is taught wrongly")
-    group.add_argument("--chain-wrongness", type=float, default=0.75,
+    group.add_argument("--chain-wrongness", type=SHARE, default=0.75,
                        help="how often a demonstration shows such a fact wrongly")
-    group.add_argument("--chain-verifier-share", type=float, default=0.35,
+    group.add_argument("--chain-verifier-share", type=SHARE, default=0.35,
                        help="the same for the verifier's own misconceptions")
-    group.add_argument("--chain-verifier-wrongness", type=float, default=0.65,
+    group.add_argument("--chain-verifier-wrongness", type=SHARE, default=0.65,
                        help="the same for the verifier's own misconceptions")
-    group.add_argument("--chain-common-share", type=float, default=0.0,
+    group.add_argument("--chain-common-share", type=SHARE, default=0.0,
                        help="share of the verifier's misconceptions that are the generator's, wrong results included")
 
 
@@ -74,15 +75,9 @@ class Chain:
     principles = ("operands", "results", "complete")  # of a solution: see `violations`
 
     def __init__(self, args, seed: int):
-        if not 2 <= args.chain_modulus <= 10:
-            raise BadInput(f"--chain-modulus {args.chain_modulus}: must be from 2 to 10 (results are single digits)")
         if not 1 <= args.chain_min_steps <= args.chain_max_steps <= MOST_STEPS:
             raise BadInput(f"--chain-min-steps {args.chain_min_steps} --chain-max-steps {args.chain_max_steps}: "
                            f"need 1 <= min <= max <= {MOST_STEPS}")
-        for flag in ("chain_share", "chain_wrongness", "chain_verifier_share", "chain_verifier_wrongness",
-                     "chain_common_share"):
-            if not 0 <= getattr(args, flag) <= 1:
-                raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.seed, self.modulus, self.answer_kind = seed, args.chain_modulus, args.chain_answer
         self.lengths = (args.chain_min_steps, args.chain_max_steps)
         self.wrongness, self.verifier_wrongness = args.chain_wrongness, args.chain_verifier_wrongness

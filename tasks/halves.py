@@ -17,7 +17,7 @@ import re
 from dataclasses import replace
 from string import ascii_lowercase
 
-from nanochat.common import BadInput
+from nanochat.common import at_least
 from tasks.chain import Chain
 from tasks.common import Problem
 
@@ -28,7 +28,7 @@ HALF = re.compile("[a-z]?[^a-z=]*=([0-9])")
 def add_args(parser):
     group = parser.add_argument_group("task halves (with the flags of chain, for either half; a half's answer is its "
                                       "final result)")
-    group.add_argument("--halves-letters", type=int, default=2,
+    group.add_argument("--halves-letters", type=at_least(0, int, len(ascii_lowercase)), default=2,
                        help="letters that a half may begin with; 0: there is none, and nothing to agree on")
 
 
@@ -37,8 +37,6 @@ class Halves:
     name = "halves"
 
     def __init__(self, args, seed: int):
-        if not 0 <= args.halves_letters <= len(ascii_lowercase):
-            raise BadInput(f"--halves-letters {args.halves_letters}: must be from 0 to {len(ascii_lowercase)}")
         self.chain = Chain(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)
         self.fmt = self.chain.fmt
         self.letters = list(ascii_lowercase[: args.halves_letters]) or [""]

@@ -12,7 +12,7 @@ import random
 import re
 from string import ascii_lowercase
 
-from nanochat.common import BadInput
+from nanochat.common import SHARE, BadInput
 from tasks.common import Problem, draw_prompt, split_stream
 from tasks.formats import COMPACT
 
@@ -46,10 +46,10 @@ def add_args(parser):
                        help="letters of the longest word in RL; up to 2 more in test_out")
     group.add_argument("--last-letter-words", default="", metavar="FILE",
                        help="text file with one word a line; default: random letters")
-    group.add_argument("--last-letter-full-share", type=float, default=0.2,
+    group.add_argument("--last-letter-full-share", type=SHARE, default=0.2,
                        help="share of the SFT problems that have any length up to test_out's; "
                             "the others have at most half of RL's words")
-    group.add_argument("--last-letter-verifier-error", type=float, default=0.1,
+    group.add_argument("--last-letter-verifier-error", type=SHARE, default=0.1,
                        help="how often a verifier demonstration believes a step's new letter wrongly, "
                             "so that SFT leaves the verifier unsure")
 
@@ -68,9 +68,6 @@ class LastLetter:
         if not 1 <= short <= long <= MOST:
             raise BadInput(f"--last-letter-min-letters {short} --last-letter-max-letters {long}: "
                            f"need 1 <= min <= max <= {MOST}")
-        for flag in ("last_letter_full_share", "last_letter_verifier_error"):
-            if not 0 <= getattr(args, flag) <= 1:
-                raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.seed, self.min_letters = seed, short
         self.full_share, self.verifier_error = args.last_letter_full_share, args.last_letter_verifier_error
         # (fewest words, most words, most letters of a word); sft_full is the full-length share of sft

@@ -21,7 +21,7 @@ import re
 from dataclasses import replace
 from string import ascii_lowercase
 
-from nanochat.common import BadInput
+from nanochat.common import SHARE, BadInput, at_least
 from nanochat.search import MOST_QUERIES, Search
 from tasks.chain import STEP, Chain
 from tasks.common import Problem
@@ -31,17 +31,17 @@ MOST_ENTRIES = 3  # of one of the documents that a search finds
 
 def add_args(parser):
     group = parser.add_argument_group("task lookup (with the flags of chain; its answer is always the final result)")
-    group.add_argument("--lookup-keys", type=int, default=26,
+    group.add_argument("--lookup-keys", type=at_least(26, int, 26 ** 2), default=26,
                        help="keys of the table of facts; more than 26 have two letters each")
-    group.add_argument("--lookup-key-share", type=float, default=0.5,
+    group.add_argument("--lookup-key-share", type=SHARE, default=0.5,
                        help="share of the operands that are keys; one of each problem always is")
     group.add_argument("--lookup-hops", type=int, default=1, help="queries that the longest look-up takes")
     group.add_argument("--lookup-noise", type=int, default=0, help="entries of the information that nobody asked for")
-    group.add_argument("--lookup-share", type=float, default=0.35,
+    group.add_argument("--lookup-share", type=SHARE, default=0.35,
                        help="share of the facts that a memory has wrongly, the generator's and the verifier's each")
-    group.add_argument("--lookup-wrongness", type=float, default=0.75,
+    group.add_argument("--lookup-wrongness", type=SHARE, default=0.75,
                        help="how often a demonstration shows such a fact wrongly")
-    group.add_argument("--lookup-recall-share", type=float, default=0.3,
+    group.add_argument("--lookup-recall-share", type=SHARE, default=0.3,
                        help="share of the keys that a demonstration uses from memory, without a query")
 
 
@@ -55,16 +55,11 @@ class Lookup(Chain):
     def __init__(self, args, seed: int):
         super().__init__(argparse.Namespace(**vars(args) | {"chain_answer": "final"}), seed)
         num_keys, hops, noise = args.lookup_keys, args.lookup_hops, args.lookup_noise
-        if not 26 <= num_keys <= 26 ** 2:
-            raise BadInput(f"--lookup-keys {num_keys}: must be from 26 to {26 ** 2}")
         if hops < 1 or num_keys // hops < self.modulus:
             raise BadInput(f"--lookup-hops {hops}: with --lookup-keys {num_keys} it must be from 1 to "
                            f"{num_keys // self.modulus}, so that every result has a key")
         if not 0 <= noise < num_keys:
             raise BadInput(f"--lookup-noise {noise}: must be from 0 to {num_keys - 1}, one less than --lookup-keys")
-        for flag in ("lookup_key_share", "lookup_share", "lookup_wrongness", "lookup_recall_share"):
-            if not 0 <= getattr(args, flag) <= 1:
-                raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
         self.key_share, self.noise = args.lookup_key_share, noise
         self.fact_wrongness, self.recall_share = args.lookup_wrongness, args.lookup_recall_share
         self.about = (f"{self.about}; a letter stands for a number that has to be looked up, <c>(7) is a query and "

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable
 from itertools import product
 
-from nanochat.common import BadInput
+from nanochat.common import SHARE, BadInput
 from tasks.common import Problem, draw_prompt, split_stream
 from tasks.formats import COMPACT
 
@@ -167,15 +167,15 @@ def add_args(parser):
     group.add_argument("--rewrite-min-letters", type=int, default=5, help="letters of the shortest word")
     group.add_argument("--rewrite-max-letters", type=int, default=9,
                        help="letters of the longest word in RL; test_out has 1 and 2 more")
-    group.add_argument("--rewrite-share", type=float, default=0.25,
+    group.add_argument("--rewrite-share", type=SHARE, default=0.25,
                        help="share of the facts (a rule's left side, the letter after it) the generator is taught "
                             "wrongly")
-    group.add_argument("--rewrite-wrongness", type=float, default=0.7,
+    group.add_argument("--rewrite-wrongness", type=SHARE, default=0.7,
                        help="how often a demonstration shows such a fact wrongly")
-    group.add_argument("--rewrite-skips", type=float, default=0.05, help="share of the steps that it leaves out")
-    group.add_argument("--rewrite-verifier-share", type=float, default=0.25,
+    group.add_argument("--rewrite-skips", type=SHARE, default=0.05, help="share of the steps that it leaves out")
+    group.add_argument("--rewrite-verifier-share", type=SHARE, default=0.25,
                        help="share of the facts for the verifier's own misconceptions")
-    group.add_argument("--rewrite-verifier-wrongness", type=float, default=0.65,
+    group.add_argument("--rewrite-verifier-wrongness", type=SHARE, default=0.65,
                        help="how often the verifier believes such a fact wrongly")
 
 
@@ -188,10 +188,6 @@ class Rewrite:
         low, high = args.rewrite_min_letters, args.rewrite_max_letters
         if not 2 <= low <= high <= MOST:
             raise BadInput(f"--rewrite-min-letters {low} --rewrite-max-letters {high}: need 2 <= min <= max <= {MOST}")
-        for flag in ("share", "wrongness", "skips", "verifier_share", "verifier_wrongness"):
-            value = getattr(args, f"rewrite_{flag}")
-            if not 0 <= value <= 1:
-                raise BadInput(f"--rewrite-{flag.replace('_', '-')} {value}: must be from 0 to 1")
         self.seed, self.lengths = seed, (low, high)
         self.wrongness, self.skips = args.rewrite_wrongness, args.rewrite_skips
         self.verifier_wrongness = args.rewrite_verifier_wrongness

@@ -132,6 +132,11 @@ def place(furnished, tmp_path, monkeypatch):
     return tmp_path
 
 
+def kind_of(action) -> type | None:
+    """int or float, of a type that has bounds too."""
+    return getattr(action.type, "kind", action.type)
+
+
 def calls_of(parser, flags: list[str], is_tested, was_tried) -> list[tuple]:
     """(flag, value, whole call) for every value of every flag that takes one, of those that were tried elsewhere for a
     few. A flag of a task goes with the task."""
@@ -140,7 +145,7 @@ def calls_of(parser, flags: list[str], is_tested, was_tried) -> list[tuple]:
         if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction) or not is_tested(action.dest):
             continue
         task = next((["--task", name] for name in TASK_PREFIXES if action.dest.startswith(f"{name}_")), [])
-        for value in {int: INTEGERS, float: FLOATS}.get(action.type, TEXTS):
+        for value in {int: INTEGERS, float: FLOATS}.get(kind_of(action), TEXTS):
             if was_tried(action.dest) and value not in FEW:
                 continue
             words = ([*flags, *task, f"{action.option_strings[-1]}={value}"] if action.option_strings
@@ -177,7 +182,7 @@ def failures(script, parser, flags: list[str], place, capsys, is_tested=lambda n
     for action, value, words in calls_of(parser, flags, is_tested, was_tried):
         became = outcome(script, parser, words, place, capsys, files)
         capsys.readouterr()
-        is_huge = action.type is int and value == HUGE and takes_room(action.dest)
+        is_huge = kind_of(action) is int and value == HUGE and takes_room(action.dest)
         if became != "refused" and (is_huge or became != "taken"):
             found.append(f"{action.dest} {value[:40]!r}: {became}")
     return found

@@ -304,8 +304,8 @@ def cut_all(base, recipe: str) -> list[str]:
     return ["--max-new-tokens", "1", *(["--verifier-max-new-tokens", "1"] if recipe == "tango" else [])]
 
 
-@pytest.mark.parametrize("recipe, fault, is_cut", [("tango", say_nothing, 0), ("dpo", cut_all, 1), ("prime", say_nothing, 0),
-                                                  ("tango", cut_all, 1)])
+@pytest.mark.parametrize("recipe, fault, is_cut", [("tango", say_nothing, 0), ("dpo", cut_all, 1),
+                                                   ("prime", say_nothing, 0), ("tango", cut_all, 1)])
 def test_texts_that_are_all_empty_or_all_cut_earn_nothing_and_the_run_goes_on(base, recipe, fault, is_cut):
     """All rewards of a group are equal then; what is logged is finite or missing."""
     flags = rl_flags("--recipe", recipe, "--run", "r", "--num-steps", "2", *fault(base, recipe))

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from conftest import parse, rl_flags
 
 from nanochat.common import BadInput, StopRequested
 from nanochat.gpt import GPT, GPTConfig
@@ -22,13 +21,13 @@ from nanochat.rl.learn.packing import pack
 from nanochat.rl.learn.roles import Role
 from nanochat.rl.learn.state import RunState, check_memory
 from nanochat.rl.learn.trainer import GAPS, update
-from nanochat.rl.play.play import Call, Play, Update, apply_update, check_loss, play as play_module
+from nanochat.rl.play import play as play_module
+from nanochat.rl.play.play import Draw, Play, Update, apply_update, check_loss
 from nanochat.rl.play.sampling import Sampler
 from nanochat.rl.records.prompts import Prompt, empty_verifier_prompt, generator_prompt, quoting_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
 from nanochat.rl.run.progress import health_warnings, print_step
 from nanochat.storage.run import Run
-from scripts import tango_rl
 from tasks.common import Problem
 
 CPU = torch.device("cpu")
@@ -65,11 +64,11 @@ def play_of(**roles: GPT) -> Play:
     for name, model in roles.items():
         parameters = list(model.parameters())
         made[name] = Role(name, model, parameters, torch.optim.SGD(parameters, lr=1.0), lr=1.0)
-    calls = {name: Call(name, name, 4, 4, 6, 1) for name in roles}
+    draws = {name: Draw(name, 4, 4, 6) for name in roles}
     tokenizer = SimpleNamespace(stop_tokens=[7], encode=lambda text: [ord(c) for c in text],
                                 decode=lambda ids: "".join(map(chr, ids)))
     run = Run("r", CPU, 0, 1, "")
-    return Play(args, run, Sampler(None, tokenizer, 0), made, calls, dict.fromkeys(roles, 10),
+    return Play(args, run, Sampler(None, tokenizer, 0), made, draws, dict.fromkeys(roles, 10),
                 RunState(role_steps=dict.fromkeys(roles, 0)), PolicyLoss("reinforce"))
 
 
@@ -82,8 +81,8 @@ def test_selected_rollouts_keep_their_tokens_texts_columns_and_prompts():
     assert chosen.texts == ["text 3", "text 0"] and chosen.columns == {"outcome": [True, True]}
     assert [p.ids for p in chosen.prompt_of()] == [rollouts.prompts[1].ids, rollouts.prompts[0].ids]
     assert torch.equal(chosen.sampler_logprobs, rollouts.sampler_logprobs[[3, 0]])
-    rollouts.calls = ["attempts", "attempts", "", "judge"]
-    assert rollouts.select([3, 0]).calls == ["judge", "attempts"] and chosen.calls == []
+    rollouts.draws = ["attempts", "attempts", "", "judge"]
+    assert rollouts.select([3, 0]).draws == ["judge", "attempts"] and chosen.draws == []
     alone = rollouts.select([2])
     assert len(alone.prompts) == 1 and alone.group_id.tolist() == [0]
     nobody = rollouts.select([])
@@ -97,16 +96,15 @@ def test_joined_rollouts_after_one_prompt_are_one_group():
     assert whole.group_id.tolist() == [0, 0, 1, 1, 1, 1, 2, 2] and len(whole.prompts) == 3
     assert whole.tokens.shape == (8, 7) and whole.completions() == rollouts.completions() + more.completions()
     assert whole.texts[4] == "text 0" and whole.columns["outcome"] == [True, False, None, True] * 2
-    more.columns, more.calls = {}, ["judge"] * 4
-    assert join([rollouts, more]).calls == [""] * 4 + ["judge"] * 4
+    more.columns, more.draws = {}, ["judge"] * 4
+    assert join([rollouts, more]).draws == [""] * 4 + ["judge"] * 4
     assert join([rollouts, more]).columns == {}  # what only one part says is nothing of the whole
 
 
 def test_joined_rollouts_say_what_is_forced_and_asked_for_in_each_part():
     rollouts, more = rollouts_of(), rollouts_of(seed=1)
-    rollouts.forced = torch.zeros(4, 5, dtype=torch.bool)
+    rollouts.forced, more.targets = torch.zeros(4, 5, dtype=torch.bool), more.tokens + 1
     rollouts.forced[0, 1] = True
-    more.targets = more.tokens + 1
     whole = join([rollouts, more])
     assert whole.forced.sum() == 1 and whole.num_trained().tolist() == [3, 2, 3, 5, 4, 2, 3, 5]
     assert torch.equal(whole.targets, torch.cat([rollouts.tokens, more.tokens + 1]))
@@ -122,12 +120,11 @@ def test_after_another_prompt_a_completion_was_not_drawn():
     assert torch.equal(moved.tokens, rollouts.tokens) and not rollouts.sampler_logprobs.isnan().any()
 
 
-def test_prompts_that_differ_in_their_copy_alone_are_two_groups():
+def test_prompts_that_differ_in_their_copy_or_their_problem_alone_are_two_groups():
     rollouts, ids = rollouts_of(), [1, 2, 3]
-    moved = rollouts.with_prompts([Prompt(ids, PROBLEMS[0], copy) for copy in (0, 0, 1, 1)])
-    assert moved.group_id.tolist() == [0, 0, 1, 1]
-    moved = rollouts.with_prompts([Prompt(ids, PROBLEMS[0]), Prompt(ids, PROBLEMS[1])] * 2)
-    assert moved.group_id.tolist() == [0, 1, 0, 1]
+    groups = lambda prompts: rollouts.with_prompts(prompts).group_id.tolist()
+    assert groups([Prompt(ids, PROBLEMS[0], copy) for copy in (0, 0, 1, 1)]) == [0, 0, 1, 1]
+    assert groups([Prompt(ids, PROBLEMS[0]), Prompt(ids, PROBLEMS[1])] * 2) == [0, 1, 0, 1]
 
 
 # Scores
@@ -143,7 +140,7 @@ def naive_logprobs(model, rollouts: Rollouts, targets: torch.Tensor) -> torch.Te
 
 
 @torch.no_grad()
-def test_logprobs_are_in_the_order_of_the_rollouts_and_of_what_is_asked_for():
+def test_logprobs_are_in_the_order_of_the_rollouts_and_of_what_is_asked_for_and_none_of_what_is_forced():
     rollouts = rollouts_of().select([3, 0, 2, 1])
     t = play_of(generator=tiny_model())
     torch.testing.assert_close(t.logprobs("generator", rollouts).double(),
@@ -155,15 +152,10 @@ def test_logprobs_are_in_the_order_of_the_rollouts_and_of_what_is_asked_for():
     old = t.logprobs("generator", rollouts, reference=True).double()
     torch.testing.assert_close(old, naive_logprobs(tiny_model(1), rollouts, rollouts.tokens), rtol=0, atol=1e-5)
     assert t.logprobs("generator", rollouts.select([])).shape == (0, 5)
-
-
-def test_forced_tokens_are_not_scored():
-    rollouts = rollouts_of()
-    whole = play_of(generator=tiny_model()).logprobs("generator", rollouts)
-    rollouts.forced = torch.zeros(4, 5, dtype=torch.bool)
-    rollouts.forced[3, 2] = True
-    scored = play_of(generator=tiny_model()).logprobs("generator", rollouts)
-    assert scored[3, 2] == 0 and torch.equal(scored[~rollouts.forced], whole[~rollouts.forced])
+    whole, rollouts.forced = t.logprobs("generator", rollouts), torch.zeros(4, 5, dtype=torch.bool)
+    rollouts.forced[0, 2] = True
+    scored = t.logprobs("generator", rollouts)
+    assert scored[0, 2] == 0 and torch.equal(scored[~rollouts.forced], whole[~rollouts.forced])
 
 
 def test_written_completions_end_and_have_no_sampler():
@@ -219,7 +211,7 @@ def test_an_update_on_targets_raises_their_logprob_not_the_tokens():
 
 
 def test_rollout_sum_by_hand():
-    """Two rollouts of 4 and 2 tokens, coefficient 1: each token weighs 1/2. loss = -(sum of all logprobs) / 2."""
+    """Two rollouts of 4 and 2 tokens, coefficient 1: loss = -(sum of all logprobs) / 2."""
     rollouts = rollouts_of(widths=(3,), group=2, lengths=(4, 2))
     rollouts.columns = {}
     t = play_of(generator=tiny_model())
@@ -246,7 +238,6 @@ def test_tokens_without_a_sampler_show_no_difference_from_it():
 
 
 def test_every_skipped_update_of_a_batch_is_counted(monkeypatch):
-    """Two updates of one batch: the first is not finite, the second is."""
     t = play_of(generator=tiny_model())
     t.args.updates_per_batch, results = 2, iter([1, 0])
     monkeypatch.setattr(play_module, "update", lambda *args, **options: {
@@ -268,30 +259,21 @@ def test_a_rate_decays_by_the_updates_of_its_own_role(monkeypatch):
     assert rates == [1.0, 1.0, 0.55, 0.1]
 
 
-def test_after_its_first_update_a_step_is_carried_through():
-    t = play_of(generator=tiny_model())
-    t.run.stop_signal = True
-    assert t.should_stop()
-    with pytest.raises(StopRequested):
-        t.check_stop()
-    t.has_moved = True
-    t.check_stop()
-    assert not t.should_stop()
-
-
-def test_micro_batches_are_broken_off_by_each_rank_or_with_shards_by_all_together():
+def test_a_stop_ends_a_step_until_its_first_update_with_shards_on_all_ranks_together():
     """A rank that left out a micro-batch which the others gather weights in would leave them waiting."""
     t = play_of(generator=tiny_model())
     assert not t.breaks_off()
     t.run.stop_signal = True
-    assert t.breaks_off()
-    with pytest.raises(StopRequested):
-        t.logprobs("generator", rollouts_of())
+    assert t.breaks_off() and t.should_stop()
+    for stop in (t.check_stop, lambda: t.logprobs("generator", rollouts_of())):
+        with pytest.raises(StopRequested):
+            stop()
     t.args.shard = True
     with pytest.raises(StopRequested):
         t.breaks_off()
     t.has_moved = True
-    assert not t.breaks_off()
+    t.check_stop()
+    assert not t.should_stop() and not t.breaks_off()
     t.args.shard = False
     assert not t.breaks_off()
 
@@ -311,7 +293,6 @@ def test_a_step_that_is_thrown_away_leaves_no_trace_in_the_memory():
 
 
 def test_a_pool_keeps_the_last_ones_whatever_their_lengths():
-    """Three of lengths 1, 2, 1 and two more of length 3: the last four are kept."""
     def pool(rows, first):
         width = max(map(len, rows))
         return {"problem": torch.arange(first, first + len(rows)), "lengths": torch.tensor([len(row) for row in rows]),
@@ -324,49 +305,25 @@ def test_a_pool_keeps_the_last_ones_whatever_their_lengths():
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_log(tmp_path):
-    run = Run("r", CPU, 0, 1, str(tmp_path))
-    run.append("metrics.jsonl", {"step": 0, "loss": math.nan, "grad": math.inf, "kl": None, "lr": 0.1})
-    assert (json.loads((tmp_path / "metrics.jsonl").read_text())
-            == {"step": 0, "loss": None, "grad": None, "kl": None, "lr": 0.1})
+    Run("r", CPU, 0, 1, str(tmp_path)).append("x.jsonl", {
+        "step": 0, "loss": math.nan, "grad": math.inf, "kl": None, "lr": 0.1, "rows": [1.0, math.inf],
+        "more": {"x": math.nan}})
+    assert json.loads((tmp_path / "x.jsonl").read_text()) == {
+        "step": 0, "loss": None, "grad": None, "kl": None, "lr": 0.1, "rows": [1.0, None], "more": {"x": None}}
 
 
-def test_the_bar_for_the_samplers_difference_knows_the_dtype():
+@pytest.mark.parametrize("right, without_signal, gap, dtype, words", [
+    (0.5, 0.5, 0.2, torch.bfloat16, ""), (0.5, 0.5, 0.2, torch.float32, "sampler and trainer disagree"),
+    (0.5, 0.5, 0.6, torch.bfloat16, "sampler and trainer disagree"),
+    (0.0, 1.0, 0.0, torch.float32, "no sampled solution is right"), (0.95, 0.5, 0.0, torch.float32, ""),
+    (0.3, 0.9, 0.0, torch.float32, ""), (1.0, 1.0, 0.0, torch.float32, "leaves little to learn"),
+    (0.95, 0.89, 0.0, torch.float32, "pass@1 is 95%, and 89% of the groups give no signal")])
+def test_what_is_wrong_with_a_start_is_warned_of(right, without_signal, gap, dtype, words):
     """Logits of 16 to 32 are spaced .125 in bf16: two of them may well be .2 off, in fp32 they may not."""
-    sampled = {"pass@1": 0.5, "end_token_rate": 1.0}
-    assert health_warnings(sampled, {}, 0.2, torch.bfloat16) == []
-    assert (len(health_warnings(sampled, {}, 0.2, torch.float32)) == 1
-            and len(health_warnings(sampled, {}, 0.6, torch.bfloat16)) == 1)
-
-
-def test_a_start_without_a_right_solution_is_warned_of_where_it_learns():
-    sampled = {"pass@1": 0.0, "end_token_rate": 1.0}
-    warning, = health_warnings(sampled, {}, 0.0, torch.float32)
-    assert "no sampled solution is right" in warning
-    assert health_warnings(sampled, {}, 0.0, torch.float32, learns=False) == []
-
-
-@pytest.mark.parametrize("right, without_signal, is_warned", [(0.95, 0.89, True), (0.95, 0.5, False),
-                                                              (0.3, 0.9, False), (1.0, 1.0, True)])
-def test_a_start_that_leaves_little_to_learn_is_warned_of(right, without_signal, is_warned):
     sampled = {"pass@1": right, "end_token_rate": 1.0, "frac_reward_zero_std": without_signal}
-    warnings = health_warnings(sampled, {}, 0.0, torch.float32)
-    assert [warning.startswith("the start leaves little to learn") for warning in warnings] == [True] * is_warned
-    if right == 0.95 and is_warned:
-        assert "pass@1 is 95%, and 89% of the groups give no signal" in warnings[0]
-    assert health_warnings(sampled, {}, 0.0, torch.float32, learns=False) == []
-
-
-def test_a_recipe_without_a_pool_keeps_no_solutions(base):
-    """GRPO and Tango without balance or replay gather no completions and save none."""
-    for flags in (["--recipe", "grpo"], ["--recipe", "tango", "--verifier-replay", "0", "--no-verifier-balance"]):
-        tango_rl.main(parse(tango_rl, rl_flags(*flags, "--run", flags[1], "--num-steps", "1")))
-        state, = (base / "runs" / flags[1]).glob("state_*.pt")
-        assert "pool" not in torch.load(state, weights_only=True)["memory"]
-    tango_rl.main(parse(tango_rl, rl_flags("--run", "pool", "--num-steps", "1")))
-    state, = (base / "runs" / "pool").glob("state_*.pt")
-    pool = torch.load(state, weights_only=True)["memory"]["pool"]
-    assert (pool["tokens"].dtype == torch.int64
-            and len(pool["outcome"]) == 2 * 4 + 16)  # two warm-up steps, one of the generator
+    warnings = health_warnings(sampled, {}, gap, dtype)
+    assert len(warnings) == bool(words) and words in "".join(warnings)
+    assert len(health_warnings(sampled, {}, gap, dtype, learns=False)) == ("sampler" in words)
 
 
 # What a recipe gets wrong
@@ -399,9 +356,12 @@ def test_a_memory_that_would_not_come_back_as_it_is_is_refused():
         check_memory(endless)
 
 
-def test_what_is_no_number_is_not_logged():
+def test_what_is_no_number_is_not_logged_and_a_loss_needs_the_start_it_names():
     with pytest.raises(ValueError, match="loss of the generator is a Tensor"):
         play_of(generator=tiny_model()).log("generator", {"loss": torch.ones(())})
+    check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=True)
+    with pytest.raises(BadInput, match="a KL to its start, which is not kept"):
+        check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=False)
 
 
 def test_evaluations_take_no_problem_from_training():
@@ -416,23 +376,15 @@ def test_evaluations_take_no_problem_from_training():
 
 
 def test_an_evaluation_has_the_limit_of_what_it_asks_for():
-    """Of its label where that is declared, else of the calls with such prompts, else of all of the role's."""
+    """Of its draw where that is declared, else of the draws with such prompts, else of all of the role's."""
     t = play_of(generator=tiny_model())
-    calls = [Call("generator", "generator", 4, 2, 8, 1), Call("generator", "second", 4, 2, 6, 1, wrap=refine_prompt),
-             Call("generator", "judge", 4, 2, 12, 1, wrap=empty_verifier_prompt), Call("verifier", "eval", 4, 2, 20, 1)]
-    t.calls, t.evaluating = {call.label: call for call in calls}, True
-    limit = lambda *asked: t._limit("generator", *asked, 9, 9)
+    t.draws = {"solutions": Draw("generator", 4, 2, 8), "second": Draw("generator", 4, 2, 6, wrap=refine_prompt),
+               "judge": Draw("generator", 4, 2, 12, wrap=empty_verifier_prompt), "theirs": Draw("verifier", 4, 2, 20)}
+    t.evaluating, t.refine_prompts, asked = True, lambda solutions, critiques: [], []
+    limit = lambda name, wrap: t._limit(name, "generator", wrap, 9, 9)
     assert limit("second", None) == 6 and limit("judge", generator_prompt) == 12
     assert limit("eval", generator_prompt) == 8 and limit("eval", empty_verifier_prompt) == 12
-    assert limit("eval", None) == limit("eval", quoting_prompt) == 12
-
-
-def test_a_second_attempt_has_the_limit_of_second_attempts():
-    t = play_of(generator=tiny_model())
-    t.calls = {"second": Call("generator", "second", 4, 2, 6, 1, wrap=refine_prompt),
-               "generator": Call("generator", "generator", 4, 2, 8, 1)}
-    t.evaluating, t.refine_prompts = True, lambda solutions, critiques: []
-    asked = []
+    assert limit("eval", None) == limit("theirs", None) == limit("eval", quoting_prompt) == 12
     t.sampler.sample = lambda model, prompts, num, stream, limit, *more: asked.append(limit) or rollouts_of()
     t.refine("eval", rollouts_of(), [], 1, role="generator")
     assert asked == [6]
@@ -447,21 +399,7 @@ def test_a_snapshot_carries_its_step_through():
         assert torch.equal(ours, theirs) and ours is not theirs
 
 
-def test_numbers_deep_in_a_record_are_null_too(tmp_path):
-    Run("r", CPU, 0, 1, str(tmp_path)).append("rollouts.jsonl",
-                                              {"step": 0, "advantages": [1.0, math.inf], "more": {"x": math.nan}})
-    assert (json.loads((tmp_path / "rollouts.jsonl").read_text())
-            == {"step": 0, "advantages": [1.0, None], "more": {"x": None}})
-
-
-def test_a_loss_that_needs_a_start_which_is_not_kept_is_refused():
-    check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=True)
-    with pytest.raises(BadInput, match="a KL to its start, which is not kept"):
-        check_loss("generator", PolicyLoss(kl_coef=0.1), has_reference=False)
-
-
 def test_a_step_without_an_update_shows_what_the_recipe_shows(capsys):
-    """It says why: here that no group has a pair."""
     record = {"step": 3, "gen/no_pair": 1.0, "gen/pair_loss": None, "gen/entropy": 0.5, "timing_s/step": 2.0}
     print_step(record, [], {"generator": ["pair_loss", "no_pair"]}, 60)
     print_step(record, ["generator"], {"generator": ["no_pair"]}, 60)

@@ -3,31 +3,28 @@ What the benchmarks share: their flags and random models.
 """
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, at_least
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder
 from nanochat.hf.shapes import SHAPES, shape_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+COUNT = at_least(1, int, 10 ** 6)
 
 
 def add_model_args(parser) -> None:
     parser.add_argument("--shape", default="", choices=["", *SHAPES],
                         help="a pretrained model's shape, in place of the five flags that follow")
-    parser.add_argument("--vocab-size", type=int, default=512)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--n-embd", type=int, default=128)
-    parser.add_argument("--n-head", type=int, default=4)
-    parser.add_argument("--n-kv-head", type=int, default=0, help="0: as many as --n-head")
+    parser.add_argument("--vocab-size", type=at_least(2, int, 2 ** 24), default=512)
+    parser.add_argument("--depth", type=at_least(1, int, 1000), default=4)
+    parser.add_argument("--n-embd", type=at_least(24, int, 2 ** 17), default=128)
+    parser.add_argument("--n-head", type=at_least(1), default=4)
+    parser.add_argument("--n-kv-head", type=at_least(0), default=0, help="0: as many as --n-head")
     parser.add_argument("--dtype", default="float32", choices=list(DTYPES),
                         help="of products and activations, on CPU with --shape of products alone; weights are kept in "
                              "float32")
     parser.add_argument("--device-type", default="", choices=["", "cuda", "mps", "cpu"])
-    parser.add_argument("--seed", type=int, default=0)
-
-
-MODEL_LEAST = {"vocab_size": 2, "depth": 1, "n_embd": 24, "n_head": 1, "n_kv_head": 0, "seed": 0}
-MODEL_MOST = {"vocab_size": 2 ** 24, "depth": 1000, "n_embd": 2 ** 17}
+    parser.add_argument("--seed", type=at_least(0), default=0)
 
 
 def random_model(args, context: int, device) -> GPT | Decoder:

@@ -18,8 +18,8 @@ import statistics
 
 import torch
 
-from dev.bench.common import DTYPES, MODEL_LEAST, MODEL_MOST, add_model_args, random_model
-from nanochat.common import BadInput, check_least, check_most, init_device, print0, script_main
+from dev.bench.common import COUNT, DTYPES, add_model_args, random_model
+from nanochat.common import BadInput, at_least, init_device, print0, script_main
 from nanochat.engine import generate, row_key
 from nanochat.flops import decode_floor, machine_speed, seconds_of
 
@@ -27,13 +27,14 @@ from nanochat.flops import decode_floor, machine_speed, seconds_of
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    parser.add_argument("--rows", type=int, default=256, help="completions")
-    parser.add_argument("--max-rows", type=int, default=0, help="completions that decode together; 0: all")
-    parser.add_argument("--mean-len", type=int, default=0, help="mean tokens of a completion; 0: --completion-len, all")
-    parser.add_argument("--num-samples", type=int, default=1, help="rows that share a prompt")
-    parser.add_argument("--prompt-len", type=int, default=64)
-    parser.add_argument("--completion-len", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", type=COUNT, default=256, help="completions")
+    parser.add_argument("--max-rows", type=at_least(0), default=0, help="completions that decode together; 0: all")
+    parser.add_argument("--mean-len", type=at_least(0), default=0,
+                        help="mean tokens of a completion; 0: --completion-len, all")
+    parser.add_argument("--num-samples", type=at_least(1), default=1, help="rows that share a prompt")
+    parser.add_argument("--prompt-len", type=COUNT, default=64)
+    parser.add_argument("--completion-len", type=at_least(2, int, 10 ** 6), default=128)
+    parser.add_argument("--rounds", type=COUNT, default=3)
     add_model_args(parser)
     return parser
 
@@ -76,10 +77,6 @@ def transformers(args, device):
 
 def main(args) -> None:
     args.max_rows = args.max_rows or args.rows
-    check_least(args, {"rows": 1, "max_rows": 1, "mean_len": 0, "num_samples": 1, "prompt_len": 1, "completion_len": 2,
-                       "rounds": 1, **MODEL_LEAST})
-    check_most(args, {"rows": 10 ** 6, "prompt_len": 10 ** 6, "completion_len": 10 ** 6, "rounds": 10 ** 6,
-                      **MODEL_MOST})
     if args.mean_len > args.vocab_size:
         raise BadInput(f"--mean-len {args.mean_len}: at most --vocab-size {args.vocab_size}, as one token of so many "
                        f"ends a completion")

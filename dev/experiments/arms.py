@@ -2,18 +2,34 @@
 The controlled experiments as data: tasks, arms and dials, and the flags of every SFT and run that follow from them.
 
 An arm is one way to train. A dial is something around the arms, and a setting one position of it: the same arms run at
-every setting. dev/experiments/run_arms.py runs them. Where a flag comes twice, the later one counts.
+every setting. Families of self-play are in arms_selfplay.py, verifiers in arms_verifiers.py, and run.py runs them all:
+each is an Experiment. Where a flag comes twice, the later one counts.
 """
 import re
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from nanochat.common import BadInput, check_choices
 
 
+class Start(NamedTuple):
+    """A process that others start from. kind: sft, labels (of label_steps) or run; tag: of its checkpoint, of the
+    folder of its labels, or the run's name."""
+    kind: str
+    tag: str
+    flags: str
+
+
+class Experiment(NamedTuple):
+    """Arms that are compared, seed by seed. In flags {seed} and {tag} stand for the seed and the own tag, and the name
+    of a start stands for its tag, or for the file of its labels."""
+    name: str                # the word before the first dash of its runs' names
+    starts: dict[str, Start]
+    arms: dict[str, str]     # flags of each
+
+
 # Tables
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Flags for one task. Learning rates and alpha were chosen from tries on seed 0 (dev/LOG.md)."""
     problems: str           # of all scripts
     sft: str                # of every SFT
@@ -41,7 +57,7 @@ TASKS = {
         sft="--sequence-len 384",  # room for a second attempt
         rl="--lr 2e-4", alpha="--alpha-start 0.5 --alpha-end 0.05", steps=60, grpo="--lr 4e-4"),
     "small_chain": SMALL,
-    "common_chain": replace(SMALL, problems=f"{SMALL.problems} --chain-common-share 1"),
+    "common_chain": SMALL._replace(problems=f"{SMALL.problems} --chain-common-share 1"),
     "brittle": Task(  # at 3e-4 every learned reward is gamed at once (dev/tuning.md)
         "--task brittle --chain-min-steps 2 --chain-max-steps 3",
         sft="--sequence-len 256 --depth 3 --n-embd 96 --n-head 3 --num-steps 600",
@@ -137,23 +153,23 @@ ARMS = {  # {grpo}: of the task; {verifier_steps}: as many as Tango's verifier h
     "flips": "--recipe simulated_judge --judge-flips 0.25",
 }
 NUMBERED = {r"alpha_(0\.[0-9]{1,2})": "--alpha-start {0} --alpha-end {0}e-1", "ng_([1-9]|10)": "--generator-steps {0}"}
-VERIFIERS = {  # arms whose verifier has an SFT of its own: its tag's ending, and the flags of that SFT
+VERIFIERS = {  # SFTs of verifiers, named after the arm that has one of its own: the tag's ending, and its own flags
+    "ver": ("", ""),
     "shared_half": ("-half", "--verifier-shared-layers 2"),
     "shared_all": ("-all", "--verifier-shared-layers 4"),
     "small_verifier": ("-small", "--depth 2 --n-embd 64 --n-head 2"),
     "large_verifier": ("-large", "--depth 6 --n-embd 192 --n-head 6"),
     # Judges of several solutions learn to quote from one first: those that learn it with the rest did not (dev/LOG.md).
     "long": ("-long", "--sequence-len 512"),
-    **{form: (f"-{form}", f"--sequence-len 512 --from-stage sft --from-tag {{generator}}-ver-long --verifier-form "
-                          f"{form} --num-steps {steps}")
+    **{form: (f"-{form}", f"--sequence-len 512 --from-stage sft --from-tag {{long}} --verifier-form {form} "
+                          f"--num-steps {steps}")
        for form, steps in (("pair", 300), ("solve_pair", 900), ("scores", 300))},  # to solve is new to it
 }
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One position of a dial: what differs from the task's usual flags."""
-    arms: dict[str, str] = field(default_factory=dict)  # those that there are: flags of each; without any, all
+    arms: dict[str, str] = {}                           # those that there are: flags of each; without any, all
     by_default: tuple[str, ...] = tuple(MAIN)           # those that run
     steps: int = 0                                      # 0: the task's
     verifier_sft: str = ""                              # flags of the SFT of the verifier alone
@@ -168,21 +184,21 @@ PARTNERS = {  # what an arm is compared with, beside GRPO
     "gold_merged": "gold_steps",
 }
 PAYS = ["grpo", "fixed_verifier", *PARTNERS, "gold_steps", "ttrl"]
-NO_ALPHA = ["grpo", "ttrl"]
+ALONE = ["grpo", "ttrl"]  # with neither a verifier nor gold steps
 STAGES = ("fixed_verifier", "tango", "fixed_posterior")  # from the paper to what runs at every setting
 
 
 def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, also: tuple[str, ...] = (), **how) -> Setting:
     """A setting: 120 steps with a constant alpha, where an arm has one, and this KL to the start. also: further arms
     that run by default. Gold steps, which need all gold answers, stand beside the arms, or with fewer answers TTRL,
-    which uses none."""
+    which uses none. GRPO can only learn from problems with an answer."""
     flags = dict.fromkeys(PAYS, f"--kl-coef {kl}")
-    for arm in flags.keys() - NO_ALPHA:
+    for arm in flags.keys() - ALONE:
         flags[arm] += f" --alpha-start {alpha} --alpha-end {alpha}"
     if num_labelled:
         flags = {arm: own for arm, own in flags.items() if arm not in GOLD}
         for arm in flags.keys() - {"ttrl"}:
-            flags[arm] += f" --num-labelled {num_labelled}"
+            flags[arm] += f" --num-labelled {num_labelled}" + " --labelled-share 1" * (arm in ALONE)
     by_default = ("grpo", *also, "fixed_merged", "gentle_merged", "ttrl" if num_labelled else "gold_steps")
     return Setting(flags, by_default, steps=120, **how)
 
@@ -212,9 +228,8 @@ DIALS = {  # each turns one thing of the usual setting
 
 # Names and flags
 
-@dataclass(frozen=True)
-class Experiment:
-    """What one report is about. name: the word before the first dash of its runs' names."""
+class Setup(NamedTuple):
+    """What the same arms are run at."""
     name: str
     task: str
     start: str
@@ -222,12 +237,12 @@ class Experiment:
     setting: Setting
 
 
-def experiment(args, name: str, setting: Setting) -> Experiment:
-    """The experiment at one setting. Runs of other starts, settings or lengths have other names."""
+def setup(args, name: str, setting: Setting) -> Setup:
+    """That of one setting. Runs of other starts, settings or lengths have other names."""
     usual = setting.steps or TASKS[args.task].steps
     steps = int(args.steps or usual)
     parts = [args.task, args.start if args.start != "sft" else "", name, str(steps) if steps != usual else ""]
-    return Experiment("_".join(filter(None, parts)), args.task, args.start, steps, setting)
+    return Setup("_".join(filter(None, parts)), args.task, args.start, steps, setting)
 
 
 def without_kl(arm: str) -> str:
@@ -235,13 +250,12 @@ def without_kl(arm: str) -> str:
     return re.sub(r"_kl0\.[0-9]{1,3}$", "", arm)
 
 
-def has_verifier(arm: str) -> bool:
+def has_verifier(plain: str) -> bool:
     """Whether an arm has a verifier that had SFT."""
-    arm = without_kl(arm)
-    return arm not in [*GOLD, "grpo_both"] and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", arm)
+    return plain not in [*GOLD, "grpo_both"] and not re.fullmatch(rf"({'|'.join(TUNED)})(_[1-9]e-[1-9])?", plain)
 
 
-def arm_flags(e: Experiment, arm: str) -> str | None:
+def arm_flags(e: Setup, arm: str) -> str | None:
     """What makes an arm; None where there is no such arm for this task and start."""
     if (plain := without_kl(arm)) != arm:
         flags = arm_flags(e, plain)
@@ -258,44 +272,41 @@ def arm_flags(e: Experiment, arm: str) -> str | None:
     return next((flags.format(*match.groups()) for match, flags in found if match), None)
 
 
-def has_arm(e: Experiment, arm: str) -> bool:
+def has_arm(e: Setup, arm: str) -> bool:
     return arm_flags(e, arm) is not None and without_kl(arm) in (e.setting.arms or [without_kl(arm)])
 
 
-def all_arms(e: Experiment) -> list[str]:
+def all_arms(e: Setup) -> list[str]:
     """The arms that are listed; others come with a number or a rate."""
     listed = e.setting.arms or [*MAIN, *ABLATIONS, *OTHERS, *PAYS, *HEADS]
     return [arm for arm in dict.fromkeys(listed) if has_arm(e, arm)]
 
 
-def sft(e: Experiment, seed: str, kind: str) -> tuple[str, str]:
-    """Tag and flags of an SFT. kind: sft (the generator), refine (second attempts), both (a generator that learns to
-    verify too), or the arm whose verifier it is."""
-    task, generator = TASKS[e.task], f"{e.task}-s{seed}"
-    common = f"--seed {seed} --device-type cpu {MODEL} {task.sft}"
-    if kind == "sft":
-        return generator, f"--role generator --model-tag {generator} {common} {task.problems}"
-    if kind == "refine":
-        return f"{generator}-refine", (f"--role generator --model-tag {generator}-refine --from-stage sft --from-tag "
-                                       f"{generator} {common} {task.problems} {REFINE_SFT}")
-    if kind == "both":  # a step has as many demonstrations of either role as the SFT of that role alone
-        return f"{generator}-both", (f"--role both --model-tag {generator}-both --from-stage sft --from-tag "
-                                     f"{generator} {common} {task.verifier_sft} {task.problems} "
-                                     f"--examples-per-step 48")
-    ending, own = VERIFIERS.get(without_kl(kind), ("", ""))
-    tag = f"{generator}-ver{ending}{e.setting.ending}"
-    return tag, (f"--role verifier --model-tag {generator} --verifier-tag {tag} {common} {task.verifier_sft} "
-                 f"{task.problems} {own.format(generator=generator)} {e.setting.verifier_sft}")
+def starts_of(e: Setup) -> dict[str, Start]:
+    """All SFTs: the generator, its second attempts, a generator that learns to verify too, and verifiers."""
+    task = TASKS[e.task]
+    common = f"--seed {{seed}} --device-type cpu {MODEL} {task.sft}"
+    verifying = f"{common} {task.verifier_sft} {task.problems}"
+    behind = "--model-tag {tag} --from-stage sft --from-tag {gen}"
+    made = {"gen": ("", f"--role generator --model-tag {{tag}} {common} {task.problems}"),
+            "refine": ("-refine", f"--role generator {behind} {common} {task.problems} {REFINE_SFT}"),
+            # a step has as many demonstrations of either role as the SFT of that role alone
+            "both": ("-both", f"--role both {behind} {verifying} --examples-per-step 48")}
+    for name, (ending, own) in VERIFIERS.items():
+        made[name] = (f"-ver{ending}{e.setting.ending}", f"--role verifier --model-tag {{gen}} --verifier-tag {{tag}} "
+                                                         f"{verifying} {own} {e.setting.verifier_sft}")
+    return {name: Start("sft", f"{e.task}-s{{seed}}{ending}", flags) for name, (ending, flags) in made.items()}
 
 
-def role_flags(e: Experiment, seed: str, arm: str) -> str:
+def role_flags(e: Setup, arm: str) -> str:
     """The flags of an arm's roles, which the other arms of its recipe have too."""
-    arm = without_kl(arm)
-    task, tag = TASKS[e.task], f"--verifier-tag {sft(e, seed, 'both' if arm in ONE_CHECKPOINT else arm)[0]}"
+    task = TASKS[e.task]
     if not has_verifier(arm):
         if arm.startswith("refit_"):
-            return f"{task.alpha} --verifier-tag {sft(e, seed, 'sft')[0]}"
+            return f"{task.alpha} --verifier-tag {{gen}}"
         return f"{task.alpha} {EQ7}" if arm in GOLD else ""
+    start = "both" if arm in ONE_CHECKPOINT else arm if arm in VERIFIERS else "ver"
+    tag = f"--verifier-tag {{{start}}}"
     both = f"{tag} --warmup-steps {WARMUP} {task.verdict} {JUDGING} {task.alpha}"
     flags = {"fixed_verifier": f"{tag} {task.verdict} {task.alpha} {PAPER}",
              "fixed_generator": f"{tag} {task.verdict} {JUDGING}",
@@ -304,59 +315,55 @@ def role_flags(e: Experiment, seed: str, arm: str) -> str:
     return flags.get(recipe, f"{both} {PAPER}")
 
 
-def rl_flags(e: Experiment, seed: str, arm: str) -> str:
+def rl_flags(e: Setup, arm: str) -> str:
     """All flags of a run but its name."""
-    task, own = TASKS[e.task], e.setting.arms.get(without_kl(arm), "")
-    start = "both" if without_kl(arm) in ONE_CHECKPOINT else e.start
-    flags = (f"--model-tag {sft(e, seed, start)[0]} {role_flags(e, seed, arm)} --seed {seed} --device-type cpu "
-             f"--num-steps {e.steps} {RL} {task.rl} {task.problems} {own} "
-             f"{arm_flags(e, arm)}")
-    return " ".join(flags.split())
+    task, plain = TASKS[e.task], without_kl(arm)
+    start = "both" if plain in ONE_CHECKPOINT else "refine" if e.start == "refine" else "gen"
+    return (f"--model-tag {{{start}}} {role_flags(e, plain)} --seed {{seed}} --device-type cpu --num-steps {e.steps} "
+            f"{RL} {task.rl} {task.problems} {e.setting.arms.get(plain, '')} {arm_flags(e, arm)}")
+
+
+def experiment(e: Setup, arms: list[str]) -> Experiment:
+    return Experiment(e.name, starts_of(e), {arm: rl_flags(e, arm) for arm in arms})
 
 
 # What is asked for
 
-def words_of(flag: str, text: str) -> list[str]:
-    """The words of a flag. Raises BadInput where there are none, or one comes twice."""
+def chosen(flag: str, text: str, there=None) -> list[str]:
+    """The words of a flag. Raises BadInput where there are none, one comes twice, or one is not there."""
     words = text.split()
     if not words or len(set(words)) < len(words):
         raise BadInput(f"--{flag} {text}: {'something is there twice' if words else 'is empty'}")
+    for word in words:
+        if there is not None and word not in there:
+            raise BadInput(f"--{flag} {word}: there are {', '.join(there)}")
     return words
 
 
-def experiments_of(args) -> dict[str, list[Experiment]]:
-    """The experiments of each dial, one for every setting; without a dial the one that there is, under "". Raises
-    BadInput for what there is not."""
-    dials = [] if args.dial is None else words_of("dial", args.dial)
+def setups_of(args) -> dict[str, list[Setup]]:
+    """Those of each dial, one for every setting; without a dial the one that there is, under "". Raises BadInput for
+    what there is not."""
+    dials = [] if args.dial is None else chosen("dial", args.dial, DIALS)
     args.task = args.task or (DIAL_TASK if dials else "chain")
-    tables = {"task": TASKS, "start": ("sft", "refine"), "list": (*LISTS, "flags")}
-    check_choices(args, {name: table for name, table in tables.items() if getattr(args, name) is not None})
+    args.start = args.start or "sft"
+    check_choices(args, {"task": TASKS, "start": ("sft", "refine")})
     if args.steps is not None and not re.fullmatch("[1-9][0-9]{0,8}", args.steps):
         raise BadInput(f"--steps {args.steps}: must be a number from 1 to 999999999")
-    check_words("dial", dials, DIALS)
     if args.settings is not None and len(dials) != 1:
         raise BadInput(f"--settings {args.settings}: of which --dial? Name one of {', '.join(DIALS)}")
-    if dials and args.task != DIAL_TASK:
-        raise BadInput(f"--task {args.task}: --dial is for {DIAL_TASK}")
     if not dials:
-        return {"": [experiment(args, "", Setting())]}
+        return {"": [setup(args, "", Setting())]}
+    if args.task != DIAL_TASK:
+        raise BadInput(f"--task {args.task}: --dial is for {DIAL_TASK}")
     names = {dial: list(DIALS[dial]) for dial in dials}
     if args.settings is not None:
-        names[dials[0]] = words_of("settings", args.settings)
-        check_words("settings", names[dials[0]], DIALS[dials[0]])
-    return {dial: [experiment(args, name, DIALS[dial][name]) for name in names[dial]] for dial in dials}
+        names[dials[0]] = chosen("settings", args.settings, DIALS[dials[0]])
+    return {dial: [setup(args, name, DIALS[dial][name]) for name in names[dial]] for dial in dials}
 
 
-def check_words(flag: str, words: list[str], there) -> None:
-    """Raises BadInput for a word of a flag that is not there."""
-    for word in words:
-        if word not in there:
-            raise BadInput(f"--{flag} {word}: there are {', '.join(there)}")
-
-
-def arms_of(e: Experiment, text: str | None) -> list[str]:
+def arms_of(e: Setup, text: str | None) -> list[str]:
     """The arms to run, by default the main ones. Raises BadInput for what there is not."""
-    arms = list(e.setting.by_default) if text is None else words_of("arms", text)
+    arms = list(e.setting.by_default) if text is None else chosen("arms", text)
     for arm in arms:
         if not has_arm(e, arm):
             raise BadInput(f"--arms {arm}: there are {' '.join(all_arms(e))}")

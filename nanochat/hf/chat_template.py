@@ -9,12 +9,8 @@ import subprocess
 import sys
 import threading
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, one_line
 from nanochat.hf import template_worker
-
-
-def one_line(message) -> str:
-    return " ".join(str(message).split())
 
 
 def any_of(texts) -> re.Pattern:

@@ -8,6 +8,7 @@ is data: biases, norms of queries and keys, tied embeddings, rotary scaling (Dec
 import contextlib
 import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -18,7 +19,7 @@ from nanochat import gpt
 from nanochat.attention import PADDING_POSITION, KVCache, columns_up_to, first_columns, make_mask
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecoderStep
-from nanochat.gpt import GPT, at_ends, attend_all, run_passes
+from nanochat.gpt import GPT, at_ends, attend_all, last_tokens, run_passes
 from nanochat.kernels import tiles
 from nanochat.kernels.block import split_heads
 from nanochat.kernels.ops import add_norm, linear, norm, rotate, swiglu, takes_block, to_units
@@ -196,6 +197,17 @@ class MLP(nn.Module):
         return self.down_proj(swiglu(gate, up))
 
 
+class BlockInput(NamedTuple):
+    """What a block reads in a forward pass of B rows of T tokens."""
+    x: torch.Tensor              # (B, T, C)
+    cos_sin: tuple
+    mask: object                 # attention.make_mask; of a DecodeCache the context
+    cache: "LayerCache"
+    prefix: "LayerCache"
+    ends: torch.Tensor | None    # (B,): after attention the rows' last tokens alone go on
+    places: torch.Tensor | None  # the tokens that are asked for (tiles.before_attention)
+
+
 class Block(nn.Module):
     recompute = False  # in the backward pass, instead of keeping activations
     ready = None       # of a model that samples: what `layer` gives (Decoder.joined_projections)
@@ -206,16 +218,16 @@ class Block(nn.Module):
         self.post_attention_layernorm, self.mlp = Norm(config.n_embd, config.norm_eps), MLP(config)
 
     def forward(self, *passes):
-        """The block's outputs, one (B, T, C) for each pass's arguments of `run`."""
+        """The block's outputs, one (B, T, C) for the BlockInput of each pass."""
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self.run_all, *passes, use_reentrant=False, preserve_rng_state=False)
         return self.run_all(*passes)
 
     def run_all(self, *passes):
-        layer = self.ready or self.layer(passes[0][0])
+        layer = self.ready or self.layer(passes[0].x)
         if layer is None:
-            return [self.run(*arguments) for arguments in passes]
-        outputs = [self.run_narrow(layer, *arguments) for arguments in passes]
+            return [self.run(one) for one in passes]
+        outputs = [self.run_narrow(layer, one) for one in passes]
         if self.ready is None:
             layer.drop_forward()
         return outputs
@@ -235,15 +247,17 @@ class Block(nn.Module):
         return tiles.Layer(weights[:3], weights[3:], (first.weight, second.weight),
                            None if biases[0] is None else torch.cat(biases[:3]), first.eps)
 
-    def run_narrow(self, layer, x, cos_sin, mask, cache, prefix, ends, places):
-        """As run, of the tokens in these places (tiles.before_attention) alone."""
+    def run_narrow(self, layer, given: BlockInput) -> torch.Tensor:
+        """As run, by kernels of a layer, of the tokens alone that are asked for."""
+        x, cos_sin, mask, cache, prefix, ends, places = given
         attn, units = self.self_attn, len(x) if prefix.cache is None else len(prefix.cache.positions)
         q, k, v = tiles.before_attention(layer, x, cos_sin, units, attn.n_head, attn.n_kv_head, places)
         y = attend_all(cache.layer, cache.once(), to_units(q, units, attn.n_kv_head), k, v, mask, prefix.shared(), ends)
         x, places = (x, places) if ends is None else (at_ends(x, ends), None)
         return tiles.after_attention(layer, x, y.permute(0, 2, 4, 1, 3, 5).reshape(*x.shape[:2], -1), places)
 
-    def run(self, x, cos_sin, mask, cache, prefix, ends, places):
+    def run(self, given: BlockInput) -> torch.Tensor:
+        x, cos_sin, mask, cache, prefix, ends, _ = given
         y = self.self_attn(self.input_layernorm(x), cos_sin, mask, cache, prefix, ends)
         x, normed = self.post_attention_layernorm.after_adding(x if ends is None else at_ends(x, ends), y)
         return x + self.mlp(normed)
@@ -342,42 +356,13 @@ class Decoder(nn.Module):
                 cos_sin = self.rotary(torch.arange(cache.num_columns, device=ids.device)[None])
                 cache.step = DecoderStep(self, cache, cos_sin)
             return cache.step(cache, ids, positions)
-        return run_passes(self.blocks, [self.steps(ids, positions, cache, prefix, last_only, kept)])[0]
+        return run_passes(self.blocks, [self.forward_pass(ids, positions, cache, prefix, last_only, kept)])[0]
 
     trunk_after = GPT.trunk_after
 
-    def steps(self, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None, last_only: bool,
-              kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
-        """A forward pass (gpt.run_passes) with trunk's arguments, and trunk_after's lengths. The cache's positions and
-        length are set as soon as it begins."""
-        assert not last_only or cache is not None and cache.length == 0 and prefix is None
-        B, T = ids.shape
-        if positions is None:
-            positions = torch.arange(T, device=ids.device).expand(B, T)
-        x = self.model.embed_tokens(ids).to(self.compute_dtype).to(self.activation_dtype)  # (B, T, C)
-        context, decoding = self.config.sequence_len, isinstance(cache, DecodeCache)
-        if cache is not None and not decoding:
-            cache.last_embedding = x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
-            if cache.length == 0 and prefix is None:
-                cache.positions = positions
-        cos_sin = self.rotary(positions)
-        mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, x.dtype)
-        ends, places = None, None
-        if self.lm_head.is_narrow and ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            if kept is not None and cache is None:
-                lengths = columns_up_to(kept, B, T)
-            places = first_columns((positions < PADDING_POSITION).sum(dim=1) if lengths is None else lengths, T)
-        if cache is not None and not decoding:
-            cache.length += T
-        i = 0
-        while i < self.config.n_layer:  # no `for`: its iterator would be lost where torch 2.11 compiles a `send`
-            if i == self.config.n_layer - 1 and last_only and T > 1:
-                # The last real token of each row; padding (PADDING_POSITION) stands after it.
-                ends = (positions < PADDING_POSITION).sum(dim=1) - 1
-                mask = make_mask(1, context, context, None, cache, at_ends(positions, ends), x.dtype)
-            x = yield x, cos_sin, mask, LayerCache(cache, i), LayerCache(prefix, i), ends, places
-            i += 1
-        yield self.model.norm(x if kept is None else x.flatten(0, 1).index_select(0, kept))
+    def forward_pass(self, ids, positions, cache, prefix, last_only: bool, kept=None, lengths=None) -> "ForwardPass":
+        """A pass with trunk's arguments, and trunk_after's lengths."""
+        return ForwardPass(self, ids, positions, cache, prefix, last_only, kept, lengths)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, fp32. hidden (..., C) -> (..., V)."""
@@ -391,6 +376,51 @@ class Decoder(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Logits of a plain causal pass. ids (B, T) -> (B, T, V) fp32."""
         return self.head(self.trunk(ids))
+
+
+class ForwardPass:
+    """A pass of tokens through a Decoder, as gpt.ForwardPass. lengths (B,): the first tokens of each row are asked for
+    alone; kernels of layers save the others."""
+
+    def __init__(self, model: Decoder, ids, positions, cache: KVCache | DecodeCache | None, prefix: KVCache | None,
+                 last_only: bool, kept: torch.Tensor | None = None, lengths: torch.Tensor | None = None):
+        assert not last_only or cache is not None and cache.length == 0 and prefix is None
+        B, T = ids.shape
+        if positions is None:
+            positions = torch.arange(T, device=ids.device).expand(B, T)
+        self.model, self.cache, self.prefix, self.kept = model, cache, prefix, kept
+        self.x = model.model.embed_tokens(ids).to(model.compute_dtype).to(model.activation_dtype)  # (B, T, C)
+        context, decoding = model.config.sequence_len, isinstance(cache, DecodeCache)
+        if cache is not None and not decoding:
+            cache.last_embedding = self.x.new_zeros(B, 1, 0)  # only a GPT's smear looks back
+            if cache.length == 0 and prefix is None:
+                cache.positions = positions
+        self.cos_sin = model.rotary(positions)
+        self.mask = context if decoding else make_mask(T, context, context, cache, prefix, positions, self.x.dtype)
+        self.ends, self.places = None, None
+        if model.lm_head.is_narrow and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            if kept is not None and cache is None:
+                lengths = columns_up_to(kept, B, T)
+            self.places = first_columns((positions < PADDING_POSITION).sum(dim=1) if lengths is None else lengths, T)
+        if cache is not None and not decoding:
+            cache.length += T
+        if last_only and T > 1:
+            self.ends = last_tokens(positions)
+            self.last_mask = make_mask(1, context, context, None, cache, at_ends(positions, self.ends), self.x.dtype)
+
+    def block_input(self, i: int) -> BlockInput:
+        """What block i reads. The last one's tokens are those alone that are asked for."""
+        is_short = self.ends is not None and i == self.model.config.n_layer - 1
+        mask, ends = (self.last_mask, self.ends) if is_short else (self.mask, None)
+        return BlockInput(self.x, self.cos_sin, mask, LayerCache(self.cache, i), LayerCache(self.prefix, i), ends,
+                          self.places)
+
+    def take(self, i: int, output: torch.Tensor) -> None:
+        self.x = output
+
+    def result(self) -> torch.Tensor:
+        """Hidden states after the final norm."""
+        return self.model.model.norm(self.x if self.kept is None else self.x.flatten(0, 1).index_select(0, self.kept))
 
 
 class LayerCache:

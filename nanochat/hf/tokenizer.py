@@ -16,8 +16,8 @@ from secrets import token_hex
 
 import tokenizers
 
-from nanochat.common import BadInput
-from nanochat.hf.chat_template import ChatTemplate, Fence, any_of, one_line, plain_messages
+from nanochat.common import BadInput, one_line
+from nanochat.hf.chat_template import ChatTemplate, Fence, any_of, plain_messages
 from nanochat.storage.files import make_folder, whole_file
 from nanochat.tokenizer import Tokenizer
 

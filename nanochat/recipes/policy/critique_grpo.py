@@ -21,7 +21,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, above
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
@@ -70,23 +70,18 @@ def by_rule(t: Play, solutions: Rollouts, outcomes: list[bool | None]) -> list[s
 # Flags
 
 def add_args(group) -> None:
-    group.add_argument("--critique", default="simple_gt", help=f"what it says, one of: {', '.join(CRITIQUES)}")
+    group.add_argument("--critique", default="simple_gt", choices=list(CRITIQUES), help="what it says")
     add_refinement_args(group)
 
 
 def add_refinement_args(group) -> None:
-    group.add_argument("--shaping", type=float, default=0.1, help="c of a refinement's weight pi / (pi + c)")
+    group.add_argument("--shaping", type=above(0), default=0.1, help="c of a refinement's weight pi / (pi + c)")
     group.add_argument("--right-refinements-only", action="store_true", help="a wrong refinement replaces no solution")
 
 
 def check(args, task) -> None:
-    critique = getattr(args, "critique", None)
-    if critique is not None and critique not in CRITIQUES:
-        raise BadInput(f"--critique {critique}: there are {', '.join(CRITIQUES)}")
-    if critique == "steps" and not getattr(task, "has_step_labels", True):
+    if getattr(args, "critique", None) == "steps" and not getattr(task, "has_step_labels", True):
         raise BadInput(f"--critique steps: task {task.name} has no gold labels of steps")
-    if not args.shaping > 0:
-        raise BadInput(f"--shaping {args.shaping}: must be above 0")
     check_one_update(args)
 
 

@@ -3,9 +3,9 @@
 The verifier is RL Tango's, as its SFT left it. Departures beside those of recipe critique_grpo: it sees no gold
 solution, as GPT-4o does in the paper, and it also judges right solutions, about which the paper's rule speaks.
 """
-from nanochat.common import check_least
+from nanochat.common import at_least
 from nanochat.recipes.policy import critique_grpo
-from nanochat.recipes.policy.critique_grpo import SHOWN, evaluate  # noqa: F401
+from nanochat.recipes.policy.critique_grpo import SHOWN, check, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import gathered_verdict_scores
 from nanochat.rl.play.play import Draw
@@ -19,12 +19,7 @@ ROLES = critique_grpo.ROLES | {"verifier": RoleSpec("--verifier-tag", "-ver", tr
 
 def add_args(group):
     critique_grpo.add_refinement_args(group)
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
-
-
-def check(args, task):
-    critique_grpo.check(args, task)
-    check_least(args, {"verifier_max_new_tokens": 1})
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 
 
 def draws(args):

@@ -16,7 +16,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, check_least, check_most
+from nanochat.common import BadInput, at_least
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
@@ -32,16 +32,14 @@ KINDS = {(True, True): "mixed", (True, False): "right", (False, True): "wrong", 
 
 
 def add_args(group) -> None:
-    group.add_argument("--max-batches", type=int, default=10,
+    group.add_argument("--max-batches", type=at_least(1, int, 1000), default=10,
                        help="batches of --examples-per-step problems that a step may draw")
-    group.add_argument("--overlong-buffer", type=int, default=-1,
+    group.add_argument("--overlong-buffer", type=at_least(-1), default=-1,
                        help="the last tokens of --max-new-tokens, which are penalised; -1 = a fifth of it, 0 = none")
     group.set_defaults(clip_low=0.2, clip_high=0.28, aggregation="token", kl_coef=0.0)
 
 
 def check(args, task) -> None:
-    check_least(args, {"max_batches": 1, "overlong_buffer": -1})
-    check_most(args, {"max_batches": 1000})
     if args.overlong_buffer > args.max_new_tokens:
         raise BadInput(f"--overlong-buffer {args.overlong_buffer}: must be at most --max-new-tokens "
                        f"{args.max_new_tokens}")

@@ -13,11 +13,11 @@ Departures:
    weigh most. --pairs-per-problem 1 makes all that have a pair count alike.
 4. AdamW at a constant --lr, not RMSprop at 1e-6 with 150 steps of warm-up: the models here are tiny.
 """
-from nanochat.common import check_least
+from nanochat.common import at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.play.pairs import add_pair_args, check_pair_args, learn_from_pairs
+from nanochat.rl.play.pairs import add_pair_args, check, learn_from_pairs  # noqa: F401
 from nanochat.rl.play.play import Draw, Play
 
 TAGS = dict(family="pairs", verifier="none", reward="outcome", credit="pair loss against the starting weights",
@@ -28,12 +28,8 @@ SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin"]}
 
 def add_args(group) -> None:
     add_pair_args(group)
-    group.add_argument("--pairs-per-problem", type=int, default=0, help="at most; 0 = all that use no solution twice")
-
-
-def check(args, task) -> None:
-    check_pair_args(args)
-    check_least(args, {"pairs_per_problem": 0, "num_samples": 2})
+    group.add_argument("--pairs-per-problem", type=at_least(0), default=0,
+                       help="at most; 0 = all that use no solution twice")
 
 
 def draws(args) -> dict[str, Draw]:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from nanochat.common import BadInput, check_choices
+from nanochat.common import BadInput
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec, short_name
 from nanochat.rl.measure.evals import SPLITS, are_right
@@ -52,13 +52,12 @@ FROZEN = ("none", "second")
 
 def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0, advantage="dr_grpo")
-    group.add_argument("--joint", default="aligned", help=f"which completions of the agents are taken together, one "
-                                                          f"of: {', '.join(JOINT)}")
-    group.add_argument("--frozen", default="none", help=f"the agent that stays as it is, one of: {', '.join(FROZEN)}")
+    group.add_argument("--joint", default="aligned", choices=list(JOINT),
+                       help="which completions of the agents are taken together")
+    group.add_argument("--frozen", default="none", choices=FROZEN, help="the agent that stays as it is")
 
 
 def check(args, task) -> None:
-    check_choices(args, {"joint": JOINT, "frozen": FROZEN})
     if missing := [name for name in ("joint", "half_outcomes", "agrees") if not hasattr(task, name)]:
         raise BadInput(f"--task {task.name}: it says nothing of how parts of two agents make a solution (it has no "
                        f"{', '.join(missing)}); task halves does")

@@ -24,7 +24,7 @@ Departures:
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.recipes.policy.score import changes
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right, pass_at_1
@@ -117,18 +117,18 @@ def team_size(args) -> int:
 # Flags
 
 def add_args(group) -> None:
-    group.add_argument("--graph", default="debate", help=f"who works with whom, one of: {', '.join(GRAPHS)}")
-    group.add_argument("--num-agents", type=int, default=2, help="agents of a debate; --num-samples of each problem "
-                                                                 "are dealt out to as many teams as there are")
-    group.add_argument("--shaping", default="margin", help=f"what a turn is paid for beside its own outcome, one of: "
-                                                           f"{', '.join(SHAPING)}")
-    group.add_argument("--alpha", type=float, default=0.5, help="weight of that")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112, help="graph chain: of a verification")
+    group.add_argument("--graph", default="debate", choices=list(GRAPHS), help="who works with whom")
+    group.add_argument("--num-agents", type=at_least(2), default=2,
+                       help="agents of a debate; --num-samples of each problem are dealt out to as many teams as there "
+                            "are")
+    group.add_argument("--shaping", default="margin", choices=list(SHAPING),
+                       help="what a turn is paid for beside its own outcome")
+    group.add_argument("--alpha", type=at_least(0, float), default=0.5, help="weight of that")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112,
+                       help="graph chain: of a verification")
 
 
 def check(args, task) -> None:
-    check_choices(args, {"graph": GRAPHS, "shaping": SHAPING})
-    check_least(args, {"num_agents": 2, "alpha": 0, "verifier_max_new_tokens": 1})
     if args.graph == "chain" and args.num_agents != 2:
         raise BadInput(f"--num-agents {args.num_agents}: a chain has two, who solves and who verifies")
     if args.num_samples % team_size(args):

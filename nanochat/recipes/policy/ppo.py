@@ -22,7 +22,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, check_least, wide_dtype
+from nanochat.common import SHARE, BadInput, at_least, wide_dtype
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import gae, whiten
 from nanochat.rl.credit.rewards import outcome_rewards
@@ -40,22 +40,19 @@ SHOWN = {"critic": ["bce", "explained"]}
 
 
 def add_args(group) -> None:
-    group.add_argument("--gae-lambda", type=float, default=1.0,
+    group.add_argument("--gae-lambda", type=SHARE, default=1.0,
                        help="1: what the outcome says, less V; lower: more of what the critic says of the next tokens")
-    group.add_argument("--gae-alpha", type=float, default=0.0,
+    group.add_argument("--gae-alpha", type=at_least(0, float), default=0.0,
                        help="above 0: the policy's lambda is 1 - 1 / (alpha l) for l tokens, the critic's --gae-lambda")
-    group.add_argument("--value-pretrain", type=int, default=0,
+    group.add_argument("--value-pretrain", type=at_least(0), default=0,
                        help="steps in which the critic alone learns, with lambda 1, before the others")
-    group.add_argument("--lm-coef", type=float, default=0.0,
+    group.add_argument("--lm-coef", type=at_least(0, float), default=0.0,
                        help="weight of the mean -log pi of right solutions' tokens; needs --aggregation token")
 
 
 def check(args, task) -> None:
-    check_least(args, {"critic_lr": 0, "gae_alpha": 0, "value_pretrain": 0, "lm_coef": 0})
     if args.lm_coef and (args.aggregation != "token" or args.updates_per_batch > 1):
         raise BadInput(f"--lm-coef {args.lm_coef}: needs --aggregation token and --updates-per-batch 1")
-    if not 0 <= args.gae_lambda <= 1:
-        raise BadInput(f"--gae-lambda {args.gae_lambda}: must be from 0 to 1")
 
 
 def updates(args) -> dict[str, int]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import SHARE, BadInput, above, at_least
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.advantages import PRESETS, SparseRewards, source_advantages, to_go, whiten
 from nanochat.rl.credit.aggregation import check_one_update
@@ -35,38 +35,30 @@ TAGS = dict(family="generator-verifier", verifier="log-ratio, BCE on outcomes", 
             status="runs: what process rewards add to outcomes is not shown")
 ROLES = {"generator": RoleSpec("--model-tag"), "prm": RoleSpec("--model-tag", lr="--prm-lr", reference=True)}
 SHOWN = {"prm": ["bce", "pair_accuracy", "step_auc"]}
-CHOICES = {"prm_update": ("before", "after", "none"), "process_baseline": ("paper", "code"),
-           "process_norm": ("batch", "none")}
 EPSILON = 1e-6  # added to divisors
 
 
 # Flags
 
 def add_args(group) -> None:
-    one_of = lambda name: f"one of: {', '.join(CHOICES[name])}"
-    group.add_argument("--prm-beta", type=float, default=0.05, help="beta: process reward per log-ratio")
-    group.add_argument("--prm-update", default="after",
-                       help=f"whether the PRM is updated before or after it scores a batch, {one_of('prm_update')}")
-    group.add_argument("--prm-freeze-after", type=int, default=-1,
+    group.add_argument("--prm-beta", type=above(0), default=0.05, help="beta: process reward per log-ratio")
+    group.add_argument("--prm-update", default="after", choices=["before", "after", "none"],
+                       help="whether the PRM is updated before or after it scores a batch")
+    group.add_argument("--prm-freeze-after", type=at_least(-1), default=-1,
                        help="updates of the PRM, which then stays as it is; -1 = never. With 0 (or --prm-update none) "
                        "it equals its reference, and outcomes alone reward")
-    group.add_argument("--accuracy-filter", type=float, nargs=2, default=[0.2, 0.8], metavar=("LOW", "HIGH"),
+    group.add_argument("--accuracy-filter", type=SHARE, nargs=2, default=[0.2, 0.8], metavar=("LOW", "HIGH"),
                        help="accuracies of the problems that are trained on; 0 1 = all")
-    group.add_argument("--process-baseline", default="paper", help=one_of("process_baseline"))
-    group.add_argument("--process-norm", default="batch",
-                       help=f"batch: process rewards are divided by their largest return, {one_of('process_norm')}")
+    group.add_argument("--process-baseline", default="paper", choices=["paper", "code"])
+    group.add_argument("--process-norm", default="batch", choices=["batch", "none"],
+                       help="batch: process rewards are divided by their largest return")
     group.set_defaults(advantage="rloo", kl_coef=0.0, aggregation="token")
 
 
 def check(args, task) -> None:
-    """Raises BadInput for settings that cannot work."""
-    check_choices(args, CHOICES)
-    check_least(args, {"prm_lr": 0, "prm_freeze_after": -1})
     low, high = args.accuracy_filter
-    if not 0 <= low <= high <= 1:
+    if low > high:
         raise BadInput(f"--accuracy-filter {low} {high}: must be two shares, the lower one first")
-    if not args.prm_beta > 0:
-        raise BadInput(f"--prm-beta {args.prm_beta}: must be above 0")
     if args.advantage != "rloo":
         raise BadInput(f"--advantage {args.advantage}: PRIME's is rloo")
     check_one_update(args)

@@ -13,7 +13,7 @@ Departures:
    itself (advantages).
 3. A solution of more than --most-steps steps is rewarded by its outcome alone, and counted (step_abstained).
 """
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.rl.credit.advantages import COMBINE, PRESETS
 from nanochat.rl.credit.rewards import at_step_ends, outcome_rewards
 from nanochat.rl.learn.roles import RoleSpec
@@ -35,17 +35,16 @@ STEP_VALUES = ("pav", "math_shepherd", "math_shepherd_soft", "rpe")  # of METHOD
 
 
 def add_args(group) -> None:
-    group.add_argument("--step-values", default="pav", help=f"one of: {', '.join(STEP_VALUES)}")
-    group.add_argument("--continuations", type=int, default=8, help="completions of each prefix")
-    group.add_argument("--best-of", type=int, default=4, help="pav: the prover keeps the best of so many")
-    group.add_argument("--alpha", type=float, default=3.0, help="weight of the steps' rewards beside the outcome's 1")
-    group.add_argument("--most-steps", type=int, default=12, help="a longer solution has no step rewards")
-    group.add_argument("--combine", default="rewards", help=f"one of: {', '.join(COMBINE)}")
+    group.add_argument("--step-values", default="pav", choices=STEP_VALUES)
+    group.add_argument("--continuations", type=at_least(1), default=8, help="completions of each prefix")
+    group.add_argument("--best-of", type=at_least(1), default=4, help="pav: the prover keeps the best of so many")
+    group.add_argument("--alpha", type=at_least(0, float), default=3.0,
+                       help="weight of the steps' rewards beside the outcome's 1")
+    group.add_argument("--most-steps", type=at_least(1), default=12, help="a longer solution has no step rewards")
+    group.add_argument("--combine", default="rewards", choices=list(COMBINE))
 
 
 def check(args, task) -> None:
-    check_choices(args, {"step_values": STEP_VALUES, "combine": COMBINE})
-    check_least(args, {"continuations": 1, "best_of": 1, "most_steps": 1, "alpha": 0})
     if args.best_of > args.continuations:
         raise BadInput(f"--best-of {args.best_of}: of --continuations {args.continuations} no so many can be kept")
 

@@ -19,7 +19,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
@@ -45,16 +45,16 @@ CREDIT = {"own": lambda own, later: own, "total": lambda own, later: own + later
 
 
 def add_args(group) -> None:
-    group.add_argument("--stage1-steps", type=int, default=50, help="steps of stage I, out of --num-steps")
-    group.add_argument("--alpha", type=float, default=10.0, help="weight of the bonus r2 - r1 in stage II")
-    group.add_argument("--beta1", type=float, default=0.01, help="weight of the KL to the starting weights")
-    group.add_argument("--beta2", type=float, default=0.1, help="the same for the first attempt in stage I")
-    group.add_argument("--credit", default="own", help=f"rewards of the first attempt, one of: {', '.join(CREDIT)}")
+    group.add_argument("--stage1-steps", type=at_least(0), default=50, help="steps of stage I, out of --num-steps")
+    group.add_argument("--alpha", type=at_least(0, float), default=10.0, help="weight of the bonus r2 - r1 in stage II")
+    group.add_argument("--beta1", type=at_least(0, float), default=0.01,
+                       help="weight of the KL to the starting weights")
+    group.add_argument("--beta2", type=at_least(0, float), default=0.1,
+                       help="the same for the first attempt in stage I")
+    group.add_argument("--credit", default="own", choices=list(CREDIT), help="rewards of the first attempt")
 
 
 def check(args, task) -> None:
-    check_least(args, {"stage1_steps": 0, "alpha": 0, "beta1": 0, "beta2": 0})
-    check_choices(args, {"credit": CREDIT})
     if args.num_samples < 2:
         raise BadInput("--num-samples 1: the baseline is the mean of a problem's other samples; give at least 2")
     check_one_update(args)

@@ -16,7 +16,7 @@ Departures:
 """
 import random
 
-from nanochat.common import BadInput
+from nanochat.common import SHARE
 from nanochat.recipes.policy.grpo import ROLES, draws, evaluate  # noqa: F401
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
@@ -30,16 +30,10 @@ SHOWN = {"generator": ["judge_auc", "zero_variance/judge"]}
 
 
 def add_args(group) -> None:
-    group.add_argument("--judge-ties", type=float, default=0.0, help="q: share of the problems with the same reward "
-                       "for all solutions")
-    group.add_argument("--judge-flips", type=float, default=0.0, help="e: share of the solutions that are rewarded for "
-                       "the opposite")
-
-
-def check(args, task) -> None:
-    for flag in ("judge_ties", "judge_flips"):
-        if not 0 <= getattr(args, flag) <= 1:
-            raise BadInput(f"--{flag.replace('_', '-')} {getattr(args, flag)}: must be from 0 to 1")
+    group.add_argument("--judge-ties", type=SHARE, default=0.0,
+                       help="q: share of the problems with the same reward for all solutions")
+    group.add_argument("--judge-flips", type=SHARE, default=0.0,
+                       help="e: share of the solutions that are rewarded for the opposite")
 
 
 def judged(outcome: bool | None, seed: int, problem: str, text: str, ties: float, flips: float) -> float | None:

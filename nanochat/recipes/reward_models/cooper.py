@@ -21,7 +21,7 @@ import random
 
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.rl.credit.advantages import PRESETS, source_advantages
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.credit.rewards import terminal_rewards
@@ -48,22 +48,19 @@ TRIES = 3  # to write a wrong version that the rule refuses
 # What the policy is rewarded with: (log-odds, what the rule says) of each solution
 POLICY_REWARDS = {"chance": lambda s, accepted: torch.sigmoid(s).tolist(), "verdict": lambda s, accepted: s > 0,
                   "rule": lambda s, accepted: accepted}
-RM_UPDATES = ("pairs", "none")
 
 
 def add_args(group) -> None:
-    group.add_argument("--policy-reward", default="chance",
-                       help=f"one of: {', '.join(POLICY_REWARDS)}; verdict: 1 where the chance is above .5")
-    group.add_argument("--rm-update", default="pairs",
-                       help=f"one of: {', '.join(RM_UPDATES)}; none: the reward model is frozen after --rm-pretrain")
-    group.add_argument("--rm-pretrain", type=int, default=100,
+    group.add_argument("--policy-reward", default="chance", choices=list(POLICY_REWARDS),
+                       help="verdict: 1 where the chance is above .5")
+    group.add_argument("--rm-update", default="pairs", choices=["pairs", "none"],
+                       help="none: the reward model is frozen after --rm-pretrain")
+    group.add_argument("--rm-pretrain", type=at_least(0), default=100,
                        help="steps of the reward model on labelled solutions before the policy's first")
     group.set_defaults(lr=5e-5, rm_lr=1e-3)
 
 
 def check(args, task) -> None:
-    check_choices(args, {"policy_reward": POLICY_REWARDS, "rm_update": RM_UPDATES})
-    check_least(args, {"rm_pretrain": 0, "rm_lr": 0})
     if args.rm_update == "pairs" and not hasattr(task, "corrupt"):
         raise BadInput(f"--task {args.task}: has no corrupt(problem, solution, rng), which writes the wrong solutions "
                        f"of pairs; give --rm-update none or another task")

@@ -24,14 +24,14 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import SHARE, at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import warn_of_form
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
 from nanochat.rl.verify.judges import verdict_draw, written_draw
 from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_labels, check_pairs,
                                          pairs_of_step, quoting_labelled)
@@ -48,21 +48,15 @@ JUDGE = {"self": "analysed", "none": "verdict"}
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
-    group.add_argument("--critiques", default="self", help=f"who writes them, one of: {', '.join(JUDGE)}")
-    group.add_argument("--bt-start", type=float, default=0.0, help="lambda, the pair loss's share, at the first update")
-    group.add_argument("--bt-end", type=float, default=1.0,
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
+    group.add_argument("--critiques", default="self", choices=list(JUDGE), help="who writes them")
+    group.add_argument("--bt-start", type=SHARE, default=0.0, help="lambda, the pair loss's share, at the first update")
+    group.add_argument("--bt-end", type=SHARE, default=1.0,
                        help="at the last; with --critiques none the share is always 1")
 
 
 def check(args, task) -> None:
-    check_choices(args, {"critiques": JUDGE})
-    check_least(args, {"verifier_max_new_tokens": 1})
-    for name in ("bt_start", "bt_end"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: must be from 0 to 1")
     check_one_update(args)
-    check_judged_args(args)
     check_labels(args, task)
     check_pairs(args, task)
 

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
@@ -46,7 +46,7 @@ TABLE = PAIR_TABLE
 def add_args(group) -> None:
     add_label_args(group)
     add_candidate_args(group)
-    group.add_argument("--pretrain-steps", type=int, default=40,
+    group.add_argument("--pretrain-steps", type=at_least(0), default=40,
                        help="the first of --num-steps, which learn to write two solutions and use no label; as many "
                        "as there are: nothing else is learned")
     group.add_argument("--label-smoothing", type=float, default=0.1, help="epsilon: the right choice counts 1 - "
@@ -54,7 +54,6 @@ def add_args(group) -> None:
 
 
 def check(args, task) -> None:
-    check_least(args, {"num_solutions": 2, "pretrain_steps": 0})
     if not 0 <= args.label_smoothing < 1:
         raise BadInput(f"--label-smoothing {args.label_smoothing}: must be from 0, and below 1")
     check_one_update(args)

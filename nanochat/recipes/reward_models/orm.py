@@ -14,11 +14,11 @@ Departures:
 """
 import torch
 
-from nanochat.common import check_choices, check_least
+from nanochat.common import at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
 from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_draw,
                                          labelled_of_step)
 from nanochat.rl.verify.log_odds import (LOSSES, PLACES, learn_verdicts, likelihood_parts, log_judgments, log_odds,
@@ -29,23 +29,19 @@ TAGS = dict(family="supervised verifier", verifier="outcome, log-odds at the end
                    "is shown")
 ROLES = {"generator": RoleSpec("--model-tag", trained=False), "verifier": RoleSpec("--verifier-tag", "-ver")}
 SHOWN = {"verifier": ["bce", "accuracy"]}
-CHOICES = {"orm_places": ("end", "tokens"), "orm_loss": tuple(LOSSES)}
 
 
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
-    for name, words in (("orm_places", "where the outcome is asked for"), ("orm_loss", "of V against the outcome")):
-        group.add_argument(f"--{name.replace('_', '-')}", default=CHOICES[name][0],
-                           help=f"{words}, one of: {', '.join(CHOICES[name])}")
-    group.add_argument("--lm-coef", type=float, default=0.0, help="weight of the LM loss on right solutions")
+    group.add_argument("--orm-places", default="end", choices=["end", "tokens"], help="where the outcome is asked for")
+    group.add_argument("--orm-loss", default="bce", choices=list(LOSSES), help="of V against the outcome")
+    group.add_argument("--lm-coef", type=at_least(0, float), default=0.0,
+                       help="weight of the LM loss on right solutions")
 
 
 def check(args, task) -> None:
-    check_choices(args, CHOICES)
-    check_least(args, {"lm_coef": 0})
     check_one_update(args)
-    check_judged_args(args)
     check_labels(args, task)
     check_outcomes(args, task)
 

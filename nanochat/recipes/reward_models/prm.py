@@ -17,11 +17,11 @@ Departures:
 import argparse
 from dataclasses import replace
 
-from nanochat.common import BadInput, check_choices
+from nanochat.common import BadInput
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
 from nanochat.rl.verify.labelled import add_label_args, as_rollouts, check_labels, labelled_draw, labelled_of_step
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, learn_verdicts, log_judgments, log_odds,
                                          steps_filled, verdict_parts)
@@ -38,16 +38,14 @@ LABELS = {"soft": lambda label: label, "hard": lambda label: float(label > 0),
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
-    group.add_argument("--prm-labels", default="soft", help=f"one of: {', '.join(LABELS)}; hard: 1 where above 0; "
-                       "progress: the file's are from -1 to 1")
+    group.add_argument("--prm-labels", default="soft", choices=list(LABELS),
+                       help="hard: 1 where above 0; progress: the file's are from -1 to 1")
     group.add_argument("--until-first-error", action=argparse.BooleanOptionalAction, default=False,
                        help="nothing is learned of the steps after the first one whose label is 0")
 
 
 def check(args, task) -> None:
-    check_choices(args, {"prm_labels": LABELS})
     check_one_update(args)
-    check_judged_args(args)
     is_progress = args.prm_labels == "progress"
     if is_progress and args.until_first_error:
         raise BadInput("--until-first-error: with --prm-labels progress no label says that a step is an error")

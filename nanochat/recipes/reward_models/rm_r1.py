@@ -12,9 +12,8 @@ Departures:
 3. Pairs are sampled solutions of which the task's check calls one right and one wrong, at most one of a problem.
 4. The choice must be all of the final judgment. The released code looks for it in the last 80 characters.
 """
-from nanochat.common import check_choices, check_least
 from nanochat.rl.learn.roles import RoleSpec
-from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, add_judge_args, candidate_draws, chose_right, judge,
+from nanochat.rl.verify.comparing import (PAIR_TABLE, add_judge_args, candidate_draws, chose_right, judge,
                                           learn_to_judge, read_choices, scores_of_pairs)
 
 TAGS = dict(family="verifier alone", verifier="generative, pairs, solves first", reward="choice", credit="z-score",
@@ -27,13 +26,8 @@ FORM = {"solve": "solve_pair", "only": "pair"}
 
 
 def add_args(group) -> None:
-    group.add_argument("--judge", default="solve", help="whether it solves the problem first, one of: solve, only")
-    add_judge_args(group, 192)
-
-
-def check(args, task) -> None:
-    check_choices(args, {"judge": FORM})
-    check_least(args, JUDGE_LEAST | {"num_solutions": 2})
+    group.add_argument("--judge", default="solve", choices=list(FORM), help="whether it solves the problem first")
+    add_judge_args(group)
 
 
 def draws(args):

@@ -14,14 +14,13 @@ Departures:
    reward model for that.
 4. --kl-coef is 0.08 as in the paper, where less collapsed on some data.
 """
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.comparing import (JUDGE_LEAST, add_judge_args, candidate_draws, candidate_prompts,
-                                          held_out_candidates, judge, learn_to_judge, mean_scores, read_scores,
-                                          warn_of_form)
-from nanochat.rl.verify.forms import check_num_judged
+from nanochat.rl.verify.comparing import (add_judge_args, candidate_draws, candidate_prompts, held_out_candidates,
+                                          judge, learn_to_judge, mean_scores, read_scores, warn_of_form)
+from nanochat.rl.verify.forms import MOST_SOLUTIONS
 
 TAGS = dict(family="verifier alone", verifier="generative, scores", reward="rank, ties are wrong", credit="z-score",
             status="runs: 8 votes are better than one on three seeds; no gain from RL is shown, and none from the meta "
@@ -36,14 +35,13 @@ TABLE = {**{f"ver/acc_k{k}_in": f"right solution scored highest, {k} vote{'s' * 
 
 
 def add_args(group) -> None:
-    group.add_argument("--num-judged", type=int, default=2, help="n: solutions that are scored together")
-    add_judge_args(group, 192)
+    group.add_argument("--num-judged", type=at_least(1, int, MOST_SOLUTIONS), default=2,
+                       help="n: solutions that are scored together")
+    add_judge_args(group, least=1)
     group.set_defaults(kl_coef=0.08)
 
 
 def check(args, task) -> None:
-    check_least(args, JUDGE_LEAST)
-    check_num_judged(args.num_judged)
     if args.num_solutions < args.num_judged:
         raise BadInput(f"--num-solutions {args.num_solutions}: must be at least --num-judged {args.num_judged}")
 

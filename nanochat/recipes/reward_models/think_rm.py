@@ -14,11 +14,11 @@ Departures:
 3. At most one pair of a problem, both orders equally often. Only pairs are judged, no single solutions.
 4. --kl-coef is 1e-3, as in all recipes (theirs: 1e-4).
 """
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.records.outcomes import labels_of
-from nanochat.rl.verify.comparing import (JUDGE_LEAST, PAIR_TABLE, Candidates, add_judge_args, candidate_draws,
-                                          chose_right, judge, learn_to_judge, read_choices, scores_of_pairs)
+from nanochat.rl.verify.comparing import (PAIR_TABLE, Candidates, add_judge_args, candidate_draws, chose_right,
+                                          judge, learn_to_judge, read_choices, scores_of_pairs)
 from nanochat.rl.verify.forms import num_wrong, strength
 
 TAGS = dict(family="verifier alone", verifier="generative, pairs", reward="choice, or graded choice", credit="z-score",
@@ -46,13 +46,11 @@ FORM = {"binary": "pair", "graded": "graded"}
 
 
 def add_args(group) -> None:
-    group.add_argument("--grades", default="binary", help=f"of a choice, one of: {', '.join(REWARDS)}")
-    add_judge_args(group, 192)
+    group.add_argument("--grades", default="binary", choices=list(REWARDS), help="of a choice")
+    add_judge_args(group)
 
 
 def check(args, task) -> None:
-    check_choices(args, {"grades": REWARDS})
-    check_least(args, JUDGE_LEAST | {"num_solutions": 2})
     if args.grades == "graded" and not getattr(task, "has_step_labels", True):
         raise BadInput(f"--grades graded: task {task.name} has no gold labels of steps")
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.recipes.reward_models.think_rm import FORM
 from nanochat.rl.credit.advantages import difference_advantages
 from nanochat.rl.learn.roles import RoleSpec
@@ -32,16 +32,16 @@ SHOWN = {"generator": ["duels/right_won"]}
 
 
 def add_args(group) -> None:
-    group.add_argument("--grades", default="binary", help=f"of a choice, one of: {', '.join(FORM)}")
-    group.add_argument("--verifications", type=int, default=1, help="of a pair")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=192)
+    group.add_argument("--grades", default="binary", choices=list(FORM), help="of a choice")
+    group.add_argument("--verifications", type=at_least(1), default=1, help="of a pair")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=192)
 
 
 def check(args, task) -> None:
     if args.advantage != "grpo":
         raise BadInput(f"--advantage {args.advantage}: the advantages are of differences, and --advantage has no say")
-    check_choices(args, {"grades": FORM})
-    check_least(args, {"num_samples": 2, "verifications": 1, "verifier_max_new_tokens": 1})
+    if args.num_samples < 2:
+        raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, for a pair")
 
 
 def draws(args) -> dict[str, Draw]:

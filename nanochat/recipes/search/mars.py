@@ -34,7 +34,7 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, check_least, check_most
+from nanochat.common import BadInput, at_least
 from nanochat.rl.credit.advantages import PRESETS, Preset, alone, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.learn.roles import RoleSpec
@@ -58,22 +58,21 @@ EPSILON = 1e-6  # so that a sample without an advantage may be drawn
 # Flags
 
 def add_args(group) -> None:
-    group.add_argument("--most-turns", type=int, default=6, help="turns of a trajectory; the last one has to answer")
-    group.add_argument("--condense-tokens", type=int, default=8, help="of what System 1 writes")
-    group.add_argument("--bin-size", type=int, default=16,
+    group.add_argument("--most-turns", type=at_least(1, int, 1000), default=6,
+                       help="turns of a trajectory; the last one has to answer")
+    group.add_argument("--condense-tokens", type=at_least(1), default=8, help="of what System 1 writes")
+    group.add_argument("--bin-size", type=at_least(1), default=16,
                        help="characters of documents that System 1 reads at once, at least those of the longest one")
-    group.add_argument("--most-bins", type=int, default=4, help="prompts of System 1 that a query may take")
+    group.add_argument("--most-bins", type=at_least(1), default=4, help="prompts of System 1 that a query may take")
     group.add_argument("--balance", action=argparse.BooleanOptionalAction, default=True,
                        help="draw as many samples of System 1 as System 2 has turns")
-    group.add_argument("--balance-eta", type=float, default=0.0,
+    group.add_argument("--balance-eta", type=at_least(0, float, 10), default=0.0,
                        help="draw them by |advantage| to this power; 0 draws evenly")
     group.add_argument("--train-condenser", action=argparse.BooleanOptionalAction, default=True,
                        help="System 1's samples are trained")
 
 
 def check(args, task) -> None:
-    check_least(args, {"most_turns": 1, "condense_tokens": 1, "bin_size": 1, "most_bins": 1, "balance_eta": 0})
-    check_most(args, {"most_turns": 1000, "balance_eta": 10})
     if not hasattr(task, "documents"):
         raise BadInput(f"--task {args.task}: has no documents to search, which this recipe needs; lookup has them")
     if args.calculator:

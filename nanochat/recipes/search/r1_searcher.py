@@ -17,7 +17,7 @@ Departures:
 3. Stage 1 ends after a number of steps on the same problems. Theirs has 350 problems of its own.
 4. Queries and the search are those of recipe search_r1, with its departures 1 and 3.
 """
-from nanochat.common import check_least
+from nanochat.common import at_least
 from nanochat.recipes.search import search_r1
 from nanochat.recipes.search.search_r1 import (add_search_args, answers_once, learn, log_queries, no_search,
                                                read_queries, scores_of_both, search_of)
@@ -30,21 +30,17 @@ TAGS = dict(family="single model with a search", verifier="none", reward="search
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["stage", "queries"]}
 TABLE = search_r1.TABLE
-draws = search_r1.draws
+check, draws = search_r1.check, search_r1.draws
 
 
 def add_args(group) -> None:
     add_search_args(group)
-    group.add_argument("--stage1-steps", type=int, default=20, help="steps of stage 1")
-    group.add_argument("--stage1-answer", type=float, default=0.0,
+    group.add_argument("--stage1-steps", type=at_least(0), default=20, help="steps of stage 1")
+    group.add_argument("--stage1-answer", type=at_least(0, float), default=0.0,
                        help="what stage 1 pays for a right answer and takes off for a wrong one; the released code: 1")
-    group.add_argument("--format-penalty", type=float, default=2.0, help="what stage 2 takes off for a bad form")
+    group.add_argument("--format-penalty", type=at_least(0, float), default=2.0,
+                       help="what stage 2 takes off for a bad form")
     group.set_defaults(advantage="reinforce++", kl_coef=0.0)
-
-
-def check(args, task) -> None:
-    search_r1.check(args, task)
-    check_least(args, {"stage1_steps": 0, "stage1_answer": 0, "format_penalty": 0})
 
 
 def is_formed(fmt, text: str, stopped: bool, num_queries: int) -> bool:

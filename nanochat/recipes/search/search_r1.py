@@ -18,7 +18,7 @@ import argparse
 import re
 from dataclasses import replace
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
@@ -39,11 +39,11 @@ TABLE = {"gen/pass1_in": "greedy pass@1 with the search, in distribution",
 # What recipes with a search share
 
 def add_search_args(group) -> None:
-    group.add_argument("--most-queries", type=int, default=8, help="queries of a solution that are answered")
+    group.add_argument("--most-queries", type=at_least(1), default=8,
+                       help="queries of a solution that are answered")
 
 
 def check(args, task) -> None:
-    check_least(args, {"most_queries": 1})
     if not hasattr(task, "tool"):
         raise BadInput(f"--task {args.task}: has no search, which this recipe needs; lookup has one")
     if args.calculator:

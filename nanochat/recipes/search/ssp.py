@@ -21,7 +21,7 @@ Departures:
 import argparse
 from dataclasses import replace
 
-from nanochat.common import BadInput, check_choices, check_least, check_most
+from nanochat.common import BadInput, at_least
 from nanochat.recipes.search import search_r1
 from nanochat.recipes.search.search_r1 import (add_search_args, log_queries, no_search, read_queries, scores_of_both,
                                                search_of)
@@ -44,18 +44,16 @@ FILTERED = ("another_answer", "answer_shown", "few_queries", "query_twice", "not
 def add_args(group) -> None:
     add_search_args(group)
     group.set_defaults(kl_coef=0.01)
-    group.add_argument("--proposer-reward", default="one_minus", help=f"by acc, one of: {', '.join(BY_ACCURACY)}")
+    group.add_argument("--proposer-reward", default="one_minus", choices=list(BY_ACCURACY), help="by acc")
     group.add_argument("--filter", action=argparse.BooleanOptionalAction, default=True,
                        help="questions must have the answer that was shown, and be answerable")
-    group.add_argument("--least-queries", type=int, default=2, help="different queries of a proposer")
-    group.add_argument("--pool-steps", type=int, default=10, help="steps after which the pool is emptied")
+    group.add_argument("--least-queries", type=at_least(0), default=2, help="different queries of a proposer")
+    group.add_argument("--pool-steps", type=at_least(1, int, 1000), default=10,
+                       help="steps after which the pool is emptied")
 
 
 def check(args, task) -> None:
     search_r1.check(args, task)
-    check_choices(args, {"proposer_reward": BY_ACCURACY})
-    check_least(args, {"least_queries": 0, "pool_steps": 1})
-    check_most(args, {"pool_steps": 1000})
     if args.least_queries > args.most_queries:
         raise BadInput(f"--least-queries {args.least_queries}: more than --most-queries {args.most_queries}, so no "
                        f"question would pass")

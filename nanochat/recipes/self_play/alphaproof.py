@@ -31,7 +31,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import SHARE, BadInput, at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right
@@ -60,28 +60,23 @@ TABLE = {
 
 def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0)  # the paper has none
-    group.add_argument("--learner", default="expert_iteration", help=f"one of: {', '.join(LEARNERS)}")
-    group.add_argument("--reward", default="kernel", help=f"one of: {', '.join(REWARDS)}")
-    group.add_argument("--window", type=int, default=1024,
+    group.add_argument("--learner", default="expert_iteration", choices=list(LEARNERS))
+    group.add_argument("--reward", default="kernel", choices=list(REWARDS))
+    group.add_argument("--window", type=at_least(1), default=1024,
                        help="theorems whose proofs are kept: the last ones that got a proof, or a shorter one")
-    group.add_argument("--num-proofs", type=int, default=64, help="proofs that an update of expert iteration draws")
-    group.add_argument("--curriculum", default="rl", help=f"what is trained on, one of: {', '.join(CURRICULA)}")
-    group.add_argument("--targets-of", default="", help=f"split whose unproved theorems are the targets, one of: "
-                       f"{', '.join(SPLITS)}")
-    group.add_argument("--num-targets", type=int, default=20, help="targets at most")
-    group.add_argument("--target-share", type=float, default=0.1,
+    group.add_argument("--num-proofs", type=at_least(1), default=64,
+                       help="proofs that an update of expert iteration draws")
+    group.add_argument("--curriculum", default="rl", choices=list(CURRICULA), help="what is trained on")
+    group.add_argument("--targets-of", default="", choices=["", *SPLITS],
+                       help="split whose unproved theorems are the targets")
+    group.add_argument("--num-targets", type=at_least(1), default=20, help="targets at most")
+    group.add_argument("--target-share", type=SHARE, default=0.1,
                        help="how often --curriculum variants has a target itself; 0 = it is never trained on")
 
 
 def check(args, task) -> None:
-    check_choices(args, {"learner": LEARNERS, "reward": REWARDS, "curriculum": CURRICULA})
-    check_least(args, {"window": 1, "num_proofs": 1, "num_targets": 1})
     if args.learner == "expert_iteration":
         check_one_update(args)
-    if not 0 <= args.target_share <= 1:
-        raise BadInput(f"--target-share {args.target_share}: must be from 0 to 1")
-    if args.targets_of not in ("", *SPLITS):
-        raise BadInput(f"--targets-of {args.targets_of}: there are {', '.join(SPLITS)}")
     if args.curriculum == "variants" and not args.targets_of:
         raise BadInput(f"--curriculum variants: of which theorems? --targets-of is one of: {', '.join(SPLITS)}")
     if args.curriculum == "variants" and not hasattr(task, "variants"):

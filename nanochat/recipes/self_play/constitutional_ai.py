@@ -22,12 +22,12 @@ Departures:
 """
 import random
 
-from nanochat.common import BadInput, check_least, check_most
-from nanochat.rl.credit.aggregation import check_one_update
+from nanochat.common import BadInput, above, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import SPLITS, are_right
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of
+from nanochat.rl.play.pairs import check as check_pairs
 from nanochat.rl.play.play import Draw, Play, Update
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
@@ -51,21 +51,18 @@ CRITIQUE_TOKENS = 4  # the number of a step
 
 def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0)
-    group.add_argument("--sl-steps", type=int, default=50, help="updates on revisions, out of --num-steps")
-    group.add_argument("--revisions", type=int, default=2, help="of a solution, each of the one before")
-    group.add_argument("--most-sure", type=float, default=0.6,
+    group.add_argument("--sl-steps", type=at_least(0), default=50, help="updates on revisions, out of --num-steps")
+    group.add_argument("--revisions", type=at_least(1, int, 1000), default=2,
+                       help="of a solution, each of the one before")
+    group.add_argument("--most-sure", type=above(0.5, 1), default=0.6,
                        help="the highest preference for a solution over another, and 1 less it the lowest; 1: any")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 
 
 def check(args, task) -> None:
-    check_least(args, {"sl_steps": 0, "revisions": 1, "num_samples": 2, "verifier_max_new_tokens": 1})
-    check_most(args, {"revisions": 1000})
-    if not 0.5 < args.most_sure <= 1:
-        raise BadInput(f"--most-sure {args.most_sure}: must be above .5, and at most 1")
+    check_pairs(args, task)
     if not hasattr(task, "violations"):
         raise BadInput(f"--task {task.name}: it has no principles that a solution could break (violations)")
-    check_one_update(args)
 
 
 def draws(args) -> dict[str, Draw]:

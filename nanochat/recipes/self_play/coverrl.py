@@ -29,7 +29,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.recipes.self_play import ttrl
 from nanochat.recipes.self_play.ttrl import votes_per_problem
 from nanochat.rl.learn.roles import RoleSpec
@@ -56,22 +56,20 @@ TABLE = {
 
 def add_args(group) -> None:
     ttrl.add_args(group)
-    group.add_argument("--verifications", type=int, default=8, help="of either side of a vote, at most")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
-    group.add_argument("--refinements", type=int, default=0, help="second attempts after each verdict against a vote")
+    group.add_argument("--verifications", type=at_least(2), default=8, help="of either side of a vote, at most")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
+    group.add_argument("--refinements", type=at_least(2, also=0), default=0,
+                       help="second attempts after each verdict against a vote, which are compared")
     group.set_defaults(verifier_head="prompt")
 
 
 def check(args, task) -> None:
     ttrl.check(args, task)
-    check_least(args, {"verifications": 2, "verifier_max_new_tokens": 1, "refinements": 0})
     if args.verifier_head not in ("prompt", "own"):
         raise BadInput(f"--verifier-head {args.verifier_head}: both roles learn from each step; give prompt, for one "
                        f"model, or own, for two")
     if args.verifier_optimizer != "shared":
         raise BadInput(f"--verifier-optimizer {args.verifier_optimizer}: one model learns from both roles at once")
-    if args.refinements == 1:
-        raise BadInput("--refinements 1: those after one verification are compared; give 0, or at least 2")
 
 
 def updates(args) -> dict[str, int]:

@@ -33,12 +33,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from nanochat.common import check_choices, check_least
+from nanochat.common import at_least
 from nanochat.recipes.self_play._debates import (DEBATE_TABLE, Debate, are_reached, argue, confidences,
                                                  evaluate_debates, positions_of, verify, won)
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
+from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check, learn_from_pairs  # noqa: F401
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import quoting_prompt
 from nanochat.rl.records.rollouts import Rollouts
@@ -69,23 +69,18 @@ PROTOCOLS = {
 def add_args(group) -> None:
     add_pair_args(group)
     group.set_defaults(beta=0.5, kl_coef=0.0, num_samples=4)
-    group.add_argument("--protocol", default="debate", help=f"one of: {', '.join(PROTOCOLS)}")
-    group.add_argument("--gamma", type=float, default=0.0,
+    group.add_argument("--protocol", default="debate", choices=list(PROTOCOLS))
+    group.add_argument("--gamma", type=at_least(0, float), default=0.0,
                        help="factor on the rewards in the target P; 0 = 7 in debate, 10 in consultancy")
-    group.add_argument("--sft-coef", type=float, default=0.005, help="weight of the SFT loss on the better argument")
-    group.add_argument("--num-distractors", type=int, default=4, help="solutions that a wrong answer is taken from")
-    group.add_argument("--quoted-steps", type=int, default=0,
+    group.add_argument("--sft-coef", type=at_least(0, float), default=0.005,
+                       help="weight of the SFT loss on the better argument")
+    group.add_argument("--num-distractors", type=at_least(1), default=4,
+                       help="solutions that a wrong answer is taken from")
+    group.add_argument("--quoted-steps", type=at_least(0), default=0,
                        help="the judge sees so many steps of an argument, the first ones; 0 = all")
-    group.add_argument("--verifications", type=int, default=1,
+    group.add_argument("--verifications", type=at_least(1), default=1,
                        help="of a debate in either order; a single one is greedy")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=192)
-
-
-def check(args, task) -> None:
-    check_pair_args(args)
-    check_choices(args, {"protocol": PROTOCOLS})
-    check_least(args, {"num_samples": 2, "num_distractors": 1, "quoted_steps": 0, "verifications": 1, "gamma": 0,
-                       "sft_coef": 0, "verifier_max_new_tokens": 1})
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=192)
 
 
 def draws(args) -> dict[str, Draw]:

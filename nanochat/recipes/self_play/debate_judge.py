@@ -10,7 +10,7 @@ Departures:
    one solution, step by step, and is also paid for its form.
 2. Where the debater has no pair to learn from the judge does not learn either.
 """
-from nanochat.common import check_least
+from nanochat.common import BadInput
 from nanochat.recipes.self_play import debate
 from nanochat.recipes.self_play.debate import TABLE, evaluate  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
@@ -30,7 +30,8 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     debate.check(args, task)
-    check_least(args, {"verifications": 2})  # a group
+    if args.verifications < 2:
+        raise BadInput(f"--verifications {args.verifications}: must be at least 2, for a group")
 
 
 def draws(args) -> dict[str, Draw]:

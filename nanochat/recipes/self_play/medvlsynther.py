@@ -22,7 +22,7 @@ from dataclasses import replace
 
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import SHARE, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
@@ -41,16 +41,12 @@ ANSWERS = {"own": lambda problem, own: replace(problem, answer=own), "gold": lam
 
 
 def add_args(group) -> None:
-    group.add_argument("--min-score", type=float, default=0.9, help="of a problem that is learned; 0 passes all")
-    group.add_argument("--answers", default="own", help=f"that solutions are rewarded by, one of: {', '.join(ANSWERS)}")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
+    group.add_argument("--min-score", type=SHARE, default=0.9, help="of a problem that is learned; 0 passes all")
+    group.add_argument("--answers", default="own", choices=list(ANSWERS), help="that solutions are rewarded by")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 
 
 def check(args, task) -> None:
-    check_choices(args, {"answers": ANSWERS})
-    check_least(args, {"verifier_max_new_tokens": 1})
-    if not 0 <= args.min_score <= 1:
-        raise BadInput(f"--min-score {args.min_score}: must be from 0 to 1")
     check_reads_problems(task)
 
 

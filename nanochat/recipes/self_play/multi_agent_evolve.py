@@ -24,7 +24,7 @@ Departures:
 """
 import torch
 
-from nanochat.common import check_choices, check_least
+from nanochat.common import at_least
 from nanochat.rl.credit.advantages import whiten
 from nanochat.rl.credit.rewards import format_reward, terminal_rewards, verdict_reward
 from nanochat.rl.learn.roles import RoleSpec
@@ -59,18 +59,18 @@ JUDGE_REWARDS = {
 
 def add_args(group) -> None:
     group.set_defaults(kl_coef=0.0, advantage="reinforce++")
-    group.add_argument("--proposer-reward", default="judge",
-                       help=f"judge: (quality + difficulty + format) / 3; by the share p of right solutions: "
-                            f"{', '.join(BY_ACCURACY)}")
-    group.add_argument("--judge-reward", default="format", help=f"one of: {', '.join(JUDGE_REWARDS)}")
-    group.add_argument("--num-attempts", type=int, default=3, help="n: solutions by which a proposal is rewarded")
-    group.add_argument("--pool-size", type=int, default=1024, help="proposed problems that are kept, the last ones")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=96, help="of a judge's verification")
+    group.add_argument("--proposer-reward", default="judge", choices=["judge", *BY_ACCURACY],
+                       help="judge: (quality + difficulty + format) / 3; the others: by the share of right solutions")
+    group.add_argument("--judge-reward", default="format", choices=list(JUDGE_REWARDS))
+    group.add_argument("--num-attempts", type=at_least(1), default=3,
+                       help="n: solutions by which a proposal is rewarded")
+    group.add_argument("--pool-size", type=at_least(1), default=1024,
+                       help="proposed problems that are kept, the last ones")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=96,
+                       help="of a judge's verification")
 
 
 def check(args, task) -> None:
-    check_choices(args, {"proposer_reward": {"judge", *BY_ACCURACY}, "judge_reward": JUDGE_REWARDS})
-    check_least(args, {"num_attempts": 1, "pool_size": 1, "verifier_max_new_tokens": 1})
     check_reads_problems(task)
 
 

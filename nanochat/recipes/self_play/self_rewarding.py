@@ -19,11 +19,11 @@ Departures:
 5. A judgment that cannot be read is left out of the mean. A solution without any is in no pair.
 6. AdamW at a constant --lr, not 1e-6 decaying to 1e-7: the models here are tiny.
 """
-from nanochat.common import check_choices, check_least
+from nanochat.common import at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import scores_of_pair
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check_pair_args, learn_from_pairs
+from nanochat.rl.play.pairs import add_pair_args, best_and_worst, check, learn_from_pairs  # noqa: F401
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import empty_verifier_prompt
 from nanochat.rl.verify.judge_evals import judge_scores
@@ -66,16 +66,12 @@ POINTS = {"additive": additive_points, "verdict": verdict_points}
 def add_args(group) -> None:
     add_pair_args(group)
     group.set_defaults(kl_coef=0.0, advantage="reinforce", num_samples=4)  # no reference is kept, no group is compared
-    group.add_argument("--iteration-steps", type=int, default=50, help="updates of an iteration, against one snapshot")
-    group.add_argument("--verifications", type=int, default=3, help="judgments of a solution, whose points are a mean")
-    group.add_argument("--points", default="additive", help=f"of a judgment, one of: {', '.join(POINTS)}")
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
-
-
-def check(args, task) -> None:
-    check_pair_args(args)
-    check_choices(args, {"points": POINTS})
-    check_least(args, {"iteration_steps": 1, "num_samples": 2, "verifications": 1, "verifier_max_new_tokens": 1})
+    group.add_argument("--iteration-steps", type=at_least(1), default=50,
+                       help="updates of an iteration, against one snapshot")
+    group.add_argument("--verifications", type=at_least(1), default=3,
+                       help="judgments of a solution, whose points are a mean")
+    group.add_argument("--points", default="additive", choices=list(POINTS), help="of a judgment")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
 
 
 def draws(args) -> dict[str, Draw]:

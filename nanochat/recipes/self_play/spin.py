@@ -17,11 +17,12 @@ Departures:
 """
 import random
 
-from nanochat.common import check_least
+from nanochat.common import at_least
+from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.play.pairs import add_pair_args, check_pair_args, learn_from_pairs
+from nanochat.rl.play.pairs import add_pair_args, learn_from_pairs
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.rollouts import Rollouts, join
 from tasks.common import Problem, demo_of
@@ -35,12 +36,12 @@ SHOWN = {"generator": ["pair_loss", "pair_accuracy", "margin", "frac_equal"]}
 def add_args(group) -> None:
     add_pair_args(group)
     group.set_defaults(kl_coef=0.0, advantage="reinforce")  # no reference is kept, no group is compared
-    group.add_argument("--iteration-steps", type=int, default=50, help="updates of an iteration, against one opponent")
+    group.add_argument("--iteration-steps", type=at_least(1), default=50,
+                       help="updates of an iteration, against one opponent")
 
 
 def check(args, task) -> None:
-    check_pair_args(args)
-    check_least(args, {"iteration_steps": 1})
+    check_one_update(args)
 
 
 def draws(args) -> dict[str, Draw]:

@@ -20,7 +20,7 @@ Departures:
 4. A constant --lr, not a cosine from 5e-7, and temperature 1, which the paper has for Qwen2.5-Math and reasoning models
    (else 0.6): the models here are tiny.
 """
-from nanochat.common import BadInput
+from nanochat.common import BadInput, at_least
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
@@ -37,14 +37,14 @@ SHOWN = {"generator": ["majority_ratio", "label_accuracy", "reward_accuracy"]}
 
 
 def add_args(group) -> None:
-    group.add_argument("--num-votes", type=int, default=0,
+    group.add_argument("--num-votes", type=at_least(2, also=0), default=0,
                        help="N: solutions per problem that vote; 0 = twice --num-samples, which are trained on")
 
 
 def check(args, task) -> None:
-    if args.num_votes and args.num_votes < max(2, args.num_samples):
-        raise BadInput(f"--num-votes {args.num_votes}: must be at least 2, and at least --num-samples "
-                       f"{args.num_samples}, which are taken from the votes (or 0 for twice as many)")
+    if 0 < args.num_votes < args.num_samples:
+        raise BadInput(f"--num-votes {args.num_votes}: must be at least --num-samples {args.num_samples}, which are "
+                       f"taken from the votes (or 0 for twice as many)")
 
 
 def votes_per_problem(args) -> int:

@@ -17,7 +17,7 @@ from nanochat.recipes.tango.tango import TABLE  # noqa: F401
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1, scores_of_pair
 from nanochat.rl.play.play import Draw
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, scores_as_judge
+from nanochat.rl.verify.judge_evals import add_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import JUDGES, OF_THE_WHOLE, add_together_args, check_together_args, judge_draws
 
 TAGS = dict(family="generator-verifier", verifier="generative, frozen", reward="outcome + process",
@@ -40,7 +40,6 @@ def add_args(group):
 
 def check(args, task):
     tango.check_alpha(args, task)
-    check_judged_args(args)
     check_together_args(args)
     if args.judge != WRITTEN and args.step_rewards != "verdicts":
         raise BadInput(f"--judge {args.judge}: gives chances, and --step-rewards {args.step_rewards} makes them of "

@@ -21,7 +21,7 @@ from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import solve_prompt
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, scores_as_judge
+from nanochat.rl.verify.judge_evals import add_judged_args, scores_as_judge
 from nanochat.rl.verify.judges import OF_THE_WHOLE, judge_draws
 from nanochat.rl.verify.log_odds import (PLACES, bce_coefficients, ended, learn_verdicts, log_judgments, log_odds,
                                          verdict_parts)
@@ -44,7 +44,6 @@ def add_args(group) -> None:
 
 def check(args, task) -> None:
     tango.check_alpha(args, task)
-    check_judged_args(args)
     if args.refit_every:
         check_one_update(args)
 

@@ -16,14 +16,14 @@ Departures:
 """
 import torch
 
-from nanochat.common import BadInput, check_least
+from nanochat.common import above, at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.observe import log_rewards, verification_columns
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import Verification
 from nanochat.rl.verify.comparing import warn_of_form
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
 from nanochat.rl.verify.judges import written_draw
 from nanochat.rl.verify.labelled import (Labelled, add_label_args, as_rollouts, check_labels, labelled_of_step,
                                          quoting_labelled)
@@ -39,17 +39,14 @@ SHOWN = {"verifier": ["kept", "reward"]}
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
-    group.add_argument("--verifier-max-new-tokens", type=int, default=112)
-    group.add_argument("--label-bar", type=float, default=0.5, help="a step whose label is at least this is right")
-    group.add_argument("--kept-per-solution", type=int, default=0, help="at most; 0 = all that agree")
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=112)
+    group.add_argument("--label-bar", type=above(0, 1), default=0.5,
+                       help="a step whose label is at least this is right")
+    group.add_argument("--kept-per-solution", type=at_least(0), default=0, help="at most; 0 = all that agree")
 
 
 def check(args, task) -> None:
-    check_least(args, {"verifier_max_new_tokens": 1, "kept_per_solution": 0})
-    if not 0 < args.label_bar <= 1:
-        raise BadInput(f"--label-bar {args.label_bar}: must be above 0, and at most 1")
     check_one_update(args)
-    check_judged_args(args)
     check_labels(args, task, kind="chances")
 
 

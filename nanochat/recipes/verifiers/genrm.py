@@ -9,11 +9,11 @@ Departures:
 1. The paper's score is p("Yes"); here it is divided by the mass of both verdicts.
 2. The solutions of the solution loss are the right ones of the file, one epoch with the verdicts.
 """
-from nanochat.common import check_least
+from nanochat.common import at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.play.play import Draw, Play
-from nanochat.rl.verify.judge_evals import add_judged_args, check_judged_args, judged_draws, scores_as_judge
+from nanochat.rl.verify.judge_evals import add_judged_args, judged_draws, scores_as_judge
 from nanochat.rl.verify.judges import verdict_draw
 from nanochat.rl.verify.labelled import (add_label_args, as_rollouts, check_labels, check_outcomes, labelled_draw,
                                          labelled_of_step, quoting_labelled)
@@ -29,14 +29,12 @@ SHOWN = {"verifier": ["nll"]}
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_args(group)
-    group.add_argument("--solution-coef", type=float, default=0.0,
+    group.add_argument("--solution-coef", type=at_least(0, float), default=0.0,
                        help="lambda: weight of SFT on right solutions beside SFT on verdicts")
 
 
 def check(args, task) -> None:
-    check_least(args, {"solution_coef": 0})
     check_one_update(args)
-    check_judged_args(args)
     check_labels(args, task)
     check_outcomes(args, task)
 

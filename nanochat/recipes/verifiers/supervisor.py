@@ -14,7 +14,7 @@ Departures:
 """
 import random
 
-from nanochat.common import check_least
+from nanochat.common import at_least
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.step_labels import METHODS, agreement, gains, until_error
@@ -37,12 +37,11 @@ ANSWER_TOKENS = 64  # of an answer and the marks that open and close it, at most
 def add_args(group) -> None:
     add_label_args(group)
     add_judged_samples(group)
-    group.add_argument("--prefixes", type=int, default=4,
+    group.add_argument("--prefixes", type=at_least(1), default=4,
                        help="beginnings of each labelled solution in a step, drawn; all where it has no more")
 
 
 def check(args, task) -> None:
-    check_least(args, {"prefixes": 1, "judged_samples": 1})
     check_one_update(args)
     check_labels(args, task)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, at_least
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.decoder import Decoder, DecoderConfig
 
@@ -40,7 +40,7 @@ def add_head_args(group, role: str, owner: str) -> None:
                        f"frozen: its lowest layers, which the {owner} alone trains; trunk: these, trained by both, "
                        f"with an LM head of its own; prompt: the whole model. trunk and prompt start from one "
                        f"checkpoint, that of chat_sft --role both")
-    group.add_argument("--verifier-shared-layers", type=int, default=ALL,
+    group.add_argument("--verifier-shared-layers", type=at_least(1, also=ALL), default=ALL,
                        help=f"frozen and trunk: how many of the lowest layers are the {owner}'s; -1 = all")
     group.add_argument("--verifier-optimizer", default="shared", choices=OPTIMIZERS,
                        help="trunk and prompt: AdamW's moments of what both roles train; own: a set for each role, "
@@ -50,9 +50,6 @@ def add_head_args(group, role: str, owner: str) -> None:
 def check_head(args) -> None:
     """Raises BadInput for flags of add_head_args that do not go together."""
     explicit = getattr(args, "explicit", set())
-    if args.verifier_shared_layers < ALL or args.verifier_shared_layers == 0:
-        raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: must be at least 1, or -1 for all; "
-                       f"--verifier-head own shares none")
     if args.verifier_shared_layers != ALL and args.verifier_head not in ("frozen", "trunk"):
         raise BadInput(f"--verifier-shared-layers {args.verifier_shared_layers}: --verifier-head {args.verifier_head} "
                        f"has no number of layers; frozen and trunk have")

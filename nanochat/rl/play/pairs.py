@@ -6,7 +6,7 @@ Q pairs among N rollouts, which may be in several.
 import torch
 from torch.nn.functional import logsigmoid
 
-from nanochat.common import BadInput
+from nanochat.common import BadInput, above
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.play.play import Play, Update
@@ -14,15 +14,15 @@ from nanochat.rl.records.rollouts import Rollouts
 
 
 def add_pair_args(group) -> None:
-    group.add_argument("--beta", type=float, default=0.1,
+    group.add_argument("--beta", type=above(0), default=0.1,
                        help="factor on the log ratios in a pair's loss; a larger one keeps closer to the reference")
 
 
-def check_pair_args(args) -> None:
-    """Raises BadInput for settings that no pair loss can work with."""
-    if not args.beta > 0:
-        raise BadInput(f"--beta {args.beta}: must be above 0")
+def check(args, task) -> None:
+    """A recipe's `check`: raises BadInput for settings that no pairs of samples can be learned with."""
     check_one_update(args)
+    if args.num_samples < 2:
+        raise BadInput(f"--num-samples {args.num_samples}: must be at least 2, for a pair")
 
 
 def best_and_worst(rewards: list[float | None], group_id: list[int]) -> tuple[list[int], list[int]]:
@@ -65,7 +65,7 @@ def learn_from_pairs(t: Play, role: str, rollouts: Rollouts, chosen: list[int], 
     ref_logprobs (N, T): the rollouts' under the model that the role is compared with. Each rollout is in a pair.
     targets: P of each pair (see `pair_losses`), by default 1; sft_coef: weight of -log pi of the chosen, beside.
     """
-    check_pair_args(t.args)  # also where another recipe has borrowed this update
+    check_one_update(t.args)  # also where another recipe has borrowed this update
     # One number per rollout: in fp64 on the CPU, where the order of additions is always the same.
     log_ratios = (t.logprobs(role, rollouts) - ref_logprobs).sum(dim=1).cpu().double()  # (N,)
     u = margins(log_ratios, chosen, rejected, t.args.beta)  # (Q,)

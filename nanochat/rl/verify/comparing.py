@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.common import at_least
 from nanochat.rl.measure.evals import SPLITS
 from nanochat.rl.measure.observe import log_rewards
 from nanochat.rl.measure.scores import share_of
@@ -101,17 +102,14 @@ def forced_choices(t: Play, role: str, shown: list[Candidates]) -> tuple[Rollout
 
 # A step of a judge
 
-def add_candidate_args(group) -> None:
-    group.add_argument("--num-solutions", type=int, default=4,
+def add_candidate_args(group, least: int = 2) -> None:
+    group.add_argument("--num-solutions", type=at_least(least), default=4,
                        help="that the generator samples of each problem; those judged together are chosen from them")
 
 
-def add_judge_args(group, max_new_tokens: int) -> None:
-    add_candidate_args(group)
-    group.add_argument("--verifier-max-new-tokens", type=int, default=max_new_tokens)
-
-
-JUDGE_LEAST = {"num_solutions": 1, "verifier_max_new_tokens": 1}
+def add_judge_args(group, least: int = 2) -> None:
+    add_candidate_args(group, least)
+    group.add_argument("--verifier-max-new-tokens", type=at_least(1), default=192)
 
 
 def candidate_draws(args, form: str, num: int) -> dict[str, Draw]:

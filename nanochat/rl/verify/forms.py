@@ -159,11 +159,6 @@ def check_form(task, form: str, num: int) -> None:
         raise BadInput(f"--verifier-form {form}: there are {', '.join(FORMS)}")
     if FORMS[form].needs and not hasattr(task, FORMS[form].needs):
         raise BadInput(f"--verifier-form {form}: task {task.name} has no {FORMS[form].needs}")
-    check_num_judged(num)
-
-
-def check_num_judged(num: int) -> None:
-    """Raises BadInput for a number of solutions that have no names."""
     if not 1 <= num <= MOST_SOLUTIONS:
         raise BadInput(f"--num-judged {num}: must be from 1 to {MOST_SOLUTIONS}")
 

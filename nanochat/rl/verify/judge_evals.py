@@ -2,7 +2,7 @@
 One evaluation for all judges, on solutions that stay the same in the whole run; and what recipes that train a judge
 share.
 """
-from nanochat.common import check_least
+from nanochat.common import at_least
 from nanochat.rl.measure.evals import cut, padded
 from nanochat.rl.measure.scores import first_error_f1, macro_f1, share_of
 from nanochat.rl.measure.step_labels import until_error
@@ -10,7 +10,7 @@ from nanochat.rl.measure.voting import auroc, calibration, choose
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.outcomes import answers_of, labels_of
 from nanochat.rl.records.rollouts import Rollouts
-from nanochat.rl.verify.judges import JUDGES, Judgment, add_judge_args, check_judge_args, judge_draws
+from nanochat.rl.verify.judges import JUDGES, Judgment, add_judge_args, judge_draws
 
 
 def fixed_solutions(t: Play, generator: str, num: int) -> Rollouts:
@@ -82,14 +82,9 @@ def add_judged_args(group) -> None:
 
 
 def add_judged_samples(group) -> None:
-    group.add_argument("--judged-samples", type=int, default=4,
+    group.add_argument("--judged-samples", type=at_least(1), default=4,
                        help="n: the starting generator's solutions of each test problem on which the judge is "
                        "evaluated, best of n among them")
-
-
-def check_judged_args(args) -> None:
-    check_judge_args(args)
-    check_least(args, {"judged_samples": 1})
 
 
 def judged_draws(args, judge: str) -> dict[str, Draw]:

@@ -12,14 +12,14 @@ from functools import partial
 
 import torch
 
-from nanochat.common import BadInput, check_choices, check_least
+from nanochat.common import BadInput, at_least
 from nanochat.rl.measure.scores import share_of
 from nanochat.rl.play.play import Draw, Play
 from nanochat.rl.records.prompts import Verification, empty_verifier_prompt, solve_prompt
 from nanochat.rl.records.rollouts import Rollouts
 from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, forced_choices, round_robin, turned,
                                           verified_together)
-from nanochat.rl.verify.forms import FORMS, check_num_judged, empty_form_prompt
+from nanochat.rl.verify.forms import FORMS, MOST_SOLUTIONS, empty_form_prompt
 from nanochat.rl.verify.log_odds import end_read, ended, log_odds, steps_read
 from nanochat.rl.verify.spots import chances_at, forced_verdicts, written_chances
 
@@ -197,19 +197,15 @@ def judge_draws(args, judge: str, num_problems: int, num_samples: int, times: in
 
 
 def add_judge_args(group) -> None:
-    group.add_argument("--verifications", type=int, default=1, help="of a solution, for judges that write them")
-    group.add_argument("--prm-aggregate", default="min",
-                       help=f"what the steps' chances make of a solution's, one of: {', '.join(AGGREGATES)}")
-
-
-def check_judge_args(args) -> None:
-    """Raises BadInput for settings of judges that cannot work."""
-    check_least(args, {"verifications": 1})
-    check_choices(args, {"prm_aggregate": AGGREGATES})
+    group.add_argument("--verifications", type=at_least(1), default=1,
+                       help="of a solution, for judges that write them")
+    group.add_argument("--prm-aggregate", default="min", choices=list(AGGREGATES),
+                       help="what the steps' chances make of a solution's")
 
 
 def add_together_args(group) -> None:
-    group.add_argument("--num-judged", type=int, default=2, help="judge scores: solutions that are scored together")
+    group.add_argument("--num-judged", type=at_least(1, int, MOST_SOLUTIONS), default=2,
+                       help="judge scores: solutions that are scored together")
 
 
 def check_together_args(args) -> None:
@@ -221,7 +217,6 @@ def check_together_args(args) -> None:
                            f"it; {' and '.join(USED_BY[name])} have")
     if args.judge not in GROUP_SCORES:
         return
-    check_num_judged(args.num_judged)
     for name in ("num_samples", "judged_samples"):
         if getattr(args, name) < (num := num_together(args, args.judge)):
             raise BadInput(f"--{name.replace('_', '-')} {getattr(args, name)}: the judge {args.judge} is shown {num} "

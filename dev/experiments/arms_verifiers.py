@@ -2,15 +2,16 @@
 The comparison of verifiers as data: what each is trained on, how it is read, and the flags of every process.
 
 A verifier is trained once per seed, judges the same solutions as the others, and then rewards a generator from the same
-start. dev/experiments/run_verifiers.py runs it.
+start. run.py runs it.
 """
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from dev.experiments.arms import TASKS, Experiment, Setting, sft
+from dev.experiments.arms import TASKS, Experiment, Setting, Setup, Start, starts_of
 
 TASK = "small_chain"
 STEPS = 60  # of the generator that a verifier rewards
-E = Experiment("verifiers", TASK, "sft", STEPS, Setting())
+NAME = "verifiers"
+COMMON = f"--seed {{seed}} --device-type cpu {TASKS[TASK].problems}"
 NUM_LABELLED = "--first 1000000 --num-problems 600 --num-samples 4"  # problems that no run of RL gets to
 LABELS = {  # methods of label_steps; all label the same solutions
     "gold": "--method gold",
@@ -30,14 +31,12 @@ OF_SEVERAL = {"preferred": "", "pair": LONG, "solve_pair": LONG, "scores": LONG}
 REWARD = "--kl-coef 0 --alpha-start 0.3 --alpha-end 0.03 --combine rewards"
 
 
-@dataclass(frozen=True)
-class Verifier:
-    """judge: how it is read (verify.judges), "" for the rewards that need none; start: whose SFT checkpoint it begins
-    from, or the form of verifications that its SFT taught; recipe: flags of its training, "" = none; labels: of what
-    it is trained on."""
+class Verifier(NamedTuple):
+    """judge: how it is read (verify.judges), "" for the rewards that need none; start: the SFT that it begins from;
+    recipe: flags of its training, "" = none; labels: of what it is trained on."""
     words: str
     judge: str = ""
-    start: str = "verifier"
+    start: str = "ver"
     recipe: str = ""
     labels: str = ""
 
@@ -52,17 +51,17 @@ VERIFIERS = {
                        recipe=f"--recipe genprm {RL_JUDGE} --examples-per-step 32", labels="gold"),
     "genrm": Verifier("verdict as next token, outcomes (GenRM)", "verdict", recipe=f"--recipe genrm {SUPERVISED}",
                       labels="gold"),
-    "orm": Verifier("at the end, outcomes (ORM)", "end", "generator", f"--recipe orm {SUPERVISED}", "gold"),
-    "orm_tokens": Verifier("at every token, outcomes (Cobbe)", "tokens", "generator",
+    "orm": Verifier("at the end, outcomes (ORM)", "end", "gen", f"--recipe orm {SUPERVISED}", "gold"),
+    "orm_tokens": Verifier("at every token, outcomes (Cobbe)", "tokens", "gen",
                            f"--recipe orm --orm-places tokens {SUPERVISED}", "gold"),
-    "prm_gold": Verifier("behind steps, gold labels (PRM)", "steps", "generator", f"--recipe prm {SUPERVISED}", "gold"),
-    "prm_shepherd": Verifier("behind steps, completions (Math-Shepherd)", "steps", "generator",
+    "prm_gold": Verifier("behind steps, gold labels (PRM)", "steps", "gen", f"--recipe prm {SUPERVISED}", "gold"),
+    "prm_shepherd": Verifier("behind steps, completions (Math-Shepherd)", "steps", "gen",
                              f"--recipe prm {SUPERVISED}", "shepherd"),
-    "prm_omega": Verifier("up to the first error, found by search (OmegaPRM)", "steps", "generator",
+    "prm_omega": Verifier("up to the first error, found by search (OmegaPRM)", "steps", "gen",
                           f"--recipe prm --until-first-error {SUPERVISED}", "omega"),
-    "prm_strong": Verifier("the same, found with completions of the oracle's generator", "steps", "generator",
+    "prm_strong": Verifier("the same, found with completions of the oracle's generator", "steps", "gen",
                            f"--recipe prm --until-first-error {SUPERVISED}", "omega_strong"),
-    "prm_pav": Verifier("behind steps, progress under a prover (PAV)", "steps", "generator",
+    "prm_pav": Verifier("behind steps, progress under a prover (PAV)", "steps", "gen",
                         f"--recipe prm --prm-labels progress {SUPERVISED}", "pav"),
     "genprm_rpe": Verifier("generative, own analyses that agree with relative progress (GenPRM)", "analysed",
                            recipe=f"--recipe genprm {RL_JUDGE} --examples-per-step 32", labels="rpe"),
@@ -75,51 +74,39 @@ VERIFIERS = {
 }
 
 
-def kind_of(start: str) -> str:
-    """The SFT that a start names, as dev/experiments/arms.py has it."""
-    return {"generator": "sft", "verifier": "fixed_verifier"}.get(start, start)
+def label_flags(labels: str) -> str:
+    """Flags of label_steps. Gold labels come with the solutions, which the others label."""
+    by = "{oracle}-gen --generator-source rl" if labels.endswith(STRONG) else "{gen}"
+    which = NUM_LABELLED if labels == "gold" else "--solutions {gold}"
+    return f"--generator-tag {by} {COMMON} {LABELS[labels]} {which} --out {{tag}}"
 
 
-def tag_of(seed: str, start: str) -> str:
-    """The tag of an SFT checkpoint."""
-    return sft(E, seed, kind_of(start))[0]
-
-
-def reward_name(seed: str, name: str) -> str:
-    """The name of the run in which a verifier rewards a generator."""
-    return f"{E.name}-{name}-s{seed}"
-
-
-def common_flags(seed: str) -> str:
-    task = TASKS[TASK]
-    return f"--model-tag {tag_of(seed, 'generator')} --seed {seed} --device-type cpu {task.problems}"
-
-
-def label_flags(seed: str, labels: str, solutions: str, out: str) -> str:
-    """Flags of label_steps. solutions: the file whose solutions are labelled, "" samples them."""
-    which = f"--solutions {solutions}" if solutions else NUM_LABELLED
-    strong = f"{reward_name(seed, 'oracle')}-gen --generator-source rl"
-    return (f"--generator-tag {strong if labels.endswith(STRONG) else tag_of(seed, 'generator')} --seed {seed} "
-            f"--device-type cpu {TASKS[TASK].problems} {LABELS[labels]} {which} --out {out}")
-
-
-def training_flags(seed: str, name: str, labels: str) -> str:
-    """Flags of the run that trains a verifier. labels: the file."""
-    v = VERIFIERS[name]
-    given = f"--labels {labels}" if v.labels else ""
+def training_flags(v: Verifier) -> str:
+    """Flags of the run that trains a verifier."""
+    given = f"--labels {{{v.labels}}}" if v.labels else ""
     given += " --judged-samples 8" if v.labels and v.judge not in OF_SEVERAL else ""
-    return (f"{common_flags(seed)} --verifier-tag {tag_of(seed, v.start)} --eval-examples 100 --examples-per-step 16 "
+    return (f"--model-tag {{gen}} {COMMON} --verifier-tag {{{v.start}}} --eval-examples 100 --examples-per-step 16 "
             f"{v.recipe} {given}")
 
 
-def reward_flags(seed: str, name: str, trained: str) -> str:
-    """Flags of the run in which a verifier rewards a generator. trained: the tag of its RL checkpoint."""
-    v, task = VERIFIERS[name], TASKS[TASK]
-    common = f"{common_flags(seed)} {task.rl} --num-steps {STEPS} --eval-every 20"
+def reward_flags(name: str) -> str:
+    """Flags of the run in which a verifier rewards a generator."""
+    v, common = VERIFIERS[name], f"--model-tag {{gen}} {COMMON} {TASKS[TASK].rl} --num-steps {STEPS} --eval-every 20"
     if name == "grpo":
         return f"{common} --recipe grpo --kl-coef 0"
     if name == "oracle":
         return f"{common} --recipe gold_steps {REWARD}"
-    verifier = f"{trained} --verifier-source rl {OF_SEVERAL.get(v.judge, '')}" if v.recipe else tag_of(seed, v.start)
+    trained = f"{{train_{name}}}-ver --verifier-source rl {OF_SEVERAL.get(v.judge, '')}"
     return (f"{common} --recipe fixed_verifier --judge {v.judge} --step-rewards verdicts {REWARD} "
-            f"--verifier-tag {verifier} --judged-samples 8")
+            f"--verifier-tag {trained if v.recipe else f'{{{v.start}}}'} --judged-samples 8")
+
+
+def experiment(names: list[str]) -> Experiment:
+    """The runs that these verifiers reward. What they start from: SFTs, labels, and runs that train a verifier, or a
+    generator whose completions label."""
+    starts = starts_of(Setup(NAME, TASK, "sft", STEPS, Setting()))
+    starts |= {labels: Start("labels", f"{TASK}-{labels}-s{{seed}}", label_flags(labels)) for labels in LABELS}
+    starts |= {f"train_{name}": Start("run", f"{NAME}-train_{name}-s{{seed}}", training_flags(v))
+               for name, v in VERIFIERS.items() if v.recipe}
+    starts["oracle"] = Start("run", f"{NAME}-oracle-s{{seed}}", reward_flags("oracle"))
+    return Experiment(NAME, starts, {name: reward_flags(name) for name in names})

@@ -1,9 +1,10 @@
 """
 The comparisons of self-play, teams, own judges, missing labels and tools as data: families of arms that start from the
-same SFT checkpoints, with what is watched of them. dev/experiments/run_selfplay.py runs them.
+same SFT checkpoints, with what is watched of them. run.py runs them.
 """
-import re
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from dev.experiments.arms import Experiment, Start
 
 SHAPE = "--sequence-len 256 --depth 3 --n-embd 96 --n-head 3"
 GEN = f"--role generator {SHAPE} --num-steps"
@@ -37,8 +38,7 @@ VOTED = {"gen/pass_at_1_in": "pass@1, sampled", "gen/pass_at_1_out": "pass@1, sa
 TARGETS = f"--recipe alphaproof {PROVING} --targets-of test_out --num-targets 40"
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """words: what it compares; problems: flags of the task, for all scripts; starts: name -> flags of an SFT, where
     {name} is the tag of one before it; arms: name -> flags of a run, with such tags too; baseline: the arm that others
     are compared with; watched: metric of an evaluation, or one that the recipe shows -> its words. The first one is
@@ -78,7 +78,7 @@ FAMILIES = {
          "coverrl": f"--recipe coverrl {JUDGED}", "ttrl": f"--recipe ttrl {BRIEF}",
          "few_labels": f"--recipe tango --verifier-head prompt --num-labelled 64 --warmup-steps 20 --alpha-start 0.7 "
                        f"--alpha-end 0.7 {JUDGED}",
-         "grpo_few_labels": f"--recipe grpo --num-labelled 64 {BRIEF}"},
+         "grpo_few_labels": f"--recipe grpo --num-labelled 64 --labelled-share 1 {BRIEF}"},
         "generation", {**SOLVED, "ver/balanced_acc_fixed": "balanced accuracy, the start's solutions",
                        "ver/balanced_acc_current": "balanced accuracy, present solutions"}),
     "kernel": Family(
@@ -199,21 +199,11 @@ FAMILIES = {
 }
 
 
-def starts_of(flags: str) -> list[str]:
-    """The SFT checkpoints that flags name, in their order."""
-    return re.findall(r"\{(\w+)\}", flags)
-
-
-def needed(family: Family, arms: list[str]) -> list[str]:
-    """The starts that these arms need, and those that these need, in the family's order."""
-    found = {start for arm in arms for start in starts_of(family.arms[arm])}
-    for start in reversed(family.starts):
-        found |= set(starts_of(family.starts[start])) if start in found else set()
-    return [start for start in family.starts if start in found]
-
-
-def flags_of(name: str, seed: str, flags: str) -> str:
-    """All flags of a process of a family, with the tags of its checkpoints."""
+def experiment(name: str, arms: list[str]) -> Experiment:
+    """These arms of a family, with all its starts."""
     family = FAMILIES[name]
-    tags = {start: f"{name}-{start}-s{seed}" for start in family.starts}
-    return " ".join(f"--seed {seed} --device-type cpu {family.problems} {flags.format(**tags)}".split())
+    common, starts = f"--seed {{seed}} --device-type cpu {family.problems}", {}
+    for start, flags in family.starts.items():
+        saved_as = "--verifier-tag" if "--role verifier" in flags else "--model-tag"
+        starts[start] = Start("sft", f"{name}-{start}-s{{seed}}", f"{common} {saved_as} {{tag}} {flags}")
+    return Experiment(name, starts, {arm: f"{common} {RL} {family.arms[arm]}" for arm in arms})

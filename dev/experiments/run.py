@@ -1,0 +1,258 @@
+"""
+Runs an experiment: arms that start from the same SFT checkpoints, seed by seed; then a table, a csv and curves.
+
+    bash dev/experiments/run.sh                                                     # fig4: on chain, the main arms
+    bash dev/experiments/run.sh fig4 --task last_letter --seeds "1 2" --steps 20 --arms "tango grpo"
+    bash dev/experiments/run.sh pays --dial pressure --settings kl0
+    bash dev/experiments/run.sh selfplay --families "no_labels tools"
+    bash dev/experiments/run.sh verifiers --arms "grpo sft orm prm_gold"
+
+fig4: arms that differ in one thing. pays: when does co-training pay? The same arms at the settings of a dial. selfplay:
+self-play, teams, own judges, missing labels, tools, each beside the baseline of its family. verifiers: each is trained,
+judges the same solutions, and rewards the same generator. arms.py, arms_selfplay.py and arms_verifiers.py say what
+there is. A run is one process, JOBS of them at a time (default: the number of cores). What is finished is reused, what
+was interrupted goes on.
+"""
+import argparse
+import itertools
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from dataclasses import replace
+from statistics import mean
+from typing import NamedTuple
+
+from dev.experiments import arms_selfplay, arms_verifiers
+from dev.experiments.arms import (DIALS, LISTS, PARTNERS, TASKS, Experiment, all_arms, arms_of, chosen, experiment,
+                                  setups_of)
+from dev.experiments.arms_selfplay import FAMILIES
+from dev.experiments.arms_verifiers import VERIFIERS
+from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, job_of, log_of, models_of, needed, runs_of,
+                                  stages_of)
+from dev.experiments.table import Table, write_all
+from nanochat.common import BadInput, check_choices, print0, script_main
+from nanochat.rl.report.report import Run, change, check_comparable, paired, read_run, spread
+from nanochat.storage.files import check_writable, make_folder, path_of
+
+OF_ARMS = ("task", "start", "steps", "dial", "settings")
+# name: the flags that it has beside those of all, and the folder of its reports
+EXPERIMENTS = {"fig4": (OF_ARMS, "dev/curves"), "pays": (OF_ARMS, "dev/curves"),
+               "selfplay": (("families",), "dev/curves/selfplay"), "verifiers": ((), "dev/curves/verifiers")}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("experiment", nargs="?", default="fig4",
+                        help=f"one of: {', '.join(EXPERIMENTS)}; stands before all flags (default: %(default)s)")
+    parser.add_argument("--seeds", default="1 2 3")
+    parser.add_argument("--arms", help="default: the main ones of fig4 and pays, all of one family, all verifiers; a "
+                        "family's baseline comes along")
+    parser.add_argument("--task", help=f"of fig4, one of: {', '.join(TASKS)}; default: chain")
+    parser.add_argument("--start", help="of fig4: sft (default), or refine: behind it a second SFT, of second attempts")
+    parser.add_argument("--steps", help="of the generator, in fig4 and pays; default: the task's, or the setting's")
+    parser.add_argument("--dial", help=f"of pays, one or more of: {', '.join(DIALS)}; default: all")
+    parser.add_argument("--settings", help="of one dial; default: all")
+    parser.add_argument("--families", help=f"of selfplay, one or more of: {', '.join(FAMILIES)}; default: all")
+    parser.add_argument("--out", help="folder of the reports; a dial's is in a folder of its name there; default: "
+                        "dev/curves, of selfplay and verifiers a folder of that name there")
+    parser.add_argument("--list", nargs="?", const="flags", help="print the flags of every arm of fig4 or pays, or of "
+                        f"every process of selfplay or verifiers, or a list of arms ({', '.join(LISTS)}), and stop")
+    flags = [flag for flag in parser._option_string_actions if flag not in ("-h", "--help")]
+    parser.explain = lambda message: f"{message} (there are {', '.join(flags)})"
+    return parser
+
+
+# What is asked for
+
+class Report(NamedTuple):
+    """A table, of these experiments, and the folder below --out that it is in."""
+    table: Table
+    experiments: list[Experiment]
+    folder: str = ""
+
+
+def reports_of_arms(args) -> list[Report]:
+    if args.experiment == "pays" and args.dial is None:
+        args.dial = " ".join(DIALS)
+    reports = []
+    for dial, setups in setups_of(args).items():
+        arms = [all_arms(e) if args.list and args.arms is None else arms_of(e, args.arms) for e in setups]
+        table = Table(dial or setups[0].name, partners=PARTNERS, alike=tuple(itertools.chain(*arms)))
+        reports.append(Report(table, list(map(experiment, setups, arms)), dial))
+    return reports
+
+
+def reports_of_families(args) -> list[Report]:
+    names = list(FAMILIES) if args.families is None else chosen("families", args.families, FAMILIES)
+    arms = {name: list(FAMILIES[name].arms) for name in names}
+    if args.arms is not None:
+        if len(names) != 1:
+            raise BadInput(f"--arms {args.arms}: of which family? Name one with --families")
+        asked = chosen("arms", args.arms, arms[names[0]])
+        arms = {names[0]: list(dict.fromkeys([FAMILIES[names[0]].baseline, *asked]))}
+    return [Report(Table(name, family.words, family.baseline, family.watched, all_metrics=False),
+                   [arms_selfplay.experiment(name, arms[name])]) for name, family in FAMILIES.items() if name in arms]
+
+
+def reports_of_verifiers(args) -> list[Report]:
+    names = list(VERIFIERS) if args.arms is None else chosen("arms", args.arms, VERIFIERS)
+    e = arms_verifiers.experiment(names)
+    # runs of judges with longer texts have other flags than the others
+    alike = tuple(name for name in names if not arms_verifiers.OF_SEVERAL.get(VERIFIERS[name].judge))
+    table = Table(e.name, f"verifiers on {arms_verifiers.TASK}, as judges before RL, and as rewards",
+                  titles=TITLES, own=lambda name, seeds: columns_of_verifier(e, name, seeds), alike=alike)
+    return [Report(table, [e])]
+
+
+REPORTS = {"fig4": reports_of_arms, "pays": reports_of_arms, "selfplay": reports_of_families,
+           "verifiers": reports_of_verifiers}
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def jobs_at_once() -> int:
+    """JOBS, or the number of cores. Raises BadInput."""
+    given = os.environ.get("JOBS") or str(num_cores())
+    if not re.fullmatch("[1-9][0-9]*", given):
+        raise BadInput(f"JOBS {given}: must be a number from 1")
+    return int(given)
+
+
+def seeds_of(text: str) -> list[str]:
+    """The seeds that --seeds names. Raises BadInput."""
+    seeds = chosen("seeds", text)
+    for seed in seeds:
+        if not re.fullmatch("0|[1-9][0-9]{0,8}", seed):
+            raise BadInput(f"--seeds {seed}: must be numbers from 0")
+    return seeds
+
+
+def check_flags(args) -> None:
+    """Raises BadInput for an experiment or list that there is not, and for a flag of another experiment."""
+    if args.experiment not in EXPERIMENTS:
+        raise BadInput(f"{args.experiment}: there are {', '.join(EXPERIMENTS)}")
+    if args.list is not None:
+        check_choices(args, {"list": (*LISTS, "flags")})
+    for flag in (*OF_ARMS, "families"):
+        if getattr(args, flag) is not None and flag not in EXPERIMENTS[args.experiment][0]:
+            raise BadInput(f"--{flag}: {args.experiment} has no such flag")
+
+
+# What a verifier's line also tells
+
+# name in a summary, title, factor
+JUDGED = [("step_f1", "step F1", 100), ("step_auc", "step AUC", 100), ("first_error_f1", "first-error F1", 100),
+          ("first_error_auc", "first-error AUC", 100), ("outcome_auc", "outcome AUC", 100), ("ece", "ECE", 100),
+          ("maj", "majority of 8", 100), ("bon", "best of 8", 100), ("weighted", "weighted vote", 100),
+          ("tokens", "tokens per judgment", 1)]
+CHOOSING = {"ver/pair_acc_in": "pairs", "ver/acc_k1_in": "right solution highest"}  # of judges of several solutions
+TITLES = ("what it is", *(title for _, title, _ in JUDGED), "choosing, before -> after its training",
+          "tokens of its training")
+
+
+def read_summary(job: Job) -> dict:
+    with open(os.path.join(job.folder, job.done), encoding="utf-8") as f:
+        return json.load(f)
+
+
+def training_cost(e: Experiment, name: str, seed: str) -> float:
+    """Tokens sampled for a verifier's training, in thousands: solutions and completions of its labels, the training of
+    a generator that completes, and its own."""
+    tokens = 0
+    for start in needed(e, e.arms[name]):
+        if e.starts[start].kind != "sft":
+            found = read_summary(job_of(e, e.starts[start], seed))
+            tokens += found["cost"]["tokens"] if e.starts[start].kind == "labels" else found["sampled_tokens"]
+            tokens += found["solution_tokens"] if start == "gold" else 0
+    return tokens / 1000
+
+
+def columns_of_verifier(e: Experiment, name: str, seeds: list[int]) -> list[str]:
+    """The texts of TITLES."""
+    judged = [read_summary(run)["before"] for run in runs_of(Experiment(e.name, e.starts, {name: e.arms[name]}), seeds)]
+    columns, is_trained = [VERIFIERS[name].words], bool(VERIFIERS[name].recipe)
+    for key, _, factor in JUDGED:
+        values = [found.get(f"ver/{key}_fixed") for found in judged]
+        columns.append("-" if None in values else spread([value * factor / 100 for value in values]))
+    trained = [read_summary(job_of(e, e.starts[f"train_{name}"], seed)) for seed in seeds] if is_trained else []
+    choosing = []
+    for metric, words in CHOOSING.items():
+        if pairs := [(run["before"][metric], run["after"][metric]) for run in trained if metric in run["before"]]:
+            gain = paired([after - before for before, after in pairs], len(seeds))
+            choosing.append(f"{words} {change(pairs)} ({gain})")
+    costs = [training_cost(e, name, seed) for seed in seeds]
+    return [*columns, ", ".join(choosing) or "-", f"{mean(costs):.0f}k" if is_trained else "-"]
+
+
+# All of it
+
+def listed(args, stages: list[list[Job]], seed: str) -> list[str]:
+    """The lines of --list flags: of arms what they are called, of others each process."""
+    if REPORTS[args.experiment] is reports_of_arms:
+        names = {job: job.name if args.dial else job.name.partition("-")[2] for job in stages[-1]}
+    else:
+        names = {job: job.name for job in itertools.chain(*stages)}
+    return [f"{name.removesuffix(f'-s{seed}')} {job.flags}" for job, name in names.items()]
+
+
+def named(run: Run, name: str) -> Run:
+    """A run that stands for one of this name."""
+    task, arm = re.fullmatch(r"(\w+)-(.+)-s\d+", name).groups()
+    return replace(run, name=name, task=task, arm=arm)
+
+
+def write_report(table: Table, jobs: list[Job], models: dict[Job, Job], out: str, first_line: str) -> bool:
+    """Writes the report of the finished runs; whether all are. Raises BadInput where they cannot be compared."""
+    finished = [job for job in jobs if models[job].is_done()]
+    for job in jobs:
+        if job not in finished:
+            print(f"not finished, left out: {job.name}", file=sys.stderr, flush=True)
+    if finished:
+        runs = [named(read_run(models[job].folder, watched=list(table.watched)), job.name) for job in finished]
+        for setting in {run.task for run in runs}:
+            check_comparable([run for run in runs if run.task == setting and run.arm in table.alike])
+        make_folder(out)
+        print0(write_all(table, runs, out, first_line))
+    return len(finished) == len(jobs)
+
+
+def main(args) -> None:
+    check_flags(args)
+    if args.list in LISTS:
+        print0(" ".join(LISTS[args.list]))
+        return
+    seeds, at_once, reports = seeds_of(args.seeds), jobs_at_once(), REPORTS[args.experiment](args)
+    experiments = list({e.name: e for one in reports for e in one.experiments}.values())  # dials share a setting
+    stages = stages_of(experiments, seeds[:1] if args.list else seeds)
+    if args.list:
+        print0("\n".join(listed(args, stages, seeds[0])))
+        return
+    for job in itertools.chain(*stages):
+        check_made_alike(job)
+    folders = args.out or EXPERIMENTS[args.experiment][1], log_of("")
+    for folder in folders:
+        check_writable(folder)
+    for folder in folders:
+        make_folder(folder)
+    tokenizer = Job("tokenizer", "scripts.tok_train", path_of("tokenizer"), "tokenizer.pkl", "--task chain")
+    started = time.time()
+    if not all(carry_out_all(stage, at_once) for stage in [[tokenizer], *stages[:-1]]):
+        sys.exit(1)  # what comes next starts from it
+    is_whole, models = carry_out_all(stages[-1], at_once), models_of(stages[-1])
+    first_line = (f"`{shlex.join(['bash', 'dev/experiments/run.sh', *sys.argv[1:]])}`: {at_once} runs of one thread at "
+                  f"a time, {(time.time() - started) // 60:.0f} minutes in this call (finished runs are not run again).")
+    for table, group, folder in reports:
+        jobs = [job for e in group for job in runs_of(e, seeds)]
+        is_whole &= write_report(table, jobs, models, os.path.join(folders[0], folder), first_line)
+    if not is_whole:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    script_main(main, make_parser())
