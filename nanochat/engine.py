@@ -173,102 +173,120 @@ def generate(model, prompts: list[list[int]], num_samples: int, *, max_new_token
             raise BadInput(f"prompt {i} has {len(prompt)} tokens: with {max_new_tokens} new ones "
                            f"it must have 1 to {context - max_new_tokens} (context {context})")
     assert len(keys) == len(prompts) * num_samples
+    if not keys:
+        none, device = (0, 1), model.lm_head.weight.device
+        return Samples(torch.zeros(none, dtype=torch.long, device=device), torch.zeros(none, device=device),
+                       *(torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.long, torch.bool)),
+                       torch.zeros(none, dtype=torch.bool, device=device) if tool else None)
     model = inference_model(model)
-    if prompts:
-        max_rows = num_places(len(prompts), num_samples, max(map(len, prompts)), max_new_tokens, max_rows,
-                              max_cached_tokens)
+    max_rows = num_places(len(prompts), num_samples, max(map(len, prompts)), max_new_tokens, max_rows,
+                          max_cached_tokens)
     with torch.inference_mode(), model.joined_projections():
-        tokens, logprobs, forced = _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys,
-                                             temperature, top_k, max_rows, should_stop, tool)
+        batch = Decoding(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
+                         tool)
+        batch.run(should_stop)
+        tokens, logprobs, forced = batch.written()
     # Copies, made outside of inference mode: ordinary tensors, that training may keep.
     lengths = (tokens != NO_TOKEN).sum(dim=1)
-    width = max(int(lengths.max()), 1) if len(keys) else 1
+    width = max(int(lengths.max()), 1)
     tokens = tokens[:, :width].clamp(min=0)
     last = tokens.gather(1, (lengths - 1).clamp(min=0)[:, None])
     stopped = (last == torch.tensor(stop_tokens, device=last.device)).any(dim=1) & (lengths > 0)
     return Samples(tokens, logprobs[:, :width].clone(), lengths, stopped, forced[:, :width].clone() if tool else None)
 
 
-def _generate(model, prompts, num_samples, max_new_tokens, stop_tokens, keys, temperature, top_k, max_rows,
-              should_stop, tool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> tokens (N, T), NO_TOKEN after a row's end; their logprobs, and which of them a tool put there."""
-    device, N = model.lm_head.weight.device, len(keys)
-    # One row more than there are is where places write whose row has ended.
-    tokens, logprobs, forced = (torch.full((N + 1, max_new_tokens), value, device=device)
-                                for value in (NO_TOKEN, 0.0, False))
-    if N == 0:
-        return tokens[:N], logprobs[:N], forced[:N]
-    keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
-    stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
-    # Prompts of like length sit down together, so that little is padding when they are run.
-    order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p]), p))
-    slots = Slots([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
-    capacity = max(1, max_new_tokens - 1)  # the last token's keys are never read
-    cache = DecodeCache(model.config, slots.num_places, slots.num_slots, num_samples, max(map(len, prompts)), capacity,
-                        model.activation_dtype, device)
-    # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
-    # last token that it drew, how many it has drawn.
-    last_hidden = torch.zeros(slots.num_slots, model.config.n_embd, dtype=model.activation_dtype, device=device)
-    row, token, drawn = (torch.full((slots.num_places,), value, device=device) for value in (N, 0, 1))
-    desk = ToolQueue(tool, slots.num_places, model.vocab_size, max_new_tokens, device) if tool else None
+class Decoding:
+    """The rows that decode together, until all are done. N rows, T tokens at most, n places of a batch."""
 
-    def draw_next(hidden, places, rows, t):
-        """Draws the next token of the rows in these places, which have t (n,) already, and writes it down. hidden (n,
-        C). A row that ends leaves N in its place."""
-        new, logprobs[rows, t] = pick_after(model, hidden, keys[rows], t, temperature, top_k)
-        if desk:
-            new, forced[rows, t] = desk.force(places, new)
-        tokens[rows, t] = token[places] = new
-        drawn[places] = (t + 1).clamp(max=capacity)
-        ends = (new[:, None] == stop_tokens).any(dim=1) | (t == max_new_tokens - 1)
-        row[places] = rows.masked_fill(ends, N)
+    def __init__(self, model, prompts: list[list[int]], num_samples: int, max_new_tokens: int, stop_tokens: list[int],
+                 keys: list[int], temperature: float, top_k: int, max_rows: int, tool: Tool | None):
+        self.model, self.prompts, self.num_rows, self.max_new_tokens = model, prompts, len(keys), max_new_tokens
+        self.temperature, self.top_k = temperature, top_k
+        self.device = device = model.lm_head.weight.device
+        # One row more than there are is where places write whose row has ended.
+        self.tokens, self.logprobs, self.forced = (torch.full((len(keys) + 1, max_new_tokens), value, device=device)
+                                                   for value in (NO_TOKEN, 0.0, False))
+        self.keys = torch.tensor(keys + [0], dtype=torch.long, device=device)
+        self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.long, device=device)
+        # Prompts of like length sit down together, so that little is padding when they are run.
+        order = sorted(range(len(prompts)), key=lambda p: (len(prompts[p]), p))
+        slots = Slots([(p, range(p * num_samples, (p + 1) * num_samples)) for p in order], max_rows)
+        self.slots, self.capacity = slots, max(1, max_new_tokens - 1)  # the last token's keys are never read
+        self.cache = DecodeCache(model.config, slots.num_places, slots.num_slots, num_samples,
+                                 max(map(len, prompts)), self.capacity, model.activation_dtype, device)
+        # Of each slot: the hidden state of its prompt's last token. Of each place: its row (N when that has ended), the
+        # last token that it drew, how many it has drawn.
+        self.last_hidden = torch.zeros(slots.num_slots, model.config.n_embd, dtype=model.activation_dtype,
+                                       device=device)
+        self.row, self.token, self.drawn = (torch.full((slots.num_places,), value, device=device)
+                                            for value in (len(keys), 0, 1))
+        self.queue = ToolQueue(tool, slots.num_places, model.vocab_size, max_new_tokens, device) if tool else None
 
-    def fill():
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Decodes until all rows have ended, or should_stop() turns true."""
+        slots, graphs = self.slots, Graphs(self.step) if uses_graphs(self.device) else None
+        batch = None  # the places that decode together
+        while not should_stop():
+            if slots.may_fill():
+                self.fill()
+                batch = None
+            rows = self.row.tolist()
+            slots.release([place for place in slots.live if rows[place] == self.num_rows])
+            if slots.may_fill():  # rows have ended with their first token
+                continue
+            if not slots.live:
+                break
+            size = size_of_batch(slots, len(batch) if batch is not None else None, graphs)
+            if batch is None or size < len(batch):
+                batch = torch.tensor(slots.batch(size), device=self.device)
+            if self.queue:
+                self.queue.ask(self.row, self.drawn, self.tokens)
+            for _ in range(CHECK_EVERY_CUDA if graphs else 1):
+                (graphs or self.step)(batch)
+
+    def fill(self) -> None:
         """Gives free places to waiting rows, and draws their first tokens."""
-        rows, places, filled, new = slots.fill()
-        for some in in_pieces(new, [len(prompts[p]) for p, _ in new]):
-            at = torch.tensor([slot for _, slot in some], device=device)
-            cached, last_hidden[at] = run_prompts(model, [prompts[p] for p, _ in some])
-            cache.put(at, cached)
-        rows, places, filled = (torch.tensor(x, device=device) for x in (rows, places, filled))
-        cache.begin(places, filled)
-        if desk:
-            desk.begin(places)
-        draw_next(last_hidden[filled], places, rows, torch.zeros_like(rows))
+        rows, places, filled, new = self.slots.fill()
+        for some in in_pieces(new, [len(self.prompts[p]) for p, _ in new]):
+            at = torch.tensor([slot for _, slot in some], device=self.device)
+            cached, self.last_hidden[at] = run_prompts(self.model, [self.prompts[p] for p, _ in some])
+            self.cache.put(at, cached)
+        rows, places, filled = (torch.tensor(x, device=self.device) for x in (rows, places, filled))
+        self.cache.begin(places, filled)
+        if self.queue:
+            self.queue.begin(places)
+        self.draw_next(self.last_hidden[filled], places, rows, torch.zeros_like(rows))
 
-    def step(places):
+    def step(self, places: torch.Tensor) -> None:
         """One more token for the rows in these places (n,). All that it reads and writes is on the device, in place."""
+        row, token, drawn, cache = self.row, self.token, self.drawn, self.cache
         rows, t, before = row[places], drawn[places], token[places]
-        embedding = cache.last_embedding[places] if desk else None
-        hidden = model.trunk(before[:, None], positions=cache.advance(places, t)[:, None], cache=cache)[:, 0]  # (n, C)
-        if not desk:
-            return draw_next(hidden, places, rows, t)
-        waits = desk.waits[places]  # such a row is to run the same token again, and goes on as it was
+        embedding = cache.last_embedding[places] if self.queue else None
+        hidden = self.model.trunk(before[:, None], positions=cache.advance(places, t)[:, None],
+                                  cache=cache)[:, 0]  # (n, C)
+        if not self.queue:
+            return self.draw_next(hidden, places, rows, t)
+        waits = self.queue.waits[places]  # such a row is to run the same token again, and goes on as it was
         cache.last_embedding[places] = torch.where(waits[:, None, None], embedding, cache.last_embedding[places])
-        draw_next(hidden, places, rows.masked_fill(waits, N), t)
+        self.draw_next(hidden, places, rows.masked_fill(waits, self.num_rows), t)
         token[places], drawn[places] = torch.where(waits, before, token[places]), torch.where(waits, t, drawn[places])
         row[places] = torch.where(waits, rows, row[places])
 
-    graphs = Graphs(step) if uses_graphs(device) else None
-    batch = None  # the places that decode together
-    while not should_stop():
-        if slots.may_admit():
-            fill()
-            batch = None
-        rows = row.tolist()
-        slots.release([place for place in slots.live if rows[place] == N])
-        if slots.may_admit():  # rows have ended with their first token
-            continue
-        if not slots.live:
-            break
-        size = size_of_batch(slots, len(batch) if batch is not None else None, graphs)
-        if batch is None or size < len(batch):
-            batch = torch.tensor(slots.batch(size), device=device)
-        if desk:
-            desk.ask(row, drawn, tokens)
-        for _ in range(CHECK_EVERY_CUDA if graphs else 1):
-            (graphs or step)(batch)
-    return tokens[:N], logprobs[:N].masked_fill(forced[:N], 0.0), forced[:N]
+    def draw_next(self, hidden: torch.Tensor, places: torch.Tensor, rows: torch.Tensor, t: torch.Tensor) -> None:
+        """Draws the next token of the rows in these places, which have t (n,) already, and writes it down. hidden (n,
+        C). A row that ends leaves N in its place."""
+        new, self.logprobs[rows, t] = pick_after(self.model, hidden, self.keys[rows], t, self.temperature, self.top_k)
+        if self.queue:
+            new, self.forced[rows, t] = self.queue.force(places, new)
+        self.tokens[rows, t] = self.token[places] = new
+        self.drawn[places] = (t + 1).clamp(max=self.capacity)
+        ends = (new[:, None] == self.stop_tokens).any(dim=1) | (t == self.max_new_tokens - 1)
+        self.row[places] = rows.masked_fill(ends, self.num_rows)
+
+    def written(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """-> tokens (N, T), NO_TOKEN after a row's end; their logprobs, and which of them a tool put there."""
+        tokens, logprobs, forced = (x[: self.num_rows] for x in (self.tokens, self.logprobs, self.forced))
+        return tokens, logprobs.masked_fill(forced, 0.0), forced
 
 
 def size_of_batch(slots: Slots, size: int | None, graphs) -> int:

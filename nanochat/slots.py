@@ -43,7 +43,7 @@ class Slots:
         self.num_rows = [0] * self.num_slots  # live ones of each slot
         self.open_slot: int | None = None     # that of the first waiting prompt, when some of its rows sit already
 
-    def may_admit(self) -> bool:
+    def may_fill(self) -> bool:
         """Whether so many places are free that waiting rows are to get them."""
         enough = min(self.num_waiting, math.ceil(REFILL * self.num_places))
         return 0 < enough <= len(self.free_places) and (self.open_slot is not None or len(self.free_slots) > 0)

@@ -24,6 +24,7 @@ from nanochat.common import script_main
 from nanochat.dataloader import open_rows
 from nanochat.hf.files import read_model
 from nanochat.rl.learn import roles
+from nanochat.rl.run import prepare
 from scripts import (base_eval, base_train, chat_cli, chat_eval, chat_rl, chat_sft, demo, hf_export, hf_import,
                      hf_random, label_steps, plan_cost, plan_memory, report, tango_rl, task_text, tok_eval, tok_train,
                      verifier_eval)
@@ -242,7 +243,7 @@ def first_recipes() -> dict[str, str]:
 
 @pytest.mark.parametrize("recipe", recipes.names())
 def test_every_flag_of_every_recipe_is_taken_or_refused_in_one_line(recipe, place, monkeypatch, capsys):
-    monkeypatch.setattr(tango_rl, "check_problems", begin)
+    monkeypatch.setattr(prepare, "check_problems", begin)
     flags = rl_flags("--recipe", recipe, *OPTIONS.get(recipe, []))
     shared = set() if recipe == "tango" else {action.dest for action in chat_rl.make_parser()._actions} - {"lr"}
     is_tested = lambda name: name not in shared and name not in task_flags() and name != "recipe"
@@ -252,5 +253,5 @@ def test_every_flag_of_every_recipe_is_taken_or_refused_in_one_line(recipe, plac
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_any_name_of_a_recipe_is_taken_or_refused_in_one_line(name, place, monkeypatch, capsys):
-    monkeypatch.setattr(tango_rl, "check_problems", begin)
+    monkeypatch.setattr(prepare, "check_problems", begin)
     assert outcome(tango_rl, tango_rl.make_parser, [*COMMON_RL_FLAGS, "--recipe", name], place, capsys, {}) == "refused"

@@ -1,9 +1,5 @@
-"""
-The kernels of a block's small operations against their PyTorch versions, rounding for rounding. Without a GPU they run
-in Triton's interpreter.
-
-    python -m pytest tests/test_block.py -q
-"""
+"""The kernels of a block's small operations against their PyTorch versions, rounding for rounding. Without a GPU they
+run in Triton's interpreter."""
 import numpy as np
 import pytest
 import torch
@@ -62,26 +58,20 @@ def assert_same(actual, expected, roundings: int = 1):
 @DTYPES
 @pytest.mark.parametrize("shape", [(3, 2, 64), (5, 1, 100), (2, 768), (1, 1, 1536)], ids=str)
 def test_norms_are_pytorchs(shape, dtype):
+    """Also of rows of 1e-3 and of 0: without epsilon they would be 1 and no number."""
     x, delta, x0 = (random(*shape, dtype=dtype, seed=seed) for seed in range(3))
     a, b = random(2, dtype=dtype, seed=3).unbind()
     weight = random(shape[-1], dtype=dtype, seed=4)
     assert_same(block.norm(x)[1], ops.norm(x))
     assert_same(block.norm(x, weight=weight, epsilon=1e-2)[1], ops.norm(x, weight, 1e-2))
-    assert_same(block.norm(x, weight=weight, epsilon=1e-2)[1], F.rms_norm(x, shape[-1:], weight, 1e-2))
     for actual, expected in ((block.norm(x, delta), ops.add_norm(x, delta)),
                              (block.norm(x, delta, weight=weight, epsilon=1e-6), ops.add_norm(x, delta, weight, 1e-6)),
                              (block.norm(x, mixed=(x0, a, b)), ops.mix_norm(x, None, x0, a, b)),
                              (block.norm(x, delta, (x0, a, b)), ops.mix_norm(x, delta, x0, a, b))):
         assert_same(actual[0], expected[0])
         assert_same(actual[1], expected[1])
-
-
-@DTYPES
-def test_the_norm_of_small_rows_has_pytorchs_epsilon(dtype):
-    """Rows of 1e-3 and of 0: without epsilon they would be 1 and no number."""
     x = torch.tensor([[1e-3] * 64, [0.0] * 64], dtype=dtype, device=DEVICE)
     assert_same(block.norm(x)[1], F.rms_norm(x, (64,)))
-    assert block.norm(x)[1].float()[0, 0].item() == pytest.approx(0.9452, rel=3e-3)
 
 
 @DTYPES
@@ -96,10 +86,13 @@ def test_elementwise_operations_are_pytorchs(size, dtype):
 
 
 @DTYPES
-@pytest.mark.parametrize("kv_heads", [1, 6])
-def test_the_value_gate_is_pytorchs(kv_heads, dtype):
-    x, weight = random(5, 2, 64, dtype=dtype), random(kv_heads, 12, dtype=dtype, seed=1)
-    assert_same(block.value_gate(x, weight), ops.value_gate(x, weight), roundings=2)
+def test_the_value_gate_is_pytorchs_and_empty_batches_are_no_launch(dtype):
+    x = random(5, 2, 64, dtype=dtype)
+    for kv_heads in (1, 6):
+        weight = random(kv_heads, 12, dtype=dtype, seed=1)
+        assert_same(block.value_gate(x, weight), ops.value_gate(x, weight), roundings=2)
+    assert block.norm(x[:0])[1].shape == (0, 2, 64) and block.relu_squared(x[:0]).shape == (0, 2, 64)
+    assert block.value_gate(x[:0], weight).shape == (0, 2, 6)
 
 
 # units, query heads, key heads, head size, tokens a row
@@ -139,9 +132,3 @@ def test_heads_of_imported_models_are_split_as_by_pytorch(shape, bias, qk_norm, 
         for a, e in zip(attention.heads_in_one(x, cos_sin, U), attention.heads(x, cos_sin, U), strict=True):
             assert a.is_contiguous()
             assert_same(a, e, roundings=3)
-
-
-def test_empty_batches_are_no_launch():
-    x = random(0, 1, 64)
-    assert block.norm(x)[1].shape == (0, 1, 64) and block.relu_squared(x).shape == x.shape
-    assert block.value_gate(x, random(2, 12)).shape == (0, 1, 2)

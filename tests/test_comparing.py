@@ -22,6 +22,7 @@ from nanochat.recipes.reward_models.think_rm import binary_reward, graded_reward
 from nanochat.rl.credit.advantages import PRESETS, difference_advantages, source_advantages
 from nanochat.rl.credit.rewards import terminal_rewards
 from nanochat.rl.play.play import Play
+from nanochat.rl.run import steps
 from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, balanced_places, chose_right, lined_up, mean_scores,
                                           one_right, pair_scores, round_robin)
 from scripts import tango_rl
@@ -209,9 +210,9 @@ def test_the_verifier_judges_lineups_of_one_right_solution_and_alone_learns(base
         if draw == "verifications":
             drawn.extend(prompts)
         return sample(t, draw, prompts, *args, **options)
-    apply = tango_rl.apply_update
+    apply = steps.apply_update
     monkeypatch.setattr(Play, "sample", watched)
-    monkeypatch.setattr(tango_rl, "apply_update", lambda t, wanted: updates.append(wanted) or apply(t, wanted))
+    monkeypatch.setattr(steps, "apply_update", lambda t, wanted: updates.append(wanted) or apply(t, wanted))
     train("--recipe", recipe, *flags)
     tokenizer, num = tango_rl.load_tokenizer(tango_rl.path_of("tokenizer")), 1 if "1" in flags else 2
     for prompt in drawn:

@@ -30,7 +30,7 @@ def critic(tmp_path, monkeypatch):
         said = [text or gold[n // 2] for n, text in enumerate(texts or [None] * 12)]
 
         def verify(t, draw, solutions, copies):
-            assert draw == "critiques" and copies == [row.copy for row in rows]
+            assert draw in ("critiques", "analyses") and copies == [row.copy for row in rows]
             prompts = t.verify_prompts(solutions)
             return t.written("verifier", [prompts[n // 2] for n in range(12)], said)
 

@@ -24,6 +24,7 @@ from nanochat.rl.learn.trainer import update
 from nanochat.rl.play.play import Play
 from nanochat.rl.records.prompts import Prompt, generator_prompt
 from nanochat.rl.records.rollouts import Rollouts
+from nanochat.rl.run import steps
 from scripts import tango_rl
 from tasks import make_task
 from tasks.chain import Chain
@@ -60,7 +61,7 @@ def watched(monkeypatch) -> tuple[list, list[dict[str, Rollouts]]]:
     """What a run yields and draws, filled in while it goes: per step (update, logprobs of its parts before it, logprobs
     under the starting weights or None), and per step the rollouts by draw."""
     updates, drawn = [], []
-    apply, sample = tango_rl.apply_update, Play.sample
+    apply, sample = steps.apply_update, Play.sample
 
     def watched_apply(t, wanted):
         now = [t.logprobs("generator", rollouts) for rollouts, _ in wanted.parts]
@@ -77,7 +78,7 @@ def watched(monkeypatch) -> tuple[list, list[dict[str, Rollouts]]]:
             drawn[t.step][draw] = copy.deepcopy(rollouts)
         return rollouts
 
-    monkeypatch.setattr(tango_rl, "apply_update", watched_apply)
+    monkeypatch.setattr(steps, "apply_update", watched_apply)
     monkeypatch.setattr(Play, "sample", watched_sample)
     return updates, drawn
 

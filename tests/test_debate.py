@@ -267,7 +267,7 @@ def test_the_wrong_answer_is_the_most_frequent_one_and_without_one_there_is_no_d
     t.task.check = lambda problem, text: None if "9" in text else text == "=1"
     one, two, three = problems = [replace(t.task.problem("rl", i), answer="1") for i in range(3)]
     prompts = [prompt for prompt in t.solve_prompts(problems) for _ in range(4)]
-    t.solve = lambda role, problems, num, label: t.written(role, prompts, texts)
+    t.solve = lambda draw, problems, num, role: t.written(role, prompts, texts)
     assert positions_of(t, problems, "distractors") == [
         (one, "1", "0", True), (one, "0", "1", False), (three, "1", "2", True), (three, "2", "1", False)]
 

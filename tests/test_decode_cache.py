@@ -1,9 +1,5 @@
-"""
-The keys and values of rows that decode together: attention by the CPU kernel and by PyTorch against its definition,
-and what is stored where.
-
-    python -m pytest tests/test_decode_cache.py -q
-"""
+"""The keys and values of rows that decode together: attention by the CPU kernel and by PyTorch against its definition,
+and what is stored where."""
 import math
 import os
 from dataclasses import dataclass
@@ -81,6 +77,14 @@ class Case:
 
 def random(*shape, seed, dtype):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture
+def called(monkeypatch):
+    """The names of the kernels that have run."""
+    names, run = [], cpu.call
+    monkeypatch.setattr(cpu, "call", lambda name, *arguments: (names.append(name), run(name, *arguments)))
+    return names
 
 
 def case(sizes, Hkv=2, group=2, D=32, transposed=True, dtype=torch.float32, unread=float("nan")) -> Case:
@@ -161,40 +165,40 @@ WINDOWS = [FULL, 50, 6, 0]  # 50 ends among the prompt's keys of some rows, and 
 
 
 @KERNELS
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("sizes", ROWS, ids=str)
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_kernel_equals_the_definition(monkeypatch, shape, transposed, sizes, window):
-    names, run = [], cpu.call
-    monkeypatch.setattr(cpu, "call", lambda name, *arguments: (names.append(name), run(name, *arguments)))
-    made = case(sizes, transposed=transposed, **shape)
-    assert made.cache.transposed == transposed
-    check(made, window, 3e-6)
-    assert names == ["decode"]
+def test_the_kernel_equals_the_definition(called, shape, transposed):
+    for sizes in ROWS:
+        for window in WINDOWS:
+            made = case(sizes, transposed=transposed, **shape)
+            assert made.cache.transposed == transposed
+            check(made, window, 3e-6)
+    assert called == ["decode"] * len(ROWS) * len(WINDOWS)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("sizes", ROWS, ids=str)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-6)])
-def test_the_pytorch_version_equals_the_definition(monkeypatch, dtype, tolerance, sizes, window):
+def test_the_pytorch_version_equals_the_definition(monkeypatch, dtype, tolerance):
     monkeypatch.setattr(cpu, "library", lambda: None)
-    made = case(sizes, dtype=dtype, unread=1e3)
-    assert not made.cache.by_kernel and not made.cache.transposed
-    check(made, window, tolerance)
+    for sizes in ROWS:
+        for window in WINDOWS:
+            made = case(sizes, dtype=dtype, unread=1e3)
+            assert not made.cache.by_kernel and not made.cache.transposed
+            check(made, window, tolerance)
 
 
 @KERNELS
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_what_a_row_gets_is_the_same_in_any_batch(shape, transposed):
+def test_what_a_row_gets_is_the_same_in_any_batch_and_by_any_number_of_threads(monkeypatch, shape, transposed):
     made = case([1, 3, 40, 2], transposed=transposed, **shape)
     whole = made.attend(50)
-    alone = torch.cat([made.attend(50, [r]) for r in range(46)])
-    some = [0, 2, 5, 9, *range(11, 30), 44]
+    assert torch.equal(torch.cat([made.attend(50, [r]) for r in range(46)]), whole)
     mixed = torch.randperm(46, generator=torch.Generator().manual_seed(0)).tolist()  # rows of a slot lie apart
-    assert torch.equal(alone, whole) and torch.equal(made.attend(50, some), whole[some])
-    assert torch.equal(made.attend(50, mixed), whole[mixed])
+    for some in ([0, 2, 5, 9, *range(11, 30), 44], mixed):
+        assert torch.equal(made.attend(50, some), whole[some])
+    for count in (2, 4):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert torch.equal(made.attend(50), whole)
 
 
 @KERNELS
@@ -209,23 +213,14 @@ def test_what_is_not_a_number_spoils_its_own_row_alone(transposed):
 
 
 @KERNELS
-def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    made, outs = case([1, 3, 40, 2]), []
-    for count in (1, 2, 4):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        outs.append(made.attend(50))
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-
-
-@KERNELS
-@pytest.mark.parametrize("sizes, Hkv", [([1], 2), ([1], 1), ([3], 1), ([2, 1], 2)])
-@pytest.mark.parametrize("turn", [lambda x: x.contiguous(), lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-                                  lambda x: torch.stack([x, x], dim=1)[:, 1]], ids=["rows", "heads", "gaps"])
-def test_queries_keys_and_values_may_lie_in_any_order(sizes, Hkv, turn):
+@pytest.mark.parametrize("sizes, Hkv", [([1], 2), ([3], 1), ([2, 1], 2)])
+def test_queries_keys_and_values_may_lie_in_any_order(sizes, Hkv):
     made = case(sizes, Hkv=Hkv)
-    expected = made.attend(50)
-    made.q, made.k, made.v = (turn(x) for x in (made.q, made.k, made.v))
-    assert torch.equal(made.attend(50), expected)
+    expected, given = made.attend(50), (made.q, made.k, made.v)
+    for turn in (lambda x: x.contiguous(), lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+                 lambda x: torch.stack([x, x], dim=1)[:, 1]):
+        made.q, made.k, made.v = map(turn, given)
+        assert torch.equal(made.attend(50), expected)
 
 
 def test_the_kernel_serves_single_precision_and_heads_of_whole_vectors():

@@ -413,19 +413,13 @@ class Emulated(Graphs):
         return SimpleNamespace(replay=replay)
 
 
-def addresses(function) -> dict:
-    """Where in memory the tensors are that a closure reads."""
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
-        value = cell.cell_contents
-        if callable(value) and hasattr(value, "__closure__") and value.__closure__:
-            found |= {(name, *key): address for key, address in addresses(value).items()}
-        parts = vars(value) if isinstance(value, (DecodeCache, engine.Samples)) else {"": value}
-        for part, x in parts.items():
-            if part != "places":  # which the step itself sets
-                found |= {(name, part, i): y.data_ptr() for i, y in enumerate(x if isinstance(x, list) else [x])
-                          if isinstance(y, torch.Tensor)}
-    return found
+def addresses(step) -> dict:
+    """Where in memory the tensors are that a step of engine.Decoding reads."""
+    batch = step.__self__
+    held = {"": batch, "cache": batch.cache, "queue": batch.queue}
+    return {(owner, name, i): x.data_ptr() for owner, value in held.items() if value is not None
+            for name, part in vars(value).items() if name != "places"  # which the step itself sets
+            for i, x in enumerate(part if isinstance(part, list) else [part]) if isinstance(x, torch.Tensor)}
 
 
 def emulate(monkeypatch, check_every=4, least_rows=2):

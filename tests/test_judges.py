@@ -159,7 +159,7 @@ def test_judges_that_write_average_over_their_texts_and_a_missing_verdict_counts
     texts = ["8T;1F;=T", "T;=F", "T;=F", "no"]  # two of each solution; the second one misses a step
     prompts = t.verify_prompts(solutions)
     written = t.written("verifier", [prompts[n // 2] for n in range(4)], texts)
-    monkeypatch.setattr(type(t), "verify", lambda *args: written)
+    monkeypatch.setattr(type(t), "verify", lambda *args, role: written)
     one, two = JUDGES["analysed"](t, "verifier", solutions)
     V = [torch.sigmoid(true_log_odds(t.roles["verifier"].model, written, n)).tolist() for n in range(4)]
     assert one.steps == pytest.approx([(V[0][1] + 0.5) / 2, (V[0][4] + 0.5) / 2], rel=1e-4)

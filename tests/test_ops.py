@@ -59,7 +59,7 @@ CASES = {
     "mix": (mix, [(7, 5, 96), (7, 5, 96), (), ()]),  # more than two of the kernel's chunks
     "smear": (smear, [(3, 4, 64), (3, 1, 64), (1, 24), (1,)]),
     "smear of one token": (smear, [(3, 1, 32), (3, 1, 32), (1, 7), (1,)]),
-    "smear after nothing": (lambda x, weight, strength: smear(x, None, weight, strength), [(2, 4, 32), (1, 5), (1,)]),
+    "smear after nothing": (lambda x, *rest: smear(x, None, *rest), [(2, 4, 32), (1, 5), (1,)]),
     "split_heads": heads(2, 6, 3, 32),
     "split_heads of one unit": heads(1, 2, 2, 64),
     "split_heads of units of one row": heads(4, 4, 1, 32),
@@ -75,7 +75,7 @@ TWINS = {
     "relu_squared": (relu_squared, [(2, 3, 5)]),
     "mix": (mix, [(2, 3, 5), (2, 3, 5), (), ()]),
     "smear": (smear, [(3, 4, 5), (3, 1, 5), (1, 3), (1,)]),
-    "smear after nothing": (lambda x, weight, strength: smear(x, None, weight, strength), [(2, 4, 5), (1, 5), (1,)]),
+    "smear after nothing": (lambda x, *rest: smear(x, None, *rest), [(2, 4, 5), (1, 5), (1,)]),
     "split_heads": heads(2, 4, 2, 4),
     "split_heads without embeddings": heads(2, 2, 1, 4, gated=False),
     "before_attention": before(2, 4, 2, 4, 5),
@@ -117,33 +117,16 @@ def assert_agree(function, inputs, grad=None):
 @KERNELS
 @ALL
 def test_kernels_equal_the_plain_twins(called, name):
+    """Also where inputs are pieces of wider tensors or lie in another order, and where the gradient is one number."""
     function, shapes = CASES[name]
     inputs = tensors(shapes)
     assert_agree(function, inputs)
     assert sorted({kernel.rsplit("_", 1)[1] for kernel in called} - {"weight"}) == ["backward", "forward"]
-
-
-@KERNELS
-@ALL
-def test_inputs_may_have_gaps_in_memory(called, name):
-    # Pieces of wider tensors, as split gives them, and tensors that lie in another order.
-    function, shapes = CASES[name]
-    wide = [random(*shape[:-1], 3 * shape[-1], seed=i).float().requires_grad_() if shape
-            else random(seed=i).float().requires_grad_()
-            for i, shape in enumerate(shapes)]
+    wide = tensors([(*shape[:-1], 3 * shape[-1]) if shape else shape for shape in shapes])
     assert_agree(lambda *wide: function(*(x.split(shape[-1], dim=-1)[1] if shape else x
                                           for x, shape in zip(wide, shapes, strict=True))), wide)
-    turned = [random(*shape[::-1], seed=i).float().permute(tuple(reversed(range(len(shape))))).requires_grad_()
-              for i, shape in enumerate(shapes)]
-    assert_agree(function, turned)
-    assert called
-
-
-@KERNELS
-@ALL
-def test_a_gradient_may_be_one_number_spread_out(name):
-    function, shapes = CASES[name]
-    inputs = tensors(shapes)
+    assert_agree(function, [x.detach().permute(tuple(reversed(range(x.dim())))).requires_grad_()
+                            for x in tensors([shape[::-1] for shape in shapes])])
     assert_agree(function, inputs, torch.ones(()))
 
 
@@ -167,8 +150,9 @@ def test_without_gradients_the_result_is_the_same(name):
         assert not out.requires_grad and torch.equal(out, function(*inputs))
 
 
+@KERNELS
 @ALL
-def test_a_second_backward_pass_gives_the_same(name):
+def test_a_second_backward_pass_gives_the_same_and_a_gradient_of_a_gradient_is_refused(name):
     function, shapes = CASES[name]
     inputs = tensors(shapes)
     before, out = [x.detach().clone() for x in inputs], function(*inputs)
@@ -177,13 +161,6 @@ def test_a_second_backward_pass_gives_the_same(name):
     first, second = (torch.autograd.grad(out, inputs, grad, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second)) and torch.equal(grad, kept) and torch.equal(out, value)
     assert all(torch.equal(a, b) for a, b in zip(before, inputs, strict=True))
-
-
-@KERNELS
-@ALL
-def test_a_gradient_of_a_gradient_is_refused(name):
-    function, shapes = CASES[name]
-    inputs = tensors(shapes)
     grads = torch.autograd.grad(function(*inputs).square().sum(), inputs, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grads[0].sum().backward()
@@ -206,10 +183,11 @@ def test_the_number_of_threads_changes_nothing(monkeypatch, name):
             assert a.dim() == 2 and (a - b).abs().max() <= 3e-6 * a.abs().max() or torch.equal(a, b)
 
 
-@KERNELS
 @pytest.mark.parametrize("name", TWINS)
 def test_odd_widths_and_other_types_take_the_plain_path(called, name):
+    """Whose gradients equal differences."""
     function, shapes = TWINS[name]
+    assert torch.autograd.gradcheck(function, tensors(shapes, torch.float64))
     assert function(*tensors(shapes)).dtype == torch.float32
     bf16 = tensors(shapes, torch.bfloat16)
     out, exact = function(*bf16), function(*(x.detach().float() for x in bf16))
@@ -218,31 +196,20 @@ def test_odd_widths_and_other_types_take_the_plain_path(called, name):
     assert all(x.grad.dtype == torch.bfloat16 and x.grad.isfinite().all() for x in bf16) and not called
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_gradients_of_the_twins_equal_differences(name):
-    function, shapes = TWINS[name]
-    assert torch.autograd.gradcheck(function, tensors(shapes, torch.float64))
-
-
 def test_without_kernels_everything_is_the_twin(called, monkeypatch):
     monkeypatch.setattr(cpu, "library", lambda: None)
     for function, shapes in CASES.values():
-        inputs = tensors(shapes)
-        assert_agree(function, inputs)
+        assert_agree(function, tensors(shapes))
     assert not called
 
 
 @pytest.mark.parametrize("C", [5, 64])
-def test_norm_by_its_formula(C):
+def test_norm_by_its_formula_and_of_zeros(C):
     for dtype, tolerance in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
         x = random(3, C).to(dtype)
         for row, out in zip(x, norm(x), strict=True):
             assert ((out - row / (sum(c * c for c in row.tolist()) / C + torch.finfo(dtype).eps) ** 0.5).abs().max()
                     < tolerance)
-
-
-@pytest.mark.parametrize("C", [5, 64])
-def test_norm_of_zeros_has_a_finite_gradient(C):
     x = random(3, C).float()
     x[1] = 0
     x.requires_grad_()
@@ -296,7 +263,7 @@ def test_heads_of_zeros_have_a_finite_gradient(D):
 
 
 @pytest.mark.parametrize("D", [6, 32])
-def test_results_that_nobody_uses_change_no_gradient(D):
+def test_results_that_nobody_uses_change_no_gradient_and_mix_takes_one_tensor_twice(D):
     cos, sin = rotary(torch.arange(6).view(2, 3), D, torch.float32)
     for i in range(2):
         assert_agree(lambda x, delta, i=i: add_norm(x, delta)[i], tensors([(2, 3, D), (2, 3, D)]))
@@ -304,12 +271,7 @@ def test_results_that_nobody_uses_change_no_gradient(D):
         assert_agree(lambda x, gate, embedding, i=i: split_heads(
                          x, (cos.to(x.dtype), sin.to(x.dtype)), gate, embedding, 1.2, 1, 2, 1)[i],
                      tensors([(2, 3, 4 * D), (2, 3, 1), (2, 3, D)]))
-
-
-@pytest.mark.parametrize("C", [5, 64])
-def test_mix_of_one_tensor_with_itself(C):
-    x, a, b = tensors([(2, 3, C), (), ()])
-    assert_agree(lambda x, a, b: mix(x, x, a, b), (x, a, b))
+    assert_agree(lambda x, a, b: mix(x, x, a, b), tensors([(2, 3, D), (), ()]))
 
 
 @pytest.mark.parametrize("rows, C", [(1, 32), (16, 32), (37, 64), (32, 96), (5, 7)])
@@ -373,66 +335,43 @@ def test_every_kernel_is_called_as_it_is_written():
 # Matrix products
 
 def operands():
-    """name -> a, b: (5, 6) times (6, 4) and others, contiguous or not."""
+    """a, b: (5, 6) times (6, 4) and others, contiguous or not, wide or spread out."""
     a, b, wide = random(5, 6).float(), random(6, 4, seed=1).float(), random(9, 40, seed=2).float()
-    return {
-        "contiguous": (a, b),
-        "left transposed": (random(6, 5).float().t(), b),
-        "right transposed": (a, random(4, 6).float().t()),
-        "both transposed": (random(6, 5).float().t(), random(4, 6).float().t()),
-        "columns of wider ones": (wide[:5, 3:9], wide[:6, 20:24]),
-        "columns, transposed": (wide[:6, 3:8].t(), wide[:4, 20:26].t()),
-        "every second column": (wide[:5, 1:13:2], wide[:6, 20:28:2]),
-        "every second row": (a[::2], b),
-        "spread out": (torch.ones(()).expand(5, 6), b[:, :1].expand(6, 4)),
-        "one row": (a[:1], b),
-        "one column": (a, b[:, :1]),
-        "one inner": (a[:, :1], b[:1]),
-        "one number": (a[:1, :1], b[:1, :1]),
-        "large": (random(130, 70).float(), random(70, 90).float()),
-    }
+    return [(a, b), (random(6, 5).float().t(), b), (a, random(4, 6).float().t()),
+            (random(6, 5).float().t(), random(4, 6).float().t()), (wide[:5, 3:9], wide[:6, 20:24]),
+            (wide[:6, 3:8].t(), wide[:4, 20:26].t()), (wide[:5, 1:13:2], wide[:6, 20:28:2]), (a[::2], b),
+            (torch.ones(()).expand(5, 6), b[:, :1].expand(6, 4)), (a[:1], b), (a, b[:, :1]), (a[:, :1], b[:1]),
+            (a[:1, :1], b[:1, :1]), (random(130, 70).float(), random(70, 90).float())]
 
 
-ONEDNN = pytest.mark.parametrize("onednn", [
-    pytest.param(True, marks=pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")),
-    False])
-
-
-@ONEDNN
-@pytest.mark.parametrize("name", operands())
-def test_matmul_is_the_product(monkeypatch, onednn, name):
-    monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
+@pytest.fixture(params=[pytest.param(True, marks=pytest.mark.skipif(not torch.backends.mkldnn.is_available(),
+                                                                    reason="no oneDNN")), False])
+def onednn(request, monkeypatch):
+    """Products of any size by oneDNN, or by the other library."""
+    monkeypatch.setattr(ops, "mkl_is_slow", lambda: request.param)
     monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
-    a, b = operands()[name]
-    before = a.clone(), b.clone()
-    exact = a.double() @ b.double()
-    out = matmul(a, b)
-    assert out.shape == exact.shape and out.dtype == torch.float32
-    assert (out - exact).abs().max() <= 1e-6 * max(1, exact.abs().max())
-    assert torch.equal(a, before[0]) and torch.equal(b, before[1])
-    assert (matmul(a.double(), b.double()) - exact).abs().max() < 1e-12
 
 
-@ONEDNN
-@pytest.mark.parametrize("n, c, d", [(0, 5, 3), (4, 5, 0), (4, 0, 3), (0, 0, 3), (0, 5, 0)])
-def test_products_of_empty_matrices(monkeypatch, onednn, n, c, d):
-    monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
-    monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
-    assert torch.equal(matmul(torch.ones(n, c), torch.ones(c, d)), torch.zeros(n, d))
-    if c and d:
-        x, weight = torch.ones(2, n, c, requires_grad=True), torch.ones(d, c, requires_grad=True)
-        out = linear(x, weight)
-        out.sum().backward()
-        assert out.shape == (2, n, d) and torch.equal(x.grad, torch.full((2, n, c), float(d)))
-        assert torch.equal(weight.grad, torch.full((d, c), 2.0 * n))
+def test_matmul_is_the_product(onednn):
+    for a, b in operands():
+        before, exact, out = (a.clone(), b.clone()), a.double() @ b.double(), matmul(a, b)
+        assert out.shape == exact.shape and out.dtype == torch.float32
+        assert (out - exact).abs().max() <= 1e-6 * max(1, exact.abs().max())
+        assert torch.equal(a, before[0]) and torch.equal(b, before[1])
+        assert (matmul(a.double(), b.double()) - exact).abs().max() < 1e-12
+    for n, c, d in ((0, 5, 3), (4, 5, 0), (4, 0, 3), (0, 0, 3), (0, 5, 0)):
+        assert torch.equal(matmul(torch.ones(n, c), torch.ones(c, d)), torch.zeros(n, d))
+        if c and d:
+            x, weight = torch.ones(2, n, c, requires_grad=True), torch.ones(d, c, requires_grad=True)
+            out = linear(x, weight)
+            out.sum().backward()
+            assert out.shape == (2, n, d) and torch.equal(x.grad, torch.full((2, n, c), float(d)))
+            assert torch.equal(weight.grad, torch.full((d, c), 2.0 * n))
 
 
-@ONEDNN
 @pytest.mark.parametrize("C, D", [(33, 90), (90, 33), (40, 40), (40, 1), (64, 96), (96, 64)])
 @pytest.mark.parametrize("layout", ["dense", "gaps", "spread"])
-def test_linear_by_either_library(monkeypatch, called, onednn, C, D, layout):
-    monkeypatch.setattr(ops, "mkl_is_slow", lambda: onednn)
-    monkeypatch.setattr(ops, "ONEDNN_FROM", 1)
+def test_linear_by_either_library(called, onednn, C, D, layout):
     wide, weight, grads = (random(3, 21, 2 * C).float()[..., C:],
                            random(D, C, seed=1).float().requires_grad_(),
                            random(3, 21, 2 * D, seed=2).float()[..., :D])
@@ -452,8 +391,5 @@ def test_onednn_serves_amd_processors(monkeypatch):
         monkeypatch.setattr(ops, "open", lambda path, text=text: io.StringIO(text), raising=False)
         assert ops.mkl_is_slow.__wrapped__() == slow
 
-    def absent(path):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(ops, "open", absent, raising=False)
+    monkeypatch.setattr(ops, "open", lambda path: open("/no/such/file"), raising=False)
     assert ops.mkl_is_slow.__wrapped__() is False

@@ -29,8 +29,7 @@ def measured(t, worth, texts=TEXTS):
     problem, asked = t.task.problem("rl", 0), []
     solutions = t.written("generator", t.solve_prompts([problem] * len(texts)), texts)
 
-    def sample(draw, prompts, tool=None):
-        num = t.draws[draw].num_samples
+    def sample(draw, prompts, num, tool=None):
         bare = t.solve_prompts([problem])[0].ids
         asked.extend(t.tokenizer.decode(prompt.ids[len(bare):]) for prompt in prompts)
         found = t.written("prover", [p for p in prompts for _ in range(num)], ["x"] * (len(prompts) * num))

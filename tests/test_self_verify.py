@@ -20,7 +20,7 @@ def phases(num: int, *flags: str) -> str:
     t, found = random_play("self_verify", *flags), ""
     t.log = lambda role, values: None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(self_verify.tango, "generator_step", lambda t, judge: [])
+        patch.setattr(self_verify, "solve", lambda t: [])
         patch.setattr(self_verify.tango, "verifier_step", lambda t: [])
         for _ in range(num):
             list(self_verify.play(t))

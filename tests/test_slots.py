@@ -39,18 +39,18 @@ def test_every_row_sits_once_whatever_ends_when(prompts, num_places, data):
         half = waiting and prompt_of[seated[-1]] if seated else None
         opened = seated and waiting and 0 < sum(prompt_of[r] == half for r in seated) < len(dict(prompts)[half])
         enough = min(waiting, math.ceil(REFILL * num_places))
-        may = slots.may_admit()
+        may = slots.may_fill()
         assert may == (0 < enough <= num_places - len(at) and bool(opened or len(slot_of) < slots.num_slots))
         assert may or at or not waiting  # no deadlock
         if may:
-            rows, places, slots, new = slots.fill()
-            assert len(rows) == len(places) == len(slots) > 0 and len(set(places)) == len(places)
+            rows, places, at_slots, new = slots.fill()
+            assert len(rows) == len(places) == len(at_slots) > 0 and len(set(places)) == len(places)
             assert not set(places) & set(at) and set(places) <= set(range(num_places))
             for prompt, slot in new:
                 assert prompt not in known and slot not in slot_of.values() and 0 <= slot < slots.num_slots
                 known.add(prompt)
                 slot_of[prompt] = slot
-            assert slots == [slot_of[prompt_of[row]] for row in rows]
+            assert at_slots == [slot_of[prompt_of[row]] for row in rows]
             seated += rows
             at |= zip(places, rows, strict=True)
             # as many as can be: no place, no row or no slot is left
@@ -72,7 +72,7 @@ def test_every_row_sits_once_whatever_ends_when(prompts, num_places, data):
             rows = set(dict(prompts)[prompt])
             if rows <= ended:
                 del slot_of[prompt]
-        if not gone and not slots.may_admit():  # else this might take for ever
+        if not gone and not slots.may_fill():  # else this might take for ever
             place = min(at)
             slots.release([place])
             row = at.pop(place)
@@ -80,34 +80,34 @@ def test_every_row_sits_once_whatever_ends_when(prompts, num_places, data):
             if set(dict(prompts)[prompt_of[row]]) <= ended:
                 del slot_of[prompt_of[row]]
     assert seated == [row for _, rows in prompts for row in rows]  # in order, each once
-    assert ended == set(range(total)) and not slots.live and not slots.may_admit()
+    assert ended == set(range(total)) and not slots.live and not slots.may_fill()
 
 
 def test_rows_of_a_prompt_sit_down_at_different_times():
     slots = Slots([(7, range(0, 3)), (3, range(3, 6))], 4)
-    assert slots.num_slots == 2 and slots.may_admit()
+    assert slots.num_slots == 2 and slots.may_fill()
     assert slots.fill() == ([0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 1], [(7, 0), (3, 1)])
-    assert not slots.may_admit() and slots.batch(4) == [0, 1, 2, 3]
+    assert not slots.may_fill() and slots.batch(4) == [0, 1, 2, 3]
     slots.release([3])  # all rows of prompt 3 that sit have ended; two wait, so that its slot is its own
-    assert slots.may_admit() and slots.fill() == ([4], [3], [1], [])
+    assert slots.may_fill() and slots.fill() == ([4], [3], [1], [])
     slots.release([0, 1])
     assert slots.fill() == ([5], [1], [1], []) and slots.batch(3) == [2, 1, 3] and slots.batch(4) == [2, 1, 3, 0]
     slots.release([2])
-    assert slots.free_slots == [0] and not slots.may_admit()
+    assert slots.free_slots == [0] and not slots.may_fill()
 
 
 def test_waiting_rows_sit_down_several_at_a_time():
     slots = Slots([(p, range(p, p + 1)) for p in range(40)], 16)
     assert slots.fill()[0] == list(range(16))
     slots.release([5])
-    assert not slots.may_admit()  # one place of 16; two are an eighth
+    assert not slots.may_fill()  # one place of 16; two are an eighth
     slots.release([9])
-    assert slots.may_admit()
+    assert slots.may_fill()
     assert sorted(slots.fill()[1]) == [5, 9]
     last = Slots([(p, range(p, p + 1)) for p in range(17)], 16)
     last.fill()
     last.release([5])
-    assert last.may_admit()  # all that wait
+    assert last.may_fill()  # all that wait
 
 
 def test_slots_bound_the_prompts_that_are_kept():
@@ -116,9 +116,9 @@ def test_slots_bound_the_prompts_that_are_kept():
     assert slots.num_slots == 8
     held, kept = set(), {}
     for _ in range(200):
-        if slots.may_admit():
-            rows, places, slots, _ = slots.fill()
-            for row, place, slot in zip(rows, places, slots, strict=True):
+        if slots.may_fill():
+            rows, places, at_slots, _ = slots.fill()
+            for row, place, slot in zip(rows, places, at_slots, strict=True):
                 kept.setdefault(row // 4, place)
                 held.add(slot)
         stay = set(list(kept.values())[:7])
@@ -128,7 +128,7 @@ def test_slots_bound_the_prompts_that_are_kept():
 
 def test_no_prompts():
     slots = Slots([], 0)
-    assert slots.num_slots == 0 and not slots.may_admit() and slots.batch(0) == [] and not slots.live
+    assert slots.num_slots == 0 and not slots.may_fill() and slots.batch(0) == [] and not slots.live
 
 
 @settings(max_examples=200, deadline=None)

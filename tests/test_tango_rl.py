@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from nanochat.checkpoint import list_steps, saved_steps
 from nanochat.common import BadInput, Diverged, StopRequested
 from nanochat.recipes.tango import _judged, tango
 from nanochat.recipes.tango._observe import LENIENT, watch_leniency
+from nanochat.rl.credit.rewards import VerdictTrust
 from nanochat.rl.learn import state
 from nanochat.rl.measure import evals
 from nanochat.rl.play.play import Play, apply_update
@@ -231,11 +233,11 @@ def interrupt_at(monkeypatch, owner, name: str, call: int) -> None:
 
 
 @pytest.mark.parametrize("name, call, stopped_after", [
-    ("verify", 5, 1), ("verify", 9, 2), ("apply_update", 4, 4), ("pass_at_1", 2, 2)])
+    ("verify", 5, 1), ("verify", 9, 2), ("apply_update", 4, 3), ("finish_step", 4, 4), ("pass_at_1", 2, 2)])
 def test_sigterm_saves_one_set_and_the_next_run_goes_on(base, straight, monkeypatch, name, call, stopped_after):
-    """In a verifier step that has changed the pool, in a generator step after its evaluation, in an update, in an
-    evaluation. The evaluation at the start has the first three calls of verify."""
-    owner = {"apply_update": steps, "pass_at_1": evals}.get(name, Play)
+    """In a verifier step that has changed the pool, in a generator step after its evaluation, before an update and after
+    it, in an evaluation. The evaluation at the start has the first three calls of verify."""
+    owner = {"verify": Play, "pass_at_1": evals}.get(name, steps)
     with monkeypatch.context() as patch:
         interrupt_at(patch, owner, name, call)
         with pytest.raises(StopRequested, match="--resume-from-step auto"):
@@ -398,17 +400,17 @@ def test_sigterm_to_torchrun_saves_on_two_ranks(base):
     weights(base, "r", saved)  # the set is whole
 
 
-SHORT = ["--save-every", "1", "--warmup-steps", "1", "--generator-steps", "1", "--num-steps", "2", "--eval-examples",
-         "4", "--kl-coef", "0.1"]  # a warm-up step, then generator, verifier, generator
+SHORT = ["--save-every", "1", "--warmup-steps", "2", "--generator-steps", "1", "--num-steps", "2", "--eval-examples",
+         "2", "--kl-coef", "0.1"]  # two steps of warm-up, then generator, verifier, generator
 
 
 def resumed(base, *flags: str) -> dict:
     """The last weights of a short run, which are those of a continued one."""
     train("--run", "a", *SHORT, *flags)
     copy_run(base, "a", "b")
-    train("--run", "b", "--resume-from-step", "2", *SHORT, *flags)
-    final = weights(base, "a", 4)
-    assert_same_weights(final, weights(base, "b", 4))
+    train("--run", "b", "--resume-from-step", "3", *SHORT, *flags)
+    final = weights(base, "a", 5)
+    assert_same_weights(final, weights(base, "b", 5))
     return final
 
 
@@ -436,7 +438,7 @@ def test_a_trunk_that_both_roles_train_is_one_and_resumes(base, head, optimizer,
                     *(["--verifier-shared-layers", str(num_shared)] if head == "trunk" else []))
     block = "transformer.h.{}.mlp.c_fc.weight".format
     start = torch.load(base / "chatsft_checkpoints" / "tiny" / "model_000200.pt", weights_only=True)
-    warm = weights(base, "a", 1)
+    warm = weights(base, "a", 2)
     for i in range(2):
         is_one = torch.equal(final[f"gen/{block(i)}"], final[f"ver/{block(i)}"])
         assert is_one == (i < num_shared)
@@ -647,14 +649,6 @@ def test_a_lenient_verifier_is_told_of(straight):
 
 # Step rewards given outcomes
 
-def test_trust_in_verdicts_changes_and_is_saved(straight):
-    log, names = [r for r in records(straight, "r") if r["role"] == "generator"], list(_judged.VerdictTrust().__dict__)
-    trusts = [[r[f"gen/trust/{name}"] for name in names[:3]] for r in log]
-    assert all(0 < value < 1 for trust in trusts for value in trust) and trusts[0] != trusts[-1]
-    memory = torch.load(straight / "runs" / "r" / "state_000007.pt", weights_only=True)["memory"]
-    assert [memory["trust"][name] for name in names[:3]] == trusts[-1]
-
-
 @pytest.mark.parametrize("has_answer", [True, False])
 def test_a_solution_without_an_answer_says_nothing_of_its_steps(monkeypatch, has_answer):
     """One that is cut off may lack steps and have no wrong ones: its steps are believed as far as verdicts are."""
@@ -668,6 +662,12 @@ def test_a_solution_without_an_answer_says_nothing_of_its_steps(monkeypatch, has
     believed = [row and [told[f"trust/right_if_{'right' if v else 'wrong'}"] for v in row] for row in verdicts]
     assert (chances == believed) == (not has_answer) and chances[2] is None
     assert solutions.columns["step_chances"] == chances and t.memory["trust"]["luck"] == told["trust/luck"]
+    if has_answer:  # a batch after the other moves one estimate, which is saved with the run
+        _judged.posterior(t, solutions, verdicts[::-1])
+        trust = VerdictTrust()
+        for batch in (verdicts, verdicts[::-1]):
+            trust.observe(batch, solutions.columns["outcome"])
+        assert t.memory["trust"] == asdict(trust)
 
 
 def test_solutions_that_are_alike_are_verified_once(base, monkeypatch):

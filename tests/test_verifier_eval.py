@@ -21,7 +21,7 @@ from nanochat.checkpoint import load_model
 from nanochat.common import script_main
 from nanochat.engine import generate, row_key
 from nanochat.rl.measure import scores
-from nanochat.rl.play.play import sampling
+from nanochat.rl.play import sampling
 from nanochat.rl.verify.judges import JUDGES
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_sft, verifier_eval

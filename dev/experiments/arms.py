@@ -205,25 +205,13 @@ def at(alpha: float = 0.7, kl: float = 0.05, num_labelled: int = 0, also: tuple[
 
 USUAL = at(also=STAGES)
 DIALS = {  # each turns one thing of the usual setting
-    # How good the verifier is before RL: the share of the facts that it is taught wrongly.
-    "start": {
-        "weak": at(verifier_sft="--chain-verifier-share 0.7", ending="-weak"),
-        "usual": USUAL,
-        "strong": at(verifier_sft="--chain-verifier-share 0.05", ending="-strong"),
-    },
-    # How much weight step rewards have, and a generator that no KL holds back.
-    "pressure": {
-        "alpha30": at(alpha=0.3),
-        "usual": USUAL,
-        "kl0": at(kl=0, also=STAGES),
-    },
-    # How many problems have a gold answer.
-    "labels": {
-        "n64": at(num_labelled=64),
-        "n256": at(num_labelled=256),
-        "usual": USUAL,
-    },
-}
+    # how good the verifier is before RL: the share of the facts that it is taught wrongly
+    "start": {"weak": at(verifier_sft="--chain-verifier-share 0.7", ending="-weak"), "usual": USUAL,
+              "strong": at(verifier_sft="--chain-verifier-share 0.05", ending="-strong")},
+    # how much weight step rewards have, and a generator that no KL holds back
+    "pressure": {"alpha30": at(alpha=0.3), "usual": USUAL, "kl0": at(kl=0, also=STAGES)},
+    # how many problems have a gold answer
+    "labels": {"n64": at(num_labelled=64), "n256": at(num_labelled=256), "usual": USUAL}}
 
 
 # Names and flags
@@ -287,11 +275,11 @@ def starts_of(e: Setup) -> dict[str, Start]:
     task = TASKS[e.task]
     common = f"--seed {{seed}} --device-type cpu {MODEL} {task.sft}"
     verifying = f"{common} {task.verifier_sft} {task.problems}"
-    behind = "--model-tag {tag} --from-stage sft --from-tag {gen}"
+    from_gen = "--model-tag {tag} --from-stage sft --from-tag {gen}"
     made = {"gen": ("", f"--role generator --model-tag {{tag}} {common} {task.problems}"),
-            "refine": ("-refine", f"--role generator {behind} {common} {task.problems} {REFINE_SFT}"),
+            "refine": ("-refine", f"--role generator {from_gen} {common} {task.problems} {REFINE_SFT}"),
             # a step has as many demonstrations of either role as the SFT of that role alone
-            "both": ("-both", f"--role both {behind} {verifying} --examples-per-step 48")}
+            "both": ("-both", f"--role both {from_gen} {verifying} --examples-per-step 48")}
     for name, (ending, own) in VERIFIERS.items():
         made[name] = (f"-ver{ending}{e.setting.ending}", f"--role verifier --model-tag {{gen}} --verifier-tag {{tag}} "
                                                          f"{verifying} {own} {e.setting.verifier_sft}")

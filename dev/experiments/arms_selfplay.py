@@ -148,7 +148,7 @@ FAMILIES = {
         "frozen_partner", {"joint/sampled_in": "right together, sampled", "joint/pass1_in": "right together, greedy",
                            "joint/sampled_agree_in": "one convention, sampled"}),
     "rounds": Family(
-        "answers behind the others' answers, or behind a verification", PLAIN,
+        "answers after the others' answers, or after a verification", PLAIN,
         {"gen": f"{GEN} 500", "both": f"{BOTH} 500 --demo-shares refine:0.4"},
         {"grpo": f"--recipe grpo {BRIEF}",
          **{f"debate_{shaping}": f"--recipe marti --graph debate --shaping {shaping} {BY_JUDGE}"

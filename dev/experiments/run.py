@@ -15,7 +15,6 @@ was interrupted goes on.
 """
 import argparse
 import itertools
-import json
 import os
 import re
 import shlex
@@ -23,7 +22,6 @@ import sys
 import time
 from dataclasses import replace
 from statistics import mean
-from typing import NamedTuple
 
 from dev.experiments import arms_selfplay, arms_verifiers
 from dev.experiments.arms import (DIALS, LISTS, PARTNERS, TASKS, Experiment, all_arms, arms_of, chosen, experiment,
@@ -32,8 +30,9 @@ from dev.experiments.arms_selfplay import FAMILIES
 from dev.experiments.arms_verifiers import VERIFIERS
 from dev.experiments.jobs import (Job, carry_out_all, check_made_alike, job_of, log_of, models_of, needed, runs_of,
                                   stages_of)
-from dev.experiments.table import Table, write_all
+from dev.experiments.table import WATCHED, Table, write_all
 from nanochat.common import BadInput, check_choices, print0, script_main
+from nanochat.hf.files import read_json
 from nanochat.rl.report.report import Run, change, check_comparable, paired, read_run, spread
 from nanochat.storage.files import check_writable, make_folder, path_of
 
@@ -52,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--arms", help="default: the main ones of fig4 and pays, all of one family, all verifiers; a "
                         "family's baseline comes along")
     parser.add_argument("--task", help=f"of fig4, one of: {', '.join(TASKS)}; default: chain")
-    parser.add_argument("--start", help="of fig4: sft (default), or refine: behind it a second SFT, of second attempts")
+    parser.add_argument("--start", help="of fig4: sft (default), or refine: after it a second SFT, of second attempts")
     parser.add_argument("--steps", help="of the generator, in fig4 and pays; default: the task's, or the setting's")
     parser.add_argument("--dial", help=f"of pays, one or more of: {', '.join(DIALS)}; default: all")
     parser.add_argument("--settings", help="of one dial; default: all")
@@ -68,25 +67,18 @@ def make_parser() -> argparse.ArgumentParser:
 
 # What is asked for
 
-class Report(NamedTuple):
-    """A table, of these experiments, and the folder below --out that it is in."""
-    table: Table
-    experiments: list[Experiment]
-    folder: str = ""
-
-
-def reports_of_arms(args) -> list[Report]:
+def tables_of_arms(args) -> list[Table]:
     if args.experiment == "pays" and args.dial is None:
         args.dial = " ".join(DIALS)
-    reports = []
+    tables = []
     for dial, setups in setups_of(args).items():
         arms = [all_arms(e) if args.list and args.arms is None else arms_of(e, args.arms) for e in setups]
-        table = Table(dial or setups[0].name, partners=PARTNERS, alike=tuple(itertools.chain(*arms)))
-        reports.append(Report(table, list(map(experiment, setups, arms)), dial))
-    return reports
+        tables.append(Table(dial or setups[0].name, list(map(experiment, setups, arms)), dial, partners=PARTNERS,
+                            alike=tuple(itertools.chain(*arms))))
+    return tables
 
 
-def reports_of_families(args) -> list[Report]:
+def tables_of_families(args) -> list[Table]:
     names = list(FAMILIES) if args.families is None else chosen("families", args.families, FAMILIES)
     arms = {name: list(FAMILIES[name].arms) for name in names}
     if args.arms is not None:
@@ -94,31 +86,28 @@ def reports_of_families(args) -> list[Report]:
             raise BadInput(f"--arms {args.arms}: of which family? Name one with --families")
         asked = chosen("arms", args.arms, arms[names[0]])
         arms = {names[0]: list(dict.fromkeys([FAMILIES[names[0]].baseline, *asked]))}
-    return [Report(Table(name, family.words, family.baseline, family.watched, all_metrics=False),
-                   [arms_selfplay.experiment(name, arms[name])]) for name, family in FAMILIES.items() if name in arms]
+    return [Table(name, [arms_selfplay.experiment(name, arms[name])], words=family.words, baseline=family.baseline,
+                  watched=family.watched, all_metrics=False) for name, family in FAMILIES.items() if name in arms]
 
 
-def reports_of_verifiers(args) -> list[Report]:
+def tables_of_verifiers(args) -> list[Table]:
     names = list(VERIFIERS) if args.arms is None else chosen("arms", args.arms, VERIFIERS)
     e = arms_verifiers.experiment(names)
     # runs of judges with longer texts have other flags than the others
     alike = tuple(name for name in names if not arms_verifiers.OF_SEVERAL.get(VERIFIERS[name].judge))
-    table = Table(e.name, f"verifiers on {arms_verifiers.TASK}, as judges before RL, and as rewards",
-                  titles=TITLES, own=lambda name, seeds: columns_of_verifier(e, name, seeds), alike=alike)
-    return [Report(table, [e])]
+    return [Table(e.name, [e], words=f"on {arms_verifiers.TASK}; as judges: before RL",
+                  watched={name: WATCHED[name] for name in ("gen/pass1_in", "gen/pass1_out")}, titles=TITLES,
+                  own=lambda name, seeds: columns_of_verifier(e, name, seeds), alike=alike)]
 
 
-REPORTS = {"fig4": reports_of_arms, "pays": reports_of_arms, "selfplay": reports_of_families,
-           "verifiers": reports_of_verifiers}
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+TABLES = {"fig4": tables_of_arms, "pays": tables_of_arms, "selfplay": tables_of_families,
+          "verifiers": tables_of_verifiers}
 
 
 def jobs_at_once() -> int:
     """JOBS, or the number of cores. Raises BadInput."""
-    given = os.environ.get("JOBS") or str(num_cores())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    given = os.environ.get("JOBS") or str(cores)
     if not re.fullmatch("[1-9][0-9]*", given):
         raise BadInput(f"JOBS {given}: must be a number from 1")
     return int(given)
@@ -157,8 +146,7 @@ TITLES = ("what it is", *(title for _, title, _ in JUDGED), "choosing, before ->
 
 
 def read_summary(job: Job) -> dict:
-    with open(os.path.join(job.folder, job.done), encoding="utf-8") as f:
-        return json.load(f)
+    return read_json(os.path.join(job.folder, job.done))
 
 
 def training_cost(e: Experiment, name: str, seed: str) -> float:
@@ -175,7 +163,7 @@ def training_cost(e: Experiment, name: str, seed: str) -> float:
 
 def columns_of_verifier(e: Experiment, name: str, seeds: list[int]) -> list[str]:
     """The texts of TITLES."""
-    judged = [read_summary(run)["before"] for run in runs_of(Experiment(e.name, e.starts, {name: e.arms[name]}), seeds)]
+    judged = [read_summary(run)["before"] for run in runs_of(e._replace(arms={name: e.arms[name]}), seeds)]
     columns, is_trained = [VERIFIERS[name].words], bool(VERIFIERS[name].recipe)
     for key, _, factor in JUDGED:
         values = [found.get(f"ver/{key}_fixed") for found in judged]
@@ -194,7 +182,7 @@ def columns_of_verifier(e: Experiment, name: str, seeds: list[int]) -> list[str]
 
 def listed(args, stages: list[list[Job]], seed: str) -> list[str]:
     """The lines of --list flags: of arms what they are called, of others each process."""
-    if REPORTS[args.experiment] is reports_of_arms:
+    if TABLES[args.experiment] is tables_of_arms:
         names = {job: job.name if args.dial else job.name.partition("-")[2] for job in stages[-1]}
     else:
         names = {job: job.name for job in itertools.chain(*stages)}
@@ -207,8 +195,9 @@ def named(run: Run, name: str) -> Run:
     return replace(run, name=name, task=task, arm=arm)
 
 
-def write_report(table: Table, jobs: list[Job], models: dict[Job, Job], out: str, first_line: str) -> bool:
+def report(table: Table, seeds: list[str], models: dict[Job, Job], out: str, first_line: str) -> bool:
     """Writes the report of the finished runs; whether all are. Raises BadInput where they cannot be compared."""
+    jobs = [job for e in table.experiments for job in runs_of(e, seeds)]
     finished = [job for job in jobs if models[job].is_done()]
     for job in jobs:
         if job not in finished:
@@ -227,8 +216,8 @@ def main(args) -> None:
     if args.list in LISTS:
         print0(" ".join(LISTS[args.list]))
         return
-    seeds, at_once, reports = seeds_of(args.seeds), jobs_at_once(), REPORTS[args.experiment](args)
-    experiments = list({e.name: e for one in reports for e in one.experiments}.values())  # dials share a setting
+    seeds, at_once, tables = seeds_of(args.seeds), jobs_at_once(), TABLES[args.experiment](args)
+    experiments = list({e.name: e for table in tables for e in table.experiments}.values())  # dials share a setting
     stages = stages_of(experiments, seeds[:1] if args.list else seeds)
     if args.list:
         print0("\n".join(listed(args, stages, seeds[0])))
@@ -245,11 +234,11 @@ def main(args) -> None:
     if not all(carry_out_all(stage, at_once) for stage in [[tokenizer], *stages[:-1]]):
         sys.exit(1)  # what comes next starts from it
     is_whole, models = carry_out_all(stages[-1], at_once), models_of(stages[-1])
-    first_line = (f"`{shlex.join(['bash', 'dev/experiments/run.sh', *sys.argv[1:]])}`: {at_once} runs of one thread at "
-                  f"a time, {(time.time() - started) // 60:.0f} minutes in this call (finished runs are not run again).")
-    for table, group, folder in reports:
-        jobs = [job for e in group for job in runs_of(e, seeds)]
-        is_whole &= write_report(table, jobs, models, os.path.join(folders[0], folder), first_line)
+    command = shlex.join(["bash", "dev/experiments/run.sh", *sys.argv[1:]])
+    minutes = (time.time() - started) // 60
+    first_line = f"`{command}`: {minutes:.0f} minutes, {at_once} runs at a time; what was finished was not run again."
+    for table in tables:
+        is_whole &= report(table, seeds, models, os.path.join(folders[0], table.folder), first_line)
     if not is_whole:
         sys.exit(1)
 

@@ -7,14 +7,14 @@ the last one stays. What cannot be read is no rejection, and is counted. The sol
 judged. Each test_in problem is solved --num-attempts times so, for each of the --retries, and --num-samples times in a
 single pass, of which s = 1, 2, 4, ... vote as in verify_or_sample.
 
-Tokens are those that are sampled: of a step and of its judgment up to the end of either. What this script draws behind
+Tokens are those that are sampled: of a step and of its judgment up to the end of either. What this script draws after
 that it throws away, where another would stop. Judgments of steps that stay are given to the verifier as the beginning
 of what it writes, so each is paid for once. The lead is the retry loop's accuracy less that of voting with as many
 tokens, which lies on a line in log tokens between two numbers of votes; ± is half of its 95% interval over problems.
 
 Departures:
 1. In the plan a rejected step stays in the conversation, with the verifier's words, and the generator is told to try
-   again. Here it tries again behind the steps before: it was never taught to read a rejection.
+   again. Here it tries again after the steps before: it was never taught to read a rejection.
 2. The plan names no limit for retries and compares with a single pass at whatever tokens.
 3. A verifier that was shown whole solutions alone rejects most beginnings: chat_sft --cut-share shows it some.
 4. Both models are small ones from chat_sft. The plan's are QLoRAs of Phi-2 or Phi-3, of GSM8K and of PRM800K.
@@ -154,22 +154,22 @@ def solve_by_steps(problems: list[Problem], num: int, retries: int, generator, v
     while active := [attempt for attempt in attempts if not attempt.is_done]:
         prompts = [Prompt(a.prompt + a.ids, a.problem, a.copy()) for a in active]
         steps = [take_step(tokenizer, fmt, a, drawn, solver.max_new_tokens)
-                 for a, drawn in zip(active, drawn_behind(generator, prompts, solver, "write"), strict=True)]
+                 for a, drawn in zip(active, drawn_after(generator, prompts, solver, "write"), strict=True)]
         asked = [(a, step) for a, step in zip(active, steps, strict=True) if step is not None]
         texts = [tokenizer.decode(a.ids + step) for a, step in asked]
         prompts = [Prompt(verifier_prompt(tokenizer, fmt, a.problem.prompt, text) + a.judged, a.problem, a.copy())
                    for (a, _), text in zip(asked, texts, strict=True)]
-        for (a, step), drawn in zip(asked, drawn_behind(verifier, prompts, judge, "judge", greedy), strict=True):
+        for (a, step), drawn in zip(asked, drawn_after(verifier, prompts, judge, "judge", greedy), strict=True):
             take_verdict(tokenizer, fmt, a, step, drawn, retries)
     return attempts
 
 
-def drawn_behind(model, prompts: list[Prompt], sampler: Sampler, stream: str, greedy: bool = False) -> list[list[int]]:
+def drawn_after(model, prompts: list[Prompt], sampler: Sampler, stream: str, greedy: bool = False) -> list[list[int]]:
     """A completion of each prompt, with its end token if it ended itself. Raises BadInput where there is no room."""
     room = model.config.sequence_len - max((len(prompt.ids) for prompt in prompts), default=0)
     limit = min(sampler.max_new_tokens, room)
     if limit < 1:
-        raise BadInput("a prompt with what was written behind it fills the model's context: lower --max-new-tokens")
+        raise BadInput("a prompt with what was written after it fills the model's context: lower --max-new-tokens")
     return sampler.sample(model, prompts, 1, ("step_retry", stream), limit, greedy).completions()
 
 

@@ -1,14 +1,15 @@
 """
 The one table of all experiments: arms seed by seed, and their differences from a baseline in pairs, with intervals.
 
-A pair is the same seed: the same SFT checkpoints and problems. All is in percent and points but tokens. ± behind a mean
-is the standard deviation over seeds, behind a difference half of its 95% interval (Student's t).
+A pair is the same seed: the same SFT checkpoints and problems. All is in percent and points but tokens. ± after a mean
+is the standard deviation over seeds, after a difference half of its 95% interval (Student's t).
 """
 import os
 from collections.abc import Callable
 from statistics import mean
 from typing import NamedTuple
 
+from dev.experiments.arms import Experiment
 from nanochat.rl.report.page import draw_curves
 from nanochat.rl.report.report import (ORACLE, Run, at_equal_tokens, change, curve, filled, paired, provenance,
                                        recovered, share, spread, tidy, write_csv)
@@ -20,11 +21,13 @@ WATCHED = {"gen/pass1_in": "pass@1", "gen/pass1_out": "pass@1, longer problems",
 
 
 class Table(NamedTuple):
-    """What a table is about. name: of its files; words: what it compares; watched: metrics, of which the first one is
-    compared; all_metrics: the csv and the curves have those of every report, too; partners: another arm to compare an
-    arm with; titles, own: columns of its own, and their texts for an arm and its seeds; alike: arms whose runs must be
-    comparable by their flags."""
+    """What a table is about. name: of its file; folder: below --out; words: what it compares; watched: metrics, of
+    which the first one is compared; all_metrics: the csv and the curves have those of every report, too; partners:
+    another arm to compare an arm with; titles, own: columns of its own, and their texts for an arm and its seeds;
+    alike: arms whose runs must be comparable by their flags."""
     name: str
+    experiments: list[Experiment]
+    folder: str = ""
     words: str = ""
     baseline: str = "grpo"
     watched: dict[str, str] = WATCHED
@@ -65,11 +68,13 @@ def row_of(table: Table, arm: str, of_arm: dict[str, dict[int, Run]], seeds: lis
     of_partner = told(less(finals[arm], finals.get(partner, {})))
     oracle = less(finals.get(ORACLE, {}), of_baseline)
     curves = [[curve(run, metric, "sampled_tokens")[1] for run in mine.values()] for metric in table.watched]
-    return [arm, *table.own(arm, list(mine)), by_seed(finals[arm], seeds), spread(list(finals[arm].values())), told(gains),
-            of_partner if of_partner == "-" else f"{of_partner} ({partner})", told(less(equal, of_baseline)),
+    tokens = mean(run.points[-1]["sampled_tokens"] for run in mine.values())
+    return [arm, *table.own(arm, list(mine)), by_seed(finals[arm], seeds), spread(list(finals[arm].values())),
+            told(gains), of_partner if of_partner == "-" else f"{of_partner} ({partner})",
+            told(less(equal, of_baseline)),
             share(recovered(gains, oracle), {"arm": arm, "has_oracle": bool(oracle and gains)}),
             *(change([(values[0], values[-1]) for values in found if values]) for found in curves),
-            f"{mean(run.points[-1]['sampled_tokens'] for run in mine.values()) / 1e6:.2f}M"]
+            f"{tokens / 1e6:.2f}M"]
 
 
 def table_of(table: Table, runs: list[Run]) -> str:
