@@ -153,8 +153,8 @@ def open_streams() -> None:
 
 
 def refuse(explain, message: str) -> None:
-    """Raises BadInput with argparse's message, as `explain` puts it."""
-    raise BadInput(explain(message))
+    """Raises BadInput with argparse's message, as `explain` puts it; what a type refuses as --flag value: ..."""
+    raise BadInput(explain(re.sub(r"^argument (\S+): (.*?): must be", r"\1 \2: must be", message)))
 
 
 class Flags(argparse.Namespace):

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 
 from nanochat.attention import PADDING_POSITION, KVCache, attend, make_mask
-from nanochat.common import BadInput, check_least, check_most
+from nanochat.common import BadInput, at_least
 from nanochat.decode_cache import DecodeCache
 from nanochat.decode_step import DecodeStep
 from nanochat.kernels.ops import (LEAST_ROWS, add_norm, after_attention, before_attention, fuses_layers, linear,
@@ -26,7 +26,6 @@ VALUE_CHANNELS = 12   # channels of the block input that the value-embedding gat
 ROTARY_BASE = 100000
 QK_SCALE = 1.2        # on q and on k after their norm
 NARROW = 512          # width up to which few rows decode in one call: faster at 384, slower at 768 (dev/BENCH.md)
-MOST = {"depth": 1000, "n_embd": 2 ** 17, "sequence_len": 2 ** 24}
 
 
 @dataclass
@@ -425,20 +424,18 @@ class GPT(nn.Module):
 def add_model_args(parser, depth: int = 4, sequence_len: int = 256, window_pattern: str = "L") -> None:
     """The flags of a new model's shape; --depth is the one dial."""
     group = parser.add_argument_group("model")
-    group.add_argument("--depth", type=int, default=depth, help="layers: the one dial")
-    group.add_argument("--n-embd", type=int, default=0,
+    group.add_argument("--depth", type=at_least(1, int, 1000), default=depth, help="layers: the one dial")
+    group.add_argument("--n-embd", type=at_least(0, int, 2 ** 17), default=0,
                        help="width; default: 64 per layer, rounded up to a multiple of 128")
-    group.add_argument("--n-head", type=int, default=0, help="default: n_embd / 128, at least 1")
-    group.add_argument("--n-kv-head", type=int, default=0, help="default: --n-head")
-    group.add_argument("--sequence-len", type=int, default=sequence_len)
+    group.add_argument("--n-head", type=at_least(0), default=0, help="default: n_embd / 128, at least 1")
+    group.add_argument("--n-kv-head", type=at_least(0), default=0, help="default: --n-head")
+    group.add_argument("--sequence-len", type=at_least(8, int, 2 ** 24), default=sequence_len)
     group.add_argument("--window-pattern", default=window_pattern,
                        help="per layer, repeated: L sees all tokens before it, S a quarter of the context")
 
 
 def config_of(args, vocab_size: int) -> GPTConfig:
     """The shape that the flags of add_model_args ask for. Raises BadInput."""
-    check_least(args, {"n_embd": 0, "n_head": 0, "n_kv_head": 0})
-    check_most(args, MOST)
     depth = args.depth
     n_embd = args.n_embd or (64 if depth == 1 else -(-64 * depth // 128) * 128)
     n_head = args.n_head or max(1, n_embd // 128)

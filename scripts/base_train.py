@@ -14,13 +14,14 @@ import contextlib
 import math
 import os
 import time
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
 from nanochat.checkpoint import (load_model, load_training, resumable_steps, resume_step, save_model, save_training,
                                  saying_what_is_whole, warn_of_dtype)
-from nanochat.common import (BadInput, CannotWrite, Diverged, StopRequested, all_reduce, check_least, check_most,
+from nanochat.common import (SHARE, BadInput, CannotWrite, Diverged, StopRequested, above, all_reduce, at_least,
                              check_name, compute_dtype, dtype_name, flag_defaults, in_words, init_device, on_all_ranks,
                              print0, rank_and_world, script_main)
 from nanochat.dataloader import Documents, PackedBatches, check_same_files, find_files, is_hub_name, mark_files
@@ -32,7 +33,7 @@ from nanochat.kernels.attention import register_operator
 from nanochat.loss_eval import bits_per_byte, supervised_loss
 from nanochat.optim import optimize, pretraining_optimizers, warmup_warmdown
 from nanochat.storage.files import check_writable, path_of
-from nanochat.storage.run import add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
+from nanochat.storage.run import Run, add_keep_arg, add_run_args, describe_versions, look_at, start_run, uses_wandb
 from nanochat.weights import check_weights
 
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2 ** 19  # where upstream tuned the learning rates; tokens
@@ -48,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--resume-from-step", default="-1",
                         help=f"continue from this step, or from the last one with 'auto'; -1 = a fresh start; "
                              f"{in_words(MAY_CHANGE)}")
-    parser.add_argument("--save-every", type=int, default=-1, help="steps between checkpoints; -1 = at the end only")
+    parser.add_argument("--save-every", type=at_least(-1), default=-1,
+                        help="steps between checkpoints; -1 = at the end only")
     add_keep_arg(parser)
     data = parser.add_argument_group("data")
     data.add_argument("--data", nargs="+", required=True,
@@ -58,35 +60,36 @@ def make_parser() -> argparse.ArgumentParser:
                       help="the same for validation; default: the last file of --data, which is then not trained on")
     add_model_args(parser, depth=20, sequence_len=2048, window_pattern="SSSL")
     horizon = parser.add_argument_group("horizon, in order of precedence")
-    horizon.add_argument("--num-iterations", type=int, default=-1, help="optimizer steps; -1 = by the next")
-    horizon.add_argument("--target-flops", type=float, default=-1.0,
+    horizon.add_argument("--num-iterations", type=at_least(1, also=-1), default=-1,
+                         help="optimizer steps; -1 = by the next")
+    horizon.add_argument("--target-flops", type=at_least(-1, float), default=-1.0,
                          help="as many steps as these FLOPs allow; -1 = by the next")
-    horizon.add_argument("--target-param-data-ratio", type=float, default=12.0,
+    horizon.add_argument("--target-param-data-ratio", type=above(0, 1e9), default=12.0,
                          help="tokens per weight of the matrices")
     training = parser.add_argument_group("training")
-    training.add_argument("--device-batch-size", type=int, default=32,
+    training.add_argument("--device-batch-size", type=at_least(1, int, 10 ** 6), default=32,
                           help="rows that go through the model at once, per rank; changes no result")
     training.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None,
                           help="compile the forward and backward pass of training (torch.compile), which rounds "
                                "differently; default: on CUDA")
-    training.add_argument("--total-batch-size", type=int, default=-1,
+    training.add_argument("--total-batch-size", type=at_least(1, int, 2 ** 30, also=-1), default=-1,
                           help="tokens per step over all ranks; -1 = by the rule")
-    training.add_argument("--matrix-lr", type=float, default=0.02,
+    training.add_argument("--matrix-lr", type=at_least(0, float), default=0.02,
                           help="Muon, for the blocks' matrices; this and the next are for 524,288 tokens")
-    training.add_argument("--embedding-lr", type=float, default=0.3, help="AdamW, at width 768")
-    training.add_argument("--unembedding-lr", type=float, default=0.008, help="AdamW, at width 768")
-    training.add_argument("--scalar-lr", type=float, default=0.5, help="AdamW, for the per-layer scalars")
-    training.add_argument("--weight-decay", type=float, default=0.28,
+    training.add_argument("--embedding-lr", type=at_least(0, float), default=0.3, help="AdamW, at width 768")
+    training.add_argument("--unembedding-lr", type=at_least(0, float), default=0.008, help="AdamW, at width 768")
+    training.add_argument("--scalar-lr", type=at_least(0, float), default=0.5, help="AdamW, for the per-layer scalars")
+    training.add_argument("--weight-decay", type=at_least(0, float), default=0.28,
                           help="of Muon, at depth 12; falls to 0 over the run")
-    training.add_argument("--warmup-steps", type=int, default=40)
-    training.add_argument("--warmdown-ratio", type=float, default=0.65,
+    training.add_argument("--warmup-steps", type=at_least(0), default=40)
+    training.add_argument("--warmdown-ratio", type=SHARE, default=0.65,
                           help="share of the steps over which the learning rate falls")
-    training.add_argument("--final-lr-frac", type=float, default=0.05)
-    training.add_argument("--max-grad-norm", type=float, default=1.0, help="0 = no clipping")
+    training.add_argument("--final-lr-frac", type=SHARE, default=0.05)
+    training.add_argument("--max-grad-norm", type=at_least(0, float), default=1.0, help="0 = no clipping")
     evals = parser.add_argument_group("evaluation")
     evals.add_argument("--eval-every", type=int, default=250,
                        help="steps between evaluations of validation bits per byte; -1 = at the end only")
-    evals.add_argument("--eval-tokens", type=int, default=80 * 2 ** 19,
+    evals.add_argument("--eval-tokens", type=at_least(1), default=80 * 2 ** 19,
                        help="tokens of validation text, over all ranks")
     evals.add_argument("--sample-every", type=int, default=2000, help="steps between samples; -1 = at the end only")
     return parser
@@ -191,36 +194,76 @@ def training_trunk(args, model, device: torch.device):
     return torch.compile(model.trunk, dynamic=False)
 
 
-def train_step(args, model, trunk, optimizers, batches, rules, step: int, device) -> tuple[float, float, float]:
+@dataclass
+class Pretraining:
+    """All that the steps of a run read and change."""
+    args: argparse.Namespace
+    tag: str
+    tokenizer: object
+    val_sources: list[str]
+    texts: list[dict]           # marks of the files of training and of validation
+    model: GPT
+    optimizers: list
+    batches: PackedBatches
+    rules: dict                 # of apply_rules
+    state: dict                 # step, seconds, and how many steps were skipped in a row
+    run: Run | None = None
+
+    def evaluate(self) -> float:
+        """Validation bits per byte. Raises Diverged."""
+        check_weights(self.model, "model")
+        batches = validation_batches(self.args, self.val_sources, self.tokenizer, self.run)
+        val_bpb = bits_per_byte(self.model, batches, self.tokenizer.num_bytes())
+        if not math.isfinite(val_bpb):
+            raise Diverged(f"after step {self.state['step']}: validation bits per byte are {val_bpb}; lower the "
+                           f"learning rates")
+        return val_bpb
+
+    def meta(self, val_bpb: float | None = None) -> dict:
+        return {"user_config": vars(self.args), "tokenizer": self.tokenizer.mark(), "val_bpb": val_bpb,
+                "total_batch_size": self.rules["batch"], "device_batch_size": self.args.device_batch_size,
+                "max_seq_len": self.args.sequence_len}
+
+    def save(self, val_bpb: float | None = None) -> None:
+        check_weights(self.model, "model")
+        save_training(self.run, "base", self.tag, self.state["step"], self.model, self.optimizers,
+                      {"batches": self.batches.state_dict(), "state": dict(self.state), "texts": self.texts,
+                       "dtype": dtype_name(self.model.compute_dtype)},
+                      self.meta(val_bpb), keep=self.args.keep, per_rank=True)
+
+
+def train_step(t: Pretraining, trunk) -> tuple[float, float, float]:
     """One optimizer step on `rows` rows per rank. -> mean loss per token over all ranks, gradient norm, learning-rate
     factor."""
+    args, rules, step, device = t.args, t.rules, t.state["step"], t.run.device
     loss, num_tokens = torch.zeros((), device=device), float(rules["batch"])
-    rows = on_all_ranks(batches.next_batch, device)
+    rows = on_all_ranks(t.batches.next_batch, device)
     for part in rows.to(device).split(args.device_batch_size):
-        part_loss = supervised_loss(model, part, None, num_tokens, trunk)
+        part_loss = supervised_loss(t.model, part, None, num_tokens, trunk)
         part_loss.backward()
         loss += part_loss.detach()
     factor = warmup_warmdown(step, rules["num_steps"], args.warmup_steps, args.warmdown_ratio, args.final_lr_frac)
-    for group in optimizers[0].param_groups:
+    for group in t.optimizers[0].param_groups:
         group["weight_decay"] = rules["weight_decay"] * 0.5 * (1 + math.cos(math.pi * step / rules["num_steps"]))
-    grad_norm = optimize(optimizers, list(model.parameters()), factor, args.max_grad_norm)
+    grad_norm = optimize(t.optimizers, list(t.model.parameters()), factor, args.max_grad_norm)
     return all_reduce(loss).item(), grad_norm, factor
 
 
-def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, save) -> None:
-    """Runs the steps after state["step"]; state holds step, seconds and the number of steps skipped in a row."""
-    speed = peak_flops(run.device)
-    speed = speed * run.world if speed else machine_speed(run.device, model.compute_dtype)[0]
-    num_steps, flops, trunk = rules["num_steps"], flops_per_token(model), training_trunk(args, model, run.device)
+def train(t: Pretraining) -> None:
+    """Runs the steps that are left."""
+    args, rules, state, batches = t.args, t.rules, t.state, t.batches
+    speed = peak_flops(t.run.device)
+    speed = speed * t.run.world if speed else machine_speed(t.run.device, t.model.compute_dtype)[0]
+    num_steps, flops, trunk = rules["num_steps"], flops_per_token(t.model), training_trunk(args, t.model, t.run.device)
+    is_due = lambda every: every > 0 and state["step"] % every == 0 and state["step"] < num_steps
     while state["step"] < num_steps:
-        run.check_stop()
+        t.run.check_stop()
         step, started = state["step"], time.time()
         record = {"step": step, "tokens": step * rules["batch"]}
-        if args.eval_every > 0 and step % args.eval_every == 0:
-            record["val_bpb"] = evaluate()
+        if is_due(args.eval_every):
+            record["val_bpb"] = t.evaluate()
         trained_from = time.time()
-        loss, grad_norm, factor = train_step(args, model, trunk, optimizers, batches, rules, step,
-                                               run.device)
+        loss, grad_norm, factor = train_step(t, trunk)
         seconds = time.time() - trained_from
         tokens_per_s = rules["batch"] / seconds
         state |= {"step": step + 1, "seconds": state["seconds"] + time.time() - started,
@@ -228,41 +271,30 @@ def train(args, run, model, optimizers, batches, rules, state: dict, evaluate, s
         record |= {"loss": loss, "grad_norm": grad_norm, "lr_factor": factor, "skipped": int(state["skipped"] > 0),
                    "epoch": batches.documents.epoch, "documents_cut": batches.num_cut,
                    "documents_empty": batches.num_empty, "tokens_per_s": tokens_per_s,
-                   "mfu": flops * tokens_per_s / speed, "timing_s/step": seconds, **run.writer.take_record()}
-        run.log(record)
+                   "mfu": flops * tokens_per_s / speed, "timing_s/step": seconds, **t.run.writer.take_record()}
+        t.run.log(record)
         if step % 50 == 0 or step == num_steps - 1 or "val_bpb" in record:
-            bpb = f" | val bpb {record['val_bpb']:.4f}" if "val_bpb" in record else ""
-            left = state["seconds"] / (step + 1) * (num_steps - step - 1)
-            print0(f"step {step:5d}/{num_steps} | loss {loss:.4f}{bpb} | {tokens_per_s:,.0f} tokens/s | "
-                   f"MFU {100 * record['mfu']:.0f}% | epoch {record['epoch']} | {left / 60:.1f} min left")
+            print_step(record, num_steps, state)
         if state["skipped"] == 3:
             raise Diverged(f"step {step}: loss or gradient was not finite three times in a row; "
                            f"lower the learning rates")
-        if args.save_every > 0 and state["step"] % args.save_every == 0 and state["step"] < num_steps:
-            save()
-        if args.sample_every > 0 and state["step"] % args.sample_every == 0 and state["step"] < num_steps:
-            print_samples(args, model, batches.tokenizer, batches.documents.sources)
+        if is_due(args.save_every):
+            t.save()
+        if is_due(args.sample_every):
+            print_samples(args, t.model, t.tokenizer, batches.documents.sources)
 
 
-def check_args(args) -> None:
-    check_least(args, {"device_batch_size": 1, "sequence_len": 8, "eval_tokens": 1, "warmup_steps": 0,
-                       "warmdown_ratio": 0, "final_lr_frac": 0, "matrix_lr": 0, "embedding_lr": 0,
-                       "unembedding_lr": 0, "scalar_lr": 0, "weight_decay": 0, "max_grad_norm": 0, "num_iterations": -1,
-                       "target_flops": -1, "keep": 0})
-    check_most(args, {"device_batch_size": 10 ** 6, "total_batch_size": 2 ** 30, "target_param_data_ratio": 10 ** 9})
-    if args.warmdown_ratio > 1 or args.final_lr_frac > 1:
-        raise BadInput("--warmdown-ratio and --final-lr-frac are shares: at most 1")
-    if args.num_iterations == 0:
-        raise BadInput("--num-iterations 0: must be at least 1, or -1 for the next rule")
-    if args.target_param_data_ratio <= 0:
-        raise BadInput(f"--target-param-data-ratio {args.target_param_data_ratio}: must be above 0, since learning "
-                       f"rates follow from it too")
-    if args.total_batch_size < 1 and args.total_batch_size != -1:
-        raise BadInput(f"--total-batch-size {args.total_batch_size}: must be at least 1, or -1 for the rule")
+def print_step(record: dict, num_steps: int, state: dict) -> None:
+    bpb = f" | val bpb {record['val_bpb']:.4f}" if "val_bpb" in record else ""
+    left = state["seconds"] / state["step"] * (num_steps - state["step"])
+    print0(f"step {record['step']:5d}/{num_steps} | loss {record['loss']:.4f}{bpb} | "
+           f"{record['tokens_per_s']:,.0f} tokens/s | MFU {100 * record['mfu']:.0f}% | epoch {record['epoch']} | "
+           f"{left / 60:.1f} min left")
 
 
-def main(args) -> None:
-    check_args(args)
+def prepare(args) -> Pretraining | None:
+    """A run that is about to begin or to go on; None for one that is finished. What is refused is refused here, before
+    anything is written. Raises BadInput."""
     rank, world = rank_and_world()
     args.model_tag = tag = args.model_tag or f"d{args.depth}"
     check_name("--model-tag", tag)
@@ -270,104 +302,102 @@ def main(args) -> None:
     uses_wandb(args.run)
     train_sources, val_sources = split_sources(args)
     tokenizer = load_own_tokenizer(path_of("tokenizer"))
-    token_bytes = tokenizer.num_bytes()
-    config_of(args, tokenizer.vocab_size)
+    config = config_of(args, tokenizer.vocab_size)
     seen = look_at(path_of("base", tag))
     # the same text may be in another folder now; of a hub's there is the name alone
     moved = set() if is_hub_name(args.data) or is_hub_name(val_sources) else {"data", "val_data"}
     resumed = resume_step("base", tag, args, MAY_CHANGE | moved, flag_defaults(make_parser()))
     check_writable(path_of("base", tag))
-    documents = Documents(train_sources, rank, world)
     texts = [mark_files(train_sources), mark_files(val_sources)]
     for sources in (train_sources, val_sources):  # bad text shows before anything is written
         PackedBatches(Documents(sources, rank, world), tokenizer, 1, args.sequence_len + 1).next_batch()
     device = init_device(args.device_type)
-    dtype = compute_dtype(device)
     if resumed is None:
-        model = new_model(config_of(args, tokenizer.vocab_size), args.seed, device, dtype)
+        model = new_model(config, args.seed, device, compute_dtype(device))
     else:
-        model, _ = load_model("base", tag, device, dtype, resumed)
+        model, _ = load_model("base", tag, device, compute_dtype(device), resumed)
         tokenizer.check_model("base model", model)
     rules = apply_rules(args, model, world)
-    lrs = [rules["lr_factor"] * lr for lr in (args.matrix_lr, args.embedding_lr, args.unembedding_lr, args.scalar_lr)]
-    optimizers = pretraining_optimizers(model, *lrs, rules["weight_decay"])
-    batches = PackedBatches(documents, tokenizer, rules["rows"], args.sequence_len + 1)
-    state = {"step": 0, "seconds": 0.0, "skipped": 0}
     if resumed is not None and resumed >= rules["num_steps"]:
         print0(f"{path_of('base', tag)} is finished at step {resumed}")
-        return
+        return None
+    lrs = [rules["lr_factor"] * lr for lr in (args.matrix_lr, args.embedding_lr, args.unembedding_lr, args.scalar_lr)]
+    t = Pretraining(args, tag, tokenizer, val_sources, texts, model,
+                    pretraining_optimizers(model, *lrs, rules["weight_decay"]),
+                    PackedBatches(Documents(train_sources, rank, world), tokenizer, rules["rows"],
+                                  args.sequence_len + 1),
+                    rules, {"step": 0, "seconds": 0.0, "skipped": 0})
     if resumed is not None:
-        saved = load_training("base", tag, resumed, rank, optimizers, per_rank=True, parts=("state", "batches"))
-        for before, now in zip(saved.get("texts", texts), texts, strict=True):
-            check_same_files(before, now, f"step {resumed} of {tag}")
-        if "files" in saved:  # of an older version, which kept both in one
-            check_same_files(saved["files"], texts[0] | texts[1], f"step {resumed} of {tag}")
-        warn_of_dtype(f"step {resumed} of {tag}", saved.get("dtype"), dtype)
-        batches.load_state_dict(saved["batches"])
-        state = saved["state"]
-    print_rules(f"{tag} after step {resumed}" if resumed else tag, model, rules, f"{world} x {device}, {dtype}")
-    run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
-                    resumed is not None, path_of("base", tag))
-    run.resumed_from = resumed
-    run.trim("metrics.jsonl", state["step"])
+        go_on(t, resumed, rank)
+    print_rules(f"{tag} after step {resumed}" if resumed else tag, model, rules,
+                f"{world} x {device}, {model.compute_dtype}")
+    t.run = start_run(args, device, {"args": vars(args), "world": world, **describe_versions()}, seen,
+                      resumed is not None, path_of("base", tag))
+    t.run.resumed_from = resumed
+    t.run.trim("metrics.jsonl", t.state["step"])
+    return t
 
-    def evaluate() -> float:
-        check_weights(model, "model")
-        val_bpb = bits_per_byte(model, validation_batches(args, val_sources, tokenizer, run), token_bytes)
-        if not math.isfinite(val_bpb):
-            raise Diverged(f"after step {state['step']}: validation bits per byte are {val_bpb}; "
-                           f"lower the learning rates")
-        return val_bpb
 
-    def save(val_bpb: float | None = None) -> None:
-        check_weights(model, "model")
-        save_training(run, "base", tag, state["step"], model, optimizers,
-                      {"batches": batches.state_dict(), "state": dict(state), "texts": texts,
-                       "dtype": dtype_name(dtype)}, meta(val_bpb), keep=args.keep, per_rank=True)
+def go_on(t: Pretraining, step: int, rank: int) -> None:
+    """Takes over what was saved at a step. Raises BadInput where the text is another one."""
+    saved, what = load_training("base", t.tag, step, rank, t.optimizers, per_rank=True,
+                                parts=("state", "batches")), f"step {step} of {t.tag}"
+    for before, now in zip(saved.get("texts", t.texts), t.texts, strict=True):
+        check_same_files(before, now, what)
+    if "files" in saved:  # of an older version, which kept both in one
+        check_same_files(saved["files"], t.texts[0] | t.texts[1], what)
+    warn_of_dtype(what, saved.get("dtype"), t.model.compute_dtype)
+    t.batches.load_state_dict(saved["batches"])
+    t.state = saved["state"]
 
-    def meta(val_bpb: float | None) -> dict:
-        return {"user_config": vars(args), "tokenizer": tokenizer.mark(), "val_bpb": val_bpb,
-                "total_batch_size": rules["batch"], "device_batch_size": args.device_batch_size,
-                "max_seq_len": args.sequence_len}
 
-    with saying_what_is_whole(lambda: resumable_steps("base", tag),
-                              "the same flags and --resume-from-step auto"), run.writer:
-        try:
-            train(args, run, model, optimizers, batches, rules, state, evaluate, save)
-            val_bpb = evaluate()
-        except CannotWrite:  # the log, where its folder was moved: the model may be written all the same
-            if world == 1 and state["step"]:
-                with contextlib.suppress(CannotWrite):
-                    save()
-                    run.writer.finish()
-            raise
-        except BadInput as error:  # where its text is bad, the stream cannot go on: the model alone is kept
-            if state["step"]:
-                check_weights(model, "model")
-                run.writer.finish()
-                if rank == 0:
-                    save_model("base", tag, state["step"], model, meta(None))
-                left = "".join(f"; with the text as it was, --resume-from-step {step} goes on"
-                               for step in resumable_steps("base", tag)[-1:])
-                error = BadInput(f"{error}; the model after step {state['step']} is saved, and cannot be trained on"
-                                 f"{left}")
-            run.finish()
-            raise error from None
-        except StopRequested:
-            save()
-            run.writer.finish()
-            run.finish()
-            raise StopRequested(f"stopped after step {state['step']}; go on with --model-tag {tag} "
-                                f"--resume-from-step auto") from None
-        save(val_bpb)
-        run.writer.finish()
-        run.log({"step": state["step"], "tokens": state["step"] * rules["batch"], "val_bpb": val_bpb,
-                 **run.writer.take_record()})
-        run.finish()
-    print_samples(args, model, tokenizer, val_sources)
-    print0(f"validation bits per byte {val_bpb:.4f}; {batches.num_cut} documents were cut over rows, "
-           f"{batches.num_empty} had no text\n"
-           f"saved {path_of('base', tag)} at step {state['step']}")
+def main(args) -> None:
+    t = prepare(args)
+    if t is None:
+        return
+    with saying_what_is_whole(lambda: resumable_steps("base", t.tag),
+                              "the same flags and --resume-from-step auto"), t.run.writer:
+        val_bpb = carry_out(t)
+        t.save(val_bpb)
+        t.run.writer.finish()
+        t.run.log({"step": t.state["step"], "tokens": t.state["step"] * t.rules["batch"], "val_bpb": val_bpb,
+                   **t.run.writer.take_record()})
+        t.run.finish()
+    print_samples(args, t.model, t.tokenizer, t.val_sources)
+    print0(f"validation bits per byte {val_bpb:.4f}; {t.batches.num_cut} documents were cut over rows, "
+           f"{t.batches.num_empty} had no text\n"
+           f"saved {path_of('base', t.tag)} at step {t.state['step']}")
+
+
+def carry_out(t: Pretraining) -> float:
+    """The steps that are left, and the evaluation after them. What stops them saves what there is."""
+    try:
+        train(t)
+        return t.evaluate()
+    except CannotWrite:  # the log, where its folder was moved: the model may be written all the same
+        if t.run.world == 1 and t.state["step"]:
+            with contextlib.suppress(CannotWrite):
+                t.save()
+                t.run.writer.finish()
+        raise
+    except BadInput as error:  # where its text is bad, the stream cannot go on: the model alone is kept
+        step = t.state["step"]
+        if step:
+            check_weights(t.model, "model")
+            t.run.writer.finish()
+            if t.run.rank == 0:
+                save_model("base", t.tag, step, t.model, t.meta())
+            left = "".join(f"; with the text as it was, --resume-from-step {whole} goes on"
+                           for whole in resumable_steps("base", t.tag)[-1:])
+            error = BadInput(f"{error}; the model after step {step} is saved, and cannot be trained on{left}")
+        t.run.finish()
+        raise error from None
+    except StopRequested:
+        t.save()
+        t.run.writer.finish()
+        t.run.finish()
+        raise StopRequested(f"stopped after step {t.state['step']}; go on with --model-tag {t.tag} "
+                            f"--resume-from-step auto") from None
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from conftest import TASK_FLAGS, parse, rl_flags
 
 from nanochat import recipes
 from nanochat.common import BadInput
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.recipes.reward_models.rm_r1 import choice_reward
 from nanochat.recipes.reward_models.spct import likelier_half, rank_reward, ranked_right
 from nanochat.recipes.reward_models.think_rm import binary_reward, graded_reward, true_choice
@@ -25,6 +26,7 @@ from nanochat.rl.play.play import Play
 from nanochat.rl.run import steps
 from nanochat.rl.verify.comparing import (GROUP_SCORES, Candidates, balanced_places, chose_right, lined_up, mean_scores,
                                           one_right, pair_scores, round_robin)
+from nanochat.storage.files import path_of
 from scripts import tango_rl
 from tasks import make_task
 from tasks.chain import Chain
@@ -214,7 +216,7 @@ def test_the_verifier_judges_lineups_of_one_right_solution_and_alone_learns(base
     monkeypatch.setattr(Play, "sample", watched)
     monkeypatch.setattr(steps, "apply_update", lambda t, wanted: updates.append(wanted) or apply(t, wanted))
     train("--recipe", recipe, *flags)
-    tokenizer, num = tango_rl.load_tokenizer(tango_rl.path_of("tokenizer")), 1 if "1" in flags else 2
+    tokenizer, num = load_tokenizer(path_of("tokenizer")), 1 if "1" in flags else 2
     for prompt in drawn:
         problem, *solutions, form = tokenizer.decode(prompt.ids[2:-2]).split("|")
         assert problem == prompt.problem.prompt and f"|{form}" == mark and len(solutions) == num

@@ -14,6 +14,7 @@ from conftest import TASK_FLAGS
 
 from nanochat.common import BadInput
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.kernels.losses import PolicyLoss
 from nanochat.recipes.policy import critique_grpo
 from nanochat.recipes.policy.critique_grpo import CRITIQUES, first_best, shaped
@@ -236,7 +237,7 @@ def test_the_update_sees_the_refinement_after_the_problem_alone(base, monkeypatc
     num_shaped = 0
     for (wanted, (logprobs,), _), draws in zip(updates, drawn, strict=True):
         solutions, refined, (mixed, coefficients) = draws["solutions"], draws["refined"], wanted.parts[0]
-        task, tokenizer = make_task(parsed()), tango_rl.load_tokenizer(str(base / "tokenizer"))
+        task, tokenizer = make_task(parsed()), load_tokenizer(str(base / "tokenizer"))
         assert len(wanted.parts) == 1 and len(mixed) == len(solutions) == len(refined) == 16
         for n, prompt in enumerate(refined.prompt_of()):  # what a refinement was asked
             problem, first = prompt.problem, solutions.texts[n]
@@ -294,7 +295,7 @@ def test_what_is_logged_agrees_with_what_was_drawn(base, monkeypatch):
 def test_with_a_verifier_its_text_is_the_critique_and_only_the_generator_moves(base, monkeypatch):
     updates, drawn = watched(monkeypatch)
     train("--recipe", "critique_grpo_verifier", "--num-steps", "2", "--verifier-max-new-tokens", "36")
-    tokenizer = tango_rl.load_tokenizer(str(base / "tokenizer"))
+    tokenizer = load_tokenizer(str(base / "tokenizer"))
     for draws in drawn:
         rows = zip(draws["refined"].prompt_of(), draws["solutions"].texts, draws["critiques"].texts, strict=True)
         for prompt, first, critique in rows:

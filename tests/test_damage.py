@@ -427,9 +427,9 @@ def test_supervised_training_saves_no_weights_that_are_not_finite(base, monkeypa
              "2", "--sequence-len", "128", "--num-steps", "2", "--role", "generator"]
     step = chat_sft.train_step
 
-    def broken(args, model, *rest):
-        done = step(args, model, *rest)
-        break_weights(model)
+    def broken(t, examples):
+        done = step(t, examples)
+        break_weights(t.model)
         return done
     monkeypatch.setattr(chat_sft, "train_step", broken)
     monkeypatch.setattr(chat_sft, "supervised_loss", lambda model, *rest: model.lm_head.weight[1].sum())

@@ -81,17 +81,21 @@ def learn(role) -> None:
     assert metrics["skipped"] == 0
 
 
+RUN = SimpleNamespace(device=CPU)
+
+
 def trained_by_rl(model):
     role = role_of(model, adamw(model.parameters(), LR))
     return lambda: learn(role)
 
 
 def trained_by_sft(model, optimizers=None):
-    args = SimpleNamespace(pack=False, micro_batch_tokens=100, shard=False, num_steps=10)
-    draw, parameters = torch.Generator().manual_seed(2), list(model.parameters())
+    args = SimpleNamespace(pack=False, micro_batch_tokens=100, shard=False, num_steps=10, verifier_shared_layers=0)
+    draw = torch.Generator().manual_seed(2)
     examples = [(torch.randint(VOCAB, (n,), generator=draw).tolist(), [0] + [1] * (n - 1)) for n in (5, 9, 12)]
     optimizers = optimizers or muon_adamw(model, LR, LR)
-    return lambda: chat_sft.train_step(args, model, parameters, optimizers, examples, 1, CPU)
+    t = chat_sft.Training(args, "x", None, None, model, optimizers, None, {}, state={"step": 1}, run=RUN)
+    return lambda: chat_sft.train_step(t, examples)
 
 
 def trained_by_sft_with_adamw(model):
@@ -104,8 +108,9 @@ def trained_by_pretraining(model, optimizers=None):
     ids = torch.randint(VOCAB, (4, 17), generator=torch.Generator().manual_seed(2))
     rules = {"batch": 64, "num_steps": 10, "weight_decay": 0.0}
     optimizers = optimizers or pretraining_optimizers(model, LR, LR, LR, LR, 0.0)
-    return lambda: base_train.train_step(args, model, model.trunk, optimizers, SimpleNamespace(next_batch=lambda: ids),
-                                         rules, 0, CPU)
+    t = base_train.Pretraining(args, "x", None, [], [], model, optimizers, SimpleNamespace(next_batch=lambda: ids),
+                               rules, {"step": 0}, RUN)
+    return lambda: base_train.train_step(t, model.trunk)
 
 
 @every_dtype

@@ -1,8 +1,6 @@
 r"""
 Wrong answers that a policy could write to be graded True: none is. At least forty forms for each family of answers.
-
-    python -m pytest tests/test_grading_hostile.py -q
-
+  python -m pytest tests/test_grading_hostile.py -q
 A line of a table is a gold and the answers that are wrong for it, two or more spaces between them. A wrong answer is
 another value, or says several, the right one among them, or is no value. What differs in spelling alone is right and
 stands in RIGHT: `\boxed{x=2+2=4}` is 4.
@@ -16,14 +14,14 @@ from tasks.grading import grade
 
 HOSTILE = {
     "what would be searched for": r"""
-\frac{1}{2}  7\frac{1}{2}\\  3+\frac12\\  x=7\frac12\\  7\\\frac12  7\$\frac12\$  \frac12\\7  \frac12\;7
-\frac{1}{2}  \%\frac12  \frac12\frac12\\
+\frac{1}{2}  7\frac{1}{2}\\  3+\frac12\\  x=7\frac12\\  7\\\frac12  7\$\frac12\$  \frac12\\7  \frac12\;7  \%\frac12
+\frac{1}{2}  \frac12\frac12\\
 5  7\~(5\~)\~  7\~[5\~]\~  \text{not }\~(5\~)\\  7\(5\)  7\[5\]  6;5  5;6  5?6  7\to5  5|6  5\&6  5#6  5@  7\\5  5\\7
+5  5\text{ billionths}  5 trillionths  5\text{ sextillion}  5\text{ octillions}
 x+1  7\~(x+1\~)\~  x+1\text{ or }x  x+1\foo  7\\x+1  x+1\\7  \text{not }\~(x+1\~)\\  3\approx4\approx x+1  x+1|3
 12  1'2  1"2  1''2  1\text{ }2  1\text{}2  x=1'2
 90  (10)_{2}  (10)_2
-20  (5)_2  (5)_{2}
-5  5\text{ billionths}  5 trillionths  5\text{ sextillion}  5\text{ octillions}""",
+20  (5)_2  (5)_{2}""",
     "functions, letters and signs": r"""
 \sqrt2  \infty^{7}(\sqrt2)  \sqrt2\infty  \sqrt2+0\infty  \infty^0\sqrt2
 \frac12  \frac{1}{2}\infty 7  \infty^{7}(\frac12)  \frac12\infty^0
@@ -43,8 +41,8 @@ x^2+2x+5=0  \emptyset  \{\}  \varnothing
 (1,1),(-1,-1)  (\pm1,\mp1)  (\pm1,1)  (1,\pm1)
 \text{A, C}  A,B,C  \text{A, B}  A""",
     "products": r"""
-5  3(2)  (3)(2)  (3)2  3[2]  [3][2]  3{2}  {3}(2)  \left(3\right)\left(2\right)  3\{2\}  (3)\,2  3\left(2\right)
-5  2(3)  [2](3)  6(-1)  (6)(-1)  (2)(2)(1)  1(2)(2)
+5  3(2)  (3)(2)  (3)2  3[2]  [3][2]  3{2}  {3}(2)  \left(3\right)\left(2\right)  3\{2\}  (3)\,2  3\left(2\right)  2(3)
+5  [2](3)  6(-1)  (6)(-1)  (2)(2)(1)  1(2)(2)
 -5  (-3)(2)  -3(2)  (-3)2  -(3)(2)  (-2)[3]
 12  3(4)(5)  (3)(4)(5)  3(4)5
 \frac72  3(\frac12)  (3)\frac12  3{\frac12}  (3)(1/2)  3\cdot\frac12  [3]\frac12  \left(3\right)\frac12
@@ -84,99 +82,80 @@ x=1,y=2  2,1  (2,1)  \{1,2\}  x=2,y=1  y=1,x=2  x=1,x=2  a=1,b=2  x=1\text{ or }
 (1,\infty)  x-1>0  2x>x+1  x>x-1  0<x-1
 x<1\text{ or }x>2  x<1\text{ and }x>2  x<1 and x>2  x>2\text{ and }x<1
 x>1\text{ and }x<3  x>1\text{ or }x<3  x<3 or x>1  x<1\text{ and }x>3
-(1,2)  2,1  (2,1)  1<x  x<2  1\le x\le2
-(1,2)  (1,2)\cup(3,4)  (1,2)\cup\{1\}  (1,2),(3,4)  (y,x)=(1,2)  (1,2)=(2,1)  (2,1)=(1,2)
-(1,2)  (3,4)=(1,2)  x\notin(1,2)  (1,2)^c  (1,2)'  \{(1,2)\}  \{1,2\}  (1,2]
-(1,2)  [1,2)  [1,2]  (1.2)  12  (1 2)  -(1,2)  2(1,2)
-(1,2)  y=1,x=2  x=2,y=1  1 or 2  1\text{ or }2  (1,2) or 5  (1=1,2)  (0=1,2)  (3=1,4=2)  1>x>2  (1,1.5)\cup(1.5,2)
-(1,2)  (1,2)\setminus\{1.5\}  (1,2)\cap(2,3)  (1,2)\text{ or }(2,1)  \text{(2,1)}
-(1,2)  (x,2)  (1,2x)  1-2  \mathbb{R}\setminus(1,2)
-[0,1)  \{0,1\}  0<x<1  x<1  x\ge0  (0,1)  [0,1]
-[0,1)  (0,1]  [0,1)\cup\{1\}  [0,1)=(0,1]  [0,2)=[0,1)  [0,0.5)  [0,1)\cup[1,2)
-[0,1)  x\ne[0,1)  x\notin[0,1)  [0,1)\text{ or }[0,1]  0\le x<1\text{ or }x>2  [1,0)  0\le x+y<1  [0,1)^2  [0,1)'  0
+(1,2)  2,1  (2,1)  1<x  x<2  1\le x\le2  (1,2)\cup(3,4)  (1,2)\cup\{1\}  (1,2),(3,4)  (y,x)=(1,2)  (1,2)=(2,1)
+(1,2)  (2,1)=(1,2)  (3,4)=(1,2)  x\notin(1,2)  (1,2)^c  (1,2)'  \{(1,2)\}  \{1,2\}  (1,2]  [1,2)  [1,2]  (1.2)  12
+(1,2)  (1 2)  -(1,2)  2(1,2)  y=1,x=2  x=2,y=1  1 or 2  1\text{ or }2  (1,2) or 5  (1=1,2)  (0=1,2)  (3=1,4=2)  1>x>2
+(1,2)  (1,1.5)\cup(1.5,2)  (1,2)\setminus\{1.5\}  (1,2)\cap(2,3)  (1,2)\text{ or }(2,1)  \text{(2,1)}  (x,2)  (1,2x)
+(1,2)  1-2  \mathbb{R}\setminus(1,2)
+[0,1)  \{0,1\}  0<x<1  x<1  x\ge0  (0,1)  [0,1]  (0,1]  [0,1)\cup\{1\}  [0,1)=(0,1]  [0,2)=[0,1)  [0,0.5)
+[0,1)  [0,1)\cup[1,2)  x\ne[0,1)  x\notin[0,1)  [0,1)\text{ or }[0,1]  0\le x<1\text{ or }x>2  [1,0)  0\le x+y<1
+[0,1)  [0,1)^2  [0,1)'  0
 (-\infty,-2)\cup(3,\infty)  (-\infty,-2)  (3,\infty)  (-\infty,-2),(3,\infty)  (-\infty,-2)\cap(3,\infty)  (-2,3)  x>3
 (-\infty,-2)\cup(3,\infty)  (-\infty,-2]\cup(3,\infty)  [-\infty,-2)\cup(3,\infty]  x<-2\text{ and }x>3  3<x<-2  x\ne3
 (-\infty,-2)\cup(3,\infty)  (-\infty,-2)\cup(3,\infty)\cup\{0\}  \mathbb{R}\setminus(-2,3)  (-\infty,\infty)  |x|>3
-x>3  3  x=3  x\ge3  x<3  3>x  x>3,x<5  5>x>3  [3,\infty)
-x>3  (3,4)  x>3\text{ or }x<2  x>3=4  x^2>9  |x|>3  x=3,x>3  4>3  1>0""",
+x>3  3  x=3  x\ge3  x<3  3>x  x>3,x<5  5>x>3  [3,\infty)  (3,4)  x>3\text{ or }x<2  x>3=4  x^2>9  |x|>3  x=3,x>3  4>3
+x>3  1>0""",
     "sets": r"""
-\{1,2\}  (1,2)  (2,1)  [1,2]  x=1,y=2  y=1,x=2
-\{1,2\}  x=1\text{ or }x=3  \{1\}  \{2\}  \{1,2,3\}  \{1,2\},\{3\}  \{1,2\}\cup\{3\}
-\{1,2\}  \{1,2\}\cap\{1\}  \{1,2\}\setminus\{1\}  \{\{1,2\}\}  \{\{1\},\{2\}\}  \{\{1\},2\}  \{1,\{2\}\}  \{(1,2)\}
-\{1,2\}  \{1,2,\ldots\}  \{1,2,...\}  \{1,2,\dots\}  \{1,...,2\}  \{1,\cdots,2\}  \{12\}  \{1.2\}  \{1 2\}  \{1|2\}
-\{1,2\}  \{1,2\}=\{3\}  \{3\}=\{1,2\}  A\ne\{1,2\}  x\notin\{1,2\}  \{1,2\}'  \{1,2\}^c  2\{1,2\}  -\{1,2\}  \{-1,-2\}
-\{1,2\}  \{1,3=2\}  \{1=2,2\}  \{a=1,b=2\}  \{x+y=1,2\}  \{banana=1,2\}  \{1,2\}\text{ or }\{3\}  \{1,2\},3  3,\{1,2\}
-\{1,2\}  |\{1,2\}|  1\pm1  \{1\text{ or }3\}  \emptyset
-\{1,2\}  \{\}  \{1,2,\emptyset\}  \mathbb{N}  \{x|1\le x\le2\}  \{1\}\cup\{3\}
-\{1,2\}  x\in(1,2)  x\in[1,2]  \{1_3,2\}\cup\{3\}  \{1,2\}\times\{1\}  \text{1 or 3}
+\{1,2\}  (1,2)  (2,1)  [1,2]  x=1,y=2  y=1,x=2  x=1\text{ or }x=3  \{1\}  \{2\}  \{1,2,3\}  \{1,2\},\{3\}
+\{1,2\}  \{1,2\}\cup\{3\}  \{1,2\}\cap\{1\}  \{1,2\}\setminus\{1\}  \{\{1,2\}\}  \{\{1\},\{2\}\}  \{\{1\},2\}
+\{1,2\}  \{1,\{2\}\}  \{(1,2)\}  \{1,2,\ldots\}  \{1,2,...\}  \{1,2,\dots\}  \{1,...,2\}  \{1,\cdots,2\}  \{12\}
+\{1,2\}  \{1.2\}  \{1 2\}  \{1|2\}  \{1,2\}=\{3\}  \{3\}=\{1,2\}  A\ne\{1,2\}  x\notin\{1,2\}  \{1,2\}'  \{1,2\}^c
+\{1,2\}  2\{1,2\}  -\{1,2\}  \{-1,-2\}  \{1,3=2\}  \{1=2,2\}  \{a=1,b=2\}  \{x+y=1,2\}  \{banana=1,2\}
+\{1,2\}  \{1,2\}\text{ or }\{3\}  \{1,2\},3  3,\{1,2\}  |\{1,2\}|  1\pm1  \{1\text{ or }3\}  \emptyset  \{\}
+\{1,2\}  \{1,2,\emptyset\}  \mathbb{N}  \{x|1\le x\le2\}  \{1\}\cup\{3\}  x\in(1,2)  x\in[1,2]  \{1_3,2\}\cup\{3\}
+\{1,2\}  \{1,2\}\times\{1\}  \text{1 or 3}  1<x<2  1\le x\le2  1<x\le2  x>1,x<2
 \{(1,2),(3,4)\}  \{(1,2),(4,3)\}  \{(2,1),(4,3)\}  \{1,2,3,4\}  \{(1,3),(2,4)\}  (1,2)  \{(1,2)\}
-\{1,2\}  1<x<2  1\le x\le2  1<x\le2  x>1,x<2
 x\in\{2,3\}  (2,3)  2<x<3  [2,3]
 x=2\text{ or }x=3  2<x<3  x^2-5x+6<0
 \pm1  |x|<1  -1<x<1  (-1,1)  [-1,1]  |x|\le1
 \{5\}  \{5,6\}  5\text{ or }6  \{5=6\}  \{6=5\}  \{5,...\}  \{5\}'  \{\{5\}\}  x\notin\{5\}  \{-5\}""",
     "units": r"""
-5\text{ cm}  5 mm  5\text{ m}  5\text{ km}  5\text{ dm}
-5\text{ cm}  5\text{ nm}  5\text{ micrometers}  5\text{ decimeters}  5\text{ inches}
-5\text{ cm}  5\text{ cm}^2  5\text{ cm}^3  5\text{ cubic cm}
-5\text{ cm}  5\text{ sq cm}  5\text{ cm squared}  5\text{ cm cubed}  5 cm^2
-5\text{ cm}  50\text{ mm}  5\text{ cm/s}  5\text{ cm per second}  5\text{ per cm}
-5\text{ cm}  5/\text{cm}  5\text{ kg}  5\text{ s}  5\%
-5\text{ cm}  5^\circ  \$5  €5  £5  5\text{ radians}
-5\text{ cm}  5\text{ tons}  5\text{ acres}  5\text{ pints}  5\text{ newtons}  5\text{ volts}
-5\text{ cm}  5\text{ Kelvin}  5\text{ Celsius}  5\text{ hours}  5'  5''
-5\text{ cm}  5"  5\text{ ft }1\text{ in}  5\text{ cm or 6 cm}  5m  5km
-5\text{ cm}  5\text{ cm}, 6\text{ cm}  6\text{ cm}  -5\text{ cm}  5\text{ cm}+1
-5\text{ cm}  5\mathrm{~km}  5\mathrm{mm}  5\text{cm}^4  5°
-60^\circ  60\text{ rad}  60\text{ radians}  60'  60''  60\pi
-60^\circ  \frac{\pi}{3}  60\text{ minutes}  60\%  120^\circ  300^\circ
-60^\circ  60^\circ\text{ or }120^\circ  60^\circ,120^\circ  60^\circ 30'
-60^\circ  -60^\circ  \pm60^\circ  \cos60^\circ  60\text{ cm}
+5\text{ cm}  5 mm  5\text{ m}  5\text{ km}  5\text{ dm}  5\text{ nm}  5\text{ micrometers}  5\text{ decimeters}
+5\text{ cm}  5\text{ inches}  5\text{ cm}^2  5\text{ cm}^3  5\text{ cubic cm}  5\text{ sq cm}  5\text{ cm squared}
+5\text{ cm}  5\text{ cm cubed}  5 cm^2  50\text{ mm}  5\text{ cm/s}  5\text{ cm per second}  5\text{ per cm}
+5\text{ cm}  5/\text{cm}  5\text{ kg}  5\text{ s}  5\%  5^\circ  \$5  €5  £5  5\text{ radians}  5\text{ tons}
+5\text{ cm}  5\text{ acres}  5\text{ pints}  5\text{ newtons}  5\text{ volts}  5\text{ Kelvin}  5\text{ Celsius}
+5\text{ cm}  5\text{ hours}  5'  5''  5"  5\text{ ft }1\text{ in}  5\text{ cm or 6 cm}  5m  5km
+5\text{ cm}  5\text{ cm}, 6\text{ cm}  6\text{ cm}  -5\text{ cm}  5\text{ cm}+1  5\mathrm{~km}  5\mathrm{mm}
+5\text{ cm}  5\text{cm}^4  5°
+60^\circ  60\text{ rad}  60\text{ radians}  60'  60''  60\pi  \frac{\pi}{3}  60\text{ minutes}  60\%  120^\circ
+60^\circ  300^\circ  60^\circ\text{ or }120^\circ  60^\circ,120^\circ  60^\circ 30'  -60^\circ  \pm60^\circ
+60^\circ  \cos60^\circ  60\text{ cm}
 60\text{ mph}  60\text{ km per hour}  60\text{ feet per second}  60\text{ kilometers}  60\text{ hours and 5 minutes}
-4  4\text{ squared}  4\text{ cubed}  4\text{ factorial}
-4  4\text{ thousand}  4\text{ millions}  4\text{ tenths}  4\text{ dozens}
-4  4\text{ hundredths}  4\text{ halves}  4 hundreds  4 dozen
-4  4 quadrillion  4\text{ lakh}  4 crore  4 gross  4 score  4 eighths  4\text{ sevenths}  4 ninths  4\text{ bn}
-4  4 halved  4 doubled  4\text{ trebled}  4 reciprocal  4\text{ inverse}
-4  4 fourths  4\text{ twelfths}  4 twentieths  4 sixteenths  4 tens
-4  4 tenfold  4 bil  4 googol  4\text{ fivefold}
-4  4 thousandths  4\text{ root}  4\text{ negative}  4 squared  4k""",
+4  4\text{ squared}  4\text{ cubed}  4\text{ factorial}  4\text{ thousand}  4\text{ millions}  4\text{ tenths}
+4  4\text{ dozens}  4\text{ hundredths}  4\text{ halves}  4 hundreds  4 dozen  4 quadrillion  4\text{ lakh}  4 crore
+4  4 gross  4 score  4 eighths  4\text{ sevenths}  4 ninths  4\text{ bn}  4 halved  4 doubled  4\text{ trebled}
+4  4 reciprocal  4\text{ inverse}  4 fourths  4\text{ twelfths}  4 twentieths  4 sixteenths  4 tens  4 tenfold  4 bil
+4  4 googol  4\text{ fivefold}  4 thousandths  4\text{ root}  4\text{ negative}  4 squared  4k""",
     "percent": r"""
-50\%  5\%  500\%  0.5\%  0.05  5000\%  50\%\%  50\%x
-50\%  50\%+1  50\%^2  -50\%  150\%  \frac12\%  \frac{50}{100}\%  50\%/100
-50\%  50\%\text{ or }60\%  50\%,60\%  50\%=60\%  60\%=50\%  50=0.5  50=5\%  0.5=5  50\text{ per mille}  50‰  50\permil
-50\%  50\text{ basis points}  50-60\%  50\text{ to }60\%  50\%\pm1\%  50.1\%  49.9\%  1/50  50\text{ cm}  50^\circ  \$50
-50\%  50\%\text{ or not}  50\%\text{ cm}  50\%...  50\%\text{ not}  x=5\%  2  5  0.005  200\%  50\%\text{ of }10  50\%'
+50\%  5\%  500\%  0.5\%  0.05  5000\%  50\%\%  50\%x  50\%+1  50\%^2  -50\%  150\%  \frac12\%  \frac{50}{100}\%
+50\%  50\%/100  50\%\text{ or }60\%  50\%,60\%  50\%=60\%  60\%=50\%  50=0.5  50=5\%  0.5=5  50\text{ per mille}  50‰
+50\%  50\permil  50\text{ basis points}  50-60\%  50\text{ to }60\%  50\%\pm1\%  50.1\%  49.9\%  1/50  50\text{ cm}
+50\%  50^\circ  \$50  50\%\text{ or not}  50\%\text{ cm}  50\%...  50\%\text{ not}  x=5\%  2  5  0.005  200\%
+50\%  50\%\text{ of }10  50\%'
 0.05  5  0.05\%  0.5\%  50\%  500\%  5\%\text{ or }6\%  5\%,6\%  5\%\%  5‰  5\text{ per mille}  5\text{ basis points}
 \frac12  0.5\%  \frac12\%  .5\%  \frac{1}{2}\text{ percent}  0.5\text{ percent}  5\%  2\%  50\%=5
-12.5\%  12.5\text{ per mille}  1.25\%  1.25  12.5\%\text{ or }13\%  125\%
-12.5\%  12.5\%=12\%  12,5\%  0.0125  12\%  13\%  12.5'""",
+12.5\%  12.5\text{ per mille}  1.25\%  1.25  12.5\%\text{ or }13\%  125\%  12.5\%=12\%  12,5\%  0.0125  12\%  13\%
+12.5\%  12.5'""",
     "mixed numbers": r"""
-2.5  2\frac{1}{5}  2 5  2,5  25  2\cdot5
-2.5  2..5  2.5.0  2\frac{1}{2}\frac{1}{2}  2\times\frac12  2\cdot\frac12  2(\frac12)
-2.5  2(1/2)  2\left(\frac12\right)  \frac{1}{2}2  2*1/2  -2\frac12
-2.5  2-\frac12  2\frac{2}{1}  2\frac{-1}{2}  2 1/3  2\frac{1}{3}
-2.5  2/1/2  21/2  2\frac{1}{2}^2  2^\frac12  2,\frac12  2;5
-2.5  2:5  2'5  3\frac12  2\frac14  \frac{2}{5}  \frac{21}{2}  2_{1/2}
-2.5  2.5\ldots  2.5...  2.5e1  2.\overline{5}  2.50000001
-2.5  2.49999999  2\frac12\text{ or }3  2\frac12=3  3=2\frac12  2\frac12!
-1\frac{3}{4}  \frac{13}{4}  13/4  1\cdot\frac34  1\times\frac34
-1\frac{3}{4}  \frac34  1(\frac34)  1(3/4)  1\left(\frac34\right)  1*3/4
-1\frac{3}{4}  1,\frac34  1\text{ or }\frac34  1-\frac34  -1\frac34  1\frac{4}{3}
-1\frac{3}{4}  1\frac{3}{5}  1.34  1.3/4  1 34  134  1:3:4
-1\frac{3}{4}  2\frac34  11\frac34  1 1\frac34  1\frac{3}{4}x
-1\frac{3}{4}  1^{\frac34}  1\frac{3}{4}=2  1/\frac34  3\frac14  (1\frac34)^2""",
+2.5  2\frac{1}{5}  2 5  2,5  25  2\cdot5  2..5  2.5.0  2\frac{1}{2}\frac{1}{2}  2\times\frac12  2\cdot\frac12
+2.5  2(\frac12)  2(1/2)  2\left(\frac12\right)  \frac{1}{2}2  2*1/2  -2\frac12  2-\frac12  2\frac{2}{1}  2\frac{-1}{2}
+2.5  2 1/3  2\frac{1}{3}  2/1/2  21/2  2\frac{1}{2}^2  2^\frac12  2,\frac12  2;5  2:5  2'5  3\frac12  2\frac14
+2.5  \frac{2}{5}  \frac{21}{2}  2_{1/2}  2.5\ldots  2.5...  2.5e1  2.\overline{5}  2.50000001  2.49999999
+2.5  2\frac12\text{ or }3  2\frac12=3  3=2\frac12  2\frac12!
+1\frac{3}{4}  \frac{13}{4}  13/4  1\cdot\frac34  1\times\frac34  \frac34  1(\frac34)  1(3/4)  1\left(\frac34\right)
+1\frac{3}{4}  1*3/4  1,\frac34  1\text{ or }\frac34  1-\frac34  -1\frac34  1\frac{4}{3}  1\frac{3}{5}  1.34  1.3/4  1 34
+1\frac{3}{4}  134  1:3:4  2\frac34  11\frac34  1 1\frac34  1\frac{3}{4}x  1^{\frac34}  1\frac{3}{4}=2  1/\frac34
+1\frac{3}{4}  3\frac14  (1\frac34)^2""",
     "bases": r"""
 1010_2  1010_{3}  10_{10}  A_{16}  12_8  10  1010_{10}  1010_{16}  101_2  10100_2  1011_2  1010.1_2  -1010_2  1010_{23}
-1010_2  1010_2\text{ or }10  1010_2,10  1010_2=11  11=1010_2
-1010_2  1010_2=1010_3  1010_x  1010^2  1010\text{ base }3  (1010)_3
-1010_2  1010\text{ base three}  1010\text{ in base three}  1010\text{ cm}  1010\%  1010x  2_{1010}  {1010}_3  1010_2+1
-1010_2  1010\text{ decimal}\ldots  \text{1010}_3  1010_{\text{three}}  1{,}010_3  |1010|_3  1010_2'
-10  10_2  1010_2  10_{16}  10_{8}  10_{9}
-10  (10)_2  {10}_2  \text{10}_2  10_{\text{two}}  10\text{ base }2  10\text{ base two}
-10  10\text{ binary}  10\text{ in binary}  10\text{ hex}  10 binary  10 base 2
-10  10 base two  0x10  0b10  0b1010  10_b  10_{-2}
-10  10_{2}0  10_2+0  10_2\cdot1  x=10_2  10_2=10  10=10_2  10_2\text{ cm}  10_2\%  \{10_2\}  10_1  10_{10}_2
+1010_2  1010_2\text{ or }10  1010_2,10  1010_2=11  11=1010_2  1010_2=1010_3  1010_x  1010^2  1010\text{ base }3
+1010_2  (1010)_3  1010\text{ base three}  1010\text{ in base three}  1010\text{ cm}  1010\%  1010x  2_{1010}  {1010}_3
+1010_2  1010_2+1  1010\text{ decimal}\ldots  \text{1010}_3  1010_{\text{three}}  1{,}010_3  |1010|_3  1010_2'
+10  10_2  1010_2  10_{16}  10_{8}  10_{9}  (10)_2  {10}_2  \text{10}_2  10_{\text{two}}  10\text{ base }2
+10  10\text{ base two}  10\text{ binary}  10\text{ in binary}  10\text{ hex}  10 binary  10 base 2  10 base two  0x10
+10  0b10  0b1010  10_b  10_{-2}  10_{2}0  10_2+0  10_2\cdot1  x=10_2  10_2=10  10=10_2  10_2\text{ cm}  10_2\%  \{10_2\}
+10  10_1  10_{10}_2
 10,20  10_2,20  10_3,20_3  10,20_3  10_2,20_{10}""",
     "lists": r"""
 1,2  1,2,3  1,2,2  1,1,2  1,2,1  1 2  1/2  1.2  12  1,2=3  3=1,2  1=3,2  1=2,2=1  x+y=1,2  banana=1,banana=2
@@ -207,16 +186,12 @@ f(x)=x+x  f'(x)=2x  f''(x)=2x  f^{\prime}(x)=2x""",
 1:1:\sqrt2  1/\sqrt2  \frac{\sqrt2}{2}  1:\sqrt2:1  1:1  \sqrt2:1:1  1:1:2  2:2:\sqrt2  1:\sqrt2
 3:2:1  1.5  3/2  1:2:3  3:2  6:4:1  3  \frac{3}{2}  3:1:2""",
     "or": r"""
-5  5\text{ or }6  6\text{ or }5  5 or 6  5 or 5.5  either 5 or 6
-5  5\lor6  5\vee6  5\text{ or possibly }6  5\text{, or }6  5or6
-5  5\text{ and }6  5\textbf{ or }6  5\text{or}6  5\ or\ 6  5\mbox{ or }6  5\quad\text{or}\quad6  5\ \mathrm{or}\ 6
-5  x=5\text{ or }x=6  x=5\text{ or }6  x=5\text{ or }y=6  x=6\text{ or }x=5
-5  5\text{ or not}  5 OR 6  5 Or 6  5\text{ OR }6
-5  5||6  5|6  5/6  5\\6  5\text{ xor }6
-5  5\text{ oder }6  5 ou 6  5\text{ if }x=1  5\text{ if x is six}  5\text{ or none}
-5  5\text{ or }\emptyset  5\text{ else six}  5\text{ otherwise }6
-5  5\text{ unless six}  \text{5 or 6}  5~or~6  (5\text{ or }6)
-5  \{5\text{ or }6\}  5\text{ but maybe six}  5\text{ maybe six}  5 maybe six  5 (or 6)
+5  5\text{ or }6  6\text{ or }5  5 or 6  5 or 5.5  either 5 or 6  5\lor6  5\vee6  5\text{ or possibly }6  5\text{, or }6
+5  5or6  5\text{ and }6  5\textbf{ or }6  5\text{or}6  5\ or\ 6  5\mbox{ or }6  5\quad\text{or}\quad6  5\ \mathrm{or}\ 6
+5  x=5\text{ or }x=6  x=5\text{ or }6  x=5\text{ or }y=6  x=6\text{ or }x=5  5\text{ or not}  5 OR 6  5 Or 6
+5  5\text{ OR }6  5||6  5|6  5/6  5\\6  5\text{ xor }6  5\text{ oder }6  5 ou 6  5\text{ if }x=1  5\text{ if x is six}
+5  5\text{ or none}  5\text{ or }\emptyset  5\text{ else six}  5\text{ otherwise }6  5\text{ unless six}  \text{5 or 6}
+5  5~or~6  (5\text{ or }6)  \{5\text{ or }6\}  5\text{ but maybe six}  5\text{ maybe six}  5 maybe six  5 (or 6)
 5  5 but not 6  5;6  5:6  5\pm1  5\cup6
 (1,2)  1\text{ or }2  1 or 2  (1,2)\text{ or }(2,1)  (1\text{ or }2)
 x=1,y=2  x=1\text{ or }y=2  x=1 or y=2  x=1,y=2\text{ or }x=2,y=1
@@ -224,38 +199,30 @@ x=1,y=2  x=1\text{ or }y=2  x=1 or y=2  x=1,y=2\text{ or }x=2,y=1
 \text{Evelyn}  Evelyn or Dana  \text{Dana or Evelyn}  \text{Evelyn or }\text{Dana}  Evelyn, Dana  Evelyn/Dana
 \text{(B)}  A or B  B or C  \text{(A) or (B)}  B\text{ or }C  A,B  A=B""",
     "text around": r"""
-4  4\text{ plus one}  4\text{ minus one}  4\text{ times ten}
-4  4\text{ not}  4\text{ is wrong}  4\text{ is not it}  4\text{ maybe}
-4  4\text{ by five}  4\text{ point five}  4\text{ over two}
-4  4\text{ divided by two}  4\text{ if x is five}  4\text{ five}
-4  4\text{ at least}  4\text{ at most}  4\text{ remainder one}
-4  4\text{ below zero}  4\text{ base five}  4\text{ repeating}
-4  4 plus one  4 minus one  4 times ten  4 not  4 point five
-4  4 over two  4 remainder one  4 but maybe five  4 five  4 negative
-4  \text{not }4  not 4  \text{maybe }4\text{ or }5  \text{4, 5}  \text{4}5
-4  \text{5}4  4\text{5}  4\text{.5}  4$5$  $4$$5$
-4  4 (5)  5 (4)  (4)(5)  4[5]  4~5  4\;5  4\quad5  4?5
-4  4\&5  4\text{ versus }5  4 vs 5  4...  4\ldots  4\dots  4'  \overline{45}
-\text{Evelyn}  Evelyn and Dana  not Evelyn  \text{not Evelyn}
-\text{Evelyn}  \text{Evelyn}\text{Dana}  Dana Evelyn  Evelyn=Dana  Dana=Evelyn
-\text{Evelyn}  \text{Evelyn}^2  Evelyn (not Dana)  \text{maybe Evelyn}  EvelynEvelyn  \neg\text{Evelyn}  Evelyn's
+4  4\text{ plus one}  4\text{ minus one}  4\text{ times ten}  4\text{ not}  4\text{ is wrong}  4\text{ is not it}
+4  4\text{ maybe}  4\text{ by five}  4\text{ point five}  4\text{ over two}  4\text{ divided by two}
+4  4\text{ if x is five}  4\text{ five}  4\text{ at least}  4\text{ at most}  4\text{ remainder one}
+4  4\text{ below zero}  4\text{ base five}  4\text{ repeating}  4 plus one  4 minus one  4 times ten  4 not
+4  4 point five  4 over two  4 remainder one  4 but maybe five  4 five  4 negative  \text{not }4  not 4
+4  \text{maybe }4\text{ or }5  \text{4, 5}  \text{4}5  \text{5}4  4\text{5}  4\text{.5}  4$5$  $4$$5$  4 (5)  5 (4)
+4  (4)(5)  4[5]  4~5  4\;5  4\quad5  4?5  4\&5  4\text{ versus }5  4 vs 5  4...  4\ldots  4\dots  4'  \overline{45}
+\text{Evelyn}  Evelyn and Dana  not Evelyn  \text{not Evelyn}  \text{Evelyn}\text{Dana}  Dana Evelyn  Evelyn=Dana
+\text{Evelyn}  Dana=Evelyn  \text{Evelyn}^2  Evelyn (not Dana)  \text{maybe Evelyn}  EvelynEvelyn  \neg\text{Evelyn}
+\text{Evelyn}  Evelyn's
 \text{(B)}  \text{not B}  BB  AB  B.5  (A)(B)  B'  \text{B}\text{C}  B=C  A=B  \overline{B}  (B) 5  2B  ABCDE  B_1""",
 }
 # whole completions: the last box counts, so a right answer in an earlier one, or in none, is no answer
 BOXES = r"""
 4  \boxed{4} \boxed{5}  \boxed{4}\boxed{5}  \boxed{4} or \boxed{5}  \boxed{4}, \boxed{5}  \boxed{4} and \boxed{5}
-4  \boxed{4}=\boxed{5}  \boxed{4} \fbox{5}  \fbox{4} \boxed{5}
-4  \fbox{4}\fbox{5}  \boxed {4} \boxed {5}  \boxed{4 \boxed{5}}
-4  \boxed{4, \boxed{5}}  \boxed{4=\boxed{5}}
-4  \boxed{\boxed{4},\boxed{5}}  \boxed{4\text{ or }\boxed{5}}  \boxed{4} \boxed{}
-4  \boxed{4} \boxed{ }  \boxed{4} \boxed{?}  \boxed{4} \boxed{5  \boxed{4} \boxed{
-4  \boxed{4 \boxed{  \boxed{4  \boxed 4  4
-4  \boxed{}4  \boxed{4,5}  \boxed{4}\boxed{4,5}  \boxed{4 5}  \boxed{4\ 5}  \boxed{4\\5}  \boxed{4&5}  \boxed{4;5}
-4  \boxed{4} #### 5 \boxed{5}  #### 5  4 #### 5  #### 4 5  #### 4 or 5  #### 4, 5  #### 4=5  #### 5=4  #### 4 #### 5
-4  #### 4 \boxed{5}  \boxed{5} #### 4  \boxed{4\text{ or }5}
-4  \boxed{\text{4 or 5}}  \boxed{4 \text{ and } 5}  \boxed{5=4}
-4  \boxed{4}\boxed{5}\boxed{6}  \boxed{5} 4  4 \boxed{5}  \boxed{"4" or "5"}  \boxed{\{4\},\{5\}}  \boxed{4 $\boxed{5}$}
-4  \Boxed{4}  \box{4}  boxed{4}  \boxed(4)  \boxed[4]  \boxed\{4\}  \framebox{4}  Answer: 4"""
+4  \boxed{4}=\boxed{5}  \boxed{4} \fbox{5}  \fbox{4} \boxed{5}  \fbox{4}\fbox{5}  \boxed {4} \boxed {5}
+4  \boxed{4 \boxed{5}}  \boxed{4, \boxed{5}}  \boxed{4=\boxed{5}}  \boxed{\boxed{4},\boxed{5}}
+4  \boxed{4\text{ or }\boxed{5}}  \boxed{4} \boxed{}  \boxed{4} \boxed{ }  \boxed{4} \boxed{?}  \boxed{4} \boxed{5
+4  \boxed{4} \boxed{  \boxed{4 \boxed{  \boxed{4  \boxed 4  4  \boxed{}4  \boxed{4,5}  \boxed{4}\boxed{4,5}  \boxed{4 5}
+4  \boxed{4\ 5}  \boxed{4\\5}  \boxed{4&5}  \boxed{4;5}  \boxed{4} #### 5 \boxed{5}  #### 5  4 #### 5  #### 4 5
+4  #### 4 or 5  #### 4, 5  #### 4=5  #### 5=4  #### 4 #### 5  #### 4 \boxed{5}  \boxed{5} #### 4  \boxed{4\text{ or }5}
+4  \boxed{\text{4 or 5}}  \boxed{4 \text{ and } 5}  \boxed{5=4}  \boxed{4}\boxed{5}\boxed{6}  \boxed{5} 4  4 \boxed{5}
+4  \boxed{"4" or "5"}  \boxed{\{4\},\{5\}}  \boxed{4 $\boxed{5}$}  \Boxed{4}  \box{4}  boxed{4}  \boxed(4)  \boxed[4]
+4  \boxed\{4\}  \framebox{4}  Answer: 4"""
 # gold, then answers that are the same in another spelling: what the rules above must not lose
 RIGHT = r"""
 \frac{2\sqrt3}{3}\%  \frac{2}{\sqrt3}\%
@@ -290,10 +257,9 @@ e^{i\pi/3}  \frac12+\frac{\sqrt3}{2}i
 \sqrt[3]{7+5\sqrt2}  1+\sqrt2
 \frac{x}{2^{98}}  2^{-98}x  0.5^{98}x
 1.5\pi  \frac{3\pi}{2}
-4  x=4  f(x)=4  f(2)=4  f'(2)=4  a_n=4  x_1=4
-4  AB=4  \overline{AB}=4  \angle ABC=4  m\angle A=4  \theta=4  P(A)=4  S_{10}=4
-4  2+2=4  x=2+2=4  4=4  \log_2 16=4  x=2+2  4\text{ pairs}  4 eggs  4\text{ two-digit numbers}  [ABC]=4  |AB|=4  \{4\}
-4  x\in\{4\}  (x=4)  m=4 cm  m=4\text{ m}  h=4\text{ hours}  \frac{dy}{dx}=4
+4  x=4  f(x)=4  f(2)=4  f'(2)=4  a_n=4  x_1=4  AB=4  \overline{AB}=4  \angle ABC=4  m\angle A=4  \theta=4  P(A)=4
+4  S_{10}=4  2+2=4  x=2+2=4  4=4  \log_2 16=4  x=2+2  4\text{ pairs}  4 eggs  4\text{ two-digit numbers}  [ABC]=4
+4  |AB|=4  \{4\}  x\in\{4\}  (x=4)  m=4 cm  m=4\text{ m}  h=4\text{ hours}  \frac{dy}{dx}=4
 R-r  -r+R  R-1r
 \frac{R}{r}  R/r  \frac{2R}{2r}
 2X  2x

@@ -45,7 +45,7 @@ print(hidden.grad.shape)
 def without_interpreter(code: str, cache) -> str:
     """What a Python program prints that compiles kernels; it needs no GPU."""
     env = ({name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-           | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join([ROOT, os.path.join(ROOT, "dev")])})
+           | {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": ROOT})
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -56,7 +56,8 @@ def test_every_kernel_compiles_for_hopper_and_blackwell_and_spills_nothing(tmp_p
     """Of each kernel the first variant for Hopper, the last for Blackwell. What threads read and write of long rows is
     16 bytes each. A block's operations round as PyTorch's do: no bf16 is multiplied and added in one instruction."""
     rows = [json.loads(line) for line in without_interpreter("""
-import json, kernel_resources
+import json
+from dev.bench import kernel_resources
 variants = {}
 for case in kernel_resources.cases():
     variants.setdefault(case[0].__name__, []).append(case)
@@ -77,11 +78,10 @@ for capability, place in ((90, 0), (100, -1)):
             <= {"gate_rows", "head_rows", "join_splits", "logprob_rows", "segment_statistics", "draw_rows"})
 
 
-def test_a_decoding_layer_is_a_handful_of_launches(monkeypatch):
+def test_a_decoding_layer_is_a_handful_of_launches():
     """A layer without its attention. GPT: four products of matrices, two norms, heads, activation, two writes into the
     cache; of every other layer a gather and a gate. Qwen: seven products, and an addition after the MLP."""
-    monkeypatch.syspath_prepend(os.path.join(ROOT, "dev"))
-    import count_launches
+    from dev.bench import count_launches
     most = {"GPT d20": 12, "Qwen2.5-1.5B": 14, "Qwen3, same size": 14}
     for name, make in count_launches.MODELS.items():
         counted = count_launches.table(make)

@@ -401,6 +401,15 @@ def test_a_mean_curve_says_how_many_seeds_it_is_of(tmp_path):
     assert points[0][2] == pytest.approx(0.2 / math.sqrt(2)) and points[2][2] == 0.0
 
 
+def test_curves_of_runs_that_skipped_updates_meet_at_each_evaluation(tmp_path):
+    runs = [read_run(make_run(tmp_path, "chain-a-s0", 0, [0.2, 0.5], tokens_per_step=10)),
+            read_run(make_run(tmp_path, "chain-a-s1", 1, [0.4, 0.7], tokens_per_step=30))]
+    runs[1].points[1]["gen_step"] = 7  # the other one has made 10
+    assert [row[:2] for row in mean_curve(runs, "gen/pass1_in", "sampled_tokens", in_order=True)] == [
+        (0, pytest.approx(0.3)), (200, pytest.approx(0.6))]
+    assert len(mean_curve(runs, "gen/pass1_in", "sampled_tokens")) == 3
+
+
 # A run that is under way
 
 def under_way(tmp_path, num_steps: int):

@@ -12,6 +12,7 @@ from test_critique_grpo import (assert_close, by_text, moved, padded, parsed, pl
                                 tiny_model, train, update_gradient, watched)
 
 from nanochat.common import BadInput
+from nanochat.hf.tokenizer import load_tokenizer
 from nanochat.kernels.losses import PolicyLoss, k2
 from nanochat.recipes.policy import score
 from nanochat.recipes.policy.score import changes, turn_rewards, with_kl
@@ -100,7 +101,7 @@ def test_the_stages_reward_and_hold_the_turns_as_they_should(base, monkeypatch):
     monkeypatch.setattr(Chain, "check", lambda self, problem, solution: by_text(solution))
     updates, drawn = watched(monkeypatch)
     train("--recipe", "score", "--num-steps", "4", "--stage1-steps", "2")
-    task, tokenizer = make_task(parsed()), tango_rl.load_tokenizer(str(base / "tokenizer"))
+    task, tokenizer = make_task(parsed()), load_tokenizer(str(base / "tokenizer"))
     assert [r["gen/stage"] for r in records(base)] == [1, 1, 2, 2]
     for step, ((wanted, now, start), draws) in enumerate(zip(updates, drawn, strict=True)):
         stage = 1 if step < 2 else 2

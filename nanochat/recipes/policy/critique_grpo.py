@@ -26,39 +26,16 @@ from nanochat.rl.credit.aggregation import check_one_update
 from nanochat.rl.learn.roles import RoleSpec
 from nanochat.rl.measure.evals import pass_at_1
 from nanochat.rl.measure.observe import log_rewards
-from nanochat.rl.measure.scores import first_error
 from nanochat.rl.play.play import Draw, Play, Update
-from nanochat.rl.records.outcomes import labels_of
 from nanochat.rl.records.prompts import refine_prompt
 from nanochat.rl.records.rollouts import Rollouts, join
+from nanochat.rl.verify.critiques import CRITIQUES
 
 TAGS = dict(family="single model, two turns", verifier="rule", reward="outcome", credit="z-score, shaped refinement",
             status="runs: no use of a refinement is shown at equal tokens")
 ROLES = {"generator": RoleSpec("--model-tag")}
 SHOWN = {"generator": ["refined/accuracy", "refined/rescued"]}
 CRITIQUE_TOKENS = 32  # that the context check counts for a rule's critique; sampling refuses a prompt that does not fit
-
-
-# Critiques of a solution that was right or wrong: (task, problem, solution, outcome) -> text
-
-def simple(task, problem, solution: str, outcome: bool) -> str:
-    """Whether it is right: "F"."""
-    return task.fmt.correct if outcome else task.fmt.incorrect
-
-
-def simple_gt(task, problem, solution: str, outcome: bool) -> str:
-    """Whether it is right, and the gold answer: "F=6"."""
-    gold = task.fmt.answer_open + problem.answer + task.fmt.answer_close
-    return simple(task, problem, solution, outcome) + gold
-
-
-def steps(task, problem, solution: str, outcome: bool) -> str:
-    """Whether it is right, after the number of the first step that is wrong by its gold label: "2F"."""
-    wrong = -1 if outcome else first_error(labels_of(task, problem, solution))  # -1 too where only the answer is wrong
-    return (str(wrong + 1) if wrong >= 0 else "") + simple(task, problem, solution, outcome)
-
-
-CRITIQUES = {"simple": simple, "simple_gt": simple_gt, "steps": steps}
 
 
 def by_rule(t: Play, solutions: Rollouts, outcomes: list[bool | None]) -> list[str]:
